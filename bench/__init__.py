@@ -1,0 +1,52 @@
+"""Is it right, is it faster? Workloads, engines, ops, the judge, and the statistics of a comparison."""
+
+from bench.candidate import Candidate, Language, guess_language
+from bench.errors import (
+    BudgetError,
+    MissingError,
+    PatcherError,
+    UsageError,
+    VerificationError,
+    WaitingError,
+)
+from bench.evaluation import Check, Environment, Evaluation, Outcome, Timing, geomean
+from bench.comparison import Comparison, Quality, Sample, Throughput, Window
+from bench.op import Contract, Op, Point, Sweep, library, load_op, load_ops
+from bench.records import SCHEMA_VERSION, Record
+from bench.workload import Preset, Workload, preset, presets
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "BudgetError",
+    "Candidate",
+    "Check",
+    "Comparison",
+    "Contract",
+    "Environment",
+    "Evaluation",
+    "Language",
+    "MissingError",
+    "Op",
+    "Outcome",
+    "PatcherError",
+    "Point",
+    "Preset",
+    "Quality",
+    "Record",
+    "Sample",
+    "Sweep",
+    "Throughput",
+    "Timing",
+    "UsageError",
+    "VerificationError",
+    "WaitingError",
+    "Window",
+    "Workload",
+    "geomean",
+    "guess_language",
+    "library",
+    "load_op",
+    "load_ops",
+    "preset",
+    "presets",
+]

@@ -1,0 +1,109 @@
+"""What an end-to-end A/B says: windows, pairs, interval, verdict, quality."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from bench.evaluation import Environment
+from bench.records import SCHEMA_VERSION, Record
+from bench.workload import Workload
+
+Arm = Literal["baseline", "patched"]
+Verdict = Literal["accept", "reject", "inconclusive"]
+
+
+class Window(Record):
+    """One timed window of decode, both sides of a pair over the same prompts."""
+
+    pair: int
+    arm: Arm
+    kind: Literal["ab", "aa"]
+    """`aa` windows run the baseline on both sides: the control."""
+    tokens: int
+    """Output tokens counted by the caller, prefill's first token left out."""
+    decode_s: float
+    prefill_s: float
+    sm_clock_mhz: int | None = None
+    temperature_c: int | None = None
+    throttle_reasons: tuple[str, ...] = ()
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.decode_s
+
+
+class Sample(Record):
+    """One line of recorded samples: `{"pair", "arm", "tokens_per_s"}`."""
+
+    pair: int = Field(ge=0)
+    arm: Arm
+    tokens_per_s: float = Field(gt=0, allow_inf_nan=False)
+
+
+class Comparison(Record):
+    """Patched against baseline: log-ratio per pair, 95 % interval, verdict against a margin declared before."""
+
+    schema_version: int = SCHEMA_VERSION
+    pairs: int
+    dropped_pairs: int
+    """Warm-up pairs and pairs whose clocks drifted or throttled."""
+    baseline_tokens_per_s: float
+    """Median over windows."""
+    patched_tokens_per_s: float
+    gain_pct: float
+    """Geometric mean over pairs of patched / baseline, minus one, in percent."""
+    gain_low_pct: float
+    gain_high_pct: float
+    confidence_pct: float
+    """Level of the interval, after correction for the looks taken."""
+    margin_pct: float
+    pair_sd_pct: float
+    """Standard deviation of the log-ratio of a pair."""
+    verdict: Verdict
+    reason: str
+
+
+class Quality(Record):
+    """Is it still the same model? Patched and baseline against the same model in higher precision."""
+
+    schema_version: int = SCHEMA_VERSION
+    positions: int
+    """Teacher-forced positions compared."""
+    reference: str
+    """How the reference was computed, e.g. `float64 upcast`."""
+    baseline_rmse: float
+    """Root mean square error of the baseline's logits against the reference."""
+    patched_rmse: float
+    baseline_max_error: float
+    patched_max_error: float
+    baseline_mean_kl: float
+    """Mean KL divergence (nats) of reference to baseline, over positions."""
+    patched_mean_kl: float
+    greedy_agreement_pct: float
+    """Share of positions at which both arms pick the same token."""
+    worst_flip_margin: float | None
+    """Largest baseline logit gap among positions where the picks differ; None when none differ."""
+    flip_allowance: float
+    """Gap that the baseline's own error can explain."""
+    passed: bool
+    reason: str
+
+
+class Throughput(Record):
+    """One whole end-to-end A/B as measured."""
+
+    schema_version: int = SCHEMA_VERSION
+    workload: Workload
+    patch: str | None
+    """Patch id; None for recorded samples."""
+    comparison: Comparison
+    control: Comparison | None
+    """A/A control in the same sitting."""
+    windows: tuple[Window, ...]
+    routing_entropy_pct: float | None
+    """Mean entropy of the experts picked, in percent of uniform; a mixture of experts only."""
+    clocks: str
+    """`locked at N MHz` or `monitored: ...`."""
+    environment: Environment

@@ -1,0 +1,223 @@
+"""Hugging Face transformers as a user runs it: eager forward, dynamic cache, greedy decode."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from packaging.version import Version
+
+from bench.engines import Generation
+from bench.errors import MissingError, UsageError
+from bench.workload import Preset, Workload, presets
+
+OLDEST = Version("5.17")
+
+
+class TransformersEngine:
+    """One model in this process. See `bench.engines.Engine` for the methods."""
+
+    def __init__(self, workload: Workload) -> None:
+        _check_machine(workload)
+        self.workload = workload
+        self.device = torch.device(workload.device)
+        if workload.threads is not None:
+            torch.set_num_threads(workload.threads)
+        self.model = _load_model(workload)
+        self.vocab_size: int = self.model.config.vocab_size
+
+    def prompts(self, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (self.workload.batch, self.workload.input_len)
+        return torch.randint(0, self.vocab_size, shape, generator=generator)
+
+    @torch.inference_mode()
+    def generate(self, prompts: torch.Tensor, steps: int) -> Generation:
+        tokens = prompts.to(self.device)
+        picked = []
+        self.synchronize()
+        begin = time.perf_counter()
+        output = self.model(input_ids=tokens, use_cache=True, logits_to_keep=1)
+        token = output.logits[:, -1:].argmax(-1)
+        picked.append(token)
+        self.synchronize()
+        decode_begin = time.perf_counter()
+        for _ in range(steps):
+            output = self.model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
+            token = output.logits[:, -1:].argmax(-1)
+            picked.append(token)
+        self.synchronize()
+        end = time.perf_counter()
+        return Generation(torch.cat(picked, dim=1).cpu(), decode_begin - begin, end - decode_begin)
+
+    @torch.inference_mode()
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.model(input_ids=tokens.to(self.device)).logits.float().cpu())
+
+    @torch.inference_mode()
+    def reference_logits(self, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
+        """Each block is upcast for its own turn, which is exact, and cast back, which is exact too."""
+        wide = torch.float64 if self.workload.dtype == "float32" else torch.float32
+        embedded = self.model.get_input_embeddings()(tokens.to(self.device)).to(wide)
+        body = self.model.model
+        with _upcast_in_turn([*body.layers, body.norm, self.model.lm_head], wide), _wide_parts(self.model, wide):
+            logits = self.model(inputs_embeds=embedded, use_cache=False).logits
+        return logits.float().cpu(), f"{str(wide).removeprefix('torch.')} upcast of the same weights"
+
+    @torch.inference_mode()
+    def routing_entropy_pct(self, prompts: torch.Tensor, steps: int) -> float | None:
+        routers = [module for module in self.model.modules() if type(module).__name__.endswith("TopKRouter")]
+        if not routers:
+            return None
+        experts = routers[0].num_experts
+        counts = torch.zeros(len(routers), experts)
+
+        def hook(index: int) -> Any:
+            def count(_module: Any, _args: Any, output: Any) -> None:
+                if output[2].shape[0] == prompts.shape[0]:  # decode: one row per sequence
+                    counts[index] += torch.bincount(output[2].flatten().cpu(), minlength=experts)
+
+            return count
+
+        handles = [router.register_forward_hook(hook(index)) for index, router in enumerate(routers)]
+        try:
+            self.generate(prompts, steps)
+        finally:
+            for handle in handles:
+                handle.remove()
+        share = counts / counts.sum(dim=1, keepdim=True)
+        entropy = -(share * share.clamp_min(1e-12).log()).sum(dim=1)
+        return float(entropy.mean() / math.log(experts) * 100)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        del self.model
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _check_machine(workload: Workload) -> None:
+    try:
+        version = Version(importlib.metadata.version("transformers"))
+    except importlib.metadata.PackageNotFoundError:
+        raise MissingError("transformers is not installed", "pip install 'transformers>=5.17'") from None
+    if version < OLDEST:
+        raise MissingError(f"transformers {version} is older than {OLDEST}", "pip install 'transformers>=5.17'")
+    if workload.device == "cuda" and not torch.cuda.is_available():
+        raise MissingError("no CUDA device for this workload", "run it on a GPU host, or use --device cpu")
+    preset = presets().get(workload.model)
+    if workload.device == "cpu" and preset and not preset.fits_cpu:
+        raise MissingError(
+            f"{preset.name} ({preset.parameters_b:g} billion parameters) does not fit a CPU",
+            "run on a GPU host, read a profile with --from FILE, or try `patcher demo`",
+        )
+
+
+def _load_model(workload: Workload) -> Any:
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    dtype = getattr(torch, workload.dtype)
+    preset = presets().get(workload.model)
+    if workload.weights == "random":
+        if preset is not None:
+            config = transformers.GptOssConfig(**preset.config)
+        else:
+            config = transformers.AutoConfig.from_pretrained(workload.model)
+        with torch.device(workload.device), no_init_weights():
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        _randomise(model, workload.seed)
+    else:
+        name = _weights_id(workload, preset)
+        local = workload.weights == "local"
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                name, dtype=dtype, device_map=workload.device, local_files_only=local
+            )
+        except OSError as error:
+            raise UsageError(
+                f"cannot load weights of {name}: {str(error).splitlines()[0]}",
+                "check the id or folder, or use --weights random",
+            ) from error
+    return model.eval()
+
+
+def _weights_id(workload: Workload, preset: Preset | None) -> str:
+    if preset is None:
+        return workload.model
+    if preset.hub_id is None:
+        raise UsageError(f"{preset.name} has no published weights", "use --weights random")
+    return preset.hub_id
+
+
+@torch.no_grad()
+def _randomise(model: torch.nn.Module, seed: int) -> None:
+    """Seeded normal(0, 0.02) everywhere, norms one and in float32 as `from_pretrained` keeps them.
+
+    Zero-like dummy weights would send every token to the same experts, and decode would read a fraction of what a
+    real model reads. Buffers (rotary tables) are computed from the configuration and left as they are.
+    """
+    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "norm" in name.rsplit(".", 2)[-2]:
+            parameter.data = torch.ones_like(parameter, dtype=torch.float32)
+        elif parameter.is_floating_point():
+            parameter.normal_(0.0, 0.02, generator=generator)
+
+
+@contextmanager
+def _upcast_in_turn(modules: list[Any], wide: torch.dtype) -> Iterator[None]:
+    """Hold each module in `wide` only while it runs: one block's memory, not the model's, is doubled."""
+    handles = []
+
+    def widen(module: Any, _args: Any) -> None:
+        module._patcher_dtypes = {name: p.dtype for name, p in module.named_parameters()}
+        module.to(wide)
+
+    def narrow(module: Any, _args: Any, _output: Any) -> None:
+        for name, parameter in module.named_parameters():
+            parameter.data = parameter.data.to(module._patcher_dtypes[name])
+        del module._patcher_dtypes
+
+    for module in modules:
+        handles += [module.register_forward_pre_hook(widen), module.register_forward_hook(narrow)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _wide_parts(model: Any, wide: torch.dtype) -> Iterator[None]:
+    """Two parts of the model narrow on their own: norms (to float32) and the grouped expert matmul."""
+    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    experts = model.config._experts_implementation
+
+    def wide_norm(norm: Any) -> Any:
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
+            hidden = hidden.to(wide)
+            scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+            return norm.weight.to(wide) * hidden * scale
+
+        return forward
+
+    for norm in norms:
+        norm.forward = wide_norm(norm)
+    model.config._experts_implementation = "eager"
+    try:
+        yield
+    finally:
+        model.config._experts_implementation = experts
+        for norm in norms:
+            del norm.forward

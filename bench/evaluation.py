@@ -1,0 +1,117 @@
+"""What the judge says about one candidate: outcome, checks and timings."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+
+from pydantic import model_validator
+
+from bench.records import SCHEMA_VERSION, Record
+
+
+class Outcome(StrEnum):
+    """Every way an evaluation can end; the first five are those of KForge (arXiv 2606.02963)."""
+
+    GENERATION_FAILURE = "generation_failure"
+    """The reply held no usable source."""
+    COMPILATION_FAILURE = "compilation_failure"
+    RUNTIME_ERROR = "runtime_error"
+    """It raised, crashed, hung or exited."""
+    MISMATCH = "mismatch"
+    """It wrote wrong values."""
+    GUARD_VIOLATION = "guard_violation"
+    """It touched what the contract forbids, or broke a rule of the judge."""
+    TOO_SLOW = "too_slow"
+    """Right, and no faster than the strongest baseline."""
+    CORRECT = "correct"
+    """Right and faster."""
+
+
+class Check(Record):
+    """One thing the judge looked at."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+class Timing(Record):
+    """Candidate against baseline at one point of the sweep, from interleaved blocks."""
+
+    axes: dict[str, int]
+    candidate_us: float
+    """Median time of one call."""
+    baseline_us: float
+    speedup: float
+    """Baseline time over candidate time: the geometric mean over pairs of blocks."""
+    speedup_low: float
+    """Lower end of the 95 % interval of `speedup`."""
+    speedup_high: float
+    pairs: int
+    """Pairs of blocks behind the interval."""
+    calls: int
+    """Timed calls behind `candidate_us`."""
+
+
+class Environment(Record):
+    """Where a figure was made. No host name, path, user or environment variable."""
+
+    device: str
+    """GPU or CPU name."""
+    device_kind: str
+    """`cpu` or `cuda`."""
+    python: str
+    packages: dict[str, str]
+    """Versions of torch, triton, transformers, ... where installed."""
+    driver: str | None = None
+    compiler: str | None = None
+    clocks: str = "not recorded"
+    """`locked at N MHz`, `monitored: ...`, or `not recorded`."""
+    threads: int | None = None
+
+
+class Evaluation(Record):
+    """The judge's whole word on one candidate."""
+
+    schema_version: int = SCHEMA_VERSION
+    op: str
+    language: str
+    digest: str
+    """sha256 of the candidate's source."""
+    outcome: Outcome
+    checks: tuple[Check, ...] = ()
+    baseline: str | None = None
+    """The strongest baseline that runs here, which every speedup is against."""
+    baselines: dict[str, str] = {}
+    """Each known baseline: its geometric mean time in microseconds, or why it does not run here."""
+    timings: tuple[Timing, ...] = ()
+    timing_method: str | None = None
+    geomean_speedup: float | None = None
+    sandbox: str | None = None
+    """What confined the candidate."""
+    log: str = ""
+    """Compiler output or traceback, clipped; feedback for the generation agent."""
+    environment: Environment | None = None
+    build_s: float | None = None
+    total_s: float | None = None
+
+    @model_validator(mode="after")
+    def _timed_if_right(self) -> Evaluation:
+        right = self.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
+        if right and (not self.timings or self.geomean_speedup is None):
+            raise ValueError(f"outcome {self.outcome} needs timings and a geomean speedup")
+        if right and not all(check.passed for check in self.checks):
+            raise ValueError(f"outcome {self.outcome} with a failed check")
+        return self
+
+    @property
+    def failed_checks(self) -> list[Check]:
+        return [check for check in self.checks if not check.passed]
+
+
+def geomean(values: list[float]) -> float:
+    """Geometric mean of positive values."""
+    if not values:
+        raise ValueError("geomean of nothing")
+    return math.exp(sum(math.log(value) for value in values) / len(values))

@@ -1,0 +1,80 @@
+"""What is run: a model preset, a batch, lengths, weights."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+from pydantic import Field
+
+from bench.errors import UsageError
+from bench.records import SCHEMA_VERSION, Record
+
+
+class Preset(Record):
+    """A model whose public geometry we ship, so that it can be built with random weights and no download."""
+
+    name: str
+    summary: str
+    architecture: Literal["gpt_oss"]
+    config: dict[str, Any]
+    """Keyword arguments of the Hugging Face configuration class."""
+    dtype: Literal["float32", "bfloat16", "float16"]
+    fits_cpu: bool
+    """Whether a CPU runs it in seconds."""
+    parameters_b: float
+    """Billions of parameters."""
+    hub_id: str | None = None
+    """Where published weights are, if any."""
+    batch: int
+    input_len: int
+    output_len: int
+
+    @property
+    def layers(self) -> int:
+        return int(self.config["num_hidden_layers"])
+
+
+class Workload(Record):
+    """One model, one engine, one shape of traffic."""
+
+    schema_version: int = SCHEMA_VERSION
+    model: str
+    """Preset name, Hugging Face id or folder."""
+    engine: Literal["transformers"] = "transformers"
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["float32", "bfloat16", "float16"]
+    batch: int = Field(ge=1)
+    input_len: int = Field(ge=1)
+    """Prompt tokens per sequence."""
+    output_len: int = Field(ge=1)
+    """Decode steps per window; the first token comes from prefill and is not counted."""
+    weights: Literal["random", "hub", "local"] = "random"
+    seed: int = 0
+    threads: int | None = None
+    """CPU threads; None leaves the engine's default."""
+
+
+@cache
+def presets() -> dict[str, Preset]:
+    """Every preset shipped in `bench/workloads/`, by name."""
+    found = {}
+    for file in sorted(resources.files("bench").joinpath("workloads").iterdir(), key=lambda item: item.name):
+        if file.name.endswith(".toml"):
+            preset = Preset(**tomllib.loads(file.read_text(encoding="utf-8")))
+            found[preset.name] = preset
+    return found
+
+
+def preset(name: str) -> Preset:
+    """The preset of that name.
+
+    Raises:
+        UsageError: no such preset.
+    """
+    try:
+        return presets()[name]
+    except KeyError:
+        raise UsageError(f"unknown model {name!r}", f"presets are: {', '.join(presets())}") from None
