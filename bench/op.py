@@ -76,6 +76,11 @@ class Guards(Record):
     graph_safe: bool = True
 
 
+class Accuracy(Record):
+    reduction: str
+    """The axis of the longest sum."""
+
+
 class Cost(Record):
     """Arithmetic over axis names and dtype symbols (their item sizes)."""
 
@@ -110,6 +115,7 @@ class Contract(Record):
     sweeps: tuple[Sweep, ...]
     hidden: tuple[HiddenShape, ...] = ()
     guards: Guards
+    accuracy: Accuracy
     cost: Cost
     symbols: tuple[Symbol, ...] = ()
     patch_points: tuple[PatchPointSpec, ...] = ()
@@ -206,8 +212,14 @@ class Op:
         return function
 
     @cached_property
+    def control(self) -> Callable[..., dict[str, Any]]:
+        """The op in lower precision than the contract wants: the judge must reject it."""
+        function: Callable[..., dict[str, Any]] = _load(self.folder / "reference.py").control
+        return function
+
+    @cached_property
     def inputs(self) -> ModuleType:
-        """`make(point, seed, regime, scalars) -> {tensor: value}` and `REGIMES`."""
+        """`make(point, seed, regime) -> {tensor: value}` and `REGIMES`."""
         return _load(self.folder / "inputs.py")
 
     @cached_property
@@ -218,6 +230,12 @@ class Op:
         """
         found: dict[str, Callable[[str], Callable[..., Any]]] = _load(self.folder / "baselines.py").BASELINES
         return found
+
+    @cached_property
+    def honest_baseline(self) -> str:
+        """The baseline whose error against float64 a candidate's error is measured by."""
+        name: str = _load(self.folder / "baselines.py").HONEST
+        return name
 
     def sweep(self, device: str, name: str | None = None) -> Sweep:
         """The sweep of that name, or the first for the device.

@@ -1,0 +1,66 @@
+"""Triton and PyTorch: a Python file, checked here as text and loaded only where it may run."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.candidate import Candidate, Language
+from bench.errors import MissingError
+from bench.op import Contract
+from bench.toolchains import Built
+
+
+class TorchToolchain:
+    language = Language.TORCH
+
+    def missing(self) -> str | None:
+        return None if importlib.util.find_spec("torch") else "torch is not installed"
+
+    def build(self, candidate: Candidate, contract: Contract, folder: Path) -> Built:
+        if reason := self.missing():
+            raise MissingError(f"cannot build {self.language}: {reason}", "install it on this machine")
+        begin = time.monotonic()
+        log, path = "", None
+        try:
+            tree = ast.parse(candidate.source, candidate.file_name)
+            if contract.name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}:
+                # Triton reads a kernel's source from its file, so it must be one
+                made = folder / candidate.digest[:32]
+                made.mkdir(parents=True, exist_ok=True)
+                path = made / candidate.file_name
+                path.write_text(candidate.source, encoding="utf-8")
+            else:
+                log = f"no top-level function {contract.name}"
+        except (SyntaxError, ValueError) as error:
+            log = f"{type(error).__name__}: {error}"
+        return Built(
+            language=self.language,
+            path=path,
+            binding="python",
+            command="python ast.parse",
+            log=log,
+            seconds=time.monotonic() - begin,
+            cached=False,
+        )
+
+    def load(self, built: Built, entry: str) -> Callable[..., Any]:
+        """Executes the file: only for the process that may run it."""
+        assert built.path is not None
+        spec = importlib.util.spec_from_file_location("candidate", built.path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        function: Callable[..., Any] = getattr(module, entry)
+        return function
+
+
+class TritonToolchain(TorchToolchain):
+    language = Language.TRITON
+
+    def missing(self) -> str | None:
+        return None if importlib.util.find_spec("triton") else "triton is not installed"

@@ -1,0 +1,69 @@
+"""What to beat: the engines' own kernels, torch.compile, and eager as transformers writes it.
+
+A factory takes the kind of device and gives a callable; it raises ImportError saying why it does not run here. A
+baseline writes in place, or returns (input, residual) as an engine's functional code would, with no copy added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Baseline = Callable[[Tensor, Tensor, Tensor, float], Any]
+
+
+def _eager(input: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    # transformers 5.17 to 5.23: GptOssDecoderLayer.forward, then GptOssRMSNorm.forward
+    residual = residual + input
+    hidden = residual.to(torch.float32)
+    variance = hidden.pow(2).mean(-1, keepdim=True)
+    hidden = hidden * torch.rsqrt(variance + epsilon)
+    return (weight * hidden).to(residual.dtype), residual
+
+
+def eager(device: str) -> Baseline:
+    return _eager
+
+
+def compiled(device: str) -> Baseline:
+    compiled: Baseline = torch.compile(_eager, dynamic=True)
+    return compiled
+
+
+def vllm(device: str) -> Baseline:
+    if device != "cuda":
+        raise ImportError("vLLM's kernel needs a CUDA device")
+    import vllm._custom_ops as ops
+
+    def run(input: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
+        if weight.dtype != input.dtype:
+            raise ImportError("vLLM's kernel wants the weight in the dtype of the input")
+        ops.fused_add_rms_norm(input, residual, weight, epsilon)
+
+    return run
+
+
+def flashinfer(device: str) -> Baseline:
+    if device != "cuda":
+        raise ImportError("flashinfer's kernel needs a CUDA device")
+    from flashinfer.norm import fused_add_rmsnorm
+
+    def run(input: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
+        if weight.dtype != input.dtype:
+            raise ImportError("flashinfer's kernel wants the weight in the dtype of the input")
+        fused_add_rmsnorm(input, residual, weight, epsilon)
+
+    return run
+
+
+BASELINES: dict[str, Callable[[str], Baseline]] = {
+    "flashinfer": flashinfer,
+    "vllm": vllm,
+    "torch.compile": compiled,
+    "eager": eager,
+}
+HONEST = "eager"
+"""Whose error against float64 a candidate's error is measured by."""
