@@ -1,6 +1,9 @@
-"""Is it right, is it faster? Workloads, engines, ops, the judge, and the statistics of a comparison."""
+"""Is it right, is it faster? Workloads, engines, ops, the judge, and the statistics of a
+comparison.
+"""
 
 from bench.candidate import Candidate, Language, guess_language
+from bench.comparison import Comparison, Quality, Sample, Throughput, Window
 from bench.errors import (
     BudgetError,
     MissingError,
@@ -10,7 +13,6 @@ from bench.errors import (
     WaitingError,
 )
 from bench.evaluation import Check, Environment, Evaluation, Outcome, Timing, geomean
-from bench.comparison import Comparison, Quality, Sample, Throughput, Window
 from bench.op import Contract, Op, Point, Sweep, library, load_op, load_ops
 from bench.records import SCHEMA_VERSION, Record
 from bench.workload import Preset, Workload, preset, presets

@@ -17,13 +17,19 @@ class Language(StrEnum):
     TORCH = "torch"
 
 
-SUFFIXES = {Language.CPP: ".cpp", Language.CUDA: ".cu", Language.TRITON: ".py", Language.TORCH: ".py"}
+SUFFIXES = {
+    Language.CPP: ".cpp",
+    Language.CUDA: ".cu",
+    Language.TRITON: ".py",
+    Language.TORCH: ".py",
+}
 
 
 class Candidate(Record):
     """One source file for one op. Its entry is a function named like the op.
 
-    The entry takes the contract's tensors and scalars in order and writes what the contract says is written.
+    The entry takes the contract's tensors and scalars in order and writes what the contract says
+    is written.
     """
 
     op: str
@@ -49,9 +55,13 @@ class Candidate(Record):
         try:
             source = path.read_text(encoding="utf-8")
         except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror}", "give the path of a source file") from error
+            raise UsageError(
+                f"cannot read {path}: {error.strerror}", "give the path of a source file"
+            ) from error
         except UnicodeDecodeError as error:
-            raise UsageError(f"{path} is not UTF-8 text", "give the path of a source file") from error
+            raise UsageError(
+                f"{path} is not UTF-8 text", "give the path of a source file"
+            ) from error
         return cls(op=op, language=language or guess_language(path, source), source=source)
 
 
@@ -64,4 +74,6 @@ def guess_language(path: Path, source: str) -> Language:
             return Language.CPP
         case ".py":
             return Language.TRITON if "import triton" in source else Language.TORCH
-    raise UsageError(f"cannot tell the language of {path.name}", "say it with --language cpp|cuda|triton|torch")
+    raise UsageError(
+        f"cannot tell the language of {path.name}", "say it with --language cpp|cuda|triton|torch"
+    )

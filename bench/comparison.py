@@ -43,7 +43,9 @@ class Sample(Record):
 
 
 class Comparison(Record):
-    """Patched against baseline: log-ratio per pair, 95 % interval, verdict against a margin declared before."""
+    """Patched against baseline: log-ratio per pair, 95 % interval, verdict against a margin
+    declared before.
+    """
 
     schema_version: int = SCHEMA_VERSION
     pairs: int
@@ -66,7 +68,9 @@ class Comparison(Record):
 
 
 class Quality(Record):
-    """Is it still the same model? Patched and baseline against the same model in higher precision."""
+    """Is it still the same model? Patched and baseline against the same model in higher
+    precision.
+    """
 
     schema_version: int = SCHEMA_VERSION
     positions: int

@@ -1,4 +1,6 @@
-"""Errors a user can act on: each carries its kind, what to do next, and the exit code of the command line."""
+"""Errors a user can act on: each carries its kind, what to do next, and the exit code of the
+command line.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from typing import ClassVar
 
 
 class PatcherError(Exception):
-    """Base of every expected error. `message` says what is wrong in one sentence, `hint` what to do next."""
+    """Base of every expected error. `message` says what is wrong in one sentence, `hint` what to
+    do next.
+    """
 
     kind: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1

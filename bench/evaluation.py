@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from bench.records import SCHEMA_VERSION, Record
 
@@ -83,7 +83,7 @@ class Evaluation(Record):
     checks: tuple[Check, ...] = ()
     baseline: str | None = None
     """The strongest baseline that runs here, which every speedup is against."""
-    baselines: dict[str, str] = {}
+    baselines: dict[str, str] = Field(default_factory=dict)
     """Each known baseline: its geometric mean time in microseconds, or why it does not run here."""
     timings: tuple[Timing, ...] = ()
     timing_method: str | None = None

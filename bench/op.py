@@ -60,7 +60,10 @@ class Sweep(Record):
     fixed: dict[str, int]
 
     def points(self) -> list[Point]:
-        return [Point(axes={self.axis: value, **self.fixed}, dtypes=self.dtypes) for value in self.values]
+        return [
+            Point(axes={self.axis: value, **self.fixed}, dtypes=self.dtypes)
+            for value in self.values
+        ]
 
 
 class HiddenShape(Record):
@@ -130,7 +133,9 @@ class Contract(Record):
         for symbol, options in self.dtypes.items():
             expanded: list[dict[str, str]] = []
             for chosen in choices:
-                for option in dict.fromkeys(chosen[o[1:]] if o.startswith("=") else o for o in options):
+                for option in dict.fromkeys(
+                    chosen[o[1:]] if o.startswith("=") else o for o in options
+                ):
                     expanded.append({**chosen, symbol: option})
             choices = expanded
         return choices
@@ -147,7 +152,8 @@ class Contract(Record):
 
     def signature(self) -> str:
         """The entry as people read it: `fused_add_rms_norm(input, residual, weight, epsilon)`."""
-        return f"{self.name}({', '.join(item.name for item in (*self.tensors, *self.scalars))})"
+        names = [tensor.name for tensor in self.tensors] + [scalar.name for scalar in self.scalars]
+        return f"{self.name}({', '.join(names)})"
 
     def matches(self, kernel_name: str) -> bool:
         return any(re.search(symbol.pattern, kernel_name, re.IGNORECASE) for symbol in self.symbols)
@@ -224,11 +230,15 @@ class Op:
 
     @cached_property
     def baselines(self) -> dict[str, Callable[[str], Callable[..., Any]]]:
-        """Name to factory: `factory(device)` gives a callable or raises `ImportError` saying why not here.
+        """Name to factory: `factory(device)` gives a callable or raises `ImportError` saying why
+        not here.
 
-        A baseline writes in place, or returns a tuple of what the contract says is written, in contract order.
+        A baseline writes in place, or returns a tuple of what the contract says is written, in
+        contract order.
         """
-        found: dict[str, Callable[[str], Callable[..., Any]]] = _load(self.folder / "baselines.py").BASELINES
+        found: dict[str, Callable[[str], Callable[..., Any]]] = _load(
+            self.folder / "baselines.py"
+        ).BASELINES
         return found
 
     @cached_property
@@ -248,7 +258,9 @@ class Op:
             fitting = [sweep for sweep in fitting if sweep.name == name]
         if not fitting:
             known = ", ".join(f"{sweep.name} ({sweep.device})" for sweep in self.contract.sweeps)
-            raise UsageError(f"{self.name} has no sweep {name or ''} for {device}", f"it has: {known}")
+            raise UsageError(
+                f"{self.name} has no sweep {name or ''} for {device}", f"it has: {known}"
+            )
         return fitting[0]
 
     def solutions(self) -> Iterator[tuple[SolutionInfo, Candidate]]:
@@ -256,7 +268,9 @@ class Op:
         for folder in sorted((self.folder / "solutions").iterdir()):
             manifest = folder / "solution.toml"
             if manifest.is_file():
-                info = SolutionInfo(name=folder.name, **tomllib.loads(manifest.read_text(encoding="utf-8")))
+                info = SolutionInfo(
+                    name=folder.name, **tomllib.loads(manifest.read_text(encoding="utf-8"))
+                )
                 source = folder / f"{self.name}{SUFFIXES[info.language]}"
                 yield info, Candidate.from_file(self.name, source, info.language)
 
@@ -280,13 +294,17 @@ def _load(path: Path) -> ModuleType:
 
 
 def library() -> Path:
-    """The folder `kernels/`: beside the packages in a checkout, `patcher/kernel_library` when installed."""
+    """The folder `kernels/`: beside the packages in a checkout, `patcher/kernel_library` when
+    installed.
+    """
     checkout = Path(__file__).resolve().parent.parent / "kernels"
     if checkout.is_dir():
         return checkout
     spec = importlib.util.find_spec("patcher.kernel_library")
     if spec is None or not spec.submodule_search_locations:
-        raise UsageError("the kernel library is missing from this installation", "reinstall patcher")
+        raise UsageError(
+            "the kernel library is missing from this installation", "reinstall patcher"
+        )
     return Path(next(iter(spec.submodule_search_locations)))
 
 
@@ -306,4 +324,6 @@ def load_op(name: str) -> Op:
     try:
         return load_ops()[name]
     except KeyError:
-        raise UsageError(f"unknown op {name!r}", f"the library has: {', '.join(load_ops())}") from None
+        raise UsageError(
+            f"unknown op {name!r}", f"the library has: {', '.join(load_ops())}"
+        ) from None

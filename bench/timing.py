@@ -1,10 +1,11 @@
-"""How fast, against what: blocks of candidate and baseline in turn, each call on values of its own, every output checked.
+"""How fast, against what: blocks of candidate and baseline in turn, each call on values of its
+own, every output checked.
 
-CPU: each call timed by itself with the performance counter; a block's figure is the median of its calls.
-CUDA: one call per buffer set captured in a CUDA graph, as engines serve; a block's figure is one replay between events
-divided by its calls. New values go into the buffers before every replay.
-A pair is one block of each arm on the same values, arms in ABBA order; the speedup is the geometric mean over pairs with
-a Student t interval of the log-ratios.
+CPU: each call timed by itself with the performance counter; a block's figure is the median of its
+calls. CUDA: one call per buffer set captured in a CUDA graph, as engines serve; a block's figure
+is one replay between events divided by its calls. New values go into the buffers before every
+replay. A pair is one block of each arm on the same values, arms in ABBA order; the speedup is the
+geometric mean over pairs with a Student t interval of the log-ratios.
 """
 
 from __future__ import annotations
@@ -27,15 +28,19 @@ SETS = {"cpu": 24, "cuda": 32}
 """Calls a block, each on a buffer set of its own."""
 MAX_BLOCK_BYTES = 16 << 20
 METHODS = {
-    "cpu": "per call, performance counter, median of a block; interleaved ABBA pairs; caches warm from the copy-in",
-    "cuda": "CUDA graph replay of one call per buffer set, events; interleaved ABBA pairs; L2 warm from the copy-in",
+    "cpu": "per call, performance counter, median of a block; interleaved ABBA pairs; "
+    "caches warm from the copy-in",
+    "cuda": "CUDA graph replay of one call per buffer set, events; interleaved ABBA pairs; "
+    "L2 warm from the copy-in",
 }
 
 
 class Sitting:
     """Candidate and baseline, each loaded in a runner of its own, compared point by point."""
 
-    def __init__(self, op: Op, sweep: Sweep, device: str, runner: Runner, baseline: Runner, pairs: int) -> None:
+    def __init__(
+        self, op: Op, sweep: Sweep, device: str, runner: Runner, baseline: Runner, pairs: int
+    ) -> None:
         self.op, self.sweep, self.device = op, sweep, device
         self.runner, self.baseline, self.pairs = runner, baseline, pairs
         self.method = METHODS[device]
@@ -55,7 +60,9 @@ class Sitting:
         for pair in range(self.pairs + 1):
             block = fresh_block(self.op, point, sets)
             order = [self.runner, self.baseline] if pair % 2 else [self.baseline, self.runner]
-            took = {arm is self.runner: timed(self.op, point, self.device, arm, block) for arm in order}
+            took = {
+                arm is self.runner: timed(self.op, point, self.device, arm, block) for arm in order
+            }
             if problem := self._problem(block):
                 return _timing(point, [1.0], [1.0], [1.0, 1.0], sets), problem
             if pair == 0:
@@ -72,7 +79,9 @@ class Sitting:
             inputs = cases_.make_inputs(self.op, case)
             if problem := cases_.guard_problem(self.op, inputs, got):
                 return "guards", f"in a timed call: {problem}"
-            if problem := cases_.value_problem(self.op, case, cases_.expect(self.op, case, inputs), got.values):
+            if problem := cases_.value_problem(
+                self.op, case, cases_.expect(self.op, case, inputs), got.values
+            ):
                 return "timed outputs", problem
         return None
 
@@ -102,7 +111,9 @@ def strongest(
             for point in sweep.points():
                 sets = block_sets(op, point, device)
                 prepare(op, point, device, runner, sets, 600)
-                blocks = [timed(op, point, device, runner, fresh_block(op, point, sets)) for _ in range(5)]
+                blocks = [
+                    timed(op, point, device, runner, fresh_block(op, point, sets)) for _ in range(5)
+                ]
                 medians.append(statistics.median(blocks[1:]))
             times[name] = geomean(medians)
             found[name] = f"{times[name]:.3g} us"
@@ -136,7 +147,11 @@ def prepare(op: Op, point: Point, device: str, runner: Runner, sets: int, timeou
     plan = cases_.tensors_of(op, point)
     block = fresh_block(op, point, sets)
     cases_.send(runner, plan, [cases_.make_inputs(op, case) for case in block])
-    arguments: dict[str, Any] = {"layout": plan.model_dump(), "scalars": list(block[0].scalars), "sets": sets}
+    arguments: dict[str, Any] = {
+        "layout": plan.model_dump(),
+        "scalars": list(block[0].scalars),
+        "sets": sets,
+    }
     runner.command("run", timeout_s, **arguments)
     if device == "cuda":
         cases_.send(runner, plan, [cases_.make_inputs(op, case) for case in block])
@@ -150,7 +165,9 @@ def timed(op: Op, point: Point, device: str, runner: Runner, block: list[Case]) 
     if device == "cuda":
         reply = runner.command("replay", label=point.label(), sets=len(block))
         if reply["times_ns"][0] * len(block) > reply["wall_ns"]:
-            raise RunnerFailure("its clocks disagree: events report more than the wall clock", kind="Protocol")
+            raise RunnerFailure(
+                "its clocks disagree: events report more than the wall clock", kind="Protocol"
+            )
     else:
         reply = runner.command(
             "run", layout=plan.model_dump(), scalars=list(block[0].scalars), sets=len(block)
@@ -162,7 +179,11 @@ def timed(op: Op, point: Point, device: str, runner: Runner, block: list[Case]) 
 
 
 def _timing(
-    point: Point, candidate_us: list[float], baseline_us: list[float], ratios: list[float], sets: int
+    point: Point,
+    candidate_us: list[float],
+    baseline_us: list[float],
+    ratios: list[float],
+    sets: int,
 ) -> Timing:
     mean, spread = statistics.fmean(ratios), statistics.stdev(ratios)
     half = float(stats.t.ppf(0.975, len(ratios) - 1)) * spread / math.sqrt(len(ratios))

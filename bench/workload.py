@@ -14,7 +14,9 @@ from bench.records import SCHEMA_VERSION, Record
 
 
 class Preset(Record):
-    """A model whose public geometry we ship, so that it can be built with random weights and no download."""
+    """A model whose public geometry we ship, so that it can be built with random weights and no
+    download.
+    """
 
     name: str
     summary: str
@@ -61,7 +63,9 @@ class Workload(Record):
 def presets() -> dict[str, Preset]:
     """Every preset shipped in `bench/workloads/`, by name."""
     found = {}
-    for file in sorted(resources.files("bench").joinpath("workloads").iterdir(), key=lambda item: item.name):
+    for file in sorted(
+        resources.files("bench").joinpath("workloads").iterdir(), key=lambda item: item.name
+    ):
         if file.name.endswith(".toml"):
             preset = Preset(**tomllib.loads(file.read_text(encoding="utf-8")))
             found[preset.name] = preset
@@ -77,4 +81,6 @@ def preset(name: str) -> Preset:
     try:
         return presets()[name]
     except KeyError:
-        raise UsageError(f"unknown model {name!r}", f"presets are: {', '.join(presets())}") from None
+        raise UsageError(
+            f"unknown model {name!r}", f"presets are: {', '.join(presets())}"
+        ) from None

@@ -42,11 +42,15 @@ class Engine(Protocol):
         ...
 
     def reference_logits(self, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
-        """As `logits`, computed in higher precision from the same weights, and the name of that precision."""
+        """As `logits`, computed in higher precision from the same weights, and the name of that
+        precision.
+        """
         ...
 
     def routing_entropy_pct(self, prompts: torch.Tensor, steps: int) -> float | None:
-        """Mean entropy of the experts picked in decode, in percent of uniform; None without experts."""
+        """Mean entropy of the experts picked in decode, in percent of uniform; None without
+        experts.
+        """
         ...
 
     def synchronize(self) -> None: ...

@@ -49,7 +49,9 @@ class TransformersEngine:
         self.synchronize()
         decode_begin = time.perf_counter()
         for _ in range(steps):
-            output = self.model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
+            output = self.model(
+                input_ids=token, past_key_values=output.past_key_values, use_cache=True
+            )
             token = output.logits[:, -1:].argmax(-1)
             picked.append(token)
         self.synchronize()
@@ -62,17 +64,29 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def reference_logits(self, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
-        """Each block is upcast for its own turn, which is exact, and cast back, which is exact too."""
+        """Each block is upcast for its own turn, which is exact, and cast back, which is exact
+        too.
+        """
         wide = torch.float64 if self.workload.dtype == "float32" else torch.float32
         embedded = self.model.get_input_embeddings()(tokens.to(self.device)).to(wide)
         body = self.model.model
-        with _upcast_in_turn([*body.layers, body.norm, self.model.lm_head], wide), _wide_parts(self.model, wide):
+        with (
+            _upcast_in_turn([*body.layers, body.norm, self.model.lm_head], wide),
+            _wide_parts(self.model, wide),
+        ):
             logits = self.model(inputs_embeds=embedded, use_cache=False).logits
-        return logits.float().cpu(), f"{str(wide).removeprefix('torch.')} upcast of the same weights"
+        return (
+            logits.float().cpu(),
+            f"{str(wide).removeprefix('torch.')} upcast of the same weights",
+        )
 
     @torch.inference_mode()
     def routing_entropy_pct(self, prompts: torch.Tensor, steps: int) -> float | None:
-        routers = [module for module in self.model.modules() if type(module).__name__.endswith("TopKRouter")]
+        routers = [
+            module
+            for module in self.model.modules()
+            if type(module).__name__.endswith("TopKRouter")
+        ]
         if not routers:
             return None
         experts = routers[0].num_experts
@@ -85,7 +99,9 @@ class TransformersEngine:
 
             return count
 
-        handles = [router.register_forward_hook(hook(index)) for index, router in enumerate(routers)]
+        handles = [
+            router.register_forward_hook(hook(index)) for index, router in enumerate(routers)
+        ]
         try:
             self.generate(prompts, steps)
         finally:
@@ -110,11 +126,17 @@ def _check_machine(workload: Workload) -> None:
     try:
         version = Version(importlib.metadata.version("transformers"))
     except importlib.metadata.PackageNotFoundError:
-        raise MissingError("transformers is not installed", "pip install 'transformers>=5.17'") from None
+        raise MissingError(
+            "transformers is not installed", "pip install 'transformers>=5.17'"
+        ) from None
     if version < OLDEST:
-        raise MissingError(f"transformers {version} is older than {OLDEST}", "pip install 'transformers>=5.17'")
+        raise MissingError(
+            f"transformers {version} is older than {OLDEST}", "pip install 'transformers>=5.17'"
+        )
     if workload.device == "cuda" and not torch.cuda.is_available():
-        raise MissingError("no CUDA device for this workload", "run it on a GPU host, or use --device cpu")
+        raise MissingError(
+            "no CUDA device for this workload", "run it on a GPU host, or use --device cpu"
+        )
     preset = presets().get(workload.model)
     if workload.device == "cpu" and preset and not preset.fits_cpu:
         raise MissingError(
@@ -127,6 +149,7 @@ def _load_model(workload: Workload) -> Any:
     import transformers
     from transformers.initialization import no_init_weights
 
+    auto: Any = transformers.AutoModelForCausalLM
     dtype = getattr(torch, workload.dtype)
     preset = presets().get(workload.model)
     if workload.weights == "random":
@@ -135,13 +158,13 @@ def _load_model(workload: Workload) -> Any:
         else:
             config = transformers.AutoConfig.from_pretrained(workload.model)
         with torch.device(workload.device), no_init_weights():
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = auto.from_config(config, dtype=dtype)
         _randomise(model, workload.seed)
     else:
         name = _weights_id(workload, preset)
         local = workload.weights == "local"
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
+            model = auto.from_pretrained(
                 name, dtype=dtype, device_map=workload.device, local_files_only=local
             )
         except OSError as error:
@@ -164,8 +187,9 @@ def _weights_id(workload: Workload, preset: Preset | None) -> str:
 def _randomise(model: torch.nn.Module, seed: int) -> None:
     """Seeded normal(0, 0.02) everywhere, norms one and in float32 as `from_pretrained` keeps them.
 
-    Zero-like dummy weights would send every token to the same experts, and decode would read a fraction of what a
-    real model reads. Buffers (rotary tables) are computed from the configuration and left as they are.
+    Zero-like dummy weights would send every token to the same experts, and decode would read a
+    fraction of what a real model reads. Buffers (rotary tables) are computed from the
+    configuration and left as they are.
     """
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -177,7 +201,9 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
 
 @contextmanager
 def _upcast_in_turn(modules: list[Any], wide: torch.dtype) -> Iterator[None]:
-    """Hold each module in `wide` only while it runs: one block's memory, not the model's, is doubled."""
+    """Hold each module in `wide` only while it runs: one block's memory, not the model's, is
+    doubled.
+    """
     handles = []
 
     def widen(module: Any, _args: Any) -> None:
@@ -200,7 +226,9 @@ def _upcast_in_turn(modules: list[Any], wide: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _wide_parts(model: Any, wide: torch.dtype) -> Iterator[None]:
-    """Two parts of the model narrow on their own: norms (to float32) and the grouped expert matmul."""
+    """Two parts of the model narrow on their own: norms (to float32) and the grouped expert
+    matmul.
+    """
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
     experts = model.config._experts_implementation
 
@@ -208,7 +236,7 @@ def _wide_parts(model: Any, wide: torch.dtype) -> Iterator[None]:
         def forward(hidden: torch.Tensor) -> torch.Tensor:
             hidden = hidden.to(wide)
             scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-            return norm.weight.to(wide) * hidden * scale
+            return cast(torch.Tensor, norm.weight.to(wide) * hidden * scale)
 
         return forward
 

@@ -1,7 +1,8 @@
-"""Is a candidate right, and is it faster? `evaluate` builds it, runs it in another process and says so.
+"""Is a candidate right, and is it faster? `evaluate` builds it, runs it in another process and
+says so.
 
-Three processes: the build (compilers only), the runner (the candidate, no expected values), and the judge, which
-never loads the candidate and reads plain bytes and JSON.
+Three processes: the build (compilers only), the runner (the candidate, no expected values), and
+the judge, which never loads the candidate and reads plain bytes and JSON.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def evaluate(
     # imported late: the runner process imports this package and wants none of the judge
     from bench.judge.judge import judge
 
-    return judge(candidate, settings or JudgeSettings(), progress or (lambda stage, done, total: None))
+    return judge(
+        candidate, settings or JudgeSettings(), progress or (lambda stage, done, total: None)
+    )
 
 
 __all__ = ["JudgeSettings", "Progress", "evaluate"]

@@ -1,11 +1,13 @@
-"""Is it right? Error against float64, measured by the honest baseline's own error, never by a bare tolerance.
+"""Is it right? Error against float64, measured by the honest baseline's own error, never by a bare
+tolerance.
 
-A candidate may err 1.05 times as much as the honest baseline in the root mean square (and a sampling margin that
-shrinks with the number of elements), twice as much at the worst element, plus what float32 sums in another order cost.
-So a bfloat16 op has bfloat16's slack and a float32 op has float32's; a kernel that computes a whole precision lower
-fails, and a planted one must (`control`): with bfloat16 storage and bfloat16 arithmetic it errs 1.2 to 2 times as much
-as the honest baseline, with float32 storage 10^4 times.
-Source of the idea: PyTorch Dynamo's `same()` and FlashAttention's tests, both relative to the eager kernel's error.
+A candidate may err 1.05 times as much as the honest baseline in the root mean square (and a
+sampling margin that shrinks with the number of elements), twice as much at the worst element, plus
+what float32 sums in another order cost. So a bfloat16 op has bfloat16's slack and a float32 op has
+float32's; a kernel that computes a whole precision lower fails, and a planted one must
+(`control`): with bfloat16 storage and bfloat16 arithmetic it errs 1.2 to 2 times as much as the
+honest baseline, with float32 storage 10^4 times. Source of the idea: PyTorch Dynamo's `same()` and
+FlashAttention's tests, both relative to the eager kernel's error.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class ErrorOf:
 
 
 def error_of(value: Tensor, reference: Tensor) -> ErrorOf:
-    """Error where both are finite; a non-finite value where the reference is finite counts as infinite."""
+    """Error where both are finite; a non-finite value where the reference is finite counts as
+    infinite.
+    """
     difference = (value.double() - reference).abs().flatten()
     difference = torch.where(difference.isnan(), math.inf, difference)
     if difference.numel() == 0:
@@ -63,7 +67,10 @@ def explain_mismatch(
     for what, got, limit in limits:
         if not got <= limit:
             where = _worst(value, reference)
-            return f"{what} {got:.3g}, at most {limit:.3g} allowed (honest baseline {theirs.rmse:.3g} rmse); {where}"
+            return (
+                f"{what} {got:.3g}, at most {limit:.3g} allowed "
+                f"(honest baseline {theirs.rmse:.3g} rmse); {where}"
+            )
     return None
 
 
@@ -75,5 +82,6 @@ def _worst(value: Tensor, reference: Tensor) -> str:
     wrong = int((difference > 1e-2 * (1 + reference.abs())).sum())
     return (
         f"worst at {list(index)}: got {float(value.flatten()[flat]):.6g}, "
-        f"expected {float(reference.flatten()[flat]):.6g}; {wrong} of {reference.numel()} elements off by over 1 %"
+        f"expected {float(reference.flatten()[flat]):.6g}; "
+        f"{wrong} of {reference.numel()} elements off by over 1 %"
     )

@@ -1,8 +1,8 @@
 """How tensors travel between judge and runner: plain bytes in a shared file, red zones around each.
 
-Each tensor of each set lies in a slot: red zone, data, red zone. The runner hands the whole slot back, so that the
-judge, not the candidate's process, sees whether a write strayed. Red zones are 0xff: NaN in every float dtype, so a
-read that strays shows in the values.
+Each tensor of each set lies in a slot: red zone, data, red zone. The runner hands the whole slot
+back, so that the judge, not the candidate's process, sees whether a write strayed. Red zones are
+0xff: NaN in every float dtype, so a read that strays shows in the values.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ class Case:
 
 
 def correctness_cases(op: Op, sweep: Sweep) -> list[Case]:
-    """Every swept point, the hidden shapes in every dtype of the contract, every regime; seeds drawn now.
+    """Every swept point, the hidden shapes in every dtype of the contract, every regime; seeds
+    drawn now.
 
     The scalars vary too: one part of the cases uses another epsilon than the sweep's.
     """
@@ -54,7 +55,9 @@ def correctness_cases(op: Op, sweep: Sweep) -> list[Case]:
 
 def tensors_of(op: Op, point: Point) -> Layout:
     contract = op.contract
-    return layout([(t.name, point.dtypes[t.dtype], contract.shape(t, point)) for t in contract.tensors])
+    return layout(
+        [(t.name, point.dtypes[t.dtype], contract.shape(t, point)) for t in contract.tensors]
+    )
 
 
 def make_inputs(op: Op, case: Case) -> dict[str, Tensor]:
@@ -93,7 +96,10 @@ def guard_problem(op: Op, inputs: dict[str, Tensor], got: Received) -> str | Non
         return f"wrote outside of {', '.join(got.strayed)}"
     for tensor in op.contract.tensors:
         if tensor.access == "read":
-            before, after = (x.contiguous().view(torch.uint8) for x in (inputs[tensor.name], got.values[tensor.name]))
+            before, after = (
+                x.contiguous().view(torch.uint8)
+                for x in (inputs[tensor.name], got.values[tensor.name])
+            )
             if not torch.equal(before, after):
                 return f"changed {tensor.name}, which the contract says is only read"
     return None
@@ -122,7 +128,10 @@ def value_problem(op: Op, case: Case, expected: Expected, values: dict[str, Tens
     reduction = case.point.axes[op.contract.accuracy.reduction]
     for tensor in op.contract.written:
         problem = explain_mismatch(
-            values[tensor.name], expected.honest[tensor.name], expected.reference[tensor.name], reduction
+            values[tensor.name],
+            expected.honest[tensor.name],
+            expected.reference[tensor.name],
+            reduction,
         )
         if problem:
             return f"{tensor.name}: {problem}"

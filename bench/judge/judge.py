@@ -19,6 +19,7 @@ from bench.op import Op, Sweep, load_op
 from bench.timing import Sitting, strongest
 from bench.toolchains import Built, build, toolchain
 
+
 @dataclass
 class _State:
     candidate: Candidate
@@ -51,20 +52,28 @@ def judge(candidate: Candidate, settings: JudgeSettings, report: Progress) -> Ev
     device = _device(candidate, settings)
     sweep = op.sweep(device, settings.sweep)
     if settings.baseline and settings.baseline not in op.baselines:
-        raise UsageError(f"{op.name} has no baseline {settings.baseline!r}", f"it has: {', '.join(op.baselines)}")
+        raise UsageError(
+            f"{op.name} has no baseline {settings.baseline!r}", f"it has: {', '.join(op.baselines)}"
+        )
     state = _State(candidate, device)
 
     if not re.search(rf"\b{re.escape(op.name)}\b", candidate.source):
         state.check("entry", False, f"the source defines no {op.name}")
-        return state.verdict(Outcome.GENERATION_FAILURE, f"the source must define {op.contract.signature()}")
+        return state.verdict(
+            Outcome.GENERATION_FAILURE, f"the source must define {op.contract.signature()}"
+        )
     if reason := toolchain(candidate.language).missing():
-        raise MissingError(f"cannot build {candidate.language} here: {reason}", "see `patcher doctor`")
+        raise MissingError(
+            f"cannot build {candidate.language} here: {reason}", "see `patcher doctor`"
+        )
     report("build", 0, 1)
     state.build = built = build(candidate, op.contract)
     if not built.ok:
         state.check("build", False, f"{built.command} failed")
         return state.verdict(Outcome.COMPILATION_FAILURE, built.log)
-    state.check("build", True, f"{built.command} ({'cached' if built.cached else f'{built.seconds:.1f} s'})")
+    state.check(
+        "build", True, f"{built.command} ({'cached' if built.cached else f'{built.seconds:.1f} s'})"
+    )
     return _run(state, op, sweep, built, settings, report)
 
 
@@ -74,11 +83,16 @@ def _run(
     written = [tensor.name for tensor in op.contract.written]
     with ExitStack() as stack:
         runner = stack.enter_context(
-            Runner(state.device, written, settings.threads, trusted=False, timeout_s=settings.timeout_s)
+            Runner(
+                state.device, written, settings.threads, trusted=False, timeout_s=settings.timeout_s
+            )
         )
         try:
             runner.command(
-                "candidate", settings.load_timeout_s, built=built.model_dump(mode="json"), entry=op.name
+                "candidate",
+                settings.load_timeout_s,
+                built=built.model_dump(mode="json"),
+                entry=op.name,
             )
         except RunnerFailure as failure:
             state.check("load", False, failure.message)
@@ -88,7 +102,9 @@ def _run(
             return state.verdict(outcome, log)
 
         report("baselines", 0, len(op.baselines))
-        honest = stack.enter_context(Runner(state.device, written, settings.threads, trusted=True, timeout_s=300))
+        honest = stack.enter_context(
+            Runner(state.device, written, settings.threads, trusted=True, timeout_s=300)
+        )
         names = [settings.baseline] if settings.baseline else list(op.baselines)
         baselines, best = strongest(op, sweep, state.device, honest, names, report)
         sitting = Sitting(op, sweep, state.device, runner, honest, pairs=settings.pairs)
@@ -102,7 +118,9 @@ def _run(
                 state.check("timed calls", False, f"{point.label()}: {failure.message}")
                 captured = sitting.captured_by_baseline and "apture" in failure.message
                 outcome = Outcome.GUARD_VIOLATION if captured else Outcome.RUNTIME_ERROR
-                return state.verdict(outcome, _log(failure, runner), baseline=best, baselines=baselines)
+                return state.verdict(
+                    outcome, _log(failure, runner), baseline=best, baselines=baselines
+                )
             if problem is not None:
                 name, detail = problem
                 state.check(name, False, f"{point.label()}: {detail}")
@@ -111,7 +129,11 @@ def _run(
             timings.append(timing)
         report("time", len(points), len(points))
         calls = sum(timing.calls for timing in timings)
-        state.check("timed outputs", True, f"the outputs of all {calls} timed calls, each on values of its own")
+        state.check(
+            "timed outputs",
+            True,
+            f"the outputs of all {calls} timed calls, each on values of its own",
+        )
         speedup = geomean([timing.speedup for timing in timings])
         return state.verdict(
             Outcome.CORRECT if speedup > 1 else Outcome.TOO_SLOW,
@@ -138,7 +160,9 @@ def _correct(
         cases_.send(runner, plan, [inputs])
         try:
             limit = settings.load_timeout_s if compiles_late else None
-            runner.command("run", limit, layout=plan.model_dump(), scalars=list(case.scalars), sets=1)
+            runner.command(
+                "run", limit, layout=plan.model_dump(), scalars=list(case.scalars), sets=1
+            )
             got = cases_.receive(runner, plan, 1)[0]
         except RunnerFailure as failure:
             state.check("runs", False, f"{case.label()}: {failure.message}")
@@ -154,12 +178,23 @@ def _correct(
             planted += 1
             rejected += cases_.value_problem(op, case, expected, control) is not None
     discriminates = rejected > planted // 2
-    state.check("control", discriminates, f"a planted low-precision version failed at {rejected} of {planted} swept points")
+    state.check(
+        "control",
+        discriminates,
+        f"a planted low-precision version failed at {rejected} of {planted} swept points",
+    )
     if not discriminates:
-        return Outcome.MISMATCH, "the check does not discriminate here, so nothing can be said: the verdict is void"
+        return (
+            Outcome.MISMATCH,
+            "the check does not discriminate here, so nothing can be said: the verdict is void",
+        )
     state.check("runs", True, f"{len(todo)} calls in a process of their own")
     state.check("guards", True, "red zones whole, read-only tensors unchanged")
-    state.check("values", True, f"{len(todo)} seeded cases against float64, by the error of {op.honest_baseline}")
+    state.check(
+        "values",
+        True,
+        f"{len(todo)} seeded cases against float64, by the error of {op.honest_baseline}",
+    )
     report("check", len(todo), len(todo))
     return None, ""
 
@@ -170,7 +205,9 @@ def _device(candidate: Candidate, settings: JudgeSettings) -> str:
     native = {"cpp": "cpu", "cuda": "cuda", "triton": "cuda"}.get(candidate.language)
     device = settings.device or native or ("cuda" if torch.cuda.is_available() else "cpu")
     if native and device != native:
-        raise UsageError(f"a {candidate.language} candidate runs on {native}, not {device}", "drop --device")
+        raise UsageError(
+            f"a {candidate.language} candidate runs on {native}, not {device}", "drop --device"
+        )
     if device == "cuda" and not torch.cuda.is_available():
         raise MissingError(
             f"a {candidate.language} candidate needs a CUDA device and this machine has none",
@@ -181,4 +218,3 @@ def _device(candidate: Candidate, settings: JudgeSettings) -> str:
 
 def _log(failure: RunnerFailure, runner: Runner) -> str:
     return "\n".join(part for part in (failure.trace or failure.message, runner.log_tail()) if part)
-

@@ -1,4 +1,6 @@
-"""The judge's side of a runner: start it confined, send commands, read replies, kill it as a group."""
+"""The judge's side of a runner: start it confined, send commands, read replies, kill it as a
+group.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from typing import Any, Self
 
 from bench.toolchains import cache_root
 
-SANDBOX = "R0: own process, session and temporary home; scrubbed environment; limits on files, time and core dumps"
+SANDBOX = (
+    "R0: own process, session and temporary home; scrubbed environment; "
+    "limits on files, time and core dumps"
+)
 _REPLY_LIMIT = 1 << 24
 
 
@@ -33,9 +38,13 @@ class RunnerFailure(Exception):
 
 
 class Runner:
-    """One runner process. A context manager: leaving kills the whole group and removes its folder."""
+    """One runner process. A context manager: leaving kills the whole group and removes its
+    folder.
+    """
 
-    def __init__(self, device: str, written: list[str], threads: int | None, trusted: bool, timeout_s: float) -> None:
+    def __init__(
+        self, device: str, written: list[str], threads: int | None, trusted: bool, timeout_s: float
+    ) -> None:
         shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.folder = Path(tempfile.mkdtemp(prefix="patcher-judge-", dir=shared))
         self.timeout_s = timeout_s
@@ -94,7 +103,9 @@ class Runner:
             ready, _, _ = select.select([descriptor], [], [], max(left, 0))
             if not ready:
                 self._kill()
-                raise RunnerFailure(f"no answer after {timeout_s:g} s: it hangs (killed)", kind="Timeout")
+                raise RunnerFailure(
+                    f"no answer after {timeout_s:g} s: it hangs (killed)", kind="Timeout"
+                )
             chunk = os.read(descriptor, 1 << 16)
             if not chunk:
                 raise RunnerFailure(self._how_it_ended())
@@ -107,7 +118,9 @@ class Runner:
             reply = json.loads(line)
         except ValueError:
             self._kill()
-            raise RunnerFailure("its reply is not JSON: something else wrote to the channel", kind="Protocol") from None
+            raise RunnerFailure(
+                "its reply is not JSON: something else wrote to the channel", kind="Protocol"
+            ) from None
         if not isinstance(reply, dict):
             self._kill()
             raise RunnerFailure("its reply is not an object", kind="Protocol")

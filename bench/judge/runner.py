@@ -1,7 +1,8 @@
 """The process that runs a kernel: `python -P -m bench.judge.runner WORKDIR`.
 
-It knows no expected value, no seed and no key. Commands come as JSON lines on stdin, inputs as bytes in a file; replies
-go to a descriptor of their own as JSON lines, outputs as bytes to another file. What the kernel prints goes to a log.
+It knows no expected value, no seed and no key. Commands come as JSON lines on stdin, inputs as
+bytes in a file; replies go to a descriptor of their own as JSON lines, outputs as bytes to another
+file. What the kernel prints goes to a log.
 """
 
 from __future__ import annotations
@@ -95,14 +96,19 @@ class _Session:
         self._hand_back(plan, buffers, sets)
         return {"times_ns": times}
 
-    def do_graph(self, layout: dict[str, Any], scalars: list[float], sets: int, label: str) -> dict[str, Any]:
-        """Capture one call per set in a CUDA graph on buffers that stay; replays come with `do_replay`."""
+    def do_graph(
+        self, layout: dict[str, Any], scalars: list[float], sets: int, label: str
+    ) -> dict[str, Any]:
+        """Capture one call per set in a CUDA graph on buffers that stay; replays come with
+        `do_replay`.
+        """
         import torch
 
         plan, tensors, buffers = self._receive(layout, sets)
         function = self._loaded()
         with torch.inference_mode():
-            side = torch.cuda.Stream()
+            stream: Any = torch.cuda.Stream
+            side = stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(2):
@@ -124,12 +130,15 @@ class _Session:
         import torch
 
         graph, plan, tensors, buffers, results = self.graphs[label]
-        source = np.memmap(self.folder / "in.bin", dtype=np.uint8, mode="r", shape=(sets, plan.set_bytes))
+        source = np.memmap(
+            self.folder / "in.bin", dtype=np.uint8, mode="r", shape=(sets, plan.set_bytes)
+        )
         for index in range(sets):
             block = torch.from_numpy(np.array(source[index]))
             for slot in plan.slots:
                 buffers[index][slot.name].copy_(block[slot.offset : slot.offset + slot.slot_bytes])
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        event: Any = torch.cuda.Event
+        begin, end = event(enable_timing=True), event(enable_timing=True)
         torch.cuda.synchronize()
         wall = _clock()
         begin.record()
@@ -154,20 +163,26 @@ class _Session:
 
             torch.cuda.synchronize()
 
-    def _receive(self, layout: dict[str, Any], sets: int) -> tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]:
+    def _receive(
+        self, layout: dict[str, Any], sets: int
+    ) -> tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]:
         import numpy as np
         import torch
 
         from bench.judge.blob import RED_ZONE, Layout
 
         plan = Layout(**layout)
-        source = np.memmap(self.folder / "in.bin", dtype=np.uint8, mode="r", shape=(sets, plan.set_bytes))
+        source = np.memmap(
+            self.folder / "in.bin", dtype=np.uint8, mode="r", shape=(sets, plan.set_bytes)
+        )
         tensors, buffers = [], []
         for index in range(sets):
             block = torch.from_numpy(np.array(source[index]))
             held, views = {}, {}
             for slot in plan.slots:
-                buffer = block[slot.offset : slot.offset + slot.slot_bytes].to(self.device, copy=True)
+                buffer = block[slot.offset : slot.offset + slot.slot_bytes].to(
+                    self.device, copy=True
+                )
                 data = buffer[RED_ZONE : RED_ZONE + slot.data_bytes]
                 held[slot.name] = buffer
                 views[slot.name] = data.view(getattr(torch, slot.dtype)).view(slot.shape)
@@ -176,7 +191,9 @@ class _Session:
         return plan, tensors, buffers
 
     def _take_returned(self, result: Any, arguments: dict[str, Any]) -> None:
-        """A baseline may return what the contract says is written; put it where it belongs, untimed."""
+        """A baseline may return what the contract says is written; put it where it belongs,
+        untimed.
+        """
         if isinstance(result, tuple) and len(result) == len(self.written):
             for name, value in zip(self.written, result, strict=True):
                 if value is not arguments[name]:
@@ -185,10 +202,14 @@ class _Session:
     def _hand_back(self, plan: Any, buffers: list[dict[str, Any]], sets: int) -> None:
         import numpy as np
 
-        target = np.memmap(self.folder / "out.bin", dtype=np.uint8, mode="w+", shape=(sets, plan.set_bytes))
+        target = np.memmap(
+            self.folder / "out.bin", dtype=np.uint8, mode="w+", shape=(sets, plan.set_bytes)
+        )
         for index in range(sets):
             for slot in plan.slots:
-                target[index, slot.offset : slot.offset + slot.slot_bytes] = buffers[index][slot.name].cpu().numpy()
+                target[index, slot.offset : slot.offset + slot.slot_bytes] = (
+                    buffers[index][slot.name].cpu().numpy()
+                )
         target.flush()
 
 

@@ -1,7 +1,8 @@
 """From one source file to something callable: build it, and load what was built.
 
-`build` runs compilers with a fixed argument list and a scrubbed environment and never loads anything; `load` is for
-the process that runs the kernel: the judge's runner, or a served engine once the kernel is accepted.
+`build` runs compilers with a fixed argument list and a scrubbed environment and never loads
+anything; `load` is for the process that runs the kernel: the judge's runner, or a served engine
+once the kernel is accepted.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ def toolchain(language: Language) -> Toolchain:
     from bench.toolchains.native import CppToolchain, CudaToolchain
     from bench.toolchains.python import TorchToolchain, TritonToolchain
 
-    return {
+    known: dict[Language, type[Toolchain]] = {
         Language.CPP: CppToolchain,
         Language.CUDA: CudaToolchain,
         Language.TRITON: TritonToolchain,
         Language.TORCH: TorchToolchain,
-    }[language]()
+    }
+    return known[language]()
 
 
 def cache_root() -> Path:
@@ -75,12 +77,16 @@ def build(candidate: Candidate, contract: Contract, folder: Path | None = None) 
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot write {root}: {error.strerror}", "set PATCHER_CACHE to a writable folder") from error
+        raise UsageError(
+            f"cannot write {root}: {error.strerror}", "set PATCHER_CACHE to a writable folder"
+        ) from error
     return toolchain(candidate.language).build(candidate, contract, root)
 
 
 def load(built: Built, entry: str) -> Callable[..., Any]:
-    """The entry as a Python callable that takes torch tensors and scalars in the contract's order."""
+    """The entry as a Python callable that takes torch tensors and scalars in the contract's
+    order.
+    """
     return toolchain(built.language).load(built, entry)
 
 

@@ -1,8 +1,8 @@
 """C++ and CUDA: one generated translation unit around the candidate's source.
 
-apache-tvm-ffi is the binding (flashinfer builds with it too): its headers compile in about two seconds on two cores,
-where PyTorch's take over twenty. A source that includes PyTorch's headers, which models like to write, is bound with
-pybind11; for C++ those headers are then precompiled once.
+apache-tvm-ffi is the binding (flashinfer builds with it too): its headers compile in about two
+seconds on two cores, where PyTorch's take over twenty. A source that includes PyTorch's headers,
+which models like to write, is bound with pybind11; for C++ those headers are then precompiled once.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class _Native:
 
     def build(self, candidate: Candidate, contract: Contract, folder: Path) -> Built:
         if reason := self.missing():
-            raise MissingError(f"cannot build {self.language}: {reason}", f"install {self.compiler}")
+            raise MissingError(
+                f"cannot build {self.language}: {reason}", f"install {self.compiler}"
+            )
         through_torch = bool(_TORCH_INCLUDE.search(candidate.source))
         unit = (TORCH_UNIT if through_torch else FFI_UNIT).format(
             source=candidate.file_name, entry=contract.name
@@ -160,7 +162,9 @@ class CppToolchain(_Native):
         return ["-O3", "-march=native", "-fopenmp", "-std=c++17", "-fPIC", "-shared"]
 
     def torch_flags(self) -> list[str]:
-        header = _precompiled_torch(self.compiler, [*self.flags(), "-DTORCH_EXTENSION_NAME=candidate"])
+        header = _precompiled_torch(
+            self.compiler, [*self.flags(), "-DTORCH_EXTENSION_NAME=candidate"]
+        )
         return ["-include", str(header)]
 
 
@@ -175,7 +179,15 @@ class CudaToolchain(_Native):
         return None
 
     def flags(self) -> list[str]:
-        return ["-O3", "-std=c++17", f"-arch={cuda_arch()}", "-Xcompiler", "-fPIC", "-shared", "-lineinfo"]
+        return [
+            "-O3",
+            "-std=c++17",
+            f"-arch={cuda_arch()}",
+            "-Xcompiler",
+            "-fPIC",
+            "-shared",
+            "-lineinfo",
+        ]
 
 
 def cuda_arch() -> str:
@@ -189,13 +201,20 @@ def cuda_arch() -> str:
 
 
 def run_compiler(command: list[str], folder: Path) -> tuple[int, str]:
-    """Run a compiler in a folder of its own: no inherited environment, limits on time and file size, own group."""
+    """Run a compiler in a folder of its own: no inherited environment, limits on time and file
+    size, own group.
+    """
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, 1 << 30))
 
-    environment = {"PATH": _search_path(), "HOME": str(folder), "TMPDIR": str(folder), "LC_ALL": "C.UTF-8"}
+    environment = {
+        "PATH": _search_path(),
+        "HOME": str(folder),
+        "TMPDIR": str(folder),
+        "LC_ALL": "C.UTF-8",
+    }
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -227,7 +246,11 @@ def _search_path() -> str:
 
 def _version(compiler: str) -> str:
     result = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, check=False, env={"PATH": _search_path()}
+        [compiler, "--version"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": _search_path()},
     )
     return result.stdout
 
@@ -240,13 +263,19 @@ def _ffi_paths() -> tuple[list[str], list[str]]:
 
 
 def _torch_paths() -> tuple[list[str], list[str]]:
-    """Include folders and libraries; no rpath: the process that loads the result has PyTorch's libraries already."""
+    """Include folders and libraries; no rpath: the process that loads the result has PyTorch's
+    libraries already.
+    """
     import torch
 
     root = Path(torch.__file__).parent
     names = ("c10", "torch_cpu", "torch", "torch_python", "c10_cuda", "torch_cuda")
     libraries = [f"-l{name}" for name in names if (root / f"lib/lib{name}.so").is_file()]
-    includes = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
+    includes = [
+        root / "include",
+        root / "include/torch/csrc/api/include",
+        sysconfig.get_paths()["include"],
+    ]
     return [str(path) for path in includes], [f"-L{root / 'lib'}", *libraries]
 
 
@@ -255,7 +284,9 @@ def _precompiled_torch(compiler: str, flags: list[str]) -> Path:
     import torch
 
     includes, _ = _torch_paths()
-    key = hashlib.sha256("\0".join([_version(compiler), torch.__version__, *flags]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(
+        "\0".join([_version(compiler), torch.__version__, *flags]).encode()
+    ).hexdigest()[:16]
     folder = cache_root() / "pch" / key
     header, compiled = folder / "torch_extension.h", folder / "torch_extension.h.gch"
     if not compiled.is_file():
@@ -276,7 +307,8 @@ def _precompiled_torch(compiler: str, flags: list[str]) -> Path:
             if code != 0:
                 raise MissingError(
                     "PyTorch's C++ headers do not compile here",
-                    f"write the candidate against tvm/ffi/container/tensor.h, or fix the compiler: {log[-500:]}",
+                    "write the candidate against tvm/ffi/container/tensor.h, or fix the compiler: "
+                    f"{log[-500:]}",
                 )
             os.replace(Path(scratch) / "out.gch", compiled)
     return header

@@ -23,12 +23,16 @@ class TorchToolchain:
 
     def build(self, candidate: Candidate, contract: Contract, folder: Path) -> Built:
         if reason := self.missing():
-            raise MissingError(f"cannot build {self.language}: {reason}", "install it on this machine")
+            raise MissingError(
+                f"cannot build {self.language}: {reason}", "install it on this machine"
+            )
         begin = time.monotonic()
         log, path = "", None
         try:
             tree = ast.parse(candidate.source, candidate.file_name)
-            if contract.name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}:
+            if contract.name in {
+                node.name for node in tree.body if isinstance(node, ast.FunctionDef)
+            }:
                 # Triton reads a kernel's source from its file, so it must be one
                 made = folder / candidate.digest[:32]
                 made.mkdir(parents=True, exist_ok=True)
@@ -52,7 +56,8 @@ class TorchToolchain:
         """Executes the file: only for the process that may run it."""
         assert built.path is not None
         spec = importlib.util.spec_from_file_location("candidate", built.path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         function: Callable[..., Any] = getattr(module, entry)

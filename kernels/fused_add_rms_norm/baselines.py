@@ -1,7 +1,8 @@
 """What to beat: the engines' own kernels, torch.compile, and eager as transformers writes it.
 
-A factory takes the kind of device and gives a callable; it raises ImportError saying why it does not run here. A
-baseline writes in place, or returns (input, residual) as an engine's functional code would, with no copy added.
+A factory takes the kind of device and gives a callable; it raises ImportError saying why it does
+not run here. A baseline writes in place, or returns (input, residual) as an engine's functional
+code would, with no copy added.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch import Tensor
 Baseline = Callable[[Tensor, Tensor, Tensor, float], Any]
 
 
-def _eager(input: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def _eager(
+    input: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
     # transformers 5.17 to 5.23: GptOssDecoderLayer.forward, then GptOssRMSNorm.forward
     residual = residual + input
     hidden = residual.to(torch.float32)

@@ -44,7 +44,10 @@ def make(point: Point, seed: int, regime: str) -> dict[str, Tensor]:
             added = added * 0.05
             residual = (residual * 0.05).scatter(1, column, 60.0)
         case "ramp":  # position-coded: a swapped or skipped element shows
-            added = torch.linspace(-1.0, 1.0, shape[1]).expand(shape) + torch.arange(shape[0]).unsqueeze(1) / 8
+            added = (
+                torch.linspace(-1.0, 1.0, shape[1]).expand(shape)
+                + torch.arange(shape[0]).unsqueeze(1) / 8
+            )
         case "zeros":
             added, residual = torch.zeros(shape), torch.zeros(shape)
         case _:

@@ -20,7 +20,9 @@ def reference(input: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -
 
 
 def control(input: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> dict[str, Tensor]:
-    """The same with every intermediate in bfloat16: a judge that accepts this does not discriminate."""
+    """The same with every intermediate in bfloat16: a judge that accepts this does not
+    discriminate.
+    """
     narrow = torch.bfloat16
     total = residual.to(narrow) + input.to(narrow)
     scale = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + epsilon)

@@ -1,6 +1,8 @@
-"""fused_add_rms_norm(input[T: tokens, hidden], residual[T: tokens, hidden], weight[W: hidden], epsilon), in place.
+"""fused_add_rms_norm(input[T: tokens, hidden], residual[T: tokens, hidden], weight[W: hidden],
+epsilon), in place.
 
-One program a row; the row stays in registers between the sum of squares and the scaling. float32 arithmetic.
+One program a row; the row stays in registers between the sum of squares and the scaling. float32
+arithmetic.
 """
 
 import torch
@@ -9,7 +11,9 @@ import triton.language as tl
 
 
 @triton.jit
-def fused_add_rms_norm_kernel(input_ptr, residual_ptr, weight_ptr, hidden, epsilon, BLOCK: tl.constexpr):
+def fused_add_rms_norm_kernel(
+    input_ptr, residual_ptr, weight_ptr, hidden, epsilon, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < hidden
