@@ -164,9 +164,8 @@ def _load_model(workload: Workload) -> Any:
         name = _weights_id(workload, preset)
         local = workload.weights == "local"
         try:
-            model = auto.from_pretrained(
-                name, dtype=dtype, device_map=workload.device, local_files_only=local
-            )
+            model = auto.from_pretrained(name, dtype=dtype, local_files_only=local)
+            model = model.to(workload.device)
         except OSError as error:
             raise UsageError(
                 f"cannot load weights of {name}: {str(error).splitlines()[0]}",

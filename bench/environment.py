@@ -1,0 +1,87 @@
+"""What a figure was made on: device, versions, compiler. Never a host, a user, a path or a variable."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import shutil
+import subprocess
+from functools import cache
+
+from bench.evaluation import Environment
+
+PACKAGES = ("torch", "triton", "transformers", "apache-tvm-ffi", "flashinfer-python", "vllm")
+
+
+def describe(
+    device_kind: str, threads: int | None = None, clocks: str = "not recorded"
+) -> Environment:
+    """The environment of a measurement on `cpu` or `cuda`."""
+    if device_kind == "cuda":
+        import torch
+
+        device = torch.cuda.get_device_name()
+    else:
+        device = cpu_name()
+    return Environment(
+        device=device,
+        device_kind=device_kind,
+        python=platform.python_version(),
+        packages=package_versions(),
+        driver=driver_version() if device_kind == "cuda" else None,
+        compiler=compiler_version("nvcc" if device_kind == "cuda" else "g++"),
+        clocks=clocks,
+        threads=threads,
+    )
+
+
+@cache
+def cpu_name() -> str:
+    """The model name that the kernel reports, else the architecture."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            found = re.search(r"^model name\s*:\s*(.+)$", file.read(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.machine()
+
+
+@cache
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that matter to a figure, where installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@cache
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, where NVML answers."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
+@cache
+def compiler_version(name: str) -> str | None:
+    """`g++ 12.2.0`, `nvcc 13.0`, or None where it is not on PATH."""
+    found = shutil.which(name)
+    if found is None:
+        return None
+    output = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
+    version = re.search(r"release (\d+\.\d+)", output.stdout) or re.search(
+        r"(\d+\.\d+\.\d+)", output.stdout
+    )
+    return f"{name} {version[1]}" if version else name

@@ -1,0 +1,224 @@
+"""The judge on real candidates, each built and run in processes of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import bench
+from bench import Candidate, Evaluation, Language, Outcome
+from bench.judge import JudgeSettings, evaluate
+from bench.judge.accuracy import explain_mismatch, rmse_factor
+from bench.judge.blob import FILL, RED_ZONE, layout, read_set, strayed, write_set
+
+OP = bench.load_op("fused_add_rms_norm")
+SOLUTIONS = {info.name: candidate for info, candidate in OP.solutions()}
+GOOD = SOLUTIONS["cpu_simd"].source
+ENTRY = "const DLDataType dtype = input.dtype();"
+SETTINGS = JudgeSettings(baseline="eager", pairs=4, timeout_s=10, threads=1)
+
+
+def judged(source: str, language: Language = Language.CPP) -> Evaluation:
+    return evaluate(Candidate(op=OP.name, language=language, source=source), SETTINGS)
+
+
+def altered(old: str, new: str) -> str:
+    assert old in GOOD
+    return GOOD.replace(old, new)
+
+
+def test_a_right_candidate_is_timed_against_a_named_baseline() -> None:
+    evaluation = judged(GOOD)
+    assert evaluation.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
+    assert evaluation.baseline == "eager"
+    assert [timing.axes["tokens"] for timing in evaluation.timings] == [1, 4, 8, 16, 32, 64, 128]
+    names = {check.name for check in evaluation.checks}
+    assert names == {"build", "control", "runs", "guards", "values", "timed outputs"}
+    for timing in evaluation.timings:
+        assert timing.speedup_low <= timing.speedup <= timing.speedup_high
+        assert timing.pairs == SETTINGS.pairs
+    assert Evaluation.model_validate_json(evaluation.model_dump_json()) == evaluation
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome", "check", "detail"),
+    [
+        # a wrong epsilon: half a part in 10^5 on these inputs
+        (("float(hidden) + epsilon", "float(hidden) + 1e-6f"), "mismatch", "values", "rmse"),
+        (("* load(weight + i)", ""), "mismatch", "values", "rmse"),
+        # the second output is forgotten
+        (("store(r + i, sum);", ""), "mismatch", "values", "residual"),
+        # right at the shapes that are timed, wrong at others
+        (
+            ("const float scale =", "if (hidden != 256) squares *= 1.1f; const float scale ="),
+            "mismatch",
+            "values",
+            "hidden=384",
+        ),
+        (
+            ("const float scale =", "x[hidden] = T{}; const float scale ="),
+            "guard_violation",
+            "guards",
+            "wrote outside of input",
+        ),
+        (
+            ("const float scale =", "const_cast<W*>(weight)[0] = W{}; const float scale ="),
+            "guard_violation",
+            "guards",
+            "changed weight",
+        ),
+        ((ENTRY, "*(volatile int*)nullptr = 1; " + ENTRY), "runtime_error", "runs", "SIGSEGV"),
+        ((ENTRY, "std::_Exit(0); " + ENTRY), "runtime_error", "runs", "exited with code 0"),
+        (
+            (ENTRY, 'throw std::runtime_error("no thanks"); ' + ENTRY),
+            "runtime_error",
+            "runs",
+            "no thanks",
+        ),
+        ((ENTRY, "DLDatTyp dtype = input.dtype();"), "compilation_failure", "build", "failed"),
+    ],
+    ids=[
+        "epsilon",
+        "weight",
+        "residual",
+        "shape-gated",
+        "stray-write",
+        "weight-write",
+        "crash",
+        "exit",
+        "throw",
+        "compile",
+    ],
+)
+def test_a_bad_candidate_has_the_right_outcome(
+    change: tuple[str, str], outcome: str, check: str, detail: str
+) -> None:
+    evaluation = judged("#include <cstdlib>\n" + altered(*change))
+    assert evaluation.outcome == outcome
+    [failed] = evaluation.failed_checks
+    assert failed.name == check
+    assert detail in failed.detail
+    assert evaluation.geomean_speedup is None
+
+
+def test_a_hanging_candidate_is_killed() -> None:
+    source = altered(ENTRY, "volatile int go = 1; while (go) {} " + ENTRY)
+    candidate = Candidate(op=OP.name, language=Language.CPP, source=source)
+    evaluation = evaluate(candidate, JudgeSettings(timeout_s=2, threads=1))
+    assert evaluation.outcome is Outcome.RUNTIME_ERROR
+    assert "hangs (killed)" in evaluation.failed_checks[0].detail
+
+
+def test_compiler_messages_name_no_folder_of_this_machine() -> None:
+    evaluation = judged(altered(ENTRY, "int x = nowhere;" + ENTRY))
+    assert "nowhere" in evaluation.log
+    assert "/tmp" not in evaluation.log
+    assert "fused_add_rms_norm.cpp:" in evaluation.log
+
+
+def test_a_candidate_sees_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-honeytoken-1")
+    source = """
+import os
+def fused_add_rms_norm(input, residual, weight, epsilon):
+    raise RuntimeError(f"{sorted(os.environ)} {os.environ.get('HOME')}")
+"""
+    evaluation = judged(source, Language.TORCH)
+    assert evaluation.outcome is Outcome.RUNTIME_ERROR
+    assert "PATH" in evaluation.log
+    assert "ANTHROPIC" not in evaluation.model_dump_json()
+    assert "honeytoken" not in evaluation.model_dump_json()
+
+
+def test_a_torch_candidate_runs_on_the_cpu() -> None:
+    source = """
+import torch
+def fused_add_rms_norm(input, residual, weight, epsilon):
+    residual.add_(input)
+    hidden = residual.float()
+    scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + epsilon)
+    input.copy_(weight * (hidden * scale))
+"""
+    assert judged(source, Language.TORCH).outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
+
+
+def test_a_reply_written_to_the_channel_by_the_candidate_is_no_verdict() -> None:
+    source = """
+import os
+def fused_add_rms_norm(input, residual, weight, epsilon):
+    for fd in range(3, 64):
+        try:
+            os.write(fd, b"forged\\n")
+        except OSError:
+            continue
+"""
+    evaluation = judged(source, Language.TORCH)
+    assert evaluation.outcome is Outcome.RUNTIME_ERROR
+    assert "not JSON" in evaluation.failed_checks[0].detail
+
+
+def test_a_source_without_the_entry_is_a_generation_failure() -> None:
+    evaluation = judged("int main() { return 0; }")
+    assert evaluation.outcome is Outcome.GENERATION_FAILURE
+
+
+def test_a_torch_style_signature_is_bound_too() -> None:
+    source = """
+#include <torch/extension.h>
+void fused_add_rms_norm(torch::Tensor input, torch::Tensor residual, torch::Tensor weight,
+                        double epsilon) {
+  residual.add_(input);
+  auto hidden = residual.to(torch::kFloat32);
+  auto scale = torch::rsqrt(hidden.pow(2).mean(-1, true) + epsilon);
+  input.copy_(weight * (hidden * scale));
+}
+"""
+    assert judged(source).outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
+
+
+def test_gpu_languages_without_a_gpu_say_what_is_missing() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(bench.MissingError) as caught:
+        evaluate(SOLUTIONS["triton_row"], SETTINGS)
+    assert "CUDA device" in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["cuda_row", "triton_row"])
+def test_gpu_solutions_are_right_on_a_gpu(name: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    assert evaluate(SOLUTIONS[name], JudgeSettings(pairs=4)).outcome is Outcome.CORRECT
+
+
+def test_unknown_baseline_names_what_there_is() -> None:
+    with pytest.raises(bench.UsageError, match="no baseline 'fastest'"):
+        evaluate(SOLUTIONS["cpu_simd"], JudgeSettings(baseline="fastest"))
+
+
+def test_red_zones_travel_and_tell() -> None:
+    plan = layout([("a", "float32", (3, 5)), ("b", "bfloat16", (7,))])
+    block = np.zeros(plan.set_bytes, dtype=np.uint8)
+    values = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16()}
+    write_set(plan, block, values)
+    back = read_set(plan, block)
+    assert all(torch.equal(values[name], back[name]) for name in values)
+    assert strayed(plan, block) == []
+    slot = plan.slots[1]
+    after = slot.offset + RED_ZONE + slot.data_bytes
+    block[after] = FILL - 1
+    assert strayed(plan, block) == ["b"]
+
+
+def test_non_finite_values_are_never_right() -> None:
+    reference = torch.ones(100, dtype=torch.float64)
+    honest = reference.float()
+    for value in (float("nan"), float("inf")):
+        broken = honest.clone()
+        broken[7] = value
+        assert explain_mismatch(broken, honest, reference, 100) is not None
+
+
+def test_the_sampling_margin_shrinks_with_elements() -> None:
+    assert rmse_factor(64) > rmse_factor(2880) > rmse_factor(10**6) > 1.05

@@ -1,0 +1,94 @@
+"""The contract, the reference, the inputs and the baselines of every op in the library."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bench
+from bench.judge.accuracy import error_of, explain_mismatch
+from bench.op import Point, _arithmetic
+
+OP = bench.load_op("fused_add_rms_norm")
+
+
+def test_contract_says_what_the_kernel_reads_and_writes() -> None:
+    contract = OP.contract
+    assert contract.signature() == "fused_add_rms_norm(input, residual, weight, epsilon)"
+    assert [tensor.name for tensor in contract.written] == ["input", "residual"]
+    assert {"T": "bfloat16", "W": "bfloat16"} in contract.dtype_choices()
+    assert {"T": "float32", "W": "float32"} in contract.dtype_choices()
+    assert len(contract.dtype_choices()) == 5  # float32 twice is once
+
+
+def test_cost_counts_each_byte_once() -> None:
+    point = Point(axes={"tokens": 8, "hidden": 2880}, dtypes={"T": "bfloat16", "W": "float32"})
+    # input and residual are read and written in 2 bytes, the weight is read in 4
+    assert OP.contract.bytes_moved(point) == 4 * 8 * 2880 * 2 + 2880 * 4
+
+
+@pytest.mark.parametrize("expression", ["__import__('os')", "tokens ** 2", "tokens.real", "[1]"])
+def test_cost_is_arithmetic_and_nothing_else(expression: str) -> None:
+    point = Point(axes={"tokens": 8}, dtypes={})
+    with pytest.raises((ValueError, KeyError)):
+        _arithmetic(expression, point)
+
+
+def test_unknown_op_names_what_there_is() -> None:
+    with pytest.raises(bench.UsageError, match="unknown op 'nope'") as caught:
+        bench.load_op("nope")
+    assert "fused_add_rms_norm" in caught.value.hint
+
+
+@pytest.mark.parametrize("regime", OP.inputs.REGIMES)
+def test_inputs_are_seeded_and_fit_the_contract(regime: str) -> None:
+    point = Point(axes={"tokens": 3, "hidden": 64}, dtypes={"T": "bfloat16", "W": "float32"})
+    once, again, other = (OP.inputs.make(point, seed, regime) for seed in (1, 1, 2))
+    for tensor in OP.contract.tensors:
+        value = once[tensor.name]
+        assert value.shape == OP.contract.shape(tensor, point)
+        assert value.dtype is getattr(torch, point.dtypes[tensor.dtype])
+        assert value.is_contiguous()
+        assert torch.equal(value, again[tensor.name])
+    assert not torch.equal(once["weight"], other["weight"])
+
+
+@pytest.mark.parametrize("dtypes", OP.contract.dtype_choices(), ids=lambda d: "-".join(d.values()))
+def test_eager_baseline_agrees_with_the_reference(dtypes: dict[str, str]) -> None:
+    point = Point(axes={"tokens": 4, "hidden": 256}, dtypes=dtypes)
+    inputs = OP.inputs.make(point, 3, "normal")
+    expected = OP.reference(**inputs, epsilon=1e-5)
+    output, residual = OP.baselines["eager"]("cpu")(*inputs.values(), 1e-5)
+    roundoff = {"float32": 2**-23, "bfloat16": 2**-7, "float16": 2**-10}[dtypes["T"]]
+    for value, name in ((output, "input"), (residual, "residual")):
+        worst = error_of(value, expected[name]).largest
+        assert worst <= 2 * roundoff * float(expected[name].abs().max())
+
+
+def test_transformers_norm_is_what_the_eager_baseline_says() -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+
+    norm = GptOssRMSNorm(64, eps=1e-5)
+    torch.nn.init.normal_(norm.weight)
+    added, residual = torch.randn(3, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    total = residual + added
+    output, summed = OP.baselines["eager"]("cpu")(added, residual, norm.weight, 1e-5)
+    assert torch.equal(summed, total)
+    assert torch.equal(output, norm(total))
+
+
+def test_gpu_baselines_say_why_they_do_not_run_here() -> None:
+    for name in ("vllm", "flashinfer"):
+        with pytest.raises(ImportError, match="CUDA device"):
+            OP.baselines[name]("cpu")
+
+
+@pytest.mark.parametrize("dtypes", OP.contract.dtype_choices(), ids=lambda d: "-".join(d.values()))
+def test_the_planted_control_is_told_from_the_honest_baseline(dtypes: dict[str, str]) -> None:
+    point = Point(axes={"tokens": 8, "hidden": 2880}, dtypes=dtypes)
+    inputs = OP.inputs.make(point, 5, "normal")
+    expected = OP.reference(**inputs, epsilon=1e-5)
+    honest = OP.baselines["eager"]("cpu")(*inputs.values(), 1e-5)[0]
+    planted = OP.control(**inputs, epsilon=1e-5)["input"]
+    assert explain_mismatch(honest, honest, expected["input"], 2880) is None
+    assert explain_mismatch(planted, honest, expected["input"], 2880) is not None
