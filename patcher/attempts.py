@@ -1,0 +1,76 @@
+"""What the agent loop says of itself: recommendations, attempts, the whole optimisation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from bench import SCHEMA_VERSION, Language, Outcome, Record
+from patcher.models import Usage
+
+Phase = Literal["functional", "optimisation"]
+Stage = Literal["analyse", "generate", "evaluate", "done"]
+Stop = Literal["iterations", "functional_failures", "recording_ended"]
+
+
+class Recommendation(Record):
+    """The analyst's word: one bottleneck, one change."""
+
+    bottleneck: str = Field(min_length=1, max_length=2000)
+    change: str = Field(min_length=1, max_length=4000)
+    expected_speedup: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Geometric mean speedup over the baseline after the change."""
+
+
+class Attempt(Record):
+    """One iteration."""
+
+    iteration: int
+    phase: Phase
+    digest: str | None
+    """`Candidate.digest`; None when the reply held no source."""
+    outcome: Outcome
+    geomean_speedup: float | None = None
+    detail: str
+    """What went wrong, or the gain, in one line."""
+    usage: Usage
+    """Of all replies of the iteration."""
+    model: str
+    """Who wrote the source, as the provider names it."""
+    reply_source: Literal["api", "exchange", "recorded"]
+    recommendation: Recommendation | None = None
+    analysis_failure: str | None = None
+    """Why an optimisation pass had no recommendation."""
+    duplicate_of: int | None = None
+    """The iteration that had the same source; its verdict counts."""
+    file: str | None = None
+    """The source, relative to the run."""
+
+
+class Optimisation(Record):
+    """The whole loop on one op."""
+
+    schema_version: int = SCHEMA_VERSION
+    op: str
+    language: Language
+    iterations: tuple[Attempt, ...]
+    best_digest: str | None
+    """Only a candidate that is right and faster is worth a patch; None when there is none."""
+    best_iteration: int | None
+    best_speedup: float | None
+    best_file: str | None
+    usage: Usage
+    stopped: Stop
+
+
+class Progress(Record):
+    """Told as the loop goes."""
+
+    op: str
+    iteration: int
+    iterations: int
+    stage: Stage
+    phase: Phase
+    attempt: Attempt | None = None
+    """With `done`."""

@@ -1,0 +1,113 @@
+"""Take the source, or the recommendation, out of a model's reply; what is not there is a value, not
+an error."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Literal
+
+from bench import Language, Record
+from patcher.models import Reply
+
+TAGS: dict[Language, tuple[str, ...]] = {
+    Language.CPP: ("cpp", "c++", "cc", "cxx", "c"),
+    Language.CUDA: ("cuda", "cu", "cuda-cpp", "cpp", "c++", "c"),
+    Language.TRITON: ("python", "py", "python3", "triton"),
+    Language.TORCH: ("python", "py", "python3", "pytorch", "torch"),
+}
+"""Fence tags under which models write each language."""
+
+_FENCE = re.compile(r"[ \t]{0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)([^`\n]*)")
+_MAX_BRACES = 500
+
+
+class Failure(Record):
+    """Why a reply cannot be used."""
+
+    kind: Literal["truncated", "refused", "no_source", "unclosed", "ambiguous", "empty", "no_json"]
+    detail: str
+
+
+class Block(Record):
+    """One fenced block."""
+
+    tag: str
+    source: str
+    closed: bool
+
+
+def blocks(text: str) -> list[Block]:
+    """Every fenced block of a Markdown text, in order; the last one may be unclosed."""
+    found: list[Block] = []
+    fence, tag = "", ""
+    lines: list[str] = []
+    for line in text.replace("\r\n", "\n").split("\n"):
+        match = _FENCE.fullmatch(line)
+        if not fence:
+            if match:
+                fence, tag, lines = match[1], match[2].lower(), []
+        elif match and match[1].startswith(fence) and not match[2] and not match[3].strip():
+            found.append(Block(tag=tag, source="\n".join(lines), closed=True))
+            fence = ""
+        else:
+            lines.append(line)
+    if fence:
+        found.append(Block(tag=tag, source="\n".join(lines), closed=False))
+    return found
+
+
+def unusable(reply: Reply) -> Failure | None:
+    """Why the reply as a whole must not be parsed, if so."""
+    if reply.truncated:
+        return Failure(kind="truncated", detail="the reply was cut off before its end")
+    if reply.stop_reason == "refusal":
+        return Failure(kind="refused", detail="the model declined to answer")
+    return None
+
+
+def extract_source(text: str, language: Language, entry: str) -> str | Failure:
+    """The source in a reply: the last block of the language that names the entry, or else the only
+    block."""
+    found = blocks(text)
+    if not found:
+        return Failure(kind="no_source", detail="the reply holds no fenced code block")
+    if not found[-1].closed:
+        return Failure(
+            kind="unclosed", detail="the last code block is not closed: the reply was cut off"
+        )
+    fitting = [block for block in found if block.tag in TAGS[language]]
+    named = [block for block in fitting if re.search(rf"\b{re.escape(entry)}\b", block.source)]
+    if named or fitting:
+        chosen = (named or fitting)[-1]
+    elif len(found) == 1:
+        chosen = found[0]
+    else:
+        return Failure(
+            kind="ambiguous",
+            detail=f"{len(found)} code blocks, none tagged {TAGS[language][0]}; "
+            "give one block with that tag",
+        )
+    if not chosen.source.strip():
+        return Failure(kind="empty", detail="the code block is empty")
+    return chosen.source.rstrip() + "\n"
+
+
+def extract_json(text: str, key: str) -> dict[str, Any] | Failure:
+    """The last JSON object in a reply that has this key."""
+    decoder = json.JSONDecoder()
+    chosen: dict[str, Any] | None = None
+    at, tried = text.find("{"), 0
+    while at >= 0 and tried < _MAX_BRACES:
+        tried += 1
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            end = at + 1
+        else:
+            if isinstance(value, dict) and key in value:
+                chosen = value
+        at = text.find("{", end)
+    if chosen is None:
+        return Failure(kind="no_json", detail=f'the reply holds no JSON object with "{key}"')
+    return chosen

@@ -1,0 +1,79 @@
+"""A model behind a folder: each prompt becomes a file, and whoever answers puts the reply beside
+it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bench import UsageError, WaitingError
+from patcher.models import Reply, Request, Usage
+
+
+class ExchangeModel:
+    """Prompts `NNN-<step>.prompt.md` in a folder; replies `NNN-<step>.reply.md`, written or renamed
+    whole.
+
+    The same question finds its old file again, in this process or a later one.
+    """
+
+    name = "exchange"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def worst_cost_usd(self, request: Request) -> float | None:
+        return 0.0
+
+    def ask(self, request: Request) -> Reply:
+        """The reply, when its file is there.
+
+        Raises:
+            WaitingError: it is not, or it is empty.
+            UsageError: the folder cannot be written, or the reply is not text.
+        """
+        try:
+            prompt = self._prompt_file(request)
+            reply = prompt.with_name(prompt.name.replace(".prompt.md", ".reply.md"))
+            text = reply.read_text(encoding="utf-8") if reply.is_file() else ""
+        except OSError as error:
+            raise UsageError(
+                f"cannot use {self.folder}: {error.strerror}", "choose another exchange:DIR"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"the reply to {request.step} is not UTF-8 text", "write it again as text"
+            ) from error
+        if not text.strip():
+            raise WaitingError(
+                f"waiting for a reply to {prompt}",
+                f"write the answer to {reply}, then: patcher resume",
+            )
+        return Reply(
+            text=text,
+            model=self.name,
+            usage=Usage(),
+            stop_reason="end_turn",
+            source="exchange",
+            prompt_digest=request.digest,
+        )
+
+    def _prompt_file(self, request: Request) -> Path:
+        """The file with this very question; a new one, with the next number, when there is none."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        slug = re.sub(r"[^\w.-]+", "-", request.step)
+        system, prompt = request.system.strip(), request.prompt.strip()
+        content = f"<!-- system -->\n{system}\n\n<!-- prompt -->\n{prompt}\n"
+        for known in sorted(self.folder.glob(f"*-{slug}.prompt.md")):
+            if known.read_bytes() == content.encode():
+                return known
+        numbers = [
+            int(found[1])
+            for path in self.folder.iterdir()
+            if (found := re.match(r"(\d+)-", path.name))
+        ]
+        path = self.folder / f"{max(numbers, default=0) + 1:03d}-{slug}.prompt.md"
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_bytes(content.encode())
+        temporary.replace(path)
+        return path

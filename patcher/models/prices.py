@@ -1,0 +1,57 @@
+"""What models cost, from `prices.toml`."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from importlib import resources
+
+from bench import Record
+from patcher.models import Request
+
+
+class Price(Record):
+    """US dollars per million tokens."""
+
+    input: float
+    output: float
+    long_above: int | None = None
+    """Prompts of more tokens than this cost `long_input` and `long_output`."""
+    long_input: float | None = None
+    long_output: float | None = None
+
+    def cost_usd(self, input_tokens: int, output_tokens: int) -> float:
+        is_long = self.long_above is not None and input_tokens > self.long_above
+        per_input = self.long_input if is_long and self.long_input is not None else self.input
+        per_output = self.long_output if is_long and self.long_output is not None else self.output
+        return (input_tokens * per_input + output_tokens * per_output) / 1e6
+
+
+class Prices(Record):
+    default: str
+    """The model that is used when none is named."""
+    models: dict[str, Price]
+
+
+@cache
+def prices() -> Prices:
+    text = resources.files("patcher").joinpath("models", "prices.toml").read_text(encoding="utf-8")
+    return Prices(**tomllib.loads(text))
+
+
+def price(model: str) -> Price | None:
+    """The model's price; a dated name (`claude-haiku-4-5-20251001`) has the price of the undated
+    one."""
+    known = prices().models
+    return known.get(model) or known.get(re.sub(r"-20\d{6}$", "", model))
+
+
+def worst_cost_usd(model: str, request: Request) -> float | None:
+    """An upper bound: one token for every two bytes of prompt, and all of `max_tokens`. None
+    without a price."""
+    found = price(model)
+    if found is None:
+        return None
+    prompt_tokens = len((request.system + request.prompt).encode()) // 2 + 500
+    return found.cost_usd(prompt_tokens, request.max_tokens)

@@ -1,0 +1,323 @@
+"""A run: a folder with its configuration, its journal and its artefacts as plain files.
+
+A step with a deterministic name is done once: `Run.step` gives the stored record back when the
+journal holds its result. Resuming is therefore running the same function again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from bench import SCHEMA_VERSION, PatcherError, Record, UsageError, VerificationError, Workload
+from patcher.journal import Event, Journal, State, fold, read_events, sync_folder
+
+RecordT = TypeVar("RecordT", bound=BaseModel)
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
+
+
+class RunConfig(Record):
+    """`run.json`: what was asked for. Holds no secret, no environment and no path outside the
+    run."""
+
+    schema_version: int = SCHEMA_VERSION
+    id: str
+    created: str
+    """ISO 8601, UTC."""
+    command: str
+    """The command that began the run: `run`, `optimize`, `demo`."""
+    model: str | None
+    """The served model."""
+    workload: Workload | None
+    settings: dict[str, Any]
+    versions: dict[str, str]
+
+
+class Run:
+    """One folder `patcher-runs/<id>/`. Only one process writes it at a time; it is a context
+    manager."""
+
+    def __init__(self, path: Path, config: RunConfig, journal: Journal | None) -> None:
+        self.path = path
+        self.config = config
+        self._journal = journal
+
+    @classmethod
+    def create(
+        cls,
+        root: Path,
+        *,
+        command: str,
+        model: str | None = None,
+        workload: Workload | None = None,
+        settings: dict[str, Any] | None = None,
+        versions: dict[str, str] | None = None,
+    ) -> Run:
+        """Make the folder `root/<id>` and open it for writing; the id is date-time, model and a
+        random part."""
+        now = datetime.now(UTC)
+        slug = re.sub(r"[^a-z0-9]+", "-", (model or command).rsplit("/", 1)[-1].lower()).strip("-")[
+            :40
+        ]
+        config = RunConfig(
+            id=f"{now:%Y%m%d-%H%M%S}-{slug}-{secrets.token_hex(2)}",
+            created=now.isoformat(timespec="seconds"),
+            command=command,
+            model=model,
+            workload=workload,
+            settings=settings or {},
+            versions=versions or {},
+        )
+        path = root / config.id
+        path.mkdir(parents=True)
+        sync_folder(root)
+        text = _json(config)
+        _write_atomically(path / "run.json", text)
+        run = cls(path, config, Journal(path / "journal.jsonl"))
+        run.note("run", created=config.id, config_digest=_digest(text))
+        return run
+
+    @classmethod
+    def open(cls, path: Path, *, read_only: bool = False) -> Run:
+        """Open an existing run; `read_only` takes no lock, so that a run can be looked at while it
+        goes on.
+
+        Raises:
+            UsageError: not a run, or another process is writing it.
+            VerificationError: the journal or the configuration was changed.
+        """
+        try:
+            text = (path / "run.json").read_text(encoding="utf-8")
+            config = RunConfig.model_validate_json(text)
+        except (OSError, UnicodeDecodeError, ValidationError) as error:
+            raise UsageError(f"{path} is not a run", "give a run's folder or id") from error
+        run = cls(path, config, None if read_only else Journal(path / "journal.jsonl"))
+        try:
+            run._verify_config(text)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    @staticmethod
+    def latest(root: Path) -> Path:
+        """The folder of the newest run.
+
+        Raises:
+            UsageError: there is none.
+        """
+        found = Run.list(root)
+        if not found:
+            raise UsageError(f"no runs in {root}", "start one: patcher demo")
+        return found[-1]
+
+    @staticmethod
+    def list(root: Path) -> Sequence[Path]:
+        """Folders of every run under the root, oldest first."""
+        found = [path.parent for path in root.glob("*/run.json")]
+        # An id begins with its second; runs of the same second are told apart by their files.
+        return sorted(
+            found, key=lambda path: (path.name[:15], (path / "run.json").stat().st_mtime_ns)
+        )
+
+    @staticmethod
+    def find(root: Path, text: str) -> Path:
+        """The run that a person means by a folder, an id, the unique beginning of an id, or
+        `latest`.
+
+        Raises:
+            UsageError: no run or several fit.
+        """
+        if text == "latest":
+            return Run.latest(root)
+        if (Path(text) / "run.json").is_file():
+            return Path(text)
+        known = Run.list(root)
+        fitting = [path for path in known if path.name == text] or [
+            path for path in known if path.name.startswith(text)
+        ]
+        if len(fitting) == 1:
+            return fitting[0]
+        if fitting:
+            raise UsageError(f"several runs begin with {text!r}", "give more of the id")
+        raise UsageError(f"no run {text!r} in {root}", "give a run's folder or id, or `latest`")
+
+    @property
+    def id(self) -> str:
+        return self.config.id
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """Every event so far; read from the disk when the run is open read-only."""
+        return self._journal.events if self._journal else read_events(self.path / "journal.jsonl")
+
+    @property
+    def state(self) -> State:
+        return fold(self.events)
+
+    def done(self, name: str) -> bool:
+        """Whether the step has a result."""
+        return name in self.state.results
+
+    def step(
+        self, name: str, function: Callable[[], RecordT], record_type: type[RecordT]
+    ) -> RecordT:
+        """The record of the step `name`: stored, or made now by calling `function` once.
+
+        An expected error (`PatcherError`) is noted and goes through; the step stays open and is
+        tried again when the run is resumed.
+
+        Raises:
+            VerificationError: the stored artefact is missing, was changed, or is not such a record.
+        """
+        journal = self._writer()
+        if not _NAME.fullmatch(name) or ".." in name:
+            raise ValueError(f"not a step name: {name!r}")
+        state = self.state
+        file = f"steps/{name}.json"
+        if name in state.results:
+            return self.load(name, record_type)
+        if name in state.pending and (self.path / file).is_file():
+            # Killed between the artefact and its result. The artefact is renamed into place whole,
+            # and stale ones are removed before an intent, so this one belongs to the open intent:
+            # never pay twice.
+            text = (self.path / file).read_text(encoding="utf-8")
+            record = _parse(text, record_type, name)
+            journal.append("result", name, {**_result(file, text, record_type), "recovered": True})
+            return record
+        (self.path / file).unlink(missing_ok=True)
+        journal.append("intent", name)
+        try:
+            record = function()
+        except PatcherError as error:
+            # The kind alone: a message may name paths of this machine.
+            journal.append("note", name, {"error": error.kind})
+            raise
+        text = _json(record)
+        # What is given back now is what a resumed run will read; a record that JSON cannot hold
+        # (an infinity) is found here, not then.
+        record = record_type.model_validate_json(text)
+        self.write(file, text)
+        journal.append("result", name, _result(file, text, record_type))
+        return record
+
+    def load(self, name: str, record_type: type[RecordT]) -> RecordT:
+        """The stored record of a finished step.
+
+        Raises:
+            UsageError: the step has no result.
+            VerificationError: its artefact is missing, was changed, or is not such a record.
+        """
+        data = self.state.results.get(name)
+        if data is None:
+            raise UsageError(
+                f"step {name} of run {self.id} is not done", f"patcher resume {self.id}"
+            )
+        try:
+            text = (self.path / data["file"]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise VerificationError(
+                f"the artefact of step {name} cannot be read", _RESTORE
+            ) from error
+        if _digest(text) != data["digest"]:
+            raise VerificationError(
+                f"the artefact of step {name} was changed after it was written", _RESTORE
+            )
+        return _parse(text, record_type, name)
+
+    def note(self, subject: str, /, **data: Any) -> Event:
+        """Add a remark to the journal."""
+        return self._writer().append("note", subject, data)
+
+    def write(self, path: str, text: str) -> None:
+        """Write an artefact that a person can open, atomically; the same text again leaves the file
+        alone."""
+        self._writer()
+        target = (self.path / path).resolve()
+        if not target.is_relative_to(self.path.resolve()):
+            raise ValueError(f"outside the run: {path}")
+        if not (target.is_file() and target.read_bytes() == text.encode()):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _write_atomically(target, text)
+
+    def close(self) -> None:
+        """Release the run's lock. Closing twice is the same as once."""
+        if self._journal:
+            self._journal.close()
+            self._journal = None
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _writer(self) -> Journal:
+        if self._journal is None:
+            raise ValueError(f"run {self.id} is open read-only")
+        return self._journal
+
+    def _verify_config(self, text: str) -> None:
+        created = [event for event in self.events if event.kind == "note" and event.step == "run"]
+        if not created:
+            if self._journal is None:
+                return  # a run that is just being created
+            self.note(
+                "run", created=self.id, config_digest=_digest(text)
+            )  # killed before its first line
+        elif created[0].data.get("config_digest") != _digest(text):
+            raise VerificationError(
+                f"run.json of run {self.id} was changed after it was written", _RESTORE
+            )
+
+
+_RESTORE = "restore the file from a copy, or start a new run"
+
+
+def _result(file: str, text: str, record_type: type[BaseModel]) -> dict[str, Any]:
+    return {"file": file, "digest": _digest(text), "record": record_type.__name__}
+
+
+def _parse(text: str, record_type: type[RecordT], name: str) -> RecordT:
+    try:
+        return record_type.model_validate_json(text)
+    except ValidationError as error:
+        raise VerificationError(
+            f"the artefact of step {name} is no {record_type.__name__}", _RESTORE
+        ) from error
+
+
+def _json(record: BaseModel) -> str:
+    return (
+        json.dumps(record.model_dump(mode="json"), indent=1, ensure_ascii=False, allow_nan=False)
+        + "\n"
+    )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)

@@ -1,0 +1,101 @@
+"""Settings: flag > PATCHER_* variable > patcher.toml > default, each with its origin."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from bench import Record, UsageError
+
+CONFIG_FILE = "patcher.toml"
+PREFIX = "PATCHER_"
+
+
+class Settings(Record):
+    """What a user may set. Keys and secrets are no settings: the provider's own variable holds
+    them."""
+
+    model: str = Field("anthropic", min_length=1)
+    """The generation agent: see `patcher.models.PROVIDERS`."""
+    analyst: str | None = Field(None, min_length=1)
+    """The performance-analysis agent; None is the same model."""
+    iterations: int = Field(8, ge=1, le=1000)
+    """Candidates asked for, at most, per op."""
+    budget_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Ceiling on what models may cost, per run; None is no ceiling."""
+    runs_dir: Path = Path("patcher-runs")
+    margin_pct: float = Field(0.5, ge=0, le=100, allow_inf_nan=False)
+    """End-to-end gain in percent that the interval's lower end must exceed."""
+    origins: dict[str, str] = Field(default_factory=dict)
+    """Where each value comes from: `flag --model`, `PATCHER_MODEL`, `patcher.toml` or `default`."""
+
+    def for_run(self) -> dict[str, Any]:
+        """The settings that a run records: all but where runs lie on this machine."""
+        return self.model_dump(mode="json", exclude={"runs_dir", "origins"})
+
+
+NAMES = tuple(name for name in Settings.model_fields if name != "origins")
+
+
+def resolve(
+    flags: Mapping[str, object] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> Settings:
+    """Settings from flags (None means not given), the environment and `patcher.toml` in `folder`.
+
+    Raises:
+        UsageError: an unknown name in `patcher.toml`, or a value that does not fit; it names the
+        origin.
+    """
+    environ = os.environ if environ is None else environ
+    file = (folder or Path()) / CONFIG_FILE
+    written = _read(file)
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    for name in NAMES:
+        variable = PREFIX + name.upper()
+        if flags and flags.get(name) is not None:
+            values[name], origins[name] = flags[name], f"flag --{name.replace('_', '-')}"
+        elif environ.get(variable):
+            values[name], origins[name] = environ[variable], variable
+        elif name in written:
+            values[name], origins[name] = written[name], CONFIG_FILE
+        else:
+            origins[name] = "default"
+    unknown = set(flags or ()) - set(NAMES)
+    if unknown:
+        raise ValueError(f"no such settings: {', '.join(sorted(unknown))}")
+    try:
+        return Settings.model_validate({**values, "origins": origins})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        raise UsageError(
+            f"{name} = {values[name]!r} ({origins[name]}): {first['msg']}",
+            f"give another value for {name}",
+        ) from error
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        found = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(
+            f"cannot read {CONFIG_FILE}: {error}", f"correct {CONFIG_FILE} or remove it"
+        ) from error
+    unknown = sorted(set(found) - set(NAMES))
+    if unknown:
+        raise UsageError(
+            f"{CONFIG_FILE} has unknown settings: {', '.join(unknown)}",
+            f"known are: {', '.join(NAMES)}",
+        )
+    return found

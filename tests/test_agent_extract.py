@@ -1,0 +1,110 @@
+"""Taking source and recommendations out of replies, whatever they look like."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from bench import Language
+from patcher.extract import TAGS, Failure, blocks, extract_json, extract_source
+
+SOURCE = "void norm(int a) {\n  return;\n}"
+LANGUAGES = st.sampled_from(list(Language))
+
+
+def failure_kind(text: str, language: Language = Language.CPP) -> str:
+    found = extract_source(text, language, "norm")
+    assert isinstance(found, Failure), found
+    return found.kind
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"```cpp\n{SOURCE}\n```",
+        f"Thoughts.\n\n```C++\n{SOURCE}\n```\nMore.",
+        f"```\n{SOURCE}\n```",
+        f"```rust\n{SOURCE}\n```",  # the only block, whatever its tag
+        f"~~~cpp\n{SOURCE}\n~~~",
+        f"````cpp\n{SOURCE}\n````",
+        f"   ```cpp title=norm.cpp\n{SOURCE}\n   ```",
+        f"```cpp\r\n{SOURCE}\r\n```\r\n",
+        f"First try:\n```cpp\nvoid norm();\n```\nBetter:\n```cpp\n{SOURCE}\n```\n",
+        f"```cpp\n{SOURCE}\n```\nCompile with:\n```bash\ng++ x.cpp\n```",
+        f"```cpp\n{SOURCE}\n```\nCalled as:\n```cpp\nint main() {{}}\n```",
+    ],
+)
+def test_finds_the_source(text: str) -> None:
+    assert extract_source(text, Language.CPP, "norm") == SOURCE + "\n"
+
+
+def test_failures_have_kinds() -> None:
+    assert failure_kind("") == "no_source"
+    assert failure_kind("only `inline` code, no block") == "no_source"
+    assert failure_kind(f"```cpp\n{SOURCE}\n") == "unclosed"
+    assert failure_kind(f"```cpp\n{SOURCE}\n```\n```cpp\nvoid no") == "unclosed"
+    assert failure_kind("```cpp\n\n```") == "empty"
+    assert failure_kind("```bash\nls\n```\n```text\nx\n```") == "ambiguous"
+
+
+def test_cuda_may_be_tagged_cpp() -> None:
+    assert extract_source(f"```cpp\n{SOURCE}\n```", Language.CUDA, "norm") == SOURCE + "\n"
+
+
+@given(st.text(), LANGUAGES)
+@example("```", Language.CPP)
+@example("```\n```", Language.CPP)
+@example("~~~```\n`````", Language.TORCH)
+def test_any_text_gives_a_source_or_a_failure(text: str, language: Language) -> None:
+    found = extract_source(text, language, "norm")
+    if isinstance(found, str):
+        assert found.strip()
+    else:
+        assert found.detail
+
+
+@given(
+    st.lists(
+        st.sampled_from(["```", "```cpp", "~~~", "````", "x = 1", "", "```python", "`", "norm"])
+    ),
+    LANGUAGES,
+)
+def test_any_fences_give_a_source_or_a_failure(lines: list[str], language: Language) -> None:
+    text = "\n".join(lines)
+    found = extract_source(text, language, "norm")
+    if isinstance(found, str):
+        assert any(found.strip() == block.source.strip() and block.closed for block in blocks(text))
+        assert blocks(text)[-1].closed
+
+
+PLAIN = st.text(st.characters(codec="utf-8", exclude_characters="\r`~"))
+
+
+@given(source=PLAIN, before=PLAIN, after=PLAIN, language=LANGUAGES)
+def test_what_was_fenced_comes_out(
+    source: str, before: str, after: str, language: Language
+) -> None:
+    code = f"norm\n{source}"
+    text = f"{before}\n```{TAGS[language][0]}\n{code}\n```\n{after}"
+    assert extract_source(text, language, "norm") == code.rstrip() + "\n"
+
+
+@given(
+    st.text(alphabet='{}"change: ,[]1\\', max_size=60),
+    st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5), max_size=3),
+)
+def test_a_recommendation_is_found_among_anything(noise: str, rest: dict[str, object]) -> None:
+    wanted = {**rest, "change": "unroll {it}"}
+    found = extract_json(f"I think so.\n```json\n{json.dumps(wanted)}\n```", "change")
+    assert found == wanted
+    anything = extract_json(noise, "change")
+    assert isinstance(anything, Failure) or "change" in anything
+
+
+def test_the_last_recommendation_counts_and_depth_is_no_harm() -> None:
+    text = 'Like {"change": "example"}. So: {"change": "this", "more": {"a": 1}} and {"b": 2}.'
+    assert extract_json(text, "change") == {"change": "this", "more": {"a": 1}}
+    assert isinstance(extract_json('{"a":' * 100_000, "change"), Failure)

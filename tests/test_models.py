@@ -1,0 +1,250 @@
+"""Models by files and recordings, prices and the ceiling on money."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench import BudgetError, MissingError, UsageError, VerificationError, WaitingError
+from patcher.models import Asked, ModelError, Reply, Request, Usage, open_model
+from patcher.models.budget import account, ask
+from patcher.models.exchange import ExchangeModel
+from patcher.models.prices import price, prices, worst_cost_usd
+from patcher.models.replay import ReplayModel, export_recording, read_recording
+from patcher.run import Run
+
+
+def question(step: str = "op/0/ask-generate", prompt: str = "Write it.") -> Request:
+    return Request(step=step, role="generate", system="You write.", prompt=prompt, max_tokens=1000)
+
+
+def answer(request: Request, text: str = "done", cost: float | None = None) -> Reply:
+    return Reply(
+        text=text,
+        model="some-model",
+        usage=Usage(input_tokens=10, output_tokens=20, cost_usd=cost),
+        stop_reason="end_turn",
+        source="api",
+        prompt_digest=request.digest,
+    )
+
+
+def test_open_model_by_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
+    with pytest.raises(MissingError, match="key") as caught:
+        open_model("anthropic", tmp_path)
+    assert "ANTHROPIC_API_KEY" in caught.value.hint
+    assert isinstance(open_model("exchange", tmp_path), ExchangeModel)
+    for spec in ("", "gpt", "replay", "replay:", "exchanges:x"):
+        with pytest.raises(UsageError):
+            open_model(spec, tmp_path)
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-test")
+    assert open_model("anthropic", tmp_path).name == prices().default
+    assert open_model("anthropic:claude-haiku-4-5", tmp_path).name == "claude-haiku-4-5"
+
+
+def test_usage_adds_up_and_keeps_what_is_unknown_unknown() -> None:
+    known = Usage(input_tokens=1, output_tokens=2, cost_usd=0.5)
+    assert known + known == Usage(input_tokens=2, output_tokens=4, cost_usd=1.0)
+    assert known + Usage() == known
+    assert Usage() + Usage() == Usage()
+
+
+class TestExchange:
+    def test_waits_until_the_reply_is_there(self, tmp_path: Path) -> None:
+        folder = tmp_path / "letters"
+        with pytest.raises(WaitingError) as caught:
+            ExchangeModel(folder).ask(question())
+        prompt = folder / "001-op-0-ask-generate.prompt.md"
+        reply = folder / "001-op-0-ask-generate.reply.md"
+        assert str(reply) in caught.value.hint
+        assert caught.value.exit_code == 6
+        assert "You write." in prompt.read_text()
+        assert "Write it." in prompt.read_text()
+        reply.write_text(" \n")  # begun, not finished
+        with pytest.raises(WaitingError):
+            ExchangeModel(folder).ask(question())
+        reply.write_text("the answer\n")
+        got = ExchangeModel(folder).ask(question())
+        assert (got.text, got.source, got.usage) == ("the answer\n", "exchange", Usage())
+        assert len(list(folder.iterdir())) == 2
+
+    def test_another_question_is_another_file(self, tmp_path: Path) -> None:
+        model = ExchangeModel(tmp_path)
+        for prompt in ("first", "second\r\n", "first", "second\r\n"):
+            with pytest.raises(WaitingError):
+                model.ask(question(prompt=prompt))
+        with pytest.raises(WaitingError):
+            model.ask(question("op/1/ask-generate"))
+        assert sorted(path.name[:4] for path in tmp_path.iterdir()) == ["001-", "002-", "003-"]
+
+    def test_unusable_folders_and_replies(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(UsageError):
+            ExchangeModel(tmp_path / "file").ask(question())
+        with pytest.raises(WaitingError):
+            ExchangeModel(tmp_path).ask(question())
+        (tmp_path / "001-op-0-ask-generate.reply.md").write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(UsageError, match="UTF-8"):
+            ExchangeModel(tmp_path).ask(question())
+
+
+class Scripted:
+    """A double for a paid model: answers, or raises what it is given; counts its calls."""
+
+    def __init__(self, *script: Reply | Exception, worst: float | None = 0.4) -> None:
+        self.name = "scripted"
+        self.script = list(script)
+        self.worst = worst
+        self.calls = 0
+
+    def worst_cost_usd(self, request: Request) -> float | None:
+        return self.worst
+
+    def ask(self, request: Request) -> Reply:
+        self.calls += 1
+        found = self.script.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+class TestReplay:
+    def test_a_run_becomes_a_recording_that_replays(self, tmp_path: Path) -> None:
+        first, second = question("op/0/ask-generate"), question("op/1/ask-generate", "\u2028é")
+        with Run.create(tmp_path, command="optimize") as run:
+            model = Scripted(answer(first, "one", 0.1), answer(second, "two\u2028\r\n", 0.1))
+            ask(run, model, first, None)
+            ask(run, model, second, None)
+            run.step("op/0/other", lambda: Usage(), Usage)
+        file = tmp_path / "recording.jsonl"
+        assert export_recording(run.path, file) == 2
+        assert [line.prompt for line in read_recording(file)] == ["Write it.", "\u2028é"]
+        replayed = ReplayModel(file)
+        got = replayed.ask(second)
+        assert (got.text, got.source, got.model) == ("two\u2028\r\n", "recorded", "some-model")
+        assert got.usage == Usage(input_tokens=10, output_tokens=20)  # paid then, not now
+        changed = question("op/0/ask-generate", "other timings")
+        assert replayed.ask(changed).text == "one"
+        assert replayed.ask(changed).prompt_digest != changed.digest
+        with pytest.raises(BudgetError, match="no reply for op/2") as caught:
+            replayed.ask(question("op/2/ask-generate"))
+        assert caught.value.hint
+
+    def test_a_changed_reply_is_not_exported(self, tmp_path: Path) -> None:
+        with Run.create(tmp_path, command="optimize") as run:
+            ask(run, Scripted(answer(question(), "honest")), question(), None)
+        artefact = run.path / "steps/op/0/ask-generate.json"
+        artefact.write_text(artefact.read_text().replace("honest", "forged"))
+        with pytest.raises(VerificationError):
+            export_recording(run.path, tmp_path / "recording.jsonl")
+
+    @pytest.mark.parametrize("content", [b"", b"\n", b"{}\n", b"\xff\xfe", b"not json\n"])
+    def test_unreadable_recordings(self, tmp_path: Path, content: bytes) -> None:
+        file = tmp_path / "recording.jsonl"
+        file.write_bytes(content)
+        with pytest.raises(UsageError):
+            ReplayModel(file)
+        with pytest.raises(UsageError):
+            ReplayModel(tmp_path / "none.jsonl")
+
+
+class TestPrices:
+    def test_the_default_model_has_a_price(self) -> None:
+        assert price(prices().default) is not None
+        assert price("no-such-model") is None
+        assert price("claude-haiku-4-5-20251001") == price("claude-haiku-4-5")
+
+    def test_cost_in_bands(self) -> None:
+        haiku = price("claude-haiku-5-5")
+        assert haiku is not None
+        assert haiku.cost_usd(100_000, 1_000_000) == pytest.approx(0.01 + 0.5)
+        assert haiku.cost_usd(200_000, 1_000_000) == pytest.approx(0.1 + 2.5)
+
+    @given(st.text(max_size=400))
+    def test_worst_case_holds_for_any_prompt_of_two_byte_tokens(self, prompt: str) -> None:
+        request = question(prompt=prompt)
+        worst = worst_cost_usd("claude-opus-5", request)
+        listed = price("claude-opus-5")
+        assert worst is not None
+        assert listed is not None
+        assert worst >= listed.cost_usd(len(prompt.encode()) // 2, request.max_tokens)
+
+
+class TestBudget:
+    def test_stops_before_the_call_that_could_cross_it_and_goes_on_with_more(
+        self, tmp_path: Path
+    ) -> None:
+        model = Scripted(*(answer(question(), cost=0.3) for _ in range(3)))
+        with Run.create(tmp_path, command="optimize") as run:
+            ask(run, model, question("a"), 0.75)
+            ask(run, model, question("b"), 0.75)
+            with pytest.raises(BudgetError, match=r"\$0\.60 of the budget of \$0\.75") as caught:
+                ask(run, model, question("c"), 0.75)
+            assert (model.calls, caught.value.exit_code) == (2, 4)
+            assert ask(run, model, question("a"), 0.0).reply.text == "done"  # paid already
+        with Run.open(run.path) as again:
+            ask(again, model, question("c"), 1.0)
+            assert account(again.events).committed_usd == pytest.approx(0.9)
+
+    def test_a_failed_call_is_released_unless_it_may_have_been_billed(self, tmp_path: Path) -> None:
+        model = Scripted(
+            ModelError("busy"), ModelError("broke off", charged=True), answer(question(), cost=0.1)
+        )
+        with Run.create(tmp_path, command="optimize") as run:
+            for expected in (0.0, 0.4):
+                with pytest.raises(ModelError):
+                    ask(run, model, question(), 1.0)
+                assert account(run.events).committed_usd == pytest.approx(expected)
+            ask(run, model, question(), 1.0)
+            assert account(run.events).spent_usd == pytest.approx(0.5)
+            assert account(run.events).reserved_usd == {}
+
+    def test_no_price_no_ceiling(self, tmp_path: Path) -> None:
+        model = Scripted(answer(question()), worst=None)
+        with Run.create(tmp_path, command="optimize") as run:
+            with pytest.raises(UsageError, match="no price"):
+                ask(run, model, question(), 1.0)
+            assert model.calls == 0
+            assert isinstance(ask(run, model, question(), None), Asked)
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        ceiling=st.floats(0, 5),
+        calls=st.lists(st.tuples(st.floats(0.001, 1), st.floats(0, 1), st.booleans()), max_size=8),
+    )
+    def test_the_ceiling_holds_under_random_prices(
+        self,
+        tmp_path_factory: pytest.TempPathFactory,
+        ceiling: float,
+        calls: list[tuple[float, float, bool]],
+    ) -> None:
+        billed = 0.0
+        with Run.create(tmp_path_factory.mktemp("runs"), command="optimize") as run:
+            for index, (worst, share, fails) in enumerate(calls):
+                request = question(f"op/{index}")
+                outcome = (
+                    ModelError("x", charged=True) if fails else answer(request, cost=worst * share)
+                )
+                model = Scripted(outcome, worst=worst)
+                with contextlib.suppress(BudgetError, ModelError):
+                    ask(run, model, request, ceiling)
+                billed += model.calls * worst * share
+                assert billed <= ceiling + 1e-9
+
+
+def test_records_carry_a_schema_version(tmp_path: Path) -> None:
+    with Run.create(tmp_path, command="optimize") as run:
+        ask(run, Scripted(answer(question())), question(), None)
+    export_recording(run.path, tmp_path / "recording.jsonl")
+    for text in (
+        (run.path / "steps/op/0/ask-generate.json").read_text(),
+        (tmp_path / "recording.jsonl").read_text(),
+        (run.path / "run.json").read_text(),
+    ):
+        assert json.loads(text)["schema_version"] == 1

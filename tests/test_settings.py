@@ -1,0 +1,76 @@
+"""Settings: who wins, and where a value came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import UsageError
+from patcher.settings import NAMES, resolve
+
+
+def test_defaults_have_an_origin(tmp_path: Path) -> None:
+    found = resolve(environ={}, folder=tmp_path)
+    assert found.model == "anthropic"
+    assert found.budget_usd is None
+    assert found.origins == dict.fromkeys(NAMES, "default")
+
+
+def test_flag_over_variable_over_file_over_default(tmp_path: Path) -> None:
+    (tmp_path / "patcher.toml").write_text(
+        'model = "exchange:file"\niterations = 2\nmargin_pct = 1\nbudget_usd = 3.5\n'
+    )
+    environ = {
+        "PATCHER_MODEL": "exchange:variable",
+        "PATCHER_ITERATIONS": "3",
+        "PATCHER_ANALYST": "",
+    }
+    flags = {"model": "replay:flag", "iterations": None, "runs_dir": Path("elsewhere")}
+    found = resolve(flags, environ=environ, folder=tmp_path)
+    assert (found.model, found.iterations, found.margin_pct) == ("replay:flag", 3, 1.0)
+    assert (found.budget_usd, found.runs_dir, found.analyst) == (3.5, Path("elsewhere"), None)
+    assert found.origins == {
+        "model": "flag --model",
+        "analyst": "default",
+        "iterations": "PATCHER_ITERATIONS",
+        "budget_usd": "patcher.toml",
+        "runs_dir": "flag --runs-dir",
+        "margin_pct": "patcher.toml",
+    }
+    assert found.for_run() == {
+        "model": "replay:flag",
+        "analyst": None,
+        "iterations": 3,
+        "budget_usd": 3.5,
+        "margin_pct": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("iterations", "many"),
+        ("iterations", "0"),
+        ("budget_usd", "-1"),
+        ("budget_usd", "inf"),
+        ("margin_pct", "nan"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_origin(tmp_path: Path, name: str, value: str) -> None:
+    variable = f"PATCHER_{name.upper()}"
+    with pytest.raises(UsageError, match=f"{name} = '{value}' \\({variable}\\)"):
+        resolve(environ={variable: value}, folder=tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"model =", b"\xff", b"modle = 'x'\n", b"iterations = 'x'\n"])
+def test_a_wrong_file_is_one_clear_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "patcher.toml").write_bytes(content)
+    with pytest.raises(UsageError, match=r"patcher\.toml") as caught:
+        resolve(environ={}, folder=tmp_path)
+    assert "\n" not in caught.value.hint
+
+
+def test_an_unknown_flag_is_our_own_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="modle"):
+        resolve({"modle": "x"}, environ={}, folder=tmp_path)
