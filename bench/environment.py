@@ -1,4 +1,4 @@
-"""What a figure was made on: device, versions, compiler. Never a host, a user, a path or a variable."""
+"""What a figure was made on: device, versions, compiler; never a host, a user or a path."""
 
 from __future__ import annotations
 

@@ -1,0 +1,27 @@
+"""How does a kernel get into an engine and out again? Patch bundles, dispatch, receipts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from integrate.patch import Manifest, Patch
+from integrate.receipts import Receipt
+from integrate.store import Applied, Store
+
+if TYPE_CHECKING:
+    from integrate.dispatch import ReceiptBook
+    from integrate.transformers import applied
+
+_LAZY = {"ReceiptBook": "integrate.dispatch", "applied": "integrate.transformers"}
+
+
+def __getattr__(name: str) -> Any:
+    """torch is imported only by those who patch."""
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["Applied", "Manifest", "Patch", "Receipt", "ReceiptBook", "Store", "applied"]

@@ -202,6 +202,8 @@ class _Loop:
             file=file,
         )
         self.attempts.append(attempt)
+        text = attempt.model_dump_json(indent=1) + "\n"
+        self.run.write(f"{self._folder(iteration)}/attempt.json", text)
         self._tell(iteration, "done", phase, attempt)
 
     def optimisation(self, stopped: Stop) -> Optimisation:

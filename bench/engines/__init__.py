@@ -28,6 +28,7 @@ class Engine(Protocol):
 
     workload: Workload
     model: torch.nn.Module
+    vocab_size: int
 
     def prompts(self, seed: int) -> torch.Tensor:
         """[batch, input_len] int64: random token ids, the same for the same seed."""

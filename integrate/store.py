@@ -1,0 +1,143 @@
+"""The patches that are switched on for this user: `patcher apply`, `revert`, `patches`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from bench import SCHEMA_VERSION, Record, UsageError, VerificationError
+from integrate.patch import Patch
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Applied(Record):
+    """One patch that is on."""
+
+    id: str
+    digest: str
+    engine: str
+    point: str
+    op: str
+
+
+class _Index(Record):
+    schema_version: int = SCHEMA_VERSION
+    applied: tuple[Applied, ...] = ()
+
+
+class Store:
+    """A folder with copies of the patches that are on, and the list of them.
+
+    `root` is `$PATCHER_HOME` or `~/.patcher` by default.
+    """
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = root or Path(os.environ.get("PATCHER_HOME") or Path.home() / ".patcher")
+
+    def list(self) -> tuple[Applied, ...]:
+        """What is on, oldest first.
+
+        Raises:
+            VerificationError: the list is damaged.
+        """
+        path = self.root / "applied.json"
+        if not path.is_file():
+            return ()
+        try:
+            return _Index.model_validate_json(path.read_text(encoding="utf-8")).applied
+        except (ValidationError, UnicodeDecodeError) as error:
+            raise VerificationError(
+                f"the list of applied patches in {self.root} is damaged",
+                f"remove {path} and apply the patches again",
+            ) from error
+
+    def apply(self, folder: Path) -> Applied:
+        """Verify a bundle against this environment, copy it in, and switch it on.
+
+        Raises:
+            UsageError: another patch holds the same patch point, or the store cannot be written.
+            VerificationError: the bundle or its target is not what it should be.
+        """
+        patch = Patch.load(folder)
+        patch.verify_target()
+        target = patch.manifest.target
+        entry = Applied(
+            id=patch.manifest.id,
+            digest=patch.digest,
+            engine=target.engine,
+            point=target.point,
+            op=patch.manifest.op,
+        )
+        others = [known for known in self.list() if known.id != entry.id]
+        for known in others:
+            if (known.engine, known.point) == (entry.engine, entry.point):
+                raise UsageError(
+                    f"{known.id} is applied to {entry.point} already",
+                    f"patcher revert {known.id}",
+                )
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.root) as scratch:
+                staged = Path(scratch) / "patch"
+                shutil.copytree(folder, staged, symlinks=True)
+                Patch.load(staged)  # what was copied is what was verified
+                kept = self.root / "patches" / entry.id
+                kept.parent.mkdir(exist_ok=True)
+                shutil.rmtree(kept, ignore_errors=True)
+                staged.rename(kept)
+            self._write((*others, entry))
+        except OSError as error:
+            raise UsageError(
+                f"cannot write {self.root}: {error.strerror}", "set PATCHER_HOME to another folder"
+            ) from error
+        return entry
+
+    def revert(self, patch_id: str) -> bool:
+        """Switch a patch off; False when it was not on."""
+        known = self.list()
+        left = tuple(entry for entry in known if entry.id != patch_id)
+        if len(left) == len(known):
+            return False
+        self._write(left)
+        shutil.rmtree(self.root / "patches" / patch_id, ignore_errors=True)
+        return True
+
+    @contextmanager
+    def installed(
+        self, model: torch.nn.Module, build: Callable[[Patch], Callable[..., object]]
+    ) -> Iterator[list[Applied]]:
+        """The model with every patch that is on; engines without a plugin point enter this.
+
+        Args:
+            build: makes a patch's kernel callable (`bench.toolchains`).
+        """
+        from integrate.transformers import applied
+
+        with ExitStack() as stack:
+            entered = []
+            for entry in self.list():
+                patch = Patch.load(self.root / "patches" / entry.id)
+                if patch.digest != entry.digest:
+                    raise VerificationError(
+                        f"{entry.id} in {self.root} is not what was applied", "apply it again"
+                    )
+                stack.enter_context(applied(model, patch, kernel=build(patch), strict=False))
+                entered.append(entry)
+            yield entered
+
+    def _write(self, entries: tuple[Applied, ...]) -> None:
+        path = self.root / "applied.json"
+        temporary = path.with_name(".applied.json.tmp")
+        text = json.dumps(_Index(applied=entries).model_dump(mode="json"), indent=1)
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(path)

@@ -1,0 +1,217 @@
+"""Patch points in Hugging Face transformers, on a model that is already built.
+
+`gpt_oss.decoder_layer`: each decoder layer adds to its residual stream twice and normalises after
+each. Both pairs become one call of the patched kernel: residual add + post-attention norm within a
+layer, and the layer's last add + the next layer's (or the final) norm. A layer still returns the
+true hidden state; the norm made with it waits for the next layer, which takes it only when handed
+that very tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+
+from bench import UsageError, VerificationError
+from integrate.dispatch import AddNormDispatcher, DispatchGuards, ReceiptBook
+from integrate.patch import Patch
+
+
+class GptOssDecoderLayers:
+    """One installation: instance-level `forward` on every decoder layer and on the final norm."""
+
+    point: ClassVar[str] = "gpt_oss.decoder_layer"
+
+    def __init__(self, dispatch: AddNormDispatcher) -> None:
+        self._dispatch = dispatch
+        self._swapped: list[torch.nn.Module] = []
+        self._waiting: tuple[torch.Tensor, torch.Tensor] | None = None
+        """(hidden state, its norm) handed from one layer to the next."""
+
+    @staticmethod
+    def fingerprint() -> str:
+        """sha256 of the source of the classes whose work is taken over."""
+        from transformers.models.gpt_oss import modeling_gpt_oss as module
+
+        classes = (module.GptOssDecoderLayer, module.GptOssRMSNorm)
+        return hashlib.sha256("".join(map(inspect.getsource, classes)).encode()).hexdigest()
+
+    @staticmethod
+    def find(model: torch.nn.Module) -> Any:
+        """The part of the model that holds `layers` and `norm`.
+
+        Raises:
+            VerificationError: not a gpt-oss of transformers, or already patched by someone.
+        """
+        body: Any = getattr(model, "model", model)
+        layers = getattr(body, "layers", None)
+        names = {type(layer).__name__ for layer in layers or ()}
+        if names != {"GptOssDecoderLayer"}:
+            raise VerificationError(
+                f"{type(model).__name__} has no gpt-oss decoder layers",
+                "this patch is for transformers' GptOssForCausalLM",
+            )
+        norms = [n for x in layers for n in (x.input_layernorm, x.post_attention_layernorm)]
+        for module in (*layers, *norms, body.norm):
+            if "forward" in module.__dict__:
+                raise VerificationError(
+                    f"{type(module).__name__} is patched already", "take the other patch out first"
+                )
+        return body
+
+    def install(self, model: torch.nn.Module) -> None:
+        """Swap the forwards of this model's instances.
+
+        Raises:
+            VerificationError: see `find`.
+            UsageError: this installation is in use.
+        """
+        if self._swapped:
+            raise UsageError("the patch is installed already", "remove it first")
+        body = self.find(model)
+        layers = list(body.layers)
+        for index, layer in enumerate(layers):
+            last = index + 1 == len(layers)
+            following = body.norm if last else layers[index + 1].input_layernorm
+            self._swap(layer, self._layer_forward(layer, following, first=index == 0))
+        self._swap(body.norm, self._final_norm(body.norm))
+
+    def remove(self) -> None:
+        """Put everything back; once more is the same as once."""
+        while self._swapped:
+            del self._swapped.pop().__dict__["forward"]
+        self._waiting = None
+
+    def _swap(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+        module.__dict__["forward"] = forward
+        self._swapped.append(module)
+
+    def _layer_forward(self, layer: Any, following: Any, *, first: bool) -> Callable[..., Any]:
+        original = layer.forward
+        dispatch, book = self._dispatch, self._dispatch.book
+        middle = layer.post_attention_layernorm
+
+        def forward(
+            hidden_states: torch.Tensor, attention_mask: Any = None, **rest: Any
+        ) -> torch.Tensor:
+            if first:
+                self._waiting = None  # left over from a forward that was broken off
+            refusal = _refuse(layer, middle, following)
+            normed = self._take(hidden_states)
+            if refusal is not None:
+                book.fallbacks[refusal] += 2
+                result: torch.Tensor = original(hidden_states, attention_mask, **rest)
+                return result
+            residual = hidden_states
+            if normed is None:
+                normed = layer.input_layernorm(hidden_states)
+                residual = hidden_states.clone()  # not ours: someone may still hold it
+            attended, _ = layer.self_attn(
+                hidden_states=normed, attention_mask=attention_mask, **rest
+            )
+            if _add_norm(dispatch, attended, residual, middle):
+                hidden = attended
+            else:
+                residual = residual + attended
+                hidden = middle(residual)
+            mixed, _ = layer.mlp(hidden)
+            if _add_norm(dispatch, mixed, residual, following):
+                self._waiting = (residual, mixed)
+                return residual
+            return residual + mixed
+
+        return forward
+
+    def _final_norm(self, norm: Any) -> Callable[..., Any]:
+        original = norm.forward
+
+        def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+            normed = self._take(hidden_states)
+            if normed is not None:
+                return normed
+            result: torch.Tensor = original(hidden_states)
+            return result
+
+        return forward
+
+    def _take(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """The norm that was made with this very tensor, once."""
+        waiting, self._waiting = self._waiting, None
+        return waiting[1] if waiting is not None and waiting[0] is hidden_states else None
+
+
+POINTS = {GptOssDecoderLayers.point: GptOssDecoderLayers}
+"""Patch points of this engine, by name."""
+
+
+def _add_norm(
+    dispatch: AddNormDispatcher, added: torch.Tensor, residual: torch.Tensor, norm: Any
+) -> bool:
+    """residual += added; added = norm(residual), in place, where the kernel may."""
+    hidden = added.shape[-1]
+    if not (added.is_contiguous() and residual.is_contiguous()):
+        dispatch.book.fallbacks["not contiguous"] += 1
+        return False
+    rows = added.view(-1, hidden)
+    return dispatch(rows, residual.view(-1, hidden), norm.weight, norm.variance_epsilon)
+
+
+def _refuse(layer: Any, middle: Any, following: Any) -> str | None:
+    """Why in-place work on this layer could be seen by someone."""
+    from transformers.utils.output_capturing import _active_collector
+
+    if torch.compiler.is_compiling():
+        return "under torch.compile"
+    if torch.is_grad_enabled() or layer.training:
+        return "gradients are on"
+    if "hidden_states" in (_active_collector.get() or {}):
+        return "hidden states are being recorded"
+    for module in (layer, layer.input_layernorm, middle, following):
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in hooks):
+            return f"{type(module).__name__} has hooks"
+    return None
+
+
+@contextmanager
+def applied(
+    model: torch.nn.Module,
+    patch: Patch,
+    *,
+    kernel: Callable[..., object],
+    book: ReceiptBook | None = None,
+    strict: bool = True,
+) -> Iterator[ReceiptBook]:
+    """The model with the patch in; restored exactly on the way out, also after an exception.
+
+    Args:
+        kernel: the patch's kernel, built and loaded (`bench.toolchains`).
+        book: where calls are counted; a new one by default.
+
+    Raises:
+        VerificationError: the installed transformers or the model is not what the patch replaces.
+    """
+    patch.verify_target()
+    book = book or ReceiptBook(patch.manifest.id, patch.digest)
+    guards = patch.manifest.guards
+    dtypes = frozenset(
+        (getattr(torch, choice["T"]), getattr(torch, choice["W"])) for choice in guards.dtypes
+    )
+    dispatch = AddNormDispatcher(
+        patch.manifest.entry,
+        kernel,
+        DispatchGuards(guards.device, dtypes, guards.hidden_multiple_of, guards.hidden_max),
+        book,
+        strict=strict,
+    )
+    installation = POINTS[patch.manifest.target.point](dispatch)
+    installation.install(model)
+    try:
+        yield book
+    finally:
+        installation.remove()

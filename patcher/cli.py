@@ -1,0 +1,158 @@
+"""The command line: parse, call one function, print. Errors are one sentence and an exit code."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+
+from bench import MissingError, PatcherError, UsageError
+
+app = typer.Typer(
+    name="patcher",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Makes a served language model measurably faster by replacing its hot kernels, proves it, "
+    "and can take it back.",
+    epilog="Exit codes: 0 done or accepted; 1 ran, nothing accepted; 2 usage or unreadable input; "
+    "3 something missing here; 4 budget spent; 5 verification failed; 6 waiting for a reply; "
+    "130 interrupted.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: what is here.")]
+Engine = Annotated[str, typer.Option(help="The engine that runs the model.")]
+
+
+class Output:
+    """Prose and progress on stderr, the result on stdout: a JSON document or tables."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.err = Console(stderr=True)
+        self.out = Console(width=None if sys.stdout.isatty() else 160)
+
+    def emit(self, record: BaseModel | list[Any] | dict[str, Any], *shown: Any) -> None:
+        """The record as JSON, or what is shown for people."""
+        if self.as_json:
+            content = record.model_dump(mode="json") if isinstance(record, BaseModel) else record
+            sys.stdout.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            return
+        for item in shown:
+            self.out.print(item)
+
+    @contextmanager
+    def progress(self) -> Iterator[Any]:
+        from patcher.show import stage_bar
+
+        with stage_bar(self.err, quiet=self.as_json) as bar:
+            yield bar
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=lambda on: _version(on))
+    ] = False,
+) -> None:
+    """See `patcher COMMAND --help`; each has examples."""
+
+
+def _version(on: bool) -> None:
+    if on:
+        typer.echo(importlib.metadata.version("patcher"))
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line and exit with its documented code."""
+    as_json = "--json" in sys.argv[1:]
+    # commands live by room; importing them registers them
+    from patcher import commands  # noqa: F401
+
+    try:
+        code = app(standalone_mode=False)
+    except PatcherError as error:
+        _report(error, as_json)
+        sys.exit(error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(2)
+    except click.ClickException as error:
+        _report(UsageError(error.format_message(), _help_hint(error)), as_json)
+        sys.exit(2)
+    except (KeyboardInterrupt, click.Abort):
+        _report(_Interrupted("interrupted", "go on with: patcher resume"), as_json)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)
+    except ImportError as error:
+        _report(MissingError(f"{error.name or error} is not installed", "pip install it"), as_json)
+        sys.exit(3)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+class _Interrupted(PatcherError):
+    kind = "interrupted"
+    exit_code = 130
+
+
+def _help_hint(error: click.ClickException) -> str:
+    context = getattr(error, "ctx", None)
+    return f"see: {context.command_path} --help" if context else "see: patcher --help"
+
+
+def _report(error: PatcherError, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps({"error": error.as_dict()}, ensure_ascii=False) + "\n")
+        return
+    console = Console(stderr=True)
+    console.print(f"[bold red]{error.kind}:[/]", end=" ")
+    console.print(error.message, markup=False, highlight=False)
+    if error.hint:
+        console.print("[bold]next:[/]", end=" ")
+        console.print(error.hint, markup=False, highlight=False)
+
+
+def pick_device(asked: str | None) -> str:
+    """The device asked for, else CUDA where there is one.
+
+    Raises:
+        UsageError: neither `cpu` nor `cuda`.
+    """
+    if asked is not None:
+        if asked not in ("cpu", "cuda"):
+            raise UsageError(f"unknown device {asked!r}", "say cpu or cuda")
+        return asked
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def examples(*lines: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Put example lines under a command's help."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        shown = "\n\n".join(f"  $ {line}" for line in lines)
+        function.__doc__ = f"{function.__doc__}\n\n[bold]Examples[/bold]\n\n{shown}"
+        return function
+
+    return decorate
+
+
+def runs_dir(given: Path | None = None) -> Path:
+    from patcher.settings import resolve
+
+    return resolve({"runs_dir": given}).runs_dir

@@ -1,0 +1,520 @@
+"""Every command of the command line, each a thin caller of one room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from bench import (
+    SCHEMA_VERSION,
+    Candidate,
+    Language,
+    Outcome,
+    UsageError,
+    WaitingError,
+    Workload,
+    load_op,
+    load_ops,
+    preset,
+    presets,
+)
+from patcher.cli import Device, Engine, Json, Output, app, examples, pick_device
+
+Batch = Annotated[int | None, typer.Option(help="Sequences decoded together.", min=1)]
+Prompt = Annotated[int | None, typer.Option("--input-len", help="Prompt tokens.", min=1)]
+Steps = Annotated[int | None, typer.Option("--output-len", help="Decode steps.", min=1)]
+Weights = Annotated[str, typer.Option(help="random (seeded, spread-out routing), hub or local.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1)]
+ModelSpec = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="anthropic[:MODEL], exchange:DIR or replay:FILE; default from settings."
+    ),
+]
+ops_app = typer.Typer(help="The kernel library.", invoke_without_command=True)
+app.add_typer(ops_app, name="ops")
+
+
+def _workload(
+    model: str,
+    device: str | None,
+    engine: str,
+    batch: int | None,
+    input_len: int | None,
+    output_len: int | None,
+    weights: str,
+    threads: int | None = None,
+) -> Workload:
+    from patcher.pipeline import workload_for
+
+    if engine != "transformers":
+        raise UsageError(f"engine {engine!r} is not driven yet", "engines are: transformers")
+    if weights not in ("random", "hub", "local"):
+        raise UsageError(f"unknown weights {weights!r}", "say random, hub or local")
+    return workload_for(
+        model,
+        pick_device(device),
+        batch=batch,
+        input_len=input_len,
+        output_len=output_len,
+        weights=weights,  # type: ignore[arg-type]
+        threads=threads,
+    )
+
+
+@app.command()
+@examples("patcher doctor", "patcher doctor --json")
+def doctor(as_json: Json = False) -> int:
+    """What this machine has for patcher, and the fix for what it lacks."""
+    from patcher.doctor import examine
+    from patcher.show import findings_table
+
+    findings = examine()
+    Output(as_json).emit(
+        {
+            "schema_version": SCHEMA_VERSION,
+            "findings": [finding.model_dump() for finding in findings],
+        },
+        findings_table(findings),
+    )
+    return 3 if any(finding.status == "fail" for finding in findings) else 0
+
+
+@app.command()
+@examples(
+    "patcher profile gpt-oss-20b --from decode.sqlite",
+    "patcher profile gpt-oss-20b --from kernels.csv --json",
+    "patcher profile gpt-oss-20b --batch 8 --input-len 1024   (on a GPU host)",
+    "patcher profile gpt-oss-tiny   (operators on this CPU)",
+)
+def profile(
+    model: Annotated[str, typer.Argument(help="Preset, Hugging Face id or folder.")],
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="An nsys SQLite export or `nsys stats` kernel summary."),
+    ] = None,
+    engine: Engine = "transformers",
+    device: Device = None,
+    batch: Batch = None,
+    input_len: Prompt = None,
+    output_len: Steps = None,
+    weights: Weights = "random",
+    keep: Annotated[
+        Path | None, typer.Option("--keep", help="Folder for the captured files.")
+    ] = None,
+    top: Annotated[int, typer.Option(help="Rows to print.", min=1)] = 15,
+    as_json: Json = False,
+) -> int:
+    """Where decode spends its time, ranked by what replacing a kernel could give end to end."""
+    import tempfile
+
+    from hotspot import capture, read
+    from patcher.show import profile_table
+
+    output = Output(as_json)
+    if source is not None:
+        found = read(source, model)
+    else:
+        workload = _workload(model, device, engine, batch, input_len, output_len, weights)
+        with output.progress() as bar, tempfile.TemporaryDirectory() as scratch:
+            folder = keep or Path(scratch)
+            folder.mkdir(parents=True, exist_ok=True)
+            found = capture(workload, folder, lambda stage: bar(stage, 0, 1))
+    for warning in found.warnings:
+        if not as_json:
+            output.err.print(f"[yellow]{warning.kind}:[/]", Text(warning.message))
+    output.emit(found, profile_table(found, top))
+    return 0
+
+
+@ops_app.callback()
+def ops(context: typer.Context, as_json: Json = False) -> None:
+    """The kernel library: contracts, baselines, solutions, patch points."""
+    from patcher.show import ops_table
+
+    if context.invoked_subcommand is None:
+        library = load_ops()
+        contracts = [op.contract.model_dump(mode="json") for op in library.values()]
+        document = {"schema_version": SCHEMA_VERSION, "ops": contracts}
+        Output(as_json).emit(document, ops_table(library))
+
+
+@ops_app.command("show")
+@examples("patcher ops show fused_add_rms_norm")
+def ops_show(name: Annotated[str, typer.Argument(help="An op.")], as_json: Json = False) -> int:
+    """One op's contract as it is written."""
+    op = load_op(name)
+    solutions = [{"name": info.name, "summary": info.summary} for info, _ in op.solutions()]
+    document = {**op.contract.model_dump(mode="json"), "solutions": solutions}
+    Output(as_json).emit(document, Text((op.folder / "op.toml").read_text(encoding="utf-8")))
+    return 0
+
+
+@app.command()
+@examples(
+    "patcher evaluate fused_add_rms_norm kernel.cpp",
+    "patcher evaluate fused_add_rms_norm kernel.cu --sweep bf16-fp32-weight",
+    "patcher evaluate fused_add_rms_norm kernel.py --language triton --json",
+)
+def evaluate(
+    op: Annotated[str, typer.Argument(help="An op of the library.")],
+    source: Annotated[Path, typer.Argument(help="One source file.")],
+    language: Annotated[Language | None, typer.Option(help="Default: by the file's name.")] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Compare with this one, not the strongest.")
+    ] = None,
+    sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
+    device: Device = None,
+    pairs: Annotated[int, typer.Option(help="Pairs of timed blocks a point.", min=3)] = 12,
+    timeout: Annotated[float, typer.Option(help="Seconds one call may take.", min=0.1)] = 30.0,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> int:
+    """Judge one candidate in processes of its own: is it right, is it faster?
+
+    Exit code 0: right and faster; 1: anything else that was judged.
+    """
+    from bench import judge
+    from patcher.show import print_evaluation
+
+    candidate = Candidate.from_file(load_op(op).name, source, language)
+    settings = judge.JudgeSettings(
+        device=device,
+        sweep=sweep,
+        baseline=baseline,
+        pairs=pairs,
+        timeout_s=timeout,
+        threads=threads,
+    )
+    output = Output(as_json)
+    with output.progress() as bar:
+        evaluation = judge.evaluate(candidate, settings, bar)
+    if as_json:
+        output.emit(evaluation)
+    else:
+        print_evaluation(output.out, evaluation)
+    return 0 if evaluation.outcome is Outcome.CORRECT else 1
+
+
+@app.command()
+@examples(
+    "patcher optimize fused_add_rms_norm --language cpp --model exchange:prompts",
+    "patcher optimize fused_add_rms_norm --language cuda --iterations 6 --budget-usd 5",
+)
+def optimize(
+    op: Annotated[str, typer.Argument(help="An op of the library.")],
+    language: Annotated[Language | None, typer.Option(help="What to write it in.")] = None,
+    model: ModelSpec = None,
+    analyst: Annotated[
+        str | None, typer.Option(help="Another model for the analysis agent.")
+    ] = None,
+    iterations: Annotated[int | None, typer.Option(help="Candidates at most.", min=1)] = None,
+    budget_usd: Annotated[
+        float | None, typer.Option("--budget-usd", help="Ceiling on what models may cost.", min=0)
+    ] = None,
+    sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> int:
+    """The agent loop on one op: generation and analysis agents under the judge's feedback."""
+    from patcher import pipeline
+    from patcher.settings import resolve
+
+    settings = resolve(
+        {"model": model, "analyst": analyst, "iterations": iterations, "budget_usd": budget_usd}
+    )
+    plan = pipeline.Plan(
+        op=load_op(op).name, language=language, sweep=sweep, whole=False, threads=threads
+    )
+    run = pipeline.start(settings, "optimize", None, None, plan)
+    return _execute(run, Output(as_json))
+
+
+@app.command()
+@examples(
+    "patcher run gpt-oss-tiny --model exchange:prompts",
+    "patcher run gpt-oss-20b --language cuda --budget-usd 10",
+)
+def run(
+    served: Annotated[str, typer.Argument(metavar="MODEL", help="The served model.")],
+    op: Annotated[str | None, typer.Option(help="Default: the first hotspot covered.")] = None,
+    language: Annotated[Language | None, typer.Option(help="What to write it in.")] = None,
+    model: ModelSpec = None,
+    iterations: Annotated[int | None, typer.Option(min=1)] = None,
+    budget_usd: Annotated[float | None, typer.Option("--budget-usd", min=0)] = None,
+    source: Annotated[Path | None, typer.Option("--from", help="A profile to start from.")] = None,
+    device: Device = None,
+    engine: Engine = "transformers",
+    batch: Batch = None,
+    input_len: Prompt = None,
+    output_len: Steps = None,
+    weights: Weights = "random",
+    sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
+    margin_pct: Annotated[float | None, typer.Option("--margin-pct", min=0)] = None,
+    pairs: Annotated[int, typer.Option(help="End-to-end pairs at most.", min=6)] = 40,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> int:
+    """The whole path: profile, agent loop, patch, end-to-end A/B, decision, report."""
+    from patcher import pipeline
+    from patcher.settings import resolve
+
+    settings = resolve(
+        {
+            "model": model,
+            "iterations": iterations,
+            "budget_usd": budget_usd,
+            "margin_pct": margin_pct,
+        }
+    )
+    workload = _workload(
+        served, device, engine, batch, input_len, output_len, weights, threads
+    )
+    plan = pipeline.Plan(
+        op=load_op(op).name if op else None,
+        language=language,
+        sweep=sweep,
+        pairs=pairs,
+        threads=threads,
+    )
+    begun = pipeline.start(settings, "run", served, workload, plan)
+    return _execute(begun, Output(as_json), source)
+
+
+@app.command()
+@examples("patcher demo", "patcher demo --json")
+def demo(as_json: Json = False) -> int:
+    """The whole path on this machine's CPU: no GPU, no key, a few minutes.
+
+    The model's replies are a recorded conversation; everything else happens here and now.
+    """
+    from patcher import pipeline
+    from patcher.settings import resolve
+
+    settings = resolve({"model": pipeline.DEMO, "iterations": 3})
+    workload = pipeline.workload_for("gpt-oss-tiny", "cpu", threads=1)
+    plan = pipeline.Plan(language=Language.CPP, threads=1, judge_pairs=8)
+    begun = pipeline.start(settings, "demo", "gpt-oss-tiny", workload, plan)
+    output = Output(as_json)
+    if not as_json:
+        output.err.print(
+            "[bold]demo[/]: gpt-oss-tiny on the CPU. The kernels come from a "
+            "[bold]recorded conversation[/] with a language model; building, judging, measuring "
+            "and deciding happen on this machine, now."
+        )
+    return _execute(begun, output)
+
+
+@app.command()
+@examples("patcher resume", "patcher resume 20260101-120000-gpt-oss-tiny-1a2b")
+def resume(
+    which: Annotated[str, typer.Argument(metavar="RUN", help="Folder, id or `latest`.")] = "latest",
+    as_json: Json = False,
+) -> int:
+    """Go on with a run that was stopped, killed, or waits for a reply."""
+    from patcher.cli import runs_dir
+    from patcher.run import Run
+
+    return _execute(Run.open(Run.find(runs_dir(), which)), Output(as_json))
+
+
+def _execute(run: Any, output: Output, profile_file: Path | None = None) -> int:
+    """Run or resume, show the result, give the exit code."""
+    from patcher import pipeline
+    from patcher.show import attempts_table
+
+    with run:
+        if not output.as_json:
+            output.err.print(Text(f"run {run.id} in {run.path}", style="dim"))
+        try:
+            with output.progress() as bar:
+                result = pipeline.execute(run, bar, bar.say, profile_file)
+        except WaitingError as error:
+            raise WaitingError(error.message, f"{error.hint} {run.id}") from None
+    shown: list[Any] = []
+    if result.optimisation:
+        shown.append(attempts_table(result.optimisation.iterations))
+    if result.decision:
+        shown += _decision_lines(result.decision)
+    shown += [Text(f"report: {run.path / name}") for name in result.reports]
+    output.emit(result, *shown)
+    if result.decision is None:
+        worth = result.optimisation is not None and result.optimisation.best_digest is not None
+        return 0 if worth else 1
+    return 0 if result.decision.verdict == "accept" else 1
+
+
+def _decision_lines(decision: Any) -> list[Text]:
+    from patcher.show import VERDICT_COLOURS
+
+    colour = VERDICT_COLOURS[decision.verdict]
+    lines = [Text(f"verdict: {decision.verdict}", style=f"bold {colour}")]
+    return lines + [Text(f"  - {reason}") for reason in decision.reasons]
+
+
+@app.command()
+@examples(
+    "patcher throughput gpt-oss-tiny --patch patcher-runs/RUN/patch",
+    "patcher throughput gpt-oss-20b --patch norm-patch --batch 8 --input-len 1024",
+    "patcher throughput gpt-oss-20b --from samples.jsonl",
+)
+def throughput(
+    model: Annotated[str, typer.Argument(help="Preset, Hugging Face id or folder.")],
+    patch: Annotated[Path | None, typer.Option(help="A patch bundle.")] = None,
+    samples: Annotated[
+        Path | None, typer.Option("--from", help='JSONL of {"pair", "arm", "tokens_per_s"}.')
+    ] = None,
+    engine: Engine = "transformers",
+    device: Device = None,
+    batch: Batch = None,
+    input_len: Prompt = None,
+    output_len: Steps = None,
+    weights: Weights = "random",
+    pairs: Annotated[int, typer.Option(help="Pairs at most.", min=6)] = 40,
+    margin_pct: Annotated[float | None, typer.Option("--margin-pct", min=0)] = None,
+    quality_steps: Annotated[
+        int, typer.Option(help="Decode steps compared for quality.", min=1)
+    ] = 32,
+    out: Annotated[Path | None, typer.Option(help="Write the whole result here too.")] = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> int:
+    """End-to-end A/B of a patch, interleaved, with interval and verdict; or decide on samples."""
+    from patcher.settings import resolve
+
+    output = Output(as_json)
+    margin = resolve({"margin_pct": margin_pct}).margin_pct
+    if samples is not None:
+        from bench.stats import compare, read_samples
+        from patcher.show import comparison_lines
+
+        comparison = compare(read_samples(samples), margin_pct=margin)
+        output.emit(comparison, comparison_lines(model, comparison))
+        return 0 if comparison.verdict == "accept" else 1
+    if patch is None:
+        raise UsageError("nothing to compare", "give --patch BUNDLE, or --from SAMPLES")
+    from patcher.measure import Job, measure_and_decide
+    from patcher.show import comparison_lines, quality_line
+
+    workload = _workload(
+        model, device, engine, batch, input_len, output_len, weights, threads
+    )
+    job = Job(
+        workload=workload, margin_pct=margin, max_pairs=pairs, quality_steps=quality_steps
+    )
+    with output.progress() as bar:
+        result = measure_and_decide(job, patch, bar)
+    if out is not None:
+        out.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    measured = result.measured
+    shown: list[Any] = [comparison_lines("patch", measured.throughput.comparison)]
+    if measured.throughput.control is not None:
+        shown.append(comparison_lines("A/A control", measured.throughput.control))
+    shown.append(quality_line(measured.quality))
+    shown.append(Text(f"receipt: {measured.receipt.total_calls:,} calls of the patched kernel"))
+    output.emit(result, *shown, *_decision_lines(result.decision))
+    return 0 if result.decision.verdict == "accept" else 1
+
+
+@app.command()
+@examples("patcher report latest", "patcher report RUN --format md")
+def report(
+    which: Annotated[str, typer.Argument(metavar="RUN", help="Folder, id or `latest`.")] = "latest",
+    formats: Annotated[str, typer.Option("--format", help="html,md,json")] = "html,md,json",
+    as_json: Json = False,
+) -> int:
+    """The report of a run: one HTML file, Markdown for a pull request, JSON for machines."""
+    from patcher.cli import runs_dir
+    from patcher.run import Run
+    from patcher.gather import write_report
+
+    run = Run.open(Run.find(runs_dir(), which), read_only=True)
+    files = write_report(run, tuple(part.strip() for part in formats.split(",")))
+    names = [str(path) for path in files]
+    document = {"schema_version": SCHEMA_VERSION, "run": run.id, "files": names}
+    Output(as_json).emit(document, *(Text(name) for name in names))
+    return 0
+
+
+@app.command()
+@examples("patcher patches")
+def patches(as_json: Json = False) -> int:
+    """The patches that are switched on."""
+    from integrate import Store
+    from patcher.show import patches_table
+
+    found = Store().list()
+    manifests = [entry.model_dump(mode="json") for entry in found]
+    document = {"schema_version": SCHEMA_VERSION, "patches": manifests}
+    Output(as_json).emit(document, patches_table(found))
+    return 0
+
+
+@app.command()
+@examples("patcher apply patcher-runs/RUN/patch --dry-run", "patcher apply norm-patch --yes")
+def apply(
+    patch: Annotated[Path, typer.Argument(help="A patch bundle.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Verify only.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Verify a patch against this environment and switch it on."""
+    import sys
+
+    from integrate import Patch, Store
+
+    bundle = Patch.load(patch)
+    bundle.verify_target()
+    output = Output(as_json)
+    document = {"id": bundle.manifest.id, "digest": bundle.digest, "applied": not dry_run}
+    if not dry_run:
+        if not yes:
+            if not sys.stdin.isatty():
+                raise UsageError("no terminal to ask on", "say --yes, or --dry-run to look only")
+            typer.confirm(f"switch {bundle.manifest.id} on?", abort=True)
+        Store().apply(patch)
+    word = "fits this environment" if dry_run else "is on; patcher revert takes it out"
+    output.emit(document, Text(f"{bundle.manifest.id} {word}"))
+    return 0
+
+
+@app.command()
+@examples("patcher revert PATCH-ID")
+def revert(
+    patch: Annotated[str, typer.Argument(help="A patch's id (see `patcher patches`).")],
+    as_json: Json = False,
+) -> int:
+    """Switch a patch off. Once more is the same as once."""
+    from integrate import Store
+
+    was_on = Store().revert(patch)
+    word = "was switched off" if was_on else "was not on"
+    Output(as_json).emit({"id": patch, "reverted": was_on}, Text(f"{patch} {word}"))
+    return 0
+
+
+@app.command()
+@examples("patcher config")
+def config(as_json: Json = False) -> int:
+    """Each setting, its value and where it comes from."""
+    from patcher.settings import NAMES, resolve
+
+    settings = resolve()
+    values = settings.model_dump(mode="json")
+    rows = {name: {"value": values[name], "origin": settings.origins[name]} for name in NAMES}
+    lines = (Text(f"{name} = {row['value']}  ({row['origin']})") for name, row in rows.items())
+    Output(as_json).emit({"schema_version": SCHEMA_VERSION, "settings": rows}, *lines)
+    return 0
+
+
+@app.command()
+@examples("patcher models")
+def models(as_json: Json = False) -> int:
+    """Presets of served models."""
+    rows = {name: preset(name).summary for name in presets()}
+    document = {"schema_version": SCHEMA_VERSION, "models": rows}
+    Output(as_json).emit(document, *(Text(f"{name}: {text}") for name, text in rows.items()))
+    return 0

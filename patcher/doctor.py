@@ -1,0 +1,197 @@
+"""What this machine has for patcher, and the fix for what it lacks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Literal
+
+from bench import Language, PatcherError, Record
+from bench.judge.process import SANDBOX
+from bench.toolchains import cache_root, toolchain
+from hotspot import nsys_finding
+
+Status = Literal["ok", "warn", "fail"]
+
+
+class Finding(Record):
+    """One line of `patcher doctor`."""
+
+    name: str
+    status: Status
+    detail: str
+    fix: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at everything; nothing is changed, and no key is shown."""
+    checks: list[Callable[[], Finding]] = [
+        _python,
+        _torch,
+        _gpu,
+        _clocks,
+        *(_compiler(language) for language in Language),
+        _nsys,
+        _ncu,
+        *(_package(*engine) for engine in ENGINES),
+        _key,
+        _sandbox,
+        _cache,
+    ]
+    return [check() for check in checks]
+
+
+ENGINES = (
+    ("engine transformers", "transformers", "pip install 'transformers>=5.17'", True),
+    ("engine vllm", "vllm", "pip install vllm (not driven by this version yet)", False),
+    ("engine tensorrt-llm", "tensorrt_llm", "see TensorRT-LLM's guide (not driven yet)", False),
+    ("baseline flashinfer", "flashinfer-python", "pip install flashinfer-python", False),
+)
+
+
+def _python() -> Finding:
+    version = sys.version.split()[0]
+    return Finding(name="python", status="ok", detail=version)
+
+
+def _torch() -> Finding:
+    try:
+        import torch
+    except ImportError:
+        return Finding(name="torch", status="fail", detail="not installed", fix="pip install torch")
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    return Finding(name="torch", status="ok", detail=f"{torch.__version__} ({build})")
+
+
+def _gpu() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+        major, minor = torch.cuda.get_device_capability()
+        detail = f"{torch.cuda.get_device_name()}, {memory:.0f} GiB, compute {major}.{minor}"
+        return Finding(name="GPU", status="ok", detail=detail)
+    return Finding(
+        name="GPU",
+        status="warn",
+        detail="no CUDA device: profile with --from FILE, evaluate cpp candidates, run the demo",
+        fix="run on a host with an NVIDIA GPU and a CUDA build of torch",
+    )
+
+
+def _clocks() -> Finding:
+    """Whether clocks may be locked: NVML wants root. Nothing is locked to find out."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return Finding(name="clocks", status="warn", detail=f"not available: {error}")
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        now = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+        if os.geteuid() == 0:
+            detail = f"SM at {now} MHz; locking is permitted to root, where the host allows it"
+            return Finding(name="clocks", status="ok", detail=detail)
+        return Finding(
+            name="clocks",
+            status="warn",
+            detail=f"SM at {now} MHz; monitored only",
+            fix="locking needs root (nvidia-smi -lgc)",
+        )
+    except pynvml.NVMLError as error:
+        return Finding(name="clocks", status="warn", detail=f"not readable: {error}")
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _compiler(language: Language) -> Callable[[], Finding]:
+    needs_gpu = language in (Language.CUDA, Language.TRITON)
+
+    def check() -> Finding:
+        name = f"toolchain {language}"
+        try:
+            missing = toolchain(language).missing()
+        except PatcherError as error:
+            missing = error.message
+        if missing is None:
+            return Finding(name=name, status="ok", detail="ready")
+        fix = {"cpp": "install g++", "cuda": "install the CUDA toolkit"}.get(
+            language, f"pip install {language}"
+        )
+        status: Status = "warn" if needs_gpu else "fail"
+        return Finding(name=name, status=status, detail=missing, fix=fix)
+
+    return check
+
+
+def _nsys() -> Finding:
+    status, message, fix = nsys_finding()
+    return Finding(name="nsys", status=status, detail=message, fix=fix)
+
+
+def _ncu() -> Finding:
+    found = shutil.which("ncu")
+    if found is None:
+        return Finding(
+            name="ncu", status="warn", detail="not on PATH", fix="install Nsight Compute"
+        )
+    output = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
+    version = re.search(r"Version (\S+)", output.stdout)
+    return Finding(name="ncu", status="ok", detail=version[1] if version else "found")
+
+
+def _package(name: str, package: str, fix: str, needed: bool) -> Callable[[], Finding]:
+    def check() -> Finding:
+        try:
+            return Finding(name=name, status="ok", detail=importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            status: Status = "fail" if needed else "warn"
+            return Finding(name=name, status=status, detail="not installed", fix=fix)
+
+    return check
+
+
+def _key() -> Finding:
+    if os.environ.get("ANTHROPIC_API_KEY"):
+        return Finding(name="model key", status="ok", detail="ANTHROPIC_API_KEY is set")
+    return Finding(
+        name="model key",
+        status="warn",
+        detail="ANTHROPIC_API_KEY is not set",
+        fix="set it, or use --model exchange:DIR or replay:FILE",
+    )
+
+
+def _sandbox() -> Finding:
+    return Finding(
+        name="sandbox",
+        status="warn",
+        detail=SANDBOX,
+        fix="judge only candidates from sources you trust, or in a container",
+    )
+
+
+def _cache() -> Finding:
+    root = cache_root()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return Finding(
+            name="cache",
+            status="fail",
+            detail=f"cannot write it: {error.strerror}",
+            fix="set PATCHER_CACHE to a writable folder",
+        )
+    writable = os.access(root, os.W_OK)
+    return Finding(
+        name="cache",
+        status="ok" if writable else "fail",
+        detail="writable" if writable else "not writable",
+        fix="" if writable else "set PATCHER_CACHE to a writable folder",
+    )

@@ -1,0 +1,153 @@
+"""From a run's journal and artefacts to its report, as far as the run has come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from bench import Evaluation, Record, UsageError, load_op
+from hotspot import Profile
+from integrate import Receipt as FullReceipt
+from patcher.attempts import Attempt
+from patcher.decide import Decision
+from patcher.measure import Measured
+from patcher.pipeline import DEMO, Made, Plan
+from patcher.report import FORMATS, Report, write
+from patcher.report.record import Receipt
+from patcher.run import Run
+
+RecordT = TypeVar("RecordT", bound=Record)
+
+
+def write_report(run: Run, formats: tuple[str, ...]) -> list[Path]:
+    """Write the report of a run into its folder; also of one that is still going on.
+
+    Raises:
+        UsageError: unknown format.
+    """
+    unknown = sorted(set(formats) - set(FORMATS))
+    if unknown:
+        raise UsageError(
+            f"unknown report format {', '.join(unknown)}", f"formats are: {', '.join(FORMATS)}"
+        )
+    return write(gather(run), run.path, formats)
+
+
+def gather(run: Run) -> Report:
+    """Everything that the run has so far; what is not there yet is None."""
+    plan = Plan.model_validate(run.config.settings.get("plan", {}))
+    workload = run.config.workload
+    profile = _stored(run, "profile", Profile)
+    measured = _stored(run, "measure", Measured)
+    made = _stored(run, "patch", Made)
+    decision = _stored(run, "decision", Decision)
+    attempts = _attempts(run)
+    best = _best(attempts)
+    evaluation = source = None
+    if best is not None and best.file is not None:
+        op_name = Path(best.file).parts[1]
+        evaluation = run.load(f"{op_name}/{best.iteration}/evaluate", Evaluation)
+        source = (run.path / best.file).read_text(encoding="utf-8")
+    model = str(run.config.settings.get("model"))
+    recorded = any(attempt.reply_source == "recorded" for attempt in attempts)
+    return Report(
+        run_id=run.id,
+        created=run.config.created,
+        title=run.config.model or (plan.op or run.config.command),
+        commands=(_command(run, plan), f"patcher report {run.id}"),
+        model=run.config.model,
+        workload=workload,
+        stopped=None if decision or not plan.whole else _stopped(run, attempts),
+        recorded_conversation=recorded,
+        recorded_note=_recorded_note(model) if recorded else None,
+        profile=profile.model_dump(mode="json") if profile else None,
+        attempts=attempts,
+        best=evaluation,
+        candidate_source=source,
+        candidate_language=str(evaluation.language) if evaluation else None,
+        patch_id=made.id if made else None,
+        throughput=measured.throughput if measured else None,
+        quality=measured.quality if measured else None,
+        receipt=_receipt(measured.receipt) if measured else None,
+        quality_receipt=_receipt(measured.quality_receipt) if measured else None,
+        calls_per_step=_calls_per_step(run, evaluation),
+        decision=decision,
+        reverted_identical=measured.reverted_identical if measured else None,
+        environment=measured.throughput.environment if measured else None,
+    )
+
+
+def _stored(run: Run, step: str, record_type: type[RecordT]) -> RecordT | None:
+    return run.load(step, record_type) if run.done(step) else None
+
+
+def _receipt(receipt: FullReceipt) -> Receipt:
+    return Receipt(calls=receipt.calls, fallbacks=receipt.fallbacks)
+
+
+def _attempts(run: Run) -> tuple[Attempt, ...]:
+    files = sorted(run.path.glob("ops/*/*/attempt.json"), key=lambda path: int(path.parent.name))
+    return tuple(Attempt.model_validate_json(path.read_text(encoding="utf-8")) for path in files)
+
+
+def _best(attempts: tuple[Attempt, ...]) -> Attempt | None:
+    right = [a for a in attempts if a.geomean_speedup is not None and a.duplicate_of is None]
+    return max(right, key=lambda attempt: attempt.geomean_speedup or 0.0, default=None)
+
+
+def _calls_per_step(run: Run, evaluation: Evaluation | None) -> float | None:
+    """Patched calls of one decode step: per layer, by the op's patch point."""
+    from bench import presets
+
+    workload = run.config.workload
+    if evaluation is None or workload is None or workload.model not in presets():
+        return None
+    for point in load_op(evaluation.op).contract.patch_points:
+        if point.engine == workload.engine:
+            return float(point.calls_per_layer * presets()[workload.model].layers)
+    return None
+
+
+def _stopped(run: Run, attempts: tuple[Attempt, ...]) -> str:
+    pending = run.state.pending
+    if pending:
+        return f"the run stopped in its step {pending[-1]}; go on with: patcher resume {run.id}"
+    if attempts and _best(attempts) is None:
+        return "no candidate was right and faster, so there was nothing to patch"
+    return f"the run is not finished; go on with: patcher resume {run.id}"
+
+
+def _recorded_note(model: str) -> str:
+    which = "the recording that ships with patcher" if model == DEMO else model
+    return f"the language model's replies come from {which}; everything else was done in this run"
+
+
+def _command(run: Run, plan: Plan) -> str:
+    """The command that began the run, from what it recorded."""
+    config, settings = run.config, run.config.settings
+    if config.command == "demo":
+        return "patcher demo"
+    words = ["patcher", config.command, config.model or plan.op or ""]
+    options = {
+        "--op": plan.op if plan.whole else None,
+        "--language": plan.language,
+        "--model": settings.get("model"),
+        "--iterations": settings.get("iterations"),
+        "--sweep": plan.sweep,
+        "--threads": plan.threads,
+        "--pairs": plan.pairs if plan.whole else None,
+        "--margin-pct": settings.get("margin_pct") if plan.whole else None,
+    }
+    if config.workload:
+        load = config.workload
+        options |= {
+            "--device": load.device,
+            "--batch": load.batch,
+            "--input-len": load.input_len,
+            "--output-len": load.output_len,
+            "--weights": load.weights,
+        }
+    for name, value in options.items():
+        if value is not None:
+            words += [name, str(value)]
+    return " ".join(words)

@@ -1,0 +1,257 @@
+"""End-to-end A/B and quality of one patch, in a process of its own.
+
+The patched kernel was written by a model: the process that runs it gets an environment by
+allow-list, so that no key is in its reach, and what comes back is schema-checked JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from bench import (
+    SCHEMA_VERSION,
+    Evaluation,
+    PatcherError,
+    Quality,
+    Record,
+    Throughput,
+    Workload,
+)
+from integrate import Patch, Receipt
+from patcher.decide import Decision, decide
+
+Report = Callable[[str, int, int], None]
+
+KEPT = (
+    "CUDA_HOME",
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
+    "HOME",
+    "LANG",
+    "LD_LIBRARY_PATH",
+    "OMP_NUM_THREADS",
+    "PATCHER_CACHE",
+    "PATH",
+    "TMPDIR",
+    "TRITON_CACHE_DIR",
+    "XDG_CACHE_HOME",
+)
+
+
+class Job(Record):
+    """What to measure."""
+
+    workload: Workload
+    margin_pct: float = 0.5
+    max_pairs: int = 40
+    looks: int = 3
+    quality_steps: int = 32
+    seed: int = 0
+
+
+class Measured(Record):
+    """What was measured."""
+
+    schema_version: int = SCHEMA_VERSION
+    throughput: Throughput
+    quality: Quality
+    receipt: Receipt
+    """Calls in the throughput's patched windows."""
+    quality_receipt: Receipt
+    """Calls in the quality run: the same model must have been compared."""
+    reverted_identical: bool
+    """Greedy output after the revert is bit-identical to before the patch."""
+
+
+class Judged(Record):
+    """A measurement and the rule's word on it."""
+
+    schema_version: int = SCHEMA_VERSION
+    measured: Measured
+    decision: Decision
+
+
+def measure_and_decide(job: Job, patch_folder: Path, report: Report) -> Judged:
+    """Measure a bundle and decide on it by its own evidence.
+
+    Raises:
+        VerificationError: the bundle was changed, or does not fit this environment.
+    """
+    patch = Patch.load(patch_folder)
+    measured = measure_in_child(job, patch_folder, report)
+    evaluation = Evaluation.model_validate(patch.manifest.evidence)
+    return Judged(measured=measured, decision=decide_on(measured, evaluation))
+
+
+def decide_on(measured: Measured, evaluation: Evaluation) -> Decision:
+    """The rule's word on a measurement."""
+    return decide(
+        measured.throughput,
+        measured.quality,
+        evaluation,
+        measured.receipt,
+        measured.quality_receipt,
+        measured.reverted_identical,
+    )
+
+
+def measure_in_child(job: Job, patch_folder: Path, report: Report) -> Measured:
+    """Run `measure` in a process without keys; killed as a group when interrupted.
+
+    Raises:
+        PatcherError: the process failed; its last lines are in the message.
+    """
+    Patch.load(patch_folder).verify_target()
+    with tempfile.TemporaryDirectory(prefix="patcher-measure-") as scratch:
+        folder = Path(scratch)
+        (folder / "job.json").write_text(job.model_dump_json(), encoding="utf-8")
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "patcher.measure",
+                    str(folder),
+                    str(patch_folder.resolve()),
+                ],
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                _relay(line, report)
+            code = process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        result = folder / "result.json"
+        if code != 0 or not result.is_file():
+            error = folder / "error.json"
+            if error.is_file():
+                told = json.loads(error.read_text(encoding="utf-8"))
+                raise _ChildError(told["message"], told["hint"], told["kind"], told["exit_code"])
+            tail = (folder / "log").read_text(encoding="utf-8", errors="replace")[-1500:]
+            raise PatcherError(f"measuring failed (exit code {code}): {tail.strip()}")
+        try:
+            return Measured.model_validate_json(result.read_text(encoding="utf-8"))
+        except ValidationError as error:
+            raise PatcherError(f"measuring gave no valid result: {error}") from error
+
+
+class _ChildError(PatcherError):
+    """An expected error of the child, with its own kind and exit code."""
+
+    def __init__(self, message: str, hint: str, kind: str, exit_code: int) -> None:
+        super().__init__(message, hint)
+        self.kind = kind  # type: ignore[misc]
+        self.exit_code = exit_code  # type: ignore[misc]
+
+
+def _relay(line: bytes, report: Report) -> None:
+    try:
+        stage, done, total = json.loads(line)
+    except (ValueError, TypeError):
+        return  # something in the engine prints to stdout: not progress
+    report(str(stage), int(done), int(total))
+
+
+def _environment() -> dict[str, str]:
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def measure(job: Job, patch: Patch, report: Report) -> Measured:
+    """The whole measurement in this process: A/B with control, quality, revert."""
+    from contextlib import nullcontext
+
+    from bench.clocks import ClockMonitor
+    from bench.engines import open_engine
+    from bench.quality import assess, greedy_identical
+    from bench.throughput import measure as measure_throughput
+    from bench.toolchains import build, load
+    from integrate import ReceiptBook, applied
+
+    built = build(patch.candidate(), patch.contract)
+    if not built.ok:
+        raise PatcherError("the patch's source does not build here", built.log[-500:])
+    kernel = load(built, patch.contract.name)
+    report("load the model", 0, 1)
+    engine = open_engine(job.workload)
+    book, quality_book = (ReceiptBook(patch.manifest.id, patch.digest) for _ in range(2))
+    prompts = engine.prompts(job.seed)
+    steps = job.workload.output_len
+    before = engine.generate(prompts, steps).tokens
+
+    def arms(receipts: ReceiptBook) -> dict[str, Callable[[], Any]]:
+        return {
+            "baseline": nullcontext,
+            "patched": lambda: applied(engine.model, patch, kernel=kernel, book=receipts),
+        }
+
+    with ClockMonitor(job.workload.device) as clocks:
+        throughput = measure_throughput(
+            engine,
+            arms(book),
+            job.workload,
+            margin_pct=job.margin_pct,
+            max_pairs=job.max_pairs,
+            looks=job.looks,
+            patch_id=patch.manifest.id,
+            seed=job.seed,
+            clocks=clocks,
+            progress=report,
+        )
+    report("quality", 0, 1)
+    quality = assess(engine, arms(quality_book), job.seed + 1, job.quality_steps)
+    report("revert", 0, 1)
+    identical = greedy_identical(engine, before, prompts, steps)
+    return Measured(
+        throughput=throughput,
+        quality=quality,
+        receipt=Receipt.of(book),
+        quality_receipt=Receipt.of(quality_book),
+        reverted_identical=identical,
+    )
+
+
+def main() -> None:
+    """`python -P -m patcher.measure FOLDER PATCH`: job.json in, result.json or error.json out."""
+    folder, patch_folder = Path(sys.argv[1]), Path(sys.argv[2])
+    job = Job.model_validate_json((folder / "job.json").read_text(encoding="utf-8"))
+    channel = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what an engine prints goes to the log
+
+    def report(stage: str, done: int, total: int) -> None:
+        channel.write(json.dumps([stage, done, total]) + "\n")
+
+    try:
+        measured = measure(job, Patch.load(patch_folder), report)
+    except PatcherError as error:
+        told = {**error.as_dict(), "exit_code": error.exit_code}
+        (folder / "error.json").write_text(json.dumps(told), encoding="utf-8")
+        sys.exit(error.exit_code)
+    (folder / "result.json").write_text(measured.model_dump_json(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""The report as one HTML file: no script, no network, no asset; charts are inline SVG.
+
+A content security policy in the page forbids loading and running anything, whatever a hostile name
+or source says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from importlib import resources
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup, escape
+
+from patcher.report import charts, views, wording
+from patcher.report.reconcile import reconcile
+from patcher.report.record import Report
+from patcher.report.svg import Canvas
+
+TOP_HOTSPOTS = 12
+"""Rows of the hotspot chart; the table beside it holds more."""
+MOST_ROWS = 60
+NAME_LIMIT = 240
+"""Characters of a kernel name in a table; the embedded JSON holds all of it."""
+TEXT_LIMIT = 4000
+"""Characters of any other text but the source."""
+
+
+def render_html(report: Report) -> str:
+    """One self-contained page; every part that the report lacks says so."""
+    hotspots = views.hotspot_rows(report.profile)
+    attempts = views.attempt_rows(report)
+    throughput = report.throughput
+    pairs = views.pair_rows(throughput.windows, "ab") if throughput else []
+    control_pairs = views.pair_rows(throughput.windows, "aa") if throughput else []
+    groups = views.sweep_groups(report.best.timings) if report.best else []
+    return _template().render(
+        report=report,
+        head=views.headline(report),
+        stages=views.stages(report),
+        hotspots=hotspots[:MOST_ROWS],
+        hotspots_left=len(hotspots) - len(hotspots[:MOST_ROWS]),
+        pairs=pairs,
+        control_pairs=control_pairs,
+        dropped=max(0, len(pairs) - throughput.comparison.pairs) if throughput else 0,
+        groups=groups,
+        attempts=attempts,
+        reconciliation=reconcile(report),
+        source_lines=(report.candidate_source or "").removesuffix("\n").split("\n"),
+        strip_chart=_strip(report),
+        ab_chart=_ab(report, pairs, control_pairs),
+        hotspot_chart=_hotspots(hotspots[:TOP_HOTSPOTS]),
+        group_charts=[_group(index, group) for index, group in enumerate(groups)],
+        attempts_chart=_attempts(attempts),
+        embedded=Markup(embed_json(report)),
+        css=Markup(_css()),
+        name_limit=NAME_LIMIT,
+    )
+
+
+def embed_json(report: Report) -> str:
+    """The record as JSON that cannot end its script element, nor open a comment in it."""
+    text = json.dumps(report.model_dump(mode="json"), ensure_ascii=True, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("patcher.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        visible=wording.visible,
+        clip=wording.clip,
+        number=wording.number,
+        count=wording.count,
+        percent=wording.percent,
+        signed=wording.signed_percent,
+        us=wording.microseconds,
+        times=wording.times,
+        outcome=wording.outcome,
+        moment=wording.moment,
+        whole=_whole,
+        sentence=wording.sentence,
+    )
+    environment.globals["verdicts"] = wording.VERDICTS
+    environment.finalize = _shown
+    return environment.get_template("report.html.j2")
+
+
+def _shown(value: object) -> object:
+    """Whatever a record says is shown, never obeyed; autoescape comes after this."""
+    return wording.visible(wording.clip(value, TEXT_LIMIT)) if type(value) is str else value
+
+
+def _whole(line: str) -> Markup:
+    """A line of source, never clipped."""
+    return escape(wording.visible(line))
+
+
+@cache
+def _css() -> str:
+    return resources.files("patcher.report").joinpath("report.css").read_text(encoding="utf-8")
+
+
+def _figure(name: str, title: str, description: str, draw: Callable[[float], Canvas]) -> Markup:
+    """The chart twice, for wide and for narrow screens; the style sheet shows one of the two."""
+    wide = draw(charts.WIDE).render(f"{name}-wide", title, description, "wide")
+    narrow = draw(charts.NARROW).render(f"{name}-narrow", title, description, "narrow")
+    return Markup(wide + narrow)
+
+
+def _strip(report: Report) -> Markup | None:
+    if report.throughput is None:
+        return None
+    found = report.throughput.comparison
+    description = (
+        f"Gain {wording.signed_percent(found.gain_pct)}, {found.confidence_pct:g} % interval "
+        f"{wording.interval(found.gain_low_pct, found.gain_high_pct)}, "
+        f"margin {wording.signed_percent(found.margin_pct)}."
+    )
+    return _figure(
+        "strip",
+        "Gain against the margin",
+        description,
+        lambda width: charts.interval_strip(found, width),
+    )
+
+
+def _ab(
+    report: Report, pairs: list[views.PairRow], control_pairs: list[views.PairRow]
+) -> Markup | None:
+    if report.throughput is None or not pairs:
+        return None
+    found, control = report.throughput.comparison, report.throughput.control
+    description = (
+        f"{len(pairs)} pairs; mean gain {wording.signed_percent(found.gain_pct)}, interval "
+        f"{wording.interval(found.gain_low_pct, found.gain_high_pct)}."
+    )
+    if control is not None:
+        description += f" A/A control: {wording.signed_percent(control.gain_pct)}."
+    return _figure(
+        "ab",
+        "Gain of each pair",
+        description,
+        lambda width: charts.ab(pairs, found, control_pairs, control, width),
+    )
+
+
+def _hotspots(rows: list[views.HotspotRow]) -> Markup | None:
+    if not rows:
+        return None
+    description = (
+        f"The {len(rows)} largest kernels; the first takes {wording.percent(rows[0].share_pct, 1)}."
+    )
+    return _figure(
+        "hot", "Share of kernel time", description, lambda width: charts.hotspots(rows, width)
+    )
+
+
+def _group(index: int, group: views.SweepGroup) -> Markup | None:
+    if not group.drawable:
+        return None
+    low = min(row.speedup for row in group.rows)
+    high = max(row.speedup for row in group.rows)
+    about = f"over {group.axis}" + (f", {group.fixed}" if group.fixed else "")
+    times = _figure(
+        f"sweep{index}",
+        f"Time of one call {about}",
+        f"{len(group.rows)} points, candidate and baseline.",
+        lambda width: charts.sweep_times(group.rows, group.axis, width),
+    )
+    speedups = _figure(
+        f"speedup{index}",
+        f"Speedup {about}",
+        f"From {wording.times(low)} to {wording.times(high)}.",
+        lambda width: charts.sweep_speedups(group.rows, group.axis, width),
+    )
+    return times + speedups
+
+
+def _attempts(rows: list[views.AttemptRow]) -> Markup | None:
+    if not rows:
+        return None
+    right = sum(row.outcome == "correct" for row in rows)
+    description = f"{len(rows)} iterations, {right} of them right and faster than the baseline."
+    return _figure(
+        "iterations",
+        "Speedup by iteration",
+        description,
+        lambda width: charts.attempts(rows, width),
+    )

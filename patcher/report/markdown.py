@@ -1,0 +1,270 @@
+"""The report for a pull request: verdict first, short tables, the source folded away."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from patcher.report import views, wording
+from patcher.report.reconcile import reconcile
+from patcher.report.record import Report
+
+TOP_HOTSPOTS = 8
+
+
+def render_markdown(report: Report) -> str:
+    """GitHub Markdown; hostile names cannot leave their cell, open markup or notify a person."""
+    parts = [
+        _verdict(report),
+        _comparison(report),
+        _hotspots(report),
+        _sweep(report),
+        _attempts(report),
+        _checks(report),
+        _quality(report),
+        _receipt(report),
+        _source(report),
+        _environment(report),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def plain(text: str) -> str:
+    """Text as itself on one line: markup characters escaped, mentions and links broken."""
+    line = " ".join(wording.visible(text).split())
+    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    line = re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", line)
+    return line.replace("@", "&#64;").replace("://", "&#58;//")
+
+
+def code(text: str, limit: int = 120) -> str:
+    """An inline code span, also inside a table."""
+    line = wording.clip(" ".join(wording.visible(text).split()), limit).replace("|", "\\|")
+    ticks = "`" * (_longest_run(line) + 1)
+    pad = " " if line.startswith("`") or line.endswith("`") or not line else ""
+    return f"{ticks}{pad}{line}{pad}{ticks}"
+
+
+def fence(text: str, language: str = "") -> str:
+    """A code block that its content cannot close."""
+    ticks = "`" * max(3, _longest_run(text) + 1)
+    tag = language if re.fullmatch(r"[\w+-]*", language) else ""
+    return f"{ticks}{tag}\n{wording.visible(text)}\n{ticks}"
+
+
+def _longest_run(text: str) -> int:
+    return max((len(run) for run in re.findall(r"`+", text)), default=0)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: str = "") -> str:
+    """`right` has an `r` for each right-aligned column."""
+    marks = ["---:" if flag == "r" else "---" for flag in right.ljust(len(head))]
+    lines = [head, marks, *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _verdict(report: Report) -> str:
+    head = views.headline(report)
+    word = wording.VERDICTS[head.verdict] if head.verdict else "No verdict"
+    gain = (
+        f": {wording.signed_percent(head.gain_pct)} tokens per second"
+        if head.gain_pct is not None
+        else ""
+    )
+    lines = [f"## {word}{gain}", "", f"**{plain(report.title)}** ({code(report.run_id)})"]
+    if head.low_pct is not None and head.high_pct is not None:
+        level = f"{head.confidence_pct:g} % " if head.confidence_pct is not None else ""
+        margin = (
+            f", margin {wording.signed_percent(head.margin_pct)}"
+            if head.margin_pct is not None
+            else ""
+        )
+        low, high = wording.signed_percent(head.low_pct), wording.signed_percent(head.high_pct)
+        lines += ["", f"{level}interval {low} to {high}{margin}."]
+    if head.reasons:
+        lines += ["", *(f"- {plain(wording.sentence(reason))}" for reason in head.reasons)]
+    if report.recorded_conversation:
+        note = report.recorded_note or "the language model's replies come from a recording"
+        lines += [
+            "",
+            f"> **Recorded conversation.** {plain(wording.sentence(note))}",
+        ]
+    missing = [stage.label for stage in views.stages(report) if stage.state == "missing"]
+    if missing:
+        lines += ["", f"Not reached: {', '.join(missing)}."]
+    return "\n".join(lines)
+
+
+def _comparison(report: Report) -> str:
+    if report.throughput is None:
+        return ""
+    rows = []
+    for label, found in (
+        ("A/B", report.throughput.comparison),
+        ("A/A control", report.throughput.control),
+    ):
+        if found is None:
+            rows.append([label, "not measured", "", "", "", "", ""])
+            continue
+        low, high = (
+            wording.signed_percent(found.gain_low_pct),
+            wording.signed_percent(found.gain_high_pct),
+        )
+        rows.append(
+            [
+                label,
+                wording.signed_percent(found.gain_pct),
+                f"{low} to {high}",
+                wording.number(found.baseline_tokens_per_s, 4),
+                wording.number(found.patched_tokens_per_s, 4),
+                wording.count(found.pairs),
+                found.verdict,
+            ]
+        )
+    head = ["", "Gain", "Interval", "Baseline tok/s", "Patched tok/s", "Pairs", "Verdict"]
+    return "### End to end\n\n" + _table(head, rows, " rrrrr") + "\n\n" + _reconciliation(report)
+
+
+def _reconciliation(report: Report) -> str:
+    found = reconcile(report)
+    if isinstance(found, str):
+        return f"Micro gain and measured gain were not reconciled. {plain(found)}"
+    word = "explains" if found.explained else "**does not explain**"
+    low, high = (
+        wording.microseconds(found.measured_low_us),
+        wording.microseconds(found.measured_high_us),
+    )
+    return (
+        f"The micro gain {word} the measured one: "
+        f"{wording.microseconds(found.predicted_us)} a step predicted, "
+        f"{wording.microseconds(found.measured_us)} measured ({low} to {high})."
+    )
+
+
+def _hotspots(report: Report) -> str:
+    rows = views.hotspot_rows(report.profile)[:TOP_HOTSPOTS]
+    if not rows:
+        return ""
+    table = _table(
+        ["#", "Kernel", "Share", "Mean", "Per step", "Operation", "Library op", "Ceiling"],
+        [
+            [
+                str(row.rank),
+                code(row.name, 90),
+                wording.percent(row.share_pct, 1),
+                wording.microseconds(row.mean_us),
+                wording.count(row.per_step),
+                plain(row.operation),
+                code(row.op) if row.op else "",
+                wording.signed_percent(row.ceiling_pct),
+            ]
+            for row in rows
+        ],
+        "r rrr  r",
+    )
+    return f"### Hotspots\n\n{table}"
+
+
+def _sweep(report: Report) -> str:
+    if report.best is None or not report.best.timings:
+        return ""
+    baseline = plain(report.best.baseline or "the strongest baseline")
+    blocks = [f"### Kernel: {code(report.best.op)} against {baseline}"]
+    for group in views.sweep_groups(report.best.timings):
+        if group.fixed:
+            blocks.append(plain(group.fixed))
+        rows = [
+            [
+                row.label,
+                wording.microseconds(row.candidate_us),
+                wording.microseconds(row.baseline_us),
+                wording.times(row.speedup),
+                f"{wording.times(row.speedup_low)} to {wording.times(row.speedup_high)}",
+            ]
+            for row in group.rows
+        ]
+        head = [plain(group.axis), "Candidate", "Baseline", "Speedup", "95 % interval"]
+        blocks.append(_table(head, rows, "rrrrr"))
+    if report.best.geomean_speedup is not None:
+        blocks.append(f"Geometric mean {wording.times(report.best.geomean_speedup)}.")
+    return "\n\n".join(blocks)
+
+
+def _attempts(report: Report) -> str:
+    rows = [
+        [
+            str(row.iteration) + (" (best)" if row.best else ""),
+            row.phase,
+            wording.outcome(row.outcome),
+            wording.times(row.speedup),
+            plain(wording.clip(row.detail, 160)),
+        ]
+        for row in views.attempt_rows(report)
+    ]
+    if not rows:
+        return ""
+    return "### Iterations\n\n" + _table(
+        ["#", "Pass", "Outcome", "Speedup", "Detail"], rows, "r  r"
+    )
+
+
+def _checks(report: Report) -> str:
+    if report.best is None:
+        return ""
+    failed = report.best.failed_checks
+    passed = len(report.best.checks) - len(failed)
+    head = f"### Judge: {wording.outcome(report.best.outcome.value)}"
+    lines = [f"{passed} of {len(report.best.checks)} checks passed."]
+    lines += [
+        f"- {plain(check.name)}: {plain(wording.clip(check.detail, 300))}" for check in failed
+    ]
+    return head + "\n\n" + "\n".join(lines)
+
+
+def _quality(report: Report) -> str:
+    lines = []
+    if report.quality:
+        word = "passed" if report.quality.passed else "**failed**"
+        agreement = wording.percent(report.quality.greedy_agreement_pct)
+        reason = plain(wording.sentence(report.quality.reason))
+        lines.append(f"Same model: {word}. {reason} Greedy agreement {agreement}.")
+    if report.reverted_identical is not None:
+        word = (
+            "bit-identical to before" if report.reverted_identical else "**not** what it was before"
+        )
+        lines.append(f"After the revert the greedy output is {word}.")
+    return "### Quality\n\n" + "\n".join(lines) if lines else ""
+
+
+def _receipt(report: Report) -> str:
+    if report.receipt is None:
+        return ""
+    calls, fallbacks = sum(report.receipt.calls.values()), sum(report.receipt.fallbacks.values())
+    return (
+        f"### Receipt\n\nThe patched kernel ran {wording.count(calls)} times; "
+        f"the original ran instead of it {wording.count(fallbacks)} times."
+    )
+
+
+def _source(report: Report) -> str:
+    if report.candidate_source is None:
+        return ""
+    language = report.candidate_language or ""
+    tag = {"cuda": "cpp", "triton": "python", "torch": "python"}.get(language, language)
+    block = fence(report.candidate_source, tag)
+    return f"<details>\n<summary>The candidate's source</summary>\n\n{block}\n\n</details>"
+
+
+def _environment(report: Report) -> str:
+    found = report.environment or (report.throughput.environment if report.throughput else None)
+    lines = []
+    if found:
+        clocks = report.throughput.clocks if report.throughput else found.clocks
+        packages = ", ".join(f"{name} {version}" for name, version in found.packages.items())
+        lines.append(
+            f"{plain(found.device)}; clocks {plain(clocks)}; "
+            f"Python {plain(found.python)}; {plain(packages)}"
+        )
+    if report.commands:
+        lines.append(fence("\n".join(report.commands), "sh"))
+    return "### Environment and commands\n\n" + "\n\n".join(lines) if lines else ""

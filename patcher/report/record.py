@@ -1,0 +1,64 @@
+"""What a report shows: everything about one run, any part of which may be absent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from bench import (
+    SCHEMA_VERSION,
+    Environment,
+    Evaluation,
+    Quality,
+    Record,
+    Throughput,
+    Workload,
+)
+from patcher.attempts import Attempt
+from patcher.decide import Decision
+
+
+class Receipt(Record):
+    """Calls of the patched kernel by shape, and calls that went to the original by reason."""
+
+    calls: dict[str, int] = Field(default_factory=dict)
+    fallbacks: dict[str, int] = Field(default_factory=dict)
+
+
+class Report(Record):
+    """One run, ready to be shown; what the run did not reach is None or empty, and is said."""
+
+    schema_version: int = SCHEMA_VERSION
+    run_id: str
+    created: str
+    """ISO 8601, UTC."""
+    title: str
+    commands: tuple[str, ...] = ()
+    """The exact command lines behind the figures, in order."""
+    model: str | None = None
+    workload: Workload | None = None
+    stopped: str | None = None
+    """Why the run ended before its last stage."""
+    recorded_conversation: bool = False
+    """Whether the model's replies come from a recording."""
+    recorded_note: str | None = None
+    """Where the recording comes from."""
+    profile: dict[str, Any] | None = None
+    attempts: tuple[Attempt, ...] = ()
+    best: Evaluation | None = None
+    candidate_source: str | None = None
+    candidate_language: str | None = None
+    patch_id: str | None = None
+    throughput: Throughput | None = None
+    quality: Quality | None = None
+    receipt: Receipt | None = None
+    """Of the A/B."""
+    quality_receipt: Receipt | None = None
+    """Of the quality run, which must cover the shapes of the A/B."""
+    calls_per_step: float | None = Field(default=None, gt=0)
+    """Calls of the op in one decode step: with it, micro gain and measured gain are reconciled."""
+    decision: Decision | None = None
+    reverted_identical: bool | None = None
+    """Whether greedy output after the revert is bit-identical to before; None when not tried."""
+    environment: Environment | None = None

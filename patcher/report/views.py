@@ -1,0 +1,249 @@
+"""What each section shows, worked out of the record: rows, stages, the verdict in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from bench import Outcome, Timing, Window
+from bench.comparison import Verdict
+from patcher.report.record import Report
+
+
+@dataclass(frozen=True)
+class PairRow:
+    pair: int
+    baseline: float
+    """Output tokens per second."""
+    patched: float
+    gain_pct: float
+
+
+@dataclass(frozen=True)
+class HotspotRow:
+    rank: int
+    name: str
+    share_pct: float
+    origin: str
+    operation: str
+    op: str | None
+    instances: int | None
+    mean_us: float | None
+    per_step: float | None
+    ceiling_pct: float | None
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    label: str
+    candidate_us: float
+    baseline_us: float
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+    pairs: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class SweepGroup:
+    """Rows along one axis with the other axes fixed."""
+
+    axis: str
+    fixed: str
+    rows: tuple[SweepRow, ...]
+
+    @property
+    def drawable(self) -> bool:
+        values = [
+            value
+            for row in self.rows
+            for value in (row.candidate_us, row.baseline_us, row.speedup_low, row.speedup)
+        ]
+        return all(math.isfinite(value) and value > 0 for value in values) and all(
+            math.isfinite(row.speedup_high) for row in self.rows
+        )
+
+
+@dataclass(frozen=True)
+class AttemptRow:
+    iteration: int
+    phase: str
+    outcome: str
+    speedup: float | None
+    recommendation: str | None
+    detail: str
+    best: bool
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of the path and how far the run got in it."""
+
+    label: str
+    state: Literal["done", "failed", "missing"]
+    anchor: str
+    word: str
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The verdict on top; `verdict` is None when the run reached none."""
+
+    verdict: Verdict | None
+    gain_pct: float | None
+    low_pct: float | None
+    high_pct: float | None
+    margin_pct: float | None
+    confidence_pct: float | None
+    reasons: tuple[str, ...]
+
+
+def pair_rows(windows: Iterable[Window], kind: Literal["ab", "aa"]) -> list[PairRow]:
+    """Complete pairs in the order measured; a pair that lost a window has no gain."""
+    sides: dict[int, dict[str, float]] = {}
+    for window in windows:
+        if window.kind == kind and window.decode_s > 0 and window.tokens > 0:
+            sides.setdefault(window.pair, {})[window.arm] = window.tokens_per_s
+    return [
+        PairRow(
+            pair, arms["baseline"], arms["patched"], (arms["patched"] / arms["baseline"] - 1) * 100
+        )
+        for pair, arms in sides.items()
+        if len(arms) == 2
+    ]
+
+
+def hotspot_rows(profile: dict[str, Any] | None) -> list[HotspotRow]:
+    """Hotspots by rank; what a hotspot does not say is taken from the kernel of its name."""
+    if profile is None:
+        return []
+    listed: list[dict[str, Any]] = profile.get("kernels") or []
+    ranked: list[dict[str, Any]] = profile.get("hotspots") or []
+    kernels = {kernel.get("name"): kernel for kernel in listed}
+    rows = []
+    for rank, hotspot in enumerate(ranked, 1):
+        merged: dict[str, Any] = {
+            **kernels.get(hotspot.get("name"), {}),
+            **{k: v for k, v in hotspot.items() if v is not None},
+        }
+        mean_ns = merged.get("mean_ns")
+        rows.append(
+            HotspotRow(
+                rank=merged.get("rank", rank),
+                name=str(merged.get("name", "?")),
+                share_pct=float(merged.get("share_pct") or 0.0),
+                origin=str(merged.get("origin") or "unknown"),
+                operation=str(merged.get("operation") or "unknown"),
+                op=merged.get("op"),
+                instances=merged.get("instances"),
+                mean_us=None if mean_ns is None else mean_ns / 1e3,
+                per_step=merged.get("per_step"),
+                ceiling_pct=merged.get("ceiling_pct"),
+            )
+        )
+    return rows
+
+
+def sweep_groups(timings: Sequence[Timing]) -> list[SweepGroup]:
+    """Timings in runs along one axis: a point seen before begins the next (another dtype, say)."""
+    runs: list[list[Timing]] = []
+    for timing in timings:
+        if not runs or any(timing.axes == other.axes for other in runs[-1]):
+            runs.append([])
+        runs[-1].append(timing)
+    return [_group(run) for run in runs]
+
+
+def _group(run: Sequence[Timing]) -> SweepGroup:
+    names = list(dict.fromkeys(name for timing in run for name in timing.axes))
+    varying = [
+        name for name in names if len({timing.axes.get(name) for timing in run}) > 1
+    ] or names[:1]
+    fixed = ", ".join(f"{name} {run[0].axes[name]}" for name in names if name not in varying)
+    rows = tuple(
+        SweepRow(
+            label=" \N{MULTIPLICATION SIGN} ".join(
+                str(timing.axes.get(name, "?")) for name in varying
+            ),
+            **timing.model_dump(exclude={"axes"}),
+        )
+        for timing in run
+    )
+    return SweepGroup(
+        axis=" \N{MULTIPLICATION SIGN} ".join(varying) or "point", fixed=fixed, rows=rows
+    )
+
+
+def attempt_rows(report: Report) -> list[AttemptRow]:
+    right = [
+        a for a in report.attempts if a.outcome is Outcome.CORRECT and a.geomean_speedup is not None
+    ]
+    best = max(right, key=lambda a: a.geomean_speedup or 0.0).iteration if right else None
+    return [
+        AttemptRow(
+            iteration=attempt.iteration,
+            phase=attempt.phase,
+            outcome=attempt.outcome.value,
+            speedup=attempt.geomean_speedup,
+            recommendation=attempt.recommendation.change
+            if attempt.recommendation
+            else attempt.analysis_failure,
+            detail=attempt.detail,
+            best=attempt.iteration == best,
+        )
+        for attempt in report.attempts
+    ]
+
+
+def headline(report: Report) -> Headline:
+    """The decision; without one, the comparison's figures and why there is none."""
+    decision = report.decision
+    found = report.throughput.comparison if report.throughput else None
+    figures = decision or found
+    reasons: tuple[str, ...] = (report.stopped or "The run ended before a decision was made.",)
+    return Headline(
+        verdict=decision.verdict if decision else None,
+        gain_pct=figures.gain_pct if figures else None,
+        low_pct=figures.gain_low_pct if figures else None,
+        high_pct=figures.gain_high_pct if figures else None,
+        margin_pct=figures.margin_pct if figures else None,
+        confidence_pct=found.confidence_pct if found else None,
+        reasons=decision.reasons if decision else reasons,
+    )
+
+
+def stages(report: Report) -> list[Stage]:
+    """The path of a gain, stage by stage."""
+    best, quality, receipt = report.best, report.quality, report.receipt
+    right = best is not None and best.outcome is Outcome.CORRECT
+    ran = receipt is not None and sum(receipt.calls.values()) > 0
+    decision = report.decision
+    return [
+        _stage("Profile", "hotspots", None if report.profile is None else True, "read", ""),
+        _stage("Candidate", "iterations", bool(best or report.attempts) or None, "written", ""),
+        _stage(
+            "Judge", "judge", None if best is None else right, "right and faster", "not accepted"
+        ),
+        _stage(
+            "Engine", "receipts", None if receipt is None else ran, "patch ran", "patch never ran"
+        ),
+        _stage("A/B", "ab", None if report.throughput is None else True, "measured", ""),
+        _stage("Quality", "quality", quality.passed if quality else None, "same model", "drifted"),
+        _stage(
+            "Decision",
+            "verdict",
+            True if decision else None,
+            decision.verdict if decision else "",
+            "",
+        ),
+        _stage("Revert", "quality", report.reverted_identical, "bit-identical", "output differs"),
+    ]
+
+
+def _stage(label: str, anchor: str, passed: bool | None, good: str, bad: str) -> Stage:
+    if passed is None:
+        return Stage(label, "missing", anchor, "not reached")
+    return Stage(label, "done" if passed else "failed", anchor, good if passed else bad)

@@ -1,0 +1,197 @@
+"""Tables for people: every command prints through here, never twice in two ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from bench import Comparison, Evaluation, Op, Outcome, Quality
+from hotspot import Profile
+from patcher.attempts import Attempt
+from patcher.doctor import Finding
+
+COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+VERDICT_COLOURS = {"accept": "green", "reject": "red", "inconclusive": "yellow"}
+
+
+def profile_table(profile: Profile, top: int) -> Table:
+    """The ranked hotspots."""
+    busy = f", busy {profile.busy_ns / 1e6:,.2f} ms" if profile.busy_ns is not None else ""
+    instances = sum(kernel.instances for kernel in profile.kernels)
+    table = Table(
+        title=f"{profile.model}: {profile.total_kernel_ns:,} ns over {instances:,} kernels{busy}",
+        caption="ceiling: end-to-end gain if the kernel took no time (Amdahl)",
+    )
+    for name, justify in (("#", "right"), ("share", "right"), ("count", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_column("/step", justify="right")
+    table.add_column("mean us", justify="right")
+    table.add_column("origin")
+    table.add_column("operation")
+    table.add_column("op")
+    table.add_column("ceiling", justify="right")
+    table.add_column("kernel", overflow="ellipsis", no_wrap=True, max_width=60)
+    for spot in profile.hotspots[:top]:
+        table.add_row(
+            str(spot.rank),
+            f"{spot.share_pct:.1f}%",
+            f"{spot.instances:,}",
+            "-" if spot.per_step is None else f"{spot.per_step:g}",
+            f"{spot.mean_ns / 1e3:.2f}",
+            spot.origin,
+            spot.operation,
+            Text(spot.op or "-", style="green" if spot.op else ""),
+            f"+{spot.ceiling_pct:.1f}%",
+            Text(spot.name),
+        )
+    return table
+
+
+def evaluation_table(evaluation: Evaluation) -> Table:
+    """Outcome, and the sweep where it was timed."""
+    good = evaluation.outcome is Outcome.CORRECT
+    gain = "" if evaluation.geomean_speedup is None else f", {evaluation.geomean_speedup:.3f}x"
+    against = f" against {evaluation.baseline}" if evaluation.baseline else ""
+    table = Table(
+        title=f"{evaluation.op} ({evaluation.language}): {evaluation.outcome}{gain}{against}",
+        title_style="bold green" if good else "bold yellow",
+    )
+    for name in ("point", "candidate us", "baseline us", "speedup", "95 % interval"):
+        table.add_column(name, justify="left" if name == "point" else "right")
+    for timing in evaluation.timings:
+        table.add_row(
+            " ".join(f"{axis}={size}" for axis, size in timing.axes.items()),
+            f"{timing.candidate_us:.2f}",
+            f"{timing.baseline_us:.2f}",
+            f"{timing.speedup:.3f}x",
+            f"{timing.speedup_low:.3f} .. {timing.speedup_high:.3f}",
+        )
+    return table
+
+
+def print_evaluation(console: Console, evaluation: Evaluation) -> None:
+    for check in evaluation.checks:
+        mark = "[green]ok  [/]" if check.passed else "[red]fail[/]"
+        console.print(mark, f"{check.name}:", Text(check.detail))
+    for name, detail in evaluation.baselines.items():
+        console.print("      baseline", f"{name}:", Text(detail))
+    if evaluation.log and not evaluation.timings:
+        console.print(Text(evaluation.log[-3000:], style="dim"))
+    console.print(evaluation_table(evaluation))
+    console.print(f"sandbox: {evaluation.sandbox}", style="dim", highlight=False)
+
+
+def attempts_table(attempts: tuple[Attempt, ...]) -> Table:
+    """The loop, iteration by iteration."""
+    table = Table(title="candidates tried")
+    for name in ("#", "pass", "outcome", "speedup", "detail"):
+        table.add_column(name)
+    for attempt in attempts:
+        speedup = attempt.geomean_speedup
+        table.add_row(
+            str(attempt.iteration),
+            attempt.phase,
+            str(attempt.outcome),
+            "-" if speedup is None else f"{speedup:.3f}x",
+            Text(attempt.detail[:100]),
+        )
+    return table
+
+
+def comparison_lines(name: str, comparison: Comparison) -> Text:
+    text = Text(f"{name}: ")
+    text.append(comparison.verdict, style=f"bold {VERDICT_COLOURS[comparison.verdict]}")
+    text.append(
+        f"  {comparison.gain_pct:+.2f} % "
+        f"[{comparison.gain_low_pct:+.2f}, {comparison.gain_high_pct:+.2f}] at "
+        f"{comparison.confidence_pct:.1f} %, margin {comparison.margin_pct:g} %, "
+        f"{comparison.pairs} pairs (SD {comparison.pair_sd_pct:.2f} %); "
+        f"{comparison.baseline_tokens_per_s:,.1f} -> {comparison.patched_tokens_per_s:,.1f} tok/s"
+    )
+    return text
+
+
+def quality_line(quality: Quality) -> Text:
+    style = "green" if quality.passed else "red"
+    return Text(f"quality: {quality.reason}", style=style)
+
+
+def findings_table(findings: list[Finding]) -> Table:
+    table = Table(title="patcher doctor")
+    for name in ("", "what", "finding", "fix"):
+        table.add_column(name)
+    for finding in findings:
+        table.add_row(
+            Text(finding.status, style=COLOURS[finding.status]),
+            finding.name,
+            Text(finding.detail),
+            Text(finding.fix),
+        )
+    return table
+
+
+def ops_table(ops: dict[str, Op]) -> Table:
+    table = Table(title="kernel library")
+    for name in ("op", "operation", "baselines", "solutions", "patch points"):
+        table.add_column(name)
+    for op in ops.values():
+        points = (f"{p.engine} {p.versions}: {p.point}" for p in op.contract.patch_points)
+        table.add_row(
+            op.name,
+            op.contract.operation,
+            ", ".join(op.baselines),
+            ", ".join(info.name for info, _ in op.solutions()),
+            "\n".join(points),
+        )
+    return table
+
+
+@contextmanager
+def stage_bar(console: Console, quiet: bool) -> Iterator[StageBar]:
+    """One live bar that changes its label from stage to stage."""
+    progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    )
+    with progress:
+        yield StageBar(progress, console, quiet)
+
+
+class StageBar:
+    """Callable with (stage, done, total), as the judge and the A/B report their progress."""
+
+    def __init__(self, progress: Progress, console: Console, quiet: bool) -> None:
+        self._progress, self._console, self._quiet = progress, console, quiet
+        self._task = progress.add_task("starting", total=None)
+        self._stage = ""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage != self._stage:
+            self._stage = stage
+            self._progress.reset(self._task)
+        self._progress.update(self._task, description=stage, completed=done, total=total)
+
+    def say(self, line: str | Text) -> None:
+        """A line that stays."""
+        if not self._quiet:
+            self._console.print(line, highlight=False)
