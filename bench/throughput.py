@@ -1,8 +1,9 @@
 """End-to-end A/B: windows of decode with the patch on and off, interleaved in one sitting.
 
-Pairs run in randomised ABBA blocks; both windows of a pair decode the same prompts (which cuts the
-noise about twentyfold against unpaired windows), every pair has prompts of its own, and every third
-pair an A/A pair beside it: the baseline on both sides.
+Both windows of a pair decode the same prompts and take turns, a few steps at a time in ABBA order,
+so that neither the prompts nor a machine that drifts within a second favours an arm; which arm
+begins is drawn at random. Every pair has prompts of its own, and every third pair an A/A pair
+beside it: the baseline on both sides.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from bench.workload import Workload
 
 CONTROL_EVERY = 3
 """One A/A pair for so many A/B pairs."""
+TURNS = 12
+"""Turns that each window of a pair is cut into."""
 CLOCK_TOLERANCE = 0.02
 
 Arms = Mapping[Arm, Callable[[], AbstractContextManager[object]]]
@@ -111,25 +114,32 @@ def run_pair(
 ) -> list[Window]:
     """Two windows over the same prompts; an A/A pair runs the baseline under both names."""
     prompts = engine.prompts(seed * 1_000_003 + pair + 1)
-    found = []
+    enter = {arm: arms["baseline" if kind == "aa" else arm] for arm in order}
+    decoding = {}
     for arm in order:
-        with arms["baseline" if kind == "aa" else arm](), _no_gc():
-            generation = engine.generate(prompts, workload.output_len)
-        clock = clocks.sample()
-        found.append(
-            Window(
-                pair=pair,
-                arm=arm,
-                kind=kind,
-                tokens=count_tokens(generation.tokens, workload, engine),
-                decode_s=generation.decode_s,
-                prefill_s=generation.prefill_s,
-                sm_clock_mhz=clock.sm_mhz,
-                temperature_c=clock.temperature_c,
-                throttle_reasons=clock.throttle,
-            )
+        with enter[arm]():
+            decoding[arm] = engine.prefill(prompts)
+    steps, turn = workload.output_len, max(workload.output_len // TURNS, 1)
+    with _no_gc():
+        for index, begin in enumerate(range(0, steps, turn)):
+            for arm in order if index % 2 == 0 else order[::-1]:
+                with enter[arm]():
+                    engine.decode(decoding[arm], min(turn, steps - begin))
+    clock = clocks.sample()
+    return [
+        Window(
+            pair=pair,
+            arm=arm,
+            kind=kind,
+            tokens=count_tokens(decoding[arm].tokens(), workload, engine),
+            decode_s=decoding[arm].decode_s,
+            prefill_s=decoding[arm].prefill_s,
+            sm_clock_mhz=clock.sm_mhz,
+            temperature_c=clock.temperature_c,
+            throttle_reasons=clock.throttle,
         )
-    return found
+        for arm in order
+    ]
 
 
 def count_tokens(tokens: torch.Tensor, workload: Workload, engine: Engine) -> int:

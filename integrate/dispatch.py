@@ -71,7 +71,7 @@ class AddNormDispatcher:
             input, residual: [tokens, hidden] of the same dtype.
             weight: [hidden].
         """
-        key = (input.shape, residual.shape, input.dtype, residual.dtype, weight.dtype, input.device)
+        key = (input.shape, residual.shape, weight.shape, input.dtype, residual.dtype, weight.dtype)
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._look(input, residual, weight)
@@ -123,6 +123,8 @@ class AddNormDispatcher:
             return self._broken
         if torch.is_grad_enabled():
             return "gradients are on"
+        if not (input.device == residual.device == weight.device):
+            return "tensors on several devices"
         if not (input.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()):
             return "not contiguous"
         return None

@@ -30,8 +30,10 @@ class GptOssDecoderLayers:
     def __init__(self, dispatch: AddNormDispatcher) -> None:
         self._dispatch = dispatch
         self._swapped: list[torch.nn.Module] = []
-        self._waiting: tuple[torch.Tensor, torch.Tensor] | None = None
-        """(hidden state, its norm) handed from one layer to the next."""
+        self._waiting: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        """(hidden state, its norm, its rows) handed from one layer to the next."""
+        self._recording: Callable[[], Any] = dict
+        """What transformers collects while it runs."""
 
     @staticmethod
     def fingerprint() -> str:
@@ -73,7 +75,10 @@ class GptOssDecoderLayers:
         """
         if self._swapped:
             raise UsageError("the patch is installed already", "remove it first")
+        from transformers.utils.output_capturing import _active_collector
+
         body = self.find(model)
+        self._recording = _active_collector.get
         layers = list(body.layers)
         for index, layer in enumerate(layers):
             last = index + 1 == len(layers)
@@ -95,33 +100,43 @@ class GptOssDecoderLayers:
         original = layer.forward
         dispatch, book = self._dispatch, self._dispatch.book
         middle = layer.post_attention_layernorm
+        hidden_size = middle.weight.shape[0]
+        watched = [
+            hooks
+            for module in (layer, layer.input_layernorm, middle, following)
+            for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        ]
 
         def forward(
             hidden_states: torch.Tensor, attention_mask: Any = None, **rest: Any
         ) -> torch.Tensor:
             if first:
                 self._waiting = None  # left over from a forward that was broken off
-            refusal = _refuse(layer, middle, following)
-            normed = self._take(hidden_states)
+            waiting, self._waiting = self._waiting, None
+            refusal = self._refuse(layer, watched)
             if refusal is not None:
                 book.fallbacks[refusal] += 2
                 result: torch.Tensor = original(hidden_states, attention_mask, **rest)
                 return result
-            residual = hidden_states
-            if normed is None:
+            if waiting is not None and waiting[0] is hidden_states:
+                residual, normed, rows = waiting
+            else:
                 normed = layer.input_layernorm(hidden_states)
-                residual = hidden_states.clone()  # not ours: someone may still hold it
+                # not ours: someone may still hold it, so the work in place is on a copy
+                residual = hidden_states.clone(memory_format=torch.contiguous_format)
+                rows = residual.view(-1, hidden_size)
             attended, _ = layer.self_attn(
                 hidden_states=normed, attention_mask=attention_mask, **rest
             )
-            if _add_norm(dispatch, attended, residual, middle):
+            if _add_norm(dispatch, attended, rows, middle):
                 hidden = attended
             else:
                 residual = residual + attended
+                rows = residual.view(-1, hidden_size)
                 hidden = middle(residual)
             mixed, _ = layer.mlp(hidden)
-            if _add_norm(dispatch, mixed, residual, following):
-                self._waiting = (residual, mixed)
+            if _add_norm(dispatch, mixed, rows, following):
+                self._waiting = (residual, mixed, rows)
                 return residual
             return residual + mixed
 
@@ -131,18 +146,28 @@ class GptOssDecoderLayers:
         original = norm.forward
 
         def forward(hidden_states: torch.Tensor) -> torch.Tensor:
-            normed = self._take(hidden_states)
-            if normed is not None:
-                return normed
+            waiting, self._waiting = self._waiting, None
+            if waiting is not None and waiting[0] is hidden_states:
+                return waiting[1]
             result: torch.Tensor = original(hidden_states)
             return result
 
         return forward
 
-    def _take(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """The norm that was made with this very tensor, once."""
-        waiting, self._waiting = self._waiting, None
-        return waiting[1] if waiting is not None and waiting[0] is hidden_states else None
+    def _refuse(self, layer: Any, watched: list[dict[int, Any]]) -> str | None:
+        """Why in-place work on this layer could be seen by someone."""
+        if torch.is_grad_enabled() or layer.training:
+            return "gradients are on"
+        if torch.compiler.is_compiling():
+            return "under torch.compile"
+        if "hidden_states" in (self._recording() or ()):
+            return "hidden states are being recorded"
+        for hooks in watched:
+            # transformers leaves its own hooks behind; they look only while it records
+            for hook in hooks.values():
+                if getattr(hook, "__name__", "") != "output_capturing_hook":
+                    return "a module has hooks"
+        return None
 
 
 POINTS = {GptOssDecoderLayers.point: GptOssDecoderLayers}
@@ -150,32 +175,13 @@ POINTS = {GptOssDecoderLayers.point: GptOssDecoderLayers}
 
 
 def _add_norm(
-    dispatch: AddNormDispatcher, added: torch.Tensor, residual: torch.Tensor, norm: Any
+    dispatch: AddNormDispatcher, added: torch.Tensor, rows: torch.Tensor, norm: Any
 ) -> bool:
-    """residual += added; added = norm(residual), in place, where the kernel may."""
-    hidden = added.shape[-1]
-    if not (added.is_contiguous() and residual.is_contiguous()):
+    """rows += added; added = norm(rows), in place, where the kernel may."""
+    if not added.is_contiguous():
         dispatch.book.fallbacks["not contiguous"] += 1
         return False
-    rows = added.view(-1, hidden)
-    return dispatch(rows, residual.view(-1, hidden), norm.weight, norm.variance_epsilon)
-
-
-def _refuse(layer: Any, middle: Any, following: Any) -> str | None:
-    """Why in-place work on this layer could be seen by someone."""
-    from transformers.utils.output_capturing import _active_collector
-
-    if torch.compiler.is_compiling():
-        return "under torch.compile"
-    if torch.is_grad_enabled() or layer.training:
-        return "gradients are on"
-    if "hidden_states" in (_active_collector.get() or {}):
-        return "hidden states are being recorded"
-    for module in (layer, layer.input_layernorm, middle, following):
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in hooks):
-            return f"{type(module).__name__} has hooks"
-    return None
+    return dispatch(added.view(rows.shape), rows, norm.weight, norm.variance_epsilon)
 
 
 @contextmanager

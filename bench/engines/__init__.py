@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bench.errors import UsageError
 from bench.workload import Workload
@@ -23,6 +23,23 @@ class Generation:
     """Seconds for `steps` decode steps, device synchronised at both ends."""
 
 
+@dataclass
+class Decoding:
+    """One batch under way: what its next step needs, and what it has so far."""
+
+    cache: Any
+    picked: list[torch.Tensor]
+    """[batch, 1] each, on the device; the first comes from prefill."""
+    prefill_s: float
+    decode_s: float = field(default=0.0)
+
+    def tokens(self) -> torch.Tensor:
+        """[batch, 1 + steps] int64 on the CPU."""
+        import torch
+
+        return torch.cat(self.picked, dim=1).cpu()
+
+
 class Engine(Protocol):
     """Drives one loaded model."""
 
@@ -32,6 +49,14 @@ class Engine(Protocol):
 
     def prompts(self, seed: int) -> torch.Tensor:
         """[batch, input_len] int64: random token ids, the same for the same seed."""
+        ...
+
+    def prefill(self, prompts: torch.Tensor) -> Decoding:
+        """Read the prompts and pick the first token."""
+        ...
+
+    def decode(self, decoding: Decoding, steps: int) -> None:
+        """Greedy, exactly `steps` more steps, end of sequence ignored; adds to `decode_s`."""
         ...
 
     def generate(self, prompts: torch.Tensor, steps: int) -> Generation:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from packaging.version import Version
 
-from bench.engines import Generation
+from bench.engines import Decoding, Generation
 from bench.errors import MissingError, UsageError
 from bench.workload import Preset, Workload, presets
 
@@ -38,25 +38,31 @@ class TransformersEngine:
         return torch.randint(0, self.vocab_size, shape, generator=generator)
 
     @torch.inference_mode()
-    def generate(self, prompts: torch.Tensor, steps: int) -> Generation:
+    def prefill(self, prompts: torch.Tensor) -> Decoding:
         tokens = prompts.to(self.device)
-        picked = []
         self.synchronize()
         begin = time.perf_counter()
         output = self.model(input_ids=tokens, use_cache=True, logits_to_keep=1)
         token = output.logits[:, -1:].argmax(-1)
-        picked.append(token)
         self.synchronize()
-        decode_begin = time.perf_counter()
+        return Decoding(output.past_key_values, [token], time.perf_counter() - begin)
+
+    @torch.inference_mode()
+    def decode(self, decoding: Decoding, steps: int) -> None:
+        cache, token = decoding.cache, decoding.picked[-1]
+        self.synchronize()
+        begin = time.perf_counter()
         for _ in range(steps):
-            output = self.model(
-                input_ids=token, past_key_values=output.past_key_values, use_cache=True
-            )
+            output = self.model(input_ids=token, past_key_values=cache, use_cache=True)
             token = output.logits[:, -1:].argmax(-1)
-            picked.append(token)
+            decoding.picked.append(token)
         self.synchronize()
-        end = time.perf_counter()
-        return Generation(torch.cat(picked, dim=1).cpu(), decode_begin - begin, end - decode_begin)
+        decoding.decode_s += time.perf_counter() - begin
+
+    def generate(self, prompts: torch.Tensor, steps: int) -> Generation:
+        decoding = self.prefill(prompts)
+        self.decode(decoding, steps)
+        return Generation(decoding.tokens(), decoding.prefill_s, decoding.decode_s)
 
     @torch.inference_mode()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
