@@ -1,0 +1,135 @@
+"""Profile a workload: under nsys on a GPU, with torch.profiler where nsys is missing or on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from bench import MissingError, PatcherError, Workload, presets
+from hotspot.nsys import export_sqlite, find_nsys, missing_libraries, nsys_environment
+from hotspot.profile import Profile, ProfileWarning
+from hotspot.rank import build_profile, kernel_stat
+from hotspot.sqlite import read_sqlite
+
+STEPS = 16
+"""Decode steps in the capture range."""
+TIMEOUT_S = 1800
+NSYS_OPTIONS = (
+    "--trace=cuda,nvtx",
+    "--sample=none",
+    "--cpuctxsw=none",
+    "--cuda-graph-trace=node",
+    "--capture-range=cudaProfilerApi",
+    "--capture-range-end=stop",
+    "--force-overwrite=true",
+)
+"""Without --sample=none a two-second program writes gigabytes; without node-level tracing decode
+hides inside its graphs."""
+
+
+def capture(
+    workload: Workload,
+    folder: Path,
+    progress: Callable[[str], None] | None = None,
+    steps: int = STEPS,
+) -> Profile:
+    """Run the workload in a process of its own and profile steady decode.
+
+    Files (`decode.nsys-rep`, `decode.sqlite`) stay in `folder`.
+
+    Raises:
+        MissingError: the model fits no device here.
+        PatcherError: the profiled program failed; its last lines are in the message.
+    """
+    say = progress or (lambda stage: None)
+    preset = presets().get(workload.model)
+    if workload.device == "cpu" and preset is not None and not preset.fits_cpu:
+        raise MissingError(
+            f"no GPU here, and {preset.name} ({preset.parameters_b:g} billion parameters) does not "
+            "fit a CPU",
+            "read a profile with --from FILE, or try `patcher demo`",
+        )
+    if workload.device == "cuda":
+        nsys = find_nsys()
+        lacking = missing_libraries(nsys) if nsys else []
+        if nsys is not None and not lacking:
+            return _under_nsys(nsys, workload, folder, say, steps)
+        why = f"nsys lacks {', '.join(lacking)}" if lacking else "nsys was not found"
+        message = f"{why}: kernels were traced with torch.profiler; see `patcher doctor`"
+        warning = ProfileWarning(kind="fallback", message=message)
+        return _with_torch(workload, folder, say, steps, (warning,))
+    message = "no GPU: these are PyTorch operators on the CPU, by their own time, not kernels"
+    warning = ProfileWarning(kind="cpu_operators", message=message)
+    return _with_torch(workload, folder, say, steps, (warning,))
+
+
+def _under_nsys(
+    nsys: Path, workload: Workload, folder: Path, say: Callable[[str], None], steps: int
+) -> Profile:
+    say("profile under nsys")
+    report = folder / "decode.nsys-rep"
+    command = [str(nsys), "profile", *NSYS_OPTIONS, "-o", str(report)]
+    _run([*command, *_target(workload, folder / "unused.json", steps, "nsys")], nsys_environment())
+    if not report.is_file():
+        raise PatcherError(
+            "nsys ran the program and wrote no report", "see `patcher doctor`: its importer fails"
+        )
+    say("export")
+    return read_sqlite(export_sqlite(report, folder / "decode.sqlite"), workload.model)
+
+
+def _with_torch(
+    workload: Workload,
+    folder: Path,
+    say: Callable[[str], None],
+    steps: int,
+    warnings: tuple[ProfileWarning, ...],
+) -> Profile:
+    say("profile with torch.profiler")
+    out = folder / "torch.json"
+    _run(_target(workload, out, steps, "torch"), dict(os.environ))
+    found = json.loads(out.read_text(encoding="utf-8"))
+    whole = sum(row["total_ns"] for row in found["rows"])
+    kernels = [
+        kernel_stat(row["name"], row["instances"], row["total_ns"], whole)
+        for row in found["rows"]
+    ]
+    return build_profile(
+        workload.model, "torch.profiler", kernels, None, found["steps"], warnings
+    )
+
+
+def _target(workload: Workload, out: Path, steps: int, mode: str) -> list[str]:
+    arguments = [workload.model_dump_json(), str(out), str(steps), mode]
+    return [sys.executable, "-P", "-m", "hotspot.target", *arguments]
+
+
+def _run(command: list[str], environment: dict[str, str]) -> None:
+    """Run to the end; the whole group is killed on a timeout or an interrupt."""
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise PatcherError(f"profiling took over {TIMEOUT_S} s", "try a smaller batch") from None
+        raise
+    if process.returncode != 0:
+        tail = output.decode("utf-8", "replace").strip()[-1500:]
+        raise PatcherError(f"the profiled program failed (exit code {process.returncode}): {tail}")

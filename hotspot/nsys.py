@@ -1,0 +1,165 @@
+"""Whatever nsys gave: told apart by content, not by suffix."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from bench import MissingError, UsageError
+from hotspot.profile import Profile
+from hotspot.sqlite import read_sqlite
+from hotspot.summary import HINT, read_summary
+
+SQLITE_MAGIC = b"SQLite format 3\0"
+MAX_TEXT = 64 << 20
+PLACES = (
+    "/opt/nvidia/nsight-systems/*/bin/nsys",
+    "/opt/nvidia/nsight-systems/*/target-linux-x64/nsys",
+    "/opt/nvidia/nsight-systems-cli/*/bin/nsys",
+    "/usr/local/cuda*/bin/nsys",
+    # Nsight Compute carries a whole nsys
+    "/opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys",
+)
+
+
+def read(path: Path, model: str) -> Profile:
+    """A profile from an nsys SQLite export, a kernel summary in CSV, or a report (`.nsys-rep`).
+
+    Raises:
+        UsageError: missing, empty, cut off, binary, or another report; one sentence and the fix.
+        MissingError: a report needs nsys and none is here.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+            size = path.stat().st_size
+    except IsADirectoryError:
+        raise UsageError(f"{path.name} is a folder", "give one file") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", "give a profile") from error
+    if not head:
+        raise UsageError(f"{path.name} is empty", f"write it again: {HINT}")
+    if head.startswith(SQLITE_MAGIC):
+        return read_sqlite(path, model)
+    if path.suffix in (".nsys-rep", ".qdrep"):
+        with tempfile.TemporaryDirectory() as scratch:
+            exported = export_sqlite(path, Path(scratch) / f"{path.stem}.sqlite")
+            return read_sqlite(exported, model)
+    if size > MAX_TEXT:
+        raise UsageError(f"{path.name} is too large for a kernel summary", HINT)
+    raw = path.read_bytes()
+    if b"\0" in raw:
+        raise UsageError(f"{path.name} is a binary file, no nsys export or summary", HINT)
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path.name} is no UTF-8 text", HINT) from None
+    return read_summary(text, path.name, model)
+
+
+def find_nsys() -> Path | None:
+    """`$PATCHER_NSYS`, PATH, the usual install folders, or inside Nsight Compute; newest first."""
+    if chosen := os.environ.get("PATCHER_NSYS"):
+        return Path(chosen) if os.access(chosen, os.X_OK) else None
+    if found := shutil.which("nsys"):
+        return Path(found)
+    for pattern in PLACES:
+        candidates = [path for path in glob.glob(pattern) if os.access(path, os.X_OK)]
+        if candidates:
+            return Path(max(candidates, key=_version_key))
+    return None
+
+
+def nsys_environment() -> dict[str, str]:
+    """The environment for nsys: `$PATCHER_NSYS_LIBS` holds libraries that it alone needs."""
+    environment = dict(os.environ)
+    if libraries := os.environ.get("PATCHER_NSYS_LIBS"):
+        old = environment.get("LD_LIBRARY_PATH")
+        environment["LD_LIBRARY_PATH"] = f"{libraries}:{old}" if old else libraries
+    return environment
+
+
+def export_sqlite(report: Path, target: Path) -> Path:
+    """Export a report with the nsys that is here.
+
+    Raises:
+        MissingError: no nsys, or it lacks a library.
+        UsageError: it cannot read the report.
+    """
+    nsys = find_nsys()
+    if nsys is None:
+        raise MissingError(
+            f"{report.name} needs nsys to be read, and none is here",
+            f"where nsys is: nsys export --type sqlite {report.name}; then --from the .sqlite file",
+        )
+    if lacking := missing_libraries(nsys):
+        raise MissingError(f"nsys lacks {', '.join(lacking)}", _library_fix(lacking))
+    command = [str(nsys), "export", "--type", "sqlite", "--force-overwrite", "true"]
+    result = subprocess.run(
+        [*command, "-o", str(target), str(report)],
+        capture_output=True,
+        text=True,
+        env=nsys_environment(),
+        check=False,
+    )
+    if result.returncode != 0 or not target.is_file():
+        last = (result.stderr or result.stdout).strip().splitlines()
+        told = f": {last[-1][:300]}" if last else ""
+        raise UsageError(f"nsys cannot export {report.name}{told}", "profile again")
+    return target
+
+
+def missing_libraries(nsys: Path) -> list[str]:
+    """Libraries that nsys's importer wants and the loader does not find (`libdw.so.1`, often)."""
+    host = nsys.resolve().parent.parent / "host-linux-x64"
+    importers = [*host.glob("QdstrmImporter"), *nsys.resolve().parent.glob("nsys")]
+    found: list[str] = []
+    for importer in importers:
+        result = subprocess.run(
+            ["ldd", str(importer)],
+            capture_output=True,
+            text=True,
+            env=nsys_environment() | {"LC_ALL": "C"},
+            check=False,
+        )
+        found += re.findall(r"^\s*(\S+) => not found", result.stdout, re.MULTILINE)
+    own = {path.name for path in host.glob("*.so*")} if host.is_dir() else set()
+    return sorted(set(found) - own)
+
+
+def nsys_finding() -> tuple[Literal["ok", "warn", "fail"], str, str]:
+    """(status, message, fix) for `patcher doctor`."""
+    nsys = find_nsys()
+    if nsys is None:
+        fix = "install Nsight Systems, or set PATCHER_NSYS; torch.profiler is used meanwhile"
+        return "warn", "not found on PATH, in the usual folders, or in Nsight Compute", fix
+    try:
+        result = subprocess.run(
+            [str(nsys), "--version"], capture_output=True, text=True, check=False, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "fail", f"does not run: {error}", "reinstall Nsight Systems"
+    version = re.search(r"version (\S+)", result.stdout)
+    if lacking := missing_libraries(nsys):
+        return "fail", f"lacks {', '.join(lacking)}", _library_fix(lacking)
+    return "ok", version[1] if version else "found", ""
+
+
+def _library_fix(lacking: list[str]) -> str:
+    package = "libdw1" if "libdw.so.1" in lacking else "them"
+    return (
+        f"install {package} (Debian: apt-get install {package}), or set PATCHER_NSYS_LIBS to a "
+        "folder that holds them"
+    )
+
+
+def _version_key(path: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", path)]
+
+

@@ -1,0 +1,123 @@
+"""`nsys stats` kernel summaries as CSV.
+
+nsys quotes a name only when it holds a comma and never doubles inner quotes, so lines are cut from
+the left (numbers) and the rest is the name. The stream may begin with chatter and hold several
+reports; only the kernel summary is read. Units come from the header, percentages are recomputed.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+
+from bench import UsageError
+from hotspot.profile import KernelStat, Profile, ProfileWarning
+from hotspot.rank import build_profile, kernel_stat
+
+HINT = "nsys stats --report cuda_gpu_kern_sum --format csv OUT.nsys-rep > kernels.csv"
+COLUMNS = ("Time (%)", "Total Time", "Instances", "Avg", "Med", "Min", "Max", "StdDev", "Name")
+_UNITS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9, "sec": 1e9}
+_OTHERS = {
+    "Num Calls": "an API summary",
+    "GridXYZ": "a kernel summary by grid and block",
+    "Category": "a summary of all GPU work",
+    "Operation": "a memory summary",
+    "NVTX Range": "an NVTX summary",
+    "API Name": "a kernel execution summary",
+    "Style": "an NVTX summary",
+}
+
+
+def read_summary(text: str, name: str, model: str) -> Profile:
+    """The first kernel summary in the text.
+
+    Raises:
+        UsageError: there is none, or a line of it does not fit.
+    """
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if _is_header(line)), None)
+    if start is None:
+        raise UsageError(f"{name} is {_what(lines)}, not a kernel summary", HINT)
+    units = _header_units(lines[start], name)
+    rows = []
+    for number, line in enumerate(lines[start + 1 :], start + 2):
+        if not line.strip() or line.startswith(("Processing [", "Generating ", "NOTICE:")):
+            break
+        rows.append(_row(line, units, name, number))
+    if not rows:
+        raise UsageError(f"{name} holds a kernel summary without kernels", HINT)
+    whole = sum(total for _, _, total, *_ in rows)
+    kernels = [_stat(row, whole) for row in rows]
+    warnings = []
+    if any("…" in kernel.name for kernel in kernels):
+        message = "names are clipped, so kernels may share one; export as csv"
+        warnings.append(ProfileWarning(kind="clipped_names", message=message))
+    note = "a summary has no times: busy time and steps are unknown; the .sqlite export has them"
+    warnings.append(ProfileWarning(kind="no_times", message=note))
+    return build_profile(model, f"nsys kernel summary {name}", kernels, None, None, warnings)
+
+
+Row = tuple[str, int, int, float, int, int]
+
+
+def _stat(row: Row, whole: int) -> KernelStat:
+    name, instances, total, median, least, most = row
+    return kernel_stat(name, instances, total, whole, median, least, most)
+
+
+def _is_header(line: str) -> bool:
+    cells = [cell.strip().strip('"') for cell in line.lstrip("\ufeff").split(",")]
+    names = [re.sub(r" \((?!%).*\)$", "", cell) for cell in cells]
+    return names == list(COLUMNS)
+
+
+def _what(lines: list[str]) -> str:
+    """What the file is instead, for the error."""
+    for line in lines[:2000]:
+        for column, what in _OTHERS.items():
+            if column in line and "," in line:
+                return what
+    return "another file" if lines else "empty"
+
+
+def _header_units(line: str, name: str) -> list[float]:
+    """Nanoseconds per unit of the five duration columns."""
+    units = []
+    cells = [cell.strip().strip('"') for cell in line.split(",")]
+    for cell in (cells[1], *cells[3:7]):
+        found = re.search(r"\((\w+)\)$", cell)
+        if found is None or found[1] not in _UNITS:
+            raise UsageError(f"{name}: no known unit in column {cell!r}", HINT)
+        units.append(_UNITS[found[1]])
+    return units
+
+
+def _row(line: str, units: list[float], name: str, number: int) -> Row:
+    parts = line.split(",", len(COLUMNS) - 1)
+    kernel = parts[-1]
+    if line.startswith('"'):  # all quoted: some other program wrote it again, properly
+        parts = next(csv.reader([line]))
+        kernel = parts[-1]
+    elif len(kernel) > 1 and kernel[0] == kernel[-1] == '"':
+        kernel = kernel[1:-1]
+    try:
+        if len(parts) != len(COLUMNS):
+            raise ValueError
+        total, mean, median, least, most = (
+            _number(cell) * unit
+            for cell, unit in zip((parts[1], *parts[3:7]), units, strict=True)
+        )
+        instances = int(_number(parts[2]))
+        if instances < 1 or min(total, mean, median, least, most) < 0 or not kernel.strip():
+            raise ValueError
+    except (ValueError, OverflowError):
+        message = f"{name}, line {number}: not a line of a kernel summary"
+        raise UsageError(message, f"the file may be cut off; write it again: {HINT}") from None
+    return kernel, instances, round(total), median, round(least), round(most)
+
+
+def _number(cell: str) -> float:
+    value = float(cell.strip().replace(",", ""))
+    if not abs(value) < 1e18:
+        raise ValueError(cell)
+    return value
