@@ -87,9 +87,7 @@ class ClockMonitor:
         nvml = self._nvml
         try:
             clock = int(nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM))
-            degrees = int(
-                nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU)
-            )
+            degrees = int(nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU))
             bits = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle))
         except self._errors() as error:
             self._problem = f"NVML stopped answering: {error}"

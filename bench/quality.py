@@ -35,13 +35,13 @@ def assess(engine: Engine, arms: Arms, seed: int, steps: int) -> Quality:
     with arms["baseline"]():
         picked = engine.generate(prompts, steps).tokens
     tokens = torch.cat([prompts, picked], dim=1)
-    first = prompts.shape[1] - 1  # logits here choose the first generated token
+    keep = picked.shape[1] + 1  # from the logits that choose the first generated token
     values = {}
     for arm in ("baseline", "patched"):
         with arms[arm]():
-            values[arm] = _rows(engine.logits(tokens), first)
-    wide, how = engine.reference_logits(tokens)
-    return _compare(values["baseline"], values["patched"], _rows(wide, first), how)
+            values[arm] = _rows(engine.logits(tokens, keep))
+    wide, how = engine.reference_logits(tokens, keep)
+    return _compare(values["baseline"], values["patched"], _rows(wide), how)
 
 
 def greedy_identical(
@@ -51,9 +51,9 @@ def greedy_identical(
     return torch.equal(engine.generate(prompts, steps).tokens, before)
 
 
-def _rows(logits: torch.Tensor, first: int) -> torch.Tensor:
-    """[positions, vocabulary]: what chooses the generated tokens."""
-    return logits[:, first:-1].reshape(-1, logits.shape[-1])
+def _rows(logits: torch.Tensor) -> torch.Tensor:
+    """[positions, vocabulary]: what chooses the generated tokens; the last chooses none."""
+    return logits[:, :-1].reshape(-1, logits.shape[-1])
 
 
 def _compare(
@@ -72,7 +72,9 @@ def _compare(
         ("largest error", ours.largest, MAX_FACTOR * theirs.largest + TINY),
         ("gap at a changed pick", worst or 0.0, allowance),
     )
-    broken = [f"{name} {got:.3g} over {limit:.3g}" for name, got, limit in checks if not got <= limit]
+    broken = [
+        f"{name} {got:.3g} over {limit:.3g}" for name, got, limit in checks if not got <= limit
+    ]
     agreement = 100 * (1 - len(differ) / len(picks))
     fine = (
         f"error against {how} is {ours.rmse / max(theirs.rmse, TINY):.3f} of the baseline's own, "
@@ -117,4 +119,5 @@ class _Errors:
 def _chunks(
     first: torch.Tensor, second: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    yield from zip(first.split(CHUNK), second.split(CHUNK), strict=True)
+    for begin in range(0, len(first), CHUNK):
+        yield first[begin : begin + CHUNK], second[begin : begin + CHUNK]

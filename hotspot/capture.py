@@ -1,4 +1,4 @@
-"""Profile a workload: under nsys on a GPU, with torch.profiler where nsys is missing or on a CPU."""
+"""Profile a workload: under nsys on a GPU, else with torch.profiler."""
 
 from __future__ import annotations
 
@@ -96,12 +96,9 @@ def _with_torch(
     found = json.loads(out.read_text(encoding="utf-8"))
     whole = sum(row["total_ns"] for row in found["rows"])
     kernels = [
-        kernel_stat(row["name"], row["instances"], row["total_ns"], whole)
-        for row in found["rows"]
+        kernel_stat(row["name"], row["instances"], row["total_ns"], whole) for row in found["rows"]
     ]
-    return build_profile(
-        workload.model, "torch.profiler", kernels, None, found["steps"], warnings
-    )
+    return build_profile(workload.model, "torch.profiler", kernels, None, found["steps"], warnings)
 
 
 def _target(workload: Workload, out: Path, steps: int, mode: str) -> list[str]:
@@ -128,7 +125,9 @@ def _run(command: list[str], environment: dict[str, str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
-            raise PatcherError(f"profiling took over {TIMEOUT_S} s", "try a smaller batch") from None
+            raise PatcherError(
+                f"profiling took over {TIMEOUT_S} s", "try a smaller batch"
+            ) from None
         raise
     if process.returncode != 0:
         tail = output.decode("utf-8", "replace").strip()[-1500:]

@@ -161,5 +161,3 @@ def _library_fix(lacking: list[str]) -> str:
 
 def _version_key(path: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", path)]
-
-

@@ -104,8 +104,7 @@ def _row(line: str, units: list[float], name: str, number: int) -> Row:
         if len(parts) != len(COLUMNS):
             raise ValueError
         total, mean, median, least, most = (
-            _number(cell) * unit
-            for cell, unit in zip((parts[1], *parts[3:7]), units, strict=True)
+            _number(cell) * unit for cell, unit in zip((parts[1], *parts[3:7]), units, strict=True)
         )
         instances = int(_number(parts[2]))
         if instances < 1 or min(total, mean, median, least, most) < 0 or not kernel.strip():

@@ -38,23 +38,25 @@ def main() -> None:
 @contextmanager
 def capture_range() -> Iterator[None]:
     """What nsys records with `-c cudaProfilerApi`."""
-    runtime: Any = torch.cuda.cudart()
+    cuda: Any = torch.cuda
+    runtime = cuda.cudart()
     torch.cuda.synchronize()
     runtime.cudaProfilerStart()
-    torch.cuda.nvtx.range_push("decode")
+    cuda.nvtx.range_push("decode")
     try:
         yield
     finally:
         torch.cuda.synchronize()
-        torch.cuda.nvtx.range_pop()
+        cuda.nvtx.range_pop()
         runtime.cudaProfilerStop()
 
 
 def decode(engine: Engine, decoding: Decoding, steps: int) -> None:
+    nvtx: Any = torch.cuda.nvtx
     for _ in range(steps):
-        torch.cuda.nvtx.range_push("step")
+        nvtx.range_push("step")
         engine.decode(decoding, 1)
-        torch.cuda.nvtx.range_pop()
+        nvtx.range_pop()
 
 
 def with_torch_profiler(
@@ -106,13 +108,13 @@ def norm_ranges(model: torch.nn.Module, device: str) -> Iterator[None]:
 def gpu_rows(recorded: Any) -> list[dict[str, Any]]:
     totals: dict[str, list[int]] = {}
     for event in recorded.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             row = totals.setdefault(event.name, [])
             row.append(round(event.time_range.elapsed_us() * 1e3))
     return [
         {"name": name, "instances": len(times), "total_ns": sum(times)}
         for name, times in totals.items()
-        if not name.startswith(("Memcpy", "Memset")) and sum(times)
+        if not name.startswith(("Memcpy", "Memset")) and sum(times) > 0
     ]
 
 
@@ -131,7 +133,7 @@ def cpu_rows(recorded: Any) -> list[dict[str, Any]]:
         if inside_module(event):
             continue
         whole = event.name.startswith("module::")
-        spent = event.cpu_time_total if whole else event.self_cpu_time_total
+        spent: float = event.cpu_time_total if whole else event.self_cpu_time_total
         totals.setdefault(event.name, []).append(round(spent * 1e3))
     return [
         {"name": name, "instances": len(times), "total_ns": sum(times)}

@@ -118,7 +118,9 @@ class Patch:
             )
         points = [point for point in op.contract.patch_points if point.engine == engine]
         if not points:
-            raise UsageError(f"{op.name} has no patch point in {engine}", f"see `patcher ops show {op.name}`")
+            raise UsageError(
+                f"{op.name} has no patch point in {engine}", f"see `patcher ops show {op.name}`"
+            )
         point = points[0]
         device = evaluation.environment.device_kind if evaluation.environment else "cpu"
         source = f"sources/{candidate.file_name}"

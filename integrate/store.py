@@ -44,7 +44,7 @@ class Store:
     def __init__(self, root: Path | None = None) -> None:
         self.root = root or Path(os.environ.get("PATCHER_HOME") or Path.home() / ".patcher")
 
-    def list(self) -> tuple[Applied, ...]:
+    def applied(self) -> tuple[Applied, ...]:
         """What is on, oldest first.
 
         Raises:
@@ -78,7 +78,7 @@ class Store:
             point=target.point,
             op=patch.manifest.op,
         )
-        others = [known for known in self.list() if known.id != entry.id]
+        others = [known for known in self.applied() if known.id != entry.id]
         for known in others:
             if (known.engine, known.point) == (entry.engine, entry.point):
                 raise UsageError(
@@ -104,7 +104,7 @@ class Store:
 
     def revert(self, patch_id: str) -> bool:
         """Switch a patch off; False when it was not on."""
-        known = self.list()
+        known = self.applied()
         left = tuple(entry for entry in known if entry.id != patch_id)
         if len(left) == len(known):
             return False
@@ -125,7 +125,7 @@ class Store:
 
         with ExitStack() as stack:
             entered = []
-            for entry in self.list():
+            for entry in self.applied():
                 patch = Patch.load(self.root / "patches" / entry.id)
                 if patch.digest != entry.digest:
                     raise VerificationError(

@@ -51,8 +51,8 @@ class GptOssDecoderLayers:
             VerificationError: not a gpt-oss of transformers, or already patched by someone.
         """
         body: Any = getattr(model, "model", model)
-        layers = getattr(body, "layers", None)
-        names = {type(layer).__name__ for layer in layers or ()}
+        layers: list[Any] = list(getattr(body, "layers", ()))
+        names = {type(layer).__name__ for layer in layers}
         if names != {"GptOssDecoderLayer"}:
             raise VerificationError(
                 f"{type(model).__name__} has no gpt-oss decoder layers",
@@ -138,7 +138,8 @@ class GptOssDecoderLayers:
             if _add_norm(dispatch, mixed, rows, following):
                 self._waiting = (residual, mixed, rows)
                 return residual
-            return residual + mixed
+            total: torch.Tensor = residual + mixed
+            return total
 
         return forward
 

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import click
 import typer
 from pydantic import BaseModel
 from rich.console import Console
@@ -29,6 +28,11 @@ app = typer.Typer(
     "3 something missing here; 4 budget spent; 5 verification failed; 6 waiting for a reply; "
     "130 interrupted.",
 )
+
+CLICK_ERROR: type[Exception] = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+)
+"""Wrong usage as typer raises it, whether it brings its own click or uses the installed one."""
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: what is here.")]
@@ -86,13 +90,13 @@ def main() -> None:
     except PatcherError as error:
         _report(error, as_json)
         sys.exit(error.exit_code)
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
+    except CLICK_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            sys.stderr.write(f"{error}\n")
+        else:
+            _report(UsageError(_message(error), _help_hint(error)), as_json)
         sys.exit(2)
-    except click.ClickException as error:
-        _report(UsageError(error.format_message(), _help_hint(error)), as_json)
-        sys.exit(2)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         _report(_Interrupted("interrupted", "go on with: patcher resume"), as_json)
         sys.exit(130)
     except BrokenPipeError:
@@ -109,7 +113,11 @@ class _Interrupted(PatcherError):
     exit_code = 130
 
 
-def _help_hint(error: click.ClickException) -> str:
+def _message(error: Any) -> str:
+    return str(error.format_message())
+
+
+def _help_hint(error: BaseException) -> str:
     context = getattr(error, "ctx", None)
     return f"see: {context.command_path} --help" if context else "see: patcher --help"
 
@@ -126,16 +134,19 @@ def _report(error: PatcherError, as_json: bool) -> None:
         console.print(error.hint, markup=False, highlight=False)
 
 
-def pick_device(asked: str | None) -> str:
+def pick_device(asked: str | None) -> Literal["cpu", "cuda"]:
     """The device asked for, else CUDA where there is one.
 
     Raises:
         UsageError: neither `cpu` nor `cuda`.
     """
-    if asked is not None:
-        if asked not in ("cpu", "cuda"):
+    match asked:
+        case "cpu":
+            return "cpu"
+        case "cuda":
+            return "cuda"
+        case str():
             raise UsageError(f"unknown device {asked!r}", "say cpu or cuda")
-        return asked
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

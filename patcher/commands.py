@@ -200,6 +200,43 @@ def evaluate(
 
 
 @app.command()
+@examples("patcher bundle fused_add_rms_norm kernel.cu norm-patch --sweep bf16-fp32-weight")
+def bundle(
+    op: Annotated[str, typer.Argument(help="An op of the library.")],
+    source: Annotated[Path, typer.Argument(help="One source file.")],
+    folder: Annotated[Path, typer.Argument(help="Where the patch bundle goes.")],
+    language: Annotated[Language | None, typer.Option(help="Default: by the file's name.")] = None,
+    sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
+    engine: Engine = "transformers",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> int:
+    """Judge a candidate and, if it is right and faster, make it a patch bundle."""
+    from bench import judge
+    from integrate import Patch
+    from patcher.show import print_evaluation
+
+    candidate = Candidate.from_file(load_op(op).name, source, language)
+    output = Output(as_json)
+    with output.progress() as bar:
+        settings = judge.JudgeSettings(sweep=sweep, threads=threads)
+        evaluation = judge.evaluate(candidate, settings, bar)
+    if evaluation.outcome is not Outcome.CORRECT:
+        if as_json:
+            output.emit(evaluation)
+        else:
+            print_evaluation(output.out, evaluation)
+        return 1
+    patch = Patch.create(
+        folder, load_op(op), candidate, evaluation, engine=engine, made_by="patcher bundle"
+    )
+    manifest = patch.manifest
+    speedup = f"{evaluation.geomean_speedup:.3f}x against {evaluation.baseline}"
+    output.emit(manifest, Text(f"{manifest.id} in {folder}: {speedup}"))
+    return 0
+
+
+@app.command()
 @examples(
     "patcher optimize fused_add_rms_norm --language cpp --model exchange:prompts",
     "patcher optimize fused_add_rms_norm --language cuda --iterations 6 --budget-usd 5",
@@ -270,9 +307,7 @@ def run(
             "margin_pct": margin_pct,
         }
     )
-    workload = _workload(
-        served, device, engine, batch, input_len, output_len, weights, threads
-    )
+    workload = _workload(served, device, engine, batch, input_len, output_len, weights, threads)
     plan = pipeline.Plan(
         op=load_op(op).name if op else None,
         language=language,
@@ -399,12 +434,8 @@ def throughput(
     from patcher.measure import Job, measure_and_decide
     from patcher.show import comparison_lines, quality_line
 
-    workload = _workload(
-        model, device, engine, batch, input_len, output_len, weights, threads
-    )
-    job = Job(
-        workload=workload, margin_pct=margin, max_pairs=pairs, quality_steps=quality_steps
-    )
+    workload = _workload(model, device, engine, batch, input_len, output_len, weights, threads)
+    job = Job(workload=workload, margin_pct=margin, max_pairs=pairs, quality_steps=quality_steps)
     with output.progress() as bar:
         result = measure_and_decide(job, patch, bar)
     if out is not None:
@@ -428,8 +459,8 @@ def report(
 ) -> int:
     """The report of a run: one HTML file, Markdown for a pull request, JSON for machines."""
     from patcher.cli import runs_dir
-    from patcher.run import Run
     from patcher.gather import write_report
+    from patcher.run import Run
 
     run = Run.open(Run.find(runs_dir(), which), read_only=True)
     files = write_report(run, tuple(part.strip() for part in formats.split(",")))
@@ -446,7 +477,7 @@ def patches(as_json: Json = False) -> int:
     from integrate import Store
     from patcher.show import patches_table
 
-    found = Store().list()
+    found = Store().applied()
     manifests = [entry.model_dump(mode="json") for entry in found]
     document = {"schema_version": SCHEMA_VERSION, "patches": manifests}
     Output(as_json).emit(document, patches_table(found))

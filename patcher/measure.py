@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -187,6 +186,7 @@ def measure(job: Job, patch: Patch, report: Report) -> Measured:
     from bench.clocks import ClockMonitor
     from bench.engines import open_engine
     from bench.quality import assess, greedy_identical
+    from bench.throughput import Arms
     from bench.throughput import measure as measure_throughput
     from bench.toolchains import build, load
     from integrate import ReceiptBook, applied
@@ -202,7 +202,7 @@ def measure(job: Job, patch: Patch, report: Report) -> Measured:
     steps = job.workload.output_len
     before = engine.generate(prompts, steps).tokens
 
-    def arms(receipts: ReceiptBook) -> dict[str, Callable[[], Any]]:
+    def arms(receipts: ReceiptBook) -> Arms:
         return {
             "baseline": nullcontext,
             "patched": lambda: applied(engine.model, patch, kernel=kernel, book=receipts),

@@ -84,7 +84,7 @@ class Result(Record):
 
 def workload_for(
     model: str,
-    device: str,
+    device: Literal["cpu", "cuda"],
     *,
     batch: int | None = None,
     input_len: int | None = None,

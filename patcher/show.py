@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -20,6 +20,7 @@ from rich.text import Text
 
 from bench import Comparison, Evaluation, Op, Outcome, Quality
 from hotspot import Profile
+from integrate import Applied
 from patcher.attempts import Attempt
 from patcher.doctor import Finding
 
@@ -156,6 +157,15 @@ def ops_table(ops: dict[str, Op]) -> Table:
             ", ".join(info.name for info, _ in op.solutions()),
             "\n".join(points),
         )
+    return table
+
+
+def patches_table(applied: Sequence[Applied]) -> Table:
+    table = Table(title="patches that are on")
+    for name in ("id", "op", "engine", "patch point", "digest"):
+        table.add_column(name)
+    for entry in applied:
+        table.add_row(entry.id, entry.op, entry.engine, entry.point, entry.digest[:16])
     return table
 
 

@@ -63,14 +63,15 @@ class Engine(Protocol):
         """Greedy, exactly `steps` decode steps after prefill, end of sequence ignored."""
         ...
 
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Teacher-forced logits [batch, length, vocabulary] in float32 on the CPU."""
+    def logits(self, tokens: torch.Tensor, keep: int = 0) -> torch.Tensor:
+        """Teacher-forced logits [batch, length, vocabulary] in float32 on the CPU.
+
+        `keep` > 0: of the last `keep` positions only.
+        """
         ...
 
-    def reference_logits(self, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
-        """As `logits`, computed in higher precision from the same weights, and the name of that
-        precision.
-        """
+    def reference_logits(self, tokens: torch.Tensor, keep: int = 0) -> tuple[torch.Tensor, str]:
+        """As `logits`, in higher precision from the same weights; and how, in words."""
         ...
 
     def routing_entropy_pct(self, prompts: torch.Tensor, steps: int) -> float | None:

@@ -65,11 +65,12 @@ class TransformersEngine:
         return Generation(decoding.tokens(), decoding.prefill_s, decoding.decode_s)
 
     @torch.inference_mode()
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, self.model(input_ids=tokens.to(self.device)).logits.float().cpu())
+    def logits(self, tokens: torch.Tensor, keep: int = 0) -> torch.Tensor:
+        output = self.model(input_ids=tokens.to(self.device), use_cache=False, logits_to_keep=keep)
+        return cast(torch.Tensor, output.logits.float().cpu())
 
     @torch.inference_mode()
-    def reference_logits(self, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
+    def reference_logits(self, tokens: torch.Tensor, keep: int = 0) -> tuple[torch.Tensor, str]:
         """Each block is upcast for its own turn, which is exact, and cast back, which is exact
         too.
         """
@@ -80,11 +81,9 @@ class TransformersEngine:
             _upcast_in_turn([*body.layers, body.norm, self.model.lm_head], wide),
             _wide_parts(self.model, wide),
         ):
-            logits = self.model(inputs_embeds=embedded, use_cache=False).logits
-        return (
-            logits.float().cpu(),
-            f"{str(wide).removeprefix('torch.')} upcast of the same weights",
-        )
+            output = self.model(inputs_embeds=embedded, use_cache=False, logits_to_keep=keep)
+        name = str(wide).removeprefix("torch.")
+        return output.logits.cpu(), f"{name} upcast of the same weights"
 
     @torch.inference_mode()
     def routing_entropy_pct(self, prompts: torch.Tensor, steps: int) -> float | None:
