@@ -19,7 +19,7 @@ import torch
 
 from bench.clocks import ClockMonitor
 from bench.comparison import Arm, Comparison, Throughput, Window
-from bench.engines import Engine
+from bench.engines import Decoding, Engine
 from bench.environment import describe
 from bench.errors import PatcherError
 from bench.stats import compare, look_confidences
@@ -27,8 +27,8 @@ from bench.workload import Workload
 
 CONTROL_EVERY = 3
 """One A/A pair for so many A/B pairs."""
-TURNS = 12
-"""Turns that each window of a pair is cut into."""
+TURN_STEPS = 8
+"""Decode steps an arm takes before the other has its turn; the first of them is not timed."""
 CLOCK_TOLERANCE = 0.02
 
 Arms = Mapping[Arm, Callable[[], AbstractContextManager[object]]]
@@ -119,19 +119,19 @@ def run_pair(
     for arm in order:
         with enter[arm]():
             decoding[arm] = engine.prefill(prompts)
-    steps, turn = workload.output_len, max(workload.output_len // TURNS, 1)
+    turns = turn_lengths(workload.output_len)
     with _no_gc():
-        for index, begin in enumerate(range(0, steps, turn)):
+        for index, steps in enumerate(turns):
             for arm in order if index % 2 == 0 else order[::-1]:
                 with enter[arm]():
-                    engine.decode(decoding[arm], min(turn, steps - begin))
+                    take_turn(engine, decoding[arm], steps)
     clock = clocks.sample()
     return [
         Window(
             pair=pair,
             arm=arm,
             kind=kind,
-            tokens=count_tokens(decoding[arm].tokens(), workload, engine),
+            tokens=count_tokens(decoding[arm].tokens(), workload, engine, len(turns)),
             decode_s=decoding[arm].decode_s,
             prefill_s=decoding[arm].prefill_s,
             sm_clock_mhz=clock.sm_mhz,
@@ -142,8 +142,22 @@ def run_pair(
     ]
 
 
-def count_tokens(tokens: torch.Tensor, workload: Workload, engine: Engine) -> int:
-    """Decoded tokens as the caller counts them: the first column is prefill's.
+def turn_lengths(steps: int) -> list[int]:
+    """Steps cut into turns; a short last one joins the turn before."""
+    whole = max(steps // TURN_STEPS, 1)
+    return [TURN_STEPS] * (whole - 1) + [steps - TURN_STEPS * (whole - 1)]
+
+
+def take_turn(engine: Engine, decoding: Decoding, steps: int) -> None:
+    """One step that is not timed, since caches still hold the other arm's code, then the rest."""
+    before = decoding.decode_s
+    engine.decode(decoding, 1)
+    decoding.decode_s = before
+    engine.decode(decoding, steps - 1)
+
+
+def count_tokens(tokens: torch.Tensor, workload: Workload, engine: Engine, turns: int) -> int:
+    """Timed tokens as the caller counts them: without prefill's and the first of each turn.
 
     Raises:
         PatcherError: not the shape asked for, or an id outside the vocabulary.
@@ -153,7 +167,7 @@ def count_tokens(tokens: torch.Tensor, workload: Workload, engine: Engine) -> in
         raise PatcherError(f"the engine gave tokens {tuple(tokens.shape)}, {asked} was asked for")
     if int(tokens.min()) < 0 or int(tokens.max()) >= engine.vocab_size:
         raise PatcherError("the engine gave a token id outside the vocabulary")
-    return workload.batch * workload.output_len
+    return workload.batch * (workload.output_len - turns)
 
 
 def decide_on(

@@ -52,7 +52,7 @@ class Workload(Record):
     input_len: int = Field(ge=1)
     """Prompt tokens per sequence."""
     output_len: int = Field(ge=1)
-    """Decode steps per window; the first token comes from prefill and is not counted."""
+    """Decode steps per window, after the token that comes from prefill."""
     weights: Literal["random", "hub", "local"] = "random"
     seed: int = 0
     threads: int | None = None

@@ -10,9 +10,9 @@ from integrate.store import Applied, Store
 
 if TYPE_CHECKING:
     from integrate.dispatch import ReceiptBook
-    from integrate.transformers import applied
+    from integrate.transformers import prepare
 
-_LAZY = {"ReceiptBook": "integrate.dispatch", "applied": "integrate.transformers"}
+_LAZY = {"ReceiptBook": "integrate.dispatch", "prepare": "integrate.transformers"}
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +24,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["Applied", "Manifest", "Patch", "Receipt", "ReceiptBook", "Store", "applied"]
+__all__ = ["Applied", "Manifest", "Patch", "Receipt", "ReceiptBook", "Store", "prepare"]

@@ -121,7 +121,7 @@ class Store:
         Args:
             build: makes a patch's kernel callable (`bench.toolchains`).
         """
-        from integrate.transformers import applied
+        from integrate.transformers import prepare
 
         with ExitStack() as stack:
             entered = []
@@ -131,7 +131,7 @@ class Store:
                     raise VerificationError(
                         f"{entry.id} in {self.root} is not what was applied", "apply it again"
                     )
-                stack.enter_context(applied(model, patch, kernel=build(patch), strict=False))
+                stack.enter_context(prepare(model, patch, kernel=build(patch), strict=False))
                 entered.append(entry)
             yield entered
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -27,13 +26,28 @@ class GptOssDecoderLayers:
 
     point: ClassVar[str] = "gpt_oss.decoder_layer"
 
-    def __init__(self, dispatch: AddNormDispatcher) -> None:
+    def __init__(self, model: torch.nn.Module, dispatch: AddNormDispatcher) -> None:
+        """Get ready for this model; nothing is changed yet.
+
+        Raises:
+            VerificationError: see `find`.
+        """
+        from transformers.utils.output_capturing import _active_collector
+
+        body = self.find(model)
         self._dispatch = dispatch
-        self._swapped: list[torch.nn.Module] = []
+        self._recording: Callable[[], Any] = _active_collector.get
+        """What transformers collects while it runs."""
         self._waiting: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         """(hidden state, its norm, its rows) handed from one layer to the next."""
-        self._recording: Callable[[], Any] = dict
-        """What transformers collects while it runs."""
+        self._installed = False
+        layers = list(body.layers)
+        norms = [*(layer.input_layernorm for layer in layers[1:]), body.norm]
+        self._forwards: list[tuple[torch.nn.Module, Callable[..., Any]]] = [
+            (layer, self._layer_forward(layer, norm, first=layer is layers[0]))
+            for layer, norm in zip(layers, norms, strict=True)
+        ]
+        self._forwards.append((body.norm, self._final_norm(body.norm)))
 
     @staticmethod
     def fingerprint() -> str:
@@ -66,35 +80,35 @@ class GptOssDecoderLayers:
                 )
         return body
 
-    def install(self, model: torch.nn.Module) -> None:
-        """Swap the forwards of this model's instances.
+    def install(self) -> None:
+        """Swap the forwards of this model's instances; cheap, so that arms can take turns.
 
         Raises:
-            VerificationError: see `find`.
-            UsageError: this installation is in use.
+            UsageError: installed already.
+            VerificationError: someone else has patched the model meanwhile.
         """
-        if self._swapped:
+        if self._installed:
             raise UsageError("the patch is installed already", "remove it first")
-        from transformers.utils.output_capturing import _active_collector
-
-        body = self.find(model)
-        self._recording = _active_collector.get
-        layers = list(body.layers)
-        for index, layer in enumerate(layers):
-            last = index + 1 == len(layers)
-            following = body.norm if last else layers[index + 1].input_layernorm
-            self._swap(layer, self._layer_forward(layer, following, first=index == 0))
-        self._swap(body.norm, self._final_norm(body.norm))
+        if any("forward" in module.__dict__ for module, _ in self._forwards):
+            raise VerificationError("the model is patched already", "take the other patch out")
+        self._installed = True
+        for module, forward in self._forwards:
+            module.__dict__["forward"] = forward
 
     def remove(self) -> None:
         """Put everything back; once more is the same as once."""
-        while self._swapped:
-            del self._swapped.pop().__dict__["forward"]
+        if self._installed:
+            for module, _ in self._forwards:
+                del module.__dict__["forward"]
+        self._installed = False
         self._waiting = None
 
-    def _swap(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
-        module.__dict__["forward"] = forward
-        self._swapped.append(module)
+    def __enter__(self) -> ReceiptBook:
+        self.install()
+        return self._dispatch.book
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
 
     def _layer_forward(self, layer: Any, following: Any, *, first: bool) -> Callable[..., Any]:
         original = layer.forward
@@ -185,16 +199,17 @@ def _add_norm(
     return dispatch(added.view(rows.shape), rows, norm.weight, norm.variance_epsilon)
 
 
-@contextmanager
-def applied(
+def prepare(
     model: torch.nn.Module,
     patch: Patch,
     *,
     kernel: Callable[..., object],
     book: ReceiptBook | None = None,
     strict: bool = True,
-) -> Iterator[ReceiptBook]:
-    """The model with the patch in; restored exactly on the way out, also after an exception.
+) -> GptOssDecoderLayers:
+    """The patch ready for this model: a context manager that can be entered again and again.
+
+    While it is entered the patch is in; leaving restores exactly, also after an exception.
 
     Args:
         kernel: the patch's kernel, built and loaded (`bench.toolchains`).
@@ -204,7 +219,6 @@ def applied(
         VerificationError: the installed transformers or the model is not what the patch replaces.
     """
     patch.verify_target()
-    book = book or ReceiptBook(patch.manifest.id, patch.digest)
     guards = patch.manifest.guards
     dtypes = frozenset(
         (getattr(torch, choice["T"]), getattr(torch, choice["W"])) for choice in guards.dtypes
@@ -213,12 +227,7 @@ def applied(
         patch.manifest.entry,
         kernel,
         DispatchGuards(guards.device, dtypes, guards.hidden_multiple_of, guards.hidden_max),
-        book,
+        book or ReceiptBook(patch.manifest.id, patch.digest),
         strict=strict,
     )
-    installation = POINTS[patch.manifest.target.point](dispatch)
-    installation.install(model)
-    try:
-        yield book
-    finally:
-        installation.remove()
+    return POINTS[patch.manifest.target.point](model, dispatch)

@@ -189,7 +189,7 @@ def measure(job: Job, patch: Patch, report: Report) -> Measured:
     from bench.throughput import Arms
     from bench.throughput import measure as measure_throughput
     from bench.toolchains import build, load
-    from integrate import ReceiptBook, applied
+    from integrate import ReceiptBook, prepare
 
     built = build(patch.candidate(), patch.contract)
     if not built.ok:
@@ -203,10 +203,8 @@ def measure(job: Job, patch: Patch, report: Report) -> Measured:
     before = engine.generate(prompts, steps).tokens
 
     def arms(receipts: ReceiptBook) -> Arms:
-        return {
-            "baseline": nullcontext,
-            "patched": lambda: applied(engine.model, patch, kernel=kernel, book=receipts),
-        }
+        patched = prepare(engine.model, patch, kernel=kernel, book=receipts)
+        return {"baseline": nullcontext, "patched": lambda: patched}
 
     with ClockMonitor(job.workload.device) as clocks:
         throughput = measure_throughput(
