@@ -87,6 +87,9 @@ class Quality(Record):
     patched_mean_kl: float
     greedy_agreement_pct: float
     """Share of positions at which both arms pick the same token."""
+    baseline_reference_agreement_pct: float
+    """Share of positions at which the baseline picks what the reference picks: the yardstick."""
+    patched_reference_agreement_pct: float
     worst_flip_margin: float | None
     """Largest baseline logit gap among positions where the picks differ; None when none differ."""
     flip_allowance: float

@@ -76,9 +76,14 @@ def _compare(
         f"{name} {got:.3g} over {limit:.3g}" for name, got, limit in checks if not got <= limit
     ]
     agreement = 100 * (1 - len(differ) / len(picks))
+    right = reference.argmax(-1)
+    base_right, our_right = (
+        100 * float((picked == right).double().mean()) for picked in (picks, other)
+    )
     fine = (
         f"error against {how} is {ours.rmse / max(theirs.rmse, TINY):.3f} of the baseline's own, "
-        f"{agreement:.2f} % of greedy picks agree over {len(picks)} positions"
+        f"{agreement:.1f} % of greedy picks agree over {len(picks)} positions (baseline with that "
+        f"reference: {base_right:.1f} %, patched: {our_right:.1f} %)"
     )
     return Quality(
         positions=len(picks),
@@ -90,6 +95,8 @@ def _compare(
         baseline_mean_kl=theirs.mean_kl,
         patched_mean_kl=ours.mean_kl,
         greedy_agreement_pct=agreement,
+        baseline_reference_agreement_pct=base_right,
+        patched_reference_agreement_pct=our_right,
         worst_flip_margin=worst,
         flip_allowance=allowance,
         passed=not broken,

@@ -323,6 +323,8 @@ def sample(**changes: Any) -> Report:
             baseline_mean_kl=4.1e-12,
             patched_mean_kl=3.9e-12,
             greedy_agreement_pct=100.0,
+            baseline_reference_agreement_pct=98.9,
+            patched_reference_agreement_pct=99.1,
             worst_flip_margin=None,
             flip_allowance=4.6e-5,
             passed=True,
