@@ -17,6 +17,7 @@ from typing import Any
 
 from scipy import stats
 
+from bench.clocks import ClockMonitor
 from bench.errors import MissingError
 from bench.evaluation import Timing, geomean
 from bench.judge import cases as cases_
@@ -39,12 +40,20 @@ class Sitting:
     """Candidate and baseline, each loaded in a runner of its own, compared point by point."""
 
     def __init__(
-        self, op: Op, sweep: Sweep, device: str, runner: Runner, baseline: Runner, pairs: int
+        self,
+        op: Op,
+        sweep: Sweep,
+        device: str,
+        runner: Runner,
+        baseline: Runner,
+        pairs: int,
+        clocks: ClockMonitor,
     ) -> None:
         self.op, self.sweep, self.device = op, sweep, device
         self.runner, self.baseline, self.pairs = runner, baseline, pairs
         self.method = METHODS[device]
         self.captured_by_baseline = False
+        self.clocks = clocks
 
     def compare(self, point: Point, load_timeout_s: float) -> tuple[Timing, tuple[str, str] | None]:
         """The timing at one point, and (check, detail) where a timed call went wrong.
@@ -60,6 +69,7 @@ class Sitting:
         for pair in range(self.pairs + 1):
             block = fresh_block(self.op, point, sets)
             order = [self.runner, self.baseline] if pair % 2 else [self.baseline, self.runner]
+            self.clocks.sample()
             took = {
                 arm is self.runner: timed(self.op, point, self.device, arm, block) for arm in order
             }

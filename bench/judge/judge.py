@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.candidate import Candidate
+from bench.clocks import ClockMonitor
 from bench.environment import describe
 from bench.errors import MissingError, UsageError
 from bench.evaluation import Check, Evaluation, Outcome, Timing, geomean
@@ -107,7 +108,8 @@ def _run(
         )
         names = [settings.baseline] if settings.baseline else list(op.baselines)
         baselines, best = strongest(op, sweep, state.device, honest, names, report)
-        sitting = Sitting(op, sweep, state.device, runner, honest, pairs=settings.pairs)
+        clocks = stack.enter_context(ClockMonitor(state.device))
+        sitting = Sitting(op, sweep, state.device, runner, honest, settings.pairs, clocks)
         timings: list[Timing] = []
         points = sweep.points()
         for index, point in enumerate(points):
@@ -142,6 +144,7 @@ def _run(
             timings=tuple(timings),
             timing_method=sitting.method,
             geomean_speedup=speedup,
+            environment=describe(state.device, settings.threads, clocks.description),
         )
 
 
