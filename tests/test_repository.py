@@ -1,0 +1,129 @@
+"""What holds the repository together: the import rule, the layout, the wheel."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("bench", "hotspot", "integrate", "patcher")
+SEES = {
+    "bench": {"bench"},
+    "hotspot": {"bench", "hotspot"},
+    "integrate": {"bench", "integrate"},
+    "patcher": {"bench", "hotspot", "integrate", "patcher"},
+}
+"""kernels (data) <- bench <- hotspot, integrate <- patcher."""
+PUBLIC = {
+    "bench": {
+        *("clocks", "comparison", "engines", "environment", "judge", "quality", "stats"),
+        *("throughput", "toolchains"),
+    },
+    "hotspot": set(),
+    "integrate": set(),
+}
+"""Submodules that other rooms may import; everything else goes through the room's `__init__`."""
+FILES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+def imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.append(node.module or "")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    room = path.relative_to(ROOT).parts[0]
+    for name in imports(path):
+        top, _, rest = name.partition(".")
+        assert top != "kernels", "kernels/ is data"
+        assert top != "tests"
+        if top in ROOMS:
+            assert top in SEES[room], f"{room} must not see {name}"
+            if top != room and rest:
+                assert rest.split(".")[0] in PUBLIC[top], f"{name} is private to {top}"
+
+
+def test_what_a_served_engine_imports_is_torch_and_the_standard_library() -> None:
+    names = {name.partition(".")[0] for name in imports(ROOT / "integrate/dispatch.py")}
+    assert names - set(sys.stdlib_module_names) <= {"torch"}
+
+
+def test_kernels_is_no_package_and_no_room_has_a_drawer() -> None:
+    assert not list((ROOT / "kernels").rglob("__init__.py"))
+    assert not [path for path in FILES if path.stem in ("utils", "common", "helpers")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_hold_one_idea(path: Path) -> None:
+    limit = 620 if path.name == "commands.py" else 350  # one short function a command
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= limit
+
+
+def test_the_runner_imports_neither_the_judge_nor_torch_before_it_is_told_to() -> None:
+    code = "import bench.judge.runner, sys; print('torch' in sys.modules, 'scipy' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert result.stdout.split() == ["False", "False"]
+
+
+def test_readme_and_makefile_agree() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"`make ([a-z]+)`|^make ([a-z]+)", readme, re.MULTILINE))
+    assert {a or b for a, b in named} <= targets
+    assert {"demo", "test"} <= {a or b for a, b in named}
+
+
+def test_versions_and_changelog() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", project["version"])
+    assert "## Unreleased" in (ROOT / "CHANGELOG.md").read_text()
+    constraints = (ROOT / "constraints.txt").read_text()
+    assert "torch==2.13.0\n" in constraints
+    assert not re.search(r"^(nvidia-(?!ml-py)|triton|cuda)", constraints, re.MULTILINE)
+
+
+def test_the_wheel_holds_the_kernel_library_and_no_package_called_kernels(tmp_path: Path) -> None:
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"),
+            *("-w", str(tmp_path), str(copy_of_repository(tmp_path / "source"))),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    [wheel] = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "patcher/kernel_library/fused_add_rms_norm/op.toml" in names
+    solution = "patcher/kernel_library/fused_add_rms_norm/solutions/cuda_row"
+    assert f"{solution}/fused_add_rms_norm.cu" in names
+    assert "patcher/recordings/demo.jsonl" in names
+    assert "patcher/prompts/generate.md.j2" in names
+    assert "patcher/report/report.html.j2" in names
+    assert "hotspot/families.toml" in names
+    assert "bench/workloads/gpt-oss-20b.toml" in names
+    assert not [name for name in names if name.startswith(("kernels/", "tests/"))]
+
+
+def copy_of_repository(target: Path) -> Path:
+    """Building writes beside the sources, so it happens on a copy."""
+    import shutil
+
+    ignore = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "patcher-runs")
+    shutil.copytree(ROOT, target, ignore=ignore)
+    return target
