@@ -10,9 +10,9 @@ from integrate.store import Applied, Store
 
 if TYPE_CHECKING:
     from integrate.dispatch import ReceiptBook
-    from integrate.transformers import prepare
+    from integrate.install import prepare
 
-_LAZY = {"ReceiptBook": "integrate.dispatch", "prepare": "integrate.transformers"}
+_LAZY = {"ReceiptBook": "integrate.dispatch", "prepare": "integrate.install"}
 
 
 def __getattr__(name: str) -> Any:

@@ -121,7 +121,7 @@ class Store:
         Args:
             build: makes a patch's kernel callable (`bench.toolchains`).
         """
-        from integrate.transformers import prepare
+        from integrate.install import prepare
 
         with ExitStack() as stack:
             entered = []

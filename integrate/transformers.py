@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from bench import UsageError, VerificationError
-from integrate.dispatch import AddNormDispatcher, DispatchGuards, ReceiptBook
-from integrate.patch import Patch
+from integrate.dispatch import AddNormDispatcher, ReceiptBook
 
 
 class GptOssDecoderLayers:
@@ -197,37 +196,3 @@ def _add_norm(
         dispatch.book.fallbacks["not contiguous"] += 1
         return False
     return dispatch(added.view(rows.shape), rows, norm.weight, norm.variance_epsilon)
-
-
-def prepare(
-    model: torch.nn.Module,
-    patch: Patch,
-    *,
-    kernel: Callable[..., object],
-    book: ReceiptBook | None = None,
-    strict: bool = True,
-) -> GptOssDecoderLayers:
-    """The patch ready for this model: a context manager that can be entered again and again.
-
-    While it is entered the patch is in; leaving restores exactly, also after an exception.
-
-    Args:
-        kernel: the patch's kernel, built and loaded (`bench.toolchains`).
-        book: where calls are counted; a new one by default.
-
-    Raises:
-        VerificationError: the installed transformers or the model is not what the patch replaces.
-    """
-    patch.verify_target()
-    guards = patch.manifest.guards
-    dtypes = frozenset(
-        (getattr(torch, choice["T"]), getattr(torch, choice["W"])) for choice in guards.dtypes
-    )
-    dispatch = AddNormDispatcher(
-        patch.manifest.entry,
-        kernel,
-        DispatchGuards(guards.device, dtypes, guards.hidden_multiple_of, guards.hidden_max),
-        book or ReceiptBook(patch.manifest.id, patch.digest),
-        strict=strict,
-    )
-    return POINTS[patch.manifest.target.point](model, dispatch)

@@ -2,89 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import typer
-from pydantic import BaseModel
 from rich.console import Console
 
 from bench import MissingError, PatcherError, UsageError
-
-app = typer.Typer(
-    name="patcher",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    help="Makes a served language model measurably faster by replacing its hot kernels, proves it, "
-    "and can take it back.",
-    epilog="Exit codes: 0 done or accepted; 1 ran, nothing accepted; 2 usage or unreadable input; "
-    "3 something missing here; 4 budget spent; 5 verification failed; 6 waiting for a reply; "
-    "130 interrupted.",
-)
+from patcher import commands  # noqa: F401 (importing them registers them)
+from patcher.console import app
 
 CLICK_ERROR: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
 )
 """Wrong usage as typer raises it, whether it brings its own click or uses the installed one."""
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: what is here.")]
-Engine = Annotated[str, typer.Option(help="The engine that runs the model.")]
-
-
-class Output:
-    """Prose and progress on stderr, the result on stdout: a JSON document or tables."""
-
-    def __init__(self, as_json: bool) -> None:
-        self.as_json = as_json
-        self.err = Console(stderr=True)
-        self.out = Console(width=None if sys.stdout.isatty() else 160)
-
-    def emit(self, record: BaseModel | list[Any] | dict[str, Any], *shown: Any) -> None:
-        """The record as JSON, or what is shown for people."""
-        if self.as_json:
-            content = record.model_dump(mode="json") if isinstance(record, BaseModel) else record
-            sys.stdout.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-            return
-        for item in shown:
-            self.out.print(item)
-
-    @contextmanager
-    def progress(self) -> Iterator[Any]:
-        from patcher.show import stage_bar
-
-        with stage_bar(self.err, quiet=self.as_json) as bar:
-            yield bar
-
-
-@app.callback()
-def root(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=lambda on: _version(on))
-    ] = False,
-) -> None:
-    """See `patcher COMMAND --help`; each has examples."""
-
-
-def _version(on: bool) -> None:
-    if on:
-        typer.echo(importlib.metadata.version("patcher"))
-        raise typer.Exit
-
 
 def main() -> None:
     """Run the command line and exit with its documented code."""
     as_json = "--json" in sys.argv[1:]
-    # commands live by room; importing them registers them
-    from patcher import commands  # noqa: F401
-
     try:
         code = app(standalone_mode=False)
     except PatcherError as error:
@@ -132,38 +69,3 @@ def _report(error: PatcherError, as_json: bool) -> None:
     if error.hint:
         console.print("[bold]next:[/]", end=" ")
         console.print(error.hint, markup=False, highlight=False)
-
-
-def pick_device(asked: str | None) -> Literal["cpu", "cuda"]:
-    """The device asked for, else CUDA where there is one.
-
-    Raises:
-        UsageError: neither `cpu` nor `cuda`.
-    """
-    match asked:
-        case "cpu":
-            return "cpu"
-        case "cuda":
-            return "cuda"
-        case str():
-            raise UsageError(f"unknown device {asked!r}", "say cpu or cuda")
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def examples(*lines: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Put example lines under a command's help."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        shown = "\n\n".join(f"  $ {line}" for line in lines)
-        function.__doc__ = f"{function.__doc__}\n\n[bold]Examples[/bold]\n\n{shown}"
-        return function
-
-    return decorate
-
-
-def runs_dir(given: Path | None = None) -> Path:
-    from patcher.settings import resolve
-
-    return resolve({"runs_dir": given}).runs_dir

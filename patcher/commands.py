@@ -21,7 +21,7 @@ from bench import (
     preset,
     presets,
 )
-from patcher.cli import Device, Engine, Json, Output, app, examples, pick_device
+from patcher.console import Device, Engine, Json, Output, app, examples, pick_device, runs_dir
 
 Batch = Annotated[int | None, typer.Option(help="Sequences decoded together.", min=1)]
 Prompt = Annotated[int | None, typer.Option("--input-len", help="Prompt tokens.", min=1)]
@@ -350,7 +350,6 @@ def resume(
     as_json: Json = False,
 ) -> int:
     """Go on with a run that was stopped, killed, or waits for a reply."""
-    from patcher.cli import runs_dir
     from patcher.run import Run
 
     return _execute(Run.open(Run.find(runs_dir(), which)), Output(as_json))
@@ -359,6 +358,7 @@ def resume(
 def _execute(run: Any, output: Output, profile_file: Path | None = None) -> int:
     """Run or resume, show the result, give the exit code."""
     from patcher import pipeline
+    from patcher.gather import write_report
     from patcher.show import attempts_table
 
     with run:
@@ -369,6 +369,8 @@ def _execute(run: Any, output: Output, profile_file: Path | None = None) -> int:
                 result = pipeline.execute(run, bar, bar.say, profile_file)
         except WaitingError as error:
             raise WaitingError(error.message, f"{error.hint} {run.id}") from None
+        files = write_report(run, ("html", "md", "json"))
+        result = result.model_copy(update={"reports": tuple(path.name for path in files)})
     shown: list[Any] = []
     if result.optimisation:
         shown.append(attempts_table(result.optimisation.iterations))
@@ -458,7 +460,6 @@ def report(
     as_json: Json = False,
 ) -> int:
     """The report of a run: one HTML file, Markdown for a pull request, JSON for machines."""
-    from patcher.cli import runs_dir
     from patcher.gather import write_report
     from patcher.run import Run
 

@@ -1,7 +1,7 @@
 """The whole path of one gain, as steps of a run.
 
-profile -> hotspot -> agent loop -> patch bundle -> A/B and quality -> decision -> report. Each step
-is done once: resuming a run is calling `execute` again.
+profile -> hotspot -> agent loop -> patch bundle -> A/B and quality -> decision. Each step is done
+once: resuming a run is calling `execute` again.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Result(Record):
     patch: Made | None
     decision: Decision | None
     reports: tuple[str, ...] = ()
-    """File names in the run's folder."""
+    """File names in the run's folder, once written."""
 
 
 def workload_for(
@@ -171,13 +171,7 @@ def execute(run: Run, report: Report, say: Say, profile_file: Path | None = None
             lambda: decide_on(measured, evaluation),
             Decision,
         )
-    result = Result(
-        run=run.id, op=op_name, optimisation=optimisation, patch=made, decision=decision
-    )
-    from patcher.gather import write_report
-
-    files = write_report(run, ("html", "md", "json"))
-    return result.model_copy(update={"reports": tuple(path.name for path in files)})
+    return Result(run=run.id, op=op_name, optimisation=optimisation, patch=made, decision=decision)
 
 
 def _profile(run: Run, workload: Workload, report: Report, profile_file: Path | None) -> Profile:
