@@ -11,6 +11,16 @@ _REWRITES = (
     (re.compile(r"\s+"), " "),
 )
 _RETURN = re.compile(r"^(?:void|int|float|double|bool) (?=\S)")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
+_LONGEST = 20_000
+
+MODULE = "module::"
+"""Prefix of the ranges that `hotspot.target` puts around modules, and of the rows made of them."""
+
+
+def printable(name: str) -> str:
+    """The name without control characters: a profile must not steer the reader's terminal."""
+    return _CONTROL.sub(" ", name[:_LONGEST])
 
 
 def normalise(name: str) -> str:
@@ -29,4 +39,21 @@ def without_arguments(name: str) -> str:
         depth += (name[index] == ")") - (name[index] == "(")
         if depth == 0:
             return name[:index] or name
+    return name
+
+
+def is_whole(module: str) -> bool:
+    """Whether all that runs in this range is one row: a norm, where an op of the library sits."""
+    return module.endswith("RMSNorm")
+
+
+def row_name(module: str | None, name: str) -> str:
+    """The row that a kernel or operator belongs to, given the innermost module range around it.
+
+    What a decoder layer runs outside of its parts is the residual add, so it is kept apart.
+    """
+    if module is not None and is_whole(module):
+        return module
+    if module is not None and module.endswith("DecoderLayer"):
+        return f"{module}/{name}"
     return name

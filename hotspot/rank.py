@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from bench import load_ops
 from hotspot.classify import classify
-from hotspot.names import normalise
+from hotspot.names import normalise, printable
 from hotspot.profile import Hotspot, KernelStat, Profile, ProfileWarning
 
 
@@ -20,6 +20,7 @@ def kernel_stat(
     max_ns: int | None = None,
 ) -> KernelStat:
     """One kernel's row, classified; its share is of `whole_ns`."""
+    name = printable(name)
     origin, operation = classify(name)
     return KernelStat(
         name=name,

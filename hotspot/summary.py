@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import re
+from typing import NamedTuple
 
 from bench import UsageError
 from hotspot.profile import KernelStat, Profile, ProfileWarning
@@ -34,7 +35,8 @@ def read_summary(text: str, name: str, model: str) -> Profile:
     Raises:
         UsageError: there is none, or a line of it does not fit.
     """
-    lines = text.splitlines()
+    lines = text.split("\n")  # splitlines would also cut names at \f, \x85 and their like
+    lines = [line.removesuffix("\r") for line in lines]
     start = next((i for i, line in enumerate(lines) if _is_header(line)), None)
     if start is None:
         raise UsageError(f"{name} is {_what(lines)}, not a kernel summary", HINT)
@@ -46,7 +48,8 @@ def read_summary(text: str, name: str, model: str) -> Profile:
         rows.append(_row(line, units, name, number))
     if not rows:
         raise UsageError(f"{name} holds a kernel summary without kernels", HINT)
-    whole = sum(total for _, _, total, *_ in rows)
+    _check_complete(rows, text, name)
+    whole = sum(row.total_ns for row in rows)
     kernels = [_stat(row, whole) for row in rows]
     warnings = []
     if any("…" in kernel.name for kernel in kernels):
@@ -57,12 +60,26 @@ def read_summary(text: str, name: str, model: str) -> Profile:
     return build_profile(model, f"nsys kernel summary {name}", kernels, None, None, warnings)
 
 
-Row = tuple[str, int, int, float, int, int]
+class Row(NamedTuple):
+    percent: float
+    """As printed: one decimal."""
+    name: str
+    instances: int
+    total_ns: int
+    median_ns: float
+    min_ns: int
+    max_ns: int
 
 
 def _stat(row: Row, whole: int) -> KernelStat:
-    name, instances, total, median, least, most = row
-    return kernel_stat(name, instances, total, whole, median, least, most)
+    return kernel_stat(row.name, row.instances, row.total_ns, whole, *row[4:])
+
+
+def _check_complete(rows: list[Row], text: str, name: str) -> None:
+    """A file cut between two lines still parses, but its printed percentages no longer add up."""
+    rounding = 0.05 * len(rows) + 0.5
+    if sum(row.percent for row in rows) < 100 - rounding:
+        raise UsageError(f"{name} is cut off: its lines are less than the whole", f"again: {HINT}")
 
 
 def _is_header(line: str) -> bool:
@@ -98,11 +115,14 @@ def _row(line: str, units: list[float], name: str, number: int) -> Row:
     if line.startswith('"'):  # all quoted: some other program wrote it again, properly
         parts = next(csv.reader([line]))
         kernel = parts[-1]
-    elif len(kernel) > 1 and kernel[0] == kernel[-1] == '"':
-        kernel = kernel[1:-1]
     try:
         if len(parts) != len(COLUMNS):
             raise ValueError
+        if kernel.startswith('"') and not line.startswith('"'):
+            if len(kernel) < 3 or not kernel.endswith('"'):
+                raise ValueError  # cut inside the name
+            kernel = kernel[1:-1]
+        percent = _number(parts[0])
         total, mean, median, least, most = (
             _number(cell) * unit for cell, unit in zip((parts[1], *parts[3:7]), units, strict=True)
         )
@@ -112,7 +132,7 @@ def _row(line: str, units: list[float], name: str, number: int) -> Row:
     except (ValueError, OverflowError):
         message = f"{name}, line {number}: not a line of a kernel summary"
         raise UsageError(message, f"the file may be cut off; write it again: {HINT}") from None
-    return kernel, instances, round(total), median, round(least), round(most)
+    return Row(percent, kernel, instances, round(total), median, round(least), round(most))
 
 
 def _number(cell: str) -> float:

@@ -1,38 +1,54 @@
 """The program that is profiled: `python -P -m hotspot.target WORKLOAD_JSON OUT STEPS MODE`.
 
 Loads the model, warms up, then decodes steadily inside the capture range and the NVTX range
-`decode`, one range `step` a step. `MODE` is `nsys` (the profiler is outside) or `torch`.
+`decode`, one range `step` a step and `module::CLASS` ranges around the parts of a layer. `MODE` is
+`nsys` (the profiler is outside) or `torch`. An expected error is one line on stderr.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from bench import Workload
+from bench import PatcherError, Workload
 from bench.engines import Decoding, Engine, open_engine
+from hotspot.names import MODULE, is_whole, row_name
+from hotspot.sqlite import busy_time
 
 WARM_UP_STEPS = 4
+ERROR = "patcher-error: "
+"""Begins the line that says which `PatcherError` ended the program."""
 
 
-def main() -> None:
+def main() -> int:
     workload = Workload.model_validate_json(sys.argv[1])
     out, steps, mode = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    engine = open_engine(workload)
+    try:
+        engine = open_engine(workload)
+    except PatcherError as error:
+        print(ERROR + json.dumps(error.as_dict()), file=sys.stderr, flush=True)
+        return error.exit_code
     decoding = engine.prefill(engine.prompts(workload.seed))
     engine.decode(decoding, WARM_UP_STEPS)
     if mode == "nsys":
-        with capture_range():
-            decode(engine, decoding, steps)
+        nvtx: Any = torch.cuda.nvtx
+        with module_ranges(engine.model, nvtx.range_push, nvtx.range_pop), capture_range():
+            for _ in range(steps):
+                nvtx.range_push("step")
+                engine.decode(decoding, 1)
+                nvtx.range_pop()
     else:
-        rows = with_torch_profiler(engine, decoding, steps, workload.device)
-        out.write_text(json.dumps({"steps": steps, "rows": rows}), encoding="utf-8")
+        found = with_torch_profiler(engine, decoding, steps, workload.device)
+        out.write_text(json.dumps({"steps": steps, **found}), encoding="utf-8")
+    return 0
 
 
 @contextmanager
@@ -51,53 +67,28 @@ def capture_range() -> Iterator[None]:
         runtime.cudaProfilerStop()
 
 
-def decode(engine: Engine, decoding: Decoding, steps: int) -> None:
-    nvtx: Any = torch.cuda.nvtx
-    for _ in range(steps):
-        nvtx.range_push("step")
-        engine.decode(decoding, 1)
-        nvtx.range_pop()
-
-
-def with_torch_profiler(
-    engine: Engine, decoding: Decoding, steps: int, device: str
-) -> list[dict[str, Any]]:
-    """Rows {name, instances, total_ns} of GPU kernels, or of CPU operators by their own time.
-
-    On a CPU each norm module is a row of its own, with all that it calls: that is where an op of
-    the library would sit, and its operators leave the other rows.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU]
-    if device == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with norm_ranges(engine.model, device), profile(activities=activities) as recorded:
-        engine.decode(decoding, steps)
-    if device == "cuda":
-        return gpu_rows(recorded)
-    return cpu_rows(recorded)
-
-
 @contextmanager
-def norm_ranges(model: torch.nn.Module, device: str) -> Iterator[None]:
-    """`module::<class>` ranges around norms while operators are profiled."""
+def module_ranges(
+    model: torch.nn.Module, push: Callable[[str], Any], pop: Callable[[], Any]
+) -> Iterator[None]:
+    """`module::CLASS` ranges around decoder layers, their parts, and norms.
+
+    An eager norm is a handful of anonymous elementwise kernels; only its range says what they are.
+    """
+    chosen: dict[int, torch.nn.Module] = {}
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            chosen[id(module)] = module
+        if type(module).__name__.endswith("DecoderLayer"):
+            chosen |= {id(part): part for part in (module, *module.children())}
     handles: list[Any] = []
-    if device == "cpu":
-        for module in model.modules():
-            name = type(module).__name__
-            if name.endswith("RMSNorm"):
-                open_ranges: list[Any] = []
-
-                def enter(_m: Any, _a: Any, name: str = name, held: Any = open_ranges) -> None:
-                    held.append(torch.profiler.record_function(f"module::{name}"))
-                    held[-1].__enter__()
-
-                def leave(_m: Any, _a: Any, _o: Any, held: Any = open_ranges) -> None:
-                    held.pop().__exit__(None, None, None)
-
-                handles.append(module.register_forward_pre_hook(enter))
-                handles.append(module.register_forward_hook(leave))
+    for module in chosen.values():
+        name = MODULE + type(module).__name__
+        # a closure each: hooks are called with the module and its arguments only
+        handles.append(
+            module.register_forward_pre_hook(lambda _m, _a, name=name: _call(push, name))
+        )
+        handles.append(module.register_forward_hook(lambda _m, _a, _o: _call(pop)))
     try:
         yield
     finally:
@@ -105,42 +96,91 @@ def norm_ranges(model: torch.nn.Module, device: str) -> Iterator[None]:
             handle.remove()
 
 
-def gpu_rows(recorded: Any) -> list[dict[str, Any]]:
-    totals: dict[str, list[int]] = {}
-    for event in recorded.events():
-        if event.device_type.name == "CUDA":
-            row = totals.setdefault(event.name, [])
-            row.append(round(event.time_range.elapsed_us() * 1e3))
-    return [
-        {"name": name, "instances": len(times), "total_ns": sum(times)}
-        for name, times in totals.items()
-        if not name.startswith(("Memcpy", "Memset")) and sum(times) > 0
-    ]
+def _call(function: Callable[..., Any], *arguments: str) -> None:
+    """A hook's result replaces what it hooks: so none."""
+    function(*arguments)
 
 
-def cpu_rows(recorded: Any) -> list[dict[str, Any]]:
-    totals: dict[str, list[int]] = {}
+def with_torch_profiler(
+    engine: Engine, decoding: Decoding, steps: int, device: str
+) -> dict[str, Any]:
+    """`rows` {name, instances, total_ns, median_ns, min_ns, max_ns} and `busy_ns`: of GPU kernels,
+    or of CPU operators by their own time.
 
-    def inside_module(event: Any) -> bool:
-        parent = event.cpu_parent
-        while parent is not None:
-            if parent.name.startswith("module::"):
-                return True
-            parent = parent.cpu_parent
-        return False
+    On a CPU each norm module is a row with all that it calls, and its operators leave the other
+    rows.
+    """
+    from torch.profiler import ProfilerActivity, profile
 
-    for event in recorded.events():
-        if inside_module(event):
+    if device == "cuda":
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+            engine.decode(decoding, steps)
+        return gpu_rows(recorded.events())
+    held: list[Any] = []
+
+    def push(name: str) -> None:
+        held.append(torch.profiler.record_function(name))
+        held[-1].__enter__()
+
+    def pop() -> None:
+        held.pop().__exit__(None, None, None)
+
+    with module_ranges(engine.model, push, pop), profile(activities=[ProfilerActivity.CPU]) as cpu:
+        engine.decode(decoding, steps)
+    return {"rows": cpu_rows(cpu.events()), "busy_ns": None}
+
+
+def gpu_rows(events: Iterable[Any]) -> dict[str, Any]:
+    times: dict[str, list[int]] = {}
+    spans: list[tuple[int, int]] = []
+    for event in events:
+        if event.device_type.name != "CUDA" or event.name.startswith(("Memcpy", "Memset")):
             continue
-        whole = event.name.startswith("module::")
-        spent: float = event.cpu_time_total if whole else event.self_cpu_time_total
-        totals.setdefault(event.name, []).append(round(spent * 1e3))
+        start, end = (round(at * 1e3) for at in (event.time_range.start, event.time_range.end))
+        if end > start:
+            times.setdefault(event.name, []).append(end - start)
+            spans.append((start, end))
+    table = np.array(spans, dtype=np.int64).reshape(-1, 2)
+    return {"rows": _rows(times), "busy_ns": busy_time(table[:, 0], table[:, 1])}
+
+
+def cpu_rows(events: Iterable[Any]) -> list[dict[str, Any]]:
+    times: dict[str, list[int]] = {}
+    for event in events:
+        if event.name.startswith(MODULE):
+            if is_whole(event.name):
+                times.setdefault(event.name, []).append(round(event.cpu_time_total * 1e3))
+            continue
+        module = _innermost_module(event)
+        if module is None or not is_whole(module):
+            spent = round(event.self_cpu_time_total * 1e3)
+            times.setdefault(row_name(module, event.name), []).append(spent)
+    return _rows(times)
+
+
+def _innermost_module(event: Any) -> str | None:
+    parent = event.cpu_parent
+    while parent is not None:
+        if parent.name.startswith(MODULE):
+            return str(parent.name)
+        parent = parent.cpu_parent
+    return None
+
+
+def _rows(times: dict[str, list[int]]) -> list[dict[str, Any]]:
     return [
-        {"name": name, "instances": len(times), "total_ns": sum(times)}
-        for name, times in totals.items()
-        if sum(times)
+        {
+            "name": name,
+            "instances": len(each),
+            "total_ns": sum(each),
+            "median_ns": float(statistics.median(each)),
+            "min_ns": min(each),
+            "max_ns": max(each),
+        }
+        for name, each in times.items()
+        if sum(each)
     ]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
