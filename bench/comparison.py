@@ -28,6 +28,8 @@ class Window(Record):
     sm_clock_mhz: int | None = None
     temperature_c: int | None = None
     throttle_reasons: tuple[str, ...] = ()
+    kernel_calls: int | None = None
+    """Calls of the patched kernel while this window ran; None where nobody counted."""
 
     @property
     def tokens_per_s(self) -> float:

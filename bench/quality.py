@@ -1,5 +1,7 @@
 """Is it still the same model? Logits of both arms over the same tokens, against higher precision.
 
+Both arms run as they are served, prefill and then one token a step through the cache, so that the
+shapes compared are the shapes timed; the tokens are forced, so that one early pick does not decide.
 The baseline is not right either: its own error against the same weights in higher precision is the
 yardstick. A patched model may err 1.25 times as much in the root mean square, 1.5 times in mean KL
 divergence and twice at the worst logit; where the two arms would pick different tokens, the
@@ -8,7 +10,10 @@ baseline's gap between them must be small enough for those errors to explain it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -20,6 +25,8 @@ RMSE_FACTOR = 1.25
 KL_FACTOR = 1.5
 MAX_FACTOR = 2.0
 TINY = 1e-9
+NOT_FINITE = 1e30
+"""Stands for the error of logits that are not finite: a number stays one in JSON."""
 CHUNK = 64
 """Positions whose float64 softmax is held at once."""
 
@@ -30,18 +37,49 @@ def assess(engine: Engine, arms: Arms, seed: int, steps: int) -> Quality:
     Args:
         seed: of the prompts.
         steps: decode steps; with prefill's token, `steps + 1` positions a sequence are compared.
+            Their logits are held three times over, in float32 on the CPU.
     """
     prompts = engine.prompts(seed)
     with arms["baseline"]():
         picked = engine.generate(prompts, steps).tokens
     tokens = torch.cat([prompts, picked], dim=1)
-    keep = picked.shape[1] + 1  # from the logits that choose the first generated token
     values = {}
     for arm in ("baseline", "patched"):
         with arms[arm]():
-            values[arm] = _rows(engine.logits(tokens, keep))
-    wide, how = engine.reference_logits(tokens, keep)
-    return _compare(values["baseline"], values["patched"], _rows(wide), how)
+            values[arm] = served_logits(engine, prompts, picked).flatten(0, 1)
+    # from the logits that choose the first generated token; the last choose none
+    wide, how = engine.reference_logits(tokens, picked.shape[1] + 1)
+    return _compare(values["baseline"], values["patched"], wide[:, :-1].flatten(0, 1), how)
+
+
+def served_logits(engine: Engine, prompts: torch.Tensor, forced: torch.Tensor) -> torch.Tensor:
+    """Logits [batch, steps + 1, vocabulary], float32 on the CPU, of decode over `forced` tokens.
+
+    Args:
+        forced: [batch, steps + 1]; column `i` is fed to step `i`, the last to none.
+    """
+    with _logits_seen(engine.model) as seen:
+        decoding = engine.prefill(prompts)
+        for step in range(forced.shape[1] - 1):
+            column = forced[:, step : step + 1]
+            decoding.picked[-1] = column.to(decoding.picked[-1].device)
+            engine.decode(decoding, 1)
+    return torch.cat(seen, dim=1)
+
+
+@contextmanager
+def _logits_seen(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """What each forward of the model gives for its last position."""
+    seen: list[torch.Tensor] = []
+
+    def look(_module: Any, _args: Any, output: Any) -> None:
+        seen.append(output.logits[:, -1:].float().cpu())
+
+    handle = model.register_forward_hook(look)
+    try:
+        yield seen
+    finally:
+        handle.remove()
 
 
 def greedy_identical(
@@ -49,11 +87,6 @@ def greedy_identical(
 ) -> bool:
     """Whether the engine now gives bit for bit the greedy tokens it gave before."""
     return torch.equal(engine.generate(prompts, steps).tokens, before)
-
-
-def _rows(logits: torch.Tensor) -> torch.Tensor:
-    """[positions, vocabulary]: what chooses the generated tokens; the last chooses none."""
-    return logits[:, :-1].reshape(-1, logits.shape[-1])
 
 
 def _compare(
@@ -64,6 +97,8 @@ def _compare(
     differ = (picks != other).nonzero().flatten()
     gap = baseline.gather(1, picks[:, None]) - baseline.gather(1, other[:, None])
     worst = float(gap.flatten()[differ].max()) if len(differ) else None
+    if worst is not None and not math.isfinite(worst):
+        worst = NOT_FINITE
     # two logits may move towards each other, each by what the arms differ from the truth
     allowance = 2 * (theirs.largest + min(ours.largest, MAX_FACTOR * theirs.largest))
     checks = (
@@ -74,6 +109,11 @@ def _compare(
     )
     broken = [
         f"{name} {got:.3g} over {limit:.3g}" for name, got, limit in checks if not got <= limit
+    ]
+    broken += [
+        f"the {arm}'s logits are not finite"
+        for arm, errors in (("baseline", theirs), ("patched model", ours))
+        if not errors.finite
     ]
     agreement = 100 * (1 - len(differ) / len(picks))
     right = reference.argmax(-1)
@@ -109,11 +149,12 @@ class _Errors:
 
     def __init__(self, values: torch.Tensor, reference: torch.Tensor) -> None:
         squares = kl = 0.0
-        self.largest = 0.0
+        self.largest, self.finite = 0.0, True
         for got, right in _chunks(values, reference):
             difference = (got.double() - right.double()).abs()
             if not bool(difference.isfinite().all()):
-                self.rmse = self.largest = self.mean_kl = float("inf")
+                self.rmse = self.largest = self.mean_kl = NOT_FINITE
+                self.finite = False
                 return
             squares += float(difference.square().sum())
             self.largest = max(self.largest, float(difference.max()))

@@ -13,15 +13,16 @@ import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from bench.clocks import ClockMonitor
+from bench.clocks import ClockMonitor, ClockSample
 from bench.comparison import Arm, Comparison, Throughput, Window
 from bench.engines import Decoding, Engine
 from bench.environment import describe
-from bench.errors import PatcherError
+from bench.errors import PatcherError, UsageError
 from bench.stats import compare, look_confidences
 from bench.workload import Workload
 
@@ -48,16 +49,26 @@ def measure(
     clocks: ClockMonitor,
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
+    kernel_calls: Callable[[], int] | None = None,
 ) -> Throughput:
     """Measure until a look decides or `max_pairs` pairs are taken.
 
+    Args:
+        kernel_calls: how often the patched kernel has run so far, to be told apart by window.
+
     Raises:
-        PatcherError: the engine gave other tokens than asked for.
+        UsageError: a window too short to time.
+        PatcherError: the engine gave other tokens than asked for, or every pair was unfit.
     """
+    if workload.output_len < 2:
+        raise UsageError(
+            "a window of 1 decode step leaves nothing to time", "ask for 2 decode steps or more"
+        )
     report = progress or (lambda stage, done, total: None)
     rng = random.Random(seed)
     levels = look_confidences(looks)
     windows: list[Window] = []
+    sitting = Sitting(engine, arms, workload, seed, clocks, kernel_calls)
     warm_up(engine, arms, workload, seed)
     pair = taken = 0
     comparison: Comparison | None = None
@@ -65,17 +76,22 @@ def measure(
         # the first pair is dropped as warm-up, so one more is taken
         while taken < 1 + round(max_pairs * look / looks):
             for order in abba(rng):
-                windows += run_pair(engine, arms, workload, pair, "ab", order, seed, clocks)
+                windows += sitting.pair(pair, "ab", order)
                 pair += 1
                 taken += 1
                 if taken % CONTROL_EVERY == 0:
-                    windows += run_pair(engine, arms, workload, pair, "aa", order, seed, clocks)
+                    windows += sitting.pair(pair, "aa", order)
                     pair += 1
                 report("A/B pairs", taken, max_pairs + 1)
         comparison = decide_on(windows, "ab", margin_pct, confidence)
-        if comparison.verdict != "inconclusive":
+        if comparison is not None and comparison.verdict != "inconclusive":
             break
-    assert comparison is not None
+    if comparison is None:
+        raise PatcherError(
+            f"none of {taken} pairs can be used: their clocks drifted or throttled "
+            f"({clocks.description})",
+            "let the GPU cool, stop what else runs on it, or lock its clocks lower",
+        )
     return Throughput(
         workload=workload,
         patch=patch_id,
@@ -102,44 +118,79 @@ def abba(rng: random.Random) -> Iterator[tuple[Arm, Arm]]:
     yield from (first, second) if rng.random() < 0.5 else (second, first)
 
 
-def run_pair(
-    engine: Engine,
-    arms: Arms,
-    workload: Workload,
-    pair: int,
-    kind: Kind,
-    order: tuple[Arm, Arm],
-    seed: int,
-    clocks: ClockMonitor,
-) -> list[Window]:
-    """Two windows over the same prompts; an A/A pair runs the baseline under both names."""
-    prompts = engine.prompts(seed * 1_000_003 + pair + 1)
-    enter = {arm: arms["baseline" if kind == "aa" else arm] for arm in order}
-    decoding = {}
-    for arm in order:
-        with enter[arm]():
-            decoding[arm] = engine.prefill(prompts)
-    turns = turn_lengths(workload.output_len)
-    with _no_gc():
-        for index, steps in enumerate(turns):
-            for arm in order if index % 2 == 0 else order[::-1]:
-                with enter[arm]():
-                    take_turn(engine, decoding[arm], steps)
-    clock = clocks.sample()
-    return [
-        Window(
+@dataclass(frozen=True)
+class Sitting:
+    """What all pairs of one measurement share."""
+
+    engine: Engine
+    arms: Arms
+    workload: Workload
+    seed: int
+    clocks: ClockMonitor
+    kernel_calls: Callable[[], int] | None = None
+
+    def pair(self, pair: int, kind: Kind, order: tuple[Arm, Arm]) -> list[Window]:
+        """Two windows over the same prompts; an A/A pair runs the baseline under both names."""
+        prompts = self.engine.prompts(self.seed * 1_000_003 + pair + 1)
+        sides = {arm: Side(self, "baseline" if kind == "aa" else arm) for arm in order}
+        for arm in order:
+            sides[arm].prefill(prompts)
+        turns = turn_lengths(self.workload.output_len)
+        with _no_gc():
+            for index, steps in enumerate(turns):
+                for arm in order if index % 2 == 0 else order[::-1]:
+                    sides[arm].turn(steps)
+        return [sides[arm].window(pair, arm, kind, len(turns)) for arm in order]
+
+
+class Side:
+    """One window under way."""
+
+    def __init__(self, sitting: Sitting, state: Arm) -> None:
+        self._sitting, self._enter = sitting, sitting.arms[state]
+        self._decoding: Decoding | None = None
+        self._calls = 0
+        self._clocks: list[ClockSample] = []
+
+    def prefill(self, prompts: torch.Tensor) -> None:
+        with self._entered():
+            self._decoding = self._sitting.engine.prefill(prompts)
+
+    def turn(self, steps: int) -> None:
+        assert self._decoding is not None
+        with self._entered():
+            take_turn(self._sitting.engine, self._decoding, steps)
+        self._clocks.append(self._sitting.clocks.sample())
+
+    def window(self, pair: int, arm: Arm, kind: Kind, turns: int) -> Window:
+        """The clock is the median over the turns, the temperature the highest."""
+        assert self._decoding is not None
+        sitting = self._sitting
+        mhz = [clock.sm_mhz for clock in self._clocks if clock.sm_mhz is not None]
+        degrees = [c.temperature_c for c in self._clocks if c.temperature_c is not None]
+        reasons = {reason for clock in self._clocks for reason in clock.throttle}
+        tokens = self._decoding.tokens()
+        return Window(
             pair=pair,
             arm=arm,
             kind=kind,
-            tokens=count_tokens(decoding[arm].tokens(), workload, engine, len(turns)),
-            decode_s=decoding[arm].decode_s,
-            prefill_s=decoding[arm].prefill_s,
-            sm_clock_mhz=clock.sm_mhz,
-            temperature_c=clock.temperature_c,
-            throttle_reasons=clock.throttle,
+            tokens=count_tokens(tokens, sitting.workload, sitting.engine, turns),
+            decode_s=self._decoding.decode_s,
+            prefill_s=self._decoding.prefill_s,
+            sm_clock_mhz=statistics.median_low(mhz) if mhz else None,
+            temperature_c=max(degrees, default=None),
+            throttle_reasons=tuple(sorted(reasons)),
+            kernel_calls=None if sitting.kernel_calls is None else self._calls,
         )
-        for arm in order
-    ]
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """In this side's state of the engine, the patched kernel's calls counted."""
+        count = self._sitting.kernel_calls or int
+        before = count()
+        with self._enter():
+            yield
+        self._calls += count() - before
 
 
 def turn_lengths(steps: int) -> list[int]:
@@ -172,16 +223,17 @@ def count_tokens(tokens: torch.Tensor, workload: Workload, engine: Engine, turns
 
 def decide_on(
     windows: list[Window], kind: Kind, margin_pct: float, confidence_pct: float
-) -> Comparison:
-    """Compare the windows of one kind; pairs whose clocks drifted or throttled are left out."""
+) -> Comparison | None:
+    """Compare the windows of one kind; pairs whose clocks drifted or throttled are left out.
+
+    None when no pair is left.
+    """
     chosen = [window for window in windows if window.kind == kind]
-    return compare(
-        chosen,
-        margin_pct,
-        confidence_pct,
-        warmup_pairs=1 if kind == "ab" else 0,
-        dropped_pairs=unfit_pairs(windows),
-    )
+    warmup, unfit = 1 if kind == "ab" else 0, unfit_pairs(windows)
+    order = list(dict.fromkeys(window.pair for window in chosen))
+    if not set(order[warmup:]) - unfit:
+        return None
+    return compare(chosen, margin_pct, confidence_pct, warmup, unfit)
 
 
 def unfit_pairs(windows: list[Window]) -> frozenset[int]:
@@ -202,9 +254,11 @@ def unfit_pairs(windows: list[Window]) -> frozenset[int]:
 @contextmanager
 def _no_gc() -> Iterator[None]:
     """Collections happen between windows, not in them."""
+    on = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if on:
+            gc.enable()

@@ -117,8 +117,8 @@ def export_sqlite(report: Path, target: Path) -> Path:
 
 def missing_libraries(nsys: Path) -> list[str]:
     """Libraries that nsys's importer wants and the loader does not find (`libdw.so.1`, often)."""
-    host = nsys.resolve().parent.parent / "host-linux-x64"
-    importers = [*host.glob("QdstrmImporter"), *nsys.resolve().parent.glob("nsys")]
+    # beside the command in `host-linux-x64` (Nsight Systems) or `linux-desktop-*` (Nsight Compute)
+    importers = [nsys.resolve(), *nsys.resolve().parent.parent.glob("*/QdstrmImporter")]
     found: list[str] = []
     for importer in importers:
         result = subprocess.run(
@@ -129,8 +129,7 @@ def missing_libraries(nsys: Path) -> list[str]:
             check=False,
         )
         found += re.findall(r"^\s*(\S+) => not found", result.stdout, re.MULTILINE)
-    own = {path.name for path in host.glob("*.so*")} if host.is_dir() else set()
-    return sorted(set(found) - own)
+    return sorted(set(found))
 
 
 def nsys_finding() -> tuple[Literal["ok", "warn", "fail"], str, str]:

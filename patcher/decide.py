@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from bench import SCHEMA_VERSION, Evaluation, Outcome, Quality, Record, Throughput
+from bench import SCHEMA_VERSION, Evaluation, Outcome, Quality, Record, Throughput, Window
 from bench.comparison import Verdict
 
 RULE_VERSION = 1
@@ -48,7 +49,9 @@ def decide(
     nothing; otherwise the comparison's verdict stands.
     """
     comparison = throughput.comparison
-    wrong = _disqualified(evaluation, quality, receipt, quality_receipt, reverted_identical)
+    wrong = _disqualified(
+        throughput, evaluation, quality, receipt, quality_receipt, reverted_identical
+    )
     void = _void(throughput)
     verdict: Verdict
     if wrong:
@@ -77,6 +80,7 @@ def decide(
 
 
 def _disqualified(
+    throughput: Throughput,
     evaluation: Evaluation,
     quality: Quality,
     receipt: ReceiptLike,
@@ -90,6 +94,9 @@ def _disqualified(
         found.append("the receipt shows that the patched kernel never ran in the patched windows")
     elif quality_receipt.total_calls == 0:
         found.append("the patched kernel never ran in the quality run: another model was compared")
+    elif missed := sorted(receipt.calls.keys() - quality_receipt.calls.keys()):
+        found.append(f"the quality run never ran what was timed: {', '.join(missed)}")
+    found += _where_it_ran(throughput.windows)
     if not quality.passed:
         found.append(f"it is no longer the same model: {quality.reason}")
     if not reverted_identical:
@@ -97,13 +104,31 @@ def _disqualified(
     return found
 
 
+def _where_it_ran(windows: Sequence[Window]) -> list[str]:
+    """The patched kernel belongs in patched windows, all of them and no others."""
+    found = []
+    strayed = silent = 0
+    for window in windows:
+        patched = window.kind == "ab" and window.arm == "patched"
+        strayed += not patched and bool(window.kernel_calls)
+        silent += patched and window.kernel_calls == 0
+    if strayed:
+        found.append(f"the patched kernel ran in {strayed} windows of the baseline")
+    if silent:
+        found.append(f"the patched kernel did not run in {silent} patched windows")
+    return found
+
+
 def _void(throughput: Throughput) -> list[str]:
+    """Why the sitting tells nothing: both sides of the control are the same program."""
     control = throughput.control
     if control is None or control.pairs < 2:
         return ["no A/A control in the sitting"]
-    if control.verdict == "accept":
+    margin = throughput.comparison.margin_pct
+    if control.gain_low_pct > margin or control.gain_high_pct < -margin:
         return [
-            "the A/A control of the same sitting shows a gain of "
-            f"{control.gain_pct:+.2f} % where there is none: nothing can be told"
+            f"the A/A control of the same sitting shows {control.gain_pct:+.2f} % "
+            f"[{control.gain_low_pct:+.2f}, {control.gain_high_pct:+.2f}] where there is nothing: "
+            "nothing can be told"
         ]
     return []

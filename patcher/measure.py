@@ -217,6 +217,7 @@ def measure(job: Job, patch: Patch, report: Report) -> Measured:
             patch_id=patch.manifest.id,
             seed=job.seed,
             clocks=clocks,
+            kernel_calls=book.calls.total,
             progress=report,
         )
     report("quality", 0, 1)

@@ -6,6 +6,7 @@ import random
 import shutil
 import sqlite3
 import stat
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -274,6 +275,36 @@ def test_nsys_is_looked_for_and_its_absence_is_a_finding(
     monkeypatch.setattr(hotspot.nsys, "PLACES", ())
     with pytest.raises(bench.MissingError):
         read(write(tmp_path / "x.nsys-rep", b"report"), "m")
+
+
+def test_a_library_that_the_importer_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As Nsight Compute lays it out: the command in one folder, its importer in another."""
+    library, target = tmp_path / "libnsysneeds.so.1", tmp_path / "host/target-linux-x64"
+    importer = tmp_path / "host/linux-desktop-x64/QdstrmImporter"
+    target.mkdir(parents=True)
+    importer.parent.mkdir()
+    tool = target / "nsys"
+    tool.write_text("#!/bin/sh\necho NVIDIA Nsight Systems version 1\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "lib.cpp").write_text("int answer() { return 42; }")
+    (tmp_path / "main.cpp").write_text("int answer(); int main() { return answer(); }")
+    flags = ["-shared", "-fPIC", "-Wl,-soname,libnsysneeds.so.1"]
+    build = ["g++", str(tmp_path / "lib.cpp"), "-o", str(library), *flags]
+    subprocess.run(build, check=True)
+    subprocess.run(
+        ["g++", str(tmp_path / "main.cpp"), str(library), "-o", str(importer)], check=True
+    )
+    library.rename(tmp_path / "kept")
+    monkeypatch.setenv("PATCHER_NSYS", str(tool))
+    status, message, fix = nsys_finding()
+    assert (status, message) == ("fail", "lacks libnsysneeds.so.1")
+    assert "PATCHER_NSYS_LIBS" in fix
+    (tmp_path / "libs").mkdir()
+    (tmp_path / "kept").rename(tmp_path / "libs/libnsysneeds.so.1")
+    monkeypatch.setenv("PATCHER_NSYS_LIBS", str(tmp_path / "libs"))
+    assert nsys_finding()[0] == "ok"
 
 
 def test_a_cpu_is_profiled_by_operators(tmp_path: Path) -> None:

@@ -244,6 +244,8 @@ def _wide_parts(model: Any, wide: torch.dtype) -> Iterator[None]:
 
         return forward
 
+    # a forward of the instance's own (a wrapper somebody installed) is put back, not lost
+    own = [norm.__dict__.get("forward") for norm in norms]
     for norm in norms:
         norm.forward = wide_norm(norm)
     model.config._experts_implementation = "eager"
@@ -251,5 +253,8 @@ def _wide_parts(model: Any, wide: torch.dtype) -> Iterator[None]:
         yield
     finally:
         model.config._experts_implementation = experts
-        for norm in norms:
-            del norm.forward
+        for norm, forward in zip(norms, own, strict=True):
+            if forward is None:
+                del norm.forward
+            else:
+                norm.forward = forward

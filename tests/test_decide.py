@@ -1,0 +1,94 @@
+"""The rule: where the kernel ran, what the control says, and that it is one pure function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_measure import comparison, evidence
+
+from bench import Outcome, Window
+from integrate import Receipt
+from patcher.decide import Decision, decide
+
+
+def window(kind: Any, arm: Any, calls: int | None) -> Window:
+    return Window(pair=0, arm=arm, kind=kind, tokens=1, decode_s=1, prefill_s=1, kernel_calls=calls)
+
+
+def with_throughput(**update: Any) -> dict[str, Any]:
+    given = evidence()
+    return given | {"throughput": given["throughput"].model_copy(update=update)}
+
+
+def receipt(*shapes: str) -> Receipt:
+    return Receipt(
+        patch_id="p", digest="d", pid=1, calls=dict.fromkeys(shapes, 3), fallbacks={"dtype": 2}
+    )
+
+
+CLEAN = (
+    window("ab", "baseline", 0),
+    window("ab", "patched", 9),
+    window("aa", "baseline", 0),
+    window("aa", "patched", 0),
+)
+
+
+@pytest.mark.parametrize(
+    ("windows", "verdict", "reason"),
+    [
+        (CLEAN, "accept", "+3.00 %"),
+        ((*CLEAN, window("ab", "baseline", 1)), "reject", "ran in 1 windows of the baseline"),
+        ((*CLEAN, window("aa", "patched", 1)), "reject", "ran in 1 windows of the baseline"),
+        ((*CLEAN, window("ab", "patched", 0)), "reject", "did not run in 1 patched windows"),
+        ((window("ab", "patched", None),), "accept", "+3.00 %"),
+    ],
+)
+def test_the_kernel_belongs_in_the_patched_windows(
+    windows: tuple[Window, ...], verdict: str, reason: str
+) -> None:
+    decision = decide(**with_throughput(windows=windows))
+    assert decision.verdict == verdict
+    assert any(reason in line for line in decision.reasons)
+
+
+def test_what_was_timed_must_have_been_compared() -> None:
+    timed = receipt("op tokens=8", "op tokens=256")
+    missed = decide(**evidence(receipt=timed, quality_receipt=receipt("op tokens=256")))
+    assert missed.verdict == "reject"
+    assert any("never ran what was timed: op tokens=8" in line for line in missed.reasons)
+    more = receipt("op tokens=8", "op tokens=256", "op tokens=1")
+    assert decide(**evidence(receipt=timed, quality_receipt=more)).verdict == "accept"
+
+
+@pytest.mark.parametrize(
+    ("gain", "pairs", "verdict"),
+    [(1.0, 4, "inconclusive"), (-1.0, 4, "inconclusive"), (0.6, 20, "accept"), (0.0, 1, "inconclusive")],
+)  # fmt: skip
+def test_a_control_that_shows_a_difference_voids_the_sitting(
+    gain: float, pairs: int, verdict: str
+) -> None:
+    control = comparison("inconclusive", gain).model_copy(update={"pairs": pairs})
+    assert decide(**evidence(control=control)).verdict == verdict
+
+
+def test_a_disqualified_patch_stays_rejected_whatever_the_control_says() -> None:
+    control = comparison("accept", 2.0)
+    decision = decide(**evidence(control=control, same_model=False, reverted_identical=False))
+    assert decision.verdict == "reject"
+    assert len(decision.reasons) == 2
+
+
+@pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome != "correct"])
+def test_no_other_outcome_of_the_judge_is_accepted(outcome: Outcome) -> None:
+    given = evidence()
+    other = given["evaluation"].model_copy(update={"outcome": outcome})
+    assert decide(**given | {"evaluation": other}).verdict == "reject"
+
+
+def test_the_decision_is_a_pure_record() -> None:
+    first, second = decide(**evidence()), decide(**evidence())
+    assert first == second
+    assert Decision.model_validate_json(first.model_dump_json()) == first
+    assert (first.gain_pct, first.margin_pct) == (3.0, 0.5)
