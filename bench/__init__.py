@@ -15,6 +15,7 @@ from bench.errors import (
 from bench.evaluation import Check, Environment, Evaluation, Outcome, Timing, geomean
 from bench.op import Contract, Op, Point, Sweep, library, load_op, load_ops
 from bench.records import SCHEMA_VERSION, Record
+from bench.stats import compare, pairs_needed, read_samples
 from bench.workload import Preset, Workload, preset, presets
 
 __all__ = [
@@ -44,11 +45,14 @@ __all__ = [
     "WaitingError",
     "Window",
     "Workload",
+    "compare",
     "geomean",
     "guess_language",
     "library",
     "load_op",
     "load_ops",
+    "pairs_needed",
     "preset",
     "presets",
+    "read_samples",
 ]

@@ -64,8 +64,13 @@ def test_what_was_timed_must_have_been_compared() -> None:
 
 @pytest.mark.parametrize(
     ("gain", "pairs", "verdict"),
-    [(1.0, 4, "inconclusive"), (-1.0, 4, "inconclusive"), (0.6, 20, "accept"), (0.0, 1, "inconclusive")],
-)  # fmt: skip
+    [
+        (1.0, 4, "inconclusive"),
+        (-1.0, 4, "inconclusive"),
+        (0.6, 20, "accept"),
+        (0.0, 1, "inconclusive"),
+    ],
+)
 def test_a_control_that_shows_a_difference_voids_the_sitting(
     gain: float, pairs: int, verdict: str
 ) -> None:

