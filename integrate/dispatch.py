@@ -27,49 +27,20 @@ class DispatchGuards:
     hidden_max: int | None = None
 
 
-@dataclass(slots=True)
-class Tally:
-    """A count that a dispatcher holds on to: cheaper per call than a look-up by label."""
-
-    count: int = 0
-
-
 class ReceiptBook:
     """Counts what ran in this process: patched calls by shape, fallbacks by reason."""
 
     def __init__(self, patch_id: str, digest: str) -> None:
         self.patch_id, self.digest, self.pid = patch_id, digest, os.getpid()
+        self.calls: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
-        self._tallies: dict[str, Tally] = {}
-
-    def tally(self, label: str) -> Tally:
-        """The count of calls under this label."""
-        return self._tallies.setdefault(label, Tally())
-
-    @property
-    def calls(self) -> Counter[str]:
-        """Calls of the patched kernel by label, those that happened only."""
-        return Counter({label: t.count for label, t in self._tallies.items() if t.count})
-
-
-@dataclass(slots=True)
-class _Case:
-    """What is known of one combination of shapes, dtypes and devices."""
-
-    refusal: str | None
-    tally: Tally
-    proven: bool
-    """Whether the kernel may be run on the caller's tensors straight away."""
 
 
 class AddNormDispatcher:
     """Calls the patched `fused_add_rms_norm(input, residual, weight, epsilon)` or says why not.
 
-    `strict` (measuring): a kernel that raises on a call its guards allow is an error.
-    Otherwise (serving) the first call of each shape works on copies, so that a kernel that raises
-    there leaves the caller's tensors whole: that call and every later one falls back, counted and
-    logged once. One that raises later has had its hands on the caller's tensors, which cannot be
-    trusted any more: that call raises, and every later one falls back.
+    `strict` (measuring): a kernel that raises on a call its guards allow is an error. Otherwise
+    (serving) that call and every later one falls back, counted and logged once.
     """
 
     def __init__(
@@ -84,9 +55,8 @@ class AddNormDispatcher:
         self._name, self._kernel, self._guards = name, kernel, guards
         self._strict = strict
         self.book = book
-        self._known: dict[tuple[object, ...], _Case] = {}
+        self._known: dict[tuple[object, ...], tuple[str | None, str]] = {}
         self._broken: str | None = None
-        self._grad_enabled = torch.is_grad_enabled
 
     def __call__(
         self,
@@ -101,67 +71,32 @@ class AddNormDispatcher:
             input, residual: [tokens, hidden] of the same dtype.
             weight: [hidden].
         """
-        key = (
-            input.shape,
-            residual.shape,
-            weight.shape,
-            input.dtype,
-            residual.dtype,
-            weight.dtype,
-            input.device,
-            residual.get_device(),
-            weight.get_device(),
-        )
-        case = self._known.get(key)
-        if case is None:
-            case = self._known[key] = self._look(input, residual, weight)
-        # this path is walked twice a layer and token: no call that it can do without
-        refusal = case.refusal or self._broken
+        key = (input.shape, residual.shape, weight.shape, input.dtype, residual.dtype, weight.dtype)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._look(input, residual, weight)
+        refusal, label = known
         if refusal is None:
-            if self._grad_enabled():
-                refusal = "gradients are on"
-            elif not (
-                input.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()
-            ):
-                refusal = "not contiguous"
+            refusal = self._refuse_call(input, residual, weight)
         if refusal is not None:
             self.book.fallbacks[refusal] += 1
             return False
         if self._strict:
             self._kernel(input, residual, weight, epsilon)
-        elif not self._serve(case, input, residual, weight, epsilon):
-            return False
-        case.tally.count += 1
-        return True
-
-    def _serve(
-        self,
-        case: _Case,
-        input: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        epsilon: float,
-    ) -> bool:
-        """Run the kernel, where a request must survive a kernel that raises."""
-        try:
-            if case.proven:
+        else:
+            try:
                 self._kernel(input, residual, weight, epsilon)
-            else:
-                copies = input.clone(), residual.clone()
-                self._kernel(*copies, weight, epsilon)
-                input.copy_(copies[0])
-                residual.copy_(copies[1])
-                case.proven = True
-        except Exception as error:
-            self._broken = f"the patched kernel raised {type(error).__name__}"
-            log.exception("%s: the engine's own runs from now on", self._broken)
-            self.book.fallbacks[self._broken] += 1
-            if case.proven:
-                raise
-            return False
+            except Exception as error:
+                self._broken = f"the patched kernel raised {type(error).__name__}"
+                log.exception("%s: falling back to the engine's own from now on", self._broken)
+                self.book.fallbacks[self._broken] += 1
+                return False
+        self.book.calls[label] += 1
         return True
 
-    def _look(self, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> _Case:
+    def _look(
+        self, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[str | None, str]:
         """Checks that depend on shape, dtype and device alone; done once for each."""
         guards = self._guards
         hidden = input.shape[-1]
@@ -170,14 +105,26 @@ class AddNormDispatcher:
         refusal = None
         if input.device.type != guards.device:
             refusal = f"device {input.device.type}"
-        elif not (input.device == residual.device == weight.device):
-            refusal = "tensors on several devices"
         elif (input.dtype, weight.dtype) not in guards.dtypes or residual.dtype != input.dtype:
             refusal = f"dtype {short[0]}/{short[1]}"
-        elif input.dim() != 2 or input.shape != residual.shape or weight.shape != (hidden,):
+        elif input.shape != residual.shape or weight.shape != (hidden,):
             refusal = "shapes that do not fit together"
         elif hidden % guards.hidden_multiple_of:
             refusal = f"hidden {hidden} is no multiple of {guards.hidden_multiple_of}"
         elif guards.hidden_max is not None and hidden > guards.hidden_max:
             refusal = f"hidden {hidden} is over {guards.hidden_max}"
-        return _Case(refusal, self.book.tally(label), proven=False)
+        return refusal, label
+
+    def _refuse_call(
+        self, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> str | None:
+        """Checks that each call needs."""
+        if self._broken is not None:
+            return self._broken
+        if torch.is_grad_enabled():
+            return "gradients are on"
+        if not (input.device == residual.device == weight.device):
+            return "tensors on several devices"
+        if not (input.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()):
+            return "not contiguous"
+        return None
