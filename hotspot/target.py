@@ -84,11 +84,8 @@ def module_ranges(
     handles: list[Any] = []
     for module in chosen.values():
         name = MODULE + type(module).__name__
-        # a closure each: hooks are called with the module and its arguments only
-        handles.append(
-            module.register_forward_pre_hook(lambda _m, _a, name=name: _call(push, name))
-        )
-        handles.append(module.register_forward_hook(lambda _m, _a, _o: _call(pop)))
+        handles.append(module.register_forward_pre_hook(_enters(push, name)))
+        handles.append(module.register_forward_hook(_leaves(pop)))
     try:
         yield
     finally:
@@ -96,9 +93,20 @@ def module_ranges(
             handle.remove()
 
 
-def _call(function: Callable[..., Any], *arguments: str) -> None:
-    """A hook's result replaces what it hooks: so none."""
-    function(*arguments)
+def _enters(push: Callable[[str], Any], name: str) -> Callable[[Any, Any], None]:
+    """A hook that gives nothing back: what it gave would replace the arguments."""
+
+    def enter(_module: Any, _arguments: Any) -> None:
+        push(name)
+
+    return enter
+
+
+def _leaves(pop: Callable[[], Any]) -> Callable[[Any, Any, Any], None]:
+    def leave(_module: Any, _arguments: Any, _output: Any) -> None:
+        pop()
+
+    return leave
 
 
 def with_torch_profiler(
@@ -115,7 +123,8 @@ def with_torch_profiler(
     if device == "cuda":
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
             engine.decode(decoding, steps)
-        return gpu_rows(recorded.events())
+        events: Any = recorded.events()
+        return gpu_rows(events)
     held: list[Any] = []
 
     def push(name: str) -> None:
@@ -127,7 +136,8 @@ def with_torch_profiler(
 
     with module_ranges(engine.model, push, pop), profile(activities=[ProfilerActivity.CPU]) as cpu:
         engine.decode(decoding, steps)
-    return {"rows": cpu_rows(cpu.events()), "busy_ns": None}
+    events = cpu.events()
+    return {"rows": cpu_rows(events), "busy_ns": None}
 
 
 def gpu_rows(events: Iterable[Any]) -> dict[str, Any]:
