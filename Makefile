@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt .ci/setup
 setup: $(STAMP) ## make .venv and install patcher with its tools
 
 demo: $(STAMP) ## the whole path on this machine's CPU: no GPU, no key
-	@$(PY) -m patcher demo
+	@$(PY) -m patcher demo || [ $$? -eq 1 ] # 1: it ran, and a noisy machine could not tell
 
 test: $(STAMP) ## run the tests
 	@$(PY) -m pytest -q
