@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import os
-import shutil
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from bench import (
-    SCHEMA_VERSION,
     Candidate,
     Contract,
     Evaluation,
@@ -30,6 +28,10 @@ from bench import (
 )
 
 MANIFEST = "manifest.json"
+
+PatchId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,99}$")]
+"""Names a folder of the store, so it can be no path."""
+DtypeName = Annotated[str, Field(pattern="^(float32|float16|bfloat16)$")]
 
 
 class Target(Record):
@@ -49,8 +51,8 @@ class PatchGuards(Record):
     """Where the kernel may be called; elsewhere the engine's own code runs."""
 
     device: str
-    dtypes: tuple[dict[str, str], ...]
-    hidden_multiple_of: int
+    dtypes: tuple[dict[str, DtypeName], ...]
+    hidden_multiple_of: int = Field(ge=1)
     hidden_max: int | None
     graph_safe: bool
 
@@ -68,19 +70,27 @@ class Provenance(Record):
 class Manifest(Record):
     """`manifest.json` of a bundle."""
 
-    schema_version: int = SCHEMA_VERSION
-    id: str
+    schema_version: Literal[1] = 1
+    id: PatchId
     op: str
     language: Language
     entry: str
     target: Target
-    contract: dict[str, Any]
+    contract: Contract
     guards: PatchGuards
-    files: dict[str, str]
-    """sha256 of every file beside the manifest, by its path in the bundle."""
-    evidence: dict[str, Any]
-    """The judge's evaluation."""
+    files: dict[str, str] = Field(min_length=1, max_length=1)
+    """sha256 of every file beside the manifest, by its path in the bundle: the one source."""
+    evidence: Evaluation
+    """The judge's word, which is about that source."""
     provenance: Provenance
+
+    @model_validator(mode="after")
+    def _about_one_thing(self) -> Manifest:
+        if not self.op == self.entry == self.contract.name == self.evidence.op:
+            raise ValueError("op, entry, contract and evidence are about different ops")
+        if self.evidence.outcome is not Outcome.CORRECT:
+            raise ValueError(f"the evidence says {self.evidence.outcome}")
+        return self
 
 
 class Patch:
@@ -136,7 +146,7 @@ class Patch:
                 fingerprint=_fingerprint(engine, point.point),
                 made_with=engine_version(engine),
             ),
-            contract=op.contract.model_dump(mode="json"),
+            contract=op.contract,
             guards=PatchGuards(
                 device=device,
                 dtypes=tuple(op.contract.dtype_choices()),
@@ -145,7 +155,7 @@ class Patch:
                 graph_safe=op.contract.guards.graph_safe,
             ),
             files={source: hashlib.sha256(candidate.source.encode()).hexdigest()},
-            evidence=evaluation.model_dump(mode="json"),
+            evidence=evaluation,
             provenance=Provenance(
                 made_by=made_by,
                 model=model,
@@ -154,10 +164,8 @@ class Patch:
                 patcher_version=importlib.metadata.version("patcher"),
             ),
         )
-        if folder.exists():
-            if not (folder / MANIFEST).is_file():
-                raise UsageError(f"{folder} exists and is no patch", "choose another folder")
-            shutil.rmtree(folder)
+        if folder.exists() and not (folder / MANIFEST).is_file():
+            raise UsageError(f"{folder} exists and is no patch", "choose another folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".patch-") as scratch:
             staged = Path(scratch) / "patch"
@@ -165,6 +173,8 @@ class Patch:
             (staged / source).write_text(candidate.source, encoding="utf-8")
             text = manifest.model_dump_json(indent=1) + "\n"
             (staged / MANIFEST).write_text(text, encoding="utf-8")
+            if folder.exists():
+                folder.rename(Path(scratch) / "replaced")
             staged.rename(folder)
         return cls.load(folder)
 
@@ -182,9 +192,7 @@ class Patch:
         text = path.read_bytes()
         try:
             manifest = Manifest.model_validate_json(text)
-            Contract.model_validate(manifest.contract)
-            Evaluation.model_validate(manifest.evidence)
-        except (ValidationError, UnicodeDecodeError) as error:
+        except ValidationError as error:
             raise VerificationError(
                 f"the manifest of {folder.name} is damaged or of another version", _AGAIN
             ) from error
@@ -202,18 +210,18 @@ class Patch:
                 item = Path(root) / name
                 inside = item.relative_to(folder).as_posix()
                 known = inside == MANIFEST or inside in manifest.files
-                if item.is_symlink() or (item.is_file() and not known):
+                if item.is_symlink() or not (known or item.is_dir()):
                     raise VerificationError(f"{inside} does not belong to the patch", _AGAIN)
         return cls(folder, manifest, hashlib.sha256(text).hexdigest())
 
     @property
     def contract(self) -> Contract:
-        return Contract.model_validate(self.manifest.contract)
+        return self.manifest.contract
 
     @property
     def evaluation(self) -> Evaluation:
         """The evidence it was made on."""
-        return Evaluation.model_validate(self.manifest.evidence)
+        return self.manifest.evidence
 
     def candidate(self) -> Candidate:
         """The source, as it was judged.

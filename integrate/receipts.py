@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from bench import SCHEMA_VERSION, Record, VerificationError
-from integrate.dispatch import ReceiptBook
+
+if TYPE_CHECKING:
+    from integrate.dispatch import ReceiptBook
 
 
 class Receipt(Record):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from bench import SCHEMA_VERSION, Record, UsageError, VerificationError
-from integrate.patch import Patch
+from integrate.patch import Patch, PatchId
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Applied(Record):
     """One patch that is on."""
 
-    id: str
+    id: PatchId
     digest: str
     engine: str
     point: str
@@ -103,12 +103,21 @@ class Store:
         return entry
 
     def revert(self, patch_id: str) -> bool:
-        """Switch a patch off; False when it was not on."""
+        """Switch a patch off; False when it was not on.
+
+        Raises:
+            UsageError: the store cannot be written.
+        """
         known = self.applied()
         left = tuple(entry for entry in known if entry.id != patch_id)
         if len(left) == len(known):
             return False
-        self._write(left)
+        try:
+            self._write(left)
+        except OSError as error:
+            raise UsageError(
+                f"cannot write {self.root}: {error.strerror}", "set PATCHER_HOME to another folder"
+            ) from error
         shutil.rmtree(self.root / "patches" / patch_id, ignore_errors=True)
         return True
 
@@ -126,6 +135,8 @@ class Store:
         with ExitStack() as stack:
             entered = []
             for entry in self.applied():
+                if entry.engine != "transformers":
+                    continue
                 patch = Patch.load(self.root / "patches" / entry.id)
                 if patch.digest != entry.digest:
                     raise VerificationError(

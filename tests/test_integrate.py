@@ -3,65 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from patch_sample import (
+    CANDIDATE,
+    LAYERS,
+    OP,
+    SOURCE,
+    TINY,
+    evaluation,
+    kernel,
+    make_patch,
+    state,
+)
 
 import bench
 import integrate.patch
-from bench import Candidate, Evaluation, Language, Outcome, Timing, Workload
+from bench import Candidate, Language, Outcome
 from bench.engines import Engine, open_engine
 from integrate import Patch, Receipt, ReceiptBook, Store, prepare
 from integrate.dispatch import AddNormDispatcher, DispatchGuards
-
-OP = bench.load_op("fused_add_rms_norm")
-SOURCE = "// fused_add_rms_norm\n"
-CANDIDATE = Candidate(op=OP.name, language=Language.CPP, source=SOURCE)
-LAYERS = bench.preset("gpt-oss-tiny").layers
-TINY = Workload(
-    model="gpt-oss-tiny",
-    device="cpu",
-    dtype="float32",
-    batch=2,
-    input_len=8,
-    output_len=4,
-    threads=1,
-)
-
-
-def evaluation(candidate: Candidate = CANDIDATE, outcome: Outcome = Outcome.CORRECT) -> Evaluation:
-    timing = Timing(
-        axes={"tokens": 1},
-        candidate_us=1,
-        baseline_us=2,
-        speedup=2,
-        speedup_low=1.9,
-        speedup_high=2.1,
-        pairs=4,
-        calls=8,
-    )
-    right = outcome is Outcome.CORRECT
-    return Evaluation(
-        op=OP.name,
-        language="cpp",
-        digest=candidate.digest,
-        outcome=outcome,
-        timings=(timing,) if right else (),
-        geomean_speedup=2.0 if right else None,
-    )
-
-
-def kernel(
-    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> None:
-    """The op in plain PyTorch, in place: what a built kernel does."""
-    residual.add_(input)
-    wide = residual.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-    input.copy_(weight * (wide * scale))
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +37,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def patch(tmp_path: Path) -> Patch:
-    return Patch.create(
-        tmp_path / "patch",
-        OP,
-        CANDIDATE,
-        evaluation(),
-        engine="transformers",
-        made_by="test",
-    )
-
-
-def state(model: torch.nn.Module) -> list[list[str]]:
-    return [sorted(module.__dict__) for module in model.modules()]
+    return make_patch(tmp_path / "patch")
 
 
 def test_a_bundle_reads_back_as_it_was_written(patch: Patch) -> None:
@@ -130,19 +85,60 @@ def link_source(folder: Path) -> None:
 
 
 def escape(folder: Path) -> None:
+    edit(folder, files={"../../etc/passwd": "0" * 64})
+
+
+def link_folder(folder: Path) -> None:
+    moved = (folder / "sources").rename(folder.parent / "elsewhere")
+    (folder / "sources").symlink_to(moved, target_is_directory=True)
+
+
+def add_pipe(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+
+
+def edit(folder: Path, **changes: Any) -> None:
     path = folder / "manifest.json"
-    document = json.loads(path.read_text())
-    document["files"] = {"../../etc/passwd": "0" * 64}
-    path.write_text(json.dumps(document))
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize(
-    "spoil", [spoil_source, spoil_manifest, add_file, remove_source, link_source, escape]
-)
+def newer_schema(folder: Path) -> None:
+    edit(folder, schema_version=2)
+
+
+def wrong_evidence(folder: Path) -> None:
+    evidence = json.loads((folder / "manifest.json").read_text())["evidence"]
+    edit(folder, evidence=evidence | {"outcome": "too_slow"})
+
+
+def no_source(folder: Path) -> None:
+    edit(folder, files={})
+
+
+SPOILS = [
+    *(spoil_source, spoil_manifest, add_file, add_pipe, remove_source, link_source, link_folder),
+    *(escape, newer_schema, wrong_evidence, no_source),
+]
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
 def test_a_spoilt_bundle_is_refused(patch: Patch, spoil: Callable[[Path], None]) -> None:
     spoil(patch.folder)
     with pytest.raises(bench.VerificationError):
         Patch.load(patch.folder)
+
+
+def test_a_patch_cannot_name_a_folder_outside_the_store(patch: Patch, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    store.apply(patch.folder)
+    kept = tmp_path / "kept" / "file"
+    kept.parent.mkdir()
+    kept.write_text("x")
+    for name in (str(kept.parent), "../../kept", "..", ""):
+        edit(patch.folder, id=name)
+        with pytest.raises(bench.VerificationError):
+            store.apply(patch.folder)
+    assert kept.read_text() == "x"
 
 
 def test_another_version_or_other_code_is_refused(
@@ -334,6 +330,10 @@ def test_the_store_applies_once_a_point_and_reverts(
     assert state(engine.model) == clean
     assert store.revert(entry.id)
     assert not store.revert(entry.id)
+    assert store.applied() == ()
+    (tmp_path / "store" / ".applied.json.tmp").mkdir()  # nothing can be written there
+    with pytest.raises(bench.UsageError, match="cannot write"):
+        store.apply(patch.folder)
     assert store.applied() == ()
     (tmp_path / "store" / "applied.json").write_text("{")
     with pytest.raises(bench.VerificationError, match="damaged"):
