@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -120,10 +122,60 @@ def test_the_wheel_holds_the_kernel_library_and_no_package_called_kernels(tmp_pa
     assert not [name for name in names if name.startswith(("kernels/", "tests/"))]
 
 
+PYTHON_DOUBLE = """#!/bin/bash
+# A double of .venv/bin/python: pip would go to the network. The set-up's own Python really runs.
+printf '%s\\n' "$*" >> "{log}"
+case "$*" in
+  "-m pip --version") exit 0 ;;
+  *--dry-run*) while [ "$1" != --report ]; do shift; done; cp "{report}" "$2" ;;
+  -c*torch*) echo "{installed}" ;;
+  "- "*) exec "{python}" "$@" ;;
+esac
+"""
+CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"
+
+
+@pytest.mark.skipif(
+    Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None,
+    reason="with a GPU any build of torch is welcome",
+)
+@pytest.mark.parametrize(
+    ("installed", "needs", "asked"),
+    [
+        ("", ["filelock"], "torch==2.13.0"),
+        ("", ["filelock", 'nvidia-x; extra == "gpu"'], "torch==2.13.0"),
+        ("", ["filelock", "nvidia-cublas"], f"{CPU_INDEX} torch==2.13.0"),
+        ("", ["triton==3.7.0"], f"{CPU_INDEX} torch==2.13.0"),
+        ("2.12.0", ["cuda-bindings"], f"{CPU_INDEX} torch==2.13.0"),
+        ("2.13.0", ["nvidia-cublas"], None),
+    ],
+)
+def test_without_a_gpu_the_set_up_never_lets_pip_take_a_cuda_build(
+    tmp_path: Path, installed: str, needs: list[str], asked: str | None
+) -> None:
+    root, log, report = tmp_path / "a folder", tmp_path / "log", tmp_path / "report.json"
+    for name in (".ci/setup", "constraints.txt"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    report.write_text(json.dumps({"install": [{"metadata": {"requires_dist": needs}}]}))
+    double = root / ".venv/bin/python"
+    double.parent.mkdir(parents=True)
+    double.write_text(
+        PYTHON_DOUBLE.format(log=log, report=report, installed=installed, python=sys.executable)
+    )
+    double.chmod(0o755)
+
+    subprocess.run([str(root / ".ci/setup")], check=True, capture_output=True)
+
+    pip = "-m pip --disable-pip-version-check install -q"
+    installs = [line for line in log.read_text().splitlines() if line.startswith(pip)]
+    *torch, last = [line for line in installs if "--dry-run" not in line]
+    assert torch == ([f"{pip} {asked}"] if asked else [])
+    assert last == f"{pip} --constraint constraints.txt --editable .[dev]"
+
+
 def copy_of_repository(target: Path) -> Path:
     """Building writes beside the sources, so it happens on a copy."""
-    import shutil
-
     ignore = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "patcher-runs")
     shutil.copytree(ROOT, target, ignore=ignore)
     return target
