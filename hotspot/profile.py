@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from bench import SCHEMA_VERSION, Record
+
+Triage = Literal["replace", "fuse", "closed", "configuration", "leave"]
+"""`closed`: replace the call, the kernel's source is not to be had; `configuration`: first try
+what a flag can do."""
 
 
 class ProfileWarning(Record):
@@ -11,6 +17,32 @@ class ProfileWarning(Record):
     kind: str
     """`graph_level`, `fallback`, `clipped_names`, `steps_unknown`, ..."""
     message: str
+
+
+class Gpu(Record):
+    """The GPU that was profiled, as far as the source or `gpus.toml` knows it."""
+
+    name: str
+    memory_bytes_per_s: float | None = None
+    """Peak of the data sheet or the driver."""
+    multiprocessors: int | None = None
+    clock_hz: float | None = None
+    """Highest clock of a multiprocessor."""
+    compute_capability: str | None = None
+    """`9.0`"""
+
+
+class Counters(Record):
+    """What Nsight Compute measured of one launch of a kernel, or the mean of several."""
+
+    launches: int
+    duration_ns: float | None = None
+    dram_bytes: float | None = None
+    """Read and written."""
+    flops: float | None = None
+    dram_throughput_pct: float | None = None
+    """Of the peak, as Nsight Compute says."""
+    sm_throughput_pct: float | None = None
 
 
 class KernelStat(Record):
@@ -23,6 +55,10 @@ class KernelStat(Record):
     """What it computes: see families.toml."""
     instances: int
     total_ns: int
+    """Sum over launches."""
+    exposed_ns: int | None = None
+    """Its part of the busy time: while it ran and nothing that had begun earlier still did. Adds
+    up to `Profile.busy_ns`; None when the source has no times."""
     mean_ns: float
     median_ns: float | None
     """None where the source does not say."""
@@ -32,22 +68,76 @@ class KernelStat(Record):
     """Of the sum over all kernels; recomputed, never read."""
 
 
+class Variant(Record):
+    """One kernel of a family."""
+
+    name: str
+    instances: int
+    total_ns: int
+
+
 class Hotspot(Record):
-    """One row of the ranking."""
+    """One row of the ranking: a kernel family, a fusion chain, memory operations, or idle time."""
 
     rank: int
     name: str
+    kind: Literal["kernel", "chain", "memory", "idle"] = "kernel"
+    """The time of `kernel` and `memory` rows adds up to the busy time; that of a `chain` is in its
+    members' rows too; `idle` is what is left of the wall time."""
     share_pct: float
+    """Of busy time; of the sum over kernels where the source has no times."""
+    wall_pct: float | None = None
+    exposed_ns: int | None = None
+    """See `KernelStat`; of a chain it includes `gap_ns`."""
+    total_ns: int = 0
     origin: str
     operation: str
     op: str | None
     """The op of the library that covers it."""
+    patch_points: tuple[str, ...] = ()
+    """Where patcher can put another kernel: `engine: point`."""
     ceiling_pct: float
-    """End-to-end gain in percent if the kernel took no time (Amdahl): share / (1 - share)."""
+    """End-to-end gain in percent if it took no time (Amdahl): share / (1 - share), of the wall
+    time where that is known."""
+    reachable_pct: float | None = None
+    """The same for a kernel at 80 % of the speed of light; of a chain whose bytes are not known,
+    for one kernel as long as its longest member."""
     instances: int
+    """Launches; of a chain, how often it runs."""
     mean_ns: float
     per_step: float | None = None
     """Launches per decode step, where steps are known."""
+    per_layer: float | None = None
+    bytes: float | None = None
+    """Per launch: what must be moved (an op of the library) or was (Nsight Compute)."""
+    flops: float | None = None
+    """Per launch."""
+    cost_source: str | None = None
+    """Who says so: `op NAME` or `ncu`."""
+    speed_of_light_ns: float | None = None
+    """The least time for `bytes` and `flops` on this GPU, per launch."""
+    speed_of_light_pct: float | None = None
+    """`speed_of_light_ns` as a share of the mean time."""
+    triage: Triage = "leave"
+    reason: str = ""
+    """The triage's reason, one sentence."""
+    variants: tuple[Variant, ...] = ()
+    """What was folded into the row, where it is more than one; of a chain, its members."""
+    gap_ns: int = 0
+    """Of a chain: idle time between its launches."""
+
+
+class StepLaunch(Record):
+    """One launch of the step that is drawn."""
+
+    kernel: int
+    """Index into `Profile.kernels`."""
+    start_ns: int
+    """From the start of the step."""
+    duration_ns: int
+    stream: int
+    chain: int | None = None
+    """Index into `Profile.hotspots` of the chain that it belongs to."""
 
 
 class Profile(Record):
@@ -57,12 +147,24 @@ class Profile(Record):
     model: str
     source: str
     """What it was read from: kind and file name, no folder."""
+    gpu: Gpu | None = None
+    window: str | None = None
+    """Which part of the source is ranked, and why that part."""
     total_kernel_ns: int
     """Sum over kernels; overlapping streams count twice."""
     busy_ns: int | None
-    """Union of the kernels' intervals; None when the source has no times."""
+    """Union of the kernels' intervals, added over devices; None when the source has no times."""
+    memory_ns: int | None = None
+    """What copies and fills add to that union."""
+    wall_ns: int | None = None
+    """From the first launch to the end of the last, added over devices."""
     steps: int | None = None
     """Decode steps in it, where they can be told."""
+    steps_source: str | None = None
+    """How they were told."""
+    layers: int | None = None
     warnings: tuple[ProfileWarning, ...] = ()
     kernels: tuple[KernelStat, ...]
     hotspots: tuple[Hotspot, ...]
+    step: tuple[StepLaunch, ...] = ()
+    """The launches of one decode step, the one of median length."""
