@@ -2,10 +2,12 @@
 
 from hotspot.capture import capture
 from hotspot.classify import classify
-from hotspot.nsys import find_nsys, nsys_finding, read
-from hotspot.profile import Hotspot, KernelStat, Profile, ProfileWarning
+from hotspot.nsys import find_nsys, nsys_finding
+from hotspot.profile import Gpu, Hotspot, KernelStat, Profile, ProfileWarning
+from hotspot.read import read
 
 __all__ = [
+    "Gpu",
     "Hotspot",
     "KernelStat",
     "Profile",

@@ -13,7 +13,9 @@ from pathlib import Path
 from bench import MissingError, PatcherError, Workload, presets
 from hotspot.nsys import export_sqlite, find_nsys, missing_libraries, nsys_environment
 from hotspot.profile import Profile, ProfileWarning
-from hotspot.rank import build_profile, kernel_stat
+from hotspot.rank import build_profile
+from hotspot.recording import Recording, SummaryRow
+from hotspot.roofline import Served
 from hotspot.sqlite import read_sqlite
 
 STEPS = 16
@@ -80,7 +82,9 @@ def _under_nsys(
             "nsys ran the program and wrote no report", "see `patcher doctor`: its importer fails"
         )
     say("export")
-    return read_sqlite(export_sqlite(report, folder / "decode.sqlite"), workload.model)
+    recording = read_sqlite(export_sqlite(report, folder / "decode.sqlite"))
+    served = Served.of(workload.model, workload.batch)
+    return build_profile(recording, workload.model, served=served)
 
 
 def _with_torch(
@@ -94,11 +98,10 @@ def _with_torch(
     out = folder / "torch.json"
     _run(_target(workload, out, steps, "torch"), dict(os.environ))
     found = json.loads(out.read_text(encoding="utf-8"))
-    whole = sum(row["total_ns"] for row in found["rows"])
-    kernels = [
-        kernel_stat(row["name"], row["instances"], row["total_ns"], whole) for row in found["rows"]
-    ]
-    return build_profile(workload.model, "torch.profiler", kernels, None, found["steps"], warnings)
+    rows = tuple(SummaryRow(**row) for row in found["rows"])
+    recording = Recording("torch.profiler", rows=rows, warnings=warnings)
+    served = Served.of(workload.model, workload.batch)
+    return build_profile(recording, workload.model, served=served, steps=found["steps"])
 
 
 def _target(workload: Workload, out: Path, steps: int, mode: str) -> list[str]:

@@ -57,3 +57,7 @@ def row_name(module: str | None, name: str) -> str:
     if module is not None and module.endswith("DecoderLayer"):
         return f"{module}/{name}"
     return name
+
+
+def family(name: str) -> str:
+    return re.sub(r"_\d+(x\d+){2,}|(?<=[a-z])_\d+$", "", name)

@@ -1,4 +1,4 @@
-"""Whatever nsys gave: told apart by content, not by suffix."""
+"""The nsys of this machine: found, checked, and made to export."""
 
 from __future__ import annotations
 
@@ -7,17 +7,11 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Literal
 
 from bench import MissingError, UsageError
-from hotspot.profile import Profile
-from hotspot.sqlite import read_sqlite
-from hotspot.summary import HINT, read_summary
 
-SQLITE_MAGIC = b"SQLite format 3\0"
-MAX_TEXT = 64 << 20
 PLACES = (
     "/opt/nvidia/nsight-systems/*/bin/nsys",
     "/opt/nvidia/nsight-systems/*/target-linux-x64/nsys",
@@ -26,41 +20,6 @@ PLACES = (
     # Nsight Compute carries a whole nsys
     "/opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys",
 )
-
-
-def read(path: Path, model: str) -> Profile:
-    """A profile from an nsys SQLite export, a kernel summary in CSV, or a report (`.nsys-rep`).
-
-    Raises:
-        UsageError: missing, empty, cut off, binary, or another report; one sentence and the fix.
-        MissingError: a report needs nsys and none is here.
-    """
-    try:
-        with path.open("rb") as file:
-            head = file.read(4096)
-            size = path.stat().st_size
-    except IsADirectoryError:
-        raise UsageError(f"{path.name} is a folder", "give one file") from None
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", "give a profile") from error
-    if not head:
-        raise UsageError(f"{path.name} is empty", f"write it again: {HINT}")
-    if head.startswith(SQLITE_MAGIC):
-        return read_sqlite(path, model)
-    if path.suffix in (".nsys-rep", ".qdrep"):
-        with tempfile.TemporaryDirectory() as scratch:
-            exported = export_sqlite(path, Path(scratch) / f"{path.stem}.sqlite")
-            return read_sqlite(exported, model)
-    if size > MAX_TEXT:
-        raise UsageError(f"{path.name} is too large for a kernel summary", HINT)
-    raw = path.read_bytes()
-    if b"\0" in raw:
-        raise UsageError(f"{path.name} is a binary file, no nsys export or summary", HINT)
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError:
-        raise UsageError(f"{path.name} is no UTF-8 text", HINT) from None
-    return read_summary(text, path.name, model)
 
 
 def find_nsys() -> Path | None:

@@ -163,6 +163,8 @@ class Profile(Record):
     steps_source: str | None = None
     """How they were told."""
     layers: int | None = None
+    launch_floor_ns: int | None = None
+    """The shortest launch of any kernel that runs often: what an empty kernel takes."""
     warnings: tuple[ProfileWarning, ...] = ()
     kernels: tuple[KernelStat, ...]
     hotspots: tuple[Hotspot, ...]

@@ -1,80 +1,307 @@
-"""From kernels to hotspots: share, op of the library, and what replacing it could give."""
+"""From what a source gave to hotspots: shares, speed of light, ceilings, triage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from functools import cache
 
 from bench import load_ops
-from hotspot.classify import classify
-from hotspot.names import normalise, printable
-from hotspot.profile import Hotspot, KernelStat, Profile, ProfileWarning
+from bench.op import Op
+from hotspot.chains import Chain, Place, find_chains, usual_step
+from hotspot.names import family, normalise, printable
+from hotspot.profile import Counters, Hotspot, KernelStat, Profile, StepLaunch, Variant
+from hotspot.recording import Recording
+from hotspot.roofline import REACHABLE, Served, completed, cost_of, speed_of_light_ns
+from hotspot.stats import EVERYTHING, Spans, of_launches, of_rows, spans_of, steady, window_text
+from hotspot.triage import triage
 
-
-def kernel_stat(
-    name: str,
-    instances: int,
-    total_ns: int,
-    whole_ns: int,
-    median_ns: float | None = None,
-    min_ns: int | None = None,
-    max_ns: int | None = None,
-) -> KernelStat:
-    """One kernel's row, classified; its share is of `whole_ns`."""
-    name = printable(name)
-    origin, operation = classify(name)
-    return KernelStat(
-        name=name,
-        origin=origin,
-        operation=operation,
-        instances=instances,
-        total_ns=total_ns,
-        mean_ns=total_ns / instances,
-        median_ns=median_ns,
-        min_ns=min_ns,
-        max_ns=max_ns,
-        share_pct=100 * total_ns / whole_ns if whole_ns else 0.0,
-    )
+MOST_DRAWN = 5000
+"""Launches of a step that the profile keeps for drawing."""
+MOSTLY = 0.5
+"""Share of a row's time in one chain from which on the chain is what to work on."""
+_MOST_PCT = 99900.0
+"""What a ceiling says when there is nothing but the hotspot."""
 
 
 def build_profile(
+    recording: Recording,
     model: str,
-    source: str,
-    kernels: Iterable[KernelStat],
-    busy_ns: int | None,
-    steps: int | None,
-    warnings: Iterable[ProfileWarning] = (),
+    *,
+    served: Served | None = None,
+    steps: int | None = None,
+    counters: Mapping[str, Counters] | None = None,
+    window: str | None = None,
 ) -> Profile:
-    """Rank kernels into a profile, largest first."""
-    ranked = sorted(kernels, key=lambda kernel: (-kernel.total_ns, kernel.name))
+    """Rank a recording.
+
+    Args:
+        served: what is known of the model; by default what its name says.
+        steps: decode steps in a recording that cannot tell itself.
+        counters: Nsight Compute's counters, by kernel name as the recording spells it.
+        window: `all` to keep what lies outside the steady steps.
+    """
+    served = served or Served.of(model)
+    spans, chosen, warnings = None, None, recording.warnings
+    places: list[Place] = []
+    chains: list[Chain] = []
+    if recording.launches is None:
+        kernels = of_rows(recording.rows)
+    else:
+        launches, chosen, warnings = steady(recording, recording.launches, window)
+        spans = spans_of(recording, launches, None if window == EVERYTHING else chosen)
+        kernels = of_launches(launches, spans.exposed)
+        if chosen is not None:
+            places, steps = usual_step(launches, chosen), len(chosen.bounds)
+            chains = find_chains(places, launches.texts)
+    ranking = _Ranking(recording, kernels, spans, served, counters or {}, steps)
+    spots = ranking.rows(places, chains)
     return Profile(
         model=model,
-        source=source,
-        total_kernel_ns=sum(kernel.total_ns for kernel in ranked),
-        busy_ns=busy_ns,
+        source=recording.source,
+        gpu=ranking.gpu,
+        window=window_text(recording, chosen, window, kernels),
+        total_kernel_ns=sum(kernel.total_ns for kernel in kernels),
+        busy_ns=spans.busy if spans else None,
+        memory_ns=spans.memory if spans else None,
+        wall_ns=spans.wall if spans else None,
         steps=steps,
-        warnings=tuple(warnings),
-        kernels=tuple(ranked),
-        hotspots=tuple(_hotspot(rank, k, steps) for rank, k in enumerate(ranked, 1)),
+        steps_source=chosen.source if chosen is not None else None,
+        layers=served.layers,
+        launch_floor_ns=ranking.floor_ns,
+        warnings=warnings,
+        kernels=kernels,
+        hotspots=spots,
+        step=_drawn(places, chains, spots, recording, kernels),
     )
 
 
-def _hotspot(rank: int, kernel: KernelStat, steps: int | None) -> Hotspot:
-    share = min(kernel.share_pct / 100, 1.0)
-    return Hotspot(
-        rank=rank,
-        name=kernel.name,
-        share_pct=kernel.share_pct,
-        origin=kernel.origin,
-        operation=kernel.operation,
-        op=covering_op(kernel.name),
-        ceiling_pct=100 * share / (1 - share) if share < 0.999 else 99900.0,
-        instances=kernel.instances,
-        mean_ns=kernel.mean_ns,
-        per_step=kernel.instances / steps if steps else None,
-    )
+class _Ranking:
+    def __init__(
+        self,
+        recording: Recording,
+        kernels: Sequence[KernelStat],
+        spans: Spans | None,
+        served: Served,
+        counters: Mapping[str, Counters],
+        steps: int | None,
+    ) -> None:
+        self.texts = recording.launches.texts if recording.launches else ()
+        self.kernels, self.spans, self.served, self.steps = kernels, spans, served, steps
+        self.counters = counters
+        self.gpu = completed(recording.gpu)
+        often = [k.min_ns for k in kernels if k.min_ns and k.instances > 2]
+        self.floor_ns = min(often, default=None)
+
+    def rows(self, places: Sequence[Place], chains: Sequence[Chain]) -> tuple[Hotspot, ...]:
+        """All rows, the largest first, each with its triage."""
+        families: dict[str, list[KernelStat]] = {}
+        for kernel in self.kernels:
+            families.setdefault(family(kernel.name), []).append(kernel)
+        spots = [self._kernel(name, variants) for name, variants in families.items()]
+        spots += [self._chain(places, chain) for chain in chains]
+        spots += self._rest()
+        spots.sort(key=lambda spot: (-(spot.exposed_ns or 0), -spot.total_ns, spot.name))
+        home = self._homes(places, chains)
+        judged = []
+        for rank, spot in enumerate(spots, 1):
+            decision, reason = triage(spot, home.get(spot.name) if spot.kind == "kernel" else None)
+            judged.append(
+                spot.model_copy(update={"rank": rank, "triage": decision, "reason": reason})
+            )
+        return tuple(judged)
+
+    def _kernel(self, name: str, variants: Sequence[KernelStat]) -> Hotspot:
+        first = variants[0]
+        instances = sum(kernel.instances for kernel in variants)
+        total = sum(kernel.total_ns for kernel in variants)
+        own = sum(kernel.exposed_ns or 0 for kernel in variants) if self.spans else None
+        op = next((op for op in map(_covering, (k.name for k in variants)) if op), None)
+        whole = self.spans.busy if self.spans else sum(k.total_ns for k in self.kernels)
+        spent = own if own is not None else total
+        spot = Hotspot(
+            rank=0,
+            name=name if len(variants) > 1 else first.name,
+            share_pct=100 * spent / whole if whole else 0.0,
+            exposed_ns=own,
+            total_ns=total,
+            origin=first.origin,
+            operation=first.operation,
+            op=op.name if op else None,
+            patch_points=_points(op),
+            ceiling_pct=self._gain_pct(spent),
+            wall_pct=self._of_wall(own),
+            instances=instances,
+            mean_ns=total / instances,
+            variants=tuple(_variant(k) for k in variants) if len(variants) > 1 else (),
+            per_step=self._per_step(instances),
+            per_layer=self._per_layer(instances),
+        )
+        cost = cost_of(op, self._counted(variants), self.served)
+        if cost is None:
+            return spot
+        update: dict[str, object] = {
+            "bytes": cost.bytes,
+            "flops": cost.flops,
+            "cost_source": cost.source,
+        }
+        if (least := speed_of_light_ns(cost, self.gpu)) is not None:
+            aim = max(least / REACHABLE, self.floor_ns or 0)
+            update |= {
+                "speed_of_light_ns": least,
+                "speed_of_light_pct": min(100 * least / spot.mean_ns, 100.0),
+                "reachable_pct": self._gain_pct(max(spent - instances * aim, 0.0)),
+            }
+        return spot.model_copy(update=update)
+
+    def _chain(self, places: Sequence[Place], chain: Chain) -> Hotspot:
+        """Its launches and the idle time between them; a run's first gap is not inside it."""
+        assert self.spans is not None
+        assert self.steps
+        members = [places[i] for i in chain.places()]
+        begins = {begin for begin, _ in chain.runs}
+        gap = sum(places[i].gap_ns for i in chain.places() if i not in begins)
+        spent = sum(place.exposed_ns for place in members)
+        total = sum(place.mean_ns for place in members)
+        longest = sum(max(p.mean_ns for p in places[begin:end]) for begin, end in chain.runs)
+        names = dict.fromkeys(place.name for place in members)
+        variants = []
+        for name in names:
+            own = [place for place in members if place.name == name]
+            variants.append(
+                Variant(
+                    name=printable(self.texts[name]),
+                    instances=len(own) * self.steps,
+                    total_ns=round(sum(place.mean_ns for place in own) * self.steps),
+                )
+            )
+        kinds = [kernel for v in variants for kernel in self.kernels if kernel.name == v.name]
+        instances = len(chain.runs) * self.steps
+        own_ns = round((spent + gap) * self.steps)
+        return Hotspot(
+            rank=0,
+            name=chain.name,
+            kind="chain",
+            share_pct=100 * spent * self.steps / self.spans.busy if self.spans.busy else 0.0,
+            wall_pct=self._of_wall(own_ns),
+            exposed_ns=own_ns,
+            total_ns=round(total * self.steps),
+            origin=" + ".join(dict.fromkeys(kernel.origin for kernel in kinds)),
+            operation=" + ".join(dict.fromkeys(kernel.operation for kernel in kinds)),
+            op=None,
+            ceiling_pct=self._gain_pct(own_ns),
+            reachable_pct=self._gain_pct(max(own_ns - longest * self.steps, 0.0)),
+            instances=instances,
+            mean_ns=own_ns / instances,
+            variants=tuple(variants),
+            gap_ns=round(gap * self.steps),
+            per_step=self._per_step(instances),
+            per_layer=self._per_layer(instances),
+        )
+
+    def _rest(self) -> list[Hotspot]:
+        """Copies and fills, and idle time: no kernels, but rows of their own."""
+        if self.spans is None:
+            return []
+        idle = self.spans.wall - self.spans.busy - self.spans.memory
+        rows = []
+        for kind, name, spent, instances in (
+            ("memory", "copies and fills", self.spans.memory, 1),
+            ("idle", "GPU idle between launches", idle, max(self.spans.waits, 1)),
+        ):
+            if spent > 0:
+                rows.append(
+                    Hotspot(
+                        rank=0,
+                        name=name,
+                        kind=kind,  # type: ignore[arg-type]
+                        share_pct=0.0,
+                        wall_pct=self._of_wall(spent),
+                        exposed_ns=spent,
+                        total_ns=spent,
+                        origin="-",
+                        operation=kind,
+                        op=None,
+                        ceiling_pct=self._gain_pct(spent),
+                        instances=instances,
+                        mean_ns=spent / instances,
+                    )
+                )
+        return rows
+
+    def _gain_pct(self, saved_ns: float) -> float:
+        """End to end, if that much time were not spent."""
+        whole = self.spans.wall if self.spans else sum(k.total_ns for k in self.kernels)
+        share = saved_ns / whole if whole else 0.0
+        return 100 * share / (1 - share) if share < 0.999 else _MOST_PCT
+
+    def _of_wall(self, spent: int | None) -> float | None:
+        return None if self.spans is None or spent is None else 100 * spent / self.spans.wall
+
+    def _often(self, instances: int) -> dict[str, float | None]:
+        per_step = instances / self.steps if self.steps else None
+        layers = self.served.layers
+        return {
+            "per_step": per_step,
+            "per_layer": per_step / layers if per_step and layers else None,
+        }
+
+    def _counted(self, variants: Sequence[KernelStat]) -> Counters | None:
+        """Nsight Compute's counters, of the variant that takes longest where they differ."""
+        return next((self.counters[k.name] for k in variants if k.name in self.counters), None)
+
+    def _homes(self, places: Sequence[Place], chains: Sequence[Chain]) -> dict[str, str]:
+        """The chain in which most of a family's time lies, where one does."""
+        spent: dict[str, float] = {}
+        inside: dict[tuple[str, str], float] = {}
+        for place in places:
+            name = family(printable(self.texts[place.name]))
+            spent[name] = spent.get(name, 0.0) + place.exposed_ns
+        for chain in chains:
+            for index in chain.places():
+                key = (family(printable(self.texts[places[index].name])), chain.name)
+                inside[key] = inside.get(key, 0.0) + places[index].exposed_ns
+        return {name: chain for (name, chain), own in inside.items() if own > MOSTLY * spent[name]}
 
 
 def covering_op(name: str) -> str | None:
     """The op of the library whose symbols match this kernel."""
+    op = _covering(name)
+    return op.name if op else None
+
+
+@cache
+def _covering(name: str) -> Op | None:
     spelled = normalise(name)
-    return next((op.name for op in load_ops().values() if op.contract.matches(spelled)), None)
+    return next((op for op in load_ops().values() if op.contract.matches(spelled)), None)
+
+
+def _points(op: Op | None) -> tuple[str, ...]:
+    return tuple(f"{p.engine}: {p.point}" for p in op.contract.patch_points) if op else ()
+
+
+def _variant(kernel: KernelStat) -> Variant:
+    return Variant(name=kernel.name, instances=kernel.instances, total_ns=kernel.total_ns)
+
+
+def _drawn(
+    places: Sequence[Place],
+    chains: Sequence[Chain],
+    spots: Sequence[Hotspot],
+    recording: Recording,
+    kernels: Sequence[KernelStat],
+) -> tuple[StepLaunch, ...]:
+    if recording.launches is None:
+        return ()
+    number = {kernel.name: index for index, kernel in enumerate(kernels)}
+    row = {spot.name: index for index, spot in enumerate(spots) if spot.kind == "chain"}
+    home = {place: row[chain.name] for chain in chains for place in chain.places()}
+    return tuple(
+        StepLaunch(
+            kernel=number[printable(recording.launches.texts[place.name])],
+            start_ns=place.start_ns,
+            duration_ns=place.duration_ns,
+            stream=place.stream,
+            chain=home.get(index),
+        )
+        for index, place in enumerate(places[:MOST_DRAWN])
+    )

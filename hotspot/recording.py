@@ -9,9 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotspot.profile import Gpu, ProfileWarning
-
-Integers = NDArray[np.int64]
-Codes = NDArray[np.int32]
+from hotspot.timeline import Codes, Integers, by_start
 
 
 class SummaryRow(NamedTuple):
@@ -46,8 +44,8 @@ class Launches:
     def __len__(self) -> int:
         return len(self.start)
 
-    def chosen(self, mask: NDArray[np.bool_]) -> Launches:
-        """Those launches alone; `texts` stays whole."""
+    def chosen(self, mask: NDArray[np.bool_] | Integers | slice) -> Launches:
+        """Those launches alone, by mask or in this order; `texts` stays whole."""
         return replace(
             self,
             name=self.name[mask],
@@ -57,6 +55,11 @@ class Launches:
             stream=self.stream[mask],
             call=None if self.call is None else self.call[mask],
         )
+
+    def in_order(self) -> Launches:
+        """By start."""
+        order = by_start(self.start)
+        return self if isinstance(order, slice) else self.chosen(order)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Recording:
     rows: tuple[SummaryRow, ...] = ()
     launches: Launches | None = None
     memory: Integers | None = None
-    """Shape (n, 2): start and end of copies and fills by the GPU, ns; None: not recorded."""
+    """Shape (n, 3): device, start and end (ns) of copies and fills; None: not recorded."""
     steps: Integers | None = None
     """Shape (n, 2): GPU time of decode steps that the source names, ns, in order."""
     gpu: Gpu | None = None

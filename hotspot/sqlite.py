@@ -9,124 +9,230 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bench import UsageError
-from hotspot.names import is_whole, row_name
-from hotspot.profile import KernelStat, Profile, ProfileWarning
-from hotspot.ranges import RUNTIME, launching_modules, nvtx_ranges
-from hotspot.rank import build_profile, kernel_stat
+from hotspot.arrow import read_columns, uri
+from hotspot.names import MODULE, is_whole, printable, row_name
+from hotspot.profile import Gpu
+from hotspot.ranges import RUNTIME, Calls, Ranges, launching_calls, nvtx_ranges, row_ids
+from hotspot.recording import Codes, Integers, Launches, Recording
 
 HINT = "nsys export --type sqlite OUT.nsys-rep"
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+MEMORY = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
 NODE_LEVEL = (
     "nsys profile --cuda-graph-trace=node -t cuda,nvtx --sample=none --cpuctxsw=none "
     "-c cudaProfilerApi --capture-range-end=stop -o out PROGRAM"
 )
+STEPS = ("step", "ProfilerStep#%")
+"""Ranges that name decode steps."""
 _LATEST = 1 << 60
 """36 years in nanoseconds: sums of what lies below do not overflow."""
+_LONGEST_NAME = 20_000
 
-Integers = NDArray[np.int64]
 
-
-def read_sqlite(path: Path, model: str) -> Profile:
-    """Kernels of an export, with busy time and steps.
+def read_sqlite(path: Path, window: str | None = None) -> Recording:
+    """Kernels of an export; with `window`, those launched in NVTX ranges of that text.
 
     Raises:
-        UsageError: not a database, damaged, locked, of something else, or without kernels.
+        UsageError: not a database, damaged, being written, of something else, without kernels, or
+            without that window.
     """
     _check_complete(path)
     with _open(path) as database:
         # tables only: a view can hide a query that never ends
-        query = "SELECT name FROM sqlite_master WHERE type = 'table'"
+        query = "SELECT name FROM sqlite_master WHERE type = 'table' AND sql LIKE 'CREATE TABLE%'"
         tables = {str(name) for (name,) in database.execute(query)}
         if not {KERNELS, "StringIds"} <= tables:
             has = "has no CUDA kernels" if "StringIds" in tables else "is no nsys export"
             raise UsageError(f"{path.name} {has}", f"profile with -t cuda, then: {HINT}")
-        names, starts, ends, correlations, processes = _kernels(database, path)
-        strings = _strings(database, set(np.unique(names).tolist()))
-        modules, texts = launching_modules(database, tables, correlations, processes)
-        steps = _steps(database, tables, names, ends - starts)
-        warnings = list(_warnings(database, tables))
-    if steps is None:
-        note = "decode steps cannot be told: neither `step` ranges nor one graph launch a step"
-        warnings.append(ProfileWarning(kind="steps_unknown", message=note))
-    kernels = _rows(names, ends - starts, strings, modules, texts)
-    busy = busy_time(starts, ends)
-    return build_profile(model, f"nsys export {path.name}", kernels, busy, steps, warnings)
-
-
-def _rows(
-    names: Integers,
-    durations: Integers,
-    strings: dict[int, str],
-    modules: Integers,
-    texts: list[str],
-) -> list[KernelStat]:
-    """One row a kernel; what runs inside a norm is one row, counted by the norm's calls."""
-    found: dict[str, list[Integers]] = {}
-    for module, chosen in _by_module(modules, texts):
-        if module is not None and is_whole(module):
-            _, call = np.unique(modules[chosen], return_inverse=True)
-            spent = np.bincount(call, weights=durations[chosen]).astype(np.int64)
-            found.setdefault(module, []).append(spent)
-        else:
-            for identifier, spent in _grouped(names[chosen], durations[chosen]):
-                name = strings.get(identifier, f"kernel {identifier}")
-                found.setdefault(row_name(module, name), []).append(spent)
-    whole = int(durations.sum())
-    rows = [(name, np.concatenate(parts)) for name, parts in found.items()]
-    return [
-        kernel_stat(
-            name,
-            len(each),
-            int(each.sum()),
-            whole,
-            float(np.median(each)),
-            int(each.min()),
-            int(each.max()),
+        columns = {row[1] for row in database.execute(f"PRAGMA table_info({KERNELS})")}
+        rowids = row_ids(database, KERNELS)
+        if rowids is None:
+            raise UsageError(f"{path.name} holds no kernel", f"profile with -t cuda, then: {HINT}")
+        launches = _launches(database, path, columns, rowids)
+        modules = nvtx_ranges(database, tables, MODULE + "%")
+        steps = next((r for like in STEPS if (r := nvtx_ranges(database, tables, like))), None)
+        wanted = nvtx_ranges(database, tables, _escaped(window)) if window else None
+        api_rows = row_ids(database, RUNTIME) if RUNTIME in tables else None
+        if window and wanted is None:
+            raise UsageError(f"{path.name} has no NVTX range {window!r}", _ranges(database, tables))
+        recording = Recording(
+            source=f"nsys export {path.name}",
+            memory=_memory(database, path, tables),
+            gpu=_gpu(database, tables),
+            hidden=_hidden(database, tables),
         )
-        for name, each in rows
-    ]
+    bounds = None
+    if modules or steps or wanted:
+        calls = _calls(path, columns, rowids, api_rows)
+        if modules:
+            launches = _by_module(launches, modules, modules.around(calls))
+        if steps:
+            bounds = _projected(launches, steps.during(calls))
+        if wanted:
+            inside = wanted.during(calls) >= 0
+            if not inside.any():
+                message = f"{path.name} has no kernel that was launched in {window!r}"
+                raise UsageError(message, "give a range around the launches, or none")
+            launches = launches.chosen(inside)
+    return replace(recording, launches=launches.in_order(), steps=bounds)
 
 
-def _by_module(modules: Integers, texts: list[str]) -> Iterator[tuple[str | None, Any]]:
-    """(text of the range, mask of the kernels launched in it); None: in no range."""
-    if not texts:
-        yield None, slice(None)
-        return
-    place = {text: index for index, text in enumerate(sorted(set(texts)))}
-    where = np.array([place[text] for text in texts])[modules]
-    where[modules < 0] = -1
-    for text, index in ((None, -1), *place.items()):
-        chosen = where == index
-        if chosen.any():
-            yield text, chosen
+def _launches(
+    database: sqlite3.Connection, path: Path, columns: set[str], rowids: tuple[int, int]
+) -> Launches:
+    """A row a launch, as they lie in the file."""
+    name = next((c for c in ("demangledName", "shortName", "name") if c in columns), None)
+    if name is None or not {"start", "end"} <= columns:
+        raise UsageError(f"{path.name} has kernels without names or times", HINT)
+    place = [f"IFNULL({c}, 0)" if c in columns else "0" for c in ("deviceId", "streamId")]
+    kinds = (np.int32, np.int64, np.int64, np.int32, np.int32)
+    names, starts, ends, devices, streams = read_columns(
+        path, KERNELS, rowids, (name, "start", '"end"', *place), kinds
+    )
+    if bool((ends < starts).any()):
+        raise UsageError(f"{path.name} has kernels that end before they begin", HINT)
+    if starts.min() < -_LATEST or ends.max() > _LATEST or _sum(ends - starts) > _LATEST:
+        raise UsageError(f"{path.name} has kernels whose times cannot be", HINT)
+    codes, identifiers = _coded(names)
+    texts = _strings(database, identifiers)
+    return Launches(texts, codes, starts, ends, devices, streams)
 
 
-def _grouped(keys: Integers, values: Integers) -> Iterator[tuple[int, Integers]]:
-    order = np.argsort(keys, kind="stable")
-    unique, begins = np.unique(keys[order], return_index=True)
-    yield from zip(unique.tolist(), np.split(values[order], begins[1:]), strict=True)
+def _sum(durations: Integers) -> float:
+    return float(durations.sum(dtype=float))
 
 
-def busy_time(starts: Integers, ends: Integers) -> int:
-    """Length of the union of the intervals, in the unit of its arguments."""
-    if not len(starts):
-        return 0
-    order = np.argsort(starts, kind="stable")
-    begin, end = starts[order], np.maximum.accumulate(ends[order])
-    # an interval opens a new stretch where it begins after all earlier ones have ended
-    fresh = np.concatenate(([True], begin[1:] > end[:-1]))
-    first = np.flatnonzero(fresh)
-    last = np.concatenate((first[1:] - 1, [len(begin) - 1]))
-    return int((end[last] - begin[first]).sum())
+def _coded(names: Integers) -> tuple[Codes, list[int]]:
+    """(index of each into the different ones, those)."""
+    if names.min() >= 0 and names.max() < 10 * len(names) + 100_000:  # a table beats a sort
+        used = np.bincount(names) > 0
+        index = (np.cumsum(used) - 1).astype(np.int32)
+        return index[names], np.flatnonzero(used).tolist()
+    identifiers, codes = np.unique(names, return_inverse=True)
+    return codes.astype(np.int32), identifiers.tolist()
+
+
+def _strings(database: sqlite3.Connection, identifiers: list[int]) -> tuple[str, ...]:
+    """The names, cut where no real one reaches; two launches' names that are cut alike stay two."""
+    wanted = set(identifiers)
+    query = f"SELECT id, substr(value, 1, {_LONGEST_NAME}) FROM StringIds"
+    found = {key: str(value) for key, value in database.execute(query) if key in wanted}
+    return tuple(found.get(key, f"kernel {key}") for key in identifiers)
+
+
+def _calls(
+    path: Path, columns: set[str], rowids: tuple[int, int], api_rows: tuple[int, int] | None
+) -> Calls:
+    join = [f"IFNULL({c}, -1)" if c in columns else "-1" for c in ("correlationId", "globalPid")]
+    correlations, processes = read_columns(path, KERNELS, rowids, join, (np.int64, np.int64))
+    return launching_calls(path, api_rows, correlations, processes)
+
+
+def _by_module(launches: Launches, modules: Ranges, around: Integers) -> Launches:
+    """The launches under the name of the module that is one row, or that they belong to."""
+    texts = list(launches.texts)
+    known = {text: index for index, text in enumerate(texts)}
+    name, call = launches.name.copy(), np.full(len(around), -1, dtype=np.int64)
+    kinds = {text: index for index, text in enumerate(sorted(set(modules.texts)))}
+    kind = np.array([kinds[text] for text in modules.texts])[around]
+    kind[around < 0] = -1
+    for module, index in kinds.items():
+        inside = kind == index
+        if is_whole(module):
+            call[inside] = around[inside]
+        for code in np.unique(launches.name[inside]).tolist():
+            row = row_name(module, texts[code])
+            if row not in known:
+                known[row] = len(texts)
+                texts.append(row)
+            name[inside & (launches.name == code)] = known[row]
+    return replace(launches, texts=tuple(texts), name=name, call=call)
+
+
+def _projected(launches: Launches, step: Integers) -> Integers | None:
+    """GPU time of each range: from its first kernel to the next range's, or to its last end."""
+    inside = step >= 0
+    if not inside.any():
+        return None
+    numbers, which = np.unique(step[inside], return_inverse=True)
+    begins = np.full(len(numbers), _LATEST)
+    ends = np.full(len(numbers), -_LATEST)
+    np.minimum.at(begins, which, launches.start[inside])
+    np.maximum.at(ends, which, launches.end[inside])
+    order = np.argsort(begins, kind="stable")
+    begins, ends = begins[order], ends[order]
+    return np.stack([begins, np.append(begins[1:], ends[-1])], axis=1)
+
+
+def _memory(database: sqlite3.Connection, path: Path, tables: set[str]) -> Integers | None:
+    parts = []
+    for table in MEMORY:
+        if table in tables and (rowids := row_ids(database, table)) is not None:
+            columns = ("IFNULL(deviceId, 0)", "start", '"end"')
+            read = read_columns(path, table, rowids, columns, [np.int64] * 3)
+            parts.append(np.stack(read, axis=1))
+    if not parts:
+        return None
+    found = np.concatenate(parts)
+    return found[(found[:, 2] >= found[:, 1]) & (np.abs(found[:, 1:]) < _LATEST).all(axis=1)]
+
+
+def _gpu(database: sqlite3.Connection, tables: set[str]) -> Gpu | None:
+    if "TARGET_INFO_GPU" not in tables:
+        return None
+    cursor = database.execute("SELECT * FROM TARGET_INFO_GPU LIMIT 1")
+    names = [column[0] for column in cursor.description]
+    row = dict(zip(names, next(iter(cursor), [None] * len(names)), strict=True))
+    if not row.get("name"):
+        return None
+    major, minor = row.get("smMajor"), row.get("smMinor")
+    return Gpu(
+        name=printable(str(row["name"])[:100]),
+        memory_bytes_per_s=_positive(row.get("memoryBandwidth")),
+        multiprocessors=int(_positive(row.get("smCount")) or 0) or None,
+        clock_hz=_positive(row.get("clockRate")),
+        compute_capability=f"{major}.{minor}" if isinstance(major, int) else None,
+    )
+
+
+def _positive(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and 0 < value < 1e18 else None
+
+
+def _hidden(database: sqlite3.Connection, tables: set[str]) -> str | None:
+    """Whether kernels are missing because CUDA graphs were traced as a whole."""
+    seen = 0
+    if GRAPHS in tables:
+        [seen] = database.execute(f"SELECT COUNT(*) FROM {GRAPHS}").fetchone()
+    # graph level is the default of nsys, and harmless to a program that launches no graph
+    if not seen and "META_DATA_CAPTURE" in tables and RUNTIME in tables:
+        query = (
+            f"SELECT COUNT(*) FROM {RUNTIME} r JOIN StringIds s ON s.id = r.nameId "
+            "WHERE (s.value LIKE 'cudaGraphLaunch%' OR s.value LIKE 'cuGraphLaunch%') AND EXISTS ("
+            "SELECT 1 FROM META_DATA_CAPTURE WHERE value = 'Graph' "
+            "AND name LIKE '%CUDA_GRAPH_TRACE_OPTIONS:MODE')"
+        )
+        [seen] = database.execute(query).fetchone()
+    return f"CUDA graphs were traced as a whole ({seen} launches of graphs)" if seen else None
+
+
+def _escaped(text: str) -> str:
+    """For LIKE, which a profiler's ranges must not steer; case is not told apart."""
+    return text.replace("%", "_")[:1000]
+
+
+def _ranges(database: sqlite3.Connection, tables: set[str]) -> str:
+    found = nvtx_ranges(database, tables, "%")
+    names = sorted(set(found.texts))[:8] if found else []
+    listed = ", ".join(printable(name[:40]) for name in names)
+    return f"it has: {listed}" if names else "it has no NVTX ranges; leave --window out"
 
 
 def _check_complete(path: Path) -> None:
@@ -134,6 +240,10 @@ def _check_complete(path: Path) -> None:
 
     https://www.sqlite.org/fileformat2.html: page size at 16, change counter at 24, pages at 28.
     """
+    for journal in (path.with_name(path.name + "-wal"), path.with_name(path.name + "-journal")):
+        if journal.exists() and journal.stat().st_size:
+            message = f"{path.name} is being written: {journal.name} lies beside it"
+            raise UsageError(message, f"wait for the writer, or export again: {HINT}")
     with path.open("rb") as file:
         header = file.read(100)
     page = int.from_bytes(header[16:18], "big")
@@ -147,99 +257,12 @@ def _check_complete(path: Path) -> None:
 
 @contextmanager
 def _open(path: Path) -> Iterator[sqlite3.Connection]:
-    """Read-only and immutable: nothing is locked, changed or left beside the file."""
-    uri = f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1"
     try:
-        with closing(sqlite3.connect(uri, uri=True)) as database:
+        with closing(sqlite3.connect(uri(path), uri=True)) as database:
             database.text_factory = lambda raw: raw.decode("utf-8", "replace")
             yield database
     except (sqlite3.Error, OverflowError) as error:
         raise UsageError(
-            f"{path.name} cannot be read as a database: {error}",
+            f"{path.name} cannot be read as a database: {str(error)[:200]}",
             f"the file may be cut off; export it again: {HINT}",
         ) from error
-
-
-def _kernels(
-    database: sqlite3.Connection, path: Path
-) -> tuple[Integers, Integers, Integers, Integers, Integers]:
-    """Name ids, starts, ends, correlation ids and processes, a row a launch."""
-    columns = {row[1] for row in database.execute(f"PRAGMA table_info({KERNELS})")}
-    name = next((c for c in ("demangledName", "shortName", "name") if c in columns), None)
-    if name is None or not {"start", "end"} <= columns:
-        raise UsageError(f"{path.name} has kernels without names or times", HINT)
-    join = ("correlationId", "globalPid")
-    joined = [f"IFNULL({column}, -1)" if column in columns else "-1" for column in join]
-    query = f'SELECT {name}, start, "end", {", ".join(joined)} FROM {KERNELS}'
-    rows: Any = database.execute(query)
-    try:
-        flat = np.fromiter((cell for row in rows for cell in row), dtype=np.int64)
-    except (TypeError, ValueError):
-        raise UsageError(f"{path.name} has kernels whose times are no numbers", HINT) from None
-    table = flat.reshape(-1, 5)
-    if not len(table):
-        raise UsageError(f"{path.name} holds no kernel", f"profile with -t cuda, then: {HINT}")
-    starts, ends = table[:, 1], table[:, 2]
-    if bool((ends < starts).any()):
-        raise UsageError(f"{path.name} has kernels that end before they begin", HINT)
-    if (
-        starts.min() < -_LATEST
-        or ends.max() > _LATEST
-        or float((ends - starts).sum(dtype=float)) > _LATEST
-    ):
-        raise UsageError(f"{path.name} has kernels whose times cannot be", HINT)
-    return table[:, 0], starts, ends, table[:, 3], table[:, 4]
-
-
-def _strings(database: sqlite3.Connection, wanted: set[int]) -> dict[int, str]:
-    rows = database.execute("SELECT id, value FROM StringIds")
-    return {key: str(value) for key, value in rows if key in wanted}
-
-
-def _steps(
-    database: sqlite3.Connection, tables: set[str], names: Integers, durations: Integers
-) -> int | None:
-    """Decode steps: `step` ranges where the program has them, else graph launches.
-
-    A step may launch several graphs, so launches count only where they divide the launches of
-    the kernels that hold nine tenths of the time.
-    """
-    if ranges := len(nvtx_ranges(database, tables, "step")):
-        return ranges
-    launches = _graph_launches(database, tables)
-    if not launches:
-        return None
-    _, kernel, counts = np.unique(names, return_inverse=True, return_counts=True)
-    fits = counts % launches == 0
-    total = int(durations.sum())
-    return launches if int(durations[fits[kernel]].sum()) >= 0.9 * total else None
-
-
-def _graph_launches(database: sqlite3.Connection, tables: set[str]) -> int:
-    if RUNTIME not in tables:
-        return 0
-    query = (
-        f"SELECT COUNT(*) FROM {RUNTIME} r JOIN StringIds s ON s.id = r.nameId "
-        "WHERE s.value LIKE 'cudaGraphLaunch%' OR s.value LIKE 'cuGraphLaunch%'"
-    )
-    [launches] = database.execute(query).fetchone()
-    return int(launches)
-
-
-def _warnings(database: sqlite3.Connection, tables: set[str]) -> Iterator[ProfileWarning]:
-    hidden = 0
-    if GRAPHS in tables:
-        [hidden] = database.execute(f"SELECT COUNT(*) FROM {GRAPHS}").fetchone()
-    # graph level is the default of nsys, and harmless to a program that launches no graph
-    if not hidden and "META_DATA_CAPTURE" in tables and _graph_launches(database, tables):
-        query = (
-            "SELECT COUNT(*) FROM META_DATA_CAPTURE "
-            "WHERE name LIKE '%CUDA_GRAPH_TRACE_OPTIONS:MODE' AND value = 'Graph'"
-        )
-        [hidden] = database.execute(query).fetchone()
-    if hidden:
-        yield ProfileWarning(
-            kind="graph_level",
-            message="CUDA graphs were traced as a whole: the kernels inside them are missing and "
-            f"this ranking is of what is left; profile again: {NODE_LEVEL}",
-        )

@@ -12,8 +12,8 @@ import re
 from typing import NamedTuple
 
 from bench import UsageError
-from hotspot.profile import KernelStat, Profile, ProfileWarning
-from hotspot.rank import build_profile, kernel_stat
+from hotspot.profile import ProfileWarning
+from hotspot.recording import Recording, SummaryRow
 
 HINT = "nsys stats --report cuda_gpu_kern_sum --format csv OUT.nsys-rep > kernels.csv"
 COLUMNS = ("Time (%)", "Total Time", "Instances", "Avg", "Med", "Min", "Max", "StdDev", "Name")
@@ -29,7 +29,7 @@ _OTHERS = {
 }
 
 
-def read_summary(text: str, name: str, model: str) -> Profile:
+def read_summary(text: str, name: str) -> Recording:
     """The first kernel summary in the text.
 
     Raises:
@@ -49,15 +49,14 @@ def read_summary(text: str, name: str, model: str) -> Profile:
     if not rows:
         raise UsageError(f"{name} holds a kernel summary without kernels", HINT)
     _check_complete(rows, text, name)
-    whole = sum(row.total_ns for row in rows)
-    kernels = [_stat(row, whole) for row in rows]
     warnings = []
-    if any("…" in kernel.name for kernel in kernels):
+    if any("…" in row.name for row in rows):
         message = "names are clipped, so kernels may share one; export as csv"
         warnings.append(ProfileWarning(kind="clipped_names", message=message))
     note = "a summary has no times: busy time and steps are unknown; the .sqlite export has them"
     warnings.append(ProfileWarning(kind="no_times", message=note))
-    return build_profile(model, f"nsys kernel summary {name}", kernels, None, None, warnings)
+    found = tuple(SummaryRow(*row[1:]) for row in rows)
+    return Recording(f"nsys kernel summary {name}", rows=found, warnings=tuple(warnings))
 
 
 class Row(NamedTuple):
@@ -69,10 +68,6 @@ class Row(NamedTuple):
     median_ns: float
     min_ns: int
     max_ns: int
-
-
-def _stat(row: Row, whole: int) -> KernelStat:
-    return kernel_stat(row.name, row.instances, row.total_ns, whole, *row[4:])
 
 
 def _check_complete(rows: list[Row], text: str, name: str) -> None:

@@ -21,7 +21,7 @@ import torch
 from bench import PatcherError, Workload
 from bench.engines import Decoding, Engine, open_engine
 from hotspot.names import MODULE, is_whole, row_name
-from hotspot.sqlite import busy_time
+from hotspot.timeline import busy_time
 
 WARM_UP_STEPS = 4
 ERROR = "patcher-error: "

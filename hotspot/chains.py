@@ -1,0 +1,166 @@
+"""Fusion chains: runs of small kernels between the heavy ones, that repeat in every layer.
+
+A decode step is a fixed sequence, so what lies at the same place in each step is one thing. A run
+ends at a matmul or an attention kernel; runs of the same operations between the same neighbours
+are one chain, whichever kernels a compiler chose in which layer.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from hotspot.classify import classify
+from hotspot.recording import Launches
+from hotspot.steps import Steps, main_stream
+from hotspot.timeline import Codes, Integers, exposed, gaps
+
+MOST_STEPS = 512
+"""Steps that are looked at, evenly spread."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One launch of a step, averaged over the steps of the same sequence."""
+
+    name: int
+    """Index into the launches' texts."""
+    start_ns: int
+    """In the step that is drawn, from its start."""
+    duration_ns: int
+    """In that step."""
+    mean_ns: float
+    exposed_ns: float
+    gap_ns: float
+    stream: int
+
+
+@dataclass(frozen=True)
+class Chain:
+    name: str
+    runs: tuple[tuple[int, int], ...]
+    """First place and the one after the last, for each time it runs in a step."""
+
+    def places(self) -> list[int]:
+        return [place for begin, end in self.runs for place in range(begin, end)]
+
+
+def usual_step(launches: Launches, steps: Steps) -> list[Place]:
+    """The places of the most frequent sequence; what is drawn is its step of median length."""
+    main = main_stream(launches)
+    name, start, end = launches.name[main], launches.start[main], launches.end[main]
+    begins = np.searchsorted(start, steps.bounds[:, 0])
+    ends = np.searchsorted(start, steps.bounds[:, 1])
+    filled = np.flatnonzero(ends > begins)
+    if not len(filled):
+        return []
+    sample = filled[np.unique(np.linspace(0, len(filled) - 1, MOST_STEPS).astype(int))]
+    begins, ends, bounds = begins[sample], ends[sample], steps.bounds[sample]
+    kind = _kinds([name[b:e] for b, e in zip(begins, ends, strict=True)])
+    same = np.flatnonzero(kind == np.argmax(np.bincount(kind)))
+    lengths = bounds[same, 1] - bounds[same, 0]
+    drawn = int(begins[same[np.argsort(lengths, kind="stable")[len(same) // 2]]])
+    size = int(ends[same[0]] - begins[same[0]])
+    at = begins[same, None] + np.arange(size)
+    spent = (end - start)[at].mean(axis=0)
+    own, idle = exposed(start, end)[at].mean(axis=0), gaps(start, end)[at].mean(axis=0)
+    streams = launches.stream[main]
+    return [
+        Place(
+            name=int(name[drawn + i]),
+            start_ns=int(start[drawn + i] - start[drawn]),
+            duration_ns=int(end[drawn + i] - start[drawn + i]),
+            mean_ns=float(spent[i]),
+            exposed_ns=float(own[i]),
+            gap_ns=float(idle[i]),
+            stream=int(streams[drawn + i]),
+        )
+        for i in range(size)
+    ]
+
+
+def _kinds(sequences: Sequence[Codes]) -> Integers:
+    """A number for each sequence that only equal ones share."""
+    known: dict[bytes, int] = {}
+    return np.array([known.setdefault(each.tobytes(), len(known)) for each in sequences])
+
+
+def find_chains(places: Sequence[Place], texts: Sequence[str]) -> list[Chain]:
+    """Chains that run at least twice in a step, the one that takes longest first."""
+    kinds = [_kind(place, texts[place.name]) for place in places]
+    found: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    begin = 0
+    for index in range(len(places) + 1):
+        if index < len(places) and kinds[index] is not None:
+            continue
+        if _launches(places[begin:index]) > 1:
+            inner = _without_repeats([kind or "" for kind in kinds[begin:index]])
+            after = classify(texts[places[index].name])[1] if index < len(places) else "end"
+            before = classify(texts[places[begin - 1].name])[1] if begin else "begin"
+            found.setdefault((before, *inner, after), []).append((begin, index))
+        begin = index + 1
+    chains = []
+    for runs in found.values():
+        if len(runs) > 1:
+            first = runs[0]
+            members = [texts[place.name] for place in places[first[0] : first[1]]]
+            chains.append(Chain(_name(members), tuple(runs)))
+    return sorted(_merged(chains), key=lambda chain: -_time(places, chain))
+
+
+def _launches(places: Sequence[Place]) -> int:
+    """Different neighbours: the launches inside a module that is one row are one."""
+    return len(_without_repeats([str(place.name) for place in places]))
+
+
+def _without_repeats(items: Sequence[str]) -> list[str]:
+    return [item for i, item in enumerate(items) if i == 0 or items[i - 1] != item]
+
+
+def _kind(place: Place, text: str) -> str | None:
+    """The operation of a small kernel; None for one that ends a chain."""
+    operation = classify(text)[1]
+    rules = advice()["chains"]
+    if place.mean_ns > 1e3 * rules["small_us"]:
+        return None
+    if operation in rules["breaks"] and not re.search(rules["auxiliary"], text[:4000]):
+        return None
+    return operation
+
+
+def _name(members: Sequence[str]) -> str:
+    said = [f"{classify(member)[1]} {member[:4000]}" for member in members]
+    for rule in advice()["chain"]:
+        if all(any(re.search(pattern, one) for one in said) for pattern in rule["has"]):
+            return str(rule["name"])
+    return " + ".join(dict.fromkeys(classify(member)[1] for member in members))
+
+
+def _merged(chains: list[Chain]) -> list[Chain]:
+    """Chains of one name are told apart by their length."""
+    names = [chain.name for chain in chains]
+    merged = []
+    for chain in chains:
+        name = chain.name
+        if names.count(name) > 1:
+            begin, end = chain.runs[0]
+            name = f"{name} ({end - begin} launches)"
+        merged.append(Chain(name, chain.runs))
+    return merged
+
+
+def _time(places: Sequence[Place], chain: Chain) -> float:
+    return sum(places[i].exposed_ns for i in chain.places())
+
+
+@cache
+def advice() -> dict[str, Any]:
+    """`advice.toml`."""
+    return tomllib.loads(resources.files("hotspot").joinpath("advice.toml").read_text("utf-8"))

@@ -1,0 +1,70 @@
+"""`nsys export --type parquetdir`: one Parquet file a table, the columns of the SQLite export.
+
+The tables that matter are put into a SQLite file and read as one, so that there is one reader.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+from bench import MissingError, UsageError
+from hotspot.ranges import NVTX, RUNTIME
+from hotspot.recording import Recording
+from hotspot.sqlite import GRAPHS, KERNELS, MEMORY, read_sqlite
+
+HINT = "nsys export --type parquetdir OUT.nsys-rep"
+TABLES = (KERNELS, "StringIds", GRAPHS, *MEMORY, NVTX, RUNTIME, "TARGET_INFO_GPU")
+"""Not META_DATA_CAPTURE as a whole: it holds the environment of the profiled process."""
+CAPTURE = "META_DATA_CAPTURE"
+GRAPH_MODE = "CUDA_GRAPH_TRACE_OPTIONS:MODE"
+_ROWS = 1 << 16
+
+
+def read_parquet(folder: Path, window: str | None = None) -> Recording:
+    """Kernels of an export in Parquet; as `read_sqlite`.
+
+    Raises:
+        UsageError: no such export, or damaged.
+        MissingError: pyarrow is not installed.
+    """
+    if not (folder / f"{KERNELS}.parquet").is_file():
+        raise UsageError(f"{folder.name} is a folder without {KERNELS}.parquet", f"give {HINT}")
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise MissingError(
+            f"{folder.name} is Parquet, which needs pyarrow", "pip install 'patcher[parquet]'"
+        ) from error
+    with tempfile.TemporaryDirectory() as scratch:
+        target = Path(scratch) / folder.name
+        with closing(sqlite3.connect(target)) as database:
+            for table in (*TABLES, CAPTURE):
+                if (folder / f"{table}.parquet").is_file():
+                    _copy(database, folder / f"{table}.parquet", table)
+            database.commit()
+        return read_sqlite(target, window)
+
+
+def _copy(database: sqlite3.Connection, file: Path, table: str) -> None:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(file) as source:
+            names = source.schema_arrow.names
+            columns = ", ".join('"' + name.replace('"', '""') + '"' for name in names)
+            database.execute(f'CREATE TABLE "{table}" ({columns})')
+            insert = f'INSERT INTO "{table}" VALUES ({", ".join("?" * len(names))})'
+            for batch in source.iter_batches(_ROWS):
+                rows = zip(*(column.to_pylist() for column in batch.columns), strict=True)
+                database.executemany(insert, (row for row in rows if _wanted(table, row)))
+    except (pyarrow.ArrowException, sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
+        why = str(error).split("\n")[0][:200]
+        raise UsageError(f"{file.parent.name}/{file.name} cannot be read: {why}", HINT) from error
+
+
+def _wanted(table: str, row: tuple[object, ...]) -> bool:
+    return table != CAPTURE or any(GRAPH_MODE in str(cell) for cell in row)

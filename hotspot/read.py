@@ -1,0 +1,166 @@
+"""Any profile that engineers have at hand: told apart by content, not by suffix."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from bench import UsageError
+from hotspot.kineto import read_kineto
+from hotspot.ncu import attach, read_ncu
+from hotspot.nsys import export_sqlite
+from hotspot.parquet import read_parquet
+from hotspot.profile import Profile, ProfileWarning
+from hotspot.rank import build_profile
+from hotspot.recording import Recording
+from hotspot.roofline import Served
+from hotspot.sqlite import HINT, NODE_LEVEL, read_sqlite
+from hotspot.stats import EVERYTHING
+from hotspot.subtract import subtract
+from hotspot.summary import read_summary
+
+SQLITE_MAGIC = b"SQLite format 3\0"
+ARCHIVES = {
+    b"PK\x03\x04": "a zip archive",
+    b"\xfd7zXZ\0": "an xz archive",
+    b"BZh": "a bzip2 archive",
+    b"\x28\xb5\x2f\xfd": "a zstd archive",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+}
+MAX_TEXT = 64 << 20
+"""A summary has a line a kernel; more than this is something else."""
+GIVE = "give an nsys export or summary, or a torch.profiler trace"
+
+
+def read(
+    path: Path,
+    model: str,
+    *,
+    window: str | None = None,
+    minus: Path | None = None,
+    ncu: Path | None = None,
+    batch: int | None = None,
+    steps: int | None = None,
+    force: bool = False,
+) -> Profile:
+    """Read and rank a profile.
+
+    Args:
+        model: a preset's name tells layers and sizes; any other name is just kept.
+        window: text of an NVTX range, or `all` to keep warm-up and loading.
+        minus: a profile of the same run with fewer tokens, whose kernels are taken off.
+        ncu: Nsight Compute's counters for the same kernels: a report, or its csv.
+        batch: sequences in a decode step; the preset's by default.
+        steps: decode steps in it, where it cannot tell.
+        force: rank a trace that hides kernels, under a warning.
+
+    Raises:
+        UsageError: missing, empty, cut off, binary, hiding kernels, or another report; one
+            sentence and the fix.
+        MissingError: a report needs nsys or ncu and none is here.
+    """
+    chosen = None if window == EVERYTHING else window
+    served = Served.of(model, batch)
+    recording = _shown(read_recording(path, chosen), path.name, served, force)
+    if minus is not None:
+        recording = subtract(
+            recording, _shown(read_recording(minus, chosen), minus.name, served, force)
+        )
+    names = _names(recording)
+    counters, unmatched = attach(read_ncu(ncu), names) if ncu else ({}, ())
+    profile = build_profile(
+        recording, model, served=served, steps=steps, counters=counters, window=window
+    )
+    if not unmatched:
+        return profile
+    listed = ", ".join(name[:60] for name in unmatched[:3])
+    message = f"{len(unmatched)} kernels of the counters are not in the profile: {listed}"
+    warning = ProfileWarning(kind="ncu_unmatched", message=message)
+    return profile.model_copy(update={"warnings": (*profile.warnings, warning)})
+
+
+def read_recording(path: Path, window: str | None = None) -> Recording:
+    """One source, as it is. Raises like `read`."""
+    try:
+        if path.is_dir():
+            return read_parquet(path, window)
+        with path.open("rb") as file:
+            head = file.read(1 << 16)
+            size = path.stat().st_size
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", GIVE) from error
+    if not head:
+        raise UsageError(f"{path.name} is empty", f"write it again: {HINT}")
+    if head.startswith(SQLITE_MAGIC):
+        return read_sqlite(path, window)
+    if path.suffix in (".nsys-rep", ".qdrep"):
+        with tempfile.TemporaryDirectory() as scratch:
+            exported = export_sqlite(path, Path(scratch) / f"{path.stem}.sqlite")
+            return read_sqlite(exported, window)
+    if path.suffix == ".ncu-rep":
+        raise UsageError(f"{path.name} holds single kernels, no run", "give it with --ncu, too")
+    for magic, what in ARCHIVES.items():
+        if head.startswith(magic):
+            raise UsageError(f"{path.name} is {what}", "unpack it and give what is inside")
+    if window is not None:
+        message = f"{path.name} has no NVTX ranges to cut a window by"
+        raise UsageError(message, "give the .sqlite export, or leave --window out")
+    if head.startswith(b"\x1f\x8b") or _is_trace(head):
+        return read_kineto(path)
+    return read_summary(_text(path, size), path.name)
+
+
+def _is_trace(head: bytes) -> bool:
+    start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    return start[:1] in (b"{", b"[") and (b'"traceEvents"' in head or b'"ph"' in head)
+
+
+def _text(path: Path, size: int) -> str:
+    if size > MAX_TEXT:
+        raise UsageError(f"{path.name} is too large for a kernel summary", GIVE)
+    raw = path.read_bytes()
+    if b"\0" in raw:
+        raise UsageError(f"{path.name} is a binary file, no nsys export or summary", GIVE)
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path.name} is no UTF-8 text", GIVE) from None
+    if '"Process ID"' in text[:20_000] and '"Kernel Name"' in text[:20_000]:
+        raise UsageError(f"{path.name} is Nsight Compute's, of single kernels", "give it as --ncu")
+    return text
+
+
+def _shown(recording: Recording, name: str, served: Served, force: bool) -> Recording:
+    """Refuse what hides kernels; with `force`, warn.
+
+    Raises:
+        UsageError: a graph-level trace, by what the source says or by what is missing in it.
+    """
+    hidden = recording.hidden or _suspicion(recording, served)
+    if hidden is None:
+        return recording
+    what = f"{name}: {hidden}, so the kernels inside them are missing"
+    if not force:
+        raise UsageError(what, f"profile again: {NODE_LEVEL}   (or rank what is there: --force)")
+    warning = ProfileWarning(kind="graph_level", message=f"{what}; profile again: {NODE_LEVEL}")
+    return Recording(**{**vars(recording), "warnings": (*recording.warnings, warning)})
+
+
+def _suspicion(recording: Recording, served: Served) -> str | None:
+    """A summary of a model of many layers in which nothing runs once a layer."""
+    if not recording.rows or not served.layers:
+        return None
+    whole = sum(row.total_ns for row in recording.rows)
+    often = [row.instances for row in recording.rows if row.total_ns > 1e-3 * whole]
+    if max(often) >= served.layers * min(often):
+        return None
+    return (
+        f"no kernel runs {served.layers} times as often as another, though the model has "
+        f"{served.layers} layers: CUDA graphs seem to have been traced as a whole"
+    )
+
+
+def _names(recording: Recording) -> list[str]:
+    if recording.launches is not None:
+        return list(recording.launches.texts)
+    return [row.name for row in recording.rows]

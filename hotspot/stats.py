@@ -1,0 +1,173 @@
+"""What is ranked: the launches of steady steps, their statistics and the time around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotspot.classify import classify
+from hotspot.names import printable
+from hotspot.profile import KernelStat, ProfileWarning
+from hotspot.recording import Launches, Recording, SummaryRow
+from hotspot.steps import Steps, find_steps
+from hotspot.timeline import Integers, by_device, exposed
+
+EVERYTHING = "all"
+"""The window that keeps warm-up, loading and capture in."""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Time on the GPU, ns, added over devices."""
+
+    busy: int
+    """Union of the kernels."""
+    memory: int
+    """What copies and fills add to it."""
+    wall: int
+    exposed: Integers
+    """See `timeline.exposed`, a number a launch."""
+    waits: int
+    """Launches before which the GPU was idle."""
+
+
+def steady(
+    recording: Recording, launches: Launches, window: str | None
+) -> tuple[Launches, Steps | None, tuple[ProfileWarning, ...]]:
+    """The launches of decode steps alone, with the steps."""
+    warnings = recording.warnings
+    if recording.steps is not None:
+        steps = Steps(recording.steps, "ranges of the program")
+    else:
+        steps = find_steps(launches)
+    if steps is None:
+        note = "decode steps cannot be told: no `step` ranges, and no sequence of kernels repeats"
+        kind = ProfileWarning(kind="steps_unknown", message=f"{note}; warm-up counts as well")
+        return launches, None, (*warnings, kind)
+    if window == EVERYTHING:
+        return launches, steps, warnings
+    return launches.chosen(_inside(launches.start, _stretches(steps.bounds))), steps, warnings
+
+
+def _inside(starts: Integers, stretches: Integers) -> NDArray[np.bool_] | slice:
+    """Which of the ordered starts lie in one of the ordered stretches."""
+    edges = np.searchsorted(starts, stretches.ravel())
+    if len(stretches) == 1:
+        return slice(int(edges[0]), int(edges[1]))
+    chosen = np.zeros(len(starts) + 1, dtype=np.int8)
+    np.add.at(chosen, edges[0::2], 1)
+    np.add.at(chosen, edges[1::2], -1)
+    return np.cumsum(chosen[:-1]) > 0
+
+
+def window_text(
+    recording: Recording, steps: Steps | None, window: str | None, kernels: Sequence[KernelStat]
+) -> str | None:
+    """What is ranked, said in a sentence."""
+    if recording.launches is None:
+        return None
+    whole = int((recording.launches.end - recording.launches.start).sum())
+    kept = sum(kernel.total_ns for kernel in kernels)
+    if steps is None or window == EVERYTHING:
+        return "everything in the source"
+    left = f"; {100 * (1 - kept / whole):.1f} % of the kernel time lies outside" if whole else ""
+    return f"{len(steps.bounds)} steady steps, told by {steps.source}{left}"
+
+
+def spans_of(recording: Recording, launches: Launches, steps: Steps | None) -> Spans:
+    """Busy, memory and wall time, added over devices."""
+    own = np.zeros(len(launches), dtype=np.int64)
+    busy = memory = wall = waits = 0
+    bounds = None if steps is None else _stretches(steps.bounds)
+    for device in by_device(launches.device):
+        start, end = launches.start[device], launches.end[device]
+        own[device] = exposed(start, end)
+        kernels = int(own[device].sum())
+        busy += kernels
+        waits += int(np.count_nonzero(start[1:] > np.maximum.accumulate(end)[:-1]))
+        around = np.array([[start.min(), end.max()]]) if bounds is None else bounds
+        if steps is not None:  # what still runs when the last step ends belongs to it
+            around = around.copy()
+            around[-1, 1] = max(around[-1, 1], int(end.max()))
+        wall += int((around[:, 1] - around[:, 0]).sum())
+        if recording.memory is not None:
+            number = int(launches.device[device][0])
+            copies = recording.memory[recording.memory[:, 0] == number, 1:]
+            both = np.concatenate((np.stack([start, end], axis=1), _clipped(copies, around)))
+            both = both[np.argsort(both[:, 0], kind="stable")]
+            memory += int(exposed(both[:, 0], both[:, 1]).sum()) - kernels
+    return Spans(busy, memory, max(wall, busy + memory), own, waits)
+
+
+def _stretches(bounds: Integers) -> Integers:
+    """Steps that follow one another, as one."""
+    fresh = np.concatenate(([True], bounds[1:, 0] > bounds[:-1, 1]))
+    first = np.flatnonzero(fresh)
+    last = np.append(first[1:] - 1, len(bounds) - 1)
+    return np.stack([bounds[first, 0], bounds[last, 1]], axis=1)
+
+
+def _clipped(intervals: Integers, around: Integers) -> Integers:
+    """The parts of the intervals that begin inside one of the others."""
+    place = np.searchsorted(around[:, 0], intervals[:, 0], side="right") - 1
+    inside = (place >= 0) & (intervals[:, 0] < around[place, 1])
+    kept = intervals[inside].copy()
+    kept[:, 1] = np.minimum(kept[:, 1], around[place[inside], 1])
+    return kept
+
+
+def of_rows(rows: Sequence[SummaryRow]) -> tuple[KernelStat, ...]:
+    whole = sum(row.total_ns for row in rows)
+    return _largest_first(_stat(row, whole) for row in rows)
+
+
+def of_launches(launches: Launches, own: Integers) -> tuple[KernelStat, ...]:
+    """Statistics by kernel; launches of one call count as one."""
+    spent = launches.end - launches.start
+    whole = int(spent.sum())
+    kinds = len(launches.texts)
+    # sixteen bits are sorted by their digits, which is linear
+    keys = launches.name.astype(np.uint16) if kinds < 1 << 16 else launches.name
+    order = np.argsort(keys, kind="stable")
+    ends = np.cumsum(np.bincount(launches.name, minlength=kinds))
+    found = []
+    for code, text in enumerate(launches.texts):
+        chosen = order[ends[code - 1] if code else 0 : ends[code]]
+        if not len(chosen):
+            continue
+        each = spent[chosen]
+        total, owned = int(each.sum()), int(own[chosen].sum())
+        if launches.call is not None and launches.call[chosen[0]] >= 0:
+            _, call = np.unique(launches.call[chosen], return_inverse=True)
+            each = np.bincount(call, weights=each).astype(np.int64)
+        row = SummaryRow(
+            text, len(each), total, float(np.median(each)), int(each.min()), int(each.max())
+        )
+        found.append(_stat(row, whole, owned))
+    return _largest_first(found)
+
+
+def _largest_first(kernels: Iterable[KernelStat]) -> tuple[KernelStat, ...]:
+    return tuple(sorted(kernels, key=lambda kernel: (-kernel.total_ns, kernel.name)))
+
+
+def _stat(row: SummaryRow, whole_ns: int, exposed_ns: int | None = None) -> KernelStat:
+    """One kernel's row, classified; its share is of `whole_ns`."""
+    name = printable(row.name)
+    origin, operation = classify(name)
+    return KernelStat(
+        name=name,
+        origin=origin,
+        operation=operation,
+        instances=row.instances,
+        total_ns=row.total_ns,
+        exposed_ns=exposed_ns,
+        mean_ns=row.total_ns / row.instances,
+        median_ns=row.median_ns,
+        min_ns=row.min_ns,
+        max_ns=row.max_ns,
+        share_pct=100 * row.total_ns / whole_ns if whole_ns else 0.0,
+    )

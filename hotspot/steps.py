@@ -1,0 +1,144 @@
+"""Decode steps, and the steady state: what repeats, without warm-up, loading and graph capture.
+
+A decode step is a fixed sequence of kernels. So there is a kernel that runs once a step, and cut
+there, the sequence falls into pieces that are alike. A kernel that runs once a layer also cuts it
+into pieces that are alike, but every so many of them one differs: with the step's own kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotspot.recording import Launches
+from hotspot.timeline import Codes, Integers, gaps
+
+COVERED = 0.98
+"""Share of the kernel time between the first and the last step whose kernels a step must hold."""
+ALIKE = 0.9
+"""Share of its launches that a steady step has in common with the usual one: now and then an
+engine does something beside the step."""
+CERTAIN = 3
+"""Fewer repeats than this may be chance."""
+SAMPLE = 1 << 18
+"""Launches in which the kernel that begins a step is looked for."""
+MOST_KINDS = 1000
+MOST_ANCHORS = 64
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steady decode steps, told on the main stream of one device."""
+
+    bounds: Integers
+    """Shape (n, 2), ns, in order: from the start of a step to the start of the next piece of the
+    sequence; the last ends with its last kernel."""
+    source: str
+
+
+def find_steps(launches: Launches) -> Steps | None:
+    """The steady steps by the period of the kernel sequence; None where it has none."""
+    main = main_stream(launches)
+    name, start, end = launches.name[main], launches.start[main], launches.end[main]
+    if (anchor := _anchor(name, start, end)) is None:
+        return None
+    pieces = _cut(name, anchor)
+    if pieces is None:
+        return None
+    steady = np.flatnonzero(pieces.steady)
+    begins = start[pieces.begin[steady]]
+    ends = np.append(start, 0)[pieces.end[steady]]
+    if pieces.end[steady[-1]] == len(name):
+        ends[-1] = end[pieces.begin[steady[-1]] :].max()
+    size = int(pieces.end[pieces.usual] - pieces.begin[pieces.usual])
+    if steady[0] == 0 and pieces.begin[0] <= (1 - ALIKE) * size:
+        begins[0] = start[0]  # a capture range begins with the step, a little before its anchor
+    return Steps(np.stack([begins, ends], axis=1), f"the sequence of {size} kernels that repeats")
+
+
+def main_stream(launches: Launches) -> NDArray[np.bool_] | slice:
+    """What picks the stream that holds most kernel time."""
+    if all(not len(c) or bool((c == c[0]).all()) for c in (launches.device, launches.stream)):
+        return slice(None)
+    key = launches.device.astype(np.int64) << 32 | launches.stream.astype(np.int64) & 0xFFFFFFFF
+    streams, which = np.unique(key, return_inverse=True)
+    spent = np.bincount(which, weights=(launches.end - launches.start).astype(float))
+    return key == streams[int(np.argmax(spent))]
+
+
+def _anchor(name: Codes, start: Integers, end: Integers) -> int | None:
+    """The kernel that begins a step: of those that run once a step, the one that the GPU waits
+    for longest."""
+    middle = max(len(name) - SAMPLE, 0) // 2
+    part = slice(middle, middle + SAMPLE)
+    name, start, end = name[part], start[part], end[part]
+    if len(name) < CERTAIN:
+        return None
+    counts = np.bincount(name)
+    idle = gaps(start, end)
+    for count in np.unique(counts[counts >= CERTAIN])[::-1]:
+        once = np.flatnonzero(counts == count)[:MOST_ANCHORS]
+        waits = [float(np.median(idle[name == code])) for code in once]
+        chosen = int(once[int(np.argmax(waits))])
+        pieces = _cut(name, chosen)
+        if pieces is not None and pieces.whole(name, end - start):
+            return chosen
+    return None
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """A sequence, cut before each launch of one kernel."""
+
+    begin: Integers
+    end: Integers
+    kind: Integers
+    """By content: which kernels how often."""
+    steady: NDArray[np.bool_]
+    usual: int
+    """A piece of the most frequent kind."""
+
+    def whole(self, name: Codes, spent: Integers) -> bool:
+        """Whether a piece is a step, no less: nothing outside the pieces comes regularly, and
+        they hold the kernels that matter."""
+        for kind in np.unique(self.kind[~self.steady])[:MOST_KINDS]:
+            distance = np.diff(np.flatnonzero(self.kind == kind))
+            if len(distance) + 1 >= CERTAIN and (distance == np.median(distance)).mean() > 0.8:
+                return False
+        steady = np.flatnonzero(self.steady)
+        stretch = slice(int(self.begin[steady[0]]), int(self.end[steady[-1]]))
+        held = np.zeros(int(name.max()) + 1, dtype=bool)
+        held[name[self.begin[self.usual] : self.end[self.usual]]] = True
+        inside = spent[stretch]
+        return bool(inside[held[name[stretch]]].sum() >= COVERED * inside.sum())
+
+
+def _cut(name: Codes, anchor: int) -> _Pieces | None:
+    begin = np.flatnonzero(name == anchor)
+    if len(begin) < CERTAIN:
+        return None
+    end = np.append(begin[1:], len(name))
+    # what a piece holds, as the sum of a random number for each kernel: equal sums, equal pieces
+    weights = np.random.default_rng(0).integers(0, 1 << 63, int(name.max()) + 1, dtype=np.uint64)
+    sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(weights[name], dtype=np.uint64)))
+    _, first, kind, frequency = np.unique(
+        sums[end] - sums[begin], return_index=True, return_inverse=True, return_counts=True
+    )
+    usual = int(np.argmax(frequency))
+    if frequency[usual] < CERTAIN:
+        return None
+    size = int(end[first[usual]] - begin[first[usual]])
+    expected = _counts(name, begin, end, first[usual])
+    alike = np.zeros(len(first), dtype=bool)
+    for candidate in np.argsort(-frequency)[:MOST_KINDS]:
+        piece = first[candidate]
+        if abs(int(end[piece] - begin[piece]) - size) <= (1 - ALIKE) * size:
+            shared = np.minimum(_counts(name, begin, end, piece), expected).sum()
+            alike[candidate] = shared >= ALIKE * size
+    return _Pieces(begin, end, kind, alike[kind], int(first[usual]))
+
+
+def _counts(name: Codes, begin: Integers, end: Integers, piece: int) -> Integers:
+    return np.bincount(name[begin[piece] : end[piece]], minlength=int(name.max()) + 1)

@@ -1,0 +1,64 @@
+"""The steady state as a difference: a run of N tokens less one of M leaves N - M decode steps."""
+
+from __future__ import annotations
+
+from bench import UsageError
+from hotspot.names import normalise
+from hotspot.profile import ProfileWarning
+from hotspot.recording import Recording, SummaryRow
+
+
+def subtract(longer: Recording, shorter: Recording) -> Recording:
+    """Kernels of the longer run less those of the shorter; what ran as often in both was loading,
+    warm-up or capture and falls out.
+
+    Raises:
+        UsageError: nothing is left, or the second is the longer one.
+    """
+    fewer = _by_name(shorter)
+    rows = []
+    less = 0
+    for name, row in _by_name(longer).items():
+        known = fewer.get(name, SummaryRow(row.name, 0, 0))
+        instances, total = row.instances - known.instances, row.total_ns - known.total_ns
+        if instances > 0 and total > 0:
+            rows.append(SummaryRow(row.name, instances, total))
+        elif instances < 0:
+            less += 1
+    if not rows or less > len(rows):
+        raise UsageError(
+            f"{longer.source} does not hold more work than {shorter.source}",
+            "give the run with more tokens as --from and the one with fewer as --minus",
+        )
+    note = (
+        f"the difference of two runs: {longer.source} less {shorter.source}; it has no times, so "
+        "busy time and idle time are unknown"
+    )
+    warnings = (*longer.warnings, ProfileWarning(kind="difference", message=note))
+    return Recording(
+        source=f"{longer.source} less {shorter.source}",
+        rows=tuple(rows),
+        gpu=longer.gpu,
+        warnings=warnings,
+    )
+
+
+def _by_name(recording: Recording) -> dict[str, SummaryRow]:
+    """Rows by normalised name, so that two sources may spell differently."""
+    found: dict[str, SummaryRow] = {}
+    for row in _rows(recording):
+        key = normalise(row.name)
+        known = found.get(key, SummaryRow(row.name, 0, 0))
+        found[key] = SummaryRow(
+            known.name, known.instances + row.instances, known.total_ns + row.total_ns
+        )
+    return found
+
+
+def _rows(recording: Recording) -> tuple[SummaryRow, ...]:
+    if recording.launches is None:
+        return recording.rows
+    from hotspot.stats import of_launches
+
+    kernels = of_launches(recording.launches, recording.launches.end - recording.launches.start)
+    return tuple(SummaryRow(k.name, k.instances, k.total_ns) for k in kernels)

@@ -1,0 +1,56 @@
+"""What to do about a hotspot, by the rules of `advice.toml`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from hotspot.chains import advice
+from hotspot.profile import Hotspot, Triage
+
+_ORIGINS = {"kind": ("kernel",)}
+
+
+def triage(spot: Hotspot, chain: str | None = None) -> tuple[Triage, str]:
+    """(decision, its reason in one sentence).
+
+    `chain` names the fusion chain in which the row's time mostly lies, if one does.
+    """
+    rule = next(rule for rule in advice()["triage"] if _fits(rule, spot, chain))
+    return rule["decision"], rule["reason"].format(
+        name=spot.name,
+        operation=spot.operation,
+        share=f"{spot.share_pct:.1f} %",
+        wall=f"{spot.wall_pct or 0:.1f} %",
+        ceiling=f"+{spot.ceiling_pct:.2g} %",
+        sol=f"{spot.speed_of_light_pct or 0:.0f} %",
+        op=spot.op,
+        points=f" ({', '.join(spot.patch_points)})" if spot.patch_points else "",
+        gap=f"{spot.gap_ns / max(spot.instances, 1) / 1e3:.1f} us",
+        members=len(spot.variants),
+        per_layer=" per layer" if (spot.per_layer or 0) >= 0.9 else " each time",
+        chain=chain,
+    )
+
+
+def _fits(rule: dict[str, Any], spot: Hotspot, chain: str | None) -> bool:
+    if rule.get("kind", spot.kind) != spot.kind or ("kind" not in rule and _without_source(spot)):
+        return False
+    texts = (("origin", spot.origin), ("operation", spot.operation), ("name", spot.name))
+    if any(key in rule and not re.search(rule[key], text[:4000]) for key, text in texts):
+        return False
+    if (rule.get("covered") and spot.op is None) or (rule.get("chained") and chain is None):
+        return False
+    bounds = (
+        ("wall_pct", spot.wall_pct or 0.0),
+        ("ceiling_pct", spot.ceiling_pct),
+        ("sol_pct", spot.speed_of_light_pct or 0.0),
+    )
+    return all(
+        value >= rule.get(f"min_{key}", value) and value <= rule.get(f"max_{key}", value)
+        for key, value in bounds
+    )
+
+
+def _without_source(spot: Hotspot) -> bool:
+    return spot.kind in ("idle", "memory")
