@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import adbc_driver_manager
@@ -20,7 +21,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from bench import UsageError
 
-Column = NDArray[np.int64]
+Column = NDArray[Any]
+"""Of the integer type that was asked for."""
 _ROWS = 1 << 16
 """A batch. The type of a column is settled by its first batch."""
 _THREADS = min(4, os.cpu_count() or 1)

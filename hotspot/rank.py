@@ -237,13 +237,12 @@ class _Ranking:
     def _of_wall(self, spent: int | None) -> float | None:
         return None if self.spans is None or spent is None else 100 * spent / self.spans.wall
 
-    def _often(self, instances: int) -> dict[str, float | None]:
-        per_step = instances / self.steps if self.steps else None
+    def _per_step(self, instances: int) -> float | None:
+        return instances / self.steps if self.steps else None
+
+    def _per_layer(self, instances: int) -> float | None:
         layers = self.served.layers
-        return {
-            "per_step": per_step,
-            "per_layer": per_step / layers if per_step and layers else None,
-        }
+        return instances / self.steps / layers if self.steps and layers else None
 
     def _counted(self, variants: Sequence[KernelStat]) -> Counters | None:
         """Nsight Compute's counters, of the variant that takes longest where they differ."""

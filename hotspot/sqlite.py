@@ -19,7 +19,8 @@ from hotspot.arrow import read_columns, uri
 from hotspot.names import MODULE, is_whole, printable, row_name
 from hotspot.profile import Gpu
 from hotspot.ranges import RUNTIME, Calls, Ranges, launching_calls, nvtx_ranges, row_ids
-from hotspot.recording import Codes, Integers, Launches, Recording
+from hotspot.recording import Launches, Recording
+from hotspot.timeline import Codes, Integers
 
 HINT = "nsys export --type sqlite OUT.nsys-rep"
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"

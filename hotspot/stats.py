@@ -39,10 +39,11 @@ def steady(
 ) -> tuple[Launches, Steps | None, tuple[ProfileWarning, ...]]:
     """The launches of decode steps alone, with the steps."""
     warnings = recording.warnings
-    if recording.steps is not None:
-        steps = Steps(recording.steps, "ranges of the program")
-    else:
-        steps = find_steps(launches)
+    steps = (
+        find_steps(launches)
+        if recording.steps is None
+        else Steps(recording.steps, "ranges of the program")
+    )
     if steps is None:
         note = "decode steps cannot be told: no `step` ranges, and no sequence of kernels repeats"
         kind = ProfileWarning(kind="steps_unknown", message=f"{note}; warm-up counts as well")
@@ -60,7 +61,8 @@ def _inside(starts: Integers, stretches: Integers) -> NDArray[np.bool_] | slice:
     chosen = np.zeros(len(starts) + 1, dtype=np.int8)
     np.add.at(chosen, edges[0::2], 1)
     np.add.at(chosen, edges[1::2], -1)
-    return np.cumsum(chosen[:-1]) > 0
+    within: NDArray[np.bool_] = np.cumsum(chosen[:-1]) > 0
+    return within
 
 
 def window_text(
@@ -114,7 +116,7 @@ def _clipped(intervals: Integers, around: Integers) -> Integers:
     """The parts of the intervals that begin inside one of the others."""
     place = np.searchsorted(around[:, 0], intervals[:, 0], side="right") - 1
     inside = (place >= 0) & (intervals[:, 0] < around[place, 1])
-    kept = intervals[inside].copy()
+    kept: Integers = intervals[inside].copy()
     kept[:, 1] = np.minimum(kept[:, 1], around[place[inside], 1])
     return kept
 

@@ -65,7 +65,8 @@ def main_stream(launches: Launches) -> NDArray[np.bool_] | slice:
     key = launches.device.astype(np.int64) << 32 | launches.stream.astype(np.int64) & 0xFFFFFFFF
     streams, which = np.unique(key, return_inverse=True)
     spent = np.bincount(which, weights=(launches.end - launches.start).astype(float))
-    return key == streams[int(np.argmax(spent))]
+    chosen: NDArray[np.bool_] = key == streams[int(np.argmax(spent))]
+    return chosen
 
 
 def _anchor(name: Codes, start: Integers, end: Integers) -> int | None:

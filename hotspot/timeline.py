@@ -30,7 +30,8 @@ def exposed(starts: Integers, ends: Integers) -> Integers:
     before it (programmatic dependent launch) is so charged only for what comes after that one,
     and a kernel that runs beside a longer one for nothing: making it faster would gain nothing.
     """
-    return np.maximum(ends - np.maximum(starts, _reached(ends)), 0)
+    own: Integers = np.maximum(ends - np.maximum(starts, _reached(ends)), 0)
+    return own
 
 
 def gaps(starts: Integers, ends: Integers) -> Integers:
