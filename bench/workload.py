@@ -28,6 +28,8 @@ class Preset(Record):
     """Whether a CPU runs it in seconds."""
     parameters_b: float
     """Billions of parameters."""
+    published: dict[str, Any] = {}
+    """What the published checkpoint's config.json says beside it: its quantisation."""
     hub_id: str | None = None
     """Where published weights are, if any."""
     batch: int
@@ -45,7 +47,7 @@ class Workload(Record):
     schema_version: int = SCHEMA_VERSION
     model: str
     """Preset name, Hugging Face id or folder."""
-    engine: Literal["transformers"] = "transformers"
+    engine: Literal["transformers", "vllm"] = "transformers"
     device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16", "float16"]
     batch: int = Field(ge=1)

@@ -2,6 +2,8 @@
 
 from hotspot.capture import capture
 from hotspot.classify import classify
+from hotspot.compare import ProfileComparison, compare
+from hotspot.ledger import LedgerRow, ledger
 from hotspot.nsys import find_nsys, nsys_finding
 from hotspot.profile import Gpu, Hotspot, KernelStat, Profile, ProfileWarning
 from hotspot.read import read
@@ -10,11 +12,15 @@ __all__ = [
     "Gpu",
     "Hotspot",
     "KernelStat",
+    "LedgerRow",
     "Profile",
+    "ProfileComparison",
     "ProfileWarning",
     "capture",
     "classify",
+    "compare",
     "find_nsys",
+    "ledger",
     "nsys_finding",
     "read",
 ]

@@ -182,7 +182,9 @@ def _memory(database: sqlite3.Connection, path: Path, tables: set[str]) -> Integ
     if not parts:
         return None
     found = np.concatenate(parts)
-    return found[(found[:, 2] >= found[:, 1]) & (np.abs(found[:, 1:]) < _LATEST).all(axis=1)]
+    sound = (found[:, 2] >= found[:, 1]) & (np.abs(found[:, 1:]) < _LATEST).all(axis=1)
+    kept: Integers = found[sound]
+    return kept
 
 
 def _gpu(database: sqlite3.Connection, tables: set[str]) -> Gpu | None:

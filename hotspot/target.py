@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from bench import PatcherError, Workload
-from bench.engines import Decoding, Engine, open_engine
+from bench.engines import Decoder, Decoding, open_decoder
 from hotspot.names import MODULE, is_whole, row_name
 from hotspot.timeline import busy_time
 
@@ -32,7 +32,7 @@ def main() -> int:
     workload = Workload.model_validate_json(sys.argv[1])
     out, steps, mode = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     try:
-        engine = open_engine(workload)
+        engine = open_decoder(workload)
     except PatcherError as error:
         print(ERROR + json.dumps(error.as_dict()), file=sys.stderr, flush=True)
         return error.exit_code
@@ -40,7 +40,7 @@ def main() -> int:
     engine.decode(decoding, WARM_UP_STEPS)
     if mode == "nsys":
         nvtx: Any = torch.cuda.nvtx
-        with module_ranges(engine.model, nvtx.range_push, nvtx.range_pop), capture_range():
+        with _modules_of(engine, nvtx.range_push, nvtx.range_pop), capture_range():
             for _ in range(steps):
                 nvtx.range_push("step")
                 engine.decode(decoding, 1)
@@ -49,6 +49,14 @@ def main() -> int:
         found = with_torch_profiler(engine, decoding, steps, workload.device)
         out.write_text(json.dumps({"steps": steps, **found}), encoding="utf-8")
     return 0
+
+
+def _modules_of(
+    engine: Decoder, push: Callable[[str], Any], pop: Callable[[], Any]
+) -> AbstractContextManager[None]:
+    """Ranges where modules run as such; a compiled engine's never do."""
+    model = getattr(engine, "model", None)
+    return nullcontext() if model is None else module_ranges(model, push, pop)
 
 
 @contextmanager
@@ -110,7 +118,7 @@ def _leaves(pop: Callable[[], Any]) -> Callable[[Any, Any, Any], None]:
 
 
 def with_torch_profiler(
-    engine: Engine, decoding: Decoding, steps: int, device: str
+    engine: Decoder, decoding: Decoding, steps: int, device: str
 ) -> dict[str, Any]:
     """`rows` {name, instances, total_ns, median_ns, min_ns, max_ns} and `busy_ns`: of GPU kernels,
     or of CPU operators by their own time.
@@ -134,7 +142,7 @@ def with_torch_profiler(
     def pop() -> None:
         held.pop().__exit__(None, None, None)
 
-    with module_ranges(engine.model, push, pop), profile(activities=[ProfilerActivity.CPU]) as cpu:
+    with _modules_of(engine, push, pop), profile(activities=[ProfilerActivity.CPU]) as cpu:
         engine.decode(decoding, steps)
     events = cpu.events()
     return {"rows": cpu_rows(events), "busy_ns": None}

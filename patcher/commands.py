@@ -21,6 +21,7 @@ from bench import (
     preset,
     presets,
 )
+from bench.engines import ENGINES
 from patcher.console import Device, Engine, Json, Output, app, examples, pick_device, runs_dir
 
 Batch = Annotated[int | None, typer.Option(help="Sequences decoded together.", min=1)]
@@ -38,7 +39,7 @@ ops_app = typer.Typer(help="The kernel library.", invoke_without_command=True)
 app.add_typer(ops_app, name="ops")
 
 
-def _workload(
+def workload_of(
     model: str,
     device: str | None,
     engine: str,
@@ -50,13 +51,14 @@ def _workload(
 ) -> Workload:
     from patcher.pipeline import workload_for
 
-    if engine != "transformers":
-        raise UsageError(f"engine {engine!r} is not driven yet", "engines are: transformers")
+    if engine not in ENGINES:
+        raise UsageError(f"engine {engine!r} is not driven yet", f"engines: {', '.join(ENGINES)}")
     if weights not in ("random", "hub", "local"):
         raise UsageError(f"unknown weights {weights!r}", "say random, hub or local")
     return workload_for(
         model,
         pick_device(device),
+        engine=engine,  # type: ignore[arg-type]
         batch=batch,
         input_len=input_len,
         output_len=output_len,
@@ -81,53 +83,6 @@ def doctor(as_json: Json = False) -> int:
         findings_table(findings),
     )
     return 3 if any(finding.status == "fail" for finding in findings) else 0
-
-
-@app.command()
-@examples(
-    "patcher profile gpt-oss-20b --from decode.sqlite",
-    "patcher profile gpt-oss-20b --from kernels.csv --json",
-    "patcher profile gpt-oss-20b --batch 8 --input-len 1024   (on a GPU host)",
-    "patcher profile gpt-oss-tiny   (operators on this CPU)",
-)
-def profile(
-    model: Annotated[str, typer.Argument(help="Preset, Hugging Face id or folder.")],
-    source: Annotated[
-        Path | None,
-        typer.Option("--from", help="An nsys SQLite export or `nsys stats` kernel summary."),
-    ] = None,
-    engine: Engine = "transformers",
-    device: Device = None,
-    batch: Batch = None,
-    input_len: Prompt = None,
-    output_len: Steps = None,
-    weights: Weights = "random",
-    keep: Annotated[
-        Path | None, typer.Option("--keep", help="Folder for the captured files.")
-    ] = None,
-    top: Annotated[int, typer.Option(help="Rows to print.", min=1)] = 15,
-    as_json: Json = False,
-) -> int:
-    """Where decode spends its time, ranked by what replacing a kernel could give end to end."""
-    import tempfile
-
-    from hotspot import capture, read
-    from patcher.show import profile_table
-
-    output = Output(as_json)
-    if source is not None:
-        found = read(source, model)
-    else:
-        workload = _workload(model, device, engine, batch, input_len, output_len, weights)
-        with output.progress() as bar, tempfile.TemporaryDirectory() as scratch:
-            folder = keep or Path(scratch)
-            folder.mkdir(parents=True, exist_ok=True)
-            found = capture(workload, folder, lambda stage: bar(stage, 0, 1))
-    for warning in found.warnings:
-        if not as_json:
-            output.err.print(f"[yellow]{warning.kind}:[/]", Text(warning.message))
-    output.emit(found, profile_table(found, top))
-    return 0
 
 
 @ops_app.callback()
@@ -307,7 +262,7 @@ def run(
             "margin_pct": margin_pct,
         }
     )
-    workload = _workload(served, device, engine, batch, input_len, output_len, weights, threads)
+    workload = workload_of(served, device, engine, batch, input_len, output_len, weights, threads)
     plan = pipeline.Plan(
         op=load_op(op).name if op else None,
         language=language,
@@ -436,7 +391,7 @@ def throughput(
     from patcher.measure import Job, measure_and_decide
     from patcher.show import comparison_lines, quality_line
 
-    workload = _workload(model, device, engine, batch, input_len, output_len, weights, threads)
+    workload = workload_of(model, device, engine, batch, input_len, output_len, weights, threads)
     job = Job(workload=workload, margin_pct=margin, max_pairs=pairs, quality_steps=quality_steps)
     with output.progress() as bar:
         result = measure_and_decide(job, patch, bar)

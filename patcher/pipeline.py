@@ -89,6 +89,7 @@ def workload_for(
     batch: int | None = None,
     input_len: int | None = None,
     output_len: int | None = None,
+    engine: Literal["transformers", "vllm"] = "transformers",
     weights: Literal["random", "hub", "local"] = "random",
     threads: int | None = None,
 ) -> Workload:
@@ -110,7 +111,9 @@ def workload_for(
         defaults = {"dtype": dtype, "batch": 8, "input_len": 128, "output_len": 64}
     asked = {"batch": batch, "input_len": input_len, "output_len": output_len}
     chosen = {**defaults, **{name: size for name, size in asked.items() if size is not None}}
-    return Workload(model=model, device=device, weights=weights, threads=threads, **chosen)
+    return Workload(
+        model=model, engine=engine, device=device, weights=weights, threads=threads, **chosen
+    )
 
 
 def start(

@@ -19,46 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from bench import Comparison, Evaluation, Op, Outcome, Quality
-from hotspot import Profile
 from integrate import Applied
 from patcher.attempts import Attempt
 from patcher.doctor import Finding
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 VERDICT_COLOURS = {"accept": "green", "reject": "red", "inconclusive": "yellow"}
-
-
-def profile_table(profile: Profile, top: int) -> Table:
-    """The ranked hotspots."""
-    busy = f", busy {profile.busy_ns / 1e6:,.2f} ms" if profile.busy_ns is not None else ""
-    instances = sum(kernel.instances for kernel in profile.kernels)
-    table = Table(
-        title=f"{profile.model}: {profile.total_kernel_ns:,} ns over {instances:,} kernels{busy}",
-        caption="ceiling: end-to-end gain if the kernel took no time (Amdahl)",
-    )
-    for name, justify in (("#", "right"), ("share", "right"), ("count", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    table.add_column("/step", justify="right")
-    table.add_column("mean us", justify="right")
-    table.add_column("origin")
-    table.add_column("operation")
-    table.add_column("op")
-    table.add_column("ceiling", justify="right")
-    table.add_column("kernel", overflow="ellipsis", no_wrap=True, max_width=60)
-    for spot in profile.hotspots[:top]:
-        table.add_row(
-            str(spot.rank),
-            f"{spot.share_pct:.1f}%",
-            f"{spot.instances:,}",
-            "-" if spot.per_step is None else f"{spot.per_step:g}",
-            f"{spot.mean_ns / 1e3:.2f}",
-            spot.origin,
-            spot.operation,
-            Text(spot.op or "-", style="green" if spot.op else ""),
-            f"+{spot.ceiling_pct:.1f}%",
-            Text(spot.name),
-        )
-    return table
 
 
 def evaluation_table(evaluation: Evaluation) -> Table:

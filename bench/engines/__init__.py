@@ -11,6 +11,8 @@ from bench.workload import Workload
 if TYPE_CHECKING:
     import torch
 
+ENGINES = ("transformers", "vllm")
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -40,11 +42,10 @@ class Decoding:
         return torch.cat(self.picked, dim=1).cpu()
 
 
-class Engine(Protocol):
-    """Drives one loaded model."""
+class Decoder(Protocol):
+    """Decodes with one loaded model: what profiling needs."""
 
     workload: Workload
-    model: torch.nn.Module
     vocab_size: int
 
     def prompts(self, seed: int) -> torch.Tensor:
@@ -58,6 +59,18 @@ class Engine(Protocol):
     def decode(self, decoding: Decoding, steps: int) -> None:
         """Greedy, exactly `steps` more steps, end of sequence ignored; adds to `decode_s`."""
         ...
+
+    def synchronize(self) -> None: ...
+
+    def close(self) -> None:
+        """Free the model's memory."""
+        ...
+
+
+class Engine(Decoder, Protocol):
+    """Drives one loaded model: what measuring needs, too."""
+
+    model: torch.nn.Module
 
     def generate(self, prompts: torch.Tensor, steps: int) -> Generation:
         """Greedy, exactly `steps` decode steps after prefill, end of sequence ignored."""
@@ -80,12 +93,6 @@ class Engine(Protocol):
         """
         ...
 
-    def synchronize(self) -> None: ...
-
-    def close(self) -> None:
-        """Free the model's memory."""
-        ...
-
 
 def open_engine(workload: Workload) -> Engine:
     """Load the workload's model.
@@ -98,7 +105,18 @@ def open_engine(workload: Workload) -> Engine:
         from bench.engines.transformers import TransformersEngine
 
         return TransformersEngine(workload)
-    raise UsageError(f"unknown engine {workload.engine!r}", "engines are: transformers")
+    if workload.engine == "vllm":
+        raise UsageError("vLLM is profiled, not measured yet", "use --engine transformers")
+    raise UsageError(f"unknown engine {workload.engine!r}", f"engines are: {', '.join(ENGINES)}")
 
 
-__all__ = ["Engine", "Generation", "open_engine"]
+def open_decoder(workload: Workload) -> Decoder:
+    """Load the workload's model for decoding alone. Raises like `open_engine`."""
+    if workload.engine == "vllm":
+        from bench.engines.vllm import VllmEngine
+
+        return VllmEngine(workload)
+    return open_engine(workload)
+
+
+__all__ = ["ENGINES", "Decoder", "Engine", "Generation", "open_decoder", "open_engine"]
