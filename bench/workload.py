@@ -28,7 +28,7 @@ class Preset(Record):
     """Whether a CPU runs it in seconds."""
     parameters_b: float
     """Billions of parameters."""
-    published: dict[str, Any] = {}
+    published: dict[str, Any] = Field(default_factory=dict)
     """What the published checkpoint's config.json says beside it: its quantisation."""
     hub_id: str | None = None
     """Where published weights are, if any."""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import MissingError, PatcherError, Workload, presets
+from bench import MissingError, PatcherError, UsageError, Workload, presets
 from hotspot.nsys import export_sqlite, find_nsys, missing_libraries, nsys_environment
 from hotspot.profile import Profile, ProfileWarning
 from hotspot.rank import build_profile
@@ -21,6 +21,8 @@ from hotspot.sqlite import read_sqlite
 STEPS = 16
 """Decode steps in the capture range."""
 TIMEOUT_S = 1800
+ERROR = "patcher-error: "
+"""Begins the line in which the profiled program says which `PatcherError` ended it."""
 NSYS_OPTIONS = (
     "--trace=cuda,nvtx",
     "--sample=none",
@@ -133,5 +135,17 @@ def _run(command: list[str], environment: dict[str, str]) -> None:
             ) from None
         raise
     if process.returncode != 0:
+        _raise_expected(output.decode("utf-8", "replace"))
         tail = output.decode("utf-8", "replace").strip()[-1500:]
         raise PatcherError(f"the profiled program failed (exit code {process.returncode}): {tail}")
+
+
+def _raise_expected(output: str) -> None:
+    """The program's own error, where it was an expected one."""
+    for line in reversed(output.splitlines()):
+        if line.startswith(ERROR):
+            told = json.loads(line.removeprefix(ERROR))
+            kinds: dict[str, type[PatcherError]] = {
+                kind.kind: kind for kind in (MissingError, UsageError)
+            }
+            raise kinds.get(told["kind"], PatcherError)(told["message"], told["hint"])

@@ -20,12 +20,11 @@ import torch
 
 from bench import PatcherError, Workload
 from bench.engines import Decoder, Decoding, open_decoder
+from hotspot.capture import ERROR
 from hotspot.names import MODULE, is_whole, row_name
 from hotspot.timeline import busy_time
 
 WARM_UP_STEPS = 4
-ERROR = "patcher-error: "
-"""Begins the line that says which `PatcherError` ended the program."""
 
 
 def main() -> int:

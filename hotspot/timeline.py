@@ -20,7 +20,8 @@ def by_start(starts: Integers) -> Integers | slice:
     """What puts launches in order of start; nothing to do where they are, as exporters write."""
     if bool((starts[1:] >= starts[:-1]).all()):
         return slice(None)
-    return np.argsort(starts, kind="stable")
+    order: Integers = np.argsort(starts, kind="stable")
+    return order
 
 
 def exposed(starts: Integers, ends: Integers) -> Integers:
