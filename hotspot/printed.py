@@ -181,6 +181,9 @@ def _fill(table: Table, lines: Sequence[str], first: int, split: Split) -> int:
             last = at
         at += 1
     finish()
+    framed = table.style == "pipe" and "".join(lines[first : first + 1]).lstrip()[:1] == "+"
+    if framed and lines[last].lstrip()[:1] != "+":
+        table.fail(last + 1, "the table is cut off")
     return last
 
 

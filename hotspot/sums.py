@@ -165,6 +165,8 @@ def _sum(
     total = time("Total Time") if not prefix else mean and (mean[0] * instances, mean[1])
     if total is None or instances < 1 or not cells[-1].strip():
         raise ValueError
+    if mean and abs(total[0] - mean[0] * instances) > _slack(total, mean, instances):
+        raise ValueError  # a digit is damaged, or columns are shifted
     median, least, most = (time(prefix + column) for column in ("Med", "Min", "Max"))
     one = _Sum(
         cells[-1],
@@ -175,6 +177,13 @@ def _sum(
         most and most[0],
     )
     return one, total[1]
+
+
+def _slack(
+    total: tuple[Decimal, Decimal], mean: tuple[Decimal, Decimal], instances: int
+) -> Decimal:
+    """How far instances x average may be from the total: what is rounded away, and 1 %."""
+    return mean[1] * instances + total[1] + total[0] / 100
 
 
 def _merged(sums: list[_Sum]) -> list[_Sum]:
