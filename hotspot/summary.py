@@ -21,9 +21,9 @@ KINDS = (
     Kind("cuda_gpu_trace", "GPU trace", "Start", "Duration", "Strm", "Name"),
     Kind("cuda_kern_exec_trace", "kernel trace", "Kernel Start", "Kernel Dur", "Kernel Name"),
     _KERNELS,
-    Kind("cuda_gpu_kern_gb_sum", "kernel summary by grid", "Total Time", "GridXYZ", "Name"),
+    Kind("cuda_gpu_kern_gb_sum", "kernel summary by grid", "Instances", "GridXYZ", "Name"),
     Kind("nvtx_kern_sum", "kernel summary by range", "NVTX Range", "Kern Inst", "Kernel Name"),
-    Kind("cuda_gpu_sum", "summary of GPU work", "Total Time", "Category", "Operation"),
+    Kind("cuda_gpu_sum", "summary of GPU work", "Instances", "Category", "Operation"),
     Kind("cuda_kern_exec_sum", "kernel execution summary", "Count", "KAvg", "Kernel Name"),
 )
 """In order of preference: times of launches, then whole summaries, then what must be added up."""

@@ -181,7 +181,7 @@ def test_a_cut_summary_by_range_is_part_of_its_source(
 
 @pytest.mark.parametrize("name", ["n_cuda_gpu_trace.csv", "n_cuda_kern_exec_trace.csv"])
 def test_traces_give_launches(name: str, databases: dict[str, sqlite3.Connection]) -> None:
-    """The first 79 rows; nsys counts from the start of its session, so all are shifted alike."""
+    """The first 79 rows; nsys counts from the start of its recording, so all are shifted alike."""
     launches = recorded(f"golden/{name}").launches
     assert launches is not None
     flat = sorted(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import bench
 from hotspot.recording import SummaryRow
 from hotspot.summary import read_summary
+from hotspot.tables import tables
 
 DATA = Path(__file__).parent / "data/nsys"
 
@@ -299,3 +300,50 @@ def test_damage_ends_in_a_recording_or_a_usage_error(
     launches = recording.launches
     assert all(row.instances > 0 and row.total_ns >= 0 for row in recording.rows)
     assert recording.rows or (launches is not None and len(launches) > 0)
+
+
+REPORTS = (
+    *("golden/h_cuda_gpu_kern_gb_sum.csv", "golden/h_cuda_gpu_sum.csv"),
+    *("golden/h_cuda_kern_exec_sum.csv", "golden/h_nvtx_kern_sum.csv"),
+    *("golden/n_cuda_gpu_trace.csv", "golden/n_cuda_kern_exec_trace.csv"),
+)
+
+
+@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize("style", ["column", "pipe", "tsv", "json"])
+def test_every_report_reads_alike_in_every_format(name: str, style: str) -> None:
+    """The other formats are printed here; blanks in grids and empty cells are in these reports."""
+    [table] = tables(content(name))
+    lines = [table.columns, *(cells for _, cells in table.rows)]
+    wide = [max(len(line[at]) for line in lines) for at in range(len(table.columns))]
+    if style == "json":
+        text = json.dumps([dict(zip(table.columns, line, strict=True)) for line in lines[1:]])
+    elif style == "tsv":
+        text = "\n".join("\t".join(line) for line in lines)
+    else:
+        left, between, right, rule = {
+            "column": (" ", "  ", "", "-"),
+            "pipe": ("| ", " | ", " |", "-"),
+        }[style]
+        printed = [
+            left + between.join(c.rjust(w) for c, w in zip(line, wide, strict=True)) + right
+            for line in lines
+        ]
+        ruler = left + between.join(rule * width for width in wide) + right
+        text = "\n".join([printed[0], ruler, *printed[1:]])
+    read, wanted = read_summary(text, "x"), read_summary(content(name), "x")
+    assert (read.rows, read.warnings, read.gpu) == (wanted.rows, wanted.warnings, wanted.gpu)
+    assert (read.launches is None) == (wanted.launches is None)
+    if read.launches is not None and wanted.launches is not None:
+        assert read.launches.texts == wanted.launches.texts
+        for column in ("name", "start", "end", "device", "stream"):
+            assert (getattr(read.launches, column) == getattr(wanted.launches, column)).all()
+
+
+def test_launch_times_come_before_sums_of_the_same_run() -> None:
+    trace, sums = content("golden/n_cuda_gpu_trace.csv"), content("golden/n_cuda_gpu_kern_sum.csv")
+    for text in (f"{trace}\n{sums}", f"{sums}\n\n{trace}"):
+        recording = read_summary(text, "x.csv")
+        assert recording.source == "nsys GPU trace x.csv"
+        assert recording.launches is not None
+        assert len(recording.launches) == 77
