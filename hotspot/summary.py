@@ -1,137 +1,170 @@
-"""`nsys stats` kernel summaries as CSV.
-
-nsys quotes a name only when it holds a comma and never doubles inner quotes, so lines are cut from
-the left (numbers) and the rest is the name. The stream may begin with chatter and hold several
-reports; only the kernel summary is read. Units come from the header, percentages are recomputed.
-"""
+"""What `nsys stats` says about kernels, in any of its reports and formats, as a `Recording`."""
 
 from __future__ import annotations
 
-import csv
 import re
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from bench import UsageError
+from hotspot.cells import whole
 from hotspot.profile import ProfileWarning
-from hotspot.recording import Recording, SummaryRow
+from hotspot.recording import Recording
+from hotspot.sums import HINT, Kind, read_sums
+from hotspot.tables import Table, tables
+from hotspot.traces import read_trace
 
-HINT = "nsys stats --report cuda_gpu_kern_sum --format csv OUT.nsys-rep > kernels.csv"
-COLUMNS = ("Time (%)", "Total Time", "Instances", "Avg", "Med", "Min", "Max", "StdDev", "Name")
-_UNITS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9, "sec": 1e9}
-_OTHERS = {
-    "Num Calls": "an API summary",
-    "GridXYZ": "a kernel summary by grid and block",
-    "Category": "a summary of all GPU work",
-    "Operation": "a memory summary",
-    "NVTX Range": "an NVTX summary",
-    "API Name": "a kernel execution summary",
-    "Style": "an NVTX summary",
-}
+__all__ = ["HINT", "kind_of", "read_summary"]
+
+_KERNELS = Kind("cuda_gpu_kern_sum", "kernel summary", "Total Time", "Instances", "Name")
+KINDS = (
+    Kind("cuda_gpu_trace", "GPU trace", "Start", "Duration", "Strm", "Name"),
+    Kind("cuda_kern_exec_trace", "kernel trace", "Kernel Start", "Kernel Dur", "Kernel Name"),
+    _KERNELS,
+    Kind("cuda_gpu_kern_gb_sum", "kernel summary by grid", "Instances", "GridXYZ", "Name"),
+    Kind("nvtx_kern_sum", "kernel summary by range", "NVTX Range", "Kern Inst", "Kernel Name"),
+    Kind("cuda_gpu_sum", "summary of GPU work", "Instances", "Category", "Operation"),
+    Kind("cuda_kern_exec_sum", "kernel execution summary", "Count", "KAvg", "Kernel Name"),
+)
+"""In order of preference: times of launches, then whole summaries, then what must be added up."""
+_SUMMARY = {"Time", "Total Time", "Instances", "Avg", "Med", "Min", "Max", "StdDev", "Name"}
+_OTHERS = (
+    ("Num Calls", "an API summary"),
+    ("GPU Ops", "an NVTX summary"),
+    ("Style", "an NVTX summary"),
+    ("Range", "an NVTX summary"),
+    ("Operation", "a memory summary"),
+    ("Source", "an MPI summary"),
+    ("Result", "an API trace"),
+)
+_LAUNCH = re.compile(r"cu(?:da)?Launch\w*Kernel")
+MAX_LINES = 2_000_000
+"""Of a text: ten traces of the most rows that are read."""
 
 
 def read_summary(text: str, name: str) -> Recording:
-    """The first kernel summary in the text.
+    """The kernels of a text that `nsys stats` (or `nsys profile --stats=true`) printed.
+
+    Of several reports the first of the kind that says most is read: launches with times before
+    sums. Times are exact as far as they are printed; shares are never read.
 
     Raises:
-        UsageError: there is none, or a line of it does not fit.
+        UsageError: no report of kernels in it, or that one is damaged or cut off.
     """
-    lines = text.split("\n")  # splitlines would also cut names at \f, \x85 and their like
-    lines = [line.removesuffix("\r") for line in lines]
-    start = next((i for i, line in enumerate(lines) if _is_header(line)), None)
-    if start is None:
-        raise UsageError(f"{name} is {_what(lines)}, not a kernel summary", HINT)
-    units = _header_units(lines[start], name)
-    rows = []
-    for number, line in enumerate(lines[start + 1 :], start + 2):
-        if not line.strip() or line.startswith(("Processing [", "Generating ", "NOTICE:")):
-            break
-        rows.append(_row(line, units, name, number))
-    if not rows:
-        raise UsageError(f"{name} holds a kernel summary without kernels", HINT)
-    _check_complete(rows, text, name)
+    if "\0" in text:
+        raise UsageError(f"{name} is a binary file, no output of nsys stats", HINT)
+    if text.count("\n") > MAX_LINES:
+        raise UsageError(f"{name} has more lines than any output of nsys stats", HINT)
+    found = list(tables(text))
+    kinds = [kind_of(table) for table in found]
+    kind = next((kind for kind in KINDS if kind in kinds), None)
+    if kind is None:
+        raise UsageError(f"{name} is {_what(found, text)}, not a kernel summary", HINT)
+    chosen = [table for table, its in zip(found, kinds, strict=True) if its is kind]
+    table = chosen[0]
+    _check_whole(table, name, kind)
+    source = f"nsys {kind.what} {name}"
+    if kind.name.endswith("_trace"):
+        recording = read_trace(table, source, name, kind)
+    else:
+        recording = read_sums(table, source, name, kind)
+    launches = recording.launches
+    if launches is not None:
+        count, names = len(launches), launches.texts
+    else:
+        count = sum(row.instances for row in recording.rows)
+        names = tuple(row.name for row in recording.rows)
+    return replace(
+        recording,
+        hidden=recording.hidden or _hidden(found, count),
+        warnings=(*_warn_of_names(names), *_warn_of_several(chosen, name), *recording.warnings),
+    )
+
+
+def kind_of(table: Table) -> Kind | None:
+    """The report of kernels that a table is; None: another one."""
+    names, last = set(table.names), table.names[-1]
+    for kind in KINDS:
+        if set(kind.columns) <= names and last == kind.columns[-1]:
+            # sums of ranges, MPI calls and others have the columns of a summary and one more
+            return kind if kind is not _KERNELS or names <= _SUMMARY else _by_grid(names)
+    return None
+
+
+def _by_grid(names: set[str]) -> Kind | None:
+    return KINDS[3] if names <= _SUMMARY | {"GridXYZ", "BlockXYZ"} else None
+
+
+def _what(found: Iterable[Table], text: str) -> str:
+    """What a text without kernels is, for the error."""
+    told: list[str] = []
+    for table in found:
+        for column, what in _OTHERS:
+            if any(column in name for name in table.names):
+                told.append(what)
+                break
+        else:
+            told.append("another report")
+    if told:
+        unlike = list(dict.fromkeys(told))
+        return unlike[0] if len(unlike) == 1 else f"{', '.join(unlike[:-1])} and {unlike[-1]}"
+    if "does not contain CUDA kernel data" in text:
+        return "of a program in which nsys saw no kernels"
+    return "another text" if text.strip() else "empty"
+
+
+def _check_whole(table: Table, name: str, kind: Kind) -> None:
+    if table.damage is not None:
+        line, what = table.damage
+        message = f"{name}, line {line}: {what}"
+        raise UsageError(message, f"the file may be cut off or changed; write it again: {HINT}")
+    if not table.rows:
+        raise UsageError(f"{name} holds a {kind.what} without kernels", HINT)
+
+
+def _warn_of_several(chosen: Sequence[Table], name: str) -> list[ProfileWarning]:
+    if len(chosen) == 1:
+        return []
+    lines = ", ".join(str(table.line) for table in chosen[:5])
+    message = (
+        f"{name} holds {len(chosen)} such reports (lines {lines}); the first is read: give each "
+        "its own file to read another"
+    )
+    return [ProfileWarning(kind="several_reports", message=message)]
+
+
+def _warn_of_names(names: Iterable[str]) -> list[ProfileWarning]:
+    names = list(names)
     warnings = []
-    if any("…" in row.name for row in rows):
+    if any(name.endswith(("…", "...")) for name in names):
         message = "names are clipped, so kernels may share one; export as csv"
         warnings.append(ProfileWarning(kind="clipped_names", message=message))
-    note = "a summary has no times: busy time and steps are unknown; the .sqlite export has them"
-    warnings.append(ProfileWarning(kind="no_times", message=note))
-    found = tuple(SummaryRow(*row[1:]) for row in rows)
-    return Recording(f"nsys kernel summary {name}", rows=found, warnings=tuple(warnings))
+    if any(re.match(r"_Z[NLK\d]", name) for name in names):
+        message = "names are mangled, so few are recognised; use --report cuda_gpu_kern_sum alone"
+        warnings.append(ProfileWarning(kind="mangled_names", message=message))
+    return warnings
 
 
-class Row(NamedTuple):
-    percent: float
-    """As printed: one decimal."""
-    name: str
-    instances: int
-    total_ns: int
-    median_ns: float
-    min_ns: int
-    max_ns: int
+def _hidden(found: Iterable[Table], kernels: int) -> str | None:
+    """Whether graphs were launched whose kernels are not among those that were counted.
 
-
-def _check_complete(rows: list[Row], text: str, name: str) -> None:
-    """A file cut between two lines still parses, but its printed percentages no longer add up."""
-    rounding = 0.05 * len(rows) + 0.5
-    if sum(row.percent for row in rows) < 100 - rounding:
-        raise UsageError(f"{name} is cut off: its lines are less than the whole", f"again: {HINT}")
-
-
-def _is_header(line: str) -> bool:
-    cells = [cell.strip().strip('"') for cell in line.lstrip("\ufeff").split(",")]
-    names = [re.sub(r" \((?!%).*\)$", "", cell) for cell in cells]
-    return names == list(COLUMNS)
-
-
-def _what(lines: list[str]) -> str:
-    """What the file is instead, for the error."""
-    for line in lines[:2000]:
-        for column, what in _OTHERS.items():
-            if column in line and "," in line:
-                return what
-    return "another file" if lines else "empty"
-
-
-def _header_units(line: str, name: str) -> list[float]:
-    """Nanoseconds per unit of the five duration columns."""
-    units = []
-    cells = [cell.strip().strip('"') for cell in line.split(",")]
-    for cell in (cells[1], *cells[3:7]):
-        found = re.search(r"\((\w+)\)$", cell)
-        if found is None or found[1] not in _UNITS:
-            raise UsageError(f"{name}: no known unit in column {cell!r}", HINT)
-        units.append(_UNITS[found[1]])
-    return units
-
-
-def _row(line: str, units: list[float], name: str, number: int) -> Row:
-    parts = line.split(",", len(COLUMNS) - 1)
-    kernel = parts[-1]
-    if line.startswith('"'):  # all quoted: some other program wrote it again, properly
-        parts = next(csv.reader([line]))
-        kernel = parts[-1]
-    try:
-        if len(parts) != len(COLUMNS):
-            raise ValueError
-        if kernel.startswith('"') and not line.startswith('"'):
-            if len(kernel) < 3 or not kernel.endswith('"'):
-                raise ValueError  # cut inside the name
-            kernel = kernel[1:-1]
-        percent = _number(parts[0])
-        total, mean, median, least, most = (
-            _number(cell) * unit for cell, unit in zip((parts[1], *parts[3:7]), units, strict=True)
-        )
-        instances = int(_number(parts[2]))
-        if instances < 1 or min(total, mean, median, least, most) < 0 or not kernel.strip():
-            raise ValueError
-    except (ValueError, OverflowError):
-        message = f"{name}, line {number}: not a line of a kernel summary"
-        raise UsageError(message, f"the file may be cut off; write it again: {HINT}") from None
-    return Row(percent, kernel, instances, round(total), median, round(least), round(most))
-
-
-def _number(cell: str) -> float:
-    value = float(cell.strip().replace(",", ""))
-    if not abs(value) < 1e18:
-        raise ValueError(cell)
-    return value
+    A graph that was traced node by node shows its kernels, so there are more of them than calls
+    that launch one kernel. Traced as a whole it shows none.
+    """
+    api = next((table for table in found if "Num Calls" in table.names), None)
+    if api is None or api.damage is not None or api.names[-1] != "Name":
+        return None
+    graphs = singles = 0
+    for _, cells in api.rows:
+        try:
+            calls = whole(cells[api.names.index("Num Calls")])
+        except ValueError:
+            return None
+        graphs += calls if cells[-1].startswith(("cudaGraphLaunch", "cuGraphLaunch")) else 0
+        singles += calls if _LAUNCH.match(cells[-1]) else 0
+    if graphs == 0 or kernels - singles >= graphs:
+        return None
+    return (
+        f"{graphs} CUDA graphs were launched, but what ran inside them was not recorded: only "
+        f"{kernels} kernels are listed; profile with --cuda-graph-trace=node"
+    )

@@ -65,12 +65,6 @@ def test_an_export_has_busy_time_steps_and_medians() -> None:
     assert [k.name for k in profile.kernels][:5] == [k.name for k in summary.kernels][:5]
 
 
-def test_several_reports_in_one_stream_give_the_kernel_summary() -> None:
-    profile = read(DATA / "two_reports.csv", "m")
-    assert profile.total_kernel_ns == 44_829_522
-    assert sum(kernel.instances for kernel in profile.kernels) == 3442
-
-
 def union(intervals: list[tuple[int, int]]) -> int:
     """Length of the union, one unit at a time where they are short, else by merging."""
     total, reach = 0, -(10**18)
@@ -116,20 +110,6 @@ BAD = {
     "folder": lambda p: p,
     "empty": lambda p: write(p / "x.csv", b""),
     "binary": lambda p: write(p / "x.csv", random.Random(0).randbytes(5000)),
-    "nul": lambda p: write(p / "x.csv", SUMMARY.read_bytes().replace(b"flash", b"fl\0sh")),
-    "prose": lambda p: write(p / "x.csv", b"to be or not to be\n" * 50),
-    "api summary": lambda p: DATA / "api_sum.csv",
-    "grid summary": lambda p: DATA / "kern_gb_sum.csv",
-    "cut in a line": lambda p: write(p / "x.csv", SUMMARY.read_bytes()[:3000]),
-    "cut between lines": lambda p: write(
-        p / "x.csv", b"\n".join(SUMMARY.read_bytes().split(b"\n")[:9]) + b"\n"
-    ),
-    "header only": lambda p: write(
-        p / "x.csv", b"\n".join(SUMMARY.read_bytes().split(b"\n")[:3]) + b"\n"
-    ),
-    "negative": lambda p: write(
-        p / "x.csv", SUMMARY.read_bytes().replace(b"27.5,21338248", b"27.5,-21338248")
-    ),
     "cut database": lambda p: write(p / "x.sqlite", EXPORT.read_bytes()[:40_000]),
     "damaged database": lambda p: write(
         p / "x.sqlite", EXPORT.read_bytes()[:4096] + b"\xff" * (len(EXPORT.read_bytes()) - 4096)
@@ -148,21 +128,6 @@ def test_bad_input_is_one_sentence_and_a_fix(case: str, tmp_path: Path) -> None:
         read(path, "m")
     assert "\n" not in caught.value.message
     assert caught.value.hint
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.integers(0, 8534), st.binary(min_size=1, max_size=12))
-def test_a_damaged_summary_never_escapes_as_another_error(at: int, junk: bytes) -> None:
-    import tempfile
-
-    content = SUMMARY.read_bytes()
-    with tempfile.TemporaryDirectory() as folder:
-        path = write(Path(folder) / "x.csv", content[:at] + junk + content[at + len(junk) :])
-        try:
-            profile = read(path, "m")
-        except bench.UsageError:
-            return
-    assert profile.kernels
 
 
 def test_a_graph_level_trace_is_told(tmp_path: Path) -> None:

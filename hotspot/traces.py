@@ -1,0 +1,132 @@
+"""Launches of a trace that `nsys stats` printed: cuda_gpu_trace and cuda_kern_exec_trace."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench import UsageError
+from hotspot.cells import nanoseconds
+from hotspot.profile import Gpu
+from hotspot.recording import Launches, Recording
+from hotspot.sums import (
+    HINT,
+    Kind,
+    not_a_row,
+    range_taken_off,
+    table_units,
+    warn_of_launches,
+    warn_of_step,
+)
+from hotspot.tables import Table
+
+_DEVICE = re.compile(r"(.*?) ?\((\d{1,4})\)")
+
+
+def read_trace(table: Table, source: str, name: str, kind: Kind) -> Recording:
+    """Launches in order of start; copies and fills apart.
+
+    A stream is numbered anew where streams of several contexts share a number. A
+    cuda_kern_exec_trace does not say on which stream a kernel ran; there all launches by one
+    thread count as one stream.
+
+    Raises:
+        UsageError: a row does not fit.
+    """
+    where = {column: at for at, column in enumerate(table.names)}
+    gpu_trace = kind.name == "cuda_gpu_trace"
+    begin, length = ("Start", "Duration") if gpu_trace else ("Kernel Start", "Kernel Dur")
+    device = where.get("Device" if gpu_trace else "DevId")
+    lanes = [where[c] for c in (("Ctx", "Strm") if gpu_trace else ("PID", "TID")) if c in where]
+    at_begin, at_length, at_grid = where[begin], where[length], where.get("GrdX")
+    units = table_units(table)
+    step = Decimal(0)
+    kernels: list[tuple[int, int, str, str, tuple[str, ...]]] = []
+    memory: list[tuple[int, int]] = []
+    hidden = 0
+    for line, cells in table.rows:
+        try:
+            start, coarse = nanoseconds(cells[at_begin], units[at_begin])
+            duration, fine = nanoseconds(cells[at_length], units[at_length])
+        except ValueError:
+            raise not_a_row(name, line, kind) from None
+        step = max(step, coarse, fine)
+        text = cells[-1]
+        if not text.strip():
+            raise not_a_row(name, line, kind)
+        first, end = round(start), round(start + duration)
+        if text.startswith("[") and text.endswith("]") and (at_grid is None or not cells[at_grid]):
+            if "graph" in text.lower():
+                hidden += 1
+            memory.append((first, end))
+        else:
+            on = "" if device is None else cells[device]
+            kernels.append((first, end, text, on, tuple(cells[lane] for lane in lanes)))
+    if not kernels:
+        raise UsageError(f"{name} holds a {kind.what} without kernels", HINT)
+    kernels.sort(key=lambda kernel: kernel[0])
+    devices, gpu = _devices([kernel[3] for kernel in kernels])
+    bare = {text: range_taken_off(text) for text in {kernel[2] for kernel in kernels}}
+    texts, names = _coded([bare[kernel[2]] for kernel in kernels])
+    launches = Launches(
+        texts=tuple(texts),
+        name=names,
+        start=np.array([kernel[0] for kernel in kernels], dtype=np.int64),
+        end=np.array([kernel[1] for kernel in kernels], dtype=np.int64),
+        device=devices,
+        stream=_streams([kernel[4] for kernel in kernels]),
+    )
+    return Recording(
+        source,
+        launches=launches,
+        memory=np.array(memory, dtype=np.int64).reshape(-1, 2) if gpu_trace else None,
+        gpu=gpu,
+        hidden=_graphs(hidden),
+        warnings=(*warn_of_launches(kind), *warn_of_step(step)),
+    )
+
+
+def _graphs(count: int) -> str | None:
+    if not count:
+        return None
+    return (
+        f"{count} CUDA graphs were recorded as a whole, their kernels are not listed; profile with "
+        "--cuda-graph-trace=node"
+    )
+
+
+def _coded(values: Sequence[str]) -> tuple[list[str], NDArray[np.int32]]:
+    """The values once each, in order of appearance, and every value as an index into them."""
+    codes: dict[str, int] = {}
+    indices = [codes.setdefault(value, len(codes)) for value in values]
+    return list(codes), np.array(indices, dtype=np.int32)
+
+
+def _devices(cells: Sequence[str]) -> tuple[NDArray[np.int32], Gpu | None]:
+    """Device numbers from `NVIDIA H200 (0)` or `0`, and the GPU if all are of one name."""
+    texts, codes = _coded(cells)
+    found = [_DEVICE.fullmatch(text.strip()) for text in texts]
+    plain = [text.strip() for text in texts]
+    if all(found):
+        names = {one[1] for one in found if one}
+        numbers = [int(one[2]) for one in found if one]
+    else:
+        names = set()
+        digits = all(text.isascii() and text.isdigit() and len(text) < 5 for text in plain)
+        numbers = [int(text) for text in plain] if digits else list(range(len(texts)))
+    gpu = Gpu(name=names.pop()) if len(names) == 1 and all(names) else None
+    return np.array(numbers, dtype=np.int32)[codes], gpu
+
+
+def _streams(lanes: Sequence[tuple[str, ...]]) -> NDArray[np.int32]:
+    """Stream numbers as printed, or new ones where two contexts or processes are there."""
+    texts, codes = _coded(["/".join(lane) for lane in lanes])
+    last = [text.rpartition("/")[2] for text in texts]
+    small = all(text.isascii() and text.isdigit() and len(text) < 9 for text in last)
+    if small and len(set(last)) == len(last):
+        return np.array([int(text) for text in last], dtype=np.int32)[codes]
+    return codes
