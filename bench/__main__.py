@@ -15,6 +15,7 @@ from pathlib import Path
 
 from bench import Candidate, load_op
 from bench.judge import JudgeSettings, evaluate
+from bench.reading import reading_time
 from bench.toolchains import build
 
 TORCH_STYLE = """
@@ -68,7 +69,7 @@ def compare(name: str, first: Callable[[], float], second: Callable[[], float]) 
     print(f"{name}: {math.exp(mean):.2f} (pair SD {100 * spread:.0f} %, {len(ratios)} pairs)")
 
 
-BENCHMARKS = {"build": binding_build_time, "judge": judging_time}
+BENCHMARKS = {"build": binding_build_time, "judge": judging_time, "reading": reading_time}
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ def read_trace(table: Table, source: str, name: str, kind: Kind) -> Recording:
     units = table_units(table)
     step = Decimal(0)
     kernels: list[tuple[int, int, str, str, tuple[str, ...]]] = []
-    memory: list[tuple[int, int]] = []
+    memory: list[tuple[str, int, int]] = []
     hidden = 0
     for line, cells in table.rows:
         try:
@@ -59,17 +59,19 @@ def read_trace(table: Table, source: str, name: str, kind: Kind) -> Recording:
         if not text.strip():
             raise not_a_row(name, line, kind)
         first, end = round(start), round(start + duration)
+        on = "" if device is None else cells[device]
         if text.startswith("[") and text.endswith("]") and (at_grid is None or not cells[at_grid]):
             if "graph" in text.lower():
                 hidden += 1
-            memory.append((first, end))
+            memory.append((on, first, end))
         else:
-            on = "" if device is None else cells[device]
             kernels.append((first, end, text, on, tuple(cells[lane] for lane in lanes)))
     if not kernels:
         raise UsageError(f"{name} holds a {kind.what} without kernels", HINT)
     kernels.sort(key=lambda kernel: kernel[0])
-    devices, gpu = _devices([kernel[3] for kernel in kernels])
+    cells_of = [*(kernel[3] for kernel in kernels), *(row[0] for row in memory)]
+    devices, gpu = _devices(cells_of)
+    copied = np.array([row[1:] for row in memory], dtype=np.int64).reshape(-1, 2)
     bare = {text: range_taken_off(text) for text in {kernel[2] for kernel in kernels}}
     texts, names = _coded([bare[kernel[2]] for kernel in kernels])
     launches = Launches(
@@ -77,13 +79,13 @@ def read_trace(table: Table, source: str, name: str, kind: Kind) -> Recording:
         name=names,
         start=np.array([kernel[0] for kernel in kernels], dtype=np.int64),
         end=np.array([kernel[1] for kernel in kernels], dtype=np.int64),
-        device=devices,
+        device=devices[: len(kernels)],
         stream=_streams([kernel[4] for kernel in kernels]),
     )
     return Recording(
         source,
         launches=launches,
-        memory=np.array(memory, dtype=np.int64).reshape(-1, 2) if gpu_trace else None,
+        memory=np.column_stack([devices[len(kernels) :], copied]) if gpu_trace else None,
         gpu=gpu,
         hidden=_graphs(hidden),
         warnings=(*warn_of_launches(kind), *warn_of_step(step)),

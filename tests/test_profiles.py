@@ -19,7 +19,7 @@ import hotspot.nsys
 from bench import Workload
 from hotspot import capture, classify, find_nsys, nsys_finding, read
 from hotspot.names import normalise, without_arguments
-from hotspot.sqlite import busy_time
+from hotspot.timeline import busy_time
 
 DATA = Path(__file__).parent / "data/nsys"
 SUMMARY = DATA / "cuda_gpu_kern_sum.csv"
