@@ -22,10 +22,15 @@ ALIKE = 0.9
 engine does something beside the step."""
 CERTAIN = 3
 """Fewer repeats than this may be chance."""
+KINDS = 3
+"""Different kernels in a step, at least: filling memory with one kernel is none."""
 SAMPLE = 1 << 18
 """Launches in which the kernel that begins a step is looked for."""
 MOST_KINDS = 1000
 MOST_ANCHORS = 64
+MOST_COUNTS = 100
+BETTER = 0.02
+"""How much more time longer steps must hold: among equals, the shortest step counts."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ def find_steps(launches: Launches) -> Steps | None:
     name, start, end = launches.name[main], launches.start[main], launches.end[main]
     if (anchor := _anchor(name, start, end)) is None:
         return None
-    pieces = _cut(name, anchor)
+    pieces = _cut(name, _sums(name), anchor)
     if pieces is None:
         return None
     steady = np.flatnonzero(pieces.steady)
@@ -78,15 +83,19 @@ def _anchor(name: Codes, start: Integers, end: Integers) -> int | None:
     if len(name) < CERTAIN:
         return None
     counts = np.bincount(name)
-    idle = gaps(start, end)
-    for count in np.unique(counts[counts >= CERTAIN])[::-1]:
+    idle, spent, sums = gaps(start, end), end - start, _sums(name)
+    best, most = None, 0.0
+    for count in np.unique(counts[counts >= CERTAIN])[::-1][:MOST_COUNTS]:
         once = np.flatnonzero(counts == count)[:MOST_ANCHORS]
         waits = [float(np.median(idle[name == code])) for code in once]
         chosen = int(once[int(np.argmax(waits))])
-        pieces = _cut(name, chosen)
-        if pieces is not None and pieces.whole(name, end - start):
-            return chosen
-    return None
+        pieces = _cut(name, sums, chosen)
+        if pieces is not None and pieces.whole(name, spent):
+            # fills and copies of weights repeat, too; decode is what takes the time
+            covered = pieces.steady_time(spent)
+            if covered > (1 + BETTER) * most:
+                best, most = chosen, covered
+    return best
 
 
 @dataclass(frozen=True)
@@ -112,18 +121,29 @@ class _Pieces:
         stretch = slice(int(self.begin[steady[0]]), int(self.end[steady[-1]]))
         held = np.zeros(int(name.max()) + 1, dtype=bool)
         held[name[self.begin[self.usual] : self.end[self.usual]]] = True
+        if held.sum() < KINDS:
+            return False
         inside = spent[stretch]
         return bool(inside[held[name[stretch]]].sum() >= COVERED * inside.sum())
 
+    def steady_time(self, spent: Integers) -> float:
+        total = np.concatenate(([0.0], np.cumsum(spent, dtype=float)))
+        return float((total[self.end] - total[self.begin])[self.steady].sum())
 
-def _cut(name: Codes, anchor: int) -> _Pieces | None:
+
+def _sums(name: Codes) -> NDArray[np.uint64]:
+    """Running sums of a random number for each kernel: between two cuts they tell what a piece
+    holds.
+    """
+    weights = np.random.default_rng(0).integers(0, 1 << 63, int(name.max()) + 1, dtype=np.uint64)
+    return np.concatenate((np.zeros(1, np.uint64), np.cumsum(weights[name], dtype=np.uint64)))
+
+
+def _cut(name: Codes, sums: NDArray[np.uint64], anchor: int) -> _Pieces | None:
     begin = np.flatnonzero(name == anchor)
     if len(begin) < CERTAIN:
         return None
     end = np.append(begin[1:], len(name))
-    # what a piece holds, as the sum of a random number for each kernel: equal sums, equal pieces
-    weights = np.random.default_rng(0).integers(0, 1 << 63, int(name.max()) + 1, dtype=np.uint64)
-    sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(weights[name], dtype=np.uint64)))
     _, first, kind, frequency = np.unique(
         sums[end] - sums[begin], return_index=True, return_inverse=True, return_counts=True
     )
