@@ -107,11 +107,11 @@ def find_chains(places: Sequence[Place], texts: Sequence[str]) -> list[Chain]:
             found.setdefault((before, *inner, after), []).append((begin, index))
         begin = index + 1
     chains = []
-    for runs in found.values():
+    for (before, *_, after), runs in found.items():
         if len(runs) > 1:
             first = runs[0]
             members = [texts[place.name] for place in places[first[0] : first[1]]]
-            chains.append(Chain(_name(members), tuple(runs)))
+            chains.append(Chain(_name(members, before, after), tuple(runs)))
     return sorted(_merged(chains), key=lambda chain: -_time(places, chain))
 
 
@@ -135,10 +135,12 @@ def _kind(place: Place, text: str) -> str | None:
     return operation
 
 
-def _name(members: Sequence[str]) -> str:
+def _name(members: Sequence[str], before: str, after: str) -> str:
     said = [f"{classify(member)[1]} {member[:4000]}" for member in members]
     for rule in advice()["chain"]:
-        if all(any(re.search(pattern, one) for one in said) for pattern in rule["has"]):
+        beside = rule.get("before", before) == before and rule.get("after", after) == after
+        has = rule.get("has", ())
+        if beside and all(any(re.search(pattern, one) for one in said) for pattern in has):
             return str(rule["name"])
     return " + ".join(dict.fromkeys(classify(member)[1] for member in members))
 

@@ -8,8 +8,6 @@ from typing import Any
 from hotspot.chains import advice
 from hotspot.profile import Hotspot, Triage
 
-_ORIGINS = {"kind": ("kernel",)}
-
 
 def triage(spot: Hotspot, chain: str | None = None) -> tuple[Triage, str]:
     """(decision, its reason in one sentence).
@@ -27,7 +25,7 @@ def triage(spot: Hotspot, chain: str | None = None) -> tuple[Triage, str]:
         op=spot.op,
         points=f" ({', '.join(spot.patch_points)})" if spot.patch_points else "",
         gap=f"{spot.gap_ns / max(spot.instances, 1) / 1e3:.1f} us",
-        members=len(spot.variants),
+        launches=round(sum(v.instances for v in spot.variants) / max(spot.instances, 1)),
         per_layer=" per layer" if (spot.per_layer or 0) >= 0.9 else " each time",
         chain=chain,
     )
