@@ -35,14 +35,14 @@ def bars(rows: Sequence[HotspotRow], width: float) -> Canvas:
     canvas = Canvas(width, head + max(len(rows), 1) * pitch + foot)
     canvas.text(0, 13, _title(rows, narrow), "t strong")
     draw_legend(canvas, entries, 24, width)
-    left, right = (22.0, 120.0) if narrow else (336.0, width - 364)
+    left, right = (22.0, 120.0) if narrow else (336.0, width - 384)
     longest = max((row.length_pct for row in rows), default=0.0) or 1.0
     x = linear(0, longest, 0, right - left)
     columns = _columns(narrow, width)
     if not narrow:
         for place, word in zip(columns, ("share", "ceiling", "reachable"), strict=True):
             canvas.text(place, head - 8, word, "t", "end")
-        canvas.text(columns[-1] + 16, head - 8, "triage", "t")
+        canvas.text(columns[-1] + 18, head - 8, "triage", "t")
     for index, row in enumerate(rows):
         top = head + index * pitch
         _name(canvas, row, top + 12, width if narrow else left - 12)
@@ -55,7 +55,7 @@ def bars(rows: Sequence[HotspotRow], width: float) -> Canvas:
         )
         for place, figure in zip(columns, figures, strict=False):
             canvas.text(place, y + 10.5, figure, "t strong" if place == columns[0] else "t", "end")
-        canvas.text(columns[-1] + (8 if narrow else 16), y + 10.5, row.triage or "", "t strong")
+        canvas.text(columns[-1] + (8 if narrow else 18), y + 10.5, row.triage or "", "t strong")
     if foot > 4:
         canvas.text(0, canvas.height - 6, _REACHABLE, "t")
     return canvas
@@ -63,7 +63,7 @@ def bars(rows: Sequence[HotspotRow], width: float) -> Canvas:
 
 def _columns(narrow: bool, width: float) -> tuple[float, ...]:
     """Where the figures end; the triage's word begins behind the last."""
-    return (170.0, 238.0) if narrow else (width - 306, width - 214, width - 112)
+    return (170.0, 238.0) if narrow else (width - 330, width - 236, width - 134)
 
 
 def _title(rows: Sequence[HotspotRow], narrow: bool) -> str:

@@ -19,7 +19,7 @@ from patcher.report.bars import bars
 from patcher.report.lanes import lanes
 from patcher.report.reconcile import reconcile
 from patcher.report.record import Report
-from patcher.report.step import Step, read_step, why_not
+from patcher.report.step import Step, read_step, short, why_not
 from patcher.report.svg import Canvas
 
 MOST_ROWS = 60
@@ -88,6 +88,7 @@ def _template() -> Template:
         signed=wording.signed_percent,
         us=wording.microseconds,
         ceiling=wording.ceiling,
+        short=short,
         times=wording.times,
         outcome=wording.outcome,
         moment=wording.moment,

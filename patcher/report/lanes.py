@@ -11,8 +11,8 @@ from patcher.report.svg import Canvas, Scale, linear, ticks
 
 COLOURS = 6
 """Colours that chains have; a seventh chain takes the first again."""
-_SANS, _SMALL = 6.3, 5.9
-"""Mean width of a character in the type of labels, and of kernel names on a launch."""
+_SANS, _SMALL = 6.9, 6.5
+"""Width of a character in labels and in names on a launch, in the widest of the usual fonts."""
 _THIN = 0.5
 """Pixels below which neighbours are drawn as one."""
 _TIP = 90
@@ -24,7 +24,7 @@ class _Frame:
 
     def __init__(self, width: float) -> None:
         self.narrow = width < 500
-        self.left = 0.0 if self.narrow else 256.0
+        self.left = 0.0 if self.narrow else 268.0
         self.right = width - (4 if self.narrow else 16)
         self.pitch = 38.0 if self.narrow else 23.0
         self.drop = 16.0 if self.narrow else 0.0
@@ -149,8 +149,8 @@ def _part(canvas: Canvas, frame: _Frame, step: Step, view: Window, x: Scale, top
                 for launch in lane
                 if _overlaps(launch, view)
             ]
-        ends = [start for (start, _), *_ in marks[1:]] + [right]
-        for ((start, end), css, text, tip), after in zip(marks, ends, strict=True):
+        for index, ((start, end), css, text, tip) in enumerate(marks):
+            after = marks[index + 1][0][0] if index + 1 < len(marks) else right
             width = end - start
             canvas.rect(start, y, width, frame.height, css, tip="" if frame.narrow else tip)
             inner, behind = int((width - 6) / _SMALL), int((after - end - 8) / _SMALL)

@@ -115,7 +115,7 @@ def read_step(profile: dict[str, Any] | None) -> Step | None:
         chains={number: name for number, name in named.items() if number in seen},
         runs=tuple(_runs(launches)),
         gaps=tuple(_gaps(launches)),
-        wall_us=max(launch.end_us for launch in launches),
+        wall_us=max(0.001, *(launch.end_us for launch in launches)),
         copies=bool(profile.get("memory_ns")),
         layers=profile.get("layers"),
     )
