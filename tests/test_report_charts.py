@@ -11,6 +11,7 @@ from report_sample import comparison, sample
 
 from bench import Timing
 from patcher.report import charts, views, wording
+from patcher.report.bars import bars
 from patcher.report.svg import Canvas, linear, log_ticks, logarithmic, padded, ticks
 
 WIDTHS = (charts.WIDE, charts.NARROW)
@@ -120,12 +121,12 @@ def test_attempts_and_hotspots(width: float) -> None:
     failed = [row for row in rows if row.speedup is None]
     assert inside(charts.attempts(failed[:1], width)).count("<circle") == 0
     spots = views.hotspot_rows(report.profile)
-    bars = [
+    lengths = [
         float(value)
-        for value in re.findall(r'width="([\d.]+)"', inside(charts.hotspots(spots, width)))
+        for value in re.findall(r'class="bar [^>]*? width="([\d.]+)"', inside(bars(spots, width)))
     ]
     shares = [row.share_pct for row in spots]
-    assert [bar / bars[0] for bar in bars] == pytest.approx(
+    assert [length / lengths[0] for length in lengths] == pytest.approx(
         [share / shares[0] for share in shares], abs=0.01
     )
 

@@ -8,12 +8,14 @@ from pathlib import Path
 from bench import UsageError
 from patcher.report.html import render_html
 from patcher.report.markdown import render_markdown
+from patcher.report.picture import plot
 from patcher.report.record import Receipt, Report
 
 __all__ = [
     "FORMATS",
     "Receipt",
     "Report",
+    "plot",
     "render_html",
     "render_json",
     "render_markdown",

@@ -8,10 +8,10 @@ from itertools import pairwise
 from bench import Comparison
 from patcher.report import wording
 from patcher.report.svg import Canvas, Scale, linear, log_ticks, logarithmic, padded, ticks
-from patcher.report.views import AttemptRow, HotspotRow, PairRow, SweepRow
+from patcher.report.views import AttemptRow, PairRow, SweepRow
 
 WIDE, NARROW = 920.0, 360.0
-_SANS, _MONO = 6.3, 6.7
+_SANS = 6.3
 """Mean width of a character in the charts' 12 px type."""
 
 
@@ -91,25 +91,6 @@ def _ab_panel(
     for index, row in enumerate(pairs):
         tip = f"pair {row.pair}: {wording.signed_percent(row.gain_pct)}"
         canvas.dot(x(index), y(row.gain_pct), radius, f"dot {css}", tip)
-
-
-def hotspots(rows: Sequence[HotspotRow], width: float) -> Canvas:
-    """Share of kernel time by kernel; those that the library can replace stand out."""
-    pitch, right = 38.0, 70.0
-    canvas = Canvas(width, max(len(rows), 1) * pitch + 4)
-    longest = max((row.share_pct for row in rows), default=0.0) or 1.0
-    x = linear(0, longest, 0, width - right)
-    for index, row in enumerate(rows):
-        top = index * pitch
-        tag = f"  \N{RIGHTWARDS ARROW} {row.op}" if row.op else ""
-        room = int(width / _MONO) - len(tag)
-        canvas.text(0, top + 13, wording.clip(row.name, max(room, 12)) + tag, "t mono")
-        css = "bar cand" if row.op else "bar base"
-        canvas.rect(
-            0, top + 19, max(x(row.share_pct), 1.5), 12, css, 3, wording.clip(row.name, 300)
-        )
-        canvas.text(x(row.share_pct) + 8, top + 29, wording.percent(row.share_pct, 1), "t strong")
-    return canvas
 
 
 def sweep_times(rows: Sequence[SweepRow], axis: str, width: float) -> Canvas:

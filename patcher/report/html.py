@@ -15,12 +15,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from patcher.report import charts, views, wording
+from patcher.report.bars import bars
+from patcher.report.lanes import lanes
 from patcher.report.reconcile import reconcile
 from patcher.report.record import Report
+from patcher.report.step import Step, read_step, short, why_not
 from patcher.report.svg import Canvas
 
-TOP_HOTSPOTS = 12
-"""Rows of the hotspot chart; the table beside it holds more."""
 MOST_ROWS = 60
 NAME_LIMIT = 240
 """Characters of a kernel name in a table; the embedded JSON holds all of it."""
@@ -31,6 +32,7 @@ TEXT_LIMIT = 4000
 def render_html(report: Report) -> str:
     """One self-contained page; every part that the report lacks says so."""
     hotspots = views.hotspot_rows(report.profile)
+    step = read_step(report.profile)
     attempts = views.attempt_rows(report)
     throughput = report.throughput
     pairs = views.pair_rows(throughput.windows, "ab") if throughput else []
@@ -51,7 +53,9 @@ def render_html(report: Report) -> str:
         source_lines=(report.candidate_source or "").removesuffix("\n").split("\n"),
         strip_chart=_strip(report),
         ab_chart=_ab(report, pairs, control_pairs),
-        hotspot_chart=_hotspots(hotspots[:TOP_HOTSPOTS]),
+        step_chart=_lanes(step),
+        no_step=why_not(report.profile) if report.profile and not step else "",
+        hotspot_chart=_hotspots(hotspots),
         group_charts=[_group(index, group) for index, group in enumerate(groups)],
         attempts_chart=_attempts(attempts),
         embedded=Markup(embed_json(report)),
@@ -83,6 +87,8 @@ def _template() -> Template:
         percent=wording.percent,
         signed=wording.signed_percent,
         us=wording.microseconds,
+        ceiling=wording.ceiling,
+        short=short,
         times=wording.times,
         outcome=wording.outcome,
         moment=wording.moment,
@@ -106,7 +112,10 @@ def _whole(line: str) -> Markup:
 
 @cache
 def _css() -> str:
-    return resources.files("patcher.report").joinpath("report.css").read_text(encoding="utf-8")
+    folder = resources.files("patcher.report")
+    return "".join(
+        folder.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "picture.css")
+    )
 
 
 def _figure(name: str, title: str, description: str, draw: Callable[[float], Canvas]) -> Markup:
@@ -156,12 +165,19 @@ def _ab(
 def _hotspots(rows: list[views.HotspotRow]) -> Markup | None:
     if not rows:
         return None
+    first = wording.percent(rows[0].length_pct, 1)
+    description = f"{len(rows)} hotspots; the first takes {first}."
+    return _figure("hot", "Hotspots by share", description, lambda width: bars(rows, width))
+
+
+def _lanes(step: Step | None) -> Markup | None:
+    if step is None:
+        return None
     description = (
-        f"The {len(rows)} largest kernels; the first takes {wording.percent(rows[0].share_pct, 1)}."
+        f"{len(step.launches)} launches in {wording.microseconds(step.wall_us)}; "
+        f"{len(step.chains)} fusion chains; idle {wording.microseconds(step.gap_us)}."
     )
-    return _figure(
-        "hot", "Share of kernel time", description, lambda width: charts.hotspots(rows, width)
-    )
+    return _figure("step", "One decode step", description, lambda width: lanes(step, width))
 
 
 def _group(index: int, group: views.SweepGroup) -> Markup | None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-
 from patcher.report import views, wording
+from patcher.report.markup import code, fence, plain, table
+from patcher.report.profiled import hotspots
 from patcher.report.reconcile import reconcile
 from patcher.report.record import Report
-
-TOP_HOTSPOTS = 8
 
 
 def render_markdown(report: Report) -> str:
@@ -17,7 +14,7 @@ def render_markdown(report: Report) -> str:
     parts = [
         _verdict(report),
         _comparison(report),
-        _hotspots(report),
+        hotspots(report.profile),
         _sweep(report),
         _attempts(report),
         _checks(report),
@@ -27,40 +24,6 @@ def render_markdown(report: Report) -> str:
         _environment(report),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def plain(text: str) -> str:
-    """Text as itself on one line: markup characters escaped, mentions and links broken."""
-    line = " ".join(wording.visible(text).split())
-    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    line = re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", line)
-    return line.replace("@", "&#64;").replace("://", "&#58;//")
-
-
-def code(text: str, limit: int = 120) -> str:
-    """An inline code span, also inside a table."""
-    line = wording.clip(" ".join(wording.visible(text).split()), limit).replace("|", "\\|")
-    ticks = "`" * (_longest_run(line) + 1)
-    pad = " " if line.startswith("`") or line.endswith("`") or not line else ""
-    return f"{ticks}{pad}{line}{pad}{ticks}"
-
-
-def fence(text: str, language: str = "") -> str:
-    """A code block that its content cannot close."""
-    ticks = "`" * max(3, _longest_run(text) + 1)
-    tag = language if re.fullmatch(r"[\w+-]*", language) else ""
-    return f"{ticks}{tag}\n{wording.visible(text)}\n{ticks}"
-
-
-def _longest_run(text: str) -> int:
-    return max((len(run) for run in re.findall(r"`+", text)), default=0)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: str = "") -> str:
-    """`right` has an `r` for each right-aligned column."""
-    marks = ["---:" if flag == "r" else "---" for flag in right.ljust(len(head))]
-    lines = [head, marks, *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def _verdict(report: Report) -> str:
@@ -122,7 +85,7 @@ def _comparison(report: Report) -> str:
             ]
         )
     head = ["", "Gain", "Interval", "Baseline tok/s", "Patched tok/s", "Pairs", "Verdict"]
-    return "### End to end\n\n" + _table(head, rows, " rrrrr") + "\n\n" + _reconciliation(report)
+    return "### End to end\n\n" + table(head, rows, " rrrrr") + "\n\n" + _reconciliation(report)
 
 
 def _reconciliation(report: Report) -> str:
@@ -139,30 +102,6 @@ def _reconciliation(report: Report) -> str:
         f"{wording.microseconds(found.predicted_us)} a step predicted, "
         f"{wording.microseconds(found.measured_us)} measured ({low} to {high})."
     )
-
-
-def _hotspots(report: Report) -> str:
-    rows = views.hotspot_rows(report.profile)[:TOP_HOTSPOTS]
-    if not rows:
-        return ""
-    table = _table(
-        ["#", "Kernel", "Share", "Mean", "Per step", "Operation", "Library op", "Ceiling"],
-        [
-            [
-                str(row.rank),
-                code(row.name, 90),
-                wording.percent(row.share_pct, 1),
-                wording.microseconds(row.mean_us),
-                wording.count(row.per_step),
-                plain(row.operation),
-                code(row.op) if row.op else "",
-                wording.signed_percent(row.ceiling_pct),
-            ]
-            for row in rows
-        ],
-        "r rrr  r",
-    )
-    return f"### Hotspots\n\n{table}"
 
 
 def _sweep(report: Report) -> str:
@@ -184,7 +123,7 @@ def _sweep(report: Report) -> str:
             for row in group.rows
         ]
         head = [plain(group.axis), "Candidate", "Baseline", "Speedup", "95 % interval"]
-        blocks.append(_table(head, rows, "rrrrr"))
+        blocks.append(table(head, rows, "rrrrr"))
     if report.best.geomean_speedup is not None:
         blocks.append(f"Geometric mean {wording.times(report.best.geomean_speedup)}.")
     return "\n\n".join(blocks)
@@ -203,9 +142,7 @@ def _attempts(report: Report) -> str:
     ]
     if not rows:
         return ""
-    return "### Iterations\n\n" + _table(
-        ["#", "Pass", "Outcome", "Speedup", "Detail"], rows, "r  r"
-    )
+    return "### Iterations\n\n" + table(["#", "Pass", "Outcome", "Speedup", "Detail"], rows, "r  r")
 
 
 def _checks(report: Report) -> str:

@@ -34,10 +34,32 @@ class Canvas:
         radius: float = 0,
         tip: str = "",
     ) -> None:
-        self._marks.append(
-            f'<rect class="{css}" x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" '
-            f'height="{max(height, 0):.1f}" rx="{radius:g}">{_tip(tip)}</rect>'
+        round_by = f' rx="{radius:g}"' if radius else ""
+        mark = (
+            f'<rect class="{css}" x="{_fine(x)}" y="{_fine(y)}" width="{_fine(max(width, 0))}" '
+            f'height="{_fine(max(height, 0))}"{round_by}'
         )
+        self._marks.append(f"{mark}>{_tip(tip)}</rect>" if tip else f"{mark}/>")
+
+    def hatch(self, x: float, y: float, width: float, height: float, css: str) -> None:
+        """Diagonal strokes inside a rectangle; a pattern would need an id of its own."""
+        strokes, offset = [], 6.0 - height
+        while offset < width:
+            left, right = max(offset, 0.0), min(offset + height, width)
+            low, high = y + height - (left - offset), y + height - (right - offset)
+            strokes.append(f"M{_fine(x + left)} {_fine(low)}L{_fine(x + right)} {_fine(high)}")
+            offset += 6.0
+        if strokes:
+            self._marks.append(f'<path class="{css}" d="{"".join(strokes)}"/>')
+
+    def area(self, points: Sequence[tuple[float, float]], css: str) -> None:
+        steps = "L".join(f"{_fine(x)} {_fine(y)}" for x, y in points)
+        self._marks.append(f'<path class="{css}" d="M{steps}Z"/>')
+
+    def place(self, other: Canvas, x: float, y: float) -> None:
+        """Another drawing, moved."""
+        inner = "".join(other._marks)
+        self._marks.append(f'<g transform="translate({_fine(x)} {_fine(y)})">{inner}</g>')
 
     def dot(self, x: float, y: float, radius: float, css: str, tip: str = "") -> None:
         self._marks.append(
@@ -68,6 +90,23 @@ class Canvas:
             f'<title id="{name}-t">{escape(visible(title))}</title>'
             f'<desc id="{name}-d">{escape(visible(description))}</desc>{"".join(self._marks)}</svg>'
         )
+
+    def document(self, title: str, description: str, style: str) -> str:
+        """The drawing as a file of its own, with its style sheet and a background."""
+        width, height = f"{self.width:g}", f"{self.height:g}"
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" role="img" '
+            f'aria-labelledby="title about" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}"><title id="title">{escape(visible(title))}</title>'
+            f'<desc id="about">{escape(visible(description))}</desc><style>{style}</style>'
+            f'<rect class="page" width="{width}" height="{height}" rx="8"/>'
+            f"{''.join(self._marks)}</svg>\n"
+        )
+
+
+def _fine(value: float) -> str:
+    """Hundredths of a pixel: a launch may be thinner than a tenth."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def _tip(text: str) -> str:

@@ -9,7 +9,11 @@ from typing import Any, Literal
 
 from bench import Outcome, Timing, Window
 from bench.comparison import Verdict
+from patcher.report import wording
 from patcher.report.record import Report
+from patcher.report.step import chain_numbers
+
+KINDS = ("kernel", "chain", "memory", "idle")
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,24 @@ class HotspotRow:
     mean_us: float | None
     per_step: float | None
     ceiling_pct: float | None
+    kind: str = "kernel"
+    """`kernel`, `chain`, `memory` or `idle`."""
+    wall_pct: float | None = None
+    reachable_pct: float | None = None
+    speed_of_light_pct: float | None = None
+    triage: str | None = None
+    reason: str = ""
+    chain: int | None = None
+    """Of a chain: its number among the chains, which gives it its colour."""
+    members: tuple[str, ...] = ()
+    """Of a chain: its kernels."""
+    gap_us: float | None = None
+    """Of a chain: idle time inside it, each time it runs."""
+
+    @property
+    def length_pct(self) -> float:
+        """What its bar shows: of the wall time, where that is known."""
+        return self.share_pct if self.wall_pct is None else self.wall_pct
 
 
 @dataclass(frozen=True)
@@ -123,6 +145,7 @@ def hotspot_rows(profile: dict[str, Any] | None) -> list[HotspotRow]:
     listed: list[dict[str, Any]] = profile.get("kernels") or []
     ranked: list[dict[str, Any]] = profile.get("hotspots") or []
     kernels = {kernel.get("name"): kernel for kernel in listed}
+    numbers = chain_numbers(profile)
     rows = []
     for rank, hotspot in enumerate(ranked, 1):
         merged: dict[str, Any] = {
@@ -142,9 +165,27 @@ def hotspot_rows(profile: dict[str, Any] | None) -> list[HotspotRow]:
                 mean_us=None if mean_ns is None else mean_ns / 1e3,
                 per_step=merged.get("per_step"),
                 ceiling_pct=merged.get("ceiling_pct"),
+                kind=kind if (kind := merged.get("kind")) in KINDS else "kernel",
+                wall_pct=merged.get("wall_pct"),
+                reachable_pct=merged.get("reachable_pct"),
+                speed_of_light_pct=merged.get("speed_of_light_pct"),
+                triage=triage if (triage := merged.get("triage")) in wording.TRIAGES else None,
+                reason=str(merged.get("reason") or ""),
+                chain=(number := numbers.get(rank - 1)),
+                members=() if number is None else _members(merged),
+                gap_us=_gap_us(merged) if number is not None else None,
             )
         )
     return rows
+
+
+def _members(chain: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(str(variant.get("name", "?")) for variant in chain.get("variants") or ())
+
+
+def _gap_us(chain: dict[str, Any]) -> float | None:
+    gap, runs = chain.get("gap_ns"), chain.get("instances")
+    return gap / runs / 1e3 if gap and runs else None
 
 
 def sweep_groups(timings: Sequence[Timing]) -> list[SweepGroup]:

@@ -28,6 +28,15 @@ VERDICTS: dict[Verdict, str] = {
     "inconclusive": "Inconclusive",
 }
 
+TRIAGES = {
+    "replace": "replace the kernel",
+    "fuse": "fuse the launches",
+    "configuration": "try configuration first",
+    "closed": "no source: replace the call",
+    "leave": "leave",
+}
+"""What to do about a hotspot, in the order of the legend; the key is the record's word."""
+
 
 def visible(text: str) -> str:
     """Control, bidirectional and other invisible characters shown as `<U+202E>`, not obeyed.
@@ -107,6 +116,13 @@ def microseconds(value: float | None) -> str:
 def times(value: float | None) -> str:
     """A speedup."""
     return _NONE if value is None else f"{value:.2f}{_TIMES}"
+
+
+def ceiling(value: float | None, digits: int = 1) -> str:
+    """A gain that has no sensible upper end: the rest of the run takes next to no time."""
+    if value is not None and value >= 1000:
+        return f"> +999{_GAP}%"
+    return signed_percent(value, digits)
 
 
 def interval(low: float, high: float) -> str:
