@@ -22,6 +22,8 @@ from hotspot.recording import Launches
 from hotspot.steps import Steps, main_stream
 from hotspot.timeline import Codes, Integers, exposed, gaps
 
+LONGEST_WAIT_NS = 1_000_000
+"""Idle time that ends a chain: the host did something else there."""
 MOST_STEPS = 512
 """Steps that are looked at, evenly spread."""
 
@@ -98,14 +100,15 @@ def find_chains(places: Sequence[Place], texts: Sequence[str]) -> list[Chain]:
     found: dict[tuple[str, ...], list[tuple[int, int]]] = {}
     begin = 0
     for index in range(len(places) + 1):
-        if index < len(places) and kinds[index] is not None:
+        small = index < len(places) and kinds[index] is not None
+        if small and not (index > begin and places[index].gap_ns > LONGEST_WAIT_NS):
             continue
         if _launches(places[begin:index]) > 1:
             inner = _without_repeats([kind or "" for kind in kinds[begin:index]])
             after = classify(texts[places[index].name])[1] if index < len(places) else "end"
             before = classify(texts[places[begin - 1].name])[1] if begin else "begin"
             found.setdefault((before, *inner, after), []).append((begin, index))
-        begin = index + 1
+        begin = index if small else index + 1
     chains = []
     for (before, *_, after), runs in found.items():
         if len(runs) > 1:

@@ -1,5 +1,6 @@
-from pathlib import Path
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+
 from hotspot.profile import Counters
 
 

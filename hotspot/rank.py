@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from bench import load_ops
-from bench.op import Op
+from bench import Op, load_ops
 from hotspot.chains import Chain, Place, find_chains, usual_step
 from hotspot.names import family, normalise, printable
 from hotspot.profile import Counters, Hotspot, KernelStat, Profile, StepLaunch, Variant

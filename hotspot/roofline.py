@@ -12,8 +12,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from bench import Op, UsageError, presets
-from bench.op import Point
+from bench import Op, Point, UsageError, presets
 from hotspot.profile import Counters, Gpu
 
 REACHABLE = 0.8

@@ -37,7 +37,7 @@ def exposed(starts: Integers, ends: Integers) -> Integers:
 
 def gaps(starts: Integers, ends: Integers) -> Integers:
     """Idle time before each interval; the intervals are in order of start, the first has none."""
-    idle = np.maximum(starts - _reached(ends), 0)
+    idle: Integers = np.maximum(starts - _reached(ends), 0)
     idle[:1] = 0
     return idle
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-
 from fuzz_targets import TARGETS, check, damaged, seeds
 
 INPUTS = 150
