@@ -6,6 +6,9 @@ All of it is one pass over the name: a profile is foreign input, and its names m
 from __future__ import annotations
 
 import re
+import tomllib
+from functools import cache
+from importlib import resources
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
 _LONGEST = 20_000
@@ -56,6 +59,21 @@ def _spelled(name: str) -> str:
 def match_key(name: str) -> str:
     """The key under which ncu's spelling meets the others: ncu leaves out some namespaces."""
     return _QUALIFIERS.sub("", normalise(name))
+
+
+def family(name: str) -> str:
+    """The name without what a tuner or a code generator appended, by the folds of families.toml."""
+    name = name[:_LONGEST]
+    for pattern, replacement in _folds():
+        name = pattern.sub(replacement, name)
+    return name
+
+
+@cache
+def _folds() -> list[tuple[re.Pattern[str], str]]:
+    text = resources.files("hotspot").joinpath("families.toml").read_text(encoding="utf-8")
+    folds = tomllib.loads(text)["fold"]
+    return [(re.compile(fold["pattern"]), fold["replacement"]) for fold in folds]
 
 
 class _Writer:

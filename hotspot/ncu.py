@@ -178,15 +178,18 @@ def _wide(header: list[str], rows: Iterator[list[str]], name: str) -> list[_Laun
     if units is None or len(units) != len(header) or units[kernel]:
         raise UsageError(f"{name} has no line of units below its header", FIX)
     launches: list[_Launch] = []
+    written: list[str] = []
+    """Numbers have units; texts and lists (`0,1,2`) have none."""
     for row in rows:
         if len(row) != len(header) or not row[kernel].strip():
             raise UsageError(f"{name} is cut off: a line is shorter than its header", FIX)
         launch = _Launch(row[kernel], capability=row[capability] if capability else "")
         launch.cells = {metric: Cell(row[i], units[i]) for i, metric in wanted}
         if len(launches) < 3:  # that many numbers show how they are written
-            check_locale((row[i] for i in range(first, len(row))), (), name)
+            written += [row[i] for i in range(first, len(row)) if units[i]]
         launches.append(launch)
-    check_locale((), [cell.text for each in launches for cell in each.cells.values()], name)
+    used = [cell.text for each in launches for cell in each.cells.values()]
+    check_locale(written, used, name)
     return launches
 
 
@@ -212,7 +215,8 @@ def _long(header: list[str], rows: Iterator[list[str]], name: str) -> list[_Laun
             launches[key] = _Launch(row[kernel], int(weight), row[capability] if capability else "")
         if not row[metric]:  # the advice of a rule
             continue
-        written.append(row[value])
+        if row[unit]:
+            written.append(row[value])
         label = DETAILS.get((row[metric], row[unit].endswith("%")), row[metric])
         # the tables inside a section repeat a metric, in a form of their own
         if is_wanted(label) and not (item is not None and row[item]):
