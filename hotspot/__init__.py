@@ -4,6 +4,7 @@ from hotspot.capture import capture
 from hotspot.classify import classify
 from hotspot.compare import ProfileComparison, compare
 from hotspot.ledger import LedgerRow, ledger
+from hotspot.ncu_tool import ncu_finding
 from hotspot.nsys import find_nsys, nsys_finding
 from hotspot.profile import Gpu, Hotspot, KernelStat, Profile, ProfileWarning
 from hotspot.read import read
@@ -21,6 +22,7 @@ __all__ = [
     "compare",
     "find_nsys",
     "ledger",
+    "ncu_finding",
     "nsys_finding",
     "read",
 ]

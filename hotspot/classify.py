@@ -7,7 +7,7 @@ import tomllib
 from functools import cache
 from importlib import resources
 
-from hotspot.names import normalise, without_arguments
+from hotspot.names import normalise
 
 
 @cache
@@ -15,7 +15,7 @@ def _rules() -> tuple[list[tuple[str, re.Pattern[str]]], list[tuple[str, re.Patt
     text = resources.files("hotspot").joinpath("families.toml").read_text(encoding="utf-8")
     document = tomllib.loads(text)
     return tuple(  # type: ignore[return-value]
-        [(rule["name"], re.compile(rule["pattern"])) for rule in document[kind]]
+        [(rule["name"], re.compile(rule["pattern"], re.VERBOSE)) for rule in document[kind]]
         for kind in ("origin", "operation")
     )
 
@@ -23,7 +23,7 @@ def _rules() -> tuple[list[tuple[str, re.Pattern[str]]], list[tuple[str, re.Patt
 @cache
 def classify(name: str) -> tuple[str, str]:
     """(origin, operation) of a kernel as any profiler spells it; never fails."""
-    subject = without_arguments(normalise(name))[:4000]
+    subject = normalise(name)[:4000] + ("()" if name.endswith(")") else "")
     origins, operations = _rules()
     return _first(origins, subject), _first(operations, subject)
 

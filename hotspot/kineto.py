@@ -1,7 +1,272 @@
-from pathlib import Path
+"""Traces of torch.profiler (Kineto): Chrome trace events as JSON, plain or gzip.
 
-from hotspot.recording import Recording
+Times are microseconds with three decimals, and today's are so large that a float cannot hold the
+nanosecond: numbers with a point stay text until they are turned into integers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import UsageError
+from hotspot.content import read_text
+from hotspot.names import printable
+from hotspot.profile import Gpu
+from hotspot.recording import Integers, Launches, Recording
+
+MAX_TRACE = 256 << 20
+"""Bytes of JSON. Some 800,000 events: dozens of decode steps; as objects it is several times that
+in memory."""
+RECORD = (
+    "record 3 to 20 steps with torch.profiler.profile(activities=[ProfilerActivity.CPU, "
+    'ProfilerActivity.CUDA]), then prof.export_chrome_trace("trace.json.gz")'
+)
+_KERNEL = frozenset(["kernel"])
+_MEMORY = frozenset(["gpu_memcpy", "gpu_memset", "memcpy", "memset"])
+_LAUNCH = frozenset(["cuda_runtime", "cuda_driver", "runtime", "driver"])
+_STEP = re.compile(r"ProfilerStep#(\d{1,18})")
+_LARGEST = 1 << 61
+"""Nanoseconds: 73 years; a sum of two still fits 64 bits."""
+
+Event = dict[str, Any]
+
+
+class _DamagedError(Exception):
+    """What is wrong with one event."""
+
+
+@dataclass
+class _Found:
+    """The events that matter, by kind."""
+
+    kernels: list[Event] = field(default_factory=list)
+    memory: list[Event] = field(default_factory=list)
+    launches: list[Event] = field(default_factory=list)
+    steps: list[Event] = field(default_factory=list)
+    """`ProfilerStep#N` on the CPU's clock line."""
+    gpu_steps: list[Event] = field(default_factory=list)
+    """The same as Kineto projects it on the GPU, where it does."""
 
 
 def read_kineto(path: Path) -> Recording:
-    raise NotImplementedError
+    """Every kernel launch of a trace, with copies and fills, profiler steps and the GPU.
+
+    Raises:
+        UsageError: no trace, cut off, damaged, too large, or without GPU work.
+    """
+    text = read_text(path, MAX_TRACE, RECORD)
+    document = _document(text, path.name)
+    del text
+    events = document if isinstance(document, list) else document.get("traceEvents")
+    if not isinstance(events, list):
+        raise UsageError(f"{path.name} is JSON without traceEvents, so no trace", RECORD)
+    found = _sorted_out(events)
+    if not found.kernels:
+        what = "holds CPU operators but no GPU kernels" if events else "holds no events"
+        raise UsageError(f"{path.name} {what}", RECORD)
+    try:
+        launches = _launches(found.kernels)
+        memory = _intervals(found.memory)
+        steps = _steps(found)
+        gpu = _gpu(document, launches)
+    except (_DamagedError, OverflowError) as error:
+        message = f"{path.name} is damaged: {error}"
+        raise UsageError(message, RECORD) from None
+    return Recording(
+        source=f"torch.profiler trace {path.name}",
+        launches=launches,
+        memory=memory,
+        steps=steps,
+        gpu=gpu,
+    )
+
+
+def _document(text: str, name: str) -> Any:
+    if text.lstrip()[:1] not in ("{", "["):
+        if "Self CPU %" in text[:20_000] and "# of Calls" in text[:20_000]:
+            message = (
+                f"{name} is a table of key_averages, which clips kernel names at 55 characters"
+            )
+            raise UsageError(message, RECORD)
+        raise UsageError(f"{name} is no JSON, so no trace of torch.profiler", RECORD)
+    try:
+        return json.loads(text, parse_float=str, parse_constant=str, object_hook=_slim)
+    except RecursionError:
+        raise UsageError(f"{name} is nested too deeply for a trace", RECORD) from None
+    except ValueError as error:  # an integer of thousands of digits too
+        told = " ".join(str(error).split())[:120]
+        message = f"{name} is no complete JSON ({told}): it may be cut off"
+        raise UsageError(message, RECORD) from None
+
+
+def _slim(item: dict[str, Any]) -> dict[str, Any] | None:
+    """Drop events that nobody asks for as they are read: most of a trace is CPU operators."""
+    if "ph" not in item or "traceEvents" in item:
+        return item
+    category = item.get("cat")
+    if item["ph"] != "X" or not isinstance(category, str):
+        return None
+    kind = category.lower()
+    if kind in _KERNEL or kind in _MEMORY or kind in _LAUNCH or kind.endswith("annotation"):
+        return item
+    return None
+
+
+def _sorted_out(events: list[Any]) -> _Found:
+    found = _Found()
+    for event in events:
+        if not isinstance(event, dict) or not isinstance(event.get("cat"), str):
+            continue
+        kind = event["cat"].lower()
+        if kind in _KERNEL:
+            found.kernels.append(event)
+        elif kind in _MEMORY:
+            found.memory.append(event)
+        elif kind in _LAUNCH:
+            found.launches.append(event)
+        elif isinstance(event.get("name"), str) and _STEP.fullmatch(event["name"]):
+            (found.gpu_steps if kind.startswith("gpu_") else found.steps).append(event)
+    return found
+
+
+def _launches(kernels: list[Event]) -> Launches:
+    codes: dict[str, int] = {}
+    name, device, stream = [], [], []
+    for event in kernels:
+        spelled = event.get("name")
+        if not isinstance(spelled, str) or not spelled.strip():
+            raise _DamagedError("a kernel has no name")
+        name.append(codes.setdefault(printable(spelled), len(codes)))
+        device.append(_place(event, "device", "pid"))
+        stream.append(_place(event, "stream", "tid"))
+    times = _intervals(kernels)
+    assert times is not None
+    order = np.argsort(times[:, 0], kind="stable")
+    return Launches(
+        texts=tuple(codes),
+        name=np.array(name, dtype=np.int32)[order],
+        start=times[order, 0],
+        end=times[order, 1],
+        device=np.array(device, dtype=np.int32)[order],
+        stream=np.array(stream, dtype=np.int32)[order],
+    )
+
+
+def _intervals(events: list[Event]) -> Integers | None:
+    """Device, start and end, ns; None where there are no events."""
+    if not events:
+        return None
+    rows = [(_place(event, "device", "pid"), *_interval(event)) for event in events]
+    return np.array(rows, dtype=np.int64)
+
+
+def _interval(event: Event) -> tuple[int, int]:
+    start, length = _nanoseconds(event.get("ts"), "ts"), _nanoseconds(event.get("dur"), "dur")
+    if length < 0:
+        raise _DamagedError("a kernel or copy has a negative duration")
+    return start, start + length
+
+
+def _nanoseconds(value: object, what: str) -> int:
+    """Microseconds as the trace writes them (int, number with a point, or text) as whole ns."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        result = value * 1000
+    elif isinstance(value, str) and len(value) < 64:
+        try:
+            number = Decimal(value)
+        except InvalidOperation:
+            raise _DamagedError(f"{what} is {printable(value)!r}") from None
+        # looked at before it is made an integer: 1e999999999 is short to write
+        if not number.is_finite() or number.adjusted() > 18:
+            raise _DamagedError(f"{what} is {printable(value)!r}")
+        result = int((number * 1000).to_integral_value())
+    else:
+        raise _DamagedError(f"a kernel, copy, launch or step has no {what}")
+    if abs(result) > _LARGEST:
+        raise _DamagedError(f"{what} is beyond any clock")
+    return result
+
+
+def _arguments(event: Event) -> Event:
+    arguments = event.get("args")
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _place(event: Event, argument: str, otherwise: str) -> int:
+    """Device or stream: in the arguments, in old traces only as process and thread."""
+    value = _arguments(event).get(argument, event.get(otherwise))
+    if isinstance(value, str) and re.fullmatch(r"-?\d{1,10}", value):
+        value = int(value)
+    if not isinstance(value, int) or abs(value) >= 1 << 31:
+        raise _DamagedError(f"a kernel has no {argument}")
+    return value
+
+
+def _steps(found: _Found) -> Integers | None:
+    """The GPU time of each profiler step: from its first kernel or copy to the end of its last."""
+    if found.gpu_steps:
+        spans: dict[str, list[tuple[int, int]]] = {}
+        for event in found.gpu_steps:  # one for each device and stream
+            spans.setdefault(event["name"], []).append(_interval(event))
+    else:
+        spans = _projected(found)
+    whole = sorted((min(s for s, _ in each), max(e for _, e in each)) for each in spans.values())
+    return np.array(whole, dtype=np.int64) if whole else None
+
+
+def _projected(found: _Found) -> dict[str, list[tuple[int, int]]]:
+    """Kernels and copies by the step in which the CPU launched them.
+
+    By time alone, whatever the thread: some kernels are launched by another than the one that
+    marks the steps.
+    """
+    if not found.steps:
+        return {}
+    marks = sorted((*_interval(event), str(event["name"])) for event in found.steps)
+    begins = np.array([begin for begin, _, _ in marks], dtype=np.int64)
+    launched = {
+        correlation: _nanoseconds(event.get("ts"), "ts")
+        for event in found.launches
+        if isinstance(correlation := _arguments(event).get("correlation"), int)
+    }
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for event in (*found.kernels, *found.memory):
+        correlation = _arguments(event).get("correlation")
+        when = launched.get(correlation) if isinstance(correlation, int) else None
+        if when is None:
+            continue
+        at = int(np.searchsorted(begins, when, side="right")) - 1
+        if at >= 0 and when <= marks[at][1]:
+            spans.setdefault(marks[at][2], []).append(_interval(event))
+    return spans
+
+
+def _gpu(document: Any, launches: Launches) -> Gpu | None:
+    """The device with the most kernels, as Kineto describes it."""
+    properties = document.get("deviceProperties") if isinstance(document, dict) else None
+    if not isinstance(properties, list):
+        return None
+    device = Counter(launches.device.tolist()).most_common(1)[0][0]
+    for each in properties:
+        if (
+            isinstance(each, dict)
+            and each.get("id") == device
+            and isinstance(each.get("name"), str)
+        ):
+            major, minor = each.get("computeMajor"), each.get("computeMinor")
+            known = isinstance(major, int) and isinstance(minor, int)
+            count = each.get("numSms")
+            return Gpu(
+                name=printable(each["name"])[:200],
+                multiprocessors=count if isinstance(count, int) else None,
+                compute_capability=f"{major}.{minor}" if known else None,
+            )
+    return None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench import UsageError
 from hotspot.kineto import read_kineto
-from hotspot.ncu import attach, read_ncu
+from hotspot.ncu import Attached, attach, read_ncu
 from hotspot.nsys import export_sqlite
 from hotspot.parquet import read_parquet
 from hotspot.profile import Profile, ProfileWarning
@@ -67,16 +67,11 @@ def read(
             recording, _shown(read_recording(minus, chosen), minus.name, served, force)
         )
     names = _names(recording)
-    counters, unmatched = attach(read_ncu(ncu), names) if ncu else ({}, ())
+    counters = Attached({}, ()) if ncu is None else attach(read_ncu(ncu), names)
     profile = build_profile(
-        recording, model, served=served, steps=steps, counters=counters, window=window
+        recording, model, served=served, steps=steps, counters=counters.counters, window=window
     )
-    if not unmatched:
-        return profile
-    listed = ", ".join(name[:60] for name in unmatched[:3])
-    message = f"{len(unmatched)} kernels of the counters are not in the profile: {listed}"
-    warning = ProfileWarning(kind="ncu_unmatched", message=message)
-    return profile.model_copy(update={"warnings": (*profile.warnings, warning)})
+    return profile.model_copy(update={"warnings": (*profile.warnings, *counters.warnings)})
 
 
 def read_recording(path: Path, window: str | None = None) -> Recording:

@@ -158,7 +158,7 @@ def _by_module(launches: Launches, modules: Ranges, around: Integers) -> Launche
 
 
 def _projected(launches: Launches, step: Integers) -> Integers | None:
-    """GPU time of each range: from its first kernel to the next range's, or to its last end."""
+    """GPU time of each range: from its first kernel to the end of its last."""
     inside = step >= 0
     if not inside.any():
         return None
@@ -168,8 +168,7 @@ def _projected(launches: Launches, step: Integers) -> Integers | None:
     np.minimum.at(begins, which, launches.start[inside])
     np.maximum.at(ends, which, launches.end[inside])
     order = np.argsort(begins, kind="stable")
-    begins, ends = begins[order], ends[order]
-    return np.stack([begins, np.append(begins[1:], ends[-1])], axis=1)
+    return np.stack([begins[order], ends[order]], axis=1)
 
 
 def _memory(database: sqlite3.Connection, path: Path, tables: set[str]) -> Integers | None:

@@ -42,7 +42,7 @@ def steady(
     steps = (
         find_steps(launches)
         if recording.steps is None
-        else Steps(recording.steps, "ranges of the program")
+        else Steps.named(recording.steps)
     )
     if steps is None:
         note = "decode steps cannot be told: no `step` ranges, and no sequence of kernels repeats"

@@ -42,6 +42,13 @@ class Steps:
     sequence; the last ends with its last kernel."""
     source: str
 
+    @classmethod
+    def named(cls, intervals: Integers) -> Steps:
+        """Steps that the source names. The time between two is the first one's: the host's part."""
+        bounds = intervals.copy()
+        bounds[:-1, 1] = bounds[1:, 0]
+        return cls(bounds, "ranges of the program")
+
 
 def find_steps(launches: Launches) -> Steps | None:
     """The steady steps by the period of the kernel sequence; None where it has none."""

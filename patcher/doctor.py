@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Literal
@@ -14,7 +11,7 @@ from typing import Literal
 from bench import Language, PatcherError, Record
 from bench.judge.process import SANDBOX
 from bench.toolchains import cache_root, toolchain
-from hotspot import nsys_finding
+from hotspot import ncu_finding, nsys_finding
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -136,14 +133,8 @@ def _nsys() -> Finding:
 
 
 def _ncu() -> Finding:
-    found = shutil.which("ncu")
-    if found is None:
-        return Finding(
-            name="ncu", status="warn", detail="not on PATH", fix="install Nsight Compute"
-        )
-    output = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
-    version = re.search(r"Version (\S+)", output.stdout)
-    return Finding(name="ncu", status="ok", detail=version[1] if version else "found")
+    status, message, fix = ncu_finding()
+    return Finding(name="ncu", status=status, detail=message, fix=fix)
 
 
 def _package(name: str, package: str, fix: str, needed: bool) -> Callable[[], Finding]:

@@ -1,0 +1,92 @@
+"""The installed Nsight Compute: where it is, and reports turned into text by it."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Literal
+
+from bench import MissingError, UsageError
+
+PLACES = (
+    "/opt/nvidia/nsight-compute/*/ncu",
+    "/usr/local/cuda*/bin/ncu",
+    "/usr/local/cuda*/nsight-compute*/ncu",
+)
+_RAW = ("--page", "raw", "--csv", "--print-units", "base")
+_SECONDS = 300
+"""A report of some thousand kernels is read in well under a minute."""
+
+
+def find_ncu() -> Path | None:
+    """`$PATCHER_NCU`, PATH, or the usual install folders; newest first."""
+    if chosen := os.environ.get("PATCHER_NCU"):
+        return Path(chosen) if os.access(chosen, os.X_OK) else None
+    if found := shutil.which("ncu"):
+        return Path(found)
+    for pattern in PLACES:
+        candidates = [path for path in glob.glob(pattern) if os.access(path, os.X_OK)]
+        if candidates:
+            return Path(max(candidates, key=_version_key))
+    return None
+
+
+def raw_page(report: Path) -> str:
+    """The raw page of a report (`.ncu-rep`) in base units, as the ncu that is here prints it.
+
+    Raises:
+        MissingError: no ncu is here.
+        UsageError: it cannot read the report.
+    """
+    if not report.is_file():
+        raise UsageError(f"cannot read {report}: no such file", "give a report")
+    ncu = find_ncu()
+    if ncu is None:
+        raise MissingError(
+            f"{report.name} needs ncu to be read, and none is here",
+            f"where ncu is: LC_ALL=C ncu --import {report.name} {' '.join(_RAW)} > counters.csv; "
+            "then give counters.csv; or set PATCHER_NCU",
+        )
+    fix = "read it with an ncu as new as the one that wrote it (PATCHER_NCU), or profile again"
+    try:
+        result = subprocess.run(
+            [str(ncu), "--import", str(report), *_RAW],
+            capture_output=True,
+            env=dict(os.environ) | {"LC_ALL": "C"},
+            check=False,
+            timeout=_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"ncu does not read {report.name}: {type(error).__name__}", fix) from error
+    text = result.stdout.decode("utf-8", errors="replace")
+    if result.returncode != 0:
+        told = (result.stderr.decode("utf-8", errors="replace") or text).strip().splitlines()
+        last = f": {told[-1][:300]}" if told else ""
+        raise UsageError(f"ncu cannot read {report.name}{last}", fix)
+    return text
+
+
+def ncu_finding() -> tuple[Literal["ok", "warn", "fail"], str, str]:
+    """(status, message, fix) for `patcher doctor`."""
+    ncu = find_ncu()
+    if ncu is None:
+        fix = "install Nsight Compute, or set PATCHER_NCU; needed for counters of kernels only"
+        return "warn", "not found on PATH or in the usual folders", fix
+    try:
+        result = subprocess.run(
+            [str(ncu), "--version"], capture_output=True, text=True, check=False, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "fail", f"does not run: {type(error).__name__}", "reinstall Nsight Compute"
+    if result.returncode != 0:
+        return "fail", f"ends with status {result.returncode}", "reinstall Nsight Compute"
+    version = re.search(r"Version (\S+)", result.stdout)
+    return "ok", version[1] if version else "found", ""
+
+
+def _version_key(path: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", path)]
