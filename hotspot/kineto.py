@@ -20,7 +20,8 @@ from bench import UsageError
 from hotspot.content import read_text
 from hotspot.names import printable
 from hotspot.profile import Gpu
-from hotspot.recording import Integers, Launches, Recording
+from hotspot.recording import Launches, Recording
+from hotspot.timeline import Integers
 
 MAX_TRACE = 256 << 20
 """Bytes of JSON. Some 800,000 events: dozens of decode steps; as objects it is several times that
@@ -139,23 +140,22 @@ def _sorted_out(events: list[Any]) -> _Found:
 
 def _launches(kernels: list[Event]) -> Launches:
     codes: dict[str, int] = {}
-    name, device, stream = [], [], []
+    name, stream = [], []
     for event in kernels:
         spelled = event.get("name")
         if not isinstance(spelled, str) or not spelled.strip():
             raise _DamagedError("a kernel has no name")
         name.append(codes.setdefault(printable(spelled), len(codes)))
-        device.append(_place(event, "device", "pid"))
         stream.append(_place(event, "stream", "tid"))
     times = _intervals(kernels)
     assert times is not None
-    order = np.argsort(times[:, 0], kind="stable")
+    order = np.argsort(times[:, 1], kind="stable")
     return Launches(
         texts=tuple(codes),
         name=np.array(name, dtype=np.int32)[order],
-        start=times[order, 0],
-        end=times[order, 1],
-        device=np.array(device, dtype=np.int32)[order],
+        start=times[order, 1],
+        end=times[order, 2],
+        device=times[order, 0].astype(np.int32),
         stream=np.array(stream, dtype=np.int32)[order],
     )
 

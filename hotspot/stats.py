@@ -39,18 +39,19 @@ def steady(
 ) -> tuple[Launches, Steps | None, tuple[ProfileWarning, ...]]:
     """The launches of decode steps alone, with the steps."""
     warnings = recording.warnings
-    steps = (
-        find_steps(launches)
-        if recording.steps is None
-        else Steps.named(recording.steps)
-    )
+    steps = find_steps(launches) if recording.steps is None else Steps.named(recording.steps)
     if steps is None:
         note = "decode steps cannot be told: no `step` ranges, and no sequence of kernels repeats"
         kind = ProfileWarning(kind="steps_unknown", message=f"{note}; warm-up counts as well")
         return launches, None, (*warnings, kind)
     if window == EVERYTHING:
         return launches, steps, warnings
-    return launches.chosen(_inside(launches.start, _stretches(steps.bounds))), steps, warnings
+    kept = launches.chosen(_inside(launches.start, _stretches(steps.bounds)))
+    if not len(kept):
+        note = "no kernel lies in the steps that the source names; everything is ranked"
+        kind = ProfileWarning(kind="steps_unknown", message=note)
+        return launches, None, (*warnings, kind)
+    return kept, steps, warnings
 
 
 def _inside(starts: Integers, stretches: Integers) -> NDArray[np.bool_] | slice:

@@ -95,13 +95,15 @@ def _anchor(name: Codes, start: Integers, end: Integers) -> int | None:
     for count in np.unique(counts[counts >= CERTAIN])[::-1][:MOST_COUNTS]:
         once = np.flatnonzero(counts == count)[:MOST_ANCHORS]
         waits = [float(np.median(idle[name == code])) for code in once]
-        chosen = int(once[int(np.argmax(waits))])
-        pieces = _cut(name, sums, chosen)
-        if pieces is not None and pieces.whole(name, spent):
-            # fills and copies of weights repeat, too; decode is what takes the time
-            covered = pieces.steady_time(spent)
-            if covered > (1 + BETTER) * most:
-                best, most = chosen, covered
+        earliest = [int(np.argmax(name == code)) for code in once]
+        # the second loses no part of a step where a short trace begins with one
+        for chosen in dict.fromkeys((once[np.argmax(waits)], once[np.argmin(earliest)])):
+            pieces = _cut(name, sums, chosen)
+            if pieces is not None and pieces.whole(name, spent):
+                # fills and copies of weights repeat, too; decode is what takes the time
+                covered = pieces.steady_time(spent)
+                if covered > (1 + BETTER) * most:
+                    best, most = int(chosen), covered
     return best
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from hotspot import classify
 from hotspot.kineto import read_kineto
-from hotspot.ncu import read_ncu
 from hotspot.names import family, match_key, normalise, printable, without_arguments
+from hotspot.ncu import read_ncu
 
 DATA = Path(__file__).parent / "data"
 TRACE = DATA / "kineto/vllm-decode-kineto.json.gz"

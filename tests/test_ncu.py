@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import bench
 import hotspot.ncu_tool
 from hotspot import ncu_finding
+from hotspot.names import match_key
 from hotspot.ncu import attach, read_ncu
 from hotspot.ncu_tool import find_ncu
-from hotspot.names import match_key
 from hotspot.profile import Counters
 
 DATA = Path(__file__).parent / "data/ncu"
