@@ -157,7 +157,7 @@ def _cut(name: Codes, sums: NDArray[np.uint64], anchor: int) -> _Pieces | None:
         sums[end] - sums[begin], return_index=True, return_inverse=True, return_counts=True
     )
     usual = int(np.argmax(frequency))
-    if frequency[usual] < CERTAIN:
+    if frequency[usual] < 2:
         return None
     size = int(end[first[usual]] - begin[first[usual]])
     expected = _counts(name, begin, end, first[usual])
@@ -167,7 +167,10 @@ def _cut(name: Codes, sums: NDArray[np.uint64], anchor: int) -> _Pieces | None:
         if abs(int(end[piece] - begin[piece]) - size) <= (1 - ALIKE) * size:
             shared = np.minimum(_counts(name, begin, end, piece), expected).sum()
             alike[candidate] = shared >= ALIKE * size
-    return _Pieces(begin, end, kind, alike[kind], int(first[usual]))
+    steady = alike[kind]
+    if steady.sum() < CERTAIN:
+        return None
+    return _Pieces(begin, end, kind, steady, int(first[usual]))
 
 
 def _counts(name: Codes, begin: Integers, end: Integers, piece: int) -> Integers:
