@@ -97,6 +97,8 @@ def _launches(
     names, starts, ends, devices, streams = read_columns(
         path, KERNELS, rowids, (name, "start", '"end"', *place), kinds
     )
+    if not len(starts):
+        raise UsageError(f"{path.name} is damaged: its kernels cannot be read", HINT)
     if bool((ends < starts).any()):
         raise UsageError(f"{path.name} has kernels that end before they begin", HINT)
     if starts.min() < -_LATEST or ends.max() > _LATEST or _sum(ends - starts) > _LATEST:

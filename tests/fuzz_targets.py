@@ -189,7 +189,8 @@ def main() -> None:
     corpus = Path(tempfile.mkdtemp(prefix="patcher-corpus-"))
     for index, content in enumerate(seeds(target)):
         (corpus / str(index)).write_bytes(content)
-    options = [sys.argv[0], str(corpus), f"-max_len={MOST_BYTES}", *sys.argv[2:]]
+    kept = f"-artifact_prefix={corpus}/"
+    options = [sys.argv[0], str(corpus), f"-max_len={MOST_BYTES}", kept, *sys.argv[2:]]
     atheris.Setup(options, lambda data: check(target, data))
     atheris.Fuzz()
 
