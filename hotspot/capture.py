@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from bench import MissingError, PatcherError, UsageError, Workload, presets
+from hotspot.kineto import read_kineto
 from hotspot.nsys import export_sqlite, find_nsys, missing_libraries, nsys_environment
 from hotspot.profile import Profile, ProfileWarning
 from hotspot.rank import build_profile
@@ -99,11 +101,15 @@ def _with_torch(
     say("profile with torch.profiler")
     out = folder / "torch.json"
     _run(_target(workload, out, steps, "torch"), dict(os.environ))
-    found = json.loads(out.read_text(encoding="utf-8"))
-    rows = tuple(SummaryRow(**row) for row in found["rows"])
-    recording = Recording("torch.profiler", rows=rows, warnings=warnings)
     served = Served.of(workload.model, workload.batch)
-    return build_profile(recording, workload.model, served=served, steps=found["steps"])
+    if workload.device == "cuda":
+        traced = read_kineto(out)
+        recording = replace(traced, warnings=(*traced.warnings, *warnings))
+    else:
+        rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+        found = tuple(SummaryRow(**row) for row in rows)
+        recording = Recording("torch.profiler", rows=found, warnings=warnings)
+    return build_profile(recording, workload.model, served=served, steps=steps)
 
 
 def _target(workload: Workload, out: Path, steps: int, mode: str) -> list[str]:

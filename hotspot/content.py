@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import zlib
 from pathlib import Path
@@ -36,6 +37,8 @@ def read_text(path: Path, limit: int, fix: str) -> str:
         raise UsageError(f"{path.name} is larger than {size} when it is unpacked", fix)
     if not raw.strip():
         raise UsageError(f"{path.name} is empty", fix)
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # PowerShell's `>`
+        raw = raw.decode("utf-16", "replace").encode()
     if b"\0" in raw:
         raise UsageError(f"{path.name} is a binary file", fix)
     try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+import zlib
 from pathlib import Path
 
 from bench import UsageError
+from hotspot.content import GZIP_MAGIC, read_text
 from hotspot.kineto import read_kineto
 from hotspot.ncu import Attached, attach, read_ncu
 from hotspot.nsys import export_sqlite
@@ -81,7 +83,6 @@ def read_recording(path: Path, window: str | None = None) -> Recording:
             return read_parquet(path, window)
         with path.open("rb") as file:
             head = file.read(1 << 16)
-            size = path.stat().st_size
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", GIVE) from error
     if not head:
@@ -100,9 +101,19 @@ def read_recording(path: Path, window: str | None = None) -> Recording:
     if window is not None:
         message = f"{path.name} has no NVTX ranges to cut a window by"
         raise UsageError(message, "give the .sqlite export, or leave --window out")
-    if head.startswith(b"\x1f\x8b") or _is_trace(head):
+    if _is_trace(_unpacked(head)):
         return read_kineto(path)
-    return read_summary(_text(path, size), path.name)
+    return read_summary(_text(path), path.name)
+
+
+def _unpacked(head: bytes) -> bytes:
+    """What a gzip begins with; other content as it is."""
+    if not head.startswith(GZIP_MAGIC):
+        return head
+    try:
+        return zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(head, 1 << 16)
+    except zlib.error:
+        return b""  # the reader says what is wrong with it
 
 
 def _is_trace(head: bytes) -> bool:
@@ -110,16 +121,8 @@ def _is_trace(head: bytes) -> bool:
     return start[:1] in (b"{", b"[") and (b'"traceEvents"' in head or b'"ph"' in head)
 
 
-def _text(path: Path, size: int) -> str:
-    if size > MAX_TEXT:
-        raise UsageError(f"{path.name} is too large for a kernel summary", GIVE)
-    raw = path.read_bytes()
-    if b"\0" in raw:
-        raise UsageError(f"{path.name} is a binary file, no nsys export or summary", GIVE)
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError:
-        raise UsageError(f"{path.name} is no UTF-8 text", GIVE) from None
+def _text(path: Path) -> str:
+    text = read_text(path, MAX_TEXT, GIVE)
     if '"Process ID"' in text[:20_000] and '"Kernel Name"' in text[:20_000]:
         raise UsageError(f"{path.name} is Nsight Compute's, of single kernels", "give it as --ncu")
     return text

@@ -15,14 +15,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from bench import PatcherError, Workload
 from bench.engines import Decoder, Decoding, open_decoder
 from hotspot.capture import ERROR
 from hotspot.names import MODULE, is_whole, row_name
-from hotspot.timeline import busy_time
 
 WARM_UP_STEPS = 4
 
@@ -45,8 +43,7 @@ def main() -> int:
                 engine.decode(decoding, 1)
                 nvtx.range_pop()
     else:
-        found = with_torch_profiler(engine, decoding, steps, workload.device)
-        out.write_text(json.dumps({"steps": steps, **found}), encoding="utf-8")
+        with_torch_profiler(engine, decoding, steps, out)
     return 0
 
 
@@ -116,22 +113,20 @@ def _leaves(pop: Callable[[], Any]) -> Callable[[Any, Any, Any], None]:
     return leave
 
 
-def with_torch_profiler(
-    engine: Decoder, decoding: Decoding, steps: int, device: str
-) -> dict[str, Any]:
-    """`rows` {name, instances, total_ns, median_ns, min_ns, max_ns} and `busy_ns`: of GPU kernels,
-    or of CPU operators by their own time.
+def with_torch_profiler(engine: Decoder, decoding: Decoding, steps: int, out: Path) -> None:
+    """On a GPU a Kineto trace; on a CPU `rows` of operators by their own time, and `steps`.
 
     On a CPU each norm module is a row with all that it calls, and its operators leave the other
     rows.
     """
     from torch.profiler import ProfilerActivity, profile
 
-    if device == "cuda":
+    if engine.workload.device == "cuda":
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
             engine.decode(decoding, steps)
-        events: Any = recorded.events()
-        return gpu_rows(events)
+            engine.synchronize()
+        recorded.export_chrome_trace(str(out))
+        return
     held: list[Any] = []
 
     def push(name: str) -> None:
@@ -144,21 +139,7 @@ def with_torch_profiler(
     with _modules_of(engine, push, pop), profile(activities=[ProfilerActivity.CPU]) as cpu:
         engine.decode(decoding, steps)
     events = cpu.events()
-    return {"rows": cpu_rows(events), "busy_ns": None}
-
-
-def gpu_rows(events: Iterable[Any]) -> dict[str, Any]:
-    times: dict[str, list[int]] = {}
-    spans: list[tuple[int, int]] = []
-    for event in events:
-        if event.device_type.name != "CUDA" or event.name.startswith(("Memcpy", "Memset")):
-            continue
-        start, end = (round(at * 1e3) for at in (event.time_range.start, event.time_range.end))
-        if end > start:
-            times.setdefault(event.name, []).append(end - start)
-            spans.append((start, end))
-    table = np.array(spans, dtype=np.int64).reshape(-1, 2)
-    return {"rows": _rows(times), "busy_ns": busy_time(table[:, 0], table[:, 1])}
+    out.write_text(json.dumps({"steps": steps, "rows": cpu_rows(events)}), encoding="utf-8")
 
 
 def cpu_rows(events: Iterable[Any]) -> list[dict[str, Any]]:

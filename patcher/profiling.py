@@ -22,7 +22,7 @@ from patcher.console import Device, Engine, Json, Output, app, examples
     "patcher profile gpt-oss-20b --from decode.nsys-rep --ncu counters.ncu-rep",
     "patcher profile gpt-oss-20b --from kernels.csv --json",
     "patcher profile gpt-oss-20b --from run.sqlite --window decode",
-    "patcher profile gpt-oss-20b --from tokens512.csv --minus tokens256.csv",
+    "patcher profile gpt-oss-20b --from tokens512.csv --minus tokens256.csv --steps 256",
     "patcher profile gpt-oss-20b --compare stock.sqlite patched.sqlite",
     "patcher profile gpt-oss-20b --batch 8 --input-len 1024   (captures, on a GPU host)",
     "patcher profile gpt-oss-tiny   (operators on this CPU)",
@@ -53,6 +53,10 @@ def profile(
     window: Annotated[
         str | None,
         typer.Option(help="NVTX range to rank; `all` keeps warm-up in; default: steady steps."),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Decode steps in it, where it cannot tell: a summary, --minus."),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Rank a trace that hides kernels, under a warning.")
@@ -104,6 +108,7 @@ def profile(
                 minus=minus,
                 ncu=ncu,
                 batch=batch,
+                steps=steps,
                 force=force,
             )
     else:
