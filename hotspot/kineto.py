@@ -36,6 +36,8 @@ _LAUNCH = frozenset(["cuda_runtime", "cuda_driver", "runtime", "driver"])
 _STEP = re.compile(r"ProfilerStep#(\d{1,18})")
 _LARGEST = 1 << 61
 """Nanoseconds: 73 years; a sum of two still fits 64 bits."""
+_LONGEST = 1 << 58
+"""Nine years: of all durations together, and from first to last; sums over devices fit 64 bits."""
 
 Event = dict[str, Any]
 
@@ -165,6 +167,10 @@ def _intervals(events: list[Event]) -> Integers | None:
     if not events:
         return None
     rows = [(_place(event, "device", "pid"), *_interval(event)) for event in events]
+    spent = sum(end - start for _, start, end in rows)
+    span = max(end for _, _, end in rows) - min(start for _, start, _ in rows)
+    if spent > _LONGEST or span > _LONGEST:
+        raise _DamagedError("its kernels or copies take years")
     return np.array(rows, dtype=np.int64)
 
 
@@ -266,7 +272,7 @@ def _gpu(document: Any, launches: Launches) -> Gpu | None:
             count = each.get("numSms")
             return Gpu(
                 name=printable(each["name"])[:200],
-                multiprocessors=count if isinstance(count, int) else None,
+                multiprocessors=count if isinstance(count, int) and 0 < count < 10_000 else None,
                 compute_capability=f"{major}.{minor}" if known else None,
             )
     return None

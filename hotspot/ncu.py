@@ -146,7 +146,7 @@ def _launches(text: str, name: str) -> list[_Launch]:
         header = [cell.strip() for cell in next(rows)]
         if len(header) > _MOST_COLUMNS:
             raise UsageError(f"{name} has {len(header)} columns: no page of Nsight Compute", FIX)
-        body = (row for row in rows if row and row != header and not _is_chatter(row))
+        body = (row for row in rows if row and row != header and not _is_chatter(row, header))
         if "Metric Name" in header:
             launches = _long(header, body, name)
         else:
@@ -165,8 +165,9 @@ def _header_at(text: str) -> int | None:
     return found.start() if found else None
 
 
-def _is_chatter(row: list[str]) -> bool:
-    return len(row) < 4 and row[0].startswith("==")
+def _is_chatter(row: list[str], header: list[str]) -> bool:
+    """A line of ncu or of the program: it does not begin with an ID, nor as the line of units."""
+    return len(row) != len(header) and not re.fullmatch(r"\d*", row[0])
 
 
 def _wide(header: list[str], rows: Iterator[list[str]], name: str) -> list[_Launch]:
@@ -200,12 +201,13 @@ def _long(header: list[str], rows: Iterator[list[str]], name: str) -> list[_Laun
     count = _column(header, "Invocations", name) if summary else None
     capability = header.index("CC") if "CC" in header else None
     item = header.index("Body Item Label") if "Body Item Label" in header else None
+    least = max(kernel, metric, unit, value, count or 0, capability or 0, item or 0) + 1
     # what tells launches apart: everything before the section and the metric
     before = [i for i in range(metric) if header[i] not in ("Section Name", "Body Item Label")]
     launches: dict[tuple[str, ...], _Launch] = {}
     written: list[str] = []
     for row in rows:
-        if len(row) <= value or not row[kernel].strip():
+        if len(row) < least or not row[kernel].strip():
             raise UsageError(f"{name} is cut off: a line is shorter than its header", FIX)
         key = tuple(row[i] for i in before)
         if key not in launches:

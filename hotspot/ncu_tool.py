@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from bench import MissingError, UsageError
+from hotspot.names import printable
 
 PLACES = (
     "/opt/nvidia/nsight-compute/*/ncu",
@@ -65,7 +66,7 @@ def raw_page(report: Path) -> str:
     text = result.stdout.decode("utf-8", errors="replace")
     if result.returncode != 0:
         told = (result.stderr.decode("utf-8", errors="replace") or text).strip().splitlines()
-        last = f": {told[-1][:300]}" if told else ""
+        last = f": {printable(told[-1])[:300]}" if told else ""
         raise UsageError(f"ncu cannot read {report.name}{last}", fix)
     return text
 

@@ -173,6 +173,23 @@ def test_the_gpu_is_the_one_with_the_kernels(tmp_path: Path) -> None:
     assert read_kineto(trace(tmp_path, kernel(device=7), deviceProperties=cards)).gpu is None
 
 
+@pytest.mark.parametrize("count", [0, -5, 10**400, "132"])
+def test_a_count_of_multiprocessors_that_cannot_be_is_none(tmp_path: Path, count: object) -> None:
+    device = {"id": 0, "name": "NVIDIA H200", "numSms": count}
+    gpu = read_kineto(trace(tmp_path, kernel(), deviceProperties=[device])).gpu
+    assert gpu is not None
+    assert gpu.multiprocessors is None
+
+
+def test_times_whose_sums_would_overflow_are_damage(tmp_path: Path) -> None:
+    decades = 2 * 10**15
+    many = [kernel(ts=at, dur=decades) for at in range(20)]
+    apart = [kernel(ts=at, device=device) for device in range(4) for at in (-decades, decades)]
+    for events in (many, apart):
+        with pytest.raises(bench.UsageError, match="is damaged: its kernels or copies take years"):
+            read_kineto(trace(tmp_path, *events))
+
+
 def test_a_trace_without_gpu_work_says_how_to_record_it(tmp_path: Path) -> None:
     operator = {"ph": "X", "cat": "cpu_op", "name": "aten::add", "ts": 1, "dur": 1}
     with pytest.raises(bench.UsageError, match="no GPU kernels") as caught:

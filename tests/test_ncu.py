@@ -110,6 +110,23 @@ def test_chatter_before_and_a_gzip_around(tmp_path: Path) -> None:
     assert read_ncu(path) == read_ncu(DATA / "raw.csv")
 
 
+def test_output_of_the_program_around_rows_is_passed_over(tmp_path: Path) -> None:
+    text = long(tmp_path, ("gpu__time_duration.sum", "ns", "5"), ("x", "", "6")).read_text()
+    noise = '==PROF== done\nloss 0.5\n{"step": 1, "loss": 0.5, "a": 1, "b": 2, "c": 3}\n'
+    assert read_ncu(write(tmp_path, text.replace("\n", "\n" + noise)))["k"].duration_ns == 5
+    with pytest.raises(bench.UsageError, match="is cut off"):
+        read_ncu(write(tmp_path, text + '"1","1","p"'))
+
+
+@pytest.mark.parametrize("late", ["Kernel Name", "Metric Name", "Metric Unit", "CC"])
+def test_a_short_row_of_columns_in_another_order_is_cut_off(tmp_path: Path, late: str) -> None:
+    first = ["ID", "Process ID", "Kernel Name", "CC", "Metric Name", "Metric Unit", "Metric Value"]
+    header = [*(column for column in first if column != late), late]
+    path = write(tmp_path, ",".join(header) + "\n" + "0,1,k,9.0,m,5\n")
+    with pytest.raises(bench.UsageError, match="is cut off"):
+        read_ncu(path)
+
+
 @pytest.mark.parametrize(
     ("unit", "value", "expected"),
     [
