@@ -23,8 +23,8 @@ from hotspot.profile import Gpu
 from hotspot.recording import Launches, Recording
 from hotspot.timeline import Integers
 
-MAX_TRACE = 256 << 20
-"""Bytes of JSON. Some 800,000 events: dozens of decode steps; as objects it is several times that
+MAX_TRACE = 1 << 30
+"""Bytes of JSON. Some 3 million events: hundreds of decode steps; as objects it is several times that
 in memory."""
 RECORD = (
     "record 3 to 20 steps with torch.profiler.profile(activities=[ProfilerActivity.CPU, "
