@@ -95,7 +95,8 @@ class _NotIntegers(Exception):
     pass
 
 
-def _integers(column: nanoarrow.CArray) -> Column:
+def _integers(column: Any) -> Column:
+    """A column of a batch (`nanoarrow.CArray`)."""
     if not len(column):
         return np.empty(0, np.int64)
     view = column.view()

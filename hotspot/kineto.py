@@ -24,8 +24,8 @@ from hotspot.recording import Launches, Recording
 from hotspot.timeline import Integers
 
 MAX_TRACE = 1 << 30
-"""Bytes of JSON. Some 3 million events: hundreds of decode steps; as objects it is several times that
-in memory."""
+"""Bytes of JSON. Some 3 million events: hundreds of decode steps; as objects several times that in
+memory."""
 RECORD = (
     "record 3 to 20 steps with torch.profiler.profile(activities=[ProfilerActivity.CPU, "
     'ProfilerActivity.CUDA]), then prof.export_chrome_trace("trace.json.gz")'

@@ -163,7 +163,7 @@ def _cut(name: Codes, sums: NDArray[np.uint64], anchor: int) -> _Pieces | None:
     expected = _counts(name, begin, end, first[usual])
     alike = np.zeros(len(first), dtype=bool)
     for candidate in np.argsort(-frequency)[:MOST_KINDS]:
-        piece = first[candidate]
+        piece = int(first[candidate])
         if abs(int(end[piece] - begin[piece]) - size) <= (1 - ALIKE) * size:
             shared = np.minimum(_counts(name, begin, end, piece), expected).sum()
             alike[candidate] = shared >= ALIKE * size

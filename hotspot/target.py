@@ -138,7 +138,7 @@ def with_torch_profiler(engine: Decoder, decoding: Decoding, steps: int, out: Pa
 
     with _modules_of(engine, push, pop), profile(activities=[ProfilerActivity.CPU]) as cpu:
         engine.decode(decoding, steps)
-    events = cpu.events()
+    events: Any = cpu.events()
     out.write_text(json.dumps({"steps": steps, "rows": cpu_rows(events)}), encoding="utf-8")
 
 

@@ -71,7 +71,8 @@ def read_trace(table: Table, source: str, name: str, kind: Kind) -> Recording:
     kernels.sort(key=lambda kernel: kernel[0])
     cells_of = [*(kernel[3] for kernel in kernels), *(row[0] for row in memory)]
     devices, gpu = _devices(cells_of)
-    copied = np.array([row[1:] for row in memory], dtype=np.int64).reshape(-1, 2)
+    spans = np.array([row[1:] for row in memory], dtype=np.int64).reshape(-1, 2)
+    copied = np.column_stack([devices[len(kernels) :].astype(np.int64), spans])
     bare = {text: range_taken_off(text) for text in {kernel[2] for kernel in kernels}}
     texts, names = _coded([bare[kernel[2]] for kernel in kernels])
     launches = Launches(
@@ -85,7 +86,7 @@ def read_trace(table: Table, source: str, name: str, kind: Kind) -> Recording:
     return Recording(
         source,
         launches=launches,
-        memory=np.column_stack([devices[len(kernels) :], copied]) if gpu_trace else None,
+        memory=copied if gpu_trace else None,
         gpu=gpu,
         hidden=_graphs(hidden),
         warnings=(*warn_of_launches(kind), *warn_of_step(step)),

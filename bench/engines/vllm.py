@@ -6,6 +6,7 @@ Read against vLLM 0.25.1: `LLM`, `LLMEngine.add_request` and `step`, `register_m
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import tempfile
@@ -33,7 +34,7 @@ class VllmEngine:
     def __init__(self, workload: Workload) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # nsys and NVTX ranges see one process
         try:
-            import vllm
+            vllm: Any = importlib.import_module("vllm")
         except ImportError as error:
             raise MissingError(
                 "vllm is not installed", "pip install vllm, in an environment of its own"
@@ -41,7 +42,7 @@ class VllmEngine:
         if not torch.cuda.is_available():
             raise MissingError("vLLM needs a GPU here", "run it on a GPU host")
         self.workload = workload
-        self._vllm: Any = vllm
+        self._vllm = vllm
         self._folder = tempfile.TemporaryDirectory()
         self._llm: Any = vllm.LLM(**_arguments(workload, Path(self._folder.name)))
         self._engine = self._llm.llm_engine
@@ -136,17 +137,17 @@ def _register_loader() -> None:
     vLLM's own `dummy` weights are near zero: all tokens pick the same experts, and decode reads a
     fraction of what a real model reads.
     """
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    loading: Any = importlib.import_module("vllm.model_executor.model_loader")
+    base: Any = importlib.import_module("vllm.model_executor.model_loader.base_loader")
 
-    class RandomLoader(BaseModelLoader):  # type: ignore[misc]  # vllm is untyped here
+    class RandomLoader(base.BaseModelLoader):  # type: ignore[misc]  # vllm is untyped here
         def download_model(self, model_config: Any) -> None:
             """There is nothing to download."""
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             randomise(model, int(model_config.seed))
 
-    register_model_loader(LOAD_FORMAT)(RandomLoader)
+    loading.register_model_loader(LOAD_FORMAT)(RandomLoader)
 
 
 @torch.no_grad()
