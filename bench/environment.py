@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import re
 import shutil
 import subprocess
 from functools import cache
+from pathlib import Path
 
 from bench.evaluation import Environment
 
 PACKAGES = ("torch", "triton", "transformers", "apache-tvm-ffi", "flashinfer-python", "vllm")
+
+_KEPT = re.compile(
+    r"(HOME|LANG|LC_ALL|LD_LIBRARY_PATH|PATCHER_CACHE|PATH|TMPDIR|XDG_CACHE_HOME|MKL_NUM_THREADS)$"
+    r"|(CUDA|HF|NCCL|NVIDIA|OMP|TORCH|TORCHINDUCTOR|TRANSFORMERS|TRITON|VLLM)_"
+)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH")
+
+
+def engine_environment() -> dict[str, str]:
+    """What a process that runs an engine gets of this one's environment: what engines read, no
+    key; profilers write the environment of what they profile into their reports.
+    """
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if _KEPT.match(name) and not _SECRET.search(name)
+    }
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def describe(

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench import MissingError, PatcherError, UsageError, Workload, presets
+from bench.environment import engine_environment
 from hotspot.kineto import read_kineto
 from hotspot.nsys import export_sqlite, find_nsys, missing_libraries, nsys_environment
 from hotspot.profile import Profile, ProfileWarning
@@ -100,7 +101,7 @@ def _with_torch(
 ) -> Profile:
     say("profile with torch.profiler")
     out = folder / "torch.json"
-    _run(_target(workload, out, steps, "torch"), dict(os.environ))
+    _run(_target(workload, out, steps, "torch"), engine_environment())
     served = Served.of(workload.model, workload.batch)
     if workload.device == "cuda":
         traced = read_kineto(out)
@@ -119,9 +120,6 @@ def _target(workload: Workload, out: Path, steps: int, mode: str) -> list[str]:
 
 def _run(command: list[str], environment: dict[str, str]) -> None:
     """Run to the end; the whole group is killed on a timeout or an interrupt."""
-    root = str(Path(__file__).resolve().parent.parent)
-    paths = [root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = {**environment, "PYTHONPATH": os.pathsep.join(paths)}
     process = subprocess.Popen(
         command,
         env=environment,

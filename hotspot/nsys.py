@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from bench import MissingError, UsageError
+from bench.environment import engine_environment
 
 PLACES = (
     "/opt/nvidia/nsight-systems/*/bin/nsys",
@@ -36,8 +37,10 @@ def find_nsys() -> Path | None:
 
 
 def nsys_environment() -> dict[str, str]:
-    """The environment for nsys: `$PATCHER_NSYS_LIBS` holds libraries that it alone needs."""
-    environment = dict(os.environ)
+    """The environment for nsys: no keys, which its reports would hold; `$PATCHER_NSYS_LIBS` holds
+    libraries that it alone needs.
+    """
+    environment = engine_environment()
     if libraries := os.environ.get("PATCHER_NSYS_LIBS"):
         old = environment.get("LD_LIBRARY_PATH")
         environment["LD_LIBRARY_PATH"] = f"{libraries}:{old}" if old else libraries

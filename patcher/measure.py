@@ -26,27 +26,11 @@ from bench import (
     Throughput,
     Workload,
 )
+from bench.environment import engine_environment
 from integrate import Patch, Receipt
 from patcher.decide import Decision, decide
 
 Report = Callable[[str, int, int], None]
-
-KEPT = (
-    "CUDA_HOME",
-    "CUDA_VISIBLE_DEVICES",
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "HF_HUB_OFFLINE",
-    "HOME",
-    "LANG",
-    "LD_LIBRARY_PATH",
-    "OMP_NUM_THREADS",
-    "PATCHER_CACHE",
-    "PATH",
-    "TMPDIR",
-    "TRITON_CACHE_DIR",
-    "XDG_CACHE_HOME",
-)
 
 
 class Job(Record):
@@ -126,7 +110,7 @@ def measure_in_child(job: Job, patch_folder: Path, report: Report) -> Measured:
                     str(folder),
                     str(patch_folder.resolve()),
                 ],
-                env=_environment(),
+                env=engine_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -170,13 +154,6 @@ def _relay(line: bytes, report: Report) -> None:
     except (ValueError, TypeError):
         return  # something in the engine prints to stdout: not progress
     report(str(stage), int(done), int(total))
-
-
-def _environment() -> dict[str, str]:
-    root = str(Path(__file__).resolve().parent.parent)
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def measure(job: Job, patch: Patch, report: Report) -> Measured:

@@ -7,6 +7,7 @@ once: resuming a run is calling `execute` again.
 from __future__ import annotations
 
 import platform
+import tempfile
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -182,10 +183,10 @@ def _profile(run: Run, workload: Workload, report: Report, profile_file: Path | 
         from hotspot import read
 
         return read(profile_file, workload.model)
-    folder = run.path / "profile"
-    folder.mkdir(exist_ok=True)
     report("profile", 0, 1)
-    return capture(workload, folder)
+    # a report of nsys names the host and its folders: only what is ranked goes into the run
+    with tempfile.TemporaryDirectory() as scratch:
+        return capture(workload, Path(scratch))
 
 
 def _first_covered(profile: Profile) -> str:

@@ -71,7 +71,10 @@ def profile(
     output_len: Steps = None,
     weights: Weights = "random",
     keep: Annotated[
-        Path | None, typer.Option("--keep", help="Folder for the captured files.")
+        Path | None,
+        typer.Option(
+            "--keep", help="Folder for the captured files; they name the host and folders."
+        ),
     ] = None,
     top: Annotated[
         int | None, typer.Option(help="Rows to print; default: down to 95 % of busy time.", min=1)

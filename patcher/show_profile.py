@@ -17,7 +17,7 @@ TRIAGE = {
     "leave": ("leave", "dim"),
 }
 CHANGES = {"new": "cyan", "gone": "magenta", "faster": "green", "slower": "red", "same": "dim"}
-_WIDEST = 58
+_WIDEST = 50
 _KIND_MARKS = {"chain": "\N{DOWNWARDS ARROW WITH TIP RIGHTWARDS} chain: ", "kernel": ""}
 
 
@@ -40,6 +40,8 @@ def _ranking(profile: Profile, shown: list[Hotspot]) -> Table:
     if timed:
         table.add_column("wall", justify="right")
     table.add_column("/step", justify="right")
+    if profile.layers and profile.steps:
+        table.add_column("/layer", justify="right")
     table.add_column("mean us", justify="right")
     table.add_column("of SOL", justify="right")
     table.add_column("ceiling", justify="right")
@@ -58,6 +60,7 @@ def _ranking(profile: Profile, shown: list[Hotspot]) -> Table:
         cells += [f"{spot.wall_pct or 0:.1f}%"] if timed else []
         cells += [
             "" if spot.per_step is None else f"{spot.per_step:.3g}",
+            *([_layers(spot.per_layer)] if profile.layers and profile.steps else []),
             f"{spot.mean_ns / 1e3:.2f}" if own or spot.kind == "chain" else "",
             "" if spot.speed_of_light_pct is None else f"{spot.speed_of_light_pct:.0f}%",
             f"+{spot.ceiling_pct:.1f}%",
@@ -73,6 +76,10 @@ def _short(name: str) -> str:
     """As much as tells it apart; the whole name is in the JSON."""
     name = name.removeprefix("void ")
     return name if len(name) <= _WIDEST else name[: _WIDEST - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def _layers(per_layer: float | None) -> str:
+    return "" if per_layer is None or per_layer < 0.1 else f"{per_layer:.2g}"
 
 
 def _reasons(shown: list[Hotspot]) -> Table:

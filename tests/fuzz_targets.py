@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -26,20 +27,39 @@ MOST_BYTES = 200_000
 
 def _read(suffix: str) -> Callable[[bytes], None]:
     def target(data: bytes) -> None:
-        from bench import UsageError
-        from hotspot import read
-
         path = Path(_scratch.name) / f"input{suffix}"
         path.write_bytes(data)
-        try:
-            profile = read(path, "gpt-oss-20b", force=True)
-        except UsageError as error:
-            _check_sentence(error)
-            return
-        assert profile.kernels
-        profile.model_dump_json()
+        _read_path(path)
 
     return target
+
+
+def _read_path(path: Path) -> None:
+    from bench import UsageError
+    from hotspot import read
+
+    try:
+        profile = read(path, "gpt-oss-20b", force=True)
+    except UsageError as error:
+        _check_sentence(error)
+        return
+    assert profile.kernels
+    profile.model_dump_json()
+
+
+def _parquet(data: bytes) -> None:
+    """One damaged file among those of a whole export."""
+    folder = Path(_scratch.name) / "export"
+    if not folder.is_dir():
+        shutil.copytree(DATA / "parquet", folder)
+    name = ("CUPTI_ACTIVITY_KIND_KERNEL", "StringIds")[len(data) % 2]
+    whole = folder / f"{name}.parquet"
+    kept = whole.read_bytes()
+    whole.write_bytes(data)
+    try:
+        _read_path(folder)
+    finally:
+        whole.write_bytes(kept)
 
 
 def _counters(data: bytes) -> None:
@@ -77,6 +97,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "sqlite": _read(".sqlite"),
     "kineto": _read(".json"),
     "kineto-gz": _read(".json.gz"),
+    "parquet": _parquet,
     "ncu": _counters,
     "names": _names,
 }
@@ -93,7 +114,7 @@ def _files(target: str) -> Iterator[tuple[Path, bytes]]:
         text = (DATA / "nsys/kernel_names.txt").read_bytes()
         yield from ((DATA, line) for line in text.split(b"\n"))
         return
-    folders = {"summary": "nsys", "sqlite": "nsys", "ncu": "ncu"}
+    folders = {"summary": "nsys", "sqlite": "nsys", "ncu": "ncu", "parquet": "parquet"}
     for path in sorted((DATA / folders.get(target, "kineto")).rglob("*.*")):
         content = path.read_bytes()
         if path.suffix == ".gz" and target != "kineto-gz":
@@ -117,7 +138,9 @@ def _watch(event: str, arguments: tuple[object, ...]) -> None:
         writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         touched = [path] if writes or (isinstance(mode, str) and set(mode) & set("wax+")) else []
     elif event in ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "shutil.rmtree"):
-        touched = list(arguments[:1])
+        # inside a folder that is open: an emptied temporary folder
+        held = any(isinstance(each, int) and each >= 0 for each in arguments[1:])
+        touched = [] if held else list(arguments[:1])
     else:
         return
     for path in touched:
@@ -131,11 +154,11 @@ sys.addaudithook(_watch)
 @contextmanager
 def watched() -> Iterator[None]:
     global _watching
-    _watching = True
+    _watching, tempfile.tempdir = True, _scratch.name
     try:
         yield
     finally:
-        _watching = False
+        _watching, tempfile.tempdir = False, None
 
 
 def check(target: str, data: bytes) -> None:

@@ -224,3 +224,17 @@ def test_a_cpu_is_profiled_by_operators(tmp_path: Path) -> None:
     assert norms.per_step == 2 * bench.preset("gpt-oss-tiny").layers + 1
     with pytest.raises(bench.MissingError, match="does not fit a CPU"):
         capture(workload.model_copy(update={"model": "gpt-oss-20b"}), tmp_path)
+
+
+def test_keys_do_not_reach_what_is_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nsys writes the whole environment of the profiled program into its report."""
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-secret")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    monkeypatch.setenv("VLLM_USE_FLASHINFER", "1")
+    environment = hotspot.nsys.nsys_environment()
+    assert not [value for value in environment.values() if "secret" in value]
+    assert "AWS_PROFILE" not in environment
+    assert environment["VLLM_USE_FLASHINFER"] == "1"
+    assert "PATH" in environment
