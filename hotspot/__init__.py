@@ -4,10 +4,10 @@ from hotspot.capture import capture
 from hotspot.classify import classify
 from hotspot.compare import ProfileComparison, compare
 from hotspot.ledger import LedgerRow, ledger
-from hotspot.ncu_tool import ncu_finding
+from hotspot.ncu import ncu_finding
 from hotspot.nsys import find_nsys, nsys_finding
 from hotspot.profile import Gpu, Hotspot, KernelStat, Profile, ProfileWarning
-from hotspot.read import read
+from hotspot.readers import read
 
 __all__ = [
     "Gpu",

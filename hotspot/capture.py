@@ -13,13 +13,13 @@ from pathlib import Path
 
 from bench import MissingError, PatcherError, UsageError, Workload, presets
 from bench.environment import engine_environment
-from hotspot.kineto import read_kineto
 from hotspot.nsys import export_sqlite, find_nsys, missing_libraries, nsys_environment
 from hotspot.profile import Profile, ProfileWarning
 from hotspot.rank import build_profile
+from hotspot.readers.kineto import read_kineto
+from hotspot.readers.sqlite import read_sqlite
 from hotspot.recording import Recording, SummaryRow
 from hotspot.roofline import Served
-from hotspot.sqlite import read_sqlite
 
 STEPS = 16
 """Decode steps in the capture range."""

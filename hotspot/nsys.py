@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Literal
 
 from bench import MissingError, UsageError
 from bench.environment import engine_environment
+from hotspot.installed import find_tool, version_of
 
 PLACES = (
     "/opt/nvidia/nsight-systems/*/bin/nsys",
@@ -25,15 +24,7 @@ PLACES = (
 
 def find_nsys() -> Path | None:
     """`$PATCHER_NSYS`, PATH, the usual install folders, or inside Nsight Compute; newest first."""
-    if chosen := os.environ.get("PATCHER_NSYS"):
-        return Path(chosen) if os.access(chosen, os.X_OK) else None
-    if found := shutil.which("nsys"):
-        return Path(found)
-    for pattern in PLACES:
-        candidates = [path for path in glob.glob(pattern) if os.access(path, os.X_OK)]
-        if candidates:
-            return Path(max(candidates, key=_version_key))
-    return None
+    return find_tool("nsys", PLACES)
 
 
 def nsys_environment() -> dict[str, str]:
@@ -101,15 +92,12 @@ def nsys_finding() -> tuple[Literal["ok", "warn", "fail"], str, str]:
         fix = "install Nsight Systems, or set PATCHER_NSYS; torch.profiler is used meanwhile"
         return "warn", "not found on PATH, in the usual folders, or in Nsight Compute", fix
     try:
-        result = subprocess.run(
-            [str(nsys), "--version"], capture_output=True, text=True, check=False, timeout=60
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        version = version_of(nsys)
+    except OSError as error:
         return "fail", f"does not run: {error}", "reinstall Nsight Systems"
-    version = re.search(r"version (\S+)", result.stdout)
     if lacking := missing_libraries(nsys):
         return "fail", f"lacks {', '.join(lacking)}", _library_fix(lacking)
-    return "ok", version[1] if version else "found", ""
+    return "ok", version, ""
 
 
 def _library_fix(lacking: list[str]) -> str:
@@ -118,7 +106,3 @@ def _library_fix(lacking: list[str]) -> str:
         f"install {package} (Debian: apt-get install {package}), or set PATCHER_NSYS_LIBS to a "
         "folder that holds them"
     )
-
-
-def _version_key(path: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", path)]

@@ -11,7 +11,7 @@ import pytest
 
 import bench
 from hotspot import read
-from hotspot.read import read_recording
+from hotspot.readers import read_recording
 
 EXPORT = Path(__file__).parent / "data/nsys/decode.sqlite"
 TABLES = """

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bench
-import hotspot.kineto
-from hotspot.kineto import read_kineto
+import hotspot.readers.kineto
+from hotspot.readers.kineto import read_kineto
 from hotspot.recording import Launches
 
 DATA = Path(__file__).parent / "data/kineto"
@@ -204,7 +204,7 @@ def test_a_table_of_key_averages_is_refused_with_the_fix() -> None:
 
 
 def test_a_gzip_bomb_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotspot.kineto, "MAX_TRACE", 4 << 20)
+    monkeypatch.setattr(hotspot.readers.kineto, "MAX_TRACE", 4 << 20)
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(b"[" + b" " * (5 << 20) + b"]"))
     with pytest.raises(bench.UsageError, match="larger than 4 MB"):

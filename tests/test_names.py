@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotspot import classify
-from hotspot.kineto import read_kineto
 from hotspot.names import family, match_key, normalise, printable, without_arguments
-from hotspot.ncu import read_ncu
+from hotspot.readers.kineto import read_kineto
+from hotspot.readers.ncu import read_ncu
 
 DATA = Path(__file__).parent / "data"
 TRACE = DATA / "kineto/vllm-decode-kineto.json.gz"

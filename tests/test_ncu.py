@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bench
-import hotspot.ncu_tool
+import hotspot.installed
+import hotspot.ncu
 from hotspot import ncu_finding
 from hotspot.names import match_key
-from hotspot.ncu import attach, read_ncu
-from hotspot.ncu_tool import find_ncu
+from hotspot.ncu import find_ncu
 from hotspot.profile import Counters
+from hotspot.readers.ncu import attach, read_ncu
 
 DATA = Path(__file__).parent / "data/ncu"
 NVJET = "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_NNT"
@@ -343,8 +344,8 @@ def test_a_report_goes_through_the_newest_ncu(
     for version in ("2024.3.2", "2025.10.0", "2025.9.1"):
         tool(tmp_path / "compute" / version / "ncu", version)
     monkeypatch.delenv("PATCHER_NCU", raising=False)
-    monkeypatch.setattr(hotspot.ncu_tool.shutil, "which", lambda _: None)
-    monkeypatch.setattr(hotspot.ncu_tool, "PLACES", (f"{tmp_path}/compute/*/ncu",))
+    monkeypatch.setattr(hotspot.installed.shutil, "which", lambda _: None)
+    monkeypatch.setattr(hotspot.ncu, "PLACES", (f"{tmp_path}/compute/*/ncu",))
     assert find_ncu() == tmp_path / "compute/2025.10.0/ncu"
     assert ncu_finding() == ("ok", "2025.10.0", "")
     report = write(tmp_path, "report", "run.ncu-rep")

@@ -228,7 +228,7 @@ def patched(profile: Profile) -> Recording:
 
 
 def read_launches() -> Recording:
-    from hotspot.read import read_recording
+    from hotspot.readers import read_recording
 
     return read_recording(EXPORT)
 

@@ -17,7 +17,7 @@ from report_sample import sample
 from hotspot import Hotspot, KernelStat, Profile
 from hotspot.profile import StepLaunch
 from hotspot.rank import build_profile
-from hotspot.sqlite import read_sqlite
+from hotspot.readers.sqlite import read_sqlite
 from patcher.report import charts, plot, render_html, render_markdown, views, wording
 from patcher.report.bars import bars
 from patcher.report.lanes import joined, lanes

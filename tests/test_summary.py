@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import bench
+from hotspot.readers.summary import read_summary
 from hotspot.recording import Recording, SummaryRow
-from hotspot.summary import read_summary
 
 DATA = Path(__file__).parent / "data/nsys"
 Times = dict[str, list[tuple[int, int]]]

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bench
+from hotspot.readers.summary import read_summary
+from hotspot.readers.tables import tables
 from hotspot.recording import SummaryRow
-from hotspot.summary import read_summary
-from hotspot.tables import tables
 
 DATA = Path(__file__).parent / "data/nsys"
 

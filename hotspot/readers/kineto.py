@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from bench import UsageError
-from hotspot.content import read_text
 from hotspot.names import printable
 from hotspot.profile import Gpu
+from hotspot.readers.content import read_text
 from hotspot.recording import Launches, Recording
 from hotspot.timeline import Integers
 

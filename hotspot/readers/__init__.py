@@ -7,19 +7,19 @@ import zlib
 from pathlib import Path
 
 from bench import UsageError
-from hotspot.content import GZIP_MAGIC, read_text
-from hotspot.kineto import read_kineto
-from hotspot.ncu import Attached, attach, read_ncu
 from hotspot.nsys import export_sqlite
-from hotspot.parquet import read_parquet
 from hotspot.profile import Profile, ProfileWarning
 from hotspot.rank import build_profile
+from hotspot.readers.content import GZIP_MAGIC, read_text
+from hotspot.readers.kineto import read_kineto
+from hotspot.readers.ncu import Attached, attach, read_ncu
+from hotspot.readers.parquet import read_parquet
+from hotspot.readers.sqlite import HINT, NODE_LEVEL, read_sqlite
+from hotspot.readers.summary import read_summary
 from hotspot.recording import Recording
 from hotspot.roofline import Served
-from hotspot.sqlite import HINT, NODE_LEVEL, read_sqlite
 from hotspot.stats import EVERYTHING
 from hotspot.subtract import subtract
-from hotspot.summary import read_summary
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 ARCHIVES = {

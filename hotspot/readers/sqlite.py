@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from bench import UsageError
-from hotspot.arrow import read_columns, uri
 from hotspot.names import MODULE, is_whole, printable, row_name
 from hotspot.profile import Gpu
-from hotspot.ranges import RUNTIME, Calls, Ranges, launching_calls, nvtx_ranges, row_ids
+from hotspot.readers.arrow import read_columns, uri
+from hotspot.readers.ranges import RUNTIME, Calls, Ranges, launching_calls, nvtx_ranges, row_ids
 from hotspot.recording import Launches, Recording
 from hotspot.timeline import Codes, Integers
 

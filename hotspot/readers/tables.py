@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from itertools import accumulate
 
-from hotspot.markup import html_table, json_table
-from hotspot.printed import CHATTER, HEADER, NUMERIC, Table, with_header, without_header
+from hotspot.readers.markup import html_table, json_table
+from hotspot.readers.printed import CHATTER, HEADER, NUMERIC, Table, with_header, without_header
 
 __all__ = ["Table", "tables"]
 

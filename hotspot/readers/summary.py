@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from bench import UsageError
-from hotspot.cells import whole
 from hotspot.profile import ProfileWarning
+from hotspot.readers.cells import whole
+from hotspot.readers.sums import HINT, Kind, read_sums
+from hotspot.readers.tables import Table, tables
+from hotspot.readers.traces import read_trace
 from hotspot.recording import Recording
-from hotspot.sums import HINT, Kind, read_sums
-from hotspot.tables import Table, tables
-from hotspot.traces import read_trace
 
 __all__ = ["HINT", "kind_of", "read_summary"]
 

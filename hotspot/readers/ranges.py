@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hotspot.arrow import read_columns
+from hotspot.readers.arrow import read_columns
 from hotspot.timeline import Integers
 
 NVTX = "NVTX_EVENTS"

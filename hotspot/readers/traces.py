@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench import UsageError
-from hotspot.cells import nanoseconds
 from hotspot.profile import Gpu
-from hotspot.recording import Launches, Recording
-from hotspot.sums import (
+from hotspot.readers.cells import nanoseconds
+from hotspot.readers.sums import (
     HINT,
     Kind,
     not_a_row,
@@ -22,7 +21,8 @@ from hotspot.sums import (
     warn_of_launches,
     warn_of_step,
 )
-from hotspot.tables import Table
+from hotspot.readers.tables import Table
+from hotspot.recording import Launches, Recording
 
 _DEVICE = re.compile(r"(.*?) ?\((\d{1,4})\)")
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from decimal import ROUND_HALF_EVEN, Decimal
 
 from bench import UsageError
-from hotspot.cells import UNITS, nanoseconds, percent, whole
 from hotspot.profile import ProfileWarning
+from hotspot.readers.cells import UNITS, nanoseconds, percent, whole
+from hotspot.readers.tables import Table
 from hotspot.recording import Recording, SummaryRow
-from hotspot.tables import Table
 
 HINT = "nsys stats --report cuda_gpu_kern_sum --format csv OUT.nsys-rep > kernels.csv"
 _RANGE = re.compile(r", (?:seq|op_id) = \d+(?:, (?:seq|op_id|sizes|input_op_ids) = [^/]*)?/")

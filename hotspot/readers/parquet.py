@@ -11,9 +11,9 @@ from contextlib import closing
 from pathlib import Path
 
 from bench import MissingError, UsageError
-from hotspot.ranges import NVTX, RUNTIME
+from hotspot.readers.ranges import NVTX, RUNTIME
+from hotspot.readers.sqlite import GRAPHS, KERNELS, MEMORY, read_sqlite
 from hotspot.recording import Recording
-from hotspot.sqlite import GRAPHS, KERNELS, MEMORY, read_sqlite
 
 HINT = "nsys export --type parquetdir OUT.nsys-rep"
 TABLES = (KERNELS, "StringIds", GRAPHS, *MEMORY, NVTX, RUNTIME, "TARGET_INFO_GPU")

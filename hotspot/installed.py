@@ -1,0 +1,46 @@
+"""NVIDIA's profilers on this machine: where they are and which version."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def find_tool(name: str, places: Sequence[str]) -> Path | None:
+    """`$PATCHER_<NAME>`, PATH, or one of the usual places (globs); of several the newest."""
+    if chosen := os.environ.get(f"PATCHER_{name.upper()}"):
+        return Path(chosen) if os.access(chosen, os.X_OK) else None
+    if found := shutil.which(name):
+        return Path(found)
+    for pattern in places:
+        candidates = [path for path in glob.glob(pattern) if os.access(path, os.X_OK)]
+        if candidates:
+            return Path(max(candidates, key=_version_key))
+    return None
+
+
+def version_of(tool: Path) -> str:
+    """What it says of itself; `found` where that is no version.
+
+    Raises:
+        OSError: it does not run.
+    """
+    try:
+        result = subprocess.run(
+            [str(tool), "--version"], capture_output=True, text=True, check=False, timeout=60
+        )
+    except subprocess.TimeoutExpired as error:
+        raise OSError("it does not end") from error
+    if result.returncode != 0:
+        raise OSError(f"it ends with status {result.returncode}")
+    version = re.search(r"[vV]ersion (\S+)", result.stdout)
+    return version[1] if version else "found"
+
+
+def _version_key(path: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", path)]

@@ -1,0 +1,234 @@
+"""What Nsight Compute (ncu) measured: its CSV pages, its summary per kernel, or a report.
+
+The raw page is wide (a column for each metric, the second line holds the units), the details page
+and the summary are long (a row for each metric). Lines of `==PROF==` and of the program itself come
+first. Units and separators depend on options and locale, so both are read, never assumed.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from bench import UsageError
+from hotspot.names import match_key, printable
+from hotspot.ncu import raw_page
+from hotspot.profile import Counters, ProfileWarning
+from hotspot.readers.content import read_text
+from hotspot.readers.ncu_metrics import DETAILS, FIX, Cell, check_locale, is_wanted, measured
+
+MAX_TEXT = 256 << 20
+"""Bytes; the raw page of `--set full` takes 30 KB a launch."""
+_MOST_COLUMNS = 50_000
+"""`--set full` has 2,238 in 2025.3; more than twenty times that is no page of ncu."""
+_REPORT_MAGIC = b"NVR\0"
+_LABEL = ("Metric Name", "Metric Unit")
+
+
+@dataclass
+class _Launch:
+    name: str
+    weight: int = 1
+    """Launches that the row stands for."""
+    capability: str = ""
+    cells: dict[str, Cell] = field(default_factory=dict)
+    """Metric, by the name of the raw page."""
+
+
+class Attached(NamedTuple):
+    """Counters by the kernels of a profile."""
+
+    counters: dict[str, Counters]
+    """By the profile's names."""
+    warnings: tuple[ProfileWarning, ...]
+    """What matches no kernel, or more than one."""
+
+
+def read_ncu(path: Path) -> dict[str, Counters]:
+    """Counters by kernel, as ncu spells it; launches of one kernel are merged to their mean.
+
+    The mean, because a hotspot is ranked by its mean time, which the counters must explain.
+
+    Raises:
+        UsageError: no page of ncu, cut off, of another locale, or without a metric of use.
+        MissingError: a report needs ncu and none is here.
+    """
+    if path.suffix == ".ncu-rep" or _head(path) == _REPORT_MAGIC:
+        text = raw_page(path)
+    else:
+        text = read_text(path, MAX_TEXT, FIX)
+    launches = _launches(text, path.name)
+    merged: dict[str, list[tuple[int, Counters]]] = {}
+    for launch in launches:
+        found = measured(launch.cells, launch.capability, path.name)
+        merged.setdefault(launch.name, []).append((launch.weight, found))
+    result = {name: _mean(each) for name, each in merged.items()}
+    if all(len(counters.model_fields_set) == 1 for counters in result.values()):
+        message = f"{path.name} holds no duration, DRAM or throughput metric of any kernel"
+        raise UsageError(message, FIX)
+    return result
+
+
+def attach(counters: dict[str, Counters], names: Iterable[str]) -> Attached:
+    """Counters for the kernels of a profile, which spells them in another way.
+
+    ncu leaves out namespaces, and with `--kernel-name-base function` templates too; such a name is
+    taken only where one kernel alone can be meant.
+    """
+    names = list(names)
+    exact: dict[str, list[str]] = {}
+    by_base: dict[str, list[str]] = {}
+    for name in names:
+        key = match_key(name)
+        exact.setdefault(key, []).append(name)
+        by_base.setdefault(key.partition("<")[0], []).append(name)
+    found: dict[str, list[tuple[int, Counters]]] = {}
+    lost, unclear = [], []
+    for spelled, each in counters.items():
+        key = match_key(spelled)
+        targets = exact.get(key, [])
+        if not targets and "<" not in key:
+            targets = by_base.get(key, [])
+        if len(targets) > 1:
+            unclear.append(spelled)
+        elif targets:
+            found.setdefault(targets[0], []).append((each.launches, each))
+        else:
+            lost.append(spelled)
+    told = ((lost, "no kernel of the profile"), (unclear, "more than one kernel of the profile"))
+    warnings = tuple(
+        ProfileWarning(
+            kind="ncu_unmatched",
+            message=f"Nsight Compute's {_some(which)} matched {what}; not used",
+        )
+        for which, what in told
+        if which
+    )
+    return Attached({name: _mean(each) for name, each in found.items()}, warnings)
+
+
+def _some(names: list[str]) -> str:
+    first = printable(names[0])[:80]
+    return first if len(names) == 1 else f"{first} and {len(names) - 1} others"
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(4)
+    except OSError:
+        return b""  # read_text says what is wrong
+
+
+def _mean(each: list[tuple[int, Counters]]) -> Counters:
+    """The mean of what was measured, over the launches of which it was."""
+    values: dict[str, float] = {}
+    for name in sorted({name for _, one in each for name in one.model_fields_set} - {"launches"}):
+        known = [
+            (weight, getattr(one, name)) for weight, one in each if name in one.model_fields_set
+        ]
+        values[name] = sum(w * value for w, value in known) / sum(w for w, _ in known)
+    return Counters.model_validate({"launches": sum(weight for weight, _ in each), **values})
+
+
+def _launches(text: str, name: str) -> list[_Launch]:
+    start = _header_at(text)
+    if start is None:
+        raise UsageError(f"{name} is no CSV page of Nsight Compute", FIX)
+    # strict: a quote that never closes is a file that was cut off
+    rows = csv.reader(io.StringIO(text[start:], newline=""), strict=True)
+    try:
+        header = [cell.strip() for cell in next(rows)]
+        if len(header) > _MOST_COLUMNS:
+            raise UsageError(f"{name} has {len(header)} columns: no page of Nsight Compute", FIX)
+        body = (row for row in rows if row and row != header and not _is_chatter(row, header))
+        if "Metric Name" in header:
+            launches = _long(header, body, name)
+        else:
+            launches = _wide(header, body, name)
+    except (csv.Error, StopIteration) as error:
+        message = f"{name} is cut off or no CSV ({error})"
+        raise UsageError(message, FIX) from None
+    if not launches:
+        raise UsageError(f"{name} holds no kernel", FIX)
+    return launches
+
+
+def _header_at(text: str) -> int | None:
+    """Where the table starts: its first two columns are the same in every page and version."""
+    found = re.search(r'^"?(?:ID"?,"?)?Process ID"?,', text, re.MULTILINE)
+    return found.start() if found else None
+
+
+def _is_chatter(row: list[str], header: list[str]) -> bool:
+    """A line of ncu or of the program: it does not begin with an ID, nor as the line of units."""
+    return len(row) != len(header) and not re.fullmatch(r"\d*", row[0])
+
+
+def _wide(header: list[str], rows: Iterator[list[str]], name: str) -> list[_Launch]:
+    kernel = _column(header, "Kernel Name", name)
+    capability = header.index("CC") if "CC" in header else None
+    first = max(kernel, capability or 0) + 1
+    wanted = [(i, metric) for i, metric in enumerate(header) if i >= first and is_wanted(metric)]
+    units = next(rows, None)
+    if units is None or len(units) != len(header) or units[kernel]:
+        raise UsageError(f"{name} has no line of units below its header", FIX)
+    launches: list[_Launch] = []
+    written: list[str] = []
+    """Numbers have units; texts and lists (`0,1,2`) have none."""
+    for row in rows:
+        if len(row) != len(header) or not row[kernel].strip():
+            raise UsageError(f"{name} is cut off: a line is shorter than its header", FIX)
+        launch = _Launch(row[kernel], capability=row[capability] if capability else "")
+        launch.cells = {metric: Cell(row[i], units[i]) for i, metric in wanted}
+        if len(launches) < 3:  # that many numbers show how they are written
+            written += [row[i] for i in range(first, len(row)) if units[i]]
+        launches.append(launch)
+    used = [cell.text for each in launches for cell in each.cells.values()]
+    check_locale(written, used, name)
+    return launches
+
+
+def _long(header: list[str], rows: Iterator[list[str]], name: str) -> list[_Launch]:
+    kernel, metric, unit = (_column(header, each, name) for each in ("Kernel Name", *_LABEL))
+    summary = "Average" in header
+    value = _column(header, "Average" if summary else "Metric Value", name)
+    count = _column(header, "Invocations", name) if summary else None
+    capability = header.index("CC") if "CC" in header else None
+    item = header.index("Body Item Label") if "Body Item Label" in header else None
+    least = max(kernel, metric, unit, value, count or 0, capability or 0, item or 0) + 1
+    # what tells launches apart: everything before the section and the metric
+    before = [i for i in range(metric) if header[i] not in ("Section Name", "Body Item Label")]
+    launches: dict[tuple[str, ...], _Launch] = {}
+    written: list[str] = []
+    for row in rows:
+        if len(row) < least or not row[kernel].strip():
+            raise UsageError(f"{name} is cut off: a line is shorter than its header", FIX)
+        key = tuple(row[i] for i in before)
+        if key not in launches:
+            weight = row[count].replace(",", "") if count is not None else "1"
+            if not re.fullmatch(r"[1-9]\d{0,9}", weight):
+                raise UsageError(f"{name}: {weight[:20]!r} is no number of invocations", FIX)
+            launches[key] = _Launch(row[kernel], int(weight), row[capability] if capability else "")
+        if not row[metric]:  # the advice of a rule
+            continue
+        if row[unit]:
+            written.append(row[value])
+        label = DETAILS.get((row[metric], row[unit].endswith("%")), row[metric])
+        # the tables inside a section repeat a metric, in a form of their own
+        if is_wanted(label) and not (item is not None and row[item]):
+            launches[key].cells.setdefault(label, Cell(row[value], row[unit]))
+    used = [cell.text for each in launches.values() for cell in each.cells.values()]
+    check_locale(written, used, name)
+    return list(launches.values())
+
+
+def _column(header: list[str], title: str, name: str) -> int:
+    if title not in header:
+        raise UsageError(f"{name} has no column {title!r}, so it is another page of ncu", FIX)
+    return header.index(title)
