@@ -7,7 +7,7 @@ from hotspot.ledger import LedgerRow, ledger
 from hotspot.ncu import ncu_finding
 from hotspot.nsys import find_nsys, nsys_finding
 from hotspot.profile import Gpu, Hotspot, KernelStat, Profile, ProfileWarning
-from hotspot.readers import read
+from hotspot.read import read
 
 __all__ = [
     "Gpu",

@@ -1,0 +1,95 @@
+"""A profile from a file: read, held against what it hides, ranked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from bench import UsageError
+from hotspot.profile import Profile, ProfileWarning
+from hotspot.rank import build_profile
+from hotspot.readers import read_recording
+from hotspot.readers.ncu import Attached, attach, read_ncu
+from hotspot.readers.sqlite import NODE_LEVEL
+from hotspot.recording import Recording
+from hotspot.roofline import Served
+from hotspot.stats import EVERYTHING
+from hotspot.subtract import subtract
+
+
+def read(
+    path: Path,
+    model: str,
+    *,
+    window: str | None = None,
+    minus: Path | None = None,
+    ncu: Path | None = None,
+    batch: int | None = None,
+    steps: int | None = None,
+    force: bool = False,
+) -> Profile:
+    """Read and rank a profile.
+
+    Args:
+        model: a preset's name tells layers and sizes; any other name is just kept.
+        window: text of an NVTX range, or `all` to keep warm-up and loading.
+        minus: a profile of the same run with fewer tokens, whose kernels are taken off.
+        ncu: Nsight Compute's counters for the same kernels: a report, or its csv.
+        batch: sequences in a decode step; the preset's by default.
+        steps: decode steps in it, where it cannot tell.
+        force: rank a trace that hides kernels, under a warning.
+
+    Raises:
+        UsageError: missing, empty, cut off, binary, hiding kernels, or another report; one
+            sentence and the fix.
+        MissingError: a report needs nsys or ncu and none is here.
+    """
+    chosen = None if window == EVERYTHING else window
+    served = Served.of(model, batch)
+    recording = _shown(read_recording(path, chosen), path.name, served, force)
+    if minus is not None:
+        recording = subtract(
+            recording, _shown(read_recording(minus, chosen), minus.name, served, force)
+        )
+    names = _names(recording)
+    counters = Attached({}, ()) if ncu is None else attach(read_ncu(ncu), names)
+    profile = build_profile(
+        recording, model, served=served, steps=steps, counters=counters.counters, window=window
+    )
+    return profile.model_copy(update={"warnings": (*profile.warnings, *counters.warnings)})
+
+
+def _shown(recording: Recording, name: str, served: Served, force: bool) -> Recording:
+    """Refuse what hides kernels; with `force`, warn.
+
+    Raises:
+        UsageError: a graph-level trace, by what the source says or by what is missing in it.
+    """
+    hidden = recording.hidden or _suspicion(recording, served)
+    if hidden is None:
+        return recording
+    what = f"{name}: {hidden}, so the kernels inside them are missing"
+    if not force:
+        raise UsageError(what, f"profile again: {NODE_LEVEL}   (or rank what is there: --force)")
+    warning = ProfileWarning(kind="graph_level", message=f"{what}; profile again: {NODE_LEVEL}")
+    return replace(recording, warnings=(*recording.warnings, warning))
+
+
+def _suspicion(recording: Recording, served: Served) -> str | None:
+    """A summary of a model of many layers in which nothing runs once a layer."""
+    if not recording.rows or not served.layers:
+        return None
+    whole = sum(row.total_ns for row in recording.rows)
+    often = [row.instances for row in recording.rows if row.total_ns > 1e-3 * whole]
+    if max(often) >= served.layers * min(often):
+        return None
+    return (
+        f"no kernel runs {served.layers} times as often as another, though the model has "
+        f"{served.layers} layers: CUDA graphs seem to have been traced as a whole"
+    )
+
+
+def _names(recording: Recording) -> list[str]:
+    if recording.launches is not None:
+        return list(recording.launches.texts)
+    return [row.name for row in recording.rows]
