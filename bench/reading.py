@@ -132,7 +132,7 @@ def reading_time() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / "profile.sqlite"
             write_nsys_shaped(path, size)
-            runs = 3 if size >= SIZES[-1] else 7
+            runs = 5 if size >= SIZES[-1] else 9
             found = [(_run(BARE, path), _run(OURS, path), _run(PANDAS, path)) for _ in range(runs)]
         bare, ours, pandas = zip(*found, strict=True)
         against_bare = [o[0] / b[0] for o, b in zip(ours, bare, strict=True)]

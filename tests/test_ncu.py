@@ -327,7 +327,7 @@ TOOL = """#!/bin/bash
 [ "$LC_ALL" = C ] || exit 3
 [ "$*" = "--import $2 --page raw --csv --print-units base" ] || exit 4
 grep -q broken "$2" && echo "==ERROR== cannot read" >&2 && exit 1
-cat {page}
+cat "{page}"
 """
 
 

@@ -1,14 +1,12 @@
 """Integer columns out of a SQLite file at the speed of a bare query, by ADBC's SQLite driver.
 
-Python's own driver makes an object of every cell: three times slower on ten million kernels.
+Python's own driver makes an object of every cell: three times slower on ten million kernels. One
+thread reads: the stream of batches holds Python's lock, so that two are no faster.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -23,11 +21,10 @@ from bench import UsageError
 
 Column = NDArray[Any]
 """Of the integer type that was asked for."""
-_ROWS = 1 << 16
-"""A batch. The type of a column is settled by its first batch."""
-_THREADS = min(4, os.cpu_count() or 1)
-_SMALL = 1 << 17
-"""Rows that are not worth a second thread."""
+_BATCH = 1 << 16
+"""Rows. The type of a column is settled by its first batch."""
+_LEAST_ROW = 8
+"""Bytes that a row takes in a file at least, with its place in the page."""
 
 
 def uri(path: Path) -> str:
@@ -45,53 +42,45 @@ def read_columns(
     """These expressions over the rows of a table, in order of row ids; all are integers.
 
     Args:
-        rowids: the least and the greatest row id; parts in between are read side by side.
+        rowids: the least and the greatest row id: they say how much room is needed.
 
     Raises:
         UsageError: no integers, out of the dtype's range, or a damaged database.
     """
-    first, last = rowids
-    threads = _THREADS if last - first > _SMALL else 1
-    edges = [first + (last - first + 1) * part // threads for part in range(threads + 1)]
-    queries = [
-        f"SELECT {', '.join(columns)} FROM {table} WHERE rowid >= {begin} AND rowid < {end}"
-        for begin, end in pairwise(edges)
-    ]
+    most = min(rowids[1] - rowids[0] + 1, path.stat().st_size // _LEAST_ROW)
+    found = [np.empty(most, dtype) for dtype in dtypes]
     try:
-        with ThreadPoolExecutor(threads) as pool:
-            parts = list(pool.map(lambda query: _run(path, query, dtypes), queries))
-    except (adbc_driver_manager.Error, RuntimeError, _NotIntegers) as error:  # nanoarrow's own
+        rows = _fill(path, f"SELECT {', '.join(columns)} FROM {table}", found)
+    except (adbc_driver_manager.Error, RuntimeError, _NotReadable) as error:  # nanoarrow's own
         why = str(error).split("\n")[0][:200]
         raise UsageError(
             f"{path.name} cannot be read: {why}", "the file may be cut off; export it again"
         ) from error
-    found = []
-    for index, dtype in enumerate(dtypes):
-        chunks = [chunk for part in parts for chunk in part[index]]
-        found.append(np.concatenate(chunks or [np.empty(0, dtype)]))
-        for part in parts:
-            part[index].clear()
-    return found
+    return [column[:rows] for column in found]
 
 
-def _run(path: Path, query: str, dtypes: Sequence[DTypeLike]) -> list[list[Column]]:
-    """The chunks of each column."""
-    parts: list[list[Column]] = [[] for _ in dtypes]
+def _fill(path: Path, query: str, columns: Sequence[Column]) -> int:
+    """Rows that were read into the columns."""
+    done = 0
     with (
         adbc_driver_sqlite.connect(uri(path)) as database,
         adbc_driver_manager.AdbcConnection(database) as connection,
         adbc_driver_manager.AdbcStatement(connection) as statement,
     ):
-        statement.set_options(**{"adbc.sqlite.query.batch_rows": str(_ROWS)})
+        statement.set_options(**{"adbc.sqlite.query.batch_rows": str(_BATCH)})
         statement.set_sql_query(query)
         stream, _ = statement.execute_query()
         for batch in nanoarrow.c_array_stream(stream):
-            for index, dtype in enumerate(dtypes):
-                parts[index].append(_narrow(_integers(batch.child(index)), dtype))
-    return parts
+            end = done + len(batch)
+            for index, column in enumerate(columns):
+                if end > len(column):
+                    raise _NotReadable("more rows than its row ids allow")
+                _put(_integers(batch.child(index)), column[done:end])
+            done = end
+    return done
 
 
-class _NotIntegers(Exception):
+class _NotReadable(Exception):
     pass
 
 
@@ -101,15 +90,14 @@ def _integers(column: Any) -> Column:
         return np.empty(0, np.int64)
     view = column.view()
     if column.schema.format != "l" or view.null_count:
-        raise _NotIntegers("times, names or devices that are no numbers")
+        raise _NotReadable("times, names or devices that are no numbers")
     values = np.frombuffer(view.buffer(1), dtype=np.int64)
     return values[column.offset : column.offset + len(column)]
 
 
-def _narrow(values: Column, dtype: DTypeLike) -> Column:
-    if np.dtype(dtype) == np.int64:
-        return values.copy()  # the batch's memory is gone with the batch
-    limits = np.iinfo(dtype)
-    if len(values) and (values.min() < limits.min or values.max() > limits.max):
-        raise _NotIntegers("numbers that are too large")
-    return values.astype(dtype)
+def _put(values: Column, room: Column) -> None:
+    limits = np.iinfo(room.dtype)
+    narrow = room.dtype != np.int64 and len(values)
+    if narrow and (values.min() < limits.min or values.max() > limits.max):
+        raise _NotReadable("numbers that are too large")
+    room[:] = values

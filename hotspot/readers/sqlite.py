@@ -92,10 +92,11 @@ def _launches(
     name = next((c for c in ("demangledName", "shortName", "name") if c in columns), None)
     if name is None or not {"start", "end"} <= columns:
         raise UsageError(f"{path.name} has kernels without names or times", HINT)
-    place = [f"IFNULL({c}, 0)" if c in columns else "0" for c in ("deviceId", "streamId")]
-    kinds = (np.int32, np.int64, np.int64, np.int32, np.int32)
-    names, starts, ends, devices, streams = read_columns(
-        path, KERNELS, rowids, (name, "start", '"end"', *place), kinds
+    where = [f"IFNULL({c}, 0)" if c in columns else "0" for c in ("deviceId", "streamId")]
+    place = f"{where[0]} << 32 | {where[1]}"  # one column is read faster than two
+    kinds = (np.int32, np.int64, np.int64, np.int64)
+    names, starts, ends, places = read_columns(
+        path, KERNELS, rowids, (name, "start", '"end"', place), kinds
     )
     if not len(starts):
         raise UsageError(f"{path.name} is damaged: its kernels cannot be read", HINT)
@@ -105,7 +106,15 @@ def _launches(
         raise UsageError(f"{path.name} has kernels whose times cannot be", HINT)
     codes, identifiers = _coded(names)
     texts = _strings(database, identifiers)
-    return Launches(texts, codes, starts, ends, devices, streams)
+    return Launches(texts, codes, starts, ends, *_places(places))
+
+
+def _places(places: Integers) -> tuple[Codes, Codes]:
+    """Devices and streams; where all launches share one, no memory is spent on saying so."""
+    if places.min() == places.max():
+        both = np.int32(int(places[0]) >> 32), np.int64(places[0]).astype(np.int32)
+        return np.broadcast_to(both[0], len(places)), np.broadcast_to(both[1], len(places))
+    return (places >> 32).astype(np.int32), places.astype(np.int32)
 
 
 def _sum(durations: Integers) -> float:
@@ -265,8 +274,12 @@ def _open(path: Path) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(uri(path), uri=True)) as database:
             database.text_factory = lambda raw: raw.decode("utf-8", "replace")
             yield database
-    except (sqlite3.Error, OverflowError) as error:
+    except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:  # its messages quote bytes
         raise UsageError(
-            f"{path.name} cannot be read as a database: {str(error)[:200]}",
+            f"{path.name} cannot be read as a database: {_first_line(error)}",
             f"the file may be cut off; export it again: {HINT}",
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return printable(str(error).split("\n")[0][:200])
