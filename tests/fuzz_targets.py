@@ -7,6 +7,7 @@ feedback (pip install 'patcher[fuzz]'); `test_fuzz.py` runs a short slice withou
 from __future__ import annotations
 
 import gzip
+import importlib
 import os
 import random
 import shutil
@@ -206,7 +207,7 @@ def main() -> None:
 
     target = sys.argv[1]
     with atheris.instrument_imports(include=["hotspot"]):
-        pass
+        importlib.import_module("hotspot.read")
 
     corpus = Path(tempfile.mkdtemp(prefix="patcher-corpus-"))
     for index, content in enumerate(seeds(target)):
