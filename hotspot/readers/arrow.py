@@ -47,7 +47,7 @@ def read_columns(
     Raises:
         UsageError: no integers, out of the dtype's range, or a damaged database.
     """
-    most = min(rowids[1] - rowids[0] + 1, path.stat().st_size // _LEAST_ROW)
+    most = max(min(rowids[1] - rowids[0] + 1, path.stat().st_size // _LEAST_ROW), 0)
     found = [np.empty(most, dtype) for dtype in dtypes]
     try:
         rows = _fill(path, f"SELECT {', '.join(columns)} FROM {table}", found)
