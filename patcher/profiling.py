@@ -16,6 +16,10 @@ from patcher.commands import Batch, Prompt, Steps, Weights, workload_of
 from patcher.console import Device, Engine, Json, Output, app, examples
 
 
+UNNAMED = "model"
+"""What a model is called of which only two profiles are known."""
+
+
 @app.command()
 @examples(
     "patcher profile gpt-oss-20b --from decode.sqlite --plot decode.svg",
@@ -23,14 +27,15 @@ from patcher.console import Device, Engine, Json, Output, app, examples
     "patcher profile gpt-oss-20b --from kernels.csv --json",
     "patcher profile gpt-oss-20b --from run.sqlite --window decode",
     "patcher profile gpt-oss-20b --from tokens512.csv --minus tokens256.csv --steps 256",
-    "patcher profile gpt-oss-20b --compare stock.sqlite patched.sqlite",
+    "patcher profile --compare stock.sqlite patched.sqlite",
     "patcher profile gpt-oss-20b --batch 8 --input-len 1024   (captures, on a GPU host)",
     "patcher profile gpt-oss-tiny   (operators on this CPU)",
 )
 def profile(
     model: Annotated[
-        str, typer.Argument(help="Preset, Hugging Face id or folder; with a file, any name.")
-    ],
+        str | None,
+        typer.Argument(help="Preset, Hugging Face id or folder; with a file, any name."),
+    ] = None,
     source: Annotated[
         Path | None,
         typer.Option(
@@ -95,12 +100,15 @@ def profile(
         if source or minus or plot_file:
             raise UsageError("--compare takes two files and no other", "leave the others out")
         before, after = (
-            read(path, model, window=window, batch=batch, force=force) for path in compare_files
+            read(path, model or UNNAMED, window=window, batch=batch, force=force)
+            for path in compare_files
         )
         _warn(output, (*before.warnings, *after.warnings))
         comparison = compare(before, after)
         output.emit(comparison, *compare_table(comparison, top or 15))
         return 0
+    if model is None:
+        raise UsageError("no model is named", "patcher profile gpt-oss-20b; see: patcher models")
     if source is not None:
         with output.progress() as bar:
             bar(f"read {source.name}", 0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -217,3 +218,15 @@ def test_a_summary_in_which_nothing_runs_once_a_layer_is_refused(tmp_path: Path)
         read(path, "gpt-oss-20b")
     assert read(path, "gpt-oss-20b", force=True).kernels
     assert read(path, "another model").kernels
+
+
+def test_a_locked_database_is_refused_and_not_waited_for(export: Path) -> None:
+    with closing(sqlite3.connect(export, isolation_level=None)) as writer:
+        writer.execute("PRAGMA cache_size = 1")
+        writer.execute("BEGIN EXCLUSIVE")
+        rows = [(index, str(index) * 1000) for index in range(10, 400)]
+        writer.executemany("INSERT INTO StringIds VALUES (?, ?)", rows)
+        with pytest.raises(bench.UsageError, match="is being written"):
+            read(export, "m")
+        writer.execute("ROLLBACK")
+    assert read(export, "m").kernels

@@ -54,7 +54,7 @@ def test_a_summary_is_ranked_without_times() -> None:
 
 
 def test_two_profiles_are_compared() -> None:
-    done = profile("gpt-oss-20b", "--compare", EXPORT, EXPORT, "--json")
+    done = profile("--compare", EXPORT, EXPORT, "--json")
     document = json.loads(done.stdout)
     assert document["unit"] == "decode step"
     assert {row["change"] for row in document["rows"]} == {"same"}
@@ -92,3 +92,7 @@ def test_a_graph_level_trace_needs_force(tmp_path: Path) -> None:
     ranked = profile("gpt-oss-20b", "--from", path, "--force")
     assert "graph_level" in ranked.stderr
     assert "MoE routing" in ranked.stdout
+
+
+def test_without_a_model_there_is_nothing_to_profile() -> None:
+    assert "no model is named" in profile(code=2).stderr
