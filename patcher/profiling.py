@@ -15,7 +15,6 @@ from hotspot import Profile, ProfileWarning
 from patcher.commands import Batch, Prompt, Steps, Weights, workload_of
 from patcher.console import Device, Engine, Json, Output, app, examples
 
-
 UNNAMED = "model"
 """What a model is called of which only two profiles are known."""
 

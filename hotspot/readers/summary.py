@@ -38,7 +38,7 @@ _OTHERS = (
     ("Result", "an API trace"),
 )
 _LAUNCH = re.compile(r"cu(?:da)?Launch\w*Kernel")
-MAX_LINES = 2_000_000
+MAX_LINES = 500_000
 """Of a text: ten traces of the most rows that are read."""
 
 
