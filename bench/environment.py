@@ -16,7 +16,8 @@ from bench.evaluation import Environment
 PACKAGES = ("torch", "triton", "transformers", "apache-tvm-ffi", "flashinfer-python", "vllm")
 
 _KEPT = re.compile(
-    r"(HOME|LANG|LC_ALL|LD_LIBRARY_PATH|PATCHER_CACHE|PATH|TMPDIR|XDG_CACHE_HOME|MKL_NUM_THREADS)$"
+    r"(HOME|LANG|LC_ALL|LD_LIBRARY_PATH|PATCHER_CACHE|PATH|TMPDIR|XDG_CACHE_HOME|MKL_NUM_THREADS"
+    r"|SSL_CERT_FILE|REQUESTS_CA_BUNDLE|(https?|no|HTTPS?|NO)_(proxy|PROXY))$"
     r"|(CUDA|HF|NCCL|NVIDIA|OMP|TORCH|TORCHINDUCTOR|TRANSFORMERS|TRITON|VLLM)_"
 )
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH")
@@ -24,14 +25,15 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH")
 
 def engine_environment() -> dict[str, str]:
     """What a process that runs an engine gets of this one's environment: what engines read, no
-    key; profilers write the environment of what they profile into their reports.
+    key, no proxy with a password; profilers write the environment of what they profile into their
+    reports.
     """
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     kept = {
         name: value
         for name, value in os.environ.items()
-        if _KEPT.match(name) and not _SECRET.search(name)
+        if _KEPT.match(name) and not _SECRET.search(name) and "@" not in value
     }
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
 

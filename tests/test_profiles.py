@@ -232,6 +232,7 @@ def test_keys_do_not_reach_what_is_profiled(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setenv("AWS_PROFILE", "work")
+    monkeypatch.setenv("HTTPS_PROXY", "http://me:secret@proxy:8080")
     monkeypatch.setenv("VLLM_USE_FLASHINFER", "1")
     environment = hotspot.nsys.nsys_environment()
     assert not [value for value in environment.values() if "secret" in value]
