@@ -130,7 +130,11 @@ def profile(
     if plot_file is not None:
         from patcher.report import plot
 
-        plot_file.write_text(plot(found), encoding="utf-8")
+        try:
+            plot_file.write_text(plot(found), encoding="utf-8")
+        except OSError as error:
+            message = f"cannot draw into {plot_file}: {error.strerror}"
+            raise UsageError(message, "give a file in a folder that is there") from error
     output.emit(found, *profile_tables(found, top))
     if plot_file is not None and not as_json:
         output.err.print(f"drawn: {plot_file}", highlight=False)

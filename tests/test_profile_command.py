@@ -65,6 +65,7 @@ def test_two_profiles_are_compared() -> None:
     ("arguments", "said"),
     [
         (["--from", "nothing.sqlite"], "cannot read nothing.sqlite"),
+        (["--from", str(EXPORT), "--plot", "no/such/folder.svg"], "cannot draw into"),
         (["--from", str(EXPORT), "--window", "decode"], "no NVTX range 'decode'"),
         (["--from", str(SUMMARY), "--window", "decode"], "no NVTX ranges"),
         (["--compare", str(EXPORT), str(EXPORT), "--plot", "x.svg"], "--compare takes two files"),
