@@ -222,3 +222,16 @@ def test_non_finite_values_are_never_right() -> None:
 
 def test_the_sampling_margin_shrinks_with_elements() -> None:
     assert rmse_factor(64) > rmse_factor(2880) > rmse_factor(10**6) > 1.05
+
+
+def test_one_rounding_that_falls_the_other_way_is_no_mismatch() -> None:
+    """320 float16 values; a sum in another order leaves one of them on the other side of a tie."""
+    exact = torch.linspace(1.0, 2.0, 320, dtype=torch.float64) + 2.0**-12
+    honest = exact.to(torch.float16)
+    value = honest.clone()
+    value[200] += torch.finfo(torch.float16).eps
+    assert explain_mismatch(value, honest, exact, reduction=64) is None
+    value[200] += 2 * torch.finfo(torch.float16).eps
+    problem = explain_mismatch(value, honest, exact, reduction=64)
+    assert problem is not None
+    assert "99.9th percentile" in problem or "largest" in problem or "rmse" in problem
