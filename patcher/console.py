@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -97,7 +99,9 @@ def examples(*lines: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         shown = "\n\n".join(f"  $ {line}" for line in lines)
-        function.__doc__ = f"{function.__doc__}\n\n[bold]Examples[/bold]\n\n{shown}"
+        text = inspect.cleandoc(function.__doc__ or "")
+        said = re.sub(r"(?<!\n)\n(?!\n)", " ", text)  # typer keeps the breaks of the source
+        function.__doc__ = f"{said}\n\n[bold]Examples[/bold]\n\n{shown}"
         return function
 
     return decorate
