@@ -58,7 +58,8 @@ def read_recording(path: Path, window: str | None = None) -> Recording:
     if window is not None:
         message = f"{path.name} has no NVTX ranges to cut a window by"
         raise UsageError(message, "give the .sqlite export, or leave --window out")
-    if _is_trace(_unpacked(head)):
+    text = _unpacked(head)
+    if _is_trace(text) or b"Self CPU %" in text:  # a printed key_averages says what to do instead
         return read_kineto(path)
     return read_summary(_text(path), path.name)
 
