@@ -11,6 +11,7 @@ from bench.errors import (
     UsageError,
     VerificationError,
     WaitingError,
+    relayed,
 )
 from bench.evaluation import Check, Environment, Evaluation, Outcome, Timing, geomean
 from bench.op import Contract, Op, Point, Sweep, library, load_op, load_ops
@@ -55,4 +56,5 @@ __all__ = [
     "preset",
     "presets",
     "read_samples",
+    "relayed",
 ]

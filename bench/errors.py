@@ -57,3 +57,9 @@ class WaitingError(PatcherError):
 
     kind = "waiting"
     exit_code = 6
+
+
+def relayed(told: dict[str, str]) -> PatcherError:
+    """The expected error that another process told of by `as_dict`."""
+    kinds = {kind.kind: kind for kind in PatcherError.__subclasses__()}
+    return kinds.get(told["kind"], PatcherError)(told["message"], told["hint"])

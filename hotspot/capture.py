@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from bench import MissingError, PatcherError, UsageError, Workload, presets
+from bench import MissingError, PatcherError, Workload, presets, relayed
 from bench.environment import engine_environment
 from hotspot.nsys import export_sqlite, find_nsys, missing_libraries, nsys_environment
 from hotspot.profile import Profile, ProfileWarning
@@ -148,8 +148,4 @@ def _raise_expected(output: str) -> None:
     """The program's own error, where it was an expected one."""
     for line in reversed(output.splitlines()):
         if line.startswith(ERROR):
-            told = json.loads(line.removeprefix(ERROR))
-            kinds: dict[str, type[PatcherError]] = {
-                kind.kind: kind for kind in (MissingError, UsageError)
-            }
-            raise kinds.get(told["kind"], PatcherError)(told["message"], told["hint"])
+            raise relayed(json.loads(line.removeprefix(ERROR)))

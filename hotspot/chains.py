@@ -8,17 +8,14 @@ are one chain, whichever kernels a compiler chose in which layer.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
-from typing import Any
 
 import numpy as np
 
 from hotspot.classify import classify
 from hotspot.recording import Launches
+from hotspot.rules import rules
 from hotspot.steps import Steps, main_stream
 from hotspot.timeline import Codes, Integers, exposed, gaps
 
@@ -49,6 +46,11 @@ class Chain:
     name: str
     runs: tuple[tuple[int, int], ...]
     """First place and the one after the last, for each time it runs in a step."""
+
+    @property
+    def length(self) -> int:
+        begin, end = self.runs[0]
+        return end - begin
 
     def places(self) -> list[int]:
         return [place for begin, end in self.runs for place in range(begin, end)]
@@ -115,7 +117,7 @@ def find_chains(places: Sequence[Place], texts: Sequence[str]) -> list[Chain]:
             first = runs[0]
             members = [texts[place.name] for place in places[first[0] : first[1]]]
             chains.append(Chain(_name(members, before, after), tuple(runs)))
-    return sorted(_merged(chains), key=lambda chain: -_time(places, chain))
+    return sorted(told_apart(chains), key=lambda chain: -_time(places, chain))
 
 
 def _launches(places: Sequence[Place]) -> int:
@@ -130,17 +132,17 @@ def _without_repeats(items: Sequence[str]) -> list[str]:
 def _kind(place: Place, text: str) -> str | None:
     """The operation of a small kernel; None for one that ends a chain."""
     operation = classify(text)[1]
-    rules = advice()["chains"]
-    if place.mean_ns > 1e3 * rules["small_us"]:
+    limits = rules("advice")["chains"]
+    if place.mean_ns > 1e3 * limits["small_us"]:
         return None
-    if operation in rules["breaks"] and not re.search(rules["auxiliary"], text[:4000]):
+    if operation in limits["breaks"] and not re.search(limits["auxiliary"], text[:4000]):
         return None
     return operation
 
 
 def _name(members: Sequence[str], before: str, after: str) -> str:
     said = [f"{classify(member)[1]} {member[:4000]}" for member in members]
-    for rule in advice()["chain"]:
+    for rule in rules("advice")["chain"]:
         beside = rule.get("before", before) == before and rule.get("after", after) == after
         has = rule.get("has", ())
         if beside and all(any(re.search(pattern, one) for one in said) for pattern in has):
@@ -148,24 +150,21 @@ def _name(members: Sequence[str], before: str, after: str) -> str:
     return " + ".join(dict.fromkeys(classify(member)[1] for member in members))
 
 
-def _merged(chains: list[Chain]) -> list[Chain]:
-    """Chains of one name are told apart by their length."""
-    names = [chain.name for chain in chains]
-    merged = []
-    for chain in chains:
-        name = chain.name
-        if names.count(name) > 1:
-            begin, end = chain.runs[0]
-            name = f"{name} ({end - begin} launches)"
-        merged.append(Chain(name, chain.runs))
-    return merged
+def told_apart(chains: list[Chain]) -> list[Chain]:
+    """Chains of one name are told apart by their length, then by a number."""
+    by_length = [f"{chain.name} ({chain.length} launches)" for chain in chains]
+    told = _apart([chain.name for chain in chains], by_length)
+    numbered = [f"{name}, no. {told[: i + 1].count(name)}" for i, name in enumerate(told)]
+    names = _apart(told, numbered)
+    return [Chain(name, chain.runs) for name, chain in zip(names, chains, strict=True)]
+
+
+def _apart(names: list[str], longer: list[str]) -> list[str]:
+    """The longer name where the short one is not the only one."""
+    return [
+        long if names.count(name) > 1 else name for name, long in zip(names, longer, strict=True)
+    ]
 
 
 def _time(places: Sequence[Place], chain: Chain) -> float:
     return sum(places[i].exposed_ns for i in chain.places())
-
-
-@cache
-def advice() -> dict[str, Any]:
-    """`advice.toml`."""
-    return tomllib.loads(resources.files("hotspot").joinpath("advice.toml").read_text("utf-8"))

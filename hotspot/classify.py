@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from functools import cache
-from importlib import resources
 
 from hotspot.names import normalise
+from hotspot.rules import rules
 
 
 @cache
 def _rules() -> tuple[list[tuple[str, re.Pattern[str]]], list[tuple[str, re.Pattern[str]]]]:
-    text = resources.files("hotspot").joinpath("families.toml").read_text(encoding="utf-8")
-    document = tomllib.loads(text)
+    document = rules("families")
     return tuple(  # type: ignore[return-value]
         [(rule["name"], re.compile(rule["pattern"], re.VERBOSE)) for rule in document[kind]]
         for kind in ("origin", "operation")
@@ -28,5 +26,5 @@ def classify(name: str) -> tuple[str, str]:
     return _first(origins, subject), _first(operations, subject)
 
 
-def _first(rules: list[tuple[str, re.Pattern[str]]], subject: str) -> str:
-    return next(name for name, pattern in rules if pattern.search(subject))
+def _first(ordered: list[tuple[str, re.Pattern[str]]], subject: str) -> str:
+    return next(name for name, pattern in ordered if pattern.search(subject))

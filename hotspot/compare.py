@@ -86,22 +86,22 @@ def compare(before: Profile, after: Profile) -> ProfileComparison:
 
 
 def _rows(profile: Profile) -> dict[tuple[str, str], Hotspot]:
-    return {(spot.kind, normalise(spot.name)): spot for spot in profile.hotspots}
+    """Kernels by one spelling; what else a row is called is no kernel's name."""
+    return {
+        (spot.kind, normalise(spot.name) if spot.kind == "kernel" else spot.name): spot
+        for spot in profile.hotspots
+    }
 
 
 def _busy(profile: Profile) -> int:
     return profile.busy_ns if profile.busy_ns is not None else profile.total_kernel_ns
 
 
-def _time(spot: Hotspot) -> int:
-    return spot.exposed_ns if spot.exposed_ns is not None else spot.total_ns
-
-
 def _moved(old: Hotspot | None, new: Hotspot | None, first: int, second: int) -> MovedRow:
     shown = new or old
     assert shown is not None
-    before = _time(old) / first if old else 0.0
-    after = _time(new) / second if new else 0.0
+    before = old.spent_ns / first if old else 0.0
+    after = new.spent_ns / second if new else 0.0
     share = 100 * (after - before) / before if before else None
     return MovedRow(
         name=shown.name,

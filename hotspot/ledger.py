@@ -27,15 +27,15 @@ def ledger(profile: Profile, covered_pct: float = COVERED_PCT) -> list[LedgerRow
     The times add up to `Profile.busy_ns` (to `total_kernel_ns` where the source has no times).
     """
     spots = [spot for spot in profile.hotspots if spot.kind == "kernel"]
-    whole = sum(map(_spent, spots))
+    whole = sum(spot.spent_ns for spot in spots)
     rows: list[LedgerRow] = []
     reached = 0
     while spots and (not whole or 100 * reached < covered_pct * whole):
         spot = spots.pop(0)
-        reached += _spent(spot)
+        reached += spot.spent_ns
         rows.append(_row(spot, whole, reached))
     if spots:
-        rest = sum(map(_spent, spots))
+        rest = sum(spot.spent_ns for spot in spots)
         rows.append(
             LedgerRow(
                 name=f"{len(spots)} smaller rows",
@@ -53,17 +53,13 @@ def ledger(profile: Profile, covered_pct: float = COVERED_PCT) -> list[LedgerRow
 def _row(spot: Hotspot, whole: int, reached: int) -> LedgerRow:
     return LedgerRow(
         name=spot.name,
-        spent_ns=_spent(spot),
-        share_pct=_pct(_spent(spot), whole),
+        spent_ns=spot.spent_ns,
+        share_pct=_pct(spot.spent_ns, whole),
         cumulative_pct=_pct(reached, whole),
         disposition=spot.triage,
         reason=spot.reason,
         rank=spot.rank,
     )
-
-
-def _spent(spot: Hotspot) -> int:
-    return spot.exposed_ns if spot.exposed_ns is not None else spot.total_ns
 
 
 def _pct(part: int, whole: int) -> float:

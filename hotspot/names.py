@@ -6,12 +6,13 @@ All of it is one pass over the name: a profile is foreign input, and its names m
 from __future__ import annotations
 
 import re
-import tomllib
 from functools import cache
-from importlib import resources
+
+from hotspot.rules import rules
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
-_LONGEST = 20_000
+LONGEST = 20_000
+"""Characters; no real name has more, and hostile ones are cut here."""
 _PLAIN = re.compile(r"[\w$.]*")
 """Mangled, Triton and C names: nothing in them is spelled in two ways."""
 _ANONYMOUS = re.compile(r"<unnamed>|\(anonymous namespace\)|_NV_ANON_NAMESPACE|_GLOBAL__N_\w*")
@@ -31,7 +32,7 @@ MODULE = "module::"
 
 def printable(name: str) -> str:
     """The name without control characters: a profile must not steer the reader's terminal."""
-    return _CONTROL.sub(" ", name[:_LONGEST])
+    return _CONTROL.sub(" ", name[:LONGEST])
 
 
 def normalise(name: str) -> str:
@@ -41,7 +42,7 @@ def normalise(name: str) -> str:
     `T1 *` where Kineto writes the type; so do return types, casts of template arguments and
     suffixes of literals, which Kineto or ncu leave out. `true` is `1`: ncu and casts say so.
     """
-    name = name[:_LONGEST]
+    name = name[:LONGEST]
     module, slash, inside = name.partition("/")
     if slash and module.startswith(MODULE):  # see row_name
         return module + slash + _spelled(inside)
@@ -63,7 +64,7 @@ def match_key(name: str) -> str:
 
 def family(name: str) -> str:
     """The name without what a tuner or a code generator appended, by the folds of families.toml."""
-    name = name[:_LONGEST]
+    name = name[:LONGEST]
     for pattern, replacement in _folds():
         name = pattern.sub(replacement, name)
     return name
@@ -71,8 +72,7 @@ def family(name: str) -> str:
 
 @cache
 def _folds() -> list[tuple[re.Pattern[str], str]]:
-    text = resources.files("hotspot").joinpath("families.toml").read_text(encoding="utf-8")
-    folds = tomllib.loads(text)["fold"]
+    folds = rules("families")["fold"]
     return [(re.compile(fold["pattern"]), fold["replacement"]) for fold in folds]
 
 

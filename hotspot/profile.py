@@ -126,6 +126,11 @@ class Hotspot(Record):
     gap_ns: int = 0
     """Of a chain: idle time between its launches."""
 
+    @property
+    def spent_ns(self) -> int:
+        """What it is ranked by: its part of the busy time, else (no times known) of the sum."""
+        return self.exposed_ns if self.exposed_ns is not None else self.total_ns
+
 
 class StepLaunch(Record):
     """One launch of the step that is drawn."""

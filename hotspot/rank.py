@@ -261,14 +261,9 @@ class _Ranking:
         return {name: chain for (name, chain), own in inside.items() if own > MOSTLY * spent[name]}
 
 
-def covering_op(name: str) -> str | None:
-    """The op of the library whose symbols match this kernel."""
-    op = _covering(name)
-    return op.name if op else None
-
-
 @cache
 def _covering(name: str) -> Op | None:
+    """The op of the library whose symbols match this kernel."""
     spelled = normalise(name)
     return next((op for op in load_ops().values() if op.contract.matches(spelled)), None)
 

@@ -68,7 +68,7 @@ def _shown(recording: Recording, name: str, served: Served, force: bool) -> Reco
     hidden = recording.hidden or _suspicion(recording, served)
     if hidden is None:
         return recording
-    what = f"{name}: {hidden}, so the kernels inside them are missing"
+    what = f"{name}: {hidden}"
     if not force:
         raise UsageError(what, f"profile again: {NODE_LEVEL}   (or rank what is there: --force)")
     warning = ProfileWarning(kind="graph_level", message=f"{what}; profile again: {NODE_LEVEL}")
@@ -85,7 +85,8 @@ def _suspicion(recording: Recording, served: Served) -> str | None:
         return None
     return (
         f"no kernel runs {served.layers} times as often as another, though the model has "
-        f"{served.layers} layers: CUDA graphs seem to have been traced as a whole"
+        f"{served.layers} layers: CUDA graphs seem to have been traced as a whole, "
+        "so the kernels inside them are missing"
     )
 
 

@@ -6,14 +6,11 @@ Roofline model: Williams, Waterman, Patterson, 2009, https://doi.org/10.1145/149
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
-from typing import Any
 
 from bench import Op, Point, UsageError, presets
 from hotspot.profile import Counters, Gpu
+from hotspot.rules import rules
 
 REACHABLE = 0.8
 """Of the speed of light: what a good kernel reaches."""
@@ -79,7 +76,7 @@ def completed(gpu: Gpu | None) -> Gpu | None:
     """The GPU with what `gpus.toml` knows of it where the source says nothing."""
     if gpu is None:
         return None
-    for row in _table()["gpu"]:
+    for row in rules("gpus")["gpu"]:
         if re.search(row["name"], gpu.name):
             known = {"memory_bytes_per_s": row["memory_bytes_per_s"], "clock_hz": row["clock_hz"]}
             missing = {key: value for key, value in known.items() if getattr(gpu, key) is None}
@@ -88,12 +85,7 @@ def completed(gpu: Gpu | None) -> Gpu | None:
 
 
 def _tensor_flops(gpu: Gpu) -> float | None:
-    per_clock = _table()["tensor_flops_per_sm_and_clock"].get(gpu.compute_capability or "")
+    per_clock = rules("gpus")["tensor_flops_per_sm_and_clock"].get(gpu.compute_capability or "")
     if per_clock is None or not gpu.multiprocessors or not gpu.clock_hz:
         return None
     return float(per_clock) * gpu.multiprocessors * gpu.clock_hz
-
-
-@cache
-def _table() -> dict[str, Any]:
-    return tomllib.loads(resources.files("hotspot").joinpath("gpus.toml").read_text("utf-8"))

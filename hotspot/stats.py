@@ -13,7 +13,7 @@ from hotspot.names import printable
 from hotspot.profile import KernelStat, ProfileWarning
 from hotspot.recording import Launches, Recording, SummaryRow
 from hotspot.steps import Steps, find_steps
-from hotspot.timeline import Integers, by_device, exposed
+from hotspot.timeline import Integers, busy_time, by_device, exposed
 
 EVERYTHING = "all"
 """The window that keeps warm-up, loading and capture in."""
@@ -100,8 +100,7 @@ def spans_of(recording: Recording, launches: Launches, steps: Steps | None) -> S
             number = int(launches.device[device][0])
             copies = recording.memory[recording.memory[:, 0] == number, 1:]
             both = np.concatenate((np.stack([start, end], axis=1), _clipped(copies, around)))
-            both = both[np.argsort(both[:, 0], kind="stable")]
-            memory += int(exposed(both[:, 0], both[:, 1]).sum()) - kernels
+            memory += busy_time(both[:, 0], both[:, 1]) - kernels
     return Spans(busy, memory, max(wall, busy + memory), own, waits)
 
 

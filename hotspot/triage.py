@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from hotspot.chains import advice
 from hotspot.profile import Hotspot, Triage
+from hotspot.rules import rules
 
 
 def triage(spot: Hotspot, chain: str | None = None) -> tuple[Triage, str]:
@@ -14,7 +14,7 @@ def triage(spot: Hotspot, chain: str | None = None) -> tuple[Triage, str]:
 
     `chain` names the fusion chain in which the row's time mostly lies, if one does.
     """
-    rule = next(rule for rule in advice()["triage"] if _fits(rule, spot, chain))
+    rule = next(rule for rule in rules("advice")["triage"] if _fits(rule, spot, chain))
     return rule["decision"], rule["reason"].format(
         name=spot.name,
         operation=spot.operation,

@@ -25,6 +25,7 @@ from bench import (
     Record,
     Throughput,
     Workload,
+    relayed,
 )
 from bench.environment import engine_environment
 from integrate import Patch, Receipt
@@ -129,23 +130,13 @@ def measure_in_child(job: Job, patch_folder: Path, report: Report) -> Measured:
         if code != 0 or not result.is_file():
             error = folder / "error.json"
             if error.is_file():
-                told = json.loads(error.read_text(encoding="utf-8"))
-                raise _ChildError(told["message"], told["hint"], told["kind"], told["exit_code"])
+                raise relayed(json.loads(error.read_text(encoding="utf-8")))
             tail = (folder / "log").read_text(encoding="utf-8", errors="replace")[-1500:]
             raise PatcherError(f"measuring failed (exit code {code}): {tail.strip()}")
         try:
             return Measured.model_validate_json(result.read_text(encoding="utf-8"))
         except ValidationError as error:
             raise PatcherError(f"measuring gave no valid result: {error}") from error
-
-
-class _ChildError(PatcherError):
-    """An expected error of the child, with its own kind and exit code."""
-
-    def __init__(self, message: str, hint: str, kind: str, exit_code: int) -> None:
-        super().__init__(message, hint)
-        self.kind = kind  # type: ignore[misc]
-        self.exit_code = exit_code  # type: ignore[misc]
 
 
 def _relay(line: bytes, report: Report) -> None:
@@ -223,8 +214,7 @@ def main() -> None:
     try:
         measured = measure(job, Patch.load(patch_folder), report)
     except PatcherError as error:
-        told = {**error.as_dict(), "exit_code": error.exit_code}
-        (folder / "error.json").write_text(json.dumps(told), encoding="utf-8")
+        (folder / "error.json").write_text(json.dumps(error.as_dict()), encoding="utf-8")
         sys.exit(error.exit_code)
     (folder / "result.json").write_text(measured.model_dump_json(), encoding="utf-8")
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 from bench import UsageError, Workload
-from hotspot import Profile, ProfileWarning
 from patcher.commands import Batch, Prompt, Steps, Weights, workload_of
 from patcher.console import Device, Engine, Json, Output, app, examples
+
+if TYPE_CHECKING:  # every other command starts without the readers
+    from hotspot import Profile, ProfileWarning
 
 UNNAMED = "model"
 """What a model is called of which only two profiles are known."""

@@ -126,7 +126,7 @@ def test_any_step_of_layers_is_found(
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_very_short_traces(count: int) -> None:
-    assert found(["k"] * count) in (None, 3)
+    assert found(["k"] * count) is None
 
 
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=40)
@@ -144,9 +144,7 @@ def test_exposed_time_adds_up_to_the_union(pairs: list[tuple[int, int]]) -> None
     assert (own >= 0).all()
     assert (own <= ends - starts).all()
     if pairs:
-        span = max(ends.max(), starts.max()) - starts.min()
-        trailing = max(starts.max() - ends.max(), 0)
-        assert gaps(starts, ends).sum() + len(covered) == span - trailing + max(trailing, 0)
+        assert gaps(starts, ends).sum() + len(covered) == ends.max() - starts.min()
 
 
 def test_a_kernel_that_waits_for_the_one_before_is_not_charged_for_it() -> None:

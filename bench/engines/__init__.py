@@ -42,6 +42,14 @@ class Decoding:
         return torch.cat(self.picked, dim=1).cpu()
 
 
+def random_prompts(workload: Workload, vocab_size: int, seed: int) -> torch.Tensor:
+    """[batch, input_len] int64: random token ids, the same for the same seed."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab_size, (workload.batch, workload.input_len), generator=generator)
+
+
 class Decoder(Protocol):
     """Decodes with one loaded model: what profiling needs."""
 
@@ -49,7 +57,7 @@ class Decoder(Protocol):
     vocab_size: int
 
     def prompts(self, seed: int) -> torch.Tensor:
-        """[batch, input_len] int64: random token ids, the same for the same seed."""
+        """See `random_prompts`."""
         ...
 
     def prefill(self, prompts: torch.Tensor) -> Decoding:

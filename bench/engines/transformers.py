@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from packaging.version import Version
 
-from bench.engines import Decoding, Generation
+from bench.engines import Decoding, Generation, random_prompts
 from bench.errors import MissingError, UsageError
 from bench.workload import Preset, Workload, presets
 
@@ -33,9 +33,7 @@ class TransformersEngine:
         self.vocab_size: int = self.model.config.vocab_size
 
     def prompts(self, seed: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        shape = (self.workload.batch, self.workload.input_len)
-        return torch.randint(0, self.vocab_size, shape, generator=generator)
+        return random_prompts(self.workload, self.vocab_size, seed)
 
     @torch.inference_mode()
     def prefill(self, prompts: torch.Tensor) -> Decoding:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.engines import Decoding
+from bench.engines import Decoding, random_prompts
 from bench.errors import MissingError, UsageError
 from bench.workload import Workload, presets
 
@@ -50,9 +50,7 @@ class VllmEngine:
         self._requests = 0
 
     def prompts(self, seed: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        shape = (self.workload.batch, self.workload.input_len)
-        return torch.randint(0, self.vocab_size, shape, generator=generator)
+        return random_prompts(self.workload, self.vocab_size, seed)
 
     def prefill(self, prompts: torch.Tensor) -> Decoding:
         parameters = self._vllm.SamplingParams(

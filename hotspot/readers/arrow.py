@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from bench import UsageError
+from hotspot.readers.content import first_line
 
 Column = NDArray[Any]
 """Of the integer type that was asked for."""
@@ -52,9 +53,9 @@ def read_columns(
     try:
         rows = _fill(path, f"SELECT {', '.join(columns)} FROM {table}", found)
     except (adbc_driver_manager.Error, RuntimeError, _NotReadable) as error:  # nanoarrow's own
-        why = str(error).split("\n")[0][:200]
         raise UsageError(
-            f"{path.name} cannot be read: {why}", "the file may be cut off; export it again"
+            f"{path.name} cannot be read: {first_line(error)}",
+            "the file may be cut off; export it again",
         ) from error
     return [column[:rows] for column in found]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from bench import UsageError
+from hotspot.names import printable
 
 GZIP_MAGIC = b"\x1f\x8b"
 _PIECE = 1 << 20
@@ -45,6 +46,11 @@ def read_text(path: Path, limit: int, fix: str) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise UsageError(f"{path.name} is no UTF-8 text", fix) from None
+
+
+def first_line(error: Exception) -> str:
+    """What a library says of a file, as much as fits into a sentence."""
+    return printable(str(error).split("\n")[0][:200])
 
 
 def _read(stream: gzip.GzipFile | BinaryIO, limit: int) -> bytes | None:

@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 from bench import MissingError, UsageError
+from hotspot.readers.content import first_line
 from hotspot.readers.ranges import NVTX, RUNTIME
 from hotspot.readers.sqlite import GRAPHS, KERNELS, MEMORY, read_sqlite
 from hotspot.recording import Recording
@@ -62,8 +63,8 @@ def _copy(database: sqlite3.Connection, file: Path, table: str) -> None:
                 rows = zip(*(column.to_pylist() for column in batch.columns), strict=True)
                 database.executemany(insert, (row for row in rows if _wanted(table, row)))
     except (pyarrow.ArrowException, sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
-        why = str(error).split("\n")[0][:200]
-        raise UsageError(f"{file.parent.name}/{file.name} cannot be read: {why}", HINT) from error
+        which = f"{file.parent.name}/{file.name}"
+        raise UsageError(f"{which} cannot be read: {first_line(error)}", HINT) from error
 
 
 def _wanted(table: str, row: tuple[object, ...]) -> bool:

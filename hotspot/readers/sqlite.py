@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from bench import UsageError
-from hotspot.names import MODULE, is_whole, printable, row_name
+from hotspot.names import LONGEST, MODULE, is_whole, printable, row_name
 from hotspot.profile import Gpu
 from hotspot.readers.arrow import read_columns, uri
+from hotspot.readers.content import first_line
 from hotspot.readers.ranges import RUNTIME, Calls, Ranges, launching_calls, nvtx_ranges, row_ids
 from hotspot.recording import Launches, Recording
 from hotspot.timeline import Codes, Integers
@@ -34,7 +35,6 @@ STEPS = ("step", "ProfilerStep#%")
 """Ranges that name decode steps."""
 _LATEST = 1 << 60
 """36 years in nanoseconds: sums of what lies below do not overflow."""
-_LONGEST_NAME = 20_000
 
 
 def read_sqlite(path: Path, window: str | None = None) -> Recording:
@@ -134,7 +134,7 @@ def _coded(names: Integers) -> tuple[Codes, list[int]]:
 def _strings(database: sqlite3.Connection, identifiers: list[int]) -> tuple[str, ...]:
     """The names, cut where no real one reaches; two launches' names that are cut alike stay two."""
     wanted = set(identifiers)
-    query = f"SELECT id, substr(value, 1, {_LONGEST_NAME}) FROM StringIds"
+    query = f"SELECT id, substr(value, 1, {LONGEST}) FROM StringIds"
     found = {key: str(value) for key, value in database.execute(query) if key in wanted}
     return tuple(found.get(key, f"kernel {key}") for key in identifiers)
 
@@ -233,7 +233,12 @@ def _hidden(database: sqlite3.Connection, tables: set[str]) -> str | None:
             "AND name LIKE '%CUDA_GRAPH_TRACE_OPTIONS:MODE')"
         )
         [seen] = database.execute(query).fetchone()
-    return f"CUDA graphs were traced as a whole ({seen} launches of graphs)" if seen else None
+    if not seen:
+        return None
+    return (
+        f"CUDA graphs were traced as a whole ({seen} launches of graphs), so the kernels inside "
+        "them are missing"
+    )
 
 
 def _escaped(text: str) -> str:
@@ -276,10 +281,6 @@ def _open(path: Path) -> Iterator[sqlite3.Connection]:
             yield database
     except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:  # its messages quote bytes
         raise UsageError(
-            f"{path.name} cannot be read as a database: {_first_line(error)}",
+            f"{path.name} cannot be read as a database: {first_line(error)}",
             f"the file may be cut off; export it again: {HINT}",
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return printable(str(error).split("\n")[0][:200])
