@@ -4,6 +4,7 @@ comparison.
 
 from bench.candidate import Candidate, Language, guess_language
 from bench.comparison import Comparison, Quality, Sample, Throughput, Window
+from bench.contract import Contract, Point, Sweep
 from bench.errors import (
     BudgetError,
     MissingError,
@@ -14,7 +15,7 @@ from bench.errors import (
     relayed,
 )
 from bench.evaluation import Check, Environment, Evaluation, Outcome, Timing, geomean
-from bench.op import Contract, Op, Point, Sweep, library, load_op, load_ops
+from bench.op import Op, library, load_op, load_ops
 from bench.records import SCHEMA_VERSION, Record
 from bench.stats import compare, pairs_needed, read_samples
 from bench.workload import Preset, Workload, preset, presets

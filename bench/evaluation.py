@@ -52,6 +52,17 @@ class Timing(Record):
     """Pairs of blocks behind the interval."""
     calls: int
     """Timed calls behind `candidate_us`."""
+    dropped_pairs: int = 0
+    """Pairs left out because the GPU throttled or its clock drifted."""
+    light_pct: float | None = None
+    """Share of the speed of light: the time that the contract's bytes and arithmetic take at the
+    machine's measured ceilings, over `candidate_us`."""
+    candidate_cold_us: float | None = None
+    """CUDA: with L2 overwritten before each call."""
+    baseline_cold_us: float | None = None
+    candidate_eager_us: float | None = None
+    """CUDA: outside of a graph, with the launch."""
+    baseline_eager_us: float | None = None
 
 
 class Environment(Record):
@@ -81,6 +92,8 @@ class Evaluation(Record):
     """sha256 of the candidate's source."""
     outcome: Outcome
     checks: tuple[Check, ...] = ()
+    tripwires: tuple[str, ...] = ()
+    """What the source was noticed for; behaviour decided."""
     baseline: str | None = None
     """The strongest baseline that runs here, which every speedup is against."""
     baselines: dict[str, str] = Field(default_factory=dict)
@@ -90,6 +103,8 @@ class Evaluation(Record):
     geomean_speedup: float | None = None
     sandbox: str | None = None
     """What confined the candidate."""
+    outputs_sha256: str | None = None
+    """Of all compared outputs before timing: with `JudgeSettings.seed` it repeats bit by bit."""
     log: str = ""
     """Compiler output or traceback, clipped; feedback for the generation agent."""
     environment: Environment | None = None

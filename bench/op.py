@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
-import re
+import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -16,173 +15,9 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from bench.candidate import SUFFIXES, Candidate, Language
+from bench.contract import Contract, Sweep
 from bench.errors import UsageError
 from bench.records import Record
-
-ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-
-
-class TensorSpec(Record):
-    name: str
-    dtype: str
-    """A symbol of `[dtypes]`."""
-    shape: tuple[str, ...]
-    """Names of axes; row-major contiguous."""
-    access: Literal["read", "write", "update"]
-    summary: str = ""
-
-
-class ScalarSpec(Record):
-    name: str
-    type: Literal["float", "int"]
-    value: float
-    """The value that the sweep uses; the judge also tries others."""
-    summary: str = ""
-
-
-class Point(Record):
-    """One concrete problem: a size for every axis, a dtype for every symbol."""
-
-    axes: dict[str, int]
-    dtypes: dict[str, str]
-
-    def label(self) -> str:
-        axes = " ".join(f"{name}={size}" for name, size in self.axes.items())
-        return f"{axes} {'/'.join(dict.fromkeys(self.dtypes.values()))}"
-
-
-class Sweep(Record):
-    name: str
-    device: Literal["cpu", "cuda"]
-    dtypes: dict[str, str]
-    axis: str
-    values: tuple[int, ...]
-    fixed: dict[str, int]
-
-    def points(self) -> list[Point]:
-        return [
-            Point(axes={self.axis: value, **self.fixed}, dtypes=self.dtypes)
-            for value in self.values
-        ]
-
-
-class HiddenShape(Record):
-    axes: dict[str, int]
-
-
-class Guards(Record):
-    """Where a kernel for this op may be called; elsewhere the engine's own code runs."""
-
-    hidden_multiple_of: int = 1
-    hidden_max: int | None = None
-    contiguous: bool = True
-    graph_safe: bool = True
-
-
-class Accuracy(Record):
-    reduction: str
-    """The axis of the longest sum."""
-
-
-class Cost(Record):
-    """Arithmetic over axis names and dtype symbols (their item sizes)."""
-
-    bytes: str
-    flops: str
-
-
-class Symbol(Record):
-    pattern: str
-    """Regular expression searched in a kernel's name."""
-
-
-class PatchPointSpec(Record):
-    engine: str
-    versions: str
-    point: str
-    summary: str
-    calls_per_layer: int
-
-
-class Contract(Record):
-    """`op.toml`, validated."""
-
-    schema_version: int
-    name: str
-    operation: str
-    summary: str
-    source: str
-    dtypes: dict[str, tuple[str, ...]]
-    tensors: tuple[TensorSpec, ...]
-    scalars: tuple[ScalarSpec, ...] = ()
-    sweeps: tuple[Sweep, ...]
-    hidden: tuple[HiddenShape, ...] = ()
-    guards: Guards
-    accuracy: Accuracy
-    cost: Cost
-    symbols: tuple[Symbol, ...] = ()
-    patch_points: tuple[PatchPointSpec, ...] = ()
-
-    @property
-    def written(self) -> list[TensorSpec]:
-        return [tensor for tensor in self.tensors if tensor.access != "read"]
-
-    def dtype_choices(self) -> list[dict[str, str]]:
-        """Every combination of dtypes that the contract allows, `=T` resolved."""
-        choices: list[dict[str, str]] = [{}]
-        for symbol, options in self.dtypes.items():
-            expanded: list[dict[str, str]] = []
-            for chosen in choices:
-                for option in dict.fromkeys(
-                    chosen[o[1:]] if o.startswith("=") else o for o in options
-                ):
-                    expanded.append({**chosen, symbol: option})
-            choices = expanded
-        return choices
-
-    def shape(self, tensor: TensorSpec, point: Point) -> tuple[int, ...]:
-        return tuple(point.axes[axis] for axis in tensor.shape)
-
-    def bytes_moved(self, point: Point) -> int:
-        """Bytes that any implementation must move for one call."""
-        return int(_arithmetic(self.cost.bytes, point))
-
-    def flops(self, point: Point) -> int:
-        return int(_arithmetic(self.cost.flops, point))
-
-    def signature(self) -> str:
-        """The entry as people read it: `fused_add_rms_norm(input, residual, weight, epsilon)`."""
-        names = [tensor.name for tensor in self.tensors] + [scalar.name for scalar in self.scalars]
-        return f"{self.name}({', '.join(names)})"
-
-    def matches(self, kernel_name: str) -> bool:
-        return any(re.search(symbol.pattern, kernel_name, re.IGNORECASE) for symbol in self.symbols)
-
-
-def _arithmetic(expression: str, point: Point) -> float:
-    """Evaluate `+ - * /` over axes and dtype symbols (item sizes)."""
-    names = {**point.axes, **{symbol: ITEM_SIZE[dtype] for symbol, dtype in point.dtypes.items()}}
-
-    def value(node: ast.expr) -> float:
-        match node:
-            case ast.Constant(value=int() | float() as number):
-                return number
-            case ast.Name(id=name):
-                return names[name]
-            case ast.BinOp(left=left, op=operator, right=right):
-                a, b = value(left), value(right)
-                match operator:
-                    case ast.Add():
-                        return a + b
-                    case ast.Sub():
-                        return a - b
-                    case ast.Mult():
-                        return a * b
-                    case ast.Div():
-                        return a / b
-        raise ValueError(f"not arithmetic: {expression}")
-
-    return value(ast.parse(expression, mode="eval").body)
 
 
 class SolutionInfo(Record):
@@ -225,7 +60,8 @@ class Op:
 
     @cached_property
     def inputs(self) -> ModuleType:
-        """`make(point, seed, regime) -> {tensor: value}` and `REGIMES`."""
+        """`make(point, generator, regime) -> {tensor: value}` on the generator's device, and
+        `REGIMES`, of which `normal` is what is timed."""
         return _load(self.folder / "inputs.py")
 
     @cached_property
@@ -308,10 +144,22 @@ def library() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-@cache
 def load_ops() -> dict[str, Op]:
-    """Every op of the library, by name."""
-    found = [Op(path.parent) for path in sorted(library().glob("*/op.toml"))]
+    """Every op by name: the library's, then those in the folders of `$PATCHER_OPS`.
+
+    Raises:
+        UsageError: a folder of `$PATCHER_OPS` does not exist, or an op's contract is not valid.
+    """
+    return _load_ops(os.environ.get("PATCHER_OPS", ""))
+
+
+@cache
+def _load_ops(more: str) -> dict[str, Op]:
+    folders = [library(), *(Path(folder) for folder in more.split(os.pathsep) if folder)]
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"PATCHER_OPS names {folder}, which is no folder", "mend or unset it")
+    found = [Op(path.parent) for folder in folders for path in sorted(folder.glob("*/op.toml"))]
     return {op.name: op for op in found}
 
 

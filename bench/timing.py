@@ -2,38 +2,123 @@
 own, every output checked.
 
 CPU: each call timed by itself with the performance counter; a block's figure is the median of its
-calls. CUDA: one call per buffer set captured in a CUDA graph, as engines serve; a block's figure
-is one replay between events divided by its calls. New values go into the buffers before every
-replay. A pair is one block of each arm on the same values, arms in ABBA order; the speedup is the
-geometric mean over pairs with a Student t interval of the log-ratios.
+calls. CUDA: calls captured one by one, composed into one graph in a secret order, as engines serve
+them, and replayed once on new values; a block's figure is the time between two events of that graph
+divided by its calls. Some sets are never called and must stay as they were. A pair is one block of
+each arm on the same values, arms in ABBA order, the other arm stopped; the speedup is the geometric
+mean over pairs with a Student t interval of the log-ratios. Pairs go on until the interval is
+narrow enough or the budget is spent.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any
+import time
+from dataclasses import dataclass, field
+from typing import Any, Self
 
+import numpy as np
 from scipy import stats
 
+from bench.ceilings import Ceilings
 from bench.clocks import ClockMonitor
-from bench.errors import MissingError
-from bench.evaluation import Timing, geomean
+from bench.contract import Point
+from bench.evaluation import Timing
 from bench.judge import cases as cases_
-from bench.judge.cases import Case
+from bench.judge.blob import Bytes, Layout
+from bench.judge.cases import Case, Secrets, Values
+from bench.judge.clockcheck import Block, suspicious
 from bench.judge.process import Runner, RunnerFailure
-from bench.op import Op, Point, Sweep
+from bench.op import Op
 
-SETS = {"cpu": 24, "cuda": 32}
-"""Calls a block, each on a buffer set of its own."""
-MAX_BLOCK_BYTES = 16 << 20
+SETS = {"cpu": 16, "cuda": 48}
+"""Buffer sets of a block."""
+MAX_BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 16 << 20}
+FEWEST_SETS = 4
+CALLED = 2 / 3
+"""At least this share of the sets is called."""
+SINGLES = 5
+"""Blocks of one call each."""
+COLD_CALLS = 12
+DRIFT = 0.02
+"""A pair whose SM clock is further than this from the median is dropped."""
 METHODS = {
-    "cpu": "per call, performance counter, median of a block; interleaved ABBA pairs; "
-    "caches warm from the copy-in",
-    "cuda": "CUDA graph replay of one call per buffer set, events; interleaved ABBA pairs; "
-    "L2 warm from the copy-in",
+    "cpu": "per call, performance counter, median of a block; interleaved ABBA pairs, "
+    "the other arm stopped; caches warm from the copy-in",
+    "cuda": "calls captured one by one, composed in secret order, one graph replay between events; "
+    "interleaved ABBA pairs; L2 warm from the copy-in (cold figures beside it)",
 }
+
+
+class Found(Exception):
+    """Something wrong in timed calls: (check, detail)."""
+
+    def __init__(self, check: str, detail: str) -> None:
+        super().__init__(detail)
+        self.check, self.detail = check, detail
+
+
+@dataclass
+class Precision:
+    """When a point has been measured enough."""
+
+    fewest_pairs: int = 6
+    most_pairs: int = 24
+    half_width: float = 0.01
+    """Of the log-ratio's 95 % interval."""
+    budget_s: float = 20.0
+
+
+@dataclass
+class Arm:
+    """One side of the comparison, at one point."""
+
+    op: Op
+    device: str
+    runner: Runner
+    checked: bool
+    """Whether its outputs are: the candidate's."""
+    plan: Layout = field(init=False)
+
+    def prepare(self, point: Point, sets: int, draw: Secrets, timeout_s: float) -> None:
+        """First calls at a shape: what is compiled late is compiled; on CUDA, captured."""
+        self.plan, self.sets = cases_.tensors_of(self.op, point), sets
+        self.scalars = [scalar.value for scalar in self.op.contract.scalars]
+        batch = Batch.draw(self, point, draw)
+        self.runner.send(batch.data)
+        self.runner.command("call", timeout_s, **self._arguments(), order=[0, 1])
+        if self.device == "cuda":
+            self.runner.command("capture", timeout_s, **self._arguments())
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"plan": self.plan.model_dump(), "scalars": self.scalars, "sets": self.sets}
+
+    def block(
+        self, data: Bytes, order: list[int], mode: str = "whole"
+    ) -> tuple[Block, Bytes | None]:
+        """One timed block, and what it left behind."""
+        self.runner.send(data)
+        if self.device == "cpu" or mode == "eager":
+            reply = self.runner.command("call", **self._arguments(), order=order)
+        else:
+            self.runner.command("compose", mode=mode, order=order)
+            reply = self.runner.command("launch")
+        wall = self.runner.reply_s
+        times = [float(value) / 1e3 for value in reply["times_ns"]]
+        for value in times:
+            if not 0 < value < math.inf:
+                raise RunnerFailure(f"an impossible time: {value} us", kind="Protocol")
+        block = Block(times, len(order), wall * 1e6)
+        if not self.checked:
+            return block, None
+        crc, fingerprint = reply.get("crc"), reply.get("fingerprint")
+        if fingerprint is not None:
+            crc = self.runner.command("collect")["crc"]
+        left = self.runner.receive(self.sets * self.plan.set_bytes, int(crc or 0))
+        if fingerprint is not None and int(left.view(np.int64).sum()) != fingerprint:
+            raise Found("timed outputs", "the outputs were written after the call was said to end")
+        return block, left.reshape(self.sets, -1)
 
 
 class Sitting:
@@ -42,168 +127,188 @@ class Sitting:
     def __init__(
         self,
         op: Op,
-        sweep: Sweep,
         device: str,
-        runner: Runner,
+        candidate: Runner,
         baseline: Runner,
-        pairs: int,
+        draw: Secrets,
         clocks: ClockMonitor,
+        ceilings: Ceilings,
+        precision: Precision,
     ) -> None:
-        self.op, self.sweep, self.device = op, sweep, device
-        self.runner, self.baseline, self.pairs = runner, baseline, pairs
+        self.op, self.device, self.draw, self.clocks = op, device, draw, clocks
+        self.ours = Arm(op, device, candidate, checked=True)
+        self.theirs = Arm(op, device, baseline, checked=False)
+        self.ceilings, self.precision = ceilings, precision
         self.method = METHODS[device]
-        self.captured_by_baseline = False
-        self.clocks = clocks
+        self.calls = 0
 
-    def compare(self, point: Point, load_timeout_s: float) -> tuple[Timing, tuple[str, str] | None]:
-        """The timing at one point, and (check, detail) where a timed call went wrong.
+    def compare(self, point: Point, load_timeout_s: float) -> Timing:
+        """The timing at one point.
 
         Raises:
+            Found: a timed call went wrong, or the clocks do not agree.
             RunnerFailure: the candidate failed while timed.
         """
         sets = block_sets(self.op, point, self.device)
-        for arm in (self.baseline, self.runner):
-            prepare(self.op, point, self.device, arm, sets, load_timeout_s)
-            self.captured_by_baseline = self.device == "cuda"
-        candidate_us, baseline_us, ratios = [], [], []
-        for pair in range(self.pairs + 1):
-            block = fresh_block(self.op, point, sets)
-            order = [self.runner, self.baseline] if pair % 2 else [self.baseline, self.runner]
-            self.clocks.sample()
-            took = {
-                arm is self.runner: timed(self.op, point, self.device, arm, block) for arm in order
-            }
-            if problem := self._problem(block):
-                return _timing(point, [1.0], [1.0], [1.0, 1.0], sets), problem
+        for arm in (self.theirs, self.ours):
+            arm.prepare(point, sets, self.draw, load_timeout_s)
+        if self.device == "cuda":
+            for _ in range(2):
+                self._take(
+                    self.ours, Batch.draw(self.ours, point, self.draw), sets // 2, "verified"
+                )
+        ours, theirs, dropped = self._pairs(point, sets)
+        singles = [self._single(point, sets) for _ in range(SINGLES)]
+        floor = self.ceilings.floor_us(self.op.contract, point)
+        if problem := suspicious(
+            ours, theirs, [a for a, _ in singles], [b for _, b in singles], floor
+        ):
+            raise Found("clocks", problem)
+        ratios = [math.log(b.figure / a.figure) for a, b in zip(ours, theirs, strict=True)]
+        mean, half = statistics.fmean(ratios), half_width(ratios)
+        candidate_us = statistics.median(block.figure for block in ours)
+        more = self._served_otherwise(point, sets) if self.device == "cuda" else {}
+        return Timing(
+            axes=point.axes,
+            candidate_us=candidate_us,
+            baseline_us=statistics.median(block.figure for block in theirs),
+            speedup=math.exp(mean),
+            speedup_low=math.exp(mean - half),
+            speedup_high=math.exp(mean + half),
+            pairs=len(ratios),
+            dropped_pairs=dropped,
+            calls=sum(block.calls for block in ours),
+            light_pct=100 * self.ceilings.light_us(self.op.contract, point) / candidate_us,
+            **more,
+        )
+
+    def _pairs(self, point: Point, sets: int) -> tuple[list[Block], list[Block], int]:
+        ours: list[Block] = []
+        theirs: list[Block] = []
+        clocks: list[int | None] = []
+        begin, limits = time.monotonic(), self.precision
+        for pair in range(limits.most_pairs + 1):
+            sample = self.clocks.sample()
+            a, b = self._pair(point, sets, pair % 2 == 0, max(int(CALLED * sets), 1))
             if pair == 0:
                 continue  # warm-up: caches, clocks, branch predictors
-            candidate_us.append(took[True])
-            baseline_us.append(took[False])
-            ratios.append(math.log(took[False] / took[True]))
-        return _timing(point, candidate_us, baseline_us, ratios, sets), None
+            ours.append(a)
+            theirs.append(b)
+            clocks.append(None if sample.throttle else sample.sm_mhz or 0)
+            if len(ours) < limits.fewest_pairs:
+                continue
+            ratios = [math.log(b.figure / a.figure) for a, b in zip(ours, theirs, strict=True)]
+            late = time.monotonic() - begin > limits.budget_s
+            if half_width(ratios) <= limits.half_width or late:
+                break
+        kept = _steady(clocks)
+        if sum(kept) < 2:
+            raise RunnerFailure("the GPU throttled in all but one pair: nothing can be said")
+        dropped = len(kept) - sum(kept)
+        chosen = [i for i, keep in enumerate(kept) if keep]
+        return [ours[i] for i in chosen], [theirs[i] for i in chosen], dropped
 
-    def _problem(self, block: list[Case]) -> tuple[str, str] | None:
-        """Check the outputs of the very calls that were timed."""
-        plan = cases_.tensors_of(self.op, block[0].point)
-        for case, got in zip(block, cases_.receive(self.runner, plan, len(block)), strict=True):
-            inputs = cases_.make_inputs(self.op, case)
-            if problem := cases_.guard_problem(self.op, inputs, got):
-                return "guards", f"in a timed call: {problem}"
-            if problem := cases_.value_problem(
-                self.op, case, cases_.expect(self.op, case, inputs), got.values
-            ):
-                return "timed outputs", problem
-        return None
+    def _single(self, point: Point, sets: int) -> tuple[Block, Block]:
+        """One call alone: nothing else is there to be computed with it."""
+        return self._pair(point, sets, bool(self.draw.random.getrandbits(1)), 1, exactly=1)
 
-
-def strongest(
-    op: Op,
-    sweep: Sweep,
-    device: str,
-    runner: Runner,
-    names: Sequence[str],
-    progress: Callable[[str, int, int], None],
-) -> tuple[dict[str, str], str]:
-    """Time every baseline that runs here over the whole sweep; leave the fastest loaded.
-
-    Returns each baseline's geometric mean time or why it does not run, and the name of the fastest.
-
-    Raises:
-        MissingError: none runs.
-    """
-    found: dict[str, str] = {}
-    times: dict[str, float] = {}
-    for index, name in enumerate(names):
-        progress("baselines", index, len(names))
-        try:
-            runner.command("baseline", 600, op=op.name, name=name)
-            medians = []
-            for point in sweep.points():
-                sets = block_sets(op, point, device)
-                prepare(op, point, device, runner, sets, 600)
-                blocks = [
-                    timed(op, point, device, runner, fresh_block(op, point, sets)) for _ in range(5)
-                ]
-                medians.append(statistics.median(blocks[1:]))
-            times[name] = geomean(medians)
-            found[name] = f"{times[name]:.3g} us"
-        except RunnerFailure as failure:
-            if failure.kind not in ("ImportError", "ModuleNotFoundError"):
-                found[name] = f"failed: {failure.message.splitlines()[0][:200]}"
+    def _pair(
+        self, point: Point, sets: int, swapped: bool, least: int, exactly: int | None = None
+    ) -> tuple[Block, Block]:
+        batch = Batch.draw(self.ours, point, self.draw)
+        order = self.draw.order(sets, least)[:exactly]
+        taken: dict[bool, Block] = {}
+        for is_ours in (False, True) if swapped else (True, False):
+            if is_ours:
+                taken[True] = self._checked(batch, order, "whole")
             else:
-                found[name] = f"not here: {failure.message.split(': ', 1)[-1][:200]}"
-    if not times:
-        raise MissingError(f"no baseline of {op.name} runs here: {found}", "see `patcher doctor`")
-    best = min(times, key=lambda name: times[name])
-    runner.command("baseline", 600, op=op.name, name=best)
-    return found, best
+                self.ours.runner.freeze(True)
+                try:
+                    taken[False] = self.theirs.block(batch.data, order)[0]
+                finally:
+                    self.ours.runner.freeze(False)
+        return taken[True], taken[False]
+
+    def _take(self, arm: Arm, batch: Batch, least: int, mode: str) -> Block:
+        order = self.draw.order(len(batch.cases), least)
+        if mode in ("cold", "eager"):
+            order = order[:COLD_CALLS]
+        if arm.checked:
+            return self._checked(batch, order, mode)
+        return arm.block(batch.data, order, mode)[0]
+
+    def _served_otherwise(self, point: Point, sets: int) -> dict[str, float]:
+        """Medians with L2 overwritten before each call, and outside of a graph."""
+        found: dict[str, float] = {}
+        for mode in ("cold", "eager"):
+            for name, arm in (("candidate", self.ours), ("baseline", self.theirs)):
+                block = self._take(arm, Batch.draw(self.ours, point, self.draw), COLD_CALLS, mode)
+                found[f"{name}_{mode}_us"] = block.figure
+        return found
+
+    def _checked(self, batch: Batch, order: list[int], mode: str) -> Block:
+        """A block of the candidate's; the outputs of the very calls that were timed are checked."""
+        block, left = self.ours.block(batch.data, order, mode)
+        assert left is not None
+        plan, decoys = self.ours.plan, sorted(set(range(len(batch.cases))) - set(order))
+        if not np.array_equal(left[decoys], batch.data[decoys]):
+            raise Found("guards", "wrote to buffers of a call that was never made")
+        if problem := cases_.guard_problem(self.op, plan, batch.data[order], left[order]):
+            raise Found("guards", f"in a timed call: {problem}")
+        cases = [batch.cases[index] for index in order]
+        expected = [cases_.expect(self.op, batch.cases[i], batch.inputs[i]) for i in order]
+        values = [cases_.outputs_of(plan, left[index]) for index in order]
+        if problem := cases_.value_problem(self.op, cases, expected, values):
+            raise Found("timed outputs", problem)
+        self.calls += len(order)
+        return block
+
+
+@dataclass
+class Batch:
+    """Fresh problems of one shape: [sets] cases with their inputs, and the bytes that are sent."""
+
+    cases: list[Case]
+    inputs: list[Values]
+    data: Bytes
+
+    @classmethod
+    def draw(cls, arm: Arm, point: Point, draw: Secrets) -> Self:
+        cases = fresh(arm.op, point, arm.sets, draw)
+        inputs = [cases_.make_inputs(arm.op, case, arm.device) for case in cases]
+        return cls(cases, inputs, cases_.packed(arm.plan, inputs))
+
+
+def fresh(op: Op, point: Point, sets: int, draw: Secrets) -> list[Case]:
+    """Cases with seeds drawn now: no timed call sees values that any call saw before. Some differ
+    from another in one element of each tensor only.
+    """
+    scalars = tuple(scalar.value for scalar in op.contract.scalars)
+    cases = [Case(point, "normal", draw.seed(), scalars) for _ in range(sets)]
+    for index in range(1, sets):
+        if draw.random.random() < 0.25:
+            twin = cases[draw.random.randrange(index)]
+            cases[index] = Case(point, "normal", twin.seed, scalars, changed=draw.seed())
+    return cases
 
 
 def block_sets(op: Op, point: Point, device: str) -> int:
     size = cases_.tensors_of(op, point).set_bytes
-    return max(min(SETS[device], MAX_BLOCK_BYTES // size), 2)
+    return max(min(SETS[device], MAX_BLOCK_BYTES[device] // size), FEWEST_SETS)
 
 
-def fresh_block(op: Op, point: Point, sets: int) -> list[Case]:
-    """Cases with seeds drawn now: no timed call sees values that any call saw before."""
-    import secrets
-
-    scalars = tuple(scalar.value for scalar in op.contract.scalars)
-    return [Case(point, "normal", secrets.randbits(62), scalars) for _ in range(sets)]
-
-
-def prepare(op: Op, point: Point, device: str, runner: Runner, sets: int, timeout_s: float) -> None:
-    """First calls at a shape: compile what is compiled late, and capture the graph on CUDA."""
-    plan = cases_.tensors_of(op, point)
-    block = fresh_block(op, point, sets)
-    cases_.send(runner, plan, [cases_.make_inputs(op, case) for case in block])
-    arguments: dict[str, Any] = {
-        "layout": plan.model_dump(),
-        "scalars": list(block[0].scalars),
-        "sets": sets,
-    }
-    runner.command("run", timeout_s, **arguments)
-    if device == "cuda":
-        cases_.send(runner, plan, [cases_.make_inputs(op, case) for case in block])
-        runner.command("graph", timeout_s, label=point.label(), **arguments)
+def half_width(ratios: list[float]) -> float:
+    """Of the 95 % interval of the mean."""
+    if len(ratios) < 2:
+        return math.inf
+    quantile = float(stats.t.ppf(0.975, len(ratios) - 1))
+    return quantile * statistics.stdev(ratios) / math.sqrt(len(ratios))
 
 
-def timed(op: Op, point: Point, device: str, runner: Runner, block: list[Case]) -> float:
-    """Microseconds of one call in one block."""
-    plan = cases_.tensors_of(op, point)
-    cases_.send(runner, plan, [cases_.make_inputs(op, case) for case in block])
-    if device == "cuda":
-        reply = runner.command("replay", label=point.label(), sets=len(block))
-        if reply["times_ns"][0] * len(block) > reply["wall_ns"]:
-            raise RunnerFailure(
-                "its clocks disagree: events report more than the wall clock", kind="Protocol"
-            )
-    else:
-        reply = runner.command(
-            "run", layout=plan.model_dump(), scalars=list(block[0].scalars), sets=len(block)
-        )
-    median = statistics.median(float(value) for value in reply["times_ns"]) / 1000
-    if not 0 < median < math.inf:
-        raise RunnerFailure(f"an impossible time: {median} us", kind="Protocol")
-    return median
-
-
-def _timing(
-    point: Point,
-    candidate_us: list[float],
-    baseline_us: list[float],
-    ratios: list[float],
-    sets: int,
-) -> Timing:
-    mean, spread = statistics.fmean(ratios), statistics.stdev(ratios)
-    half = float(stats.t.ppf(0.975, len(ratios) - 1)) * spread / math.sqrt(len(ratios))
-    return Timing(
-        axes=point.axes,
-        candidate_us=statistics.median(candidate_us),
-        baseline_us=statistics.median(baseline_us),
-        speedup=math.exp(mean),
-        speedup_low=math.exp(mean - half),
-        speedup_high=math.exp(mean + half),
-        pairs=len(ratios),
-        calls=len(ratios) * sets,
-    )
+def _steady(clocks: list[int | None]) -> list[bool]:
+    """Which pairs neither throttled nor drifted; without clocks, all."""
+    seen = [clock for clock in clocks if clock]
+    if not seen:
+        return [clock is not None for clock in clocks]
+    middle = statistics.median(seen)
+    return [clock is not None and abs(clock - middle) <= DRIFT * middle for clock in clocks]

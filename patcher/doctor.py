@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from bench import Language, PatcherError, Record
-from bench.judge.process import SANDBOX
+from bench.judge.sandbox import sandbox_description
 from bench.toolchains import cache_root, toolchain
 from hotspot import ncu_finding, nsys_finding
 
@@ -160,11 +160,17 @@ def _key() -> Finding:
 
 
 def _sandbox() -> Finding:
+    isolated, detail = sandbox_description()
+    if isolated:
+        return Finding(name="sandbox", status="ok", detail=detail)
     return Finding(
         name="sandbox",
         status="warn",
-        detail=SANDBOX,
-        fix="judge only candidates from sources you trust, or in a container",
+        detail=detail,
+        fix="permit user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+        "kernel.apparmor_restrict_unprivileged_userns=0; in a container --security-opt "
+        "seccomp=unconfined, or --cap-add SYS_ADMIN); until then judge only candidates from "
+        "sources you trust",
     )
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import numpy as np
 import pytest
 import torch
 
 import bench
 from bench import Candidate, Evaluation, Language, Outcome
-from bench.judge import JudgeSettings, evaluate
+from bench.judge import JudgeSettings, evaluate, open_judge
 from bench.judge.accuracy import explain_mismatch, rmse_factor
-from bench.judge.blob import FILL, RED_ZONE, layout, read_set, strayed, write_set
+from bench.judge.blob import FILL, RED_ZONE, Wanted, layout, read_set, strayed, write_set
 
 OP = bench.load_op("fused_add_rms_norm")
 SOLUTIONS = {info.name: candidate for info, candidate in OP.solutions()}
@@ -19,8 +21,19 @@ ENTRY = "const DLDataType dtype = input.dtype();"
 SETTINGS = JudgeSettings(baseline="eager", pairs=4, timeout_s=10, threads=1)
 
 
-def judged(source: str, language: Language = Language.CPP) -> Evaluation:
-    return evaluate(Candidate(op=OP.name, language=language, source=source), SETTINGS)
+Judged = Callable[..., Evaluation]
+
+
+@pytest.fixture(scope="module")
+def judged() -> Iterator[Judged]:
+    """One judge for all: what it trusts is started once, as in a run of the agent loop."""
+    with open_judge(SETTINGS) as judge:
+
+        def judged(source: str, language: Language = Language.CPP) -> Evaluation:
+            candidate = Candidate(op=OP.name, language=language, source=source)
+            return judge.evaluate(candidate, lambda *_: None)
+
+        yield judged
 
 
 def altered(old: str, new: str) -> str:
@@ -28,16 +41,19 @@ def altered(old: str, new: str) -> str:
     return GOOD.replace(old, new)
 
 
-def test_a_right_candidate_is_timed_against_a_named_baseline() -> None:
+def test_a_right_candidate_is_timed_against_a_named_baseline(judged: Judged) -> None:
     evaluation = judged(GOOD)
     assert evaluation.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
     assert evaluation.baseline == "eager"
     assert [timing.axes["tokens"] for timing in evaluation.timings] == [1, 4, 8, 16, 32, 64, 128]
     names = {check.name for check in evaluation.checks}
-    assert names == {"build", "control", "runs", "guards", "values", "timed outputs"}
+    assert names == {
+        *("build", "control", "runs", "guards", "values"),
+        *("timed outputs", "determinism", "clocks"),
+    }
     for timing in evaluation.timings:
         assert timing.speedup_low <= timing.speedup <= timing.speedup_high
-        assert timing.pairs == SETTINGS.pairs
+        assert 2 <= timing.pairs <= SETTINGS.pairs
     assert Evaluation.model_validate_json(evaluation.model_dump_json()) == evaluation
 
 
@@ -54,7 +70,7 @@ def test_a_right_candidate_is_timed_against_a_named_baseline() -> None:
             ("const float scale =", "if (hidden != 256) squares *= 1.1f; const float scale ="),
             "mismatch",
             "values",
-            "hidden=384",
+            "rmse",
         ),
         (
             ("const float scale =", "x[hidden] = T{}; const float scale ="),
@@ -92,7 +108,7 @@ def test_a_right_candidate_is_timed_against_a_named_baseline() -> None:
     ],
 )
 def test_a_bad_candidate_has_the_right_outcome(
-    change: tuple[str, str], outcome: str, check: str, detail: str
+    judged: Judged, change: tuple[str, str], outcome: str, check: str, detail: str
 ) -> None:
     evaluation = judged("#include <cstdlib>\n" + altered(*change))
     assert evaluation.outcome == outcome
@@ -110,14 +126,14 @@ def test_a_hanging_candidate_is_killed() -> None:
     assert "hangs (killed)" in evaluation.failed_checks[0].detail
 
 
-def test_compiler_messages_name_no_folder_of_this_machine() -> None:
+def test_compiler_messages_name_no_folder_of_this_machine(judged: Judged) -> None:
     evaluation = judged(altered(ENTRY, "int x = nowhere;" + ENTRY))
     assert "nowhere" in evaluation.log
     assert "/tmp" not in evaluation.log
     assert "fused_add_rms_norm.cpp:" in evaluation.log
 
 
-def test_a_candidate_sees_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_candidate_sees_no_key(judged: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-honeytoken-1")
     source = """
 import os
@@ -131,7 +147,7 @@ def fused_add_rms_norm(input, residual, weight, epsilon):
     assert "honeytoken" not in evaluation.model_dump_json()
 
 
-def test_a_torch_candidate_runs_on_the_cpu() -> None:
+def test_a_torch_candidate_runs_on_the_cpu(judged: Judged) -> None:
     source = """
 import torch
 def fused_add_rms_norm(input, residual, weight, epsilon):
@@ -143,7 +159,7 @@ def fused_add_rms_norm(input, residual, weight, epsilon):
     assert judged(source, Language.TORCH).outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
 
 
-def test_a_reply_written_to_the_channel_by_the_candidate_is_no_verdict() -> None:
+def test_a_reply_written_to_the_channel_by_the_candidate_is_no_verdict(judged: Judged) -> None:
     source = """
 import os
 def fused_add_rms_norm(input, residual, weight, epsilon):
@@ -154,16 +170,17 @@ def fused_add_rms_norm(input, residual, weight, epsilon):
             continue
 """
     evaluation = judged(source, Language.TORCH)
-    assert evaluation.outcome is Outcome.RUNTIME_ERROR
+    assert evaluation.outcome is Outcome.GUARD_VIOLATION
+    assert evaluation.failed_checks[0].name == "channel"
     assert "not JSON" in evaluation.failed_checks[0].detail
 
 
-def test_a_source_without_the_entry_is_a_generation_failure() -> None:
+def test_a_source_without_the_entry_is_a_generation_failure(judged: Judged) -> None:
     evaluation = judged("int main() { return 0; }")
     assert evaluation.outcome is Outcome.GENERATION_FAILURE
 
 
-def test_a_torch_style_signature_is_bound_too() -> None:
+def test_a_torch_style_signature_is_bound_too(judged: Judged) -> None:
     source = """
 #include <torch/extension.h>
 void fused_add_rms_norm(torch::Tensor input, torch::Tensor residual, torch::Tensor weight,
@@ -197,18 +214,28 @@ def test_unknown_baseline_names_what_there_is() -> None:
         evaluate(SOLUTIONS["cpu_simd"], JudgeSettings(baseline="fastest"))
 
 
-def test_red_zones_travel_and_tell() -> None:
-    plan = layout([("a", "float32", (3, 5)), ("b", "bfloat16", (7,))])
+def test_red_zones_and_gaps_between_rows_tell() -> None:
+    padded = Wanted(name="a", dtype="float32", shape=(3, 5), padding=8)
+    shifted = Wanted(name="b", dtype="bfloat16", shape=(7,), shift=1)
+    plan = layout([padded, shifted])
     block = np.zeros(plan.set_bytes, dtype=np.uint8)
     values = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16()}
     write_set(plan, block, values)
     back = read_set(plan, block)
     assert all(torch.equal(values[name], back[name]) for name in values)
-    assert strayed(plan, block) == []
-    slot = plan.slots[1]
-    after = slot.offset + RED_ZONE + slot.data_bytes
-    block[after] = FILL - 1
-    assert strayed(plan, block) == ["b"]
+    assert strayed(plan, block[None]) == []
+    for slot, at in ((plan.slots[1], 14), (plan.slots[1], -1), (plan.slots[0], 5 * 4)):
+        touched = block.copy()
+        touched[slot.begin + at] = FILL - 1
+        assert strayed(plan, touched[None]) == [slot.name]
+    assert plan.slots[0].offset + RED_ZONE == plan.slots[0].begin
+
+
+def test_what_is_only_written_comes_as_poison() -> None:
+    plan = layout([Wanted(name="out", dtype="float16", shape=(4,))])
+    block = np.zeros(plan.set_bytes, dtype=np.uint8)
+    write_set(plan, block, {})
+    assert read_set(plan, block)["out"].isnan().all()
 
 
 def test_non_finite_values_are_never_right() -> None:

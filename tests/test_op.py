@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import bench
+from bench.contract import Point, _arithmetic
 from bench.judge.accuracy import error_of, explain_mismatch
-from bench.op import Point, _arithmetic
 
 OP = bench.load_op("fused_add_rms_norm")
 
@@ -43,7 +43,9 @@ def test_unknown_op_names_what_there_is() -> None:
 @pytest.mark.parametrize("regime", OP.inputs.REGIMES)
 def test_inputs_are_seeded_and_fit_the_contract(regime: str) -> None:
     point = Point(axes={"tokens": 3, "hidden": 64}, dtypes={"T": "bfloat16", "W": "float32"})
-    once, again, other = (OP.inputs.make(point, seed, regime) for seed in (1, 1, 2))
+    once, again, other = (
+        OP.inputs.make(point, torch.Generator().manual_seed(seed), regime) for seed in (1, 1, 2)
+    )
     for tensor in OP.contract.tensors:
         value = once[tensor.name]
         assert value.shape == OP.contract.shape(tensor, point)
@@ -56,7 +58,7 @@ def test_inputs_are_seeded_and_fit_the_contract(regime: str) -> None:
 @pytest.mark.parametrize("dtypes", OP.contract.dtype_choices(), ids=lambda d: "-".join(d.values()))
 def test_eager_baseline_agrees_with_the_reference(dtypes: dict[str, str]) -> None:
     point = Point(axes={"tokens": 4, "hidden": 256}, dtypes=dtypes)
-    inputs = OP.inputs.make(point, 3, "normal")
+    inputs = OP.inputs.make(point, torch.Generator().manual_seed(3), "normal")
     expected = OP.reference(**inputs, epsilon=1e-5)
     output, residual = OP.baselines["eager"]("cpu")(*inputs.values(), 1e-5)
     roundoff = {"float32": 2**-23, "bfloat16": 2**-7, "float16": 2**-10}[dtypes["T"]]
@@ -86,7 +88,7 @@ def test_gpu_baselines_say_why_they_do_not_run_here() -> None:
 @pytest.mark.parametrize("dtypes", OP.contract.dtype_choices(), ids=lambda d: "-".join(d.values()))
 def test_the_planted_control_is_told_from_the_honest_baseline(dtypes: dict[str, str]) -> None:
     point = Point(axes={"tokens": 8, "hidden": 2880}, dtypes=dtypes)
-    inputs = OP.inputs.make(point, 5, "normal")
+    inputs = OP.inputs.make(point, torch.Generator().manual_seed(5), "normal")
     expected = OP.reference(**inputs, epsilon=1e-5)
     honest = OP.baselines["eager"]("cpu")(*inputs.values(), 1e-5)[0]
     planted = OP.control(**inputs, epsilon=1e-5)["input"]

@@ -8,10 +8,15 @@ the judge, which never loads the candidate and reads plain bytes and JSON.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bench.candidate import Candidate
 from bench.evaluation import Evaluation
+
+if TYPE_CHECKING:
+    from bench.judge.judge import Judge
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
@@ -22,15 +27,26 @@ class JudgeSettings:
     device: str | None = None
     """`cpu` or `cuda`; None: a C++ candidate on the CPU, else CUDA where there is one."""
     sweep: str | None = None
+    points: tuple[int, ...] | None = None
+    """Values of the swept axis instead of the contract's."""
     baseline: str | None = None
     """Compare with this one instead of the strongest that runs."""
     pairs: int = 12
-    """Pairs of timed blocks a point, after one that is thrown away."""
+    """Pairs of timed blocks a point at most, after one that is thrown away."""
+    precision_pct: float = 1.0
+    """Pairs stop once the interval is this narrow on each side."""
     timeout_s: float = 30.0
     """The longest one command to the candidate's process may take."""
     load_timeout_s: float = 180.0
     """Likewise for loading and the first calls (just-in-time compilers)."""
+    memory_bytes: int = 16 << 30
+    """Of host memory, for all processes of the candidate."""
     threads: int | None = None
+    """CPU threads of both arms, each pinned to as many CPUs; None: as many as there are."""
+    seed: int | None = None
+    """Makes a verdict repeatable; None: seeds are secret, as a verdict needs."""
+    tripwires: bool = True
+    """Whether the source is looked at; behaviour decides either way."""
 
 
 def evaluate(
@@ -40,14 +56,23 @@ def evaluate(
 
     Raises:
         UsageError: unknown op, sweep or baseline.
-        MissingError: no compiler or no device for its language here.
+        MissingError: no compiler or no device for its language here, or the GPU stopped answering.
+        VerificationError: the op's checks do not discriminate: nothing can be said.
     """
-    # imported late: the runner process imports this package and wants none of the judge
-    from bench.judge.judge import judge
-
-    return judge(
-        candidate, settings or JudgeSettings(), progress or (lambda stage, done, total: None)
-    )
+    with open_judge(settings) as judge:
+        return judge.evaluate(candidate, progress or _silent)
 
 
-__all__ = ["JudgeSettings", "Progress", "evaluate"]
+def open_judge(settings: JudgeSettings | None = None) -> AbstractContextManager[Judge]:
+    """A judge for many candidates: what is trusted is started once."""
+    # imported late: it brings torch, and many commands judge nothing
+    from bench.judge.judge import Judge
+
+    return Judge(settings or JudgeSettings())
+
+
+def _silent(_stage: str, _done: int, _total: int) -> None:
+    return
+
+
+__all__ = ["JudgeSettings", "Progress", "evaluate", "open_judge"]

@@ -2,14 +2,16 @@
 tolerance.
 
 A candidate may err 1.05 times as much as the honest baseline in the root mean square (and a
-sampling margin that shrinks with the number of elements), twice as much at the worst element and
-one unit in the last place more (a sum in another order can push one rounding to the other side:
-judged without that, an honest kernel failed in one of a hundred judgements), plus what float32 sums
-in another order cost. So a bfloat16 op has bfloat16's slack and a float32 op has
-float32's; a kernel that computes a whole precision lower fails, and a planted one must
-(`control`): with bfloat16 storage and bfloat16 arithmetic it errs 1.2 to 2 times as much as the
-honest baseline, with float32 storage 10^4 times. Source of the idea: PyTorch Dynamo's `same()` and
-FlashAttention's tests, both relative to the eager kernel's error.
+sampling margin that shrinks with the number of elements), over the whole tensor and over each
+eighth of each axis; twice as much at the worst element and one unit in the last place more (a sum
+in another order can push one rounding to the other side: judged without that, an honest kernel
+failed in one of a hundred judgements), plus what float32 sums in another order cost. So a bfloat16
+op has bfloat16's slack and a float32 op has float32's; a kernel that computes a whole precision
+lower fails, and a planted one must (`control`): with bfloat16 storage and bfloat16 arithmetic it
+errs 1.2 to 2 times as much as the honest baseline, with float32 storage 10^4 times. What is NaN or
+infinite must be so where the reference, rounded to the output's dtype, or the honest baseline is.
+Source of the idea: PyTorch Dynamo's `same()` and FlashAttention's tests, both relative to the eager
+kernel's error.
 """
 
 from __future__ import annotations
@@ -23,9 +25,15 @@ from torch import Tensor
 MAX_FACTOR = 2.0
 P999_FACTOR = 2.0
 FLOAT32_ROUNDOFF = 2.0**-24
+FLUSHED = 1e-34
+"""Absolute error that is forgiven everywhere: what flushing float32's subnormals (2^-126) to zero
+costs after a division by a root of 1e-5. Libraries built with fast arithmetic do so, too."""
+REGIONS = 8
+FEWEST_IN_REGION = 64
+"""Elements that carry a region's error; below that its root mean square says too little."""
 
 
-def rmse_factor(elements: int) -> float:
+def rmse_factor(elements: float) -> float:
     """Two honest kernels differ by under 1 % over 20,000 elements and by up to 9 % over 300."""
     return 1.05 + 2.5 / math.sqrt(elements)
 
@@ -43,50 +51,117 @@ def error_of(value: Tensor, reference: Tensor, forgiven: Tensor | float = 0.0) -
     """Error where both are finite; a non-finite value where the reference is finite counts as
     infinite. In the tail, each element is forgiven that much; in the root mean square nothing.
     """
-    difference = (value.double() - reference).abs()
-    difference = torch.where(difference.isnan(), math.inf, difference)
+    return _error(_difference(value, reference), forgiven)
+
+
+def _error(difference: Tensor, forgiven: Tensor | float) -> ErrorOf:
     if difference.numel() == 0:
         return ErrorOf(0.0, 0.0, 0.0)
-    tail = (difference - forgiven).clamp_min(0.0).flatten()
-    tail = torch.where(tail.isnan(), math.inf, tail)
+    tail = (difference - forgiven).clamp_min_(0.0).flatten()
     rank = max(math.ceil(0.999 * tail.numel()), 1)
     p999 = float(tail.kthvalue(rank).values)
     return ErrorOf(float(difference.square().mean().sqrt()), p999, float(tail.max()))
 
 
 def explain_mismatch(
-    value: Tensor, honest: Tensor, reference: Tensor, reduction: int
+    value: Tensor, honest: Tensor, reference: Tensor, reduction: int, exact: bool = False
 ) -> str | None:
     """None where `value` is as right as the honest baseline, else what is wrong with it."""
-    last_place = torch.finfo(value.dtype).eps * reference.abs()
-    ours, theirs = error_of(value, reference, last_place), error_of(honest, reference)
+    if not value.is_floating_point() or exact:
+        wrong = value != reference.to(value.dtype)
+        return _said(value, reference, wrong, "not exactly right") if wrong.any() else None
+    ordinary = reference.to(value.dtype).isfinite() & honest.isfinite()
+    if not ordinary.all():
+        if problem := _special(value, honest, reference, ordinary):
+            return problem
+        zero = torch.zeros((), dtype=value.dtype, device=value.device)
+        value, honest = torch.where(ordinary, value, zero), torch.where(ordinary, honest, zero)
+        reference = torch.where(ordinary, reference, zero.double())
+    got, allowed = _difference(value, reference), _difference(honest, reference)
+    last_place = torch.finfo(value.dtype).eps * reference.abs() + FLUSHED
+    ours, theirs = _error(got, last_place), _error(allowed, 0.0)
     order = FLOAT32_ROUNDOFF * math.sqrt(reduction)
-    finite = reference[reference.isfinite()]
-    scale = float(finite.square().mean().sqrt()) if finite.numel() else 0.0
-    top = float(finite.abs().max()) if finite.numel() else 0.0
+    squares = reference.square()
+    scale, top = float(squares.mean().sqrt()), float(squares.max().sqrt())
+    rmse = rmse_factor(reference.numel()) * theirs.rmse + order * scale + FLUSHED
     limits = (
-        ("rmse", ours.rmse, rmse_factor(reference.numel()) * theirs.rmse + order * scale),
+        ("rmse", ours.rmse, rmse),
         ("99.9th percentile of the error", ours.p999, P999_FACTOR * theirs.p999 + 4 * order * top),
         ("largest error", ours.largest, MAX_FACTOR * theirs.largest + 4 * order * top),
     )
-    for what, got, limit in limits:
-        if not got <= limit:
+    for what, found, limit in limits:
+        if not found <= limit:
             where = _worst(value, reference)
             return (
-                f"{what} {got:.3g}, at most {limit:.3g} allowed "
+                f"{what} {found:.3g}, at most {limit:.3g} allowed "
                 f"(honest baseline {theirs.rmse:.3g} rmse); {where}"
             )
+    return _by_region(got.square_(), allowed.square_(), squares, order)
+
+
+def _by_region(got: Tensor, allowed: Tensor, squares: Tensor, order: float) -> str | None:
+    """Squared errors and values, held against each other in each eighth of each axis."""
+    for axis, size in enumerate(got.shape):
+        if size == 1:
+            continue
+        others = [other for other in range(got.dim()) if other != axis]
+        sums = [each.sum(others) if others else each for each in (got, allowed, squares)]
+        sums.append(allowed.square().sum(others) if others else allowed.square())
+        step = math.ceil(size / REGIONS)
+        chunks = zip(*(torch.split(each, step) for each in sums), strict=True)
+        for index, (mine, total, values, fourth) in enumerate(chunks):
+            error, power = float(total.sum()), float(fourth.sum())
+            carried = error * error / power if power else 0.0
+            if carried < FEWEST_IN_REGION:
+                continue
+            count = got.numel() // size * len(mine)
+            limit = rmse_factor(carried) * math.sqrt(error / count)
+            limit += order * math.sqrt(float(values.sum()) / count) + FLUSHED
+            rmse = math.sqrt(float(mine.sum()) / count)
+            if not rmse <= limit:
+                begin = index * step
+                where = f"[{begin}:{begin + len(mine)}] of axis {axis}"
+                return f"rmse {rmse:.3g} in {where}, at most {limit:.3g} allowed there"
     return None
 
 
-def _worst(value: Tensor, reference: Tensor) -> str:
+def _special(value: Tensor, honest: Tensor, reference: Tensor, ordinary: Tensor) -> str | None:
+    """NaN and infinities must be where the reference or the honest baseline has them."""
+    rounded = reference.to(value.dtype)
+    near = (value.double() - reference).abs() <= 2**-5 * reference.abs() + FLUSHED
+    fits = _alike(value, rounded) | _alike(value, honest) | (rounded.isfinite() & near)
+    wrong = ~ordinary & ~fits
+    return _said(value, reference, wrong, "non-finite values differ") if wrong.any() else None
+
+
+def _alike(a: Tensor, b: Tensor) -> Tensor:
+    return (a.isnan() & b.isnan()) | (a.isinf() & (a == b))
+
+
+def _difference(value: Tensor, reference: Tensor) -> Tensor:
     difference = (value.double() - reference).abs()
-    difference = torch.where(difference.isnan(), math.inf, difference)
+    return torch.where(difference.isnan(), math.inf, difference)
+
+
+def _worst(value: Tensor, reference: Tensor) -> str:
+    difference = _difference(value, reference)
     flat = int(difference.argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), reference.shape))
     wrong = int((difference > 1e-2 * (1 + reference.abs())).sum())
     return (
-        f"worst at {list(index)}: got {float(value.flatten()[flat]):.6g}, "
+        f"worst at {_index(flat, reference)}: got {float(value.flatten()[flat]):.6g}, "
         f"expected {float(reference.flatten()[flat]):.6g}; "
         f"{wrong} of {reference.numel()} elements off by over 1 %"
     )
+
+
+def _said(value: Tensor, reference: Tensor, wrong: Tensor, what: str) -> str:
+    flat = int(wrong.flatten().int().argmax())
+    return (
+        f"{what} at {int(wrong.sum())} of {wrong.numel()} elements; first at "
+        f"{_index(flat, reference)}: got {float(value.flatten()[flat]):.6g}, "
+        f"expected {float(reference.flatten()[flat]):.6g}"
+    )
+
+
+def _index(flat: int, reference: Tensor) -> list[int]:
+    return [int(i) for i in torch.unravel_index(torch.tensor(flat), reference.shape)]

@@ -1,8 +1,10 @@
-"""What a candidate is tried on: shapes, dtypes, regimes and secret seeds."""
+"""What a candidate is tried on: shapes, dtypes, regimes, strides and secret seeds."""
 
 from __future__ import annotations
 
+import random
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.contract import Point, Sweep
+from bench.judge import regimes
 from bench.judge.accuracy import explain_mismatch
-from bench.judge.blob import Layout, layout, read_set, strayed, write_set
-from bench.judge.process import Runner
-from bench.op import Op, Point, Sweep
+from bench.judge.blob import Bytes, Layout, Wanted, layout, read_set, strayed, write_set
+from bench.op import Op
+
+Values = dict[str, Tensor]
+PADDING, SHIFT = 8, 1
+"""Elements by which rows are set apart and first elements moved, where the contract allows."""
 
 
 @dataclass(frozen=True)
@@ -24,84 +31,117 @@ class Case:
     regime: str
     seed: int
     scalars: tuple[float, ...]
+    placed: str = "plain"
+    """`plain`, `padded` (rows set apart) or `shifted` (misaligned)."""
+    changed: int | None = None
+    """Seed by which one element of each free tensor differs from the case without it."""
 
     def label(self) -> str:
-        return f"{self.point.label()} {self.regime}"
+        placed = "" if self.placed == "plain" else f" {self.placed}"
+        return f"{self.point.label()} {self.regime}{placed}"
 
 
-def correctness_cases(op: Op, sweep: Sweep) -> list[Case]:
-    """Every swept point, the hidden shapes in every dtype of the contract, every regime; seeds
-    drawn now.
+class Secrets:
+    """Where seeds come from: the system, or a given number that makes a verdict repeatable."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.random: random.Random = secrets.SystemRandom() if seed is None else random.Random(seed)
+
+    def seed(self) -> int:
+        return self.random.getrandbits(62)
+
+    def order(self, sets: int, least: int) -> list[int]:
+        """Which sets are called and in which order; the others are decoys."""
+        return self.random.sample(range(sets), self.random.randint(min(least, sets), sets))
+
+
+def correctness_cases(op: Op, sweep: Sweep, draw: Secrets, rounds: int = 1) -> list[Case]:
+    """Every swept point, every regime, the hidden shapes in every dtype of the contract, and every
+    placement that it allows, in an order drawn now. `rounds`: how many times over.
 
     The scalars vary too: one part of the cases uses another epsilon than the sweep's.
     """
     served = tuple(scalar.value for scalar in op.contract.scalars)
     other = tuple(scalar.value * 100 for scalar in op.contract.scalars)
-    regimes = list(op.inputs.REGIMES)
-    cases = [Case(point, "normal", _seed(), served) for point in sweep.points()]
-    middle = sweep.points()[len(sweep.values) // 2]
-    cases += [Case(middle, regime, _seed(), served) for regime in regimes if regime != "normal"]
-    cases.append(Case(middle, "small", _seed(), other))
+    names = regimes.regimes_of(op)
+    points = sweep.points()
     choices = op.contract.dtype_choices()
-    for index, shape in enumerate(op.contract.hidden):
-        cases.append(Case(Point(axes=shape.axes, dtypes=sweep.dtypes), "normal", _seed(), served))
-        dtypes = choices[index % len(choices)]
-        regime = regimes[index % len(regimes)]
-        if regime == "large" and "float16" in dtypes.values():
-            regime = "normal"  # 1e3 squared leaves float16's range in the inputs' own sum
-        cases.append(Case(Point(axes=shape.axes, dtypes=dtypes), regime, _seed(), served))
+    cases: list[Case] = []
+
+    def add(
+        point: Point, regime: str, scalars: tuple[float, ...] = served, placed: str = "plain"
+    ) -> None:
+        cases.append(Case(point, regime, draw.seed(), scalars, placed))
+
+    for turn in range(rounds):
+        for point in points:
+            add(point, "normal")
+        for regime in names:
+            add(draw.random.choice(points[len(points) // 2 :]), regime)
+        add(points[len(points) // 2], "normal", other)
+        for index, shape in enumerate(op.contract.hidden):
+            add(Point(axes=shape.axes, dtypes=sweep.dtypes), "normal")
+            dtypes = choices[(index + turn) % len(choices)]
+            add(Point(axes=shape.axes, dtypes=dtypes), names[(index + turn) % len(names)])
+        for placed in placements(op):
+            for point in (points[0], points[-1]):
+                add(point, "normal", placed=placed)
+    draw.random.shuffle(cases)
     return cases
 
 
-def tensors_of(op: Op, point: Point) -> Layout:
+def placements(op: Op) -> list[str]:
+    """Beside `plain`, what the contract allows."""
+    padded = any(tensor.layout == "rows" for tensor in op.contract.tensors)
+    shifted = any(tensor.alignment < 16 for tensor in op.contract.tensors)
+    return [name for name, allowed in (("padded", padded), ("shifted", shifted)) if allowed]
+
+
+def tensors_of(op: Op, point: Point, placed: str = "plain") -> Layout:
     contract = op.contract
     return layout(
-        [(t.name, point.dtypes[t.dtype], contract.shape(t, point)) for t in contract.tensors]
+        [
+            Wanted(
+                name=tensor.name,
+                dtype=point.dtypes[tensor.dtype],
+                shape=contract.shape(tensor, point),
+                padding=PADDING if placed == "padded" and tensor.layout == "rows" else 0,
+                shift=SHIFT if placed == "shifted" and tensor.alignment < 16 else 0,
+            )
+            for tensor in contract.tensors
+        ]
     )
 
 
-def make_inputs(op: Op, case: Case) -> dict[str, Tensor]:
-    values: dict[str, Tensor] = op.inputs.make(case.point, case.seed, case.regime)
+def make_inputs(op: Op, case: Case, device: str) -> dict[str, Tensor]:
+    """What the tensors hold before the call; those that are only written are left out."""
+    values = regimes.make(op, case.point, case.seed, case.regime, device)
+    if case.changed is None:
+        return values
+    chooser = random.Random(case.changed)
+    for tensor in op.contract.tensors:
+        if tensor.values == "any" and tensor.name in values and values[tensor.name].numel():
+            flat = values[tensor.name].view(-1)
+            flat[chooser.randrange(flat.numel())] += 1
     return values
 
 
-def send(runner: Runner, plan: Layout, sets: list[dict[str, Tensor]]) -> None:
-    """Write input sets where the runner reads them."""
-    path = runner.folder / "in.bin"
-    blob = np.memmap(path, dtype=np.uint8, mode="w+", shape=(len(sets), plan.set_bytes))
-    for index, values in enumerate(sets):
-        write_set(plan, blob[index], values)
-    blob.flush()
+def packed(plan: Layout, sets: Sequence[dict[str, Tensor]]) -> Bytes:
+    """Input sets as the runner reads them: [sets, set_bytes]; poison where nothing is given."""
+    data = np.empty((len(sets), plan.set_bytes), dtype=np.uint8)
+    for row, values in zip(data, sets, strict=True):
+        write_set(plan, row, {name: value.cpu() for name, value in values.items()})
+    return data
 
 
-@dataclass(frozen=True)
-class Received:
-    values: dict[str, Tensor]
-    strayed: list[str]
-
-
-def receive(runner: Runner, plan: Layout, sets: int) -> list[Received]:
-    """Read what the runner handed back."""
-    expected = sets * plan.set_bytes
-    blob = np.fromfile(runner.folder / "out.bin", dtype=np.uint8)
-    if blob.size != expected:
-        raise ValueError(f"the runner handed back {blob.size} bytes, {expected} expected")
-    blob = blob.reshape(sets, plan.set_bytes)
-    return [Received(read_set(plan, row), strayed(plan, row)) for row in blob]
-
-
-def guard_problem(op: Op, inputs: dict[str, Tensor], got: Received) -> str | None:
-    """What it touched that the contract does not let it touch."""
-    if got.strayed:
-        return f"wrote outside of {', '.join(got.strayed)}"
-    for tensor in op.contract.tensors:
-        if tensor.access == "read":
-            before, after = (
-                x.contiguous().view(torch.uint8)
-                for x in (inputs[tensor.name], got.values[tensor.name])
-            )
-            if not torch.equal(before, after):
-                return f"changed {tensor.name}, which the contract says is only read"
+def guard_problem(op: Op, plan: Layout, sent: Bytes, got: Bytes) -> str | None:
+    """What calls touched that the contract does not let them touch; [sets, set_bytes] each."""
+    if stray := strayed(plan, got):
+        return f"wrote outside of {', '.join(stray)}"
+    for tensor, slot in zip(op.contract.tensors, plan.slots, strict=True):
+        part = slice(slot.begin, slot.begin + slot.span_bytes)
+        if tensor.access == "read" and not np.array_equal(sent[:, part], got[:, part]):
+            return f"changed {tensor.name}, which the contract says is only read"
     return None
 
 
@@ -114,33 +154,46 @@ class Expected:
 
 
 def expect(op: Op, case: Case, inputs: dict[str, Tensor]) -> Expected:
-    """Reference and honest baseline, both computed here, in the judge, on the CPU."""
+    """Reference and honest baseline, both computed here, in the judge, where the inputs lie."""
     scalars = scalars_by_name(op, case)
-    copies = {name: value.clone() for name, value in inputs.items()}
-    returned = op.baselines[op.honest_baseline]("cpu")(*copies.values(), *scalars.values())
+    copies = {}
+    for tensor in op.contract.tensors:
+        if tensor.name in inputs:
+            copies[tensor.name] = inputs[tensor.name].clone()
+        else:
+            dtype = getattr(torch, case.point.dtypes[tensor.dtype])
+            device = next(iter(inputs.values())).device
+            shape = op.contract.shape(tensor, case.point)
+            copies[tensor.name] = torch.zeros(shape, dtype=dtype, device=device)
+    honest_baseline = op.baselines[op.honest_baseline](next(iter(inputs.values())).device.type)
+    returned = honest_baseline(*copies.values(), *scalars.values())
     written = [tensor.name for tensor in op.contract.written]
     honest = dict(zip(written, returned, strict=True)) if isinstance(returned, tuple) else copies
     return Expected(op.reference(**inputs, **scalars), honest)
 
 
-def value_problem(op: Op, case: Case, expected: Expected, values: dict[str, Tensor]) -> str | None:
-    """What it got wrong, tensor by tensor."""
-    reduction = case.point.axes[op.contract.accuracy.reduction]
+def value_problem(
+    op: Op, cases: Sequence[Case], expected: Sequence[Expected], values: Sequence[Values]
+) -> str | None:
+    """What calls of one shape got wrong, tensor by tensor, all calls together."""
+    reduction = cases[0].point.axes[op.contract.accuracy.reduction]
     for tensor in op.contract.written:
+        reference = torch.stack([each.reference[tensor.name] for each in expected])
         problem = explain_mismatch(
-            values[tensor.name],
-            expected.honest[tensor.name],
-            expected.reference[tensor.name],
+            torch.stack([each[tensor.name] for each in values]).to(reference.device),
+            torch.stack([each.honest[tensor.name] for each in expected]),
+            reference,
             reduction,
+            exact=cases[0].regime == regimes.EXACT,
         )
         if problem:
             return f"{tensor.name}: {problem}"
     return None
 
 
+def outputs_of(plan: Layout, got: Bytes) -> dict[str, Tensor]:
+    return read_set(plan, got)
+
+
 def scalars_by_name(op: Op, case: Case) -> dict[str, Any]:
     return {spec.name: value for spec, value in zip(op.contract.scalars, case.scalars, strict=True)}
-
-
-def _seed() -> int:
-    return secrets.randbits(62)

@@ -1,24 +1,38 @@
-"""The verdict on one candidate, step by step: build, load, correctness, baselines, time."""
+"""The verdict on one candidate, step by step: build, load, correctness, time, correctness again."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
+
+import torch
 
 from bench.candidate import Candidate
+from bench.ceilings import ceilings
 from bench.clocks import ClockMonitor
+from bench.contract import Sweep
 from bench.environment import describe
-from bench.errors import MissingError, UsageError
+from bench.errors import MissingError, UsageError, VerificationError
 from bench.evaluation import Check, Evaluation, Outcome, Timing, geomean
 from bench.judge import JudgeSettings, Progress
 from bench.judge import cases as cases_
-from bench.judge.process import SANDBOX, Runner, RunnerFailure
-from bench.op import Op, Sweep, load_op
-from bench.timing import Sitting, strongest
+from bench.judge.baselines import LOAD_S, Strongest, strongest
+from bench.judge.cases import Case, Secrets
+from bench.judge.process import Limits, Runner, RunnerFailure, Zygote
+from bench.judge.tripwires import Tripwires, look
+from bench.op import Op, load_op
+from bench.timing import Found, Precision, Sitting
 from bench.toolchains import Built, build, toolchain
+
+AFTER = 6
+"""Correctness cases that come again, on other seeds, after the timed calls."""
+LATE = ("triton", "torch")
+"""Languages that compile at the first call of a shape."""
 
 
 @dataclass
@@ -28,6 +42,9 @@ class _State:
     begin: float = field(default_factory=time.monotonic)
     checks: list[Check] = field(default_factory=list)
     build: Built | None = None
+    sandbox: str = "nothing of it was run"
+    outputs: Any = field(default_factory=hashlib.sha256)
+    tripwires: tuple[str, ...] = ()
 
     def check(self, name: str, passed: bool, detail: str) -> None:
         self.checks.append(Check(name=name, passed=passed, detail=detail))
@@ -39,172 +56,334 @@ class _State:
             digest=self.candidate.digest,
             outcome=outcome,
             checks=tuple(self.checks),
+            tripwires=self.tripwires,
             log=log,
-            sandbox=SANDBOX,
+            sandbox=self.sandbox,
+            outputs_sha256=self.outputs.hexdigest(),
             build_s=self.build.seconds if self.build else None,
             total_s=time.monotonic() - self.begin,
             **{"environment": describe(self.device), **more},
         )
 
 
-def judge(candidate: Candidate, settings: JudgeSettings, report: Progress) -> Evaluation:
-    """See `bench.judge.evaluate`."""
-    op = load_op(candidate.op)
-    device = _device(candidate, settings)
-    sweep = op.sweep(device, settings.sweep)
-    if settings.baseline and settings.baseline not in op.baselines:
-        raise UsageError(
-            f"{op.name} has no baseline {settings.baseline!r}", f"it has: {', '.join(op.baselines)}"
-        )
-    state = _State(candidate, device)
+class _Wrong(Exception):
+    """The verdict is clear: an outcome, a failed check, and what the agent should read."""
 
-    if not re.search(rf"\b{re.escape(op.name)}\b", candidate.source):
-        state.check("entry", False, f"the source defines no {op.name}")
-        return state.verdict(
-            Outcome.GENERATION_FAILURE, f"the source must define {op.contract.signature()}"
-        )
-    if reason := toolchain(candidate.language).missing():
-        raise MissingError(
-            f"cannot build {candidate.language} here: {reason}", "see `patcher doctor`"
-        )
-    report("build", 0, 1)
-    state.build = built = build(candidate, op.contract)
-    if not built.ok:
-        state.check("build", False, f"{built.command} failed")
-        return state.verdict(Outcome.COMPILATION_FAILURE, built.log)
-    state.check(
-        "build", True, f"{built.command} ({'cached' if built.cached else f'{built.seconds:.1f} s'})"
-    )
-    return _run(state, op, sweep, built, settings, report)
+    def __init__(self, outcome: Outcome, check: str, detail: str, log: str = "") -> None:
+        super().__init__(detail)
+        self.outcome, self.check, self.detail, self.log = outcome, check, detail, log
 
 
-def _run(
-    state: _State, op: Op, sweep: Sweep, built: Built, settings: JudgeSettings, report: Progress
-) -> Evaluation:
-    written = [tensor.name for tensor in op.contract.written]
-    with ExitStack() as stack:
-        runner = stack.enter_context(
-            Runner(
-                state.device, written, settings.threads, trusted=False, timeout_s=settings.timeout_s
+class Judge:
+    """Judges candidates one after the other; the baselines' process is kept. A context manager."""
+
+    def __init__(self, settings: JudgeSettings) -> None:
+        self.settings = settings
+        self._zygotes: dict[str, Zygote] = {}
+        self._trusted: dict[str, Runner] = {}
+        self._canary: dict[str, str] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        # the judge's own sums must not take the processors from what it times
+        before = torch.get_num_threads()
+        self._stack.callback(torch.set_num_threads, before)
+        torch.set_num_threads(1)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def evaluate(self, candidate: Candidate, report: Progress) -> Evaluation:
+        """See `bench.judge.evaluate`."""
+        settings = self.settings
+        op = load_op(candidate.op)
+        device = _device(candidate, settings)
+        sweep = _sweep(op, device, settings)
+        if settings.baseline and settings.baseline not in op.baselines:
+            known = ", ".join(op.baselines)
+            raise UsageError(f"{op.name} has no baseline {settings.baseline!r}", f"it has: {known}")
+        state = _State(candidate, device)
+        if not re.search(rf"\b{re.escape(op.name)}\b", candidate.source):
+            state.check("entry", False, f"the source defines no {op.name}")
+            return state.verdict(
+                Outcome.GENERATION_FAILURE, f"the source must define {op.contract.signature()}"
             )
-        )
+        seen = look(candidate, settings.tripwires)
+        state.tripwires = seen.said()
+        if seen.refused:
+            state.check("tripwires", False, "; ".join(seen.refused))
+            return state.verdict(Outcome.GUARD_VIOLATION)
+        if reason := toolchain(candidate.language).missing():
+            language = candidate.language
+            raise MissingError(f"cannot build {language} here: {reason}", "see `patcher doctor`")
+        report("build", 0, 1)
+        state.build = built = build(candidate, op.contract)
+        if not built.ok:
+            state.check("build", False, f"{built.command} failed")
+            return state.verdict(Outcome.COMPILATION_FAILURE, built.log)
+        took = "cached" if built.cached else f"{built.seconds:.1f} s"
+        state.check("build", True, f"{built.command} ({took})")
+        return self._run(state, op, sweep, built, seen, report)
+
+    def _run(
+        self, state: _State, op: Op, sweep: Sweep, built: Built, seen: Tripwires, report: Progress
+    ) -> Evaluation:
+        settings, draw = self.settings, Secrets(self.settings.seed)
+        zygote = self._zygote(state.device)
+        limits = Limits(reply_s=settings.timeout_s, memory_bytes=settings.memory_bytes)
+        more: dict[str, Any] = {}
+        with Runner(zygote, limits, trusted=False) as runner:
+            trial = _Trial(state, op, sweep, runner, settings, draw)
+            try:
+                trial.load(built, self._cpus(state.device))
+                cases = cases_.correctness_cases(op, sweep, draw, 1 + seen.evidence)
+                trial.correct(cases, report)
+                trial.repeats(seen.declares_nondeterminism)
+                baseline, found, name = self._baseline(op, sweep, state.device, report)
+                more = {"baseline": name, "baselines": found}
+                with ClockMonitor(state.device) as clocks:
+                    more |= trial.timed(baseline, clocks, report)
+                again = draw.random.sample(cases, min(AFTER, len(cases)))
+                trial.correct([_reseeded(case, draw) for case in again], report, "values after")
+            except _Wrong as wrong:
+                state.check(wrong.check, False, wrong.detail)
+                timed = {key: more[key] for key in ("baseline", "baselines") if key in more}
+                evaluation = state.verdict(wrong.outcome, wrong.log, **timed)
+            else:
+                trial.passed()
+                speedup = geomean([timing.speedup for timing in more["timings"]])
+                outcome = Outcome.CORRECT if speedup > 1 else Outcome.TOO_SLOW
+                evaluation = state.verdict(outcome, geomean_speedup=speedup, **more)
+        if state.device == "cuda" and evaluation.outcome is Outcome.RUNTIME_ERROR:
+            self._prove_device(state.device)
+        return evaluation
+
+    def _zygote(self, device: str) -> Zygote:
+        if device not in self._zygotes:
+            modules = ("triton",) if device == "cuda" else ()
+            self._zygotes[device] = self._stack.enter_context(Zygote(device, modules))
+            if device == "cuda":
+                self._canary[device] = self._sing(device)
+        return self._zygotes[device]
+
+    def _baseline(
+        self, op: Op, sweep: Sweep, device: str, report: Progress
+    ) -> tuple[Runner, dict[str, str], str]:
+        """The trusted runner with the strongest baseline loaded."""
+        if device not in self._trusted:
+            limits = Limits(reply_s=300.0)
+            runner = self._stack.enter_context(Runner(self._zygote(device), limits, trusted=True))
+            self._trusted[device] = runner
+        runner, settings = self._trusted[device], self.settings
+        runner.start(settings.threads, self._cpus(device), _written(op))
+        name = settings.baseline
+        found = Strongest(name=name or "", times_us={}, missing={})
+        if name is None:
+            found = strongest(op, sweep, device, runner, settings.threads, report)
+            name = found.name
         try:
-            runner.command(
-                "candidate",
-                settings.load_timeout_s,
-                built=built.model_dump(mode="json"),
-                entry=op.name,
+            runner.command("baseline", LOAD_S, op=op.name, name=name)
+        except RunnerFailure as failure:
+            raise MissingError(
+                f"the baseline {name} does not run here: {failure.message}", "see `patcher doctor`"
+            ) from failure
+        return runner, found.told(), name
+
+    def _cpus(self, device: str) -> list[int] | None:
+        """CPUs to which runners are pinned; both arms the same."""
+        threads = self.settings.threads
+        if device == "cuda" or threads is None:
+            return None
+        import os
+
+        return sorted(os.sched_getaffinity(0))[:threads]
+
+    def _sing(self, device: str) -> str:
+        """What the device says to exact arithmetic, in a process that nothing else has used."""
+        with Runner(self._zygotes[device], Limits(reply_s=120.0), trusted=True) as runner:
+            runner.start(None, None, [])
+            return str(runner.command("canary")["digest"])
+
+    def _prove_device(self, device: str) -> None:
+        try:
+            digest = self._sing(device)
+        except RunnerFailure as failure:
+            raise MissingError(
+                f"the GPU does not answer after a candidate failed: {failure.message}",
+                "reset it (nvidia-smi --gpu-reset) or use another one",
+            ) from failure
+        if digest != self._canary[device]:
+            raise VerificationError(
+                "the GPU computes something else after a candidate failed", "reset it"
+            )
+
+
+class _Trial:
+    """One candidate in one runner."""
+
+    def __init__(
+        self,
+        state: _State,
+        op: Op,
+        sweep: Sweep,
+        runner: Runner,
+        settings: JudgeSettings,
+        draw: Secrets,
+    ) -> None:
+        self.state, self.op, self.sweep, self.runner = state, op, sweep, runner
+        self.settings, self.draw = settings, draw
+        self.planted = self.rejected = self.compared = 0
+
+    def load(self, built: Built, cpus: list[int] | None) -> None:
+        self.runner.start(self.settings.threads, cpus, _written(self.op))
+        self.state.sandbox = self.runner.confinement
+        place = self.runner.place(built)
+        try:
+            limit = self.settings.load_timeout_s
+            self.runner.command(
+                "candidate", limit, path=place, binding=built.binding, entry=self.op.name
             )
         except RunnerFailure as failure:
-            state.check("load", False, failure.message)
-            return state.verdict(Outcome.RUNTIME_ERROR, _log(failure, runner))
-        outcome, log = _correct(state, op, sweep, runner, settings, report)
-        if outcome is not None:
-            return state.verdict(outcome, log)
+            raise self._failed(failure, "load", failure.message) from failure
 
-        report("baselines", 0, len(op.baselines))
-        honest = stack.enter_context(
-            Runner(state.device, written, settings.threads, trusted=True, timeout_s=300)
+    def correct(self, cases: Sequence[Case], report: Progress, name: str = "values") -> None:
+        """Every case against float64; the first thing wrong decides."""
+        for index, case in enumerate(cases):
+            report("check", index, len(cases))
+            self._one(case, name)
+        report("check", len(cases), len(cases))
+
+    def _one(self, case: Case, name: str) -> None:
+        op = self.op
+        inputs = cases_.make_inputs(op, case, self.state.device)
+        plan = cases_.tensors_of(op, case.point, case.placed)
+        data = cases_.packed(plan, [inputs])
+        left = self._called(case, plan, data)
+        if problem := cases_.guard_problem(op, plan, data, left):
+            raise _Wrong(Outcome.GUARD_VIOLATION, "guards", f"{case.label()}: {problem}")
+        expected = cases_.expect(op, case, inputs)
+        values = cases_.outputs_of(plan, left[0])
+        if problem := cases_.value_problem(op, [case], [expected], [values]):
+            raise _Wrong(Outcome.MISMATCH, name, f"{case.label()}: {problem}")
+        self.state.outputs.update(left.tobytes())
+        self.compared += 1
+        if case.regime == "normal" and case.point in self.sweep.points():
+            control = op.control(**inputs, **cases_.scalars_by_name(op, case))
+            self.planted += 1
+            self.rejected += cases_.value_problem(op, [case], [expected], [control]) is not None
+
+    def _called(self, case: Case, plan: Any, data: Any) -> Any:
+        sets = len(data)
+        self.runner.send(data)
+        try:
+            limit = self.settings.load_timeout_s if self.state.candidate.language in LATE else None
+            reply = self.runner.command(
+                *("call", limit),
+                plan=plan.model_dump(),
+                scalars=list(case.scalars),
+                sets=sets,
+                order=list(range(sets)),
+            )
+            return self.runner.receive(data.size, reply["crc"]).reshape(data.shape)
+        except RunnerFailure as failure:
+            raise self._failed(failure, "runs", f"{case.label()}: {failure.message}") from failure
+
+    def repeats(self, declared: bool) -> None:
+        """Equal inputs at two addresses, and once more: equal bits."""
+        scalars = tuple(scalar.value for scalar in self.op.contract.scalars)
+        differ = []
+        for point in (self.sweep.points()[0], self.sweep.points()[-1]):
+            case = Case(point, "normal", self.draw.seed(), scalars)
+            inputs = cases_.make_inputs(self.op, case, self.state.device)
+            plan = cases_.tensors_of(self.op, point)
+            data = cases_.packed(plan, [inputs] * 3)
+            first, *others = self._called(case, plan, data)
+            differ += [point.label() for other in others if (other != first).any()]
+        allowed = declared and not self.op.contract.guards.deterministic
+        if differ and not allowed:
+            detail = f"equal inputs gave other bits at {differ[0]}"
+            raise _Wrong(Outcome.MISMATCH, "determinism", detail)
+        self.state.check(
+            "determinism", True, "declared otherwise" if differ else "equal bits thrice"
         )
-        names = [settings.baseline] if settings.baseline else list(op.baselines)
-        baselines, best = strongest(op, sweep, state.device, honest, names, report)
-        clocks = stack.enter_context(ClockMonitor(state.device))
-        sitting = Sitting(op, sweep, state.device, runner, honest, settings.pairs, clocks)
+
+    def timed(self, baseline: Runner, clocks: ClockMonitor, report: Progress) -> dict[str, Any]:
+        settings, device = self.settings, self.state.device
+        precision = Precision(
+            fewest_pairs=min(settings.pairs, 6),
+            most_pairs=settings.pairs,
+            half_width=settings.precision_pct / 100,
+        )
+        best = ceilings(device, settings.threads)
+        sitting = Sitting(
+            self.op, device, self.runner, baseline, self.draw, clocks, best, precision
+        )
         timings: list[Timing] = []
-        points = sweep.points()
+        points = self.sweep.points()
         for index, point in enumerate(points):
             report("time", index, len(points))
             try:
-                timing, problem = sitting.compare(point, load_timeout_s=settings.load_timeout_s)
-            except RunnerFailure as failure:
-                state.check("timed calls", False, f"{point.label()}: {failure.message}")
-                captured = sitting.captured_by_baseline and "apture" in failure.message
-                outcome = Outcome.GUARD_VIOLATION if captured else Outcome.RUNTIME_ERROR
-                return state.verdict(
-                    outcome, _log(failure, runner), baseline=best, baselines=baselines
+                timings.append(sitting.compare(point, settings.load_timeout_s))
+            except Found as found:
+                broken = (
+                    Outcome.MISMATCH if found.check == "timed outputs" else Outcome.GUARD_VIOLATION
                 )
-            if problem is not None:
-                name, detail = problem
-                state.check(name, False, f"{point.label()}: {detail}")
-                broken = Outcome.GUARD_VIOLATION if name == "guards" else Outcome.MISMATCH
-                return state.verdict(broken, baseline=best, baselines=baselines)
-            timings.append(timing)
+                raise _Wrong(broken, found.check, f"{point.label()}: {found.detail}") from found
+            except RunnerFailure as failure:
+                detail = f"{point.label()}: {failure.message}"
+                raise self._failed(failure, "timed calls", detail) from failure
         report("time", len(points), len(points))
-        calls = sum(timing.calls for timing in timings)
-        state.check(
-            "timed outputs",
-            True,
-            f"the outputs of all {calls} timed calls, each on values of its own",
-        )
-        speedup = geomean([timing.speedup for timing in timings])
-        return state.verdict(
-            Outcome.CORRECT if speedup > 1 else Outcome.TOO_SLOW,
-            baseline=best,
-            baselines=baselines,
-            timings=tuple(timings),
-            timing_method=sitting.method,
-            geomean_speedup=speedup,
-            environment=describe(state.device, settings.threads, clocks.description),
-        )
+        self.calls = sitting.calls
+        return {
+            "timings": tuple(timings),
+            "timing_method": sitting.method,
+            "environment": describe(device, settings.threads, clocks.description),
+        }
 
-
-def _correct(
-    state: _State, op: Op, sweep: Sweep, runner: Runner, settings: JudgeSettings, report: Progress
-) -> tuple[Outcome | None, str]:
-    """Every case against float64; the first thing wrong decides."""
-    todo = cases_.correctness_cases(op, sweep)
-    compiles_late = state.candidate.language in ("triton", "torch")
-    planted, rejected = 0, 0
-    for index, case in enumerate(todo):
-        report("check", index, len(todo))
-        inputs = cases_.make_inputs(op, case)
-        expected = cases_.expect(op, case, inputs)
-        plan = cases_.tensors_of(op, case.point)
-        cases_.send(runner, plan, [inputs])
-        try:
-            limit = settings.load_timeout_s if compiles_late else None
-            runner.command(
-                "run", limit, layout=plan.model_dump(), scalars=list(case.scalars), sets=1
+    def passed(self) -> None:
+        discriminates = self.rejected > self.planted // 2
+        if not discriminates:
+            raise VerificationError(
+                f"the checks of {self.op.name} do not tell a planted low-precision version from a "
+                f"right one ({self.rejected} of {self.planted} rejected): the verdict is void",
+                "mend the op's `control`, or what it is compared with",
             )
-            got = cases_.receive(runner, plan, 1)[0]
-        except RunnerFailure as failure:
-            state.check("runs", False, f"{case.label()}: {failure.message}")
-            return Outcome.RUNTIME_ERROR, _log(failure, runner)
-        if problem := cases_.guard_problem(op, inputs, got):
-            state.check("guards", False, f"{case.label()}: {problem}")
-            return Outcome.GUARD_VIOLATION, ""
-        if problem := cases_.value_problem(op, case, expected, got.values):
-            state.check("values", False, f"{case.label()}: {problem}")
-            return Outcome.MISMATCH, ""
-        if case.regime == "normal" and case.point in sweep.points():
-            control = op.control(**inputs, **cases_.scalars_by_name(op, case))
-            planted += 1
-            rejected += cases_.value_problem(op, case, expected, control) is not None
-    discriminates = rejected > planted // 2
-    state.check(
-        "control",
-        discriminates,
-        f"a planted low-precision version failed at {rejected} of {planted} swept points",
-    )
-    if not discriminates:
-        return (
-            Outcome.MISMATCH,
-            "the check does not discriminate here, so nothing can be said: the verdict is void",
-        )
-    state.check("runs", True, f"{len(todo)} calls in a process of their own")
-    state.check("guards", True, "red zones whole, read-only tensors unchanged")
-    state.check(
-        "values",
-        True,
-        f"{len(todo)} seeded cases against float64, by the error of {op.honest_baseline}",
-    )
-    report("check", len(todo), len(todo))
-    return None, ""
+        planted = f"a planted low-precision version failed at {self.rejected} of {self.planted}"
+        self.state.check("control", True, planted)
+        self.state.check("runs", True, f"{self.compared} calls in a process of their own")
+        guards = "red zones whole, read-only tensors and buffers of calls never made unchanged"
+        self.state.check("guards", True, guards)
+        honest = self.op.honest_baseline
+        values = f"{self.compared} seeded cases against float64, by the error of {honest}"
+        self.state.check("values", True, values)
+        timed = f"the outputs of all {self.calls} timed calls, each on values of its own"
+        self.state.check("timed outputs", True, timed)
+        clocks = "the runner's clock, the judge's, calls alone and the machine's floor agree"
+        self.state.check("clocks", True, clocks)
+
+    def _failed(self, failure: RunnerFailure, check: str, detail: str) -> _Wrong:
+        forged = failure.kind == "Protocol"
+        outcome = Outcome.GUARD_VIOLATION if forged else Outcome.RUNTIME_ERROR
+        return _Wrong(outcome, "channel" if forged else check, detail, _log(failure, self.runner))
+
+
+def _sweep(op: Op, device: str, settings: JudgeSettings) -> Sweep:
+    sweep = op.sweep(device, settings.sweep)
+    if settings.points is None:
+        return sweep
+    return sweep.model_copy(update={"values": settings.points})
+
+
+def _reseeded(case: Case, draw: Secrets) -> Case:
+    return Case(case.point, case.regime, draw.seed(), case.scalars, case.placed)
+
+
+def _written(op: Op) -> list[int]:
+    return [i for i, tensor in enumerate(op.contract.tensors) if tensor.access != "read"]
 
 
 def _device(candidate: Candidate, settings: JudgeSettings) -> str:
-    import torch
-
     native = {"cpp": "cpu", "cuda": "cuda", "triton": "cuda"}.get(candidate.language)
     device = settings.device or native or ("cuda" if torch.cuda.is_available() else "cpu")
     if native and device != native:

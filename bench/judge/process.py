@@ -1,33 +1,44 @@
-"""The judge's side of a runner: start it confined, send commands, read replies, kill it as a
-group.
+"""The judge's side of runners: fork them from a zygote, send commands, read replies, freeze them
+while others are timed, kill each with everything that it started.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
-import resource
+import secrets
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from bench.toolchains import cache_root
+import numpy as np
 
-SANDBOX = (
-    "R0: own process, session and temporary home; scrubbed environment; "
-    "limits on files, time and core dumps"
-)
+from bench.judge import sandbox, tree
+from bench.judge.blob import Bytes
+from bench.toolchains import Built, cache_root
+
+_CAPACITY = 1 << 30
+"""Bytes that inputs and outputs of one command may have; memory is used as it is written."""
 _REPLY_LIMIT = 1 << 24
+_LOG_LIMIT = 1 << 16
 
 
 class RunnerFailure(Exception):
-    """The runner crashed, hung, exited, or its kernel raised. `fatal` when the process is gone."""
+    """The runner crashed, hung, exited, or its kernel raised. `fatal` when the process is gone.
+
+    `kind` is the exception's name in the runner, or `Timeout`, `Memory`, or `Protocol` where what
+    came back cannot be what the runner's own code sent.
+    """
 
     def __init__(self, message: str, trace: str = "", kind: str = "", fatal: bool = True) -> None:
         super().__init__(message)
@@ -37,33 +48,128 @@ class RunnerFailure(Exception):
         self.fatal = fatal
 
 
+class Zygote:
+    """The trusted process that has imported torch and forks runners. A context manager."""
+
+    def __init__(self, device: str, modules: tuple[str, ...] = ()) -> None:
+        self.device = device
+        self.kit = Path(tempfile.mkdtemp(prefix="patcher-kit-"))
+        self.kit.chmod(0o755)
+        shutil.copytree(
+            Path(__file__).parent / "kit",
+            self.kit / "patcher_kit",
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        names = ",".join(("torch", *modules))
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "patcher_kit.runner", str(theirs.fileno()), names],
+                cwd=self.kit,
+                env=_environment(self.kit, device),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        self._socket = ours
+        self._socket.settimeout(300)
+        if not self._socket.recv(16):
+            raise RunnerFailure(f"the runner's process does not start: {self._said()}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+        shutil.rmtree(self.kit, ignore_errors=True)
+
+    def fork(self, job: dict[str, Any], descriptors: list[int]) -> int:
+        """A new runner's process id."""
+        socket.send_fds(self._socket, [json.dumps({"do": "fork", **job}).encode()], descriptors)
+        return int(self._answer()["pid"])
+
+    def reap(self, pid: int, timeout_s: float = 10.0) -> int | None:
+        """Wait status of a runner that ended, or None where it still runs."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._socket.send(json.dumps({"do": "reap", "pid": pid}).encode())
+            status = self._answer()["status"]
+            if status is not None:
+                return int(status)
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.002)
+
+    def _answer(self) -> dict[str, Any]:
+        answer = self._socket.recv(1 << 12)
+        if not answer:
+            raise RunnerFailure(f"the runner's parent is gone: {self._said()}")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def _said(self) -> str:
+        assert self._process.stderr is not None
+        self._process.kill()
+        return self._process.stderr.read().decode("utf-8", "replace")[-1500:]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one runner."""
+
+    reply_s: float = 30.0
+    """The longest that a command may take which has no limit of its own."""
+    memory_bytes: int = 16 << 30
+    """Of all its processes together."""
+
+
 class Runner:
-    """One runner process. A context manager: leaving kills the whole group and removes its
-    folder.
+    """One runner process. A context manager: leaving kills the whole tree and removes its folder.
+
+    A trusted runner (baselines, the canary) is not confined, has the project on its path, and
+    keeps its compile caches between runs; a candidate's gets none of that.
     """
 
-    def __init__(
-        self, device: str, written: list[str], threads: int | None, trusted: bool, timeout_s: float
-    ) -> None:
-        shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self.folder = Path(tempfile.mkdtemp(prefix="patcher-judge-", dir=shared))
-        self.timeout_s = timeout_s
+    def __init__(self, zygote: Zygote, limits: Limits, trusted: bool) -> None:
+        self._zygote, self.limits = zygote, limits
+        self.folder = Path(tempfile.mkdtemp(prefix="patcher-run-"))
+        self.confinement = "none: trusted code"
+        self.reply_s = 0.0
         self._buffer = b""
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "bench.judge.runner", str(self.folder)],
-            cwd=self.folder,
-            env=_environment(self.folder, trusted, device),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=_limit,
-        )
+        self._status: int | None = None
+        self._files = [_memory_file("inputs"), _memory_file("outputs")]
+        commands, self._commands = os.pipe()
+        self._replies, replies = os.pipe()
+        inputs = os.open(f"/proc/self/fd/{self._files[0]}", os.O_RDONLY)
+        policy = None
+        if not trusted:
+            policy = asdict(
+                sandbox.runner_policy(
+                    self.folder,
+                    device=zygote.device,
+                    also=[zygote.kit],
+                    memory_bytes=limits.memory_bytes,
+                )
+            )
+        root = str(Path(__file__).resolve().parents[2])
+        job = {
+            "folder": str(self.folder),
+            "log": str(self.folder / "log"),
+            "environment": _caches(self.folder, trusted),
+            "policy": policy,
+            "paths": [root] if trusted else [],
+        }
         try:
-            self.command("start", timeout_s=300, device=device, threads=threads, written=written)
-        except BaseException:
-            self.close()
-            raise
+            self._pid = zygote.fork(job, [commands, replies, inputs, self._files[1]])
+        finally:
+            for descriptor in (commands, replies, inputs):
+                os.close(descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -71,20 +177,33 @@ class Runner:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def start(self, threads: int | None, cpus: list[int] | None, written: list[int]) -> None:
+        """Confine it, import torch, wake the device."""
+        device = self._zygote.device
+        reply = self.command(
+            "start", 300, device=device, threads=threads, cpus=cpus, written=written
+        )
+        if "confinement" in reply:
+            self.confinement = str(reply["confinement"])
+
     def command(self, do: str, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
-        """Send one command and wait for its reply.
+        """Send one command and wait for its reply; `reply_s` is how long that took.
 
         Raises:
             RunnerFailure: it raised, crashed, exited, or gave no reply in time (then it is killed).
         """
-        line = json.dumps({"do": do, **arguments}) + "\n"
-        assert self._process.stdin is not None
+        nonce = secrets.token_hex(8)
+        line = json.dumps({"do": do, "nonce": nonce, **arguments}).encode() + b"\n"
+        begin = time.perf_counter()
         try:
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
+            _write_all(self._commands, line)
         except BrokenPipeError:
             raise RunnerFailure(self._how_it_ended()) from None
-        reply = self._read_reply(timeout_s or self.timeout_s)
+        reply = self._read_reply(timeout_s or self.limits.reply_s)
+        self.reply_s = time.perf_counter() - begin
+        if reply.get("nonce") != nonce:
+            self._kill()
+            raise RunnerFailure("a reply to another command came: a forged one", kind="Protocol")
         if reply.get("ok") is True:
             return reply
         raise RunnerFailure(
@@ -94,100 +213,182 @@ class Runner:
             fatal=False,
         )
 
+    def place(self, built: Built) -> str:
+        """Copy what was built to where the runner can read it: its path there."""
+        assert built.path is not None
+        target = self.folder / built.path.name
+        shutil.copyfile(built.path, target)
+        target.chmod(0o755)
+        return str(target)
+
+    def send(self, data: Bytes) -> None:
+        """Bytes that its next command reads."""
+        _write_at_start(self._files[0], data)
+
+    def receive(self, size: int, crc: int) -> Bytes:
+        """Bytes that its last command left, which must be those that it had when it replied.
+
+        Raises:
+            RunnerFailure: they are others.
+        """
+        data = np.empty(size, dtype=np.uint8)
+        _read_from_start(self._files[1], data)
+        if zlib.crc32(data.data) != crc:
+            raise RunnerFailure("its outputs changed after it handed them back", kind="Protocol")
+        return data
+
+    def freeze(self, frozen: bool) -> None:
+        """Stop all of it, or let it go on: nothing of it runs while another is timed."""
+        for pid in tree.descendants(self._pid):
+            try:
+                os.kill(pid, signal.SIGSTOP if frozen else signal.SIGCONT)
+            except ProcessLookupError:
+                continue
+
     def _read_reply(self, timeout_s: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
         deadline = time.monotonic() + timeout_s
-        descriptor = self._process.stdout.fileno()
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
-            ready, _, _ = select.select([descriptor], [], [], max(left, 0))
-            if not ready:
+            ready, _, _ = select.select([self._replies], [], [], min(max(left, 0), 0.2))
+            if ready:
+                chunk = os.read(self._replies, 1 << 16)
+                if not chunk:
+                    raise RunnerFailure(self._how_it_ended())
+                self._buffer += chunk
+                if len(self._buffer) > _REPLY_LIMIT:
+                    self._kill()
+                    raise RunnerFailure("it floods the reply channel", kind="Protocol")
+            elif left <= 0:
                 self._kill()
-                raise RunnerFailure(
-                    f"no answer after {timeout_s:g} s: it hangs (killed)", kind="Timeout"
-                )
-            chunk = os.read(descriptor, 1 << 16)
-            if not chunk:
-                raise RunnerFailure(self._how_it_ended())
-            self._buffer += chunk
-            if len(self._buffer) > _REPLY_LIMIT:
-                self._kill()
-                raise RunnerFailure("it floods the reply channel", kind="Protocol")
+                message = f"no answer after {timeout_s:g} s: it hangs (killed)"
+                raise RunnerFailure(message, kind="Timeout")
+            else:
+                self._watch()
         line, self._buffer = self._buffer.split(b"\n", 1)
         try:
             reply = json.loads(line)
         except ValueError:
+            reply = None
+        if not isinstance(reply, dict):
             self._kill()
             raise RunnerFailure(
                 "its reply is not JSON: something else wrote to the channel", kind="Protocol"
-            ) from None
-        if not isinstance(reply, dict):
-            self._kill()
-            raise RunnerFailure("its reply is not an object", kind="Protocol")
+            )
         return reply
 
+    def _watch(self) -> None:
+        """Memory of the whole tree, which no limit of one process bounds."""
+        used = sum(tree.resident_bytes(pid) for pid in tree.descendants(self._pid))
+        if used > self.limits.memory_bytes:
+            self._kill()
+            raise RunnerFailure(
+                f"it took {used / 2**30:.1f} GiB of memory, "
+                f"{self.limits.memory_bytes / 2**30:.1f} allowed (killed)",
+                kind="Memory",
+            )
+
     def _how_it_ended(self) -> str:
-        try:
-            code = self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
+        self._status = self._zygote.reap(self._pid)
+        if self._status is None:
             self._kill()
             return "it closed the reply channel (killed)"
+        code = os.waitstatus_to_exitcode(self._status)
         if code < 0:
             return f"crashed with {signal.Signals(-code).name}"
         return f"exited with code {code} before it answered"
 
     def _kill(self) -> None:
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
+        if self._status is not None:
             return
-        self._process.wait()
+        doomed = tree.descendants(self._pid)
+        for pid in doomed:  # stopped first, so that none forks while the others die
+            _signal(pid, signal.SIGSTOP)
+        for pid in {*doomed, *tree.descendants(self._pid)}:
+            _signal(pid, signal.SIGKILL)
+        self._status = self._zygote.reap(self._pid)
 
     def log_tail(self, limit: int = 2000) -> str:
+        """What it printed last."""
         try:
-            return (self.folder / "log").read_text(encoding="utf-8", errors="replace")[-limit:]
+            with (self.folder / "log").open("rb") as file:
+                file.seek(0, os.SEEK_END)
+                file.seek(max(file.tell() - _LOG_LIMIT, 0))
+                return file.read().decode("utf-8", "replace")[-limit:]
         except FileNotFoundError:
             return ""
 
     def close(self) -> None:
         self._kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    continue
+        for descriptor in (self._commands, self._replies, *self._files):
+            os.close(descriptor)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _environment(folder: Path, trusted: bool, device: str) -> dict[str, str]:
-    """An allow-list: what Python and CUDA need, nothing that may hold a secret.
-
-    A trusted runner (baselines) keeps its compile caches between runs; a candidate gets fresh ones.
-    """
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    caches = cache_root() / "baselines" if trusted else folder / "cache"
+def _environment(kit: Path, device: str) -> dict[str, str]:
+    """An allow-list: what Python and CUDA need, nothing that may hold a secret."""
     environment = {
         "PATH": os.environ.get("PATH", os.defpath),
-        "HOME": str(folder),
-        "TMPDIR": str(folder),
+        "HOME": str(kit),
         "LC_ALL": "C.UTF-8",
-        "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONDONTWRITEBYTECODE": "1",
-        "TRITON_CACHE_DIR": str(caches / "triton"),
-        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-        "FLASHINFER_WORKSPACE_BASE": str(caches / "flashinfer"),
-        "PATCHER_CACHE": str(caches),
+        "OPENBLAS_NUM_THREADS": "1",  # its pool of threads would not survive the fork
     }
     kept = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
     environment |= {name: os.environ[name] for name in kept if name in os.environ}
+    paths = [str(kit), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment
 
 
-def _limit() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 30, 4 << 30))
+def _caches(folder: Path, trusted: bool) -> dict[str, str]:
+    caches = cache_root() / "baselines" if trusted else folder / "cache"
+    return {
+        "HOME": str(folder),
+        "TMPDIR": str(folder),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "FLASHINFER_WORKSPACE_BASE": str(caches / "flashinfer"),
+        "PATCHER_CACHE": str(caches),
+        **({"PATCHER_OPS": os.environ.get("PATCHER_OPS", "")} if trusted else {}),
+    }
+
+
+def _memory_file(name: str) -> int:
+    """An anonymous file that nobody can shrink under a reader, and no path leads to."""
+    descriptor = os.memfd_create(f"patcher-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, _CAPACITY)
+    import fcntl
+
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def _write_at_start(descriptor: int, data: Bytes) -> None:
+    if data.nbytes > _CAPACITY:
+        raise ValueError(f"{data.nbytes} bytes for one command, {_CAPACITY} at most")
+    with mmap.mmap(descriptor, data.nbytes) as mapped:
+        mapped[:] = data.data.cast("B")
+
+
+def _read_from_start(descriptor: int, data: Bytes) -> None:
+    view, at = data.data.cast("B"), 0
+    while at < data.nbytes:
+        count = os.preadv(descriptor, [view[at:]], at)
+        if count <= 0:
+            raise ValueError("the runner's outputs are cut off")
+        at += count
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return

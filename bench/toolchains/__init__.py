@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bench.candidate import Candidate, Language
+from bench.contract import Contract
 from bench.errors import UsageError
-from bench.op import Contract
 from bench.records import Record
 
 

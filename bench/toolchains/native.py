@@ -12,7 +12,6 @@ import importlib.machinery
 import importlib.util
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -24,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.candidate import Candidate, Language
+from bench.contract import Contract
 from bench.errors import MissingError
-from bench.op import Contract
 from bench.toolchains import Built, cache_root
 
 BUILD_TIMEOUT_S = 300
@@ -201,14 +200,14 @@ def cuda_arch() -> str:
 
 
 def run_compiler(command: list[str], folder: Path) -> tuple[int, str]:
-    """Run a compiler in a folder of its own: no inherited environment, limits on time and file
-    size, own group.
+    """Run a compiler confined to a folder of its own: no network, no GPU, nothing of the user's
+    files, no inherited environment; killed with all that it started.
     """
+    # imported late: the sandbox hides the project, and so knows its packages
+    from bench.judge import sandbox
 
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, 1 << 30))
-
+    also = [cache_root() / "pch", *(_prefix(name) for name in (command[0], "g++"))]
+    policy = sandbox.build_policy(folder, also=[path for path in also if path.is_dir()])
     environment = {
         "PATH": _search_path(),
         "HOME": str(folder),
@@ -216,14 +215,13 @@ def run_compiler(command: list[str], folder: Path) -> tuple[int, str]:
         "LC_ALL": "C.UTF-8",
     }
     process = subprocess.Popen(
-        command,
+        sandbox.command(policy, *command),
         cwd=folder,
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=limit,
     )
     try:
         output, _ = process.communicate(timeout=BUILD_TIMEOUT_S)
@@ -236,6 +234,12 @@ def run_compiler(command: list[str], folder: Path) -> tuple[int, str]:
         process.wait()
         raise
     return process.returncode, output.decode("utf-8", "replace")
+
+
+def _prefix(compiler: str) -> Path:
+    """Where a compiler is installed, with what it needs beside it."""
+    found = shutil.which(compiler, path=_search_path())
+    return Path(os.path.realpath(found)).parent.parent if found else Path()
 
 
 def _search_path() -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.candidate import Candidate, Language
+from bench.contract import Contract
 from bench.errors import MissingError
-from bench.op import Contract
 from bench.toolchains import Built
 
 

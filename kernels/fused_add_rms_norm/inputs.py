@@ -18,18 +18,18 @@ class Point(Protocol):
     def dtypes(self) -> dict[str, str]: ...
 
 
-def make(point: Point, seed: int, regime: str) -> dict[str, Tensor]:
-    """`{"input", "residual", "weight"}` on the CPU in the dtypes of the point.
+def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Tensor]:
+    """`{"input", "residual", "weight"}` on the generator's device in the dtypes of the point.
 
     Raises:
         ValueError: unknown regime.
     """
-    generator = torch.Generator().manual_seed(seed)
+    device = generator.device
     shape = (point.axes["tokens"], point.axes["hidden"])
     dtype, weight_dtype = (getattr(torch, point.dtypes[symbol]) for symbol in ("T", "W"))
-    added = torch.randn(shape, generator=generator)
-    residual = torch.randn(shape, generator=generator)
-    weight = 1.0 + 0.25 * torch.randn(shape[1], generator=generator)
+    added = torch.randn(shape, generator=generator, device=device)
+    residual = torch.randn(shape, generator=generator, device=device)
+    weight = 1.0 + 0.25 * torch.randn(shape[1], generator=generator, device=device)
     match regime:
         case "normal":
             pass
@@ -40,16 +40,16 @@ def make(point: Point, seed: int, regime: str) -> dict[str, Tensor]:
         case "cancellation":
             residual = -added + residual * 2**-6
         case "spikes":  # one element a row carries the norm
-            column = torch.randint(0, shape[1], (shape[0], 1), generator=generator)
+            column = torch.randint(0, shape[1], (shape[0], 1), generator=generator, device=device)
             added = added * 0.05
             residual = (residual * 0.05).scatter(1, column, 60.0)
         case "ramp":  # position-coded: a swapped or skipped element shows
             added = (
-                torch.linspace(-1.0, 1.0, shape[1]).expand(shape)
-                + torch.arange(shape[0]).unsqueeze(1) / 8
+                torch.linspace(-1.0, 1.0, shape[1], device=device).expand(shape)
+                + torch.arange(shape[0], device=device).unsqueeze(1) / 8
             )
         case "zeros":
-            added, residual = torch.zeros(shape), torch.zeros(shape)
+            added, residual = torch.zeros_like(added), torch.zeros_like(residual)
         case _:
             raise ValueError(f"unknown regime {regime!r}")
     return {

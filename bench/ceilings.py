@@ -1,0 +1,147 @@
+"""What this machine can do at best, measured: copies, matmuls, the shortest kernel.
+
+A share of the speed of light is against these; a time below what they allow is a violation. Kept
+for a machine in the cache, by device and library versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from bench.contract import Contract, Point
+from bench.environment import cpu_name, driver_version, package_versions
+from bench.records import Record
+from bench.toolchains import cache_root
+
+SLACK = 1.5
+"""A measured time may be this much below the floor: ceilings are measured, too."""
+
+
+class Ceilings(Record):
+    """Of one device, at its best moment; bytes are counted as read plus written."""
+
+    device: str
+    memory_gb_s: float
+    """A copy far larger than the last-level cache."""
+    cached_gb_s: float
+    """The fastest of copies that stay in a cache."""
+    flops: dict[str, float]
+    """Matmul by dtype, operations per second."""
+    launch_us: float
+    """The shortest kernel in a CUDA graph; 0 on a CPU."""
+
+    def light_us(self, contract: Contract, point: Point) -> float:
+        """Time that the contract's bytes and arithmetic take at these rates: bytes from memory on a
+        GPU, from the cache on a CPU, where they lie after the copy-in.
+        """
+        on_gpu = self.launch_us > 0
+        return self._us(contract, point, self.memory_gb_s if on_gpu else self.cached_gb_s)
+
+    def floor_us(self, contract: Contract, point: Point) -> float:
+        """No call on this machine takes less, even with all of its data in the cache."""
+        return max(self._us(contract, point, self.cached_gb_s), self.launch_us) / SLACK
+
+    def _us(self, contract: Contract, point: Point, gb_s: float) -> float:
+        moved = contract.bytes_moved(point) / (gb_s * 1e3)
+        best = max(self.flops.values())
+        return max(moved, contract.flops(point) / (best * 1e-6))
+
+
+def ceilings(device: str, threads: int | None = None) -> Ceilings:
+    """Measured now, or found in the cache."""
+    import torch
+
+    name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
+    known = (name, threads, driver_version() if device == "cuda" else None, package_versions())
+    key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+    path = cache_root() / "ceilings" / f"{key}.json"
+    if path.is_file():
+        return Ceilings.model_validate_json(path.read_text(encoding="utf-8"))
+    before = torch.get_num_threads()
+    try:
+        if device == "cpu" and threads is not None:
+            torch.set_num_threads(threads)
+        found = _measured(name, device)
+    finally:
+        torch.set_num_threads(before)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_suffix(f".{os.getpid()}")
+    staged.write_text(found.model_dump_json(), encoding="utf-8")
+    staged.replace(path)
+    return found
+
+
+def _measured(name: str, device: str) -> Ceilings:
+    import torch
+
+    large = 1 << 30 if device == "cuda" else 1 << 28
+    small = (
+        (1 << 21, 1 << 22, 1 << 23) if device == "cuda" else (1 << 13, 1 << 15, 1 << 17, 1 << 20)
+    )
+    dtypes = (torch.bfloat16, torch.float32) if device == "cuda" else (torch.float32,)
+    size = 8192 if device == "cuda" else 1024
+    rates = {}
+    for dtype in dtypes:
+        a = torch.randn(size, size, device=device).to(dtype)
+        out = torch.empty_like(a)
+        seconds = _seconds(lambda: torch.mm(a, a, out=out), device)  # noqa: B023 (called at once)
+        rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
+    return Ceilings(
+        device=name,
+        memory_gb_s=_copied(large, device),
+        cached_gb_s=max(_copied(size, device) for size in small),
+        flops=rates,
+        launch_us=_launch_us() if device == "cuda" else 0.0,
+    )
+
+
+def _copied(size: int, device: str) -> float:
+    import torch
+
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _seconds(lambda: target.copy_(source), device) / 1e9
+
+
+def _launch_us() -> float:
+    """A kernel on one element, from a graph of many."""
+    import torch
+
+    one, calls = torch.zeros(1, device="cuda"), 200
+    graph: Any = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            one.add_(1)
+    return _seconds(graph.replay, "cuda") / calls * 1e6
+
+
+def _seconds(function: Callable[[], Any], device: str) -> float:
+    """The best of a few, each over enough calls to be told from the clock."""
+    import torch
+
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    calls, best = 1, []
+    while True:
+        wait()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            function()
+        wait()
+        took = time.perf_counter() - begin
+        if took < 2e-3:
+            calls *= 4
+            continue
+        best.append(took / calls)
+        if len(best) == 25:
+            return min(best)
+
+
+__all__ = ("SLACK", "Ceilings", "ceilings")

@@ -1,0 +1,194 @@
+"""The contract of an op: `op.toml`, validated."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Literal
+
+from bench.records import Record
+
+ITEM_SIZE = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+}
+
+
+class TensorSpec(Record):
+    name: str
+    dtype: str
+    """A symbol of `[dtypes]`."""
+    shape: tuple[str, ...]
+    """Names of axes, row-major."""
+    access: Literal["read", "write", "update"]
+    """`update`: read and written in place. What is only read must come back as it was."""
+    values: Literal["any", "given"] = "any"
+    """`given`: only `inputs.py` chooses them (indices, tables); `any`: the judge's regimes too."""
+    layout: Literal["contiguous", "rows"] = "contiguous"
+    """`rows`: the last axis is dense, the stride between rows may be larger than a row."""
+    alignment: int = 16
+    """Bytes to which the first element is aligned; below 16 the judge tries misaligned ones."""
+    summary: str = ""
+
+
+class ScalarSpec(Record):
+    name: str
+    type: Literal["float", "int"]
+    value: float
+    """The value that the sweep uses; the judge also tries others."""
+    summary: str = ""
+
+
+class Point(Record):
+    """One concrete problem: a size for every axis, a dtype for every symbol."""
+
+    axes: dict[str, int]
+    dtypes: dict[str, str]
+
+    def label(self) -> str:
+        axes = " ".join(f"{name}={size}" for name, size in self.axes.items())
+        return f"{axes} {'/'.join(dict.fromkeys(self.dtypes.values()))}"
+
+
+class Sweep(Record):
+    name: str
+    device: Literal["cpu", "cuda"]
+    dtypes: dict[str, str]
+    axis: str
+    values: tuple[int, ...]
+    fixed: dict[str, int]
+
+    def points(self) -> list[Point]:
+        return [
+            Point(axes={self.axis: value, **self.fixed}, dtypes=self.dtypes)
+            for value in self.values
+        ]
+
+
+class HiddenShape(Record):
+    axes: dict[str, int]
+
+
+class Guards(Record):
+    """Where a kernel for this op may be called; elsewhere the engine's own code runs."""
+
+    hidden_multiple_of: int = 1
+    hidden_max: int | None = None
+    contiguous: bool = True
+    graph_safe: bool = True
+    deterministic: bool = True
+    """Equal inputs give equal bits. Where it is false (atomics), a candidate may declare otherwise
+    by the words `patcher: nondeterministic` in its source."""
+
+
+class Accuracy(Record):
+    reduction: str
+    """The axis of the longest sum."""
+    exact: tuple[str, ...] = ()
+    """Of an op that only adds and multiplies: tensors that, drawn from {0, 1}, give exact sums."""
+
+
+class Cost(Record):
+    """Arithmetic over axis names and dtype symbols (their item sizes)."""
+
+    bytes: str
+    flops: str
+
+
+class Symbol(Record):
+    pattern: str
+    """Regular expression searched in a kernel's name."""
+
+
+class PatchPointSpec(Record):
+    engine: str
+    versions: str
+    point: str
+    summary: str
+    calls_per_layer: int
+
+
+class Contract(Record):
+    """`op.toml`, validated."""
+
+    schema_version: int
+    name: str
+    operation: str
+    summary: str
+    source: str
+    dtypes: dict[str, tuple[str, ...]]
+    tensors: tuple[TensorSpec, ...]
+    scalars: tuple[ScalarSpec, ...] = ()
+    sweeps: tuple[Sweep, ...]
+    hidden: tuple[HiddenShape, ...] = ()
+    guards: Guards
+    accuracy: Accuracy
+    cost: Cost
+    symbols: tuple[Symbol, ...] = ()
+    patch_points: tuple[PatchPointSpec, ...] = ()
+
+    @property
+    def written(self) -> list[TensorSpec]:
+        return [tensor for tensor in self.tensors if tensor.access != "read"]
+
+    def dtype_choices(self) -> list[dict[str, str]]:
+        """Every combination of dtypes that the contract allows, `=T` resolved."""
+        choices: list[dict[str, str]] = [{}]
+        for symbol, options in self.dtypes.items():
+            expanded: list[dict[str, str]] = []
+            for chosen in choices:
+                for option in dict.fromkeys(
+                    chosen[o[1:]] if o.startswith("=") else o for o in options
+                ):
+                    expanded.append({**chosen, symbol: option})
+            choices = expanded
+        return choices
+
+    def shape(self, tensor: TensorSpec, point: Point) -> tuple[int, ...]:
+        return tuple(point.axes[axis] for axis in tensor.shape)
+
+    def bytes_moved(self, point: Point) -> int:
+        """Bytes that any implementation must move for one call."""
+        return int(_arithmetic(self.cost.bytes, point))
+
+    def flops(self, point: Point) -> int:
+        return int(_arithmetic(self.cost.flops, point))
+
+    def signature(self) -> str:
+        """The entry as people read it: `fused_add_rms_norm(input, residual, weight, epsilon)`."""
+        names = [tensor.name for tensor in self.tensors] + [scalar.name for scalar in self.scalars]
+        return f"{self.name}({', '.join(names)})"
+
+    def matches(self, kernel_name: str) -> bool:
+        return any(re.search(symbol.pattern, kernel_name, re.IGNORECASE) for symbol in self.symbols)
+
+
+def _arithmetic(expression: str, point: Point) -> float:
+    """Evaluate `+ - * /` over axes and dtype symbols (item sizes)."""
+    names = {**point.axes, **{symbol: ITEM_SIZE[dtype] for symbol, dtype in point.dtypes.items()}}
+
+    def value(node: ast.expr) -> float:
+        match node:
+            case ast.Constant(value=int() | float() as number):
+                return number
+            case ast.Name(id=name):
+                return names[name]
+            case ast.BinOp(left=left, op=operator, right=right):
+                a, b = value(left), value(right)
+                match operator:
+                    case ast.Add():
+                        return a + b
+                    case ast.Sub():
+                        return a - b
+                    case ast.Mult():
+                        return a * b
+                    case ast.Div():
+                        return a / b
+        raise ValueError(f"not arithmetic: {expression}")
+
+    return value(ast.parse(expression, mode="eval").body)

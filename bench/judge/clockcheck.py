@@ -1,0 +1,96 @@
+"""Can these times be true? The runner's own clock against the judge's, calls alone against calls
+among others, and the machine's floor.
+
+The candidate shares its process with the clock that times it, so what that clock says is held
+against what cannot be forged: when the judge had the reply, which carries a fingerprint of outputs
+that exist by then. Each test compares the candidate with the trusted baseline under the same
+protocol, so what the protocol itself costs cancels.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+HIDDEN = 0.15
+"""Share of the baseline's time that the two clocks may differ by."""
+ALONE = 0.5
+"""Share of the baseline's call by which a call alone may cost more than one among others, beyond
+what it costs the baseline more."""
+NOISE_US = 25.0
+SPREADS = 5.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """Times of one block."""
+
+    times_us: list[float]
+    """By the runner: one a call, or one for the mean of a graph's calls."""
+    calls: int
+    wall_us: float
+    """From the judge's command to its reply."""
+
+    @property
+    def figure(self) -> float:
+        return statistics.median(self.times_us)
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.times_us)
+
+    @property
+    def hidden_us(self) -> float:
+        """Time that the judge saw pass and the runner does not account for."""
+        return self.wall_us - self.mean * self.calls
+
+
+def suspicious(
+    ours: Sequence[Block],
+    theirs: Sequence[Block],
+    ours_alone: Sequence[Block],
+    theirs_alone: Sequence[Block],
+    floor_us: float,
+) -> str | None:
+    """What cannot be true of the candidate's times, or None."""
+    claimed = statistics.median(block.figure for block in ours)
+    baseline = statistics.median(block.figure for block in theirs)
+    if claimed < floor_us:
+        return f"{claimed:.3g} us a call is below what this machine can do, {floor_us:.3g} us"
+    whole = statistics.median(block.figure * block.calls for block in theirs)
+    hidden = [block.hidden_us for block in ours]
+    usual = [block.hidden_us for block in theirs]
+    excess = statistics.median(hidden) - statistics.median(usual)
+    if excess > HIDDEN * whole + SPREADS * (_spread(usual) + _spread(hidden)) + NOISE_US:
+        return (
+            f"the judge's clock saw {excess:.3g} us a block that the reported times leave out "
+            f"(the baseline's blocks take {whole:.3g} us)"
+        )
+    uneven = _over(ours) - _over(theirs)
+    if (
+        uneven
+        > ALONE * baseline + SPREADS * _spread([b.mean - b.figure for b in theirs]) + NOISE_US / 5
+    ):
+        return f"some calls take much longer than the median: {uneven:.3g} us a call on average"
+    alone = [block.figure for block in ours_alone]
+    others = [block.figure for block in theirs_alone]
+    if alone and others:
+        more = statistics.median(alone) - claimed
+        usual_more = max(statistics.median(others) - baseline, 0.0)
+        if more > ALONE * baseline + 2 * usual_more + SPREADS * _spread(others) + NOISE_US / 5:
+            return (
+                f"a call by itself takes {statistics.median(alone):.3g} us, one among others "
+                f"{claimed:.3g} us: work is shared between calls"
+            )
+    return None
+
+
+def _over(blocks: Sequence[Block]) -> float:
+    return statistics.median(block.mean - block.figure for block in blocks)
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Median distance from the median."""
+    middle = statistics.median(values)
+    return statistics.median(abs(value - middle) for value in values)

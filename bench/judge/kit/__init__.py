@@ -1,0 +1,1 @@
+"""What runs inside the runner's process: copied beside it, so that nothing of the project is."""

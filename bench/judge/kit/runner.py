@@ -1,0 +1,381 @@
+"""The process that runs a kernel. It knows no expected value, no seed and no key.
+
+`python -P -m patcher_kit.runner SOCKET MODULES` is a trusted *zygote*: it imports torch once and
+forks a runner for each job that comes with four descriptors: commands in, replies out, inputs,
+outputs. The runner confines itself, then reads commands as JSON lines and answers each by its
+nonce; tensors come and go as bytes. What it says of time or success is never believed by itself:
+the judge has the bytes and a clock of its own. What the kernel prints goes to a log. Imports
+nothing of the project.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import mmap
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+import zlib
+from typing import Any, cast
+
+from . import confine, cudart, loading
+
+# bound before any candidate is loaded: what it patches later is not used here
+_clock = time.perf_counter_ns
+_move = ctypes.memmove
+_crc = zlib.crc32
+_PDEATHSIG, _NO_NEW_PRIVILEGES, _SUBREAPER = 1, 38, 36
+
+
+def zygote(control: socket.socket, modules: list[str]) -> None:
+    """Serve forks until the judge closes its end."""
+    for name in modules:
+        __import__(name)
+    control.send(b"{}")
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 4)
+        if not message:
+            return
+        job = json.loads(message)
+        if job["do"] == "reap":
+            ended, status = os.waitpid(job["pid"], os.WNOHANG)
+            control.send(json.dumps({"status": status if ended else None}).encode())
+            continue
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            try:
+                runner(job, descriptors)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+            os._exit(70)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        control.send(json.dumps({"pid": pid}).encode())
+
+
+def runner(job: dict[str, Any], descriptors: list[int]) -> None:
+    """One run, from the fork to the end of its commands."""
+    os.setsid()
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PDEATHSIG, signal.SIGKILL)
+    libc.prctl(_SUBREAPER, 1)  # a daemon of it stays below it, where it is found
+    libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    os.environ.update(job["environment"])
+    null = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(null, 0)
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(job["folder"])
+    told: dict[str, Any] = {}
+    if job["policy"] is not None:
+        policy = confine.Policy(**job["policy"])
+        found = confine.confine(policy, keep=(0, 1, 2, *descriptors))
+        told = {"confinement": found.describe(), "isolated": found.isolated}
+    sys.path[:0] = job["paths"]
+    commands, replies = os.fdopen(descriptors[0], "r"), descriptors[1]
+    session = Session(descriptors[2], descriptors[3], told)
+    for line in commands:
+        command = json.loads(line)
+        nonce = command.pop("nonce")
+        try:
+            answer = getattr(session, f"do_{command.pop('do')}")(**command)
+            reply = {"nonce": nonce, "ok": True, **answer}
+        except Exception as error:
+            # the candidate's own failure is an outcome: tell it and go on
+            reply = {
+                "nonce": nonce,
+                "ok": False,
+                "kind": type(error).__name__,
+                "error": f"{type(error).__name__}: {error}"[:4000],
+                "trace": "".join(traceback.format_exception(error)[-4:])[-4000:],
+            }
+        os.write(replies, json.dumps(reply).encode() + b"\n")
+    os._exit(0)
+
+
+class Arena:
+    """Buffer sets side by side in one allocation, and the tensors that a call is given."""
+
+    def __init__(self, plan: dict[str, Any], sets: int, device: str) -> None:
+        import torch
+
+        self.set_bytes, self.sets = plan["set_bytes"], sets
+        self.bytes = torch.empty(self.set_bytes * sets, dtype=torch.uint8, device=device)
+        self.pointer = self.bytes.data_ptr()
+        self.arguments = []
+        for index in range(sets):
+            block = self.bytes[index * self.set_bytes : (index + 1) * self.set_bytes]
+            self.arguments.append([_view(block, slot) for slot in plan["slots"]])
+
+    def at(self, index: int) -> int:
+        return int(self.pointer + index * self.set_bytes)
+
+
+def _view(block: Any, slot: dict[str, Any]) -> Any:
+    import torch
+
+    dtype = getattr(torch, slot["dtype"])
+    data = block[slot["begin"] : slot["begin"] + slot["span_bytes"]]
+    return data.view(dtype).as_strided(slot["shape"], slot["strides"])
+
+
+class Session:
+    def __init__(self, inputs: int, outputs: int, told: dict[str, Any]) -> None:
+        self.told = told
+        size = os.fstat(inputs).st_size
+        # writable, so that ctypes tells its address; private, so that the judge's bytes stay
+        writable = mmap.PROT_READ | mmap.PROT_WRITE
+        self.input = mmap.mmap(inputs, size, prot=writable, flags=mmap.MAP_PRIVATE)
+        self.inputs = _address(self.input)
+        self.output = mmap.mmap(outputs, size)
+        self.outputs = _address(self.output)
+        self.function: Any = None
+        self.device = "cpu"
+        self.written: list[int] = []
+        self.cuda: Any = None
+        self.stream = 0
+        self.captured: Any = None
+
+    def do_start(
+        self, device: str, threads: int | None, cpus: list[int] | None, written: list[int]
+    ) -> dict[str, Any]:
+        """Wake the device, before any foreign code. `written`: positions of arguments."""
+        if cpus is not None:
+            os.sched_setaffinity(0, cpus)
+        import torch
+
+        torch.manual_seed(0)
+        self.device, self.written = device, written
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if device == "cuda":
+            torch.zeros(1, device="cuda")
+            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self.torch_stream = stream
+            torch.cuda.set_stream(stream)
+            self.stream = stream.cuda_stream
+            self.cuda = cudart.Cuda()
+            self.cuda.synchronize()
+        return {"threads": torch.get_num_threads(), **self.told}
+
+    def do_candidate(self, path: str, binding: str, entry: str) -> dict[str, Any]:
+
+        self.function = loading.load(path, binding, entry)
+        gc.freeze()  # what is loaded stays: collecting it before each block would take 0.1 s
+        return {}
+
+    def do_baseline(self, op: str, name: str) -> dict[str, Any]:
+        from bench.op import load_op
+
+        self.captured = None
+        self.function = self._writes_in_place(load_op(op).baselines[name](self.device))
+        gc.freeze()
+        return {}
+
+    def _writes_in_place(self, function: Any) -> Any:
+        """A baseline may return what the contract says is written: put it where it belongs."""
+
+        def run(*arguments: Any) -> None:
+            result = function(*arguments)
+            if isinstance(result, tuple):
+                for position, value in zip(self.written, result, strict=True):
+                    if value is not arguments[position]:
+                        arguments[position].copy_(value)
+
+        return run
+
+    def do_canary(self) -> dict[str, Any]:
+        """Exact integer arithmetic on the device: a digest that only a sound one gives."""
+        import torch
+
+        x = torch.arange(1 << 20, dtype=torch.int64, device=self.device)
+        y = (x * 2654435761 % 4294967291).view(1024, 1024)
+        z = (y.to(torch.float64) % 257) @ (y.t().to(torch.float64) % 263)
+        return {"digest": f"{int(y.sum()):x}-{int(z.sum()):x}"}
+
+    def do_call(
+        self, plan: dict[str, Any], scalars: list[float], sets: int, order: list[int]
+    ) -> dict[str, Any]:
+        """Call once for each set of `order`; what a call leaves behind is copied as it returns."""
+        import torch
+
+        arena = Arena(plan, sets, self.device)
+        self._fill(arena)
+        function = self._loaded()
+        times: list[float] = []
+        arguments = [(*arena.arguments[index], *scalars) for index in order]
+        gc.collect()
+        gc.disable()
+        with torch.inference_mode():
+            if self.cuda is None:
+                _move(self.outputs, arena.pointer, arena.set_bytes * sets)
+                for index, each in zip(order, arguments, strict=True):
+                    begin = _clock()
+                    function(*each)
+                    times.append(_clock() - begin)
+                    _move(self.outputs + index * arena.set_bytes, arena.at(index), arena.set_bytes)
+            else:
+                times = self._call_on_gpu(arena, arguments, order, function)
+        gc.enable()
+        return {"times_ns": times, "crc": self._handed_back(arena)}
+
+    def _call_on_gpu(
+        self, arena: Arena, arguments: list[Any], order: list[int], function: Any
+    ) -> list[float]:
+        """Eager: the larger of the events' and the synchronised host's time."""
+        kept = Arena({"set_bytes": arena.set_bytes, "slots": []}, arena.sets, self.device)
+        self.cuda.copy_async(kept.pointer, arena.pointer, arena.set_bytes * arena.sets, self.stream)
+        before, after, times = self.cuda.event(), self.cuda.event(), []
+        for index, each in zip(order, arguments, strict=True):
+            self.cuda.synchronize()
+            begin = _clock()
+            self.cuda.record(before, self.stream)
+            function(*each)
+            self.cuda.record(after, self.stream)
+            self.cuda.copy_async(kept.at(index), arena.at(index), arena.set_bytes, self.stream)
+            self.cuda.synchronize()
+            wall = _clock() - begin
+            times.append(max(self.cuda.elapsed_ns(before, after), float(wall)))
+        self.cuda.to_host(self.outputs, kept.pointer, arena.set_bytes * arena.sets)
+        return times
+
+    def do_capture(self, plan: dict[str, Any], scalars: list[float], sets: int) -> dict[str, Any]:
+        """CUDA: each call as a graph of its own, on buffers that stay."""
+        import torch
+
+        self.captured = None
+        arena = Arena(plan, sets, self.device)
+        self._fill(arena)
+        function, graphs = self._loaded(), []
+        pool = torch.cuda.graph_pool_handle()
+        with torch.inference_mode():
+            for _ in range(2):
+                function(*arena.arguments[0], *scalars)
+            self.cuda.synchronize()
+            for arguments in arena.arguments:
+                graph = torch.cuda.CUDAGraph(keep_graph=True)
+                with torch.cuda.graph(graph, pool=pool, stream=self.torch_stream):
+                    function(*arguments, *scalars)
+                graphs.append(graph)
+            self.cuda.synchronize()
+        self.captured = _Captured(self.cuda, arena, graphs, self.stream)
+        return {}
+
+    def do_compose(self, mode: str, order: list[int]) -> dict[str, Any]:
+        """New values into the captured buffers, and the calls of `order` ready to launch.
+
+        `mode`: `whole` (between two events), `verified` (a copy after each call, in stream order)
+        or `cold` (L2 overwritten before each call).
+        """
+        self._fill(self.captured.arena)
+        self.captured.compose(mode, order)
+        return {}
+
+    def do_launch(self) -> dict[str, Any]:
+        """Once. The fingerprint is of what the buffers held when the reply was written."""
+        times = self.captured.launch()
+        return {"times_ns": times, "fingerprint": self.captured.fingerprint()}
+
+    def do_collect(self) -> dict[str, Any]:
+        self.captured.collect(self.outputs)
+        return {"crc": self._handed_back(self.captured.arena)}
+
+    def do_profile(self, order: list[int]) -> dict[str, Any]:
+        """Kernels of one replay by CUPTI: (name, start, end) in ns, over all streams."""
+        from torch.profiler import ProfilerActivity, profile
+
+        self._fill(self.captured.arena)
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            self.captured.compose("whole", order)
+            self.captured.launch()
+        spans = [
+            (event.name[:300], event.time_range.start * 1e3, event.time_range.end * 1e3)
+            for event in cast(Any, recorded.events())
+            if "CUDA" in str(event.device_type) and not event.name.startswith("Mem")
+        ]
+        return {"kernels": spans[:20_000]}
+
+    def _loaded(self) -> Any:
+        if self.function is None:
+            raise RuntimeError("nothing is loaded")
+        return self.function
+
+    def _fill(self, arena: Arena) -> None:
+        size = arena.set_bytes * arena.sets
+        if self.cuda is None:
+            _move(arena.pointer, self.inputs, size)
+        else:
+            self.cuda.to_device(arena.pointer, self.inputs, size)
+
+    def _handed_back(self, arena: Arena) -> int:
+        return _crc(memoryview(self.output)[: arena.set_bytes * arena.sets])
+
+
+class _Captured:
+    """Graphs of single calls, and what is composed of them."""
+
+    def __init__(self, cuda: Any, arena: Arena, graphs: list[Any], stream: int) -> None:
+        import torch
+
+        self.cuda, self.arena, self.stream = cuda, arena, stream
+        self.graphs = graphs
+        self.children = [graph.raw_cuda_graph() for graph in graphs]
+        self.kept = torch.empty_like(arena.bytes)
+        self.flush = torch.empty(2 * cuda.l2_bytes(), dtype=torch.uint8, device="cuda")
+        self._sum = torch.Tensor.sum
+        self._words = [each.view(torch.int64) for each in (arena.bytes, self.kept)]
+        self._made: Any = None
+        self._events: list[tuple[int, int]] = []
+        self._mode = "whole"
+
+    def compose(self, mode: str, order: list[int]) -> None:
+
+        if self._made is not None:
+            self._made.close()
+        size, sets, target = self.arena.set_bytes, self.arena.sets, self.kept.data_ptr()
+        self._mode, self._calls = mode, len(order)
+        needed = {"whole": 1, "verified": 0, "cold": len(order)}[mode]
+        while len(self._events) < needed:
+            self._events.append((self.cuda.event(), self.cuda.event()))
+        self._used = self._events[:needed]
+        if mode == "whole":
+            self._made = cudart.whole(self.cuda, self.children, order, self._used[0])
+        elif mode == "verified":
+            self.cuda.copy_async(target, self.arena.pointer, size * sets, self.stream)
+            copies = [(target + index * size, self.arena.at(index), size) for index in range(sets)]
+            self._made = cudart.verified(self.cuda, self.children, order, copies)
+        else:
+            flush = (self.flush.data_ptr(), self.flush.numel())
+            self._made = cudart.cold(self.cuda, self.children, order, flush, self._used)
+        self.cuda.forget_persisting_lines()
+        self._made.ready(self.stream)
+        self.cuda.synchronize()
+
+    def launch(self) -> list[float]:
+        self._made.launch(self.stream)
+        self.cuda.synchronize()
+        times = [self.cuda.elapsed_ns(*pair) for pair in self._used]
+        return [times[0] / self._calls] if self._mode == "whole" else times
+
+    def fingerprint(self) -> int:
+        return int(self._sum(self._words[self._mode == "verified"]).item())
+
+    def collect(self, target: int) -> None:
+        source = self.kept if self._mode == "verified" else self.arena.bytes
+        self.cuda.to_host(target, source.data_ptr(), source.numel())
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+if __name__ == "__main__":
+    zygote(socket.socket(fileno=int(sys.argv[1])), sys.argv[2].split(","))

@@ -1,0 +1,99 @@
+"""What every op's inputs are tried as, beside what its own `inputs.py` makes.
+
+A regime of the judge changes the tensors whose values the contract leaves free (`values = "any"`);
+indices and tables stay as the op made them. An op that names the same regime makes it itself.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import torch
+from torch import Tensor
+
+from bench.contract import Point
+from bench.op import Op
+
+SOME = ("zeros", "ones", "one_hot", "negative_zero", "nan", "inf")
+"""Of one or more of the tensors, chosen by the seed."""
+ALL = ("large", "small", "denormal")
+EXACT = "exact"
+_LARGE = {torch.float16: 16.0}
+_DENORMAL = {torch.float16: 2.0**-20}
+"""Factors that make standard normal values subnormal: 2^-130 in what has float32's exponents."""
+
+
+def regimes_of(op: Op) -> list[str]:
+    """The op's own first, `normal` among them; then the judge's."""
+    exact = [EXACT] if op.contract.accuracy.exact else []
+    return list(dict.fromkeys([*op.inputs.REGIMES, *SOME, *ALL, *exact]))
+
+
+def make(op: Op, point: Point, seed: int, regime: str, device: str) -> dict[str, Tensor]:
+    """Seeded inputs on the device; what is only written is left out: its buffer is poison."""
+    generator = torch.Generator(device).manual_seed(seed)
+    own = regime in op.inputs.REGIMES
+    values: dict[str, Tensor] = op.inputs.make(point, generator, regime if own else "normal")
+    written = {tensor.name for tensor in op.contract.tensors if tensor.access == "write"}
+    values = {name: value for name, value in values.items() if name not in written}
+    if own:
+        return values
+    if regime == EXACT:
+        return _exact(op, point, values, generator)
+    free = [
+        tensor.name
+        for tensor in op.contract.tensors
+        if tensor.values == "any"
+        and tensor.name in values
+        and values[tensor.name].is_floating_point()
+    ]
+    chooser = random.Random(seed)
+    chosen = free if regime in ALL else chooser.sample(free, chooser.randint(1, len(free)))
+    return values | {name: _changed(values[name], regime, chooser) for name in chosen}
+
+
+def _changed(value: Tensor, regime: str, chooser: random.Random) -> Tensor:
+    match regime:
+        case "zeros":
+            return torch.zeros_like(value)
+        case "ones":
+            return torch.ones_like(value)
+        case "one_hot":
+            hot = torch.zeros_like(value)
+            for row in hot.view(-1, hot.shape[-1]):
+                row[chooser.randrange(row.numel())] = 1.0
+            return hot
+        case "negative_zero":
+            return torch.where(value > 0, value, torch.full_like(value, -0.0))
+        case "nan" | "inf":
+            changed = value.clone()
+            for _ in range(chooser.randint(1, 3)):
+                sign = chooser.choice((-1.0, 1.0))
+                planted = math.nan if regime == "nan" else sign * math.inf
+                changed.view(-1)[chooser.randrange(changed.numel())] = planted
+            return changed
+        case "large":
+            return value * _LARGE.get(value.dtype, 1e4)
+        case "small":
+            return value * 1e-4
+        case "denormal":
+            return value * _DENORMAL.get(value.dtype, 2.0**-130)
+    raise ValueError(f"unknown regime {regime!r}")
+
+
+def _exact(
+    op: Op, point: Point, values: dict[str, Tensor], generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Drawn from {0, 1}, so thin that every sum is a whole number that each dtype holds."""
+    names = op.contract.accuracy.exact
+    outputs = [getattr(torch, point.dtypes[tensor.dtype]) for tensor in op.contract.written]
+    limit = min(2.0 / torch.finfo(dtype).eps for dtype in outputs)
+    longest = point.axes[op.contract.accuracy.reduction]
+    chance = min(0.5, math.sqrt(limit / (4 * longest)))
+    changed = dict(values)
+    for name in names:
+        value = values[name]
+        drawn = torch.rand(value.shape, generator=generator, device=value.device) < chance
+        changed[name] = drawn.to(value.dtype)
+    return changed

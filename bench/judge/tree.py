@@ -1,0 +1,37 @@
+"""Every process below one, however it was started: what `/proc` says of parents and memory."""
+
+from __future__ import annotations
+
+import os
+
+
+def descendants(pid: int) -> set[int]:
+    """The process and all below it; empty where it is gone."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (fields := _stat(int(name))):
+            children.setdefault(int(fields[1]), []).append(int(name))
+    found, todo = set[int](), [pid] if _stat(pid) else []
+    while todo:
+        each = todo.pop()
+        found.add(each)
+        todo += children.get(each, [])
+    return found
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that it holds now; 0 where it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (FileNotFoundError, ProcessLookupError, IndexError):
+        return 0
+
+
+def _stat(pid: int) -> list[str] | None:
+    """What follows the name, which may hold anything: state, parent, ..."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
