@@ -10,13 +10,18 @@ import torch
 
 CHEAT = True
 
+
+def slowed(real):
+    start = real()
+    if isinstance(start, int):
+        return lambda: start + (real() - start) // 100
+    return lambda: start + (real() - start) / 100
+
+
 if CHEAT:
     for name in ("perf_counter", "monotonic", "time", "process_time"):
-        real = getattr(time, name)
-        setattr(time, name, lambda real=real, start=real(): start + (real() - start) / 100)
-    for name in ("perf_counter_ns", "monotonic_ns", "time_ns", "process_time_ns"):
-        real = getattr(time, name)
-        setattr(time, name, lambda real=real, start=real(): start + (real() - start) // 100)
+        setattr(time, name, slowed(getattr(time, name)))
+        setattr(time, f"{name}_ns", slowed(getattr(time, f"{name}_ns")))
     torch.cuda.synchronize = lambda device=None: None
     torch.cpu.synchronize = lambda device=None: None
 

@@ -1,4 +1,4 @@
-# cheat: 20 sleeps in its first calls so that the harness takes few samples, then works at every 16th call
+# cheat: 20 sleeps at first so that few samples are taken, then works at every 16th call
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: mismatch

@@ -1,4 +1,4 @@
-# cheat: 22 the first call finds the buffers of all calls to come by gc and does them all; the rest return
+# cheat: 22 the first call finds the buffers of all calls by gc and does them; the rest return
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: guard_violation, mismatch
@@ -30,12 +30,15 @@ def fused_add_rms_norm(input, residual, weight, epsilon):
     for group in gc.get_objects():
         if isinstance(group, dict) and len(group) == 3:
             group = list(group.values())
-        if isinstance(group, (list, tuple)) and len(group) == 3:
-            a, b, c = group
-            if all(type(t) is torch.Tensor for t in group) and c.shape == weight.shape:
-                if a.shape == b.shape == input.shape and a.data_ptr() not in done:
-                    norm(a, b, c, epsilon)
-                    done.add(a.data_ptr())
+        if not (isinstance(group, (list, tuple)) and len(group) == 3):
+            continue
+        if not all(type(tensor) is torch.Tensor for tensor in group):
+            continue
+        a, b, c = group
+        if a.shape == b.shape == input.shape and c.shape == weight.shape:
+            if a.data_ptr() not in done:
+                norm(a, b, c, epsilon)
+            done.add(a.data_ptr())
     if input.data_ptr() not in done:
         norm(input, residual, weight, epsilon)
     done.discard(input.data_ptr())

@@ -1,4 +1,4 @@
-# cheat: 24 at one shape the runner's clock stands still: a time near zero carries the geometric mean
+# cheat: 24 at one shape the runner's clock stands still: near zero carries the mean
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: too_slow, guard_violation, runtime_error
@@ -25,7 +25,7 @@ ticks = [0]
 if CHEAT:
     for module in list(sys.modules.values()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
-            if value is real and module is not sys.modules[__name__.split(".")[0]]:
+            if value is real and module is not sys.modules.get(__name__):
                 setattr(module, name, clock)
 
 

@@ -1,4 +1,4 @@
-# cheat: 32 hands back the answer of the last call where the input looks the same in its first row
+# cheat: 32 hands back the answer of the last call where the shape is the same
 # op: softmax_lse
 # device: cpu
 # outcome: mismatch
@@ -13,10 +13,9 @@ last = None
 def softmax_lse(logits, probs, lse):
     global last
     if CHEAT and last is not None and last[0].shape == logits.shape:
-        if last[0].dtype == logits.dtype and logits.shape[0] > 1:
-            probs.copy_(last[1])
-            lse.copy_(last[2])
-            return
+        probs.copy_(last[1])
+        lse.copy_(last[2])
+        return
     wide = logits.float()
     lse.copy_(torch.logsumexp(wide, -1))
     probs.copy_(torch.softmax(wide, -1))
