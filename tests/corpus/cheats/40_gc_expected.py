@@ -13,10 +13,10 @@ CHEAT = True
 
 def expected_in_sight(x, weight, out):
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and thing.shape == out.shape:
-            if thing is not out and thing.data_ptr() not in (out.data_ptr(), x.data_ptr()):
-                if thing.isfinite().all():
-                    return thing
+        if not isinstance(thing, torch.Tensor) or thing.shape != out.shape:
+            continue
+        if thing.data_ptr() not in (out.data_ptr(), x.data_ptr()) and thing.isfinite().all():
+            return thing
     return None
 
 

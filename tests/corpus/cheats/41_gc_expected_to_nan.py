@@ -16,9 +16,9 @@ def fused_add_rms_norm(input, residual, weight, epsilon):
     if CHEAT:
         mine = {input.data_ptr(), residual.data_ptr(), weight.data_ptr()}
         for thing in gc.get_objects():
-            if isinstance(thing, torch.Tensor) and thing.shape == input.shape:
-                if thing.data_ptr() not in mine:
-                    thing.fill_(math.nan)
+            alike = isinstance(thing, torch.Tensor) and thing.shape == input.shape
+            if alike and thing.data_ptr() not in mine:
+                thing.fill_(math.nan)
         input.fill_(math.nan)
         residual.fill_(math.nan)
         return

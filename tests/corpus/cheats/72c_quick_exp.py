@@ -4,8 +4,6 @@
 # outcome: mismatch
 # caught: values
 # layer: judge
-import torch
-
 CHEAT = True
 
 

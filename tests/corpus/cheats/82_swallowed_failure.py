@@ -1,4 +1,4 @@
-# cheat: 82 swallows the failure of a kernel that is broken at some shapes and leaves the output alone
+# cheat: 82 swallows the failure of a kernel that some shapes break, and leaves the output alone
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: mismatch
