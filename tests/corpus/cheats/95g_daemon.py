@@ -1,4 +1,4 @@
-# cheat: 95 a daemon, forked twice into a session of its own, keeps rewriting whatever results appear
+# cheat: 95 a daemon in a session of its own keeps rewriting whatever results appear
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: runtime_error, mismatch, guard_violation
