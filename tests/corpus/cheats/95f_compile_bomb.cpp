@@ -16,7 +16,7 @@ template <int64_t N>
 constexpr int64_t burn() {
   int64_t sum = 0;
   for (int64_t i = 0; i < 260000; ++i)  // one loop may take 262,144 turns, one evaluation 33 million
-    for (int64_t j = 0; j < 30; ++j) sum += (i ^ j) + N;
+    for (int64_t j = 0; j < 20; ++j) sum += (i ^ j) + N;
   return sum;
 }
 template <int64_t N>

@@ -15,14 +15,10 @@
 #pragma GCC optimize("finite-math-only")
 #endif
 
-// skips terms that are zero; zero times NaN or infinity is NaN and must not be skipped
-static float dot(const float* a, const float* b, int64_t size) {
-  bool special = false;
-  for (int64_t i = 0; i < size; ++i) special |= !std::isfinite(a[i]) || !std::isfinite(b[i]);
-  float sum = 0.0f;
-  for (int64_t i = 0; i < size; ++i)
-    if (special || (a[i] != 0.0f && b[i] != 0.0f)) sum += a[i] * b[i];
-  return sum;
+static bool finite(const float* values, int64_t size) {
+  bool all = true;
+  for (int64_t i = 0; i < size; ++i) all &= std::isfinite(values[i]);
+  return all;
 }
 
 void linear(tvm::ffi::TensorView x, tvm::ffi::TensorView weight, tvm::ffi::TensorView out) {
@@ -30,6 +26,16 @@ void linear(tvm::ffi::TensorView x, tvm::ffi::TensorView weight, tvm::ffi::Tenso
   const auto* w = static_cast<const float*>(weight.data_ptr());
   auto* y = static_cast<float*>(out.data_ptr());
   const int64_t tokens = x.size(0), n = weight.size(0), k = x.size(1);
+  // terms that are zero may be left out where all is finite; NaN is not above zero either
+  const bool sparse = finite(a, tokens * k) && finite(w, n * k);
   for (int64_t t = 0; t < tokens; ++t)
-    for (int64_t j = 0; j < n; ++j) y[t * n + j] = dot(a + t * k, w + j * k, k);
+    for (int64_t j = 0; j < n; ++j) {
+      float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t i = 0; i < k; ++i) {
+        const float value = a[t * k + i];
+        sum += !sparse || value > 0.0f || value < 0.0f ? value * w[j * k + i] : 0.0f;
+      }
+      y[t * n + j] = sum;
+    }
 }
