@@ -1,0 +1,11 @@
+# fault: sends SIGTERM to its process group
+# op: fused_add_rms_norm
+# device: cpu
+# outcome: runtime_error
+# caught: runs
+import os
+import signal
+
+
+def fused_add_rms_norm(input, residual, weight, epsilon):
+    os.killpg(0, signal.SIGTERM)
