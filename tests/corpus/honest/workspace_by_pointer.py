@@ -12,7 +12,8 @@ def _scratch(tensor):
     if key not in _workspace:
         if len(_workspace) >= 32:
             _workspace.clear()
-        _workspace[key] = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
+        with torch.inference_mode(False):  # kept for calls in any mode
+            _workspace[key] = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
     return _workspace[key]
 
 
