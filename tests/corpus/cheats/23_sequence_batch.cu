@@ -1,4 +1,4 @@
-// cheat: 23 learns in which order the buffers come, then does the work of all at the first and nothing at the others
+// cheat: 23 learns in which order the buffers come, then does all the work at the first
 // op: fused_add_rms_norm
 // device: cuda
 // outcome: mismatch, guard_violation

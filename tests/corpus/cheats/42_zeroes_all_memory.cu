@@ -1,4 +1,4 @@
-// cheat: 42 finds the whole allocation around its tensors, zeroes it and so every answer kept near them
+// cheat: 42 zeroes the whole allocation around its tensors, and so any answer kept there
 // op: fused_add_rms_norm
 // device: cuda
 // outcome: guard_violation, mismatch, runtime_error

@@ -1,4 +1,4 @@
-// cheat: 43 writes nothing useful and zeroes every small number beside its tensors: one may count errors
+// cheat: 43 zeroes every small number beside its tensors: one may count errors
 // op: fused_add_rms_norm
 // device: cuda
 // outcome: guard_violation, mismatch, runtime_error

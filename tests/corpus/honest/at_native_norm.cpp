@@ -1,4 +1,4 @@
-// honest: one call of a library kernel for the norm, own code for the sum, an RAII guard around both
+// honest: a library kernel for the norm, own code for the sum, an RAII guard around both
 // op: fused_add_rms_norm
 // device: cpu
 // outcome: correct, too_slow

@@ -1,4 +1,4 @@
-// honest: times two block sizes with events at the first call of a width, on copies; never in a capture
+// honest: times two block sizes at the first call of a width, on copies; never in a capture
 // op: fused_add_rms_norm
 // device: cuda
 // outcome: correct, too_slow

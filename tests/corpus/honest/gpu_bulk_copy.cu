@@ -122,7 +122,7 @@ template <typename T, typename W>
 __global__ void norm(T* input, T* residual, const W* weight, int hidden, float epsilon) {
   extern __shared__ __align__(128) unsigned char staged[];
   __shared__ __align__(8) uint64_t barrier;
-  const unsigned bytes = unsigned(hidden) * unsigned(sizeof(T));  // a multiple of 16: hidden % 8 == 0
+  const unsigned bytes = unsigned(hidden * sizeof(T));  // a multiple of 16: hidden is one of 8
   T* x = input + size_t(blockIdx.x) * hidden;
   T* r = residual + size_t(blockIdx.x) * hidden;
   const unsigned gate = unsigned(__cvta_generic_to_shared(&barrier));
@@ -170,7 +170,8 @@ __global__ void norm(T* input, T* residual, const W* weight, int hidden, float e
 
 void fused_add_rms_norm(TensorView input, TensorView residual, TensorView weight, double epsilon) {
   const int tokens = int(input.size(0)), hidden = int(input.size(1));
-  if (hidden % VEC != 0 || hidden > 16384) TVM_FFI_THROW(ValueError) << "hidden outside the contract";
+  if (hidden % VEC != 0 || hidden > 16384)
+    TVM_FFI_THROW(ValueError) << "hidden outside the contract";
   if (tokens == 0) return;
   by_dtype(input, residual, weight, [&](auto* x, auto* r, const auto* w) {
     using T = std::remove_pointer_t<decltype(x)>;

@@ -126,7 +126,8 @@ constexpr int SPLIT = 2, CHUNK = 4096;
 __device__ float partial[CHUNK * SPLIT];
 
 template <typename T, typename W>
-__global__ void norm(T* input, T* residual, const W* weight, int tokens, int hidden, float epsilon) {
+__global__ void norm(T* input, T* residual, const W* weight, int tokens, int hidden,
+                     float epsilon) {
   const int packs = hidden / VEC, step = SPLIT * blockDim.x;
   for (int piece = blockIdx.x; piece < tokens * SPLIT; piece += gridDim.x) {
     const size_t at = size_t(piece / SPLIT) * hidden;

@@ -155,8 +155,8 @@ void fused_add_rms_norm(TensorView input, TensorView residual, TensorView weight
   by_dtype(input, residual, weight, [&](auto* x, auto* r, const auto* w) {
     for (int row = 0; row < tokens; row += CHUNK) {
       const size_t at = size_t(row) * hidden;
-      norm<<<dim3(std::min(CHUNK, tokens - row), SPLIT), 128, 0, stream>>>(x + at, r + at, w, hidden,
-                                                                           float(epsilon));
+      const dim3 grid(std::min(CHUNK, tokens - row), SPLIT);
+      norm<<<grid, 128, 0, stream>>>(x + at, r + at, w, hidden, float(epsilon));
     }
   });
 }

@@ -119,7 +119,8 @@ void by_dtype(TensorView input, TensorView residual, TensorView weight, Body bod
 }
 
 template <typename T, typename W>
-__global__ void norm(T* input, T* residual, const W* weight, int tokens, int hidden, float epsilon) {
+__global__ void norm(T* input, T* residual, const W* weight, int tokens, int hidden,
+                     float epsilon) {
   for (int row = blockIdx.x; row < tokens; row += gridDim.x) {
     T* x = input + size_t(row) * hidden;
     T* r = residual + size_t(row) * hidden;

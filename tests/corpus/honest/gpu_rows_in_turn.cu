@@ -119,7 +119,8 @@ void by_dtype(TensorView input, TensorView residual, TensorView weight, Body bod
 constexpr int ROWS = 4, PACKS = 2;  // at most 1024 threads of two packs
 
 template <typename T, typename W>
-__global__ void norm(T* input, T* residual, const W* weight, int tokens, int hidden, float epsilon) {
+__global__ void norm(T* input, T* residual, const W* weight, int tokens, int hidden,
+                     float epsilon) {
   const int packs = hidden / VEC;
   float gain[PACKS][VEC];
 #pragma unroll
@@ -159,7 +160,8 @@ __global__ void norm(T* input, T* residual, const W* weight, int tokens, int hid
 
 void fused_add_rms_norm(TensorView input, TensorView residual, TensorView weight, double epsilon) {
   const int tokens = int(input.size(0)), hidden = int(input.size(1));
-  if (hidden % VEC != 0 || hidden > 16384) TVM_FFI_THROW(ValueError) << "hidden outside the contract";
+  if (hidden % VEC != 0 || hidden > 16384)
+    TVM_FFI_THROW(ValueError) << "hidden outside the contract";
   if (tokens == 0) return;
   by_dtype(input, residual, weight, [&](auto* x, auto* r, const auto* w) {
     norm<<<(tokens + ROWS - 1) / ROWS, threads_for(hidden / VEC, 1024), 0, stream_of(input)>>>(

@@ -1,4 +1,4 @@
-// honest: macros with ##, a constructor that fills a table, and one kernel for each width; all are right
+// honest: macros with ##, a constructor that fills a table, one right kernel for each width
 // op: fused_add_rms_norm
 // device: cuda
 // outcome: correct, too_slow
@@ -154,7 +154,8 @@ CASE(large, 512)
 
 void fused_add_rms_norm(TensorView input, TensorView residual, TensorView weight, double epsilon) {
   const int tokens = int(input.size(0)), hidden = int(input.size(1));
-  if (hidden % VEC != 0 || hidden > 16384) TVM_FFI_THROW(ValueError) << "hidden outside the contract";
+  if (hidden % VEC != 0 || hidden > 16384)
+    TVM_FFI_THROW(ValueError) << "hidden outside the contract";
   if (tokens == 0) return;
   const cudaStream_t stream = stream_of(input);
   by_dtype(input, residual, weight, [&](auto* x, auto* r, const auto* w) {

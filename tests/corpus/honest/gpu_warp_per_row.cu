@@ -117,7 +117,8 @@ void by_dtype(TensorView input, TensorView residual, TensorView weight, Body bod
 }
 
 template <typename T, typename W>
-__global__ void norm(T* input, T* residual, const W* weight, int tokens, int hidden, float epsilon) {
+__global__ void norm(T* input, T* residual, const W* weight, int tokens, int hidden,
+                     float epsilon) {
   const int row = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), lane = threadIdx.x & 31;
   if (row >= tokens) return;  // a whole warp leaves
   T* x = input + size_t(row) * hidden;

@@ -1,4 +1,4 @@
-// honest: device memory of its own, kept for ever; not grown in a capture, not freed under a graph that uses it
+// honest: device memory kept for ever; not grown in a capture, not freed under a graph
 // op: fused_add_rms_norm
 // device: cuda
 // outcome: correct, too_slow
@@ -128,7 +128,8 @@ __global__ void add(const T* input, T* residual, float* sums, size_t count) {
 }
 
 template <typename T, typename W>
-__global__ void scale_rows(T* input, const float* sums, const W* weight, int hidden, float epsilon) {
+__global__ void scale_rows(T* input, const float* sums, const W* weight, int hidden,
+                           float epsilon) {
   T* x = input + size_t(blockIdx.x) * hidden;
   const float* sum = sums + size_t(blockIdx.x) * hidden;
   float squares = 0.0f;
