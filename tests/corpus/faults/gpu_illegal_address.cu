@@ -1,0 +1,26 @@
+// fault: writes to an address that nobody owns
+// op: fused_add_rms_norm
+// device: cuda
+// outcome: runtime_error
+// caught: runs
+// layer: judge
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+namespace {
+
+__global__ void write_astray(float* where) { where[threadIdx.x] = 1.0f; }
+
+}  // namespace
+
+void fused_add_rms_norm(tvm::ffi::TensorView input, tvm::ffi::TensorView, tvm::ffi::TensorView,
+                        double) {
+  const DLDevice device = input.device();
+  auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
+  write_astray<<<1, 32, 0, stream>>>(reinterpret_cast<float*>(0x10));
+}
