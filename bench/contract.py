@@ -89,6 +89,8 @@ class Guards(Record):
 class Accuracy(Record):
     reduction: str
     """The axis of the longest sum."""
+    subnormals: Literal["may be flushed", "kept"] = "may be flushed"
+    """Whether float32's subnormal numbers may be taken for zero, as fast arithmetic does."""
     exact: tuple[str, ...] = ()
     """Of an op that only adds and multiplies: tensors that, drawn from {0, 1}, give exact sums."""
 

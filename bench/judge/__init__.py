@@ -27,14 +27,19 @@ class JudgeSettings:
     device: str | None = None
     """`cpu` or `cuda`; None: a C++ candidate on the CPU, else CUDA where there is one."""
     sweep: str | None = None
-    points: tuple[int, ...] | None = None
-    """Values of the swept axis instead of the contract's."""
+    points: int | None = None
+    """At most so many of the sweep's points are timed, evenly spread, the last among them."""
     baseline: str | None = None
-    """Compare with this one instead of the strongest that runs."""
+    """Compare with this one instead of the strongest that runs; `honest`: with the one whose error
+    is the yardstick."""
     pairs: int = 12
     """Pairs of timed blocks a point at most, after one that is thrown away."""
     precision_pct: float = 1.0
     """Pairs stop once the interval is this narrow on each side."""
+    calls: int = 1000
+    """Checked calls of a candidate that passes, at least: some cheats are right for a while."""
+    lives_s: float = 3.0
+    """Likewise, how long its process is called."""
     timeout_s: float = 30.0
     """The longest one command to the candidate's process may take."""
     load_timeout_s: float = 180.0
@@ -43,8 +48,6 @@ class JudgeSettings:
     """Of host memory, for all processes of the candidate."""
     threads: int | None = None
     """CPU threads of both arms, each pinned to as many CPUs; None: as many as there are."""
-    seed: int | None = None
-    """Makes a verdict repeatable; None: seeds are secret, as a verdict needs."""
     tripwires: bool = True
     """Whether the source is looked at; behaviour decides either way."""
 

@@ -26,8 +26,8 @@ MAX_FACTOR = 2.0
 P999_FACTOR = 2.0
 FLOAT32_ROUNDOFF = 2.0**-24
 FLUSHED = 1e-34
-"""Absolute error that is forgiven everywhere: what flushing float32's subnormals (2^-126) to zero
-costs after a division by a root of 1e-5. Libraries built with fast arithmetic do so, too."""
+"""What flushing float32's subnormals (2^-126) to zero costs after a division by a root of 1e-5.
+Libraries built with fast arithmetic do so, too."""
 REGIONS = 8
 FEWEST_IN_REGION = 64
 """Elements that carry a region's error; below that its root mean square says too little."""
@@ -64,9 +64,17 @@ def _error(difference: Tensor, forgiven: Tensor | float) -> ErrorOf:
 
 
 def explain_mismatch(
-    value: Tensor, honest: Tensor, reference: Tensor, reduction: int, exact: bool = False
+    value: Tensor,
+    honest: Tensor,
+    reference: Tensor,
+    reduction: int,
+    exact: bool = False,
+    flushed: float = FLUSHED,
 ) -> str | None:
-    """None where `value` is as right as the honest baseline, else what is wrong with it."""
+    """None where `value` is as right as the honest baseline, else what is wrong with it.
+
+    `flushed`: absolute error forgiven everywhere; 0 where subnormal numbers must be kept.
+    """
     if not value.is_floating_point() or exact:
         wrong = value != reference.to(value.dtype)
         return _said(value, reference, wrong, "not exactly right") if wrong.any() else None
@@ -78,12 +86,12 @@ def explain_mismatch(
         value, honest = torch.where(ordinary, value, zero), torch.where(ordinary, honest, zero)
         reference = torch.where(ordinary, reference, zero.double())
     got, allowed = _difference(value, reference), _difference(honest, reference)
-    last_place = torch.finfo(value.dtype).eps * reference.abs() + FLUSHED
+    last_place = torch.finfo(value.dtype).eps * reference.abs() + flushed
     ours, theirs = _error(got, last_place), _error(allowed, 0.0)
     order = FLOAT32_ROUNDOFF * math.sqrt(reduction)
     squares = reference.square()
     scale, top = float(squares.mean().sqrt()), float(squares.max().sqrt())
-    rmse = rmse_factor(reference.numel()) * theirs.rmse + order * scale + FLUSHED
+    rmse = rmse_factor(reference.numel()) * theirs.rmse + order * scale + flushed
     limits = (
         ("rmse", ours.rmse, rmse),
         ("99.9th percentile of the error", ours.p999, P999_FACTOR * theirs.p999 + 4 * order * top),
@@ -96,10 +104,12 @@ def explain_mismatch(
                 f"{what} {found:.3g}, at most {limit:.3g} allowed "
                 f"(honest baseline {theirs.rmse:.3g} rmse); {where}"
             )
-    return _by_region(got.square_(), allowed.square_(), squares, order)
+    return _by_region(got.square_(), allowed.square_(), squares, order, flushed)
 
 
-def _by_region(got: Tensor, allowed: Tensor, squares: Tensor, order: float) -> str | None:
+def _by_region(
+    got: Tensor, allowed: Tensor, squares: Tensor, order: float, flushed: float
+) -> str | None:
     """Squared errors and values, held against each other in each eighth of each axis."""
     for axis, size in enumerate(got.shape):
         if size == 1:
@@ -116,7 +126,7 @@ def _by_region(got: Tensor, allowed: Tensor, squares: Tensor, order: float) -> s
                 continue
             count = got.numel() // size * len(mine)
             limit = rmse_factor(carried) * math.sqrt(error / count)
-            limit += order * math.sqrt(float(values.sum()) / count) + FLUSHED
+            limit += order * math.sqrt(float(values.sum()) / count) + flushed
             rmse = math.sqrt(float(mine.sum()) / count)
             if not rmse <= limit:
                 begin = index * step

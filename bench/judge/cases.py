@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench.contract import Point, Sweep
 from bench.judge import regimes
-from bench.judge.accuracy import explain_mismatch
+from bench.judge.accuracy import FLUSHED, explain_mismatch
 from bench.judge.blob import Bytes, Layout, Wanted, layout, read_set, strayed, write_set
 from bench.op import Op
 
@@ -33,12 +33,15 @@ class Case:
     scalars: tuple[float, ...]
     placed: str = "plain"
     """`plain`, `padded` (rows set apart) or `shifted` (misaligned)."""
+    only: str = ""
+    """The tensor that the regime is for; empty: all that it may change."""
     changed: int | None = None
     """Seed by which one element of each free tensor differs from the case without it."""
 
     def label(self) -> str:
         placed = "" if self.placed == "plain" else f" {self.placed}"
-        return f"{self.point.label()} {self.regime}{placed}"
+        only = f" {self.only}" if self.only else ""
+        return f"{self.point.label()} {self.regime}{only}{placed}"
 
 
 class Secrets:
@@ -68,17 +71,17 @@ def correctness_cases(op: Op, sweep: Sweep, draw: Secrets, rounds: int = 1) -> l
     choices = op.contract.dtype_choices()
     cases: list[Case] = []
 
-    def add(
-        point: Point, regime: str, scalars: tuple[float, ...] = served, placed: str = "plain"
-    ) -> None:
-        cases.append(Case(point, regime, draw.seed(), scalars, placed))
+    def add(point: Point, regime: str, **more: Any) -> None:
+        cases.append(Case(point, regime, draw.seed(), more.pop("scalars", served), **more))
 
     for turn in range(rounds):
         for point in points:
             add(point, "normal")
         for regime in names:
             add(draw.random.choice(points[len(points) // 2 :]), regime)
-        add(points[len(points) // 2], "normal", other)
+            for only in regimes.targets(op, regime):
+                add(draw.random.choice(points), regime, only=only)
+        add(points[len(points) // 2], "normal", scalars=other)
         for index, shape in enumerate(op.contract.hidden):
             add(Point(axes=shape.axes, dtypes=sweep.dtypes), "normal")
             dtypes = choices[(index + turn) % len(choices)]
@@ -114,23 +117,24 @@ def tensors_of(op: Op, point: Point, placed: str = "plain") -> Layout:
 
 
 def make_inputs(op: Op, case: Case, device: str) -> dict[str, Tensor]:
-    """What the tensors hold before the call; those that are only written are left out."""
-    values = regimes.make(op, case.point, case.seed, case.regime, device)
+    """What the tensors hold before the call."""
+    values = regimes.make(op, case.point, case.seed, case.regime, device, case.only)
     if case.changed is None:
         return values
     chooser = random.Random(case.changed)
     for tensor in op.contract.tensors:
-        if tensor.values == "any" and tensor.name in values and values[tensor.name].numel():
+        if tensor.values == "any" and tensor.access != "write" and values[tensor.name].numel():
             flat = values[tensor.name].view(-1)
             flat[chooser.randrange(flat.numel())] += 1
     return values
 
 
-def packed(plan: Layout, sets: Sequence[dict[str, Tensor]]) -> Bytes:
-    """Input sets as the runner reads them: [sets, set_bytes]; poison where nothing is given."""
+def packed(op: Op, plan: Layout, sets: Sequence[Values]) -> Bytes:
+    """Input sets as the runner reads them: [sets, set_bytes]; poison in what is only written."""
+    read = [tensor.name for tensor in op.contract.tensors if tensor.access != "write"]
     data = np.empty((len(sets), plan.set_bytes), dtype=np.uint8)
     for row, values in zip(data, sets, strict=True):
-        write_set(plan, row, {name: value.cpu() for name, value in values.items()})
+        write_set(plan, row, {name: values[name].cpu() for name in read})
     return data
 
 
@@ -156,15 +160,7 @@ class Expected:
 def expect(op: Op, case: Case, inputs: dict[str, Tensor]) -> Expected:
     """Reference and honest baseline, both computed here, in the judge, where the inputs lie."""
     scalars = scalars_by_name(op, case)
-    copies = {}
-    for tensor in op.contract.tensors:
-        if tensor.name in inputs:
-            copies[tensor.name] = inputs[tensor.name].clone()
-        else:
-            dtype = getattr(torch, case.point.dtypes[tensor.dtype])
-            device = next(iter(inputs.values())).device
-            shape = op.contract.shape(tensor, case.point)
-            copies[tensor.name] = torch.zeros(shape, dtype=dtype, device=device)
+    copies = {name: value.clone() for name, value in inputs.items()}
     honest_baseline = op.baselines[op.honest_baseline](next(iter(inputs.values())).device.type)
     returned = honest_baseline(*copies.values(), *scalars.values())
     written = [tensor.name for tensor in op.contract.written]
@@ -185,6 +181,7 @@ def value_problem(
             reference,
             reduction,
             exact=cases[0].regime == regimes.EXACT,
+            flushed=0.0 if op.contract.accuracy.subnormals == "kept" else FLUSHED,
         )
         if problem:
             return f"{tensor.name}: {problem}"

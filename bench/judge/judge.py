@@ -26,11 +26,13 @@ from bench.judge.cases import Case, Secrets
 from bench.judge.process import Limits, Runner, RunnerFailure, Zygote
 from bench.judge.tripwires import Tripwires, look
 from bench.op import Op, load_op
-from bench.timing import Found, Precision, Sitting
+from bench.timing import Found, Precision, Sitting, fresh
 from bench.toolchains import Built, build, toolchain
 
 AFTER = 6
 """Correctness cases that come again, on other seeds, after the timed calls."""
+SOAKED = 16
+"""Calls a block after the timed ones."""
 LATE = ("triton", "torch")
 """Languages that compile at the first call of a shape."""
 
@@ -94,13 +96,17 @@ class Judge:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def evaluate(self, candidate: Candidate, report: Progress) -> Evaluation:
-        """See `bench.judge.evaluate`."""
+    def evaluate(
+        self, candidate: Candidate, report: Progress, seed: int | None = None
+    ) -> Evaluation:
+        """See `bench.judge.evaluate`. A `seed` makes the compared outputs repeat bit by bit;
+        without one, seeds are secret, as a verdict needs.
+        """
         settings = self.settings
         op = load_op(candidate.op)
         device = _device(candidate, settings)
         sweep = _sweep(op, device, settings)
-        if settings.baseline and settings.baseline not in op.baselines:
+        if settings.baseline not in (None, "honest", *op.baselines):
             known = ", ".join(op.baselines)
             raise UsageError(f"{op.name} has no baseline {settings.baseline!r}", f"it has: {known}")
         state = _State(candidate, device)
@@ -124,12 +130,19 @@ class Judge:
             return state.verdict(Outcome.COMPILATION_FAILURE, built.log)
         took = "cached" if built.cached else f"{built.seconds:.1f} s"
         state.check("build", True, f"{built.command} ({took})")
-        return self._run(state, op, sweep, built, seen, report)
+        return self._run(state, op, sweep, built, seen, report, Secrets(seed))
 
     def _run(
-        self, state: _State, op: Op, sweep: Sweep, built: Built, seen: Tripwires, report: Progress
+        self,
+        state: _State,
+        op: Op,
+        sweep: Sweep,
+        built: Built,
+        seen: Tripwires,
+        report: Progress,
+        draw: Secrets,
     ) -> Evaluation:
-        settings, draw = self.settings, Secrets(self.settings.seed)
+        settings = self.settings
         zygote = self._zygote(state.device)
         limits = Limits(reply_s=settings.timeout_s, memory_bytes=settings.memory_bytes)
         more: dict[str, Any] = {}
@@ -144,6 +157,7 @@ class Judge:
                 more = {"baseline": name, "baselines": found}
                 with ClockMonitor(state.device) as clocks:
                     more |= trial.timed(baseline, clocks, report)
+                trial.soaked()
                 again = draw.random.sample(cases, min(AFTER, len(cases)))
                 trial.correct([_reseeded(case, draw) for case in again], report, "values after")
             except _Wrong as wrong:
@@ -177,7 +191,7 @@ class Judge:
             self._trusted[device] = runner
         runner, settings = self._trusted[device], self.settings
         runner.start(settings.threads, self._cpus(device), _written(op))
-        name = settings.baseline
+        name = op.honest_baseline if settings.baseline == "honest" else settings.baseline
         found = Strongest(name=name or "", times_us={}, missing={})
         if name is None:
             found = strongest(op, sweep, device, runner, settings.threads, report)
@@ -233,7 +247,8 @@ class _Trial:
     ) -> None:
         self.state, self.op, self.sweep, self.runner = state, op, sweep, runner
         self.settings, self.draw = settings, draw
-        self.planted = self.rejected = self.compared = 0
+        self.planted = self.rejected = self.compared = self.calls = 0
+        self.begin = time.monotonic()
 
     def load(self, built: Built, cpus: list[int] | None) -> None:
         self.runner.start(self.settings.threads, cpus, _written(self.op))
@@ -258,7 +273,7 @@ class _Trial:
         op = self.op
         inputs = cases_.make_inputs(op, case, self.state.device)
         plan = cases_.tensors_of(op, case.point, case.placed)
-        data = cases_.packed(plan, [inputs])
+        data = cases_.packed(op, plan, [inputs])
         left = self._called(case, plan, data)
         if problem := cases_.guard_problem(op, plan, data, left):
             raise _Wrong(Outcome.GUARD_VIOLATION, "guards", f"{case.label()}: {problem}")
@@ -266,7 +281,8 @@ class _Trial:
         values = cases_.outputs_of(plan, left[0])
         if problem := cases_.value_problem(op, [case], [expected], [values]):
             raise _Wrong(Outcome.MISMATCH, name, f"{case.label()}: {problem}")
-        self.state.outputs.update(left.tobytes())
+        if name == "values":
+            self.state.outputs.update(left.tobytes())
         self.compared += 1
         if case.regime == "normal" and case.point in self.sweep.points():
             control = op.control(**inputs, **cases_.scalars_by_name(op, case))
@@ -297,7 +313,7 @@ class _Trial:
             case = Case(point, "normal", self.draw.seed(), scalars)
             inputs = cases_.make_inputs(self.op, case, self.state.device)
             plan = cases_.tensors_of(self.op, point)
-            data = cases_.packed(plan, [inputs] * 3)
+            data = cases_.packed(self.op, plan, [inputs] * 3)
             first, *others = self._called(case, plan, data)
             differ += [point.label() for other in others if (other != first).any()]
         allowed = declared and not self.op.contract.guards.deterministic
@@ -334,12 +350,32 @@ class _Trial:
                 detail = f"{point.label()}: {failure.message}"
                 raise self._failed(failure, "timed calls", detail) from failure
         report("time", len(points), len(points))
-        self.calls = sitting.calls
+        self.calls = self.timed_calls = sitting.calls
         return {
             "timings": tuple(timings),
             "timing_method": sitting.method,
             "environment": describe(device, settings.threads, clocks.description),
         }
+
+    def soaked(self) -> None:
+        """More calls, checked, until there were enough over a time that is long enough."""
+        op, device = self.op, self.state.device
+        points, until = self.sweep.points(), self.begin + self.settings.lives_s
+        while self.calls < self.settings.calls or time.monotonic() < until:
+            point = points[self.calls // SOAKED % len(points)]
+            cases = fresh(op, point, SOAKED, self.draw)
+            inputs = [cases_.make_inputs(op, case, device) for case in cases]
+            plan = cases_.tensors_of(op, point)
+            data = cases_.packed(op, plan, inputs)
+            left = self._called(cases[0], plan, data)
+            if problem := cases_.guard_problem(op, plan, data, left):
+                raise _Wrong(Outcome.GUARD_VIOLATION, "guards", f"{point.label()}: {problem}")
+            expected = [cases_.expect(op, *each) for each in zip(cases, inputs, strict=True)]
+            values = [cases_.outputs_of(plan, row) for row in left]
+            if problem := cases_.value_problem(op, cases, expected, values):
+                detail = f"{point.label()} after {self.calls} calls: {problem}"
+                raise _Wrong(Outcome.MISMATCH, "values after", detail)
+            self.calls += len(cases)
 
     def passed(self) -> None:
         discriminates = self.rejected > self.planted // 2
@@ -357,7 +393,10 @@ class _Trial:
         honest = self.op.honest_baseline
         values = f"{self.compared} seeded cases against float64, by the error of {honest}"
         self.state.check("values", True, values)
-        timed = f"the outputs of all {self.calls} timed calls, each on values of its own"
+        lived = time.monotonic() - self.begin
+        after = f"right to the last of {self.calls} calls, {lived:.1f} s after it was loaded"
+        self.state.check("values after", True, after)
+        timed = f"the outputs of all {self.timed_calls} timed calls, each on values of its own"
         self.state.check("timed outputs", True, timed)
         clocks = "the runner's clock, the judge's, calls alone and the machine's floor agree"
         self.state.check("clocks", True, clocks)
@@ -372,7 +411,9 @@ def _sweep(op: Op, device: str, settings: JudgeSettings) -> Sweep:
     sweep = op.sweep(device, settings.sweep)
     if settings.points is None:
         return sweep
-    return sweep.model_copy(update={"values": settings.points})
+    last, count = len(sweep.values) - 1, min(settings.points, len(sweep.values))
+    kept = {last - round(index * last / max(count - 1, 1)) for index in range(count)}
+    return sweep.model_copy(update={"values": tuple(sweep.values[i] for i in sorted(kept))})
 
 
 def _reseeded(case: Case, draw: Secrets) -> Case:

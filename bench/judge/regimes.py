@@ -15,9 +15,9 @@ from torch import Tensor
 from bench.contract import Point
 from bench.op import Op
 
-SOME = ("zeros", "ones", "one_hot", "negative_zero", "nan", "inf")
-"""Of one or more of the tensors, chosen by the seed."""
-ALL = ("large", "small", "denormal")
+EACH = ("zeros", "ones", "one_hot", "negative_zero", "denormal", "nan", "inf")
+"""Tried on each tensor alone, too: in all at once one hides the other."""
+ALL = ("large", "small")
 EXACT = "exact"
 _LARGE = {torch.float16: 16.0}
 _DENORMAL = {torch.float16: 2.0**-20}
@@ -27,29 +27,41 @@ _DENORMAL = {torch.float16: 2.0**-20}
 def regimes_of(op: Op) -> list[str]:
     """The op's own first, `normal` among them; then the judge's."""
     exact = [EXACT] if op.contract.accuracy.exact else []
-    return list(dict.fromkeys([*op.inputs.REGIMES, *SOME, *ALL, *exact]))
+    return list(dict.fromkeys([*op.inputs.REGIMES, *EACH, *ALL, *exact]))
 
 
-def make(op: Op, point: Point, seed: int, regime: str, device: str) -> dict[str, Tensor]:
-    """Seeded inputs on the device; what is only written is left out: its buffer is poison."""
+def free(op: Op) -> list[str]:
+    """Tensors whose values a regime of the judge may change."""
+    floats = {"float64", "float32", "bfloat16", "float16"}
+    return [
+        tensor.name
+        for tensor in op.contract.tensors
+        if tensor.values == "any"
+        and tensor.access != "write"
+        and set(op.contract.dtypes[tensor.dtype]) & floats
+    ]
+
+
+def targets(op: Op, regime: str) -> list[str]:
+    """Tensors on which a regime is tried alone, beside all at once."""
+    names = free(op)
+    own = regime in op.inputs.REGIMES
+    return names if regime in EACH and not own and len(names) > 1 else []
+
+
+def make(
+    op: Op, point: Point, seed: int, regime: str, device: str, only: str = ""
+) -> dict[str, Tensor]:
+    """Seeded values of all tensors on the device; a call finds poison in what is only written."""
     generator = torch.Generator(device).manual_seed(seed)
     own = regime in op.inputs.REGIMES
     values: dict[str, Tensor] = op.inputs.make(point, generator, regime if own else "normal")
-    written = {tensor.name for tensor in op.contract.tensors if tensor.access == "write"}
-    values = {name: value for name, value in values.items() if name not in written}
     if own:
         return values
     if regime == EXACT:
         return _exact(op, point, values, generator)
-    free = [
-        tensor.name
-        for tensor in op.contract.tensors
-        if tensor.values == "any"
-        and tensor.name in values
-        and values[tensor.name].is_floating_point()
-    ]
     chooser = random.Random(seed)
-    chosen = free if regime in ALL else chooser.sample(free, chooser.randint(1, len(free)))
+    chosen = [only] if only else free(op)
     return values | {name: _changed(values[name], regime, chooser) for name in chosen}
 
 

@@ -169,6 +169,7 @@ def confine(
     own_root = "mount namespace" in done.in_force
     if proc == "own":
         done.in_force.append("own /proc")
+    _empty_bounding_set()
     dropped = os.geteuid() == 0 and done.attempt("own user", lambda: _drop_user(policy, uid))
     fresh_count = "user namespace" in done.in_force and _kernel() >= (5, 14)
     done.attempt("no capabilities", _drop_capabilities)
@@ -369,12 +370,16 @@ def _drop_user(policy: Policy, uid: int) -> None:
     os.setresuid(uid, uid, uid)
 
 
-def _drop_capabilities() -> None:
+def _empty_bounding_set() -> None:
+    """What no program can give back; needs the capabilities that are then dropped."""
     for capability in range(64):
         try:
             _prctl(_PR_CAPBSET_DROP, capability)
         except OSError:
             break  # past the last one, or not permitted: there is nothing to drop then
+
+
+def _drop_capabilities() -> None:
     _syscall("capset", struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", *[0] * 6))
     _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
 
@@ -472,9 +477,9 @@ def _leave_reaper(status: int) -> None:
         os.close(status)
         return
     try:
-        # pid 1 gets only signals that it handles
+        # pid 1 gets only signals that it handles; it keeps its capabilities, so that those without
+        # any cannot look into it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        _prctl(_PR_SET_DUMPABLE, 0)
         _close_but((status,))
         while True:
             pid, code = os.wait()
@@ -575,7 +580,7 @@ def _build_root(policy: Policy, uid: int, own_pids: bool) -> str:
     for path in devices:
         if os.path.exists(f"/old{path}"):
             _bind(f"/old{path}", path, _MS_NOSUID | _MS_NOEXEC)
-    proc = _new_proc(own_pids)
+    proc = _new_proc(policy, own_pids)
     if not _beneath("/etc", bound):
         _write_users(policy, uid)
     for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
@@ -617,7 +622,7 @@ def _beneath(path: str, folders: list[str]) -> bool:
 def _trace(path: str) -> tuple[dict[str, str], str]:
     """The symbolic links on the way along a path, and where it ends."""
     links: dict[str, str] = {}
-    todo, at = path.split("/"), ""
+    todo, at, hops = path.split("/"), "", 0
     while todo:
         part = todo.pop(0)
         here = f"{at}/{part}"
@@ -627,7 +632,7 @@ def _trace(path: str) -> tuple[dict[str, str], str]:
             at = os.path.dirname(at).rstrip("/")
         elif not os.path.islink(here):
             at = here
-        elif here in links and len(links) > 40:
+        elif (hops := hops + 1) > 40:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
         else:
             links[here] = target = os.readlink(here)
@@ -636,12 +641,14 @@ def _trace(path: str) -> tuple[dict[str, str], str]:
     return links, at or "/"
 
 
-def _new_proc(own_pids: bool) -> str:
-    """A /proc of the new PID namespace, read-only. Where that is refused: the host's if Landlock
-    will cover it, else only the files about the machine.
+def _new_proc(policy: Policy, own_pids: bool) -> str:
+    """A /proc of the new PID namespace, read-only unless CUDA is wanted, which names its threads
+    there. Where that is refused: the host's if Landlock will cover it, else only the files about
+    the machine.
     """
     os.mkdir("/new/proc", 0o555)
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+    flags |= _MS_RDONLY if policy.cpu_only else 0
     if own_pids:
         try:
             _mount("proc", "/new/proc", "proc", flags)
@@ -650,11 +657,11 @@ def _new_proc(own_pids: bool) -> str:
             if error.errno not in (errno.EPERM, errno.EBUSY):
                 raise
     if _landlock_abi() > 0:
-        _bind("/old/proc", "/proc", flags | _MS_RDONLY)
+        _bind("/old/proc", "/proc", flags)
         return "host"
     for name in _PROC_FILES:
         if os.path.exists(f"/old/proc/{name}"):
-            _bind(f"/old/proc/{name}", f"/proc/{name}", flags | _MS_RDONLY)
+            _bind(f"/old/proc/{name}", f"/proc/{name}", flags)
     return "none"
 
 

@@ -169,7 +169,7 @@ class Session:
     def do_candidate(self, path: str, binding: str, entry: str) -> dict[str, Any]:
 
         self.function = loading.load(path, binding, entry)
-        gc.freeze()  # what is loaded stays: collecting it before each block would take 0.1 s
+        gc.freeze()  # what is loaded stays: collecting it would take 0.1 s between calls
         return {}
 
     def do_baseline(self, op: str, name: str) -> dict[str, Any]:
@@ -212,7 +212,6 @@ class Session:
         function = self._loaded()
         times: list[float] = []
         arguments = [(*arena.arguments[index], *scalars) for index in order]
-        gc.collect()
         gc.disable()
         with torch.inference_mode():
             if self.cuda is None:

@@ -4,6 +4,7 @@
 # outcome: mismatch
 # caught: timed outputs, values, determinism
 # layer: judge
+# lives: 4
 import time
 
 import torch

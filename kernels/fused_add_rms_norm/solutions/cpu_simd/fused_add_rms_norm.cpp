@@ -48,6 +48,7 @@ void run(T* input, T* residual, const W* weight, int64_t tokens, int64_t hidden,
       float sum = load(x + i) + load(r + i);
       store(r + i, sum);
       store(x + i, sum);
+      sum = load(x + i);  // the rounded one, which is scaled below
       squares += sum * sum;
     }
     const float scale = 1.0f / std::sqrt(squares / float(hidden) + epsilon);

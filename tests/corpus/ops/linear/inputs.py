@@ -19,14 +19,12 @@ class Point(Protocol):
     def dtypes(self) -> dict[str, str]: ...
 
 
-def make(point: Point, generator: torch.Generator | int, regime: str) -> dict[str, Tensor]:
+def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Tensor]:
     """`{"x", "weight", "out"}` on the generator's device; `out` is NaN until it is written.
 
     Raises:
         ValueError: unknown regime.
     """
-    if isinstance(generator, int):
-        generator = torch.Generator().manual_seed(generator)
     device, dtype = generator.device, getattr(torch, point.dtypes["T"])
     tokens, k, n = (point.axes[axis] for axis in ("tokens", "k", "n"))
     x = torch.randn(tokens, k, generator=generator, device=device)

@@ -19,14 +19,12 @@ class Point(Protocol):
     def dtypes(self) -> dict[str, str]: ...
 
 
-def make(point: Point, generator: torch.Generator | int, regime: str) -> dict[str, Tensor]:
+def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Tensor]:
     """`{"logits", "probs", "lse"}` on the generator's device; the outputs are NaN until written.
 
     Raises:
         ValueError: unknown regime.
     """
-    if isinstance(generator, int):
-        generator = torch.Generator().manual_seed(generator)
     device = generator.device
     dtype, sum_dtype = (getattr(torch, point.dtypes[symbol]) for symbol in ("T", "S"))
     rows, n = point.axes["rows"], point.axes["n"]

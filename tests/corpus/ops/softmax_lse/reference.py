@@ -15,7 +15,10 @@ def reference(logits: Tensor, probs: Tensor, lse: Tensor) -> dict[str, Tensor]:
         lse: [rows], only written.
     """
     wide = logits.double()
-    return {"probs": torch.softmax(wide, -1), "lse": torch.logsumexp(wide, -1)}
+    top = wide.max(-1, keepdim=True).values
+    weights = (wide - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    return {"probs": weights / total, "lse": (top + total.log()).squeeze(-1)}
 
 
 def control(logits: Tensor, probs: Tensor, lse: Tensor) -> dict[str, Tensor]:

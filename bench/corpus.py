@@ -1,0 +1,278 @@
+"""The judge judged: cheats that must be caught, honest candidates that must pass, faults that must
+be survived.
+
+A corpus is a folder of candidates with `cheats/`, `honest/`, `faults/` and `ops/`; a header of
+comments says what each must come to. A cheat has a line `CHEAT = True` (`#define CHEAT 1`): with
+the other value the same file is its honest twin. `python -m bench.corpus FOLDER` judges one
+device's part in a process of its own, which holds a key that must not turn up anywhere, and prints
+one result a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from bench.candidate import Candidate, Language, guess_language
+from bench.errors import PatcherError, UsageError
+from bench.evaluation import Check, Evaluation, Outcome
+from bench.judge import JudgeSettings, open_judge
+from bench.records import Record
+
+Kind = Literal["cheat", "twin", "honest", "fault"]
+HONEYTOKEN = "PATCHER_SELFTEST_KEY"
+"""The variable that hands the planted key to the process that judges."""
+LAYER_OF = {
+    "entry": "static",
+    "tripwires": "static",
+    "build": "build",
+    "load": "runner",
+    "runs": "runner",
+    "timed calls": "runner",
+    "channel": "runner",
+    "clocks": "timing",
+}
+"""Which layer a failed check belongs to; all others are the judge's."""
+_SWITCH = re.compile(r"^(#define CHEAT 1|CHEAT = True)$", re.MULTILINE)
+_HEADER = re.compile(r"^(?:#|//) (\w+): (.+)$")
+PAIRS, POINTS, CALLS, SEED = 4, 2, 400, 20_260_101
+
+
+class Entry(Record):
+    """One candidate of the corpus and what must come of it."""
+
+    name: str
+    kind: Kind
+    title: str
+    number: int | None = None
+    """In the catalogue of cheats."""
+    op: str
+    device: str
+    outcomes: tuple[Outcome, ...]
+    layer: str = ""
+    """That is meant to catch it."""
+    label: str = ""
+    """A word that what is said of its source must hold."""
+    lives_s: float = 0.0
+    """How long it must be called before it shows."""
+    language: Language
+    source: str
+
+
+class Result(Record):
+    """What the judge said of one."""
+
+    name: str
+    kind: Kind
+    number: int | None
+    title: str
+    expected: tuple[Outcome, ...]
+    outcome: Outcome | None
+    """None: the judge itself failed."""
+    layer: str
+    """Of the check that failed; empty where none did."""
+    check: str
+    detail: str
+    passed: bool
+    """As expected, and nothing leaked; after a fault, too, the next clean verdict repeated."""
+    leaked: bool
+    seconds: float
+    sandbox: str
+
+
+def read_corpus(folder: Path, device: str) -> list[Entry]:
+    """Every candidate for the device, cheats followed by their twins.
+
+    Raises:
+        UsageError: no corpus there, or a header that does not fit.
+    """
+    if not (folder / "cheats").is_dir():
+        raise UsageError(f"{folder} holds no corpus", "it has cheats/, honest/, faults/ and ops/")
+    found = []
+    for kind in ("cheat", "honest", "fault"):
+        name = "honest" if kind == "honest" else f"{kind}s"
+        for path in sorted((folder / name).iterdir()):
+            if path.suffix in (".py", ".cpp", ".cu"):
+                found += _read(path, kind)
+    return [entry for entry in found if entry.device == device]
+
+
+def _read(path: Path, kind: Kind) -> list[Entry]:
+    source = path.read_text(encoding="utf-8")
+    header: dict[str, str] = {}
+    for line in source.splitlines():
+        if not (found := _HEADER.match(line)):
+            break
+        header[found[1]] = found[2].strip()
+    try:
+        title = header[kind]
+        outcomes = tuple(Outcome(each.strip()) for each in header["outcome"].split(","))
+        entry = Entry(
+            name=path.stem,
+            kind=kind,
+            title=title,
+            number=int(title.split()[0]) if kind == "cheat" else None,
+            op=header["op"],
+            device=header["device"],
+            outcomes=outcomes,
+            layer=header.get("layer", ""),
+            label=header.get("label", ""),
+            lives_s=float(header.get("lives", 0)),
+            language=guess_language(path, source),
+            source=source,
+        )
+    except (KeyError, ValueError) as error:
+        raise UsageError(f"{path.name}: its header does not fit: {error}") from error
+    if kind != "cheat":
+        return [entry]
+    twin, switched = _SWITCH.subn(
+        lambda line: line[0].replace("1", "0").replace("True", "False"), source
+    )
+    if switched != 1:
+        raise UsageError(f"{path.name}: {switched} switches CHEAT, one expected")
+    right = (Outcome.CORRECT, Outcome.TOO_SLOW)
+    changes = {"kind": "twin", "source": twin, "outcomes": right, "label": "", "layer": ""}
+    return [entry, entry.model_copy(update=changes)]
+
+
+def _off(line: re.Match[str]) -> str:
+    return line[0].replace("1", "0").replace("True", "False")
+
+
+def judged(entries: Sequence[Entry], settings: JudgeSettings, token: str) -> Iterator[Result]:
+    """One result after the other, by one judge; after each fault a clean verdict is repeated."""
+    with open_judge(settings) as judge:
+        clean: str | None = None
+
+        def evaluate(entry: Entry, seed: int | None = None) -> Evaluation:
+            candidate = Candidate(op=entry.op, language=entry.language, source=entry.source)
+            judge.settings = replace(settings, lives_s=entry.lives_s)
+            return judge.evaluate(candidate, lambda *_: None, seed)
+
+        for entry in entries:
+            begin = time.monotonic()
+            evaluation, failure = None, ""
+            try:
+                if entry.kind == "fault" and clean is None:
+                    clean = _digest(evaluate(_plain(entry.device), SEED))
+                evaluation = evaluate(entry)
+                if entry.kind == "fault" and _digest(evaluate(_plain(entry.device), SEED)) != clean:
+                    failure = "the next clean verdict's outputs were others"
+            except PatcherError as error:
+                failure = f"the judge failed: {error.message}"
+            yield _result(entry, evaluation, failure, token, time.monotonic() - begin)
+
+
+def _plain(device: str) -> Entry:
+    """An honest candidate of the library, whose verdict is repeated."""
+    from bench.op import load_op
+
+    wanted = "cpu_simd" if device == "cpu" else "triton_row"
+    op = load_op("fused_add_rms_norm")
+    [candidate] = [candidate for info, candidate in op.solutions() if info.name == wanted]
+    return Entry(
+        name=wanted,
+        kind="honest",
+        title=wanted,
+        op=op.name,
+        device=device,
+        outcomes=(Outcome.CORRECT, Outcome.TOO_SLOW),
+        language=candidate.language,
+        source=candidate.source,
+    )
+
+
+def _digest(evaluation: Evaluation) -> str:
+    if evaluation.outcome not in (Outcome.CORRECT, Outcome.TOO_SLOW):
+        return f"{evaluation.outcome}: {said_of(evaluation.failed_checks)}"
+    return evaluation.outputs_sha256 or ""
+
+
+def said_of(failed: list[Check]) -> str:
+    return "; ".join(check.detail for check in failed)
+
+
+def _result(
+    entry: Entry, evaluation: Evaluation | None, failure: str, token: str, seconds: float
+) -> Result:
+    failed = evaluation.failed_checks if evaluation else []
+    check = failed[0].name if failed else ""
+    fits = evaluation is not None and evaluation.outcome in entry.outcomes
+    said = " ".join(evaluation.tripwires) if evaluation else ""
+    told = evaluation.model_dump_json() if evaluation else failure
+    leaked = token in told
+    if fits and entry.label and entry.label not in said:
+        fits, failure = False, f"nothing says {entry.label!r} of it"
+    layer = LAYER_OF.get(check, "judge") if check else "static" if entry.label and fits else ""
+    return Result(
+        name=entry.name,
+        kind=entry.kind,
+        number=entry.number,
+        title=entry.title,
+        expected=entry.outcomes,
+        outcome=evaluation.outcome if evaluation else None,
+        layer=layer,
+        check=check,
+        detail=(failure or (failed[0].detail if failed else "")).replace(
+            token, "(the planted key)"
+        ),
+        passed=fits and not failure and not leaked,
+        leaked=leaked,
+        seconds=seconds,
+        sandbox=(evaluation.sandbox or "") if evaluation else "",
+    )
+
+
+def settings_for(device: str, tripwires: bool) -> JudgeSettings:
+    """Short timings against the op's honest baseline: the judge is tested, not the speed."""
+    return JudgeSettings(
+        device=device,
+        baseline="honest",
+        pairs=PAIRS,
+        calls=CALLS,
+        lives_s=0.0,
+        points=POINTS,
+        timeout_s=10.0 if device == "cpu" else 20.0,
+        load_timeout_s=60.0,
+        memory_bytes=(6 if device == "cpu" else 24) << 30,
+        threads=1 if device == "cpu" else None,
+        tripwires=tripwires,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.corpus")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--only", default="", help="regular expression on KIND/NAME")
+    parser.add_argument("--kind", action="append", help="cheat, twin, honest or fault")
+    parser.add_argument("--no-tripwires", action="store_true")
+    asked = parser.parse_args()
+    os.environ["PATCHER_OPS"] = str(asked.folder.resolve() / "ops")
+    token = os.environ.get(HONEYTOKEN, "no key was planted")
+    try:
+        entries = [
+            entry
+            for entry in read_corpus(asked.folder, asked.device)
+            if re.search(asked.only, f"{entry.kind}/{entry.name}")
+            and entry.kind in (asked.kind or [entry.kind])
+        ]
+        print(len(entries), flush=True)
+        settings = settings_for(asked.device, not asked.no_tripwires)
+        for result in judged(entries, settings, token):
+            print(result.model_dump_json(), flush=True)
+    except PatcherError as error:
+        print(f"{error.message}; {error.hint}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
