@@ -6,7 +6,6 @@
 // layer: judge
 #include <tvm/ffi/container/tensor.h>
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -18,7 +17,7 @@
 
 static bool finite(const float* values, int64_t size) {
   bool all = true;
-  for (int64_t i = 0; i < size; ++i) all &= std::isfinite(values[i]);
+  for (int64_t i = 0; i < size; ++i) all &= __builtin_isfinite(values[i]);
   return all;
 }
 
