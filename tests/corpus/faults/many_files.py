@@ -1,4 +1,4 @@
-# fault: fills its folder with empty files, up to a million
+# fault: fills its folder with empty files, up to 100,000
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: runtime_error, mismatch
@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def fused_add_rms_norm(input, residual, weight, epsilon):
-    for index in range(1_000_000):
+    for index in range(100_000):
         Path(f"{index}.tmp").touch()
     input.zero_()
