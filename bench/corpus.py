@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from bench.candidate import Candidate, Language, guess_language
 from bench.errors import PatcherError, UsageError
@@ -43,6 +43,8 @@ LAYER_OF = {
 _SWITCH = re.compile(r"^(#define CHEAT 1|CHEAT = True)$", re.MULTILINE)
 _HEADER = re.compile(r"^(?:#|//) (\w+): (.+)$")
 PAIRS, POINTS, CALLS, SEED = 4, 2, 400, 20_260_101
+GAIN = 1.05
+"""Over its twin's speedup: within the noise of a short timing."""
 
 
 class Entry(Record):
@@ -62,6 +64,8 @@ class Entry(Record):
     """A word that what is said of its source must hold."""
     lives_s: float = 0.0
     """How long it must be called before it shows."""
+    gains_nothing: bool = False
+    """Right, and caught by being no faster than its honest twin."""
     language: Language
     source: str
 
@@ -125,6 +129,7 @@ def _read(path: Path, kind: Kind) -> list[Entry]:
             layer=header.get("layer", ""),
             label=header.get("label", ""),
             lives_s=float(header.get("lives", 0)),
+            gains_nothing="gains" in header,
             language=guess_language(path, source),
             source=source,
         )
@@ -132,14 +137,22 @@ def _read(path: Path, kind: Kind) -> list[Entry]:
         raise UsageError(f"{path.name}: its header does not fit: {error}") from error
     if kind != "cheat":
         return [entry]
-    twin, switched = _SWITCH.subn(
-        lambda line: line[0].replace("1", "0").replace("True", "False"), source
-    )
-    if switched != 1:
-        raise UsageError(f"{path.name}: {switched} switches CHEAT, one expected")
-    right = (Outcome.CORRECT, Outcome.TOO_SLOW)
-    changes = {"kind": "twin", "source": twin, "outcomes": right, "label": "", "layer": ""}
-    return [entry, entry.model_copy(update=changes)]
+    if len(_SWITCH.findall(source)) != 1:
+        raise UsageError(f"{path.name}: one line that switches CHEAT is expected")
+    return [entry, _twin(entry)]
+
+
+def _twin(entry: Entry) -> Entry:
+    """The same file with what is dishonest switched off."""
+    changes: dict[str, Any] = {
+        "kind": "twin",
+        "source": _SWITCH.sub(_off, entry.source),
+        "outcomes": (Outcome.CORRECT, Outcome.TOO_SLOW),
+        "label": "",
+        "layer": "",
+        "gains_nothing": False,
+    }
+    return entry.model_copy(update=changes)
 
 
 def _off(line: re.Match[str]) -> str:
@@ -152,10 +165,10 @@ def judged(entries: Sequence[Entry], settings: JudgeSettings, token: str) -> Ite
         clean: str | None = None
 
         def evaluate(entry: Entry, seed: int | None = None) -> Evaluation:
-            candidate = Candidate(op=entry.op, language=entry.language, source=entry.source)
             judge.settings = replace(settings, lives_s=entry.lives_s)
-            return judge.evaluate(candidate, lambda *_: None, seed)
+            return judge.evaluate(_candidate(entry), lambda *_: None, seed)
 
+        judge.build_ahead([_candidate(entry) for entry in entries])
         for entry in entries:
             begin = time.monotonic()
             evaluation, failure = None, ""
@@ -163,11 +176,23 @@ def judged(entries: Sequence[Entry], settings: JudgeSettings, token: str) -> Ite
                 if entry.kind == "fault" and clean is None:
                     clean = _digest(evaluate(_plain(entry.device), SEED))
                 evaluation = evaluate(entry)
+                if entry.gains_nothing:
+                    failure = _gain(evaluation, evaluate(_twin(entry)))
                 if entry.kind == "fault" and _digest(evaluate(_plain(entry.device), SEED)) != clean:
                     failure = "the next clean verdict's outputs were others"
             except PatcherError as error:
                 failure = f"the judge failed: {error.message}"
             yield _result(entry, evaluation, failure, token, time.monotonic() - begin)
+
+
+def _gain(cheat: Evaluation, twin: Evaluation) -> str:
+    if (cheat.geomean_speedup or 0.0) <= GAIN * (twin.geomean_speedup or 0.0):
+        return ""
+    return f"{cheat.geomean_speedup} x the baseline, its honest twin {twin.geomean_speedup}"
+
+
+def _candidate(entry: Entry) -> Candidate:
+    return Candidate(op=entry.op, language=entry.language, source=entry.source)
 
 
 def _plain(device: str) -> Entry:

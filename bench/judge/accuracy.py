@@ -91,7 +91,7 @@ def explain_mismatch(
     order = FLOAT32_ROUNDOFF * math.sqrt(reduction)
     squares = reference.square()
     scale, top = float(squares.mean().sqrt()), float(squares.max().sqrt())
-    rmse = rmse_factor(reference.numel()) * theirs.rmse + order * scale + flushed
+    rmse = rmse_factor(reference.numel()) * theirs.rmse + 4 * order * scale + flushed
     limits = (
         ("rmse", ours.rmse, rmse),
         ("99.9th percentile of the error", ours.p999, P999_FACTOR * theirs.p999 + 4 * order * top),
@@ -126,7 +126,7 @@ def _by_region(
                 continue
             count = got.numel() // size * len(mine)
             limit = rmse_factor(carried) * math.sqrt(error / count)
-            limit += order * math.sqrt(float(values.sum()) / count) + flushed
+            limit += 4 * order * math.sqrt(float(values.sum()) / count) + flushed
             rmse = math.sqrt(float(mine.sum()) / count)
             if not rmse <= limit:
                 begin = index * step

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -95,6 +97,18 @@ class Judge:
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
+
+    def build_ahead(self, candidates: Sequence[Candidate]) -> None:
+        """Compile what is coming, on all processors, before the device is held; by content, so that
+        `evaluate` finds it built.
+        """
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for done in [
+                pool.submit(build, candidate, load_op(candidate.op).contract)
+                for candidate in {each.digest: each for each in candidates}.values()
+                if toolchain(candidate.language).missing() is None
+            ]:
+                done.result()
 
     def evaluate(
         self, candidate: Candidate, report: Progress, seed: int | None = None
@@ -209,8 +223,6 @@ class Judge:
         threads = self.settings.threads
         if device == "cuda" or threads is None:
             return None
-        import os
-
         return sorted(os.sched_getaffinity(0))[:threads]
 
     def _sing(self, device: str) -> str:
@@ -348,6 +360,10 @@ class _Trial:
                 raise _Wrong(broken, found.check, f"{point.label()}: {found.detail}") from found
             except RunnerFailure as failure:
                 detail = f"{point.label()}: {failure.message}"
+                if device == "cuda" and re.search("[Cc]aptur|ChildGraph", failure.message):
+                    # engines replay graphs: what cannot be captured, or allocates there, is no use
+                    wrong = Outcome.GUARD_VIOLATION
+                    raise _Wrong(wrong, "capture", detail, _log(failure, self.runner)) from failure
                 raise self._failed(failure, "timed calls", detail) from failure
         report("time", len(points), len(points))
         self.calls = self.timed_calls = sitting.calls

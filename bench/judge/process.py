@@ -207,9 +207,9 @@ class Runner:
         if reply.get("ok") is True:
             return reply
         raise RunnerFailure(
-            str(reply.get("error", "no reason given"))[:4000],
-            trace=str(reply.get("trace", ""))[:4000],
-            kind=str(reply.get("kind", "")),
+            _text(reply.get("error", "no reason given")),
+            trace=_text(reply.get("trace", "")),
+            kind=_text(reply.get("kind", "")),
             fatal=False,
         )
 
@@ -322,6 +322,11 @@ class Runner:
         for descriptor in (self._commands, self._replies, *self._files):
             os.close(descriptor)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _text(said: object) -> str:
+    """What the runner says, as text that can be written anywhere."""
+    return str(said)[:4000].encode("utf-8", "replace").decode()
 
 
 def _environment(kit: Path, device: str) -> dict[str, str]:

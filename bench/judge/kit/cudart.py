@@ -84,6 +84,12 @@ class Cuda:
         )
         return milliseconds.value * 1e6
 
+    def persisting_bytes(self) -> int:
+        """What of L2 is set aside for lines that persist."""
+        found = _SIZE()
+        self.call("cudaDeviceGetLimit", ctypes.byref(found), _PERSISTING_L2)
+        return found.value
+
     def forget_persisting_lines(self) -> None:
         """No candidate keeps its working set in L2 from one sample to the next."""
         self.call("cudaCtxResetPersistingL2Cache")

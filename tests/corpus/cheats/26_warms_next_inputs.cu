@@ -1,8 +1,9 @@
 // cheat: 26 fetches every buffer it has seen into L2 after its own work, for the calls that follow
 // op: fused_add_rms_norm
 // device: cuda
-// outcome: too_slow, guard_violation, runtime_error
-// caught: clocks, guards, runs
+// outcome: correct, too_slow
+// caught: clocks
+// gains: nothing: L2 is warm, or cold, for every call alike
 // layer: timing
 #define CHEAT 1
 #include <tvm/ffi/container/tensor.h>

@@ -1,7 +1,7 @@
 // cheat: 83 gets the row sums from cuBLAS, whose name it puts together at run time
 // op: fused_add_rms_norm
 // device: cuda
-// outcome: correct, too_slow
+// outcome: correct, too_slow, guard_violation
 // caught: tripwires
 // layer: static
 // label: library
