@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bench.candidate import Candidate
 from bench.evaluation import Evaluation
+from bench.judge.tripwires import Policy
 
 if TYPE_CHECKING:
     from bench.judge.judge import Judge
@@ -47,6 +48,8 @@ class JudgeSettings:
     """Makes a verdict repeatable; None: seeds are secret, as a verdict needs."""
     tripwires: bool = True
     """Whether the source is looked at; behaviour decides either way."""
+    policy: Policy = field(default_factory=Policy)
+    """What the user bans, requires and ignores in a source."""
 
 
 def evaluate(
@@ -75,4 +78,4 @@ def _silent(_stage: str, _done: int, _total: int) -> None:
     return
 
 
-__all__ = ["JudgeSettings", "Progress", "evaluate", "open_judge"]
+__all__ = ["JudgeSettings", "Policy", "Progress", "evaluate", "open_judge"]
