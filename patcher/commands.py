@@ -126,6 +126,7 @@ def evaluate(
     pairs: Annotated[int, typer.Option(help="Pairs of timed blocks a point.", min=3)] = 12,
     timeout: Annotated[float, typer.Option(help="Seconds one call may take.", min=0.1)] = 30.0,
     threads: Threads = None,
+    tripwires: Annotated[bool, typer.Option(help="Whether the source is looked at.")] = True,
     as_json: Json = False,
 ) -> int:
     """Judge one candidate in processes of its own: is it right, is it faster?
@@ -133,6 +134,7 @@ def evaluate(
     Exit code 0: right and faster; 1: anything else that was judged.
     """
     from bench import judge
+    from patcher.settings import resolve
     from patcher.show import print_evaluation
 
     candidate = Candidate.from_file(load_op(op).name, source, language)
@@ -143,6 +145,8 @@ def evaluate(
         pairs=pairs,
         timeout_s=timeout,
         threads=threads,
+        tripwires=tripwires,
+        policy=resolve().tripwires,
     )
     output = Output(as_json)
     with output.progress() as bar:
@@ -169,12 +173,13 @@ def bundle(
     """Judge a candidate and, if it is right and faster, make it a patch bundle."""
     from bench import judge
     from integrate import Patch
+    from patcher.settings import resolve
     from patcher.show import print_evaluation
 
     candidate = Candidate.from_file(load_op(op).name, source, language)
     output = Output(as_json)
     with output.progress() as bar:
-        settings = judge.JudgeSettings(sweep=sweep, threads=threads)
+        settings = judge.JudgeSettings(sweep=sweep, threads=threads, policy=resolve().tripwires)
         evaluation = judge.evaluate(candidate, settings, bar)
     if evaluation.outcome is not Outcome.CORRECT:
         if as_json:

@@ -25,7 +25,7 @@ from bench import (
     presets,
 )
 from bench.environment import describe
-from bench.judge import JudgeSettings, evaluate
+from bench.judge import JudgeSettings, Policy, evaluate
 from hotspot import Profile, capture
 from integrate import Patch
 from patcher.agent import optimize
@@ -205,7 +205,12 @@ def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> O
     device = run.config.workload.device if run.config.workload else None
     language = plan.language or (Language.CUDA if device == "cuda" else Language.CPP)
     kind = "cpu" if language is Language.CPP else "cuda"
-    judge_settings = JudgeSettings(sweep=plan.sweep, threads=plan.threads, pairs=plan.judge_pairs)
+    judge_settings = JudgeSettings(
+        sweep=plan.sweep,
+        threads=plan.threads,
+        pairs=plan.judge_pairs,
+        policy=Policy.model_validate(settings.get("tripwires", {})),
+    )
     model = resolve_model(settings["model"], run)
     analyst = resolve_model(settings["analyst"], run) if settings["analyst"] else None
 

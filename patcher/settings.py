@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from bench import Record, UsageError
+from bench.judge import Policy
 
 CONFIG_FILE = "patcher.toml"
 PREFIX = "PATCHER_"
@@ -31,8 +33,15 @@ class Settings(Record):
     runs_dir: Path = Path("patcher-runs")
     margin_pct: float = Field(0.5, ge=0, le=100, allow_inf_nan=False)
     """End-to-end gain in percent that the interval's lower end must exceed."""
+    tripwires: Policy = Policy()
+    """What a candidate's source must not or must have; JSON in `PATCHER_TRIPWIRES`."""
     origins: dict[str, str] = Field(default_factory=dict)
     """Where each value comes from: `flag --model`, `PATCHER_MODEL`, `patcher.toml` or `default`."""
+
+    @field_validator("tripwires", mode="before")
+    @classmethod
+    def _from_variable(cls, value: object) -> object:
+        return json.loads(value) if isinstance(value, str) else value
 
     def for_run(self) -> dict[str, Any]:
         """The settings that a run records: all but where runs lie on this machine."""

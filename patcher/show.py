@@ -53,6 +53,8 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
     for check in evaluation.checks:
         mark = "[green]ok  [/]" if check.passed else "[red]fail[/]"
         console.print(mark, f"{check.name}:", Text(check.detail))
+    for said in evaluation.tripwires:
+        console.print("      source:", Text(said))
     for name, detail in evaluation.baselines.items():
         console.print("      baseline", f"{name}:", Text(detail))
     if evaluation.log and not evaluation.timings:

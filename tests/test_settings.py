@@ -37,6 +37,7 @@ def test_flag_over_variable_over_file_over_default(tmp_path: Path) -> None:
         "budget_usd": "patcher.toml",
         "runs_dir": "flag --runs-dir",
         "margin_pct": "patcher.toml",
+        "tripwires": "default",
     }
     assert found.for_run() == {
         "model": "replay:flag",
@@ -44,6 +45,7 @@ def test_flag_over_variable_over_file_over_default(tmp_path: Path) -> None:
         "iterations": 3,
         "budget_usd": 3.5,
         "margin_pct": 1.0,
+        "tripwires": {"banned": [], "required": [], "ignore": []},
     }
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bench.candidate import Candidate
 from bench.evaluation import Evaluation
+from bench.judge.tripwires import Policy
 
 if TYPE_CHECKING:
     from bench.judge.judge import Judge
@@ -50,6 +51,8 @@ class JudgeSettings:
     """CPU threads of both arms, each pinned to as many CPUs; None: as many as there are."""
     tripwires: bool = True
     """Whether the source is looked at; behaviour decides either way."""
+    policy: Policy = field(default_factory=Policy)
+    """What the user bans, requires and ignores in a source."""
 
 
 def evaluate(
@@ -78,4 +81,4 @@ def _silent(_stage: str, _done: int, _total: int) -> None:
     return
 
 
-__all__ = ["JudgeSettings", "Progress", "evaluate", "open_judge"]
+__all__ = ["JudgeSettings", "Policy", "Progress", "evaluate", "open_judge"]

@@ -129,7 +129,7 @@ class Judge:
             return state.verdict(
                 Outcome.GENERATION_FAILURE, f"the source must define {op.contract.signature()}"
             )
-        seen = look(candidate, settings.tripwires)
+        seen = look(candidate, settings.tripwires, settings.policy)
         state.tripwires = seen.said()
         if seen.refused:
             state.check("tripwires", False, "; ".join(seen.refused))
