@@ -1,4 +1,4 @@
-"""NVIDIA's profilers on this machine: where they are and which version."""
+"""NVIDIA's tools on this machine: where they are and which version."""
 
 from __future__ import annotations
 
@@ -10,10 +10,33 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+NCU_PLACES = (
+    "/opt/nvidia/nsight-compute/*/ncu",
+    "/usr/local/cuda*/bin/ncu",
+    "/usr/local/cuda*/nsight-compute*/ncu",
+)
+SANITIZER_PLACES = (
+    "/usr/local/cuda/bin/compute-sanitizer",
+    "/usr/local/cuda*/bin/compute-sanitizer",
+    "/usr/local/cuda*/compute-sanitizer/compute-sanitizer",
+)
+
+
+def find_ncu() -> Path | None:
+    """`$PATCHER_NCU`, PATH, or the usual install folders; newest first."""
+    return find_tool("ncu", NCU_PLACES)
+
+
+def find_compute_sanitizer() -> Path | None:
+    """`$PATCHER_COMPUTE_SANITIZER`, PATH, `$CUDA_HOME`, or the usual install folders."""
+    home = os.environ.get("CUDA_HOME")
+    own = (f"{glob.escape(home)}/bin/compute-sanitizer",) if home else ()
+    return find_tool("compute-sanitizer", (*own, *SANITIZER_PLACES))
+
 
 def find_tool(name: str, places: Sequence[str]) -> Path | None:
     """`$PATCHER_<NAME>`, PATH, or one of the usual places (globs); of several the newest."""
-    if chosen := os.environ.get(f"PATCHER_{name.upper()}"):
+    if chosen := os.environ.get(f"PATCHER_{name.upper().replace('-', '_')}"):
         return Path(chosen) if os.access(chosen, os.X_OK) else None
     if found := shutil.which(name):
         return Path(found)
