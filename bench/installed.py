@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 NCU_PLACES = (
     "/opt/nvidia/nsight-compute/*/ncu",
@@ -32,6 +33,18 @@ def find_compute_sanitizer() -> Path | None:
     home = os.environ.get("CUDA_HOME")
     own = (f"{glob.escape(home)}/bin/compute-sanitizer",) if home else ()
     return find_tool("compute-sanitizer", (*own, *SANITIZER_PLACES))
+
+
+def compute_sanitizer_finding() -> tuple[Literal["ok", "warn", "fail"], str, str]:
+    """(status, message, fix) for `patcher doctor`."""
+    tool = find_compute_sanitizer()
+    if tool is None:
+        fix = "install the CUDA toolkit, or set PATCHER_COMPUTE_SANITIZER; for evaluate --sanitize"
+        return "warn", "not found on PATH, in CUDA_HOME or in /usr/local/cuda", fix
+    try:
+        return "ok", version_of(tool), ""
+    except OSError as error:
+        return "fail", f"does not run: {error}", "reinstall the CUDA toolkit"
 
 
 def find_tool(name: str, places: Sequence[str]) -> Path | None:

@@ -47,6 +47,8 @@ class JudgeSettings:
     """Makes a verdict repeatable; None: seeds are secret, as a verdict needs."""
     tripwires: bool = True
     """Whether the source is looked at; behaviour decides either way."""
+    sanitize: bool = False
+    """CUDA: whether what passed everything else must pass compute-sanitizer too."""
 
 
 def evaluate(
