@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import re
 import statistics
 import tomllib
@@ -32,7 +33,7 @@ _MOST_LAUNCHES = 60
 _ROUNDS = 6
 """ncu gives up over a metric that it does not know; then it is asked without."""
 _UNKNOWN = re.compile(r"==ERROR== Failed to find metric (?:regex:\^?)?([\w.]+)")
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3}){1,8}|\d{1,25})(?:\.\d{1,25})?(?:[eE][+-]?\d\d?)?")
 _DENIED = "ERR_NVGPUCTRPERM"
 
 
@@ -142,7 +143,7 @@ def read(text: str, keys: dict[str, str]) -> list[KernelCounters]:
         times = [cells[_DURATION][0] for cells in each if _DURATION in cells]
         merged.append(
             KernelCounters(
-                kernel=name,
+                kernel=name[:2000],
                 library=tools.library_of(name),
                 grid=grid,
                 block=block,
@@ -167,7 +168,7 @@ def _rows(text: str) -> Iterable[dict[str, tuple[str, str]]]:
         header, units = next(rows), next(rows)
         if len(units) != len(header):
             return
-        for row in rows:
+        for row in itertools.islice(rows, 2 * _MOST_LAUNCHES):
             if len(row) == len(header) and row[0].isdigit():
                 yield {
                     name: (cell, unit) for name, cell, unit in zip(header, row, units, strict=True)
@@ -211,6 +212,6 @@ def _explain(ran: tools.Ran) -> None:
         raise MissingError(
             f"ncu does not work here: {tools.without_paths(told[0])[:300]}", "see `patcher doctor`"
         )
-    if ran.error is None and not ran.stopped and ran.code == 0:
+    if ran.ok and ran.code == 0:
         return
     raise UsageError(f"the candidate fails under ncu: {ran.why()}", "evaluate it without counters")

@@ -12,6 +12,7 @@ XML are not. What counts as an error of the candidate:
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ from bench.records import Record
 from bench.toolchains import Built
 
 _FOUND_CODE = 99
+_MOST_REPORTS = 1000
+"""The tools print 100; more is not of them."""
 _OPTIONS: dict[str, tuple[str, ...]] = {
     # an allocation next to another would hide what strays from one into the other; API errors are
     # reported by libraries that only probe, and those of the candidate are raised
@@ -149,7 +152,8 @@ def sanitize(
 
 def parse(text: str, tool: str) -> Report:
     """What one tool wrote as text; lines of the program itself are passed over."""
-    findings = [found for block in _blocks(text) if (found := _finding(block, tool))]
+    blocks = itertools.islice(_blocks(text), _MOST_REPORTS)
+    findings = [found for block in blocks if (found := _finding(block, tool))]
     summary = _SUMMARY.search(text)
     return Report(findings=tuple(findings), errors=int(summary[1]) if summary else None)
 
@@ -223,7 +227,7 @@ def _run(tool: Path, name: str, job: tools.Job, limit_s: float, memory_bytes: in
 def _came_to_an_end(ran: tools.Ran, report: Report) -> bool:
     """It ran to its end, and what the summary counts is what was read."""
     told = report.errors == 0 or bool(report.findings and report.errors)
-    return ran.code in (0, _FOUND_CODE) and ran.error is None and told
+    return ran.code in (0, _FOUND_CODE) and ran.ok and told
 
 
 def _last(ran: tools.Ran) -> str:

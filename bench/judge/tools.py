@@ -92,16 +92,23 @@ class Ran:
     """What the tool wrote to its log."""
     printed: str
     """What tool and candidate printed last."""
-    error: str | None
-    """What the run says went wrong; None: nothing did."""
+    error: str
+    """What the run says went wrong; empty: nothing did, or it said nothing."""
+    silence: str
+    """That it said nothing, where it did not: it crashed, exited, or never began."""
+
+    @property
+    def ok(self) -> bool:
+        """The run came to its end and nothing went wrong."""
+        return not (self.stopped or self.error or self.silence)
 
     def why(self) -> str:
         """What went wrong, in one line."""
         if self.stopped:
             return self.stopped
-        lines = [line.strip(" =") for line in f"{self.printed}\n{self.log}".splitlines()]
-        last = next((line for line in reversed(lines) if "rror" in line), "")
-        return without_paths(self.error or last or f"exit code {self.code}")[:300]
+        said = re.search(r"^=+ ?(?:ERROR==|Error:) ?(.+)", self.log, re.MULTILINE)
+        tool = said[1] if said else self.silence or f"exit code {self.code}"
+        return without_paths(self.error or tool)[:300]
 
 
 def run(
@@ -160,7 +167,8 @@ def run(
             stopped=stopped,
             log=_text(log),
             printed=_text(top / "printed")[-4000:],
-            error=None if answer.get("ok") is True else str(answer.get("error", "it said nothing")),
+            error=str(answer.get("error", ""))[:2000],
+            silence="" if "ok" in answer else "it ended without a word",
         )
 
 
