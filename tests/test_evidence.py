@@ -209,6 +209,10 @@ def test_without_the_tool_the_gate_says_so(double: Double) -> None:
     said = sanitized(FINE)
     assert said.outcome is None
     assert said.detail == "not here: compute-sanitizer is not installed"
+    double("compute-sanitizer", "").write_text("#!/bin/sh\nexit 2\n")
+    said = sanitized(FINE)
+    assert said.outcome is None
+    assert said.detail == "not here: compute-sanitizer does not run: it ends with status 2"
 
 
 def test_all_three_tools_are_run(double: Double) -> None:

@@ -123,6 +123,11 @@ def sanitize(
     tool = find_compute_sanitizer()
     if tool is None:
         return Sanitized(outcome=None, detail="not here: compute-sanitizer is not installed")
+    try:
+        version = version_of(tool)
+    except OSError as error:
+        detail = f"not here: compute-sanitizer does not run: {error}"
+        return Sanitized(outcome=None, detail=tools.without_paths(detail))
     calls = tuple(tools.Call.of(op, point, draw.seed()) for point in _points(op, sweep))
     job = tools.Job(device, built, op.name, calls)
     left_out = 0
@@ -147,7 +152,7 @@ def sanitize(
     said = f"{', '.join(_OPTIONS)} found nothing in {len(calls)} calls"
     if left_out:
         said += f" (left out: {left_out} warnings or reports of libraries' kernels)"
-    return Sanitized(outcome=None, detail=f"{said}; compute-sanitizer {version_of(tool)}")
+    return Sanitized(outcome=None, detail=f"{said}; compute-sanitizer {version}")
 
 
 def parse(text: str, tool: str) -> Report:
