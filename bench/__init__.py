@@ -14,7 +14,15 @@ from bench.errors import (
     WaitingError,
     relayed,
 )
-from bench.evaluation import Check, Environment, Evaluation, Outcome, Timing, geomean
+from bench.evaluation import (
+    Check,
+    Environment,
+    Evaluation,
+    KernelCounters,
+    Outcome,
+    Timing,
+    geomean,
+)
 from bench.op import Op, library, load_op, load_ops
 from bench.records import SCHEMA_VERSION, Record
 from bench.stats import compare, pairs_needed, read_samples
@@ -29,6 +37,7 @@ __all__ = [
     "Contract",
     "Environment",
     "Evaluation",
+    "KernelCounters",
     "Language",
     "MissingError",
     "Op",

@@ -65,6 +65,32 @@ class Timing(Record):
     baseline_eager_us: float | None = None
 
 
+class Counter(Record):
+    """One hardware counter of a kernel."""
+
+    value: float
+    unit: str
+    """Of Nsight Compute's base units: byte, byte/s, %, ..."""
+    metric: str
+    """Nsight Compute's name for it."""
+
+
+class KernelCounters(Record):
+    """What Nsight Compute counted in one kernel at one size."""
+
+    kernel: str
+    library: str | None
+    """Whose kernel it is by its name; None: the candidate's own."""
+    grid: str
+    block: str
+    launches: int
+    """That were counted; the values are their mean."""
+    duration_us: float | None
+    """With caches flushed before: not the time that it is judged by."""
+    values: dict[str, Counter]
+    """By the keys of `bench/judge/counters.toml`."""
+
+
 class Environment(Record):
     """Where a figure was made. No host name, path, user or environment variable."""
 
@@ -101,6 +127,8 @@ class Evaluation(Record):
     timings: tuple[Timing, ...] = ()
     timing_method: str | None = None
     geomean_speedup: float | None = None
+    counters: tuple[KernelCounters, ...] = ()
+    """Of its own kernels at the largest swept point, where they were asked for."""
     sandbox: str | None = None
     """What confined the candidate."""
     outputs_sha256: str | None = None

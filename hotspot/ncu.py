@@ -8,22 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 from bench import MissingError, UsageError
-from hotspot.installed import find_tool, version_of
+from bench.installed import find_ncu, version_of
 from hotspot.names import printable
 
-PLACES = (
-    "/opt/nvidia/nsight-compute/*/ncu",
-    "/usr/local/cuda*/bin/ncu",
-    "/usr/local/cuda*/nsight-compute*/ncu",
-)
 _RAW = ("--page", "raw", "--csv", "--print-units", "base")
 _SECONDS = 300
 """A report of some thousand kernels is read in well under a minute."""
-
-
-def find_ncu() -> Path | None:
-    """`$PATCHER_NCU`, PATH, or the usual install folders; newest first."""
-    return find_tool("ncu", PLACES)
 
 
 def raw_page(report: Path) -> str:

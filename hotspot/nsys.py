@@ -10,7 +10,7 @@ from typing import Literal
 
 from bench import MissingError, UsageError
 from bench.environment import engine_environment
-from hotspot.installed import find_tool, version_of
+from bench.installed import find_tool, version_of
 
 PLACES = (
     "/opt/nvidia/nsight-systems/*/bin/nsys",

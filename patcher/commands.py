@@ -113,6 +113,7 @@ def ops_show(name: Annotated[str, typer.Argument(help="An op.")], as_json: Json 
     "patcher evaluate fused_add_rms_norm kernel.cpp",
     "patcher evaluate fused_add_rms_norm kernel.cu --sweep bf16-fp32-weight",
     "patcher evaluate fused_add_rms_norm kernel.py --language triton --json",
+    "patcher evaluate fused_add_rms_norm kernel.cu --sanitize --counters",
 )
 def evaluate(
     op: Annotated[str, typer.Argument(help="An op of the library.")],
@@ -127,6 +128,12 @@ def evaluate(
     timeout: Annotated[float, typer.Option(help="Seconds one call may take.", min=0.1)] = 30.0,
     threads: Threads = None,
     tripwires: Annotated[bool, typer.Option(help="Whether the source is looked at.")] = True,
+    sanitize: Annotated[
+        bool, typer.Option("--sanitize", help="CUDA: it must pass compute-sanitizer, too.")
+    ] = False,
+    counters: Annotated[
+        bool, typer.Option("--counters", help="CUDA: what Nsight Compute counts in its kernels.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Judge one candidate in processes of its own: is it right, is it faster?
@@ -134,10 +141,15 @@ def evaluate(
     Exit code 0: right and faster; 1: anything else that was judged.
     """
     from bench import judge
+    from bench.judge.counters import counted, require_ncu
     from patcher.settings import resolve
-    from patcher.show import print_evaluation
+    from patcher.show import counters_table, print_evaluation
 
     candidate = Candidate.from_file(load_op(op).name, source, language)
+    if counters:
+        if candidate.language is Language.CPP or pick_device(device) == "cpu":
+            raise UsageError("--counters is for CUDA kernels on a CUDA device", "drop it")
+        require_ncu()
     settings = judge.JudgeSettings(
         device=device,
         sweep=sweep,
@@ -147,14 +159,19 @@ def evaluate(
         threads=threads,
         tripwires=tripwires,
         policy=resolve().tripwires,
+        sanitize=sanitize,
     )
     output = Output(as_json)
     with output.progress() as bar:
         evaluation = judge.evaluate(candidate, settings, bar)
+    if not as_json:
+        print_evaluation(output.out, evaluation)
+    if counters:
+        evaluation = counted(candidate, evaluation, sweep)
     if as_json:
         output.emit(evaluation)
-    else:
-        print_evaluation(output.out, evaluation)
+    elif evaluation.counters:
+        output.out.print(counters_table(evaluation.counters))
     return 0 if evaluation.outcome is Outcome.CORRECT else 1
 
 

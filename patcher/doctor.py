@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from bench import Language, PatcherError, Record
+from bench.installed import compute_sanitizer_finding
 from bench.judge.sandbox import sandbox_description
 from bench.toolchains import cache_root, toolchain
 from hotspot import ncu_finding, nsys_finding
@@ -35,6 +36,7 @@ def examine() -> list[Finding]:
         *(_compiler(language) for language in Language),
         _nsys,
         _ncu,
+        _sanitizer,
         *(_package(*engine) for engine in ENGINES),
         _key,
         _sandbox,
@@ -135,6 +137,11 @@ def _nsys() -> Finding:
 def _ncu() -> Finding:
     status, message, fix = ncu_finding()
     return Finding(name="ncu", status=status, detail=message, fix=fix)
+
+
+def _sanitizer() -> Finding:
+    status, message, fix = compute_sanitizer_finding()
+    return Finding(name="compute-sanitizer", status=status, detail=message, fix=fix)
 
 
 def _package(name: str, package: str, fix: str, needed: bool) -> Callable[[], Finding]:

@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from bench import Comparison, Evaluation, Op, Outcome, Quality
+from bench import Comparison, Evaluation, KernelCounters, Op, Outcome, Quality
 from integrate import Applied
 from patcher.attempts import Attempt
 from patcher.doctor import Finding
@@ -61,6 +61,30 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
         console.print(Text(evaluation.log[-3000:], style="dim"))
     console.print(evaluation_table(evaluation))
     console.print(f"sandbox: {evaluation.sandbox}", style="dim", highlight=False)
+
+
+def counters_table(kernels: Sequence[KernelCounters]) -> Table:
+    """A column for each kernel."""
+    from bench.judge.counters import metrics
+
+    table = Table(title="what Nsight Compute counted, caches flushed before each kernel")
+    for name in ("", "unit"):
+        table.add_column(name)
+    for kernel in kernels:
+        table.add_column(Text(kernel.kernel[:60]), justify="right", overflow="fold")
+    table.add_row("grid x block", "", *(f"{k.grid} x {k.block}" for k in kernels))
+    times = (k.duration_us for k in kernels)
+    table.add_row("time", "us", *("-" if time is None else f"{time:.2f}" for time in times))
+    for metric in metrics():
+        found = [kernel.values.get(metric.key) for kernel in kernels]
+        unit = next((counter.unit for counter in found if counter), "")
+        figures = ["-" if each is None else _figure(each.value) for each in found]
+        table.add_row(metric.means, Text(unit), *figures)
+    return table
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def attempts_table(attempts: tuple[Attempt, ...]) -> Table:

@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bench
-import hotspot.installed
-import hotspot.ncu
+import bench.installed
+from bench.installed import find_ncu
 from hotspot import ncu_finding
 from hotspot.names import match_key
-from hotspot.ncu import find_ncu
 from hotspot.profile import Counters
 from hotspot.readers.ncu import attach, read_ncu
 
@@ -344,8 +343,8 @@ def test_a_report_goes_through_the_newest_ncu(
     for version in ("2024.3.2", "2025.10.0", "2025.9.1"):
         tool(tmp_path / "compute" / version / "ncu", version)
     monkeypatch.delenv("PATCHER_NCU", raising=False)
-    monkeypatch.setattr(hotspot.installed.shutil, "which", lambda _: None)
-    monkeypatch.setattr(hotspot.ncu, "PLACES", (f"{tmp_path}/compute/*/ncu",))
+    monkeypatch.setattr(bench.installed.shutil, "which", lambda _: None)
+    monkeypatch.setattr(bench.installed, "NCU_PLACES", (f"{tmp_path}/compute/*/ncu",))
     assert find_ncu() == tmp_path / "compute/2025.10.0/ncu"
     assert ncu_finding() == ("ok", "2025.10.0", "")
     report = write(tmp_path, "report", "run.ncu-rep")

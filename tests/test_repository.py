@@ -25,8 +25,8 @@ SEES = {
 """kernels (data) <- bench <- hotspot, integrate <- patcher."""
 PUBLIC = {
     "bench": {
-        *("clocks", "comparison", "engines", "environment", "judge", "quality", "stats"),
-        *("throughput", "toolchains"),
+        *("clocks", "comparison", "engines", "environment", "installed", "judge", "quality"),
+        *("stats", "throughput", "toolchains"),
     },
     "hotspot": set(),
     "integrate": set(),

@@ -53,6 +53,8 @@ class JudgeSettings:
     """Whether the source is looked at; behaviour decides either way."""
     policy: Policy = field(default_factory=Policy)
     """What the user bans, requires and ignores in a source."""
+    sanitize: bool = False
+    """CUDA: whether what passed everything else must pass compute-sanitizer too."""
 
 
 def evaluate(

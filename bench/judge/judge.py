@@ -26,6 +26,7 @@ from bench.judge import cases as cases_
 from bench.judge.baselines import LOAD_S, Strongest, strongest
 from bench.judge.cases import Case, Secrets
 from bench.judge.process import Limits, Runner, RunnerFailure, Zygote
+from bench.judge.sanitizer import sanitize
 from bench.judge.tripwires import Tripwires, look
 from bench.op import Op, load_op
 from bench.timing import Found, Precision, Sitting, fresh
@@ -174,6 +175,8 @@ class Judge:
                 trial.soaked()
                 again = draw.random.sample(cases, min(AFTER, len(cases)))
                 trial.correct([_reseeded(case, draw) for case in again], report, "values after")
+                if settings.sanitize:
+                    trial.sanitized(built, report)
             except _Wrong as wrong:
                 state.check(wrong.check, False, wrong.detail)
                 timed = {key: more[key] for key in ("baseline", "baselines") if key in more}
@@ -392,6 +395,23 @@ class _Trial:
                 detail = f"{point.label()} after {self.calls} calls: {problem}"
                 raise _Wrong(Outcome.MISMATCH, "values after", detail)
             self.calls += len(cases)
+
+    def sanitized(self, built: Built, report: Progress) -> None:
+        """On CUDA devices: compute-sanitizer, in processes of its own."""
+        if self.state.device != "cuda":
+            self.state.check("sanitizer", True, "not for the CPU: compute-sanitizer is for CUDA")
+            return
+        report("sanitize", 0, 1)
+        settings = self.settings
+        said = sanitize(
+            *(self.op, built, self.sweep, self.state.device, self.draw),
+            limit_s=settings.load_timeout_s,
+            memory_bytes=settings.memory_bytes,
+        )
+        report("sanitize", 1, 1)
+        if said.outcome is not None:
+            raise _Wrong(said.outcome, "sanitizer", said.detail, said.log)
+        self.state.check("sanitizer", True, said.detail)
 
     def passed(self) -> None:
         discriminates = self.rejected > self.planted // 2

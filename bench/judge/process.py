@@ -66,7 +66,7 @@ class Zygote:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "patcher_kit.runner", str(theirs.fileno()), names],
                 cwd=self.kit,
-                env=_environment(self.kit, device),
+                env=environment(self.kit, device),
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -161,7 +161,7 @@ class Runner:
         job = {
             "folder": str(self.folder),
             "log": str(self.folder / "log"),
-            "environment": _caches(self.folder, trusted),
+            "environment": caches(self.folder, trusted),
             "policy": policy,
             "paths": [root] if trusted else [],
         }
@@ -329,7 +329,7 @@ def _text(said: object) -> str:
     return str(said)[:4000].encode("utf-8", "replace").decode()
 
 
-def _environment(kit: Path, device: str) -> dict[str, str]:
+def environment(kit: Path, device: str) -> dict[str, str]:
     """An allow-list: what Python and CUDA need, nothing that may hold a secret."""
     environment = {
         "PATH": os.environ.get("PATH", os.defpath),
@@ -347,7 +347,7 @@ def _environment(kit: Path, device: str) -> dict[str, str]:
     return environment
 
 
-def _caches(folder: Path, trusted: bool) -> dict[str, str]:
+def caches(folder: Path, trusted: bool) -> dict[str, str]:
     caches = cache_root() / "baselines" if trusted else folder / "cache"
     return {
         "HOME": str(folder),

@@ -1,0 +1,217 @@
+"""What Nsight Compute counts in a candidate's own kernels: evidence for who writes the next one.
+
+The candidate is called a few times to warm up (just-in-time compilers, autotuning), then under the
+profiler; caches are flushed before each kernel and clocks left as they are (ncu's `--clock-control
+none`), so these are figures to reason with, never those by which it is judged.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import re
+import statistics
+import tomllib
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from bench.candidate import Candidate
+from bench.contract import Point
+from bench.errors import MissingError, UsageError
+from bench.evaluation import Counter, Evaluation, KernelCounters, Outcome
+from bench.installed import find_ncu
+from bench.judge import tools
+from bench.op import load_op
+from bench.records import Record
+from bench.toolchains import Built, build
+
+WARM, CALLS = 3, 3
+_DURATION = "gpu__time_duration.sum"
+_MOST_LAUNCHES = 60
+_ROUNDS = 6
+"""ncu gives up over a metric that it does not know; then it is asked without."""
+_UNKNOWN = re.compile(r"==ERROR== Failed to find metric (?:regex:\^?)?([\w.]+)")
+_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3}){1,8}|\d{1,25})(?:\.\d{1,25})?(?:[eE][+-]?\d\d?)?")
+_DENIED = "ERR_NVGPUCTRPERM"
+
+
+class Metric(Record):
+    """One of those that are asked for."""
+
+    key: str
+    means: str
+    names: tuple[str, ...]
+    """As ncu knows it; tried in order."""
+
+
+@cache
+def metrics() -> tuple[Metric, ...]:
+    """`counters.toml`."""
+    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    return tuple(Metric.model_validate(each) for each in tomllib.loads(text)["metrics"])
+
+
+def counters(
+    candidate: Candidate,
+    built: Built,
+    point: Point,
+    *,
+    device: str = "cuda",
+    libraries: bool = False,
+    limit_s: float = tools.LIMIT_S,
+    memory_bytes: int = 16 << 30,
+) -> list[KernelCounters]:
+    """Counters of the kernels that calls at this point launch, the longest first.
+
+    Kernels of libraries (PyTorch, cuBLAS, ...) are left out unless `libraries`, then they are
+    labelled. Empty where it launches none of its own.
+
+    Raises:
+        MissingError: no ncu, or it may not or cannot read counters here.
+        UsageError: the candidate fails.
+    """
+    ncu = require_ncu()
+    op = load_op(candidate.op)
+    calls = (tools.Call.of(op, point, seed=0),)
+    job = tools.Job(device, built, op.name, calls, warm=WARM, repeat=CALLS)
+    asked = {metric.key: metric.names for metric in metrics()}
+    for _ in range(_ROUNDS):
+        names = [names[0] for names in asked.values() if names]
+        ran = tools.run(ncu, _options(names), job, limit_s=limit_s, memory_bytes=memory_bytes)
+        unknown = set(_UNKNOWN.findall(f"{ran.log}\n{ran.printed}"))
+        fewer = {
+            key: names[1:] if names and _is_named(names[0], unknown) else names
+            for key, names in asked.items()
+        }
+        if fewer == asked:
+            break
+        asked = fewer
+    found = read(ran.log, {names[0]: key for key, names in asked.items() if names})
+    if not found:
+        _explain(ran)
+    kept = [kernel for kernel in found if libraries or kernel.library is None]
+    return sorted(kept, key=lambda kernel: -(kernel.duration_us or 0) * kernel.launches)
+
+
+def counted(candidate: Candidate, evaluation: Evaluation, sweep: str | None = None) -> Evaluation:
+    """The evaluation with counters at the largest swept point, if the candidate is right."""
+    if evaluation.outcome not in (Outcome.CORRECT, Outcome.TOO_SLOW):
+        return evaluation
+    op = load_op(candidate.op)
+    point = op.sweep("cuda", sweep).points()[-1]
+    found = counters(candidate, build(candidate, op.contract), point)
+    return evaluation.model_copy(update={"counters": tuple(found)})
+
+
+def require_ncu() -> Path:
+    """Where it is.
+
+    Raises:
+        MissingError: it is not here.
+    """
+    ncu = find_ncu()
+    if ncu is None:
+        raise MissingError(
+            "Nsight Compute (ncu), which reads counters, is not here",
+            "install it (it is part of the CUDA toolkit), put ncu on PATH, or set PATCHER_NCU",
+        )
+    return ncu
+
+
+def read(text: str, keys: dict[str, str]) -> list[KernelCounters]:
+    """Kernels of a raw page in base units (`--page raw --csv --print-units base`), launches of one
+    kernel at one size merged to their mean. `keys`: ours by the names that ncu was given.
+
+    What is no such page, or is cut off, gives what could be read of it.
+    """
+    launches: dict[tuple[str, str, str], list[dict[str, tuple[float, str]]]] = {}
+    for row in _rows(text):
+        cells = {name: value for name, (cell, unit) in row.items() if (value := _value(cell, unit))}
+        name, grid, block = (row.get(key, ("", ""))[0] for key in _IDENTITY)
+        if name:
+            launches.setdefault((name, grid, block), []).append(cells)
+    merged = []
+    for (name, grid, block), each in launches.items():
+        values = {}
+        for metric, key in keys.items():
+            known = [cells[metric] for cells in each if metric in cells]
+            if known:
+                mean = statistics.fmean(value for value, _ in known)
+                values[key] = Counter(value=mean, unit=known[0][1], metric=metric)
+        times = [cells[_DURATION][0] for cells in each if _DURATION in cells]
+        merged.append(
+            KernelCounters(
+                kernel=name[:2000],
+                library=tools.library_of(name),
+                grid=grid,
+                block=block,
+                launches=len(each),
+                duration_us=statistics.fmean(times) / 1e3 if times else None,
+                values=values,
+            )
+        )
+    return merged
+
+
+_IDENTITY = ("Kernel Name", "Grid Size", "Block Size")
+
+
+def _rows(text: str) -> Iterable[dict[str, tuple[str, str]]]:
+    """Each launch: (cell, unit) by column."""
+    start = re.search(r'^"ID","Process ID",', text, re.MULTILINE)
+    if start is None:
+        return
+    rows = csv.reader(io.StringIO(text[start.start() :], newline=""))
+    try:
+        header, units = next(rows), next(rows)
+        if len(units) != len(header):
+            return
+        for row in itertools.islice(rows, 2 * _MOST_LAUNCHES):
+            if len(row) == len(header) and row[0].isdigit():
+                yield {
+                    name: (cell, unit) for name, cell, unit in zip(header, row, units, strict=True)
+                }
+    except (csv.Error, StopIteration):
+        return
+
+
+def _value(cell: str, unit: str) -> tuple[float, str] | None:
+    """Base units; a duration is in ns there. `n/a` and lists are no numbers."""
+    return (float(cell.replace(",", "")), unit) if _NUMBER.fullmatch(cell) else None
+
+
+def _is_named(name: str, unknown: set[str]) -> bool:
+    """ncu names an unknown metric whole, or without its suffixes."""
+    return any(name == each or name.startswith(f"{each.rstrip('.')}.") for each in unknown)
+
+
+def _options(names: list[str]) -> list[str]:
+    return [
+        *("--csv", "--page", "raw", "--print-units", "base"),
+        *("--metrics", ",".join([_DURATION, *names])),
+        *("--profile-from-start", "off", "--replay-mode", "kernel"),
+        *("--target-processes", "application-only", "--launch-count", str(_MOST_LAUNCHES)),
+        *("--clock-control", "none", "--cache-control", "all"),
+    ]
+
+
+def _explain(ran: tools.Ran) -> None:
+    """Why there is no counter; returns where there was nothing to count."""
+    said = f"{ran.log}\n{ran.printed}"
+    if _DENIED in said:
+        raise MissingError(
+            f"the driver lets only administrators read counters ({_DENIED})",
+            "as root: echo 'options nvidia NVreg_RestrictProfilingToAdminUsers=0' > "
+            "/etc/modprobe.d/nvidia-profiling.conf, then reload the driver or reboot",
+        )
+    errors = re.findall(r"^==ERROR== (.+)", said, re.MULTILINE)
+    told = [error for error in errors if not error.startswith("The application returned")]
+    if told:
+        raise MissingError(
+            f"ncu does not work here: {tools.without_paths(told[0])[:300]}", "see `patcher doctor`"
+        )
+    if ran.ok and ran.code == 0:
+        return
+    raise UsageError(f"the candidate fails under ncu: {ran.why()}", "evaluate it without counters")

@@ -1,0 +1,92 @@
+"""One run of a candidate outside of the judge's protocol, for tools that watch a whole process.
+
+`python -P -m patcher_kit.once JOB.json` loads what was built, makes each call's tensors, calls the
+entry, waits for the device, and writes to the job's `told` how it went. Each tensor has an
+allocation of its own, because a memory checker sees nothing but the edges of allocations; what is
+only written is left as it is allocated, so that a read of it shows. The calls after the `warm` ones
+lie between the start and the stop of CUDA's profiler. A job without a path runs no candidate: it
+shows whether the tool works here. Imports nothing of the project.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from . import loading
+
+
+def run(job: dict[str, Any]) -> None:
+    import torch
+
+    device: str = job["device"]
+    if job["path"] is None:
+        _begin(device)
+        torch.ones(1 << 12, device=device).sum().item()
+        _end(device)
+        return
+    with open(job["data"], "rb") as file:
+        data = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+    function = loading.load(job["path"], job["binding"], job["entry"])
+    with torch.inference_mode():
+        for call in job["calls"]:
+            warm, count = job["warm"], job["warm"] + job["repeat"]
+            arguments = [
+                [*(_tensor(slot, call, data, device) for slot in call["slots"]), *call["scalars"]]
+                for _ in range(count)
+            ]
+            for each in arguments[:warm]:
+                function(*each)
+            _begin(device)
+            for each in arguments[warm:]:
+                function(*each)
+            _end(device)
+
+
+def _tensor(slot: dict[str, Any], call: dict[str, Any], data: Any, device: str) -> Any:
+    import torch
+
+    dtype, shape, strides = getattr(torch, slot["dtype"]), slot["shape"], slot["strides"]
+    made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    if slot["name"] not in call["blank"] and slot["span_bytes"]:
+        begin = call["at"] + slot["begin"]
+        bytes_ = data[begin : begin + slot["span_bytes"]]
+        made.copy_(bytes_.clone().view(dtype).as_strided(shape, strides))
+    return made
+
+
+def _begin(device: str) -> None:
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+
+
+def _end(device: str) -> None:
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+
+def main() -> int:
+    with open(sys.argv[1], encoding="utf-8") as file:
+        job = json.load(file)
+    told: dict[str, Any] = {"ok": True}
+    try:
+        run(job)
+    except Exception as error:
+        # the candidate's own failure is what is asked for: tell it
+        told = {"ok": False, "error": f"{type(error).__name__}: {error}"[:2000]}
+    with open(job["told"] + ".part", "w", encoding="utf-8") as file:
+        json.dump(told, file)
+    os.replace(job["told"] + ".part", job["told"])
+    return 0 if told["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
