@@ -29,7 +29,8 @@ from bench.judge import cases as cases_
 from bench.judge.blob import Bytes, Layout
 from bench.judge.cases import Case, Secrets, Values
 from bench.judge.clockcheck import Block, suspicious
-from bench.judge.process import Runner, RunnerFailure
+from bench.judge.process import Runner
+from bench.judge.zygote import RunnerFailure
 from bench.op import Op
 
 SETS = {"cpu": 16, "cuda": 48}

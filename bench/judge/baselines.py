@@ -18,7 +18,8 @@ from bench.errors import MissingError
 from bench.evaluation import geomean
 from bench.judge import Progress
 from bench.judge.cases import Secrets
-from bench.judge.process import Runner, RunnerFailure
+from bench.judge.process import Runner
+from bench.judge.zygote import RunnerFailure
 from bench.op import Op
 from bench.records import Record
 from bench.timing import Arm, Batch, block_sets

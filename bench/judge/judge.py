@@ -2,81 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 
 from bench.candidate import Candidate
-from bench.ceilings import ceilings
 from bench.clocks import ClockMonitor
 from bench.contract import Sweep
-from bench.environment import describe
 from bench.errors import MissingError, UsageError, VerificationError
-from bench.evaluation import Check, Evaluation, Outcome, Timing, geomean
+from bench.evaluation import Evaluation, Outcome, geomean
 from bench.judge import JudgeSettings, Progress
 from bench.judge import cases as cases_
 from bench.judge.baselines import LOAD_S, Strongest, strongest
-from bench.judge.cases import Case, Secrets
-from bench.judge.process import Limits, Runner, RunnerFailure, Zygote
-from bench.judge.sanitizer import sanitize
+from bench.judge.cases import Secrets
+from bench.judge.process import Limits, Runner
+from bench.judge.trial import AFTER, State, Trial, Wrong, reseeded, written
 from bench.judge.tripwires import Tripwires, look
+from bench.judge.zygote import RunnerFailure, Zygote
 from bench.op import Op, load_op
-from bench.timing import Found, Precision, Sitting, fresh
 from bench.toolchains import Built, build, toolchain
-
-AFTER = 6
-"""Correctness cases that come again, on other seeds, after the timed calls."""
-SOAKED = 16
-"""Calls a block after the timed ones."""
-LATE = ("triton", "torch")
-"""Languages that compile at the first call of a shape."""
-
-
-@dataclass
-class _State:
-    candidate: Candidate
-    device: str
-    begin: float = field(default_factory=time.monotonic)
-    checks: list[Check] = field(default_factory=list)
-    build: Built | None = None
-    sandbox: str = "nothing of it was run"
-    outputs: Any = field(default_factory=hashlib.sha256)
-    tripwires: tuple[str, ...] = ()
-
-    def check(self, name: str, passed: bool, detail: str) -> None:
-        self.checks.append(Check(name=name, passed=passed, detail=detail))
-
-    def verdict(self, outcome: Outcome, log: str = "", **more: Any) -> Evaluation:
-        return Evaluation(
-            op=self.candidate.op,
-            language=self.candidate.language,
-            digest=self.candidate.digest,
-            outcome=outcome,
-            checks=tuple(self.checks),
-            tripwires=self.tripwires,
-            log=log,
-            sandbox=self.sandbox,
-            outputs_sha256=self.outputs.hexdigest(),
-            build_s=self.build.seconds if self.build else None,
-            total_s=time.monotonic() - self.begin,
-            **{"environment": describe(self.device), **more},
-        )
-
-
-class _Wrong(Exception):
-    """The verdict is clear: an outcome, a failed check, and what the agent should read."""
-
-    def __init__(self, outcome: Outcome, check: str, detail: str, log: str = "") -> None:
-        super().__init__(detail)
-        self.outcome, self.check, self.detail, self.log = outcome, check, detail, log
 
 
 class Judge:
@@ -124,7 +73,7 @@ class Judge:
         if settings.baseline not in (None, "honest", *op.baselines):
             known = ", ".join(op.baselines)
             raise UsageError(f"{op.name} has no baseline {settings.baseline!r}", f"it has: {known}")
-        state = _State(candidate, device)
+        state = State(candidate, device)
         if not re.search(rf"\b{re.escape(op.name)}\b", candidate.source):
             state.check("entry", False, f"the source defines no {op.name}")
             return state.verdict(
@@ -149,7 +98,7 @@ class Judge:
 
     def _run(
         self,
-        state: _State,
+        state: State,
         op: Op,
         sweep: Sweep,
         built: Built,
@@ -162,7 +111,7 @@ class Judge:
         limits = Limits(reply_s=settings.timeout_s, memory_bytes=settings.memory_bytes)
         more: dict[str, Any] = {}
         with Runner(zygote, limits, trusted=False) as runner:
-            trial = _Trial(state, op, sweep, runner, settings, draw)
+            trial = Trial(state, op, sweep, runner, settings, draw)
             try:
                 trial.load(built, self._cpus(state.device))
                 cases = cases_.correctness_cases(op, sweep, draw, 1 + seen.evidence)
@@ -174,10 +123,10 @@ class Judge:
                     more |= trial.timed(baseline, clocks, report)
                 trial.soaked()
                 again = draw.random.sample(cases, min(AFTER, len(cases)))
-                trial.correct([_reseeded(case, draw) for case in again], report, "values after")
+                trial.correct([reseeded(case, draw) for case in again], report, "values after")
                 if settings.sanitize:
                     trial.sanitized(built, report)
-            except _Wrong as wrong:
+            except Wrong as wrong:
                 state.check(wrong.check, False, wrong.detail)
                 timed = {key: more[key] for key in ("baseline", "baselines") if key in more}
                 evaluation = state.verdict(wrong.outcome, wrong.log, **timed)
@@ -207,7 +156,7 @@ class Judge:
             runner = self._stack.enter_context(Runner(self._zygote(device), limits, trusted=True))
             self._trusted[device] = runner
         runner, settings = self._trusted[device], self.settings
-        runner.start(settings.threads, self._cpus(device), _written(op))
+        runner.start(settings.threads, self._cpus(device), written(op))
         name = op.honest_baseline if settings.baseline == "honest" else settings.baseline
         found = Strongest(name=name or "", times_us={}, missing={})
         if name is None:
@@ -248,201 +197,6 @@ class Judge:
             )
 
 
-class _Trial:
-    """One candidate in one runner."""
-
-    def __init__(
-        self,
-        state: _State,
-        op: Op,
-        sweep: Sweep,
-        runner: Runner,
-        settings: JudgeSettings,
-        draw: Secrets,
-    ) -> None:
-        self.state, self.op, self.sweep, self.runner = state, op, sweep, runner
-        self.settings, self.draw = settings, draw
-        self.planted = self.rejected = self.compared = self.calls = 0
-        self.begin = time.monotonic()
-
-    def load(self, built: Built, cpus: list[int] | None) -> None:
-        self.runner.start(self.settings.threads, cpus, _written(self.op))
-        self.state.sandbox = self.runner.confinement
-        place = self.runner.place(built)
-        try:
-            limit = self.settings.load_timeout_s
-            self.runner.command(
-                "candidate", limit, path=place, binding=built.binding, entry=self.op.name
-            )
-        except RunnerFailure as failure:
-            raise self._failed(failure, "load", failure.message) from failure
-
-    def correct(self, cases: Sequence[Case], report: Progress, name: str = "values") -> None:
-        """Every case against float64; the first thing wrong decides."""
-        for index, case in enumerate(cases):
-            report("check", index, len(cases))
-            self._one(case, name)
-        report("check", len(cases), len(cases))
-
-    def _one(self, case: Case, name: str) -> None:
-        op = self.op
-        inputs = cases_.make_inputs(op, case, self.state.device)
-        plan = cases_.tensors_of(op, case.point, case.placed)
-        data = cases_.packed(op, plan, [inputs])
-        left = self._called(case, plan, data)
-        if problem := cases_.guard_problem(op, plan, data, left):
-            raise _Wrong(Outcome.GUARD_VIOLATION, "guards", f"{case.label()}: {problem}")
-        expected = cases_.expect(op, case, inputs)
-        values = cases_.outputs_of(plan, left[0])
-        if problem := cases_.value_problem(op, [case], [expected], [values]):
-            raise _Wrong(Outcome.MISMATCH, name, f"{case.label()}: {problem}")
-        if name == "values":
-            self.state.outputs.update(left.tobytes())
-        self.compared += 1
-        if case.regime == "normal" and case.point in self.sweep.points():
-            control = op.control(**inputs, **cases_.scalars_by_name(op, case))
-            self.planted += 1
-            self.rejected += cases_.value_problem(op, [case], [expected], [control]) is not None
-
-    def _called(self, case: Case, plan: Any, data: Any) -> Any:
-        sets = len(data)
-        self.runner.send(data)
-        try:
-            limit = self.settings.load_timeout_s if self.state.candidate.language in LATE else None
-            reply = self.runner.command(
-                *("call", limit),
-                plan=plan.model_dump(),
-                scalars=list(case.scalars),
-                sets=sets,
-                order=list(range(sets)),
-            )
-            return self.runner.receive(data.size, reply["crc"]).reshape(data.shape)
-        except RunnerFailure as failure:
-            raise self._failed(failure, "runs", f"{case.label()}: {failure.message}") from failure
-
-    def repeats(self, declared: bool) -> None:
-        """Equal inputs at two addresses, and once more: equal bits."""
-        scalars = tuple(scalar.value for scalar in self.op.contract.scalars)
-        differ = []
-        for point in (self.sweep.points()[0], self.sweep.points()[-1]):
-            case = Case(point, "normal", self.draw.seed(), scalars)
-            inputs = cases_.make_inputs(self.op, case, self.state.device)
-            plan = cases_.tensors_of(self.op, point)
-            data = cases_.packed(self.op, plan, [inputs] * 3)
-            first, *others = self._called(case, plan, data)
-            differ += [point.label() for other in others if (other != first).any()]
-        allowed = declared and not self.op.contract.guards.deterministic
-        if differ and not allowed:
-            detail = f"equal inputs gave other bits at {differ[0]}"
-            raise _Wrong(Outcome.MISMATCH, "determinism", detail)
-        self.state.check(
-            "determinism", True, "declared otherwise" if differ else "equal bits thrice"
-        )
-
-    def timed(self, baseline: Runner, clocks: ClockMonitor, report: Progress) -> dict[str, Any]:
-        settings, device = self.settings, self.state.device
-        precision = Precision(
-            fewest_pairs=min(settings.pairs, 6),
-            most_pairs=settings.pairs,
-            half_width=settings.precision_pct / 100,
-        )
-        best = ceilings(device, settings.threads)
-        sitting = Sitting(
-            self.op, device, self.runner, baseline, self.draw, clocks, best, precision
-        )
-        timings: list[Timing] = []
-        points = self.sweep.points()
-        for index, point in enumerate(points):
-            report("time", index, len(points))
-            try:
-                timings.append(sitting.compare(point, settings.load_timeout_s))
-            except Found as found:
-                broken = (
-                    Outcome.MISMATCH if found.check == "timed outputs" else Outcome.GUARD_VIOLATION
-                )
-                raise _Wrong(broken, found.check, f"{point.label()}: {found.detail}") from found
-            except RunnerFailure as failure:
-                detail = f"{point.label()}: {failure.message}"
-                if device == "cuda" and re.search("[Cc]aptur|ChildGraph", failure.message):
-                    # engines replay graphs: what cannot be captured, or allocates there, is no use
-                    wrong = Outcome.GUARD_VIOLATION
-                    raise _Wrong(wrong, "capture", detail, _log(failure, self.runner)) from failure
-                raise self._failed(failure, "timed calls", detail) from failure
-        report("time", len(points), len(points))
-        self.calls = self.timed_calls = sitting.calls
-        return {
-            "timings": tuple(timings),
-            "timing_method": sitting.method,
-            "environment": describe(device, settings.threads, clocks.description),
-        }
-
-    def soaked(self) -> None:
-        """More calls, checked, until there were enough over a time that is long enough."""
-        op, device = self.op, self.state.device
-        points, until = self.sweep.points(), self.begin + self.settings.lives_s
-        while self.calls < self.settings.calls or time.monotonic() < until:
-            point = points[self.calls // SOAKED % len(points)]
-            cases = fresh(op, point, SOAKED, self.draw)
-            inputs = [cases_.make_inputs(op, case, device) for case in cases]
-            plan = cases_.tensors_of(op, point)
-            data = cases_.packed(op, plan, inputs)
-            left = self._called(cases[0], plan, data)
-            if problem := cases_.guard_problem(op, plan, data, left):
-                raise _Wrong(Outcome.GUARD_VIOLATION, "guards", f"{point.label()}: {problem}")
-            expected = [cases_.expect(op, *each) for each in zip(cases, inputs, strict=True)]
-            values = [cases_.outputs_of(plan, row) for row in left]
-            if problem := cases_.value_problem(op, cases, expected, values):
-                detail = f"{point.label()} after {self.calls} calls: {problem}"
-                raise _Wrong(Outcome.MISMATCH, "values after", detail)
-            self.calls += len(cases)
-
-    def sanitized(self, built: Built, report: Progress) -> None:
-        """On CUDA devices: compute-sanitizer, in processes of its own."""
-        if self.state.device != "cuda":
-            self.state.check("sanitizer", True, "not for the CPU: compute-sanitizer is for CUDA")
-            return
-        report("sanitize", 0, 1)
-        settings = self.settings
-        said = sanitize(
-            *(self.op, built, self.sweep, self.state.device, self.draw),
-            limit_s=settings.load_timeout_s,
-            memory_bytes=settings.memory_bytes,
-        )
-        report("sanitize", 1, 1)
-        if said.outcome is not None:
-            raise _Wrong(said.outcome, "sanitizer", said.detail, said.log)
-        self.state.check("sanitizer", True, said.detail)
-
-    def passed(self) -> None:
-        discriminates = self.rejected > self.planted // 2
-        if not discriminates:
-            raise VerificationError(
-                f"the checks of {self.op.name} do not tell a planted low-precision version from a "
-                f"right one ({self.rejected} of {self.planted} rejected): the verdict is void",
-                "mend the op's `control`, or what it is compared with",
-            )
-        planted = f"a planted low-precision version failed at {self.rejected} of {self.planted}"
-        self.state.check("control", True, planted)
-        self.state.check("runs", True, f"{self.compared} calls in a process of their own")
-        guards = "red zones whole, read-only tensors and buffers of calls never made unchanged"
-        self.state.check("guards", True, guards)
-        honest = self.op.honest_baseline
-        values = f"{self.compared} seeded cases against float64, by the error of {honest}"
-        self.state.check("values", True, values)
-        lived = time.monotonic() - self.begin
-        after = f"right to the last of {self.calls} calls, {lived:.1f} s after it was loaded"
-        self.state.check("values after", True, after)
-        timed = f"the outputs of all {self.timed_calls} timed calls, each on values of its own"
-        self.state.check("timed outputs", True, timed)
-        clocks = "the runner's clock, the judge's, calls alone and the machine's floor agree"
-        self.state.check("clocks", True, clocks)
-
-    def _failed(self, failure: RunnerFailure, check: str, detail: str) -> _Wrong:
-        forged = failure.kind == "Protocol"
-        outcome = Outcome.GUARD_VIOLATION if forged else Outcome.RUNTIME_ERROR
-        return _Wrong(outcome, "channel" if forged else check, detail, _log(failure, self.runner))
-
-
 def _sweep(op: Op, device: str, settings: JudgeSettings) -> Sweep:
     sweep = op.sweep(device, settings.sweep)
     if settings.points is None:
@@ -450,14 +204,6 @@ def _sweep(op: Op, device: str, settings: JudgeSettings) -> Sweep:
     last, count = len(sweep.values) - 1, min(settings.points, len(sweep.values))
     kept = {last - round(index * last / max(count - 1, 1)) for index in range(count)}
     return sweep.model_copy(update={"values": tuple(sweep.values[i] for i in sorted(kept))})
-
-
-def _reseeded(case: Case, draw: Secrets) -> Case:
-    return Case(case.point, case.regime, draw.seed(), case.scalars, case.placed)
-
-
-def _written(op: Op) -> list[int]:
-    return [i for i, tensor in enumerate(op.contract.tensors) if tensor.access != "read"]
 
 
 def _device(candidate: Candidate, settings: JudgeSettings) -> str:
@@ -473,7 +219,3 @@ def _device(candidate: Candidate, settings: JudgeSettings) -> str:
             "evaluate it on a GPU host; a cpp candidate runs here",
         )
     return device
-
-
-def _log(failure: RunnerFailure, runner: Runner) -> str:
-    return "\n".join(part for part in (failure.trace or failure.message, runner.log_tail()) if part)

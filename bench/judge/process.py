@@ -1,5 +1,5 @@
-"""The judge's side of runners: fork them from a zygote, send commands, read replies, freeze them
-while others are timed, kill each with everything that it started.
+"""The judge's side of a runner: send commands, read replies, freeze it while others are timed, kill
+it with everything that it started.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ import secrets
 import select
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 import zlib
@@ -25,98 +22,13 @@ import numpy as np
 
 from bench.judge import sandbox, tree
 from bench.judge.blob import Bytes
+from bench.judge.zygote import RunnerFailure, Zygote
 from bench.toolchains import Built, cache_root
 
 _CAPACITY = 1 << 30
 """Bytes that inputs and outputs of one command may have; memory is used as it is written."""
 _REPLY_LIMIT = 1 << 24
 _LOG_LIMIT = 1 << 16
-
-
-class RunnerFailure(Exception):
-    """The runner crashed, hung, exited, or its kernel raised. `fatal` when the process is gone.
-
-    `kind` is the exception's name in the runner, or `Timeout`, `Memory`, or `Protocol` where what
-    came back cannot be what the runner's own code sent.
-    """
-
-    def __init__(self, message: str, trace: str = "", kind: str = "", fatal: bool = True) -> None:
-        super().__init__(message)
-        self.message = message
-        self.trace = trace
-        self.kind = kind
-        self.fatal = fatal
-
-
-class Zygote:
-    """The trusted process that has imported torch and forks runners. A context manager."""
-
-    def __init__(self, device: str, modules: tuple[str, ...] = ()) -> None:
-        self.device = device
-        self.kit = Path(tempfile.mkdtemp(prefix="patcher-kit-"))
-        self.kit.chmod(0o755)
-        shutil.copytree(
-            Path(__file__).parent / "kit",
-            self.kit / "patcher_kit",
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        names = ",".join(("torch", *modules))
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "patcher_kit.runner", str(theirs.fileno()), names],
-                cwd=self.kit,
-                env=environment(self.kit, device),
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
-        self._socket = ours
-        self._socket.settimeout(300)
-        if not self._socket.recv(16):
-            raise RunnerFailure(f"the runner's process does not start: {self._said()}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._socket.close()
-        self._process.kill()
-        self._process.wait()
-        if self._process.stderr is not None:
-            self._process.stderr.close()
-        shutil.rmtree(self.kit, ignore_errors=True)
-
-    def fork(self, job: dict[str, Any], descriptors: list[int]) -> int:
-        """A new runner's process id."""
-        socket.send_fds(self._socket, [json.dumps({"do": "fork", **job}).encode()], descriptors)
-        return int(self._answer()["pid"])
-
-    def reap(self, pid: int, timeout_s: float = 10.0) -> int | None:
-        """Wait status of a runner that ended, or None where it still runs."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            self._socket.send(json.dumps({"do": "reap", "pid": pid}).encode())
-            status = self._answer()["status"]
-            if status is not None:
-                return int(status)
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.002)
-
-    def _answer(self) -> dict[str, Any]:
-        answer = self._socket.recv(1 << 12)
-        if not answer:
-            raise RunnerFailure(f"the runner's parent is gone: {self._said()}")
-        found: dict[str, Any] = json.loads(answer)
-        return found
-
-    def _said(self) -> str:
-        assert self._process.stderr is not None
-        self._process.kill()
-        return self._process.stderr.read().decode("utf-8", "replace")[-1500:]
 
 
 @dataclass(frozen=True)
@@ -327,24 +239,6 @@ class Runner:
 def _text(said: object) -> str:
     """What the runner says, as text that can be written anywhere."""
     return str(said)[:4000].encode("utf-8", "replace").decode()
-
-
-def environment(kit: Path, device: str) -> dict[str, str]:
-    """An allow-list: what Python and CUDA need, nothing that may hold a secret."""
-    environment = {
-        "PATH": os.environ.get("PATH", os.defpath),
-        "HOME": str(kit),
-        "LC_ALL": "C.UTF-8",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OPENBLAS_NUM_THREADS": "1",  # its pool of threads would not survive the fork
-    }
-    kept = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
-    environment |= {name: os.environ[name] for name in kept if name in os.environ}
-    paths = [str(kit), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    return environment
 
 
 def caches(folder: Path, trusted: bool) -> dict[str, str]:

@@ -24,7 +24,7 @@ from typing import Any
 
 from bench.contract import Point
 from bench.judge import cases as cases_
-from bench.judge import process, sandbox, tree
+from bench.judge import process, sandbox, tree, zygote
 from bench.judge.blob import Bytes, Layout
 from bench.judge.cases import Case
 from bench.op import Op
@@ -67,8 +67,8 @@ class Call:
         scalars = tuple(scalar.value for scalar in op.contract.scalars)
         inputs = cases_.make_inputs(op, Case(point, "normal", seed, scalars), "cpu")
         plan = cases_.tensors_of(op, point)
-        blank = tuple(slot.name for slot in plan.slots if slot.name not in inputs)
-        return cls(plan, scalars, cases_.packed(plan, [inputs])[0], blank)
+        blank = tuple(tensor.name for tensor in op.contract.tensors if tensor.access == "write")
+        return cls(plan, scalars, cases_.packed(op, plan, [inputs])[0], blank)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def run(
                 sandbox.command(policy, *command),
                 cwd=folder,
                 env={
-                    **process.environment(kit, job.device),
+                    **zygote.environment(kit, job.device),
                     **process.caches(folder, trusted=False),
                     **_LOCAL,
                     **(environment or {}),

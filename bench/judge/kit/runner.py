@@ -24,6 +24,7 @@ import zlib
 from typing import Any, cast
 
 from . import confine, cudart, loading
+from .captured import Arena, Captured
 
 # bound before any candidate is loaded: what it patches later is not used here
 _clock = time.perf_counter_ns
@@ -99,32 +100,6 @@ def runner(job: dict[str, Any], descriptors: list[int]) -> None:
             }
         os.write(replies, json.dumps(reply).encode() + b"\n")
     os._exit(0)
-
-
-class Arena:
-    """Buffer sets side by side in one allocation, and the tensors that a call is given."""
-
-    def __init__(self, plan: dict[str, Any], sets: int, device: str) -> None:
-        import torch
-
-        self.set_bytes, self.sets = plan["set_bytes"], sets
-        self.bytes = torch.empty(self.set_bytes * sets, dtype=torch.uint8, device=device)
-        self.pointer = self.bytes.data_ptr()
-        self.arguments = []
-        for index in range(sets):
-            block = self.bytes[index * self.set_bytes : (index + 1) * self.set_bytes]
-            self.arguments.append([_view(block, slot) for slot in plan["slots"]])
-
-    def at(self, index: int) -> int:
-        return int(self.pointer + index * self.set_bytes)
-
-
-def _view(block: Any, slot: dict[str, Any]) -> Any:
-    import torch
-
-    dtype = getattr(torch, slot["dtype"])
-    data = block[slot["begin"] : slot["begin"] + slot["span_bytes"]]
-    return data.view(dtype).as_strided(slot["shape"], slot["strides"])
 
 
 class Session:
@@ -271,7 +246,7 @@ class Session:
                     function(*arguments, *scalars)
                 graphs.append(graph)
             self.cuda.synchronize()
-        self.captured = _Captured(self.cuda, arena, graphs, self.stream)
+        self.captured = Captured(self.cuda, arena, graphs, self.stream)
         return {}
 
     def do_compose(self, mode: str, order: list[int]) -> dict[str, Any]:
@@ -323,60 +298,6 @@ class Session:
 
     def _handed_back(self, arena: Arena) -> int:
         return _crc(memoryview(self.output)[: arena.set_bytes * arena.sets])
-
-
-class _Captured:
-    """Graphs of single calls, and what is composed of them."""
-
-    def __init__(self, cuda: Any, arena: Arena, graphs: list[Any], stream: int) -> None:
-        import torch
-
-        self.cuda, self.arena, self.stream = cuda, arena, stream
-        self.graphs = graphs
-        self.children = [graph.raw_cuda_graph() for graph in graphs]
-        self.kept = torch.empty_like(arena.bytes)
-        self.flush = torch.empty(2 * cuda.l2_bytes(), dtype=torch.uint8, device="cuda")
-        self._sum = torch.Tensor.sum
-        self._words = [each.view(torch.int64) for each in (arena.bytes, self.kept)]
-        self._made: Any = None
-        self._events: list[tuple[int, int]] = []
-        self._mode = "whole"
-
-    def compose(self, mode: str, order: list[int]) -> None:
-
-        if self._made is not None:
-            self._made.close()
-        size, sets, target = self.arena.set_bytes, self.arena.sets, self.kept.data_ptr()
-        self._mode, self._calls = mode, len(order)
-        needed = {"whole": 1, "verified": 0, "cold": len(order)}[mode]
-        while len(self._events) < needed:
-            self._events.append((self.cuda.event(), self.cuda.event()))
-        self._used = self._events[:needed]
-        if mode == "whole":
-            self._made = cudart.whole(self.cuda, self.children, order, self._used[0])
-        elif mode == "verified":
-            self.cuda.copy_async(target, self.arena.pointer, size * sets, self.stream)
-            copies = [(target + index * size, self.arena.at(index), size) for index in range(sets)]
-            self._made = cudart.verified(self.cuda, self.children, order, copies)
-        else:
-            flush = (self.flush.data_ptr(), self.flush.numel())
-            self._made = cudart.cold(self.cuda, self.children, order, flush, self._used)
-        self.cuda.forget_persisting_lines()
-        self._made.ready(self.stream)
-        self.cuda.synchronize()
-
-    def launch(self) -> list[float]:
-        self._made.launch(self.stream)
-        self.cuda.synchronize()
-        times = [self.cuda.elapsed_ns(*pair) for pair in self._used]
-        return [times[0] / self._calls] if self._mode == "whole" else times
-
-    def fingerprint(self) -> int:
-        return int(self._sum(self._words[self._mode == "verified"]).item())
-
-    def collect(self, target: int) -> None:
-        source = self.kept if self._mode == "verified" else self.arena.bytes
-        self.cuda.to_host(target, source.data_ptr(), source.numel())
 
 
 def _address(mapping: mmap.mmap) -> int:
