@@ -409,7 +409,7 @@ def test_the_24_metrics_are_there_once() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the gate's word on a machine without one")
 def test_the_gate_is_for_cuda() -> None:
-    settings = JudgeSettings(sanitize=True, baseline="eager", points=(1,), pairs=3, threads=1)
+    settings = JudgeSettings(sanitize=True, baseline="eager", points=1, pairs=3, threads=1)
     evaluation = evaluate(SOLUTIONS["cpu_simd"], settings)
     [check] = [check for check in evaluation.checks if check.name == "sanitizer"]
     assert check.passed

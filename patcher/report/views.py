@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from bench import Outcome, Timing, Window
@@ -209,7 +209,7 @@ def _group(run: Sequence[Timing]) -> SweepGroup:
             label=" \N{MULTIPLICATION SIGN} ".join(
                 str(timing.axes.get(name, "?")) for name in varying
             ),
-            **timing.model_dump(exclude={"axes"}),
+            **timing.model_dump(include={field.name for field in fields(SweepRow)}),
         )
         for timing in run
     )
