@@ -164,9 +164,13 @@ def judged(entries: Sequence[Entry], settings: JudgeSettings, token: str) -> Ite
     with open_judge(settings) as judge:
         clean: str | None = None
 
-        def evaluate(entry: Entry, seed: int | None = None) -> Evaluation:
+        def evaluate(entry: Entry) -> Evaluation:
             judge.settings = replace(settings, lives_s=entry.lives_s)
-            return judge.evaluate(_candidate(entry), lambda *_: None, seed)
+            return judge.evaluate(_candidate(entry), lambda *_: None)
+
+        def repeated(device: str) -> str:
+            judge.settings = replace(settings, pairs=3, points=1, calls=0)
+            return _digest(judge.evaluate(_candidate(_plain(device)), lambda *_: None, SEED))
 
         judge.build_ahead([_candidate(entry) for entry in entries])
         for entry in entries:
@@ -174,11 +178,11 @@ def judged(entries: Sequence[Entry], settings: JudgeSettings, token: str) -> Ite
             evaluation, failure = None, ""
             try:
                 if entry.kind == "fault" and clean is None:
-                    clean = _digest(evaluate(_plain(entry.device), SEED))
+                    clean = repeated(entry.device)
                 evaluation = evaluate(entry)
                 if entry.gains_nothing:
                     failure = _gain(evaluation, evaluate(_twin(entry)))
-                if entry.kind == "fault" and _digest(evaluate(_plain(entry.device), SEED)) != clean:
+                if entry.kind == "fault" and repeated(entry.device) != clean:
                     failure = "the next clean verdict's outputs were others"
             except PatcherError as error:
                 failure = f"the judge failed: {error.message}"
@@ -261,11 +265,11 @@ def settings_for(device: str, tripwires: bool) -> JudgeSettings:
         device=device,
         baseline="honest",
         pairs=PAIRS,
-        calls=CALLS,
+        calls=CALLS if device == "cpu" else CALLS // 2,
         lives_s=0.0,
         points=POINTS,
         timeout_s=10.0 if device == "cpu" else 20.0,
-        load_timeout_s=60.0,
+        load_timeout_s=25.0 if device == "cpu" else 60.0,
         memory_bytes=(6 if device == "cpu" else 24) << 30,
         threads=1 if device == "cpu" else None,
         tripwires=tripwires,
@@ -281,6 +285,7 @@ def main() -> int:
     parser.add_argument("--no-tripwires", action="store_true")
     asked = parser.parse_args()
     os.environ["PATCHER_OPS"] = str(asked.folder.resolve() / "ops")
+    os.environ.setdefault("PATCHER_BUILD_TIMEOUT_S", "30" if asked.device == "cpu" else "90")
     token = os.environ.get(HONEYTOKEN, "no key was planted")
     try:
         entries = [

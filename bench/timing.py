@@ -33,13 +33,13 @@ from bench.judge.process import Runner
 from bench.judge.zygote import RunnerFailure
 from bench.op import Op
 
-SETS = {"cpu": 16, "cuda": 48}
+SETS = {"cpu": 16, "cuda": 32}
 """Buffer sets of a block."""
 MAX_BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 16 << 20}
 FEWEST_SETS = 4
 CALLED = 2 / 3
 """At least this share of the sets is called."""
-SINGLES = 5
+SINGLES = 4
 """Blocks of one call each."""
 HEARINGS = 5
 """A point is measured so often before its clocks are called false: a busy machine looks so once."""

@@ -49,7 +49,7 @@ def test_a_right_candidate_is_timed_against_a_named_baseline(judged: Judged) -> 
     names = {check.name for check in evaluation.checks}
     assert names == {
         *("build", "control", "runs", "guards", "values"),
-        *("timed outputs", "determinism", "clocks"),
+        *("timed outputs", "values after", "determinism", "clocks"),
     }
     for timing in evaluation.timings:
         assert timing.speedup_low <= timing.speedup <= timing.speedup_high

@@ -80,7 +80,7 @@ def correctness_cases(op: Op, sweep: Sweep, draw: Secrets, rounds: int = 1) -> l
         for regime in names:
             add(draw.random.choice(points[len(points) // 2 :]), regime)
             for only in regimes.targets(op, regime):
-                add(draw.random.choice(points), regime, only=only)
+                add(draw.random.choice(points[: len(points) // 2 + 1]), regime, only=only)
         add(points[len(points) // 2], "normal", scalars=other)
         for index, shape in enumerate(op.contract.hidden):
             add(Point(axes=shape.axes, dtypes=sweep.dtypes), "normal")

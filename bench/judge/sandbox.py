@@ -40,6 +40,7 @@ def runner_policy(
     processes: int = 256 + 4 * (os.cpu_count() or 1),
     file_bytes: int = 4 << 30,
     cpu_s: int = 1800,
+    nested: bool = False,
 ) -> Policy:
     """For the process that runs a candidate on `cpu` or `cuda`; `also` becomes visible too (a
     built library, a cache that it may read).
@@ -56,6 +57,7 @@ def runner_policy(
         file_bytes=file_bytes,
         cpu_s=cpu_s,
         listed=listed,
+        nested=nested,
     )
 
 

@@ -139,6 +139,7 @@ def run(
             memory_bytes=memory_bytes,
             file_bytes=_FILE_BYTES,
             cpu_s=int(8 * limit_s),
+            nested=True,
         )
         inner = [sys.executable, "-P", "-m", "patcher_kit.once", str(_written(job, folder, told))]
         command = [str(tool), *options, "--log-file", str(log), *inner]

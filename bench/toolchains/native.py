@@ -27,7 +27,10 @@ from bench.contract import Contract
 from bench.errors import MissingError
 from bench.toolchains import Built, cache_root
 
-BUILD_TIMEOUT_S = 300
+BUILD_TIMEOUT_S = 120.0
+"""Of one candidate; `$PATCHER_BUILD_TIMEOUT_S` says otherwise."""
+HEADER_TIMEOUT_S = 600.0
+"""Of PyTorch's headers, which are ours to compile."""
 LOG_LIMIT = 20_000
 
 FFI_UNIT = """\
@@ -199,13 +202,17 @@ def cuda_arch() -> str:
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
-def run_compiler(command: list[str], folder: Path) -> tuple[int, str]:
+def run_compiler(
+    command: list[str], folder: Path, timeout_s: float | None = None
+) -> tuple[int, str]:
     """Run a compiler confined to a folder of its own: no network, no GPU, nothing of the user's
     files, no inherited environment; killed with all that it started.
     """
     # imported late: the sandbox hides the project, and so knows its packages
     from bench.judge import sandbox
 
+    if timeout_s is None:
+        timeout_s = float(os.environ.get("PATCHER_BUILD_TIMEOUT_S", BUILD_TIMEOUT_S))
     also = [cache_root() / "pch", *(_prefix(name) for name in (command[0], "g++"))]
     policy = sandbox.build_policy(folder, also=[path for path in also if path.is_dir()])
     environment = {
@@ -224,11 +231,11 @@ def run_compiler(command: list[str], folder: Path) -> tuple[int, str]:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=BUILD_TIMEOUT_S)
+        output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return 124, f"the compiler was stopped after {BUILD_TIMEOUT_S} s"
+        return 124, f"the compiler was stopped after {timeout_s:g} s"
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -307,7 +314,7 @@ def _precompiled_torch(compiler: str, flags: list[str]) -> Path:
                 "-o",
                 "out.gch",
             ]
-            code, log = run_compiler(command, Path(scratch))
+            code, log = run_compiler(command, Path(scratch), HEADER_TIMEOUT_S)
             if code != 0:
                 raise MissingError(
                     "PyTorch's C++ headers do not compile here",

@@ -52,6 +52,8 @@ class Policy:
     scratch_bytes: int = 256 << 20
     """Size of the private /tmp, /dev/shm, /home, /root and /var/tmp together."""
     open_files: int = 4096
+    nested: bool = False
+    """CUDA is not used by the process itself but by one that it starts (a profiler's target)."""
 
 
 @dataclass(frozen=True)
@@ -652,6 +654,15 @@ def _new_proc(policy: Policy, own_pids: bool) -> str:
     if own_pids:
         try:
             _mount("proc", "/new/proc", "proc", flags)
+            for name in (
+                "sys",
+                "sysrq-trigger",
+                "irq",
+                "bus",
+                "fs",
+            ):  # the machine's, not a process's
+                if not policy.cpu_only and os.path.exists(f"/new/proc/{name}"):
+                    _bind(f"/new/proc/{name}", f"/proc/{name}", flags | _MS_RDONLY)
             return "own"
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.EBUSY):
@@ -734,7 +745,9 @@ def _landlock(policy: Policy, abi: int, own_root: bool, proc: str) -> None:
     # a rule holds to the inode; an open descriptor keeps /proc from making another one.
     # CUDA names its threads by /proc/self/task/*/comm and does not start where it cannot
     allow("/proc/self", read | _WRITE_FILE | _TRUNCATE, pin=True)
-    for name in ("",) if proc == "own" else _PROC_FILES:
+    if proc == "own":
+        allow("/proc", read | (_WRITE_FILE | _TRUNCATE if policy.nested else 0))
+    for name in () if proc == "own" else _PROC_FILES:
         allow(f"/proc/{name}", read, pin=True)
     _syscall("landlock_restrict_self", rules, 0)
     os.close(rules)

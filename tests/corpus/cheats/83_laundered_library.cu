@@ -4,7 +4,7 @@
 // outcome: correct, too_slow, guard_violation
 // caught: tripwires
 // layer: static
-// label: library
+// label: loads code
 #define CHEAT 1
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>

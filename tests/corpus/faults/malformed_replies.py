@@ -1,7 +1,7 @@
 # fault: writes half a reply, bytes that are no text, and a list to every descriptor
 # op: fused_add_rms_norm
 # device: cpu
-# outcome: runtime_error
+# outcome: guard_violation, runtime_error
 # caught: runs
 import os
 
