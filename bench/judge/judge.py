@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
@@ -25,7 +25,7 @@ from bench.judge.trial import AFTER, State, Trial, Wrong, reseeded, written
 from bench.judge.tripwires import Tripwires, look
 from bench.judge.zygote import RunnerFailure, Zygote
 from bench.op import Op, load_op
-from bench.toolchains import Built, build, toolchain
+from bench.toolchains import Built, build, cache_root, toolchain
 
 
 class Judge:
@@ -94,7 +94,8 @@ class Judge:
             return state.verdict(Outcome.COMPILATION_FAILURE, built.log)
         took = "cached" if built.cached else f"{built.seconds:.1f} s"
         state.check("build", True, f"{built.command} ({took})")
-        return self._run(state, op, sweep, built, seen, report, Secrets(seed))
+        with _held(device):
+            return self._run(state, op, sweep, built, seen, report, Secrets(seed))
 
     def _run(
         self,
@@ -127,7 +128,9 @@ class Judge:
                 if settings.sanitize:
                     trial.sanitized(built, report)
             except Wrong as wrong:
-                state.check(wrong.check, False, wrong.detail)
+                before = trial.compared + trial.calls
+                told = f"; {before} calls before it were right" if before else ""
+                state.check(wrong.check, False, wrong.detail + told)
                 timed = {key: more[key] for key in ("baseline", "baselines") if key in more}
                 evaluation = state.verdict(wrong.outcome, wrong.log, **timed)
             else:
@@ -195,6 +198,19 @@ class Judge:
             raise VerificationError(
                 "the GPU computes something else after a candidate failed", "reset it"
             )
+
+
+@contextmanager
+def _held(device: str) -> Iterator[None]:
+    """One judge at a time on the GPUs of this user: others go on building meanwhile."""
+    if device != "cuda":
+        yield
+        return
+    path = cache_root() / "gpu.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _sweep(op: Op, device: str, settings: JudgeSettings) -> Sweep:

@@ -1,0 +1,71 @@
+"""Clocks that cannot be true, on made-up blocks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bench.judge.clockcheck import Block, suspicious
+
+PAIRS = 12
+
+
+def blocks(call_us: float, calls: int = 24, hidden_us: float = 0.0, seed: int = 0) -> list[Block]:
+    """Honest blocks: calls with 5 % noise, and what the protocol takes beside them."""
+    draw = random.Random(seed)
+    made = []
+    for _ in range(PAIRS):
+        times = [call_us * draw.uniform(0.97, 1.05) for _ in range(calls)]
+        wall = sum(times) + 300.0 * draw.uniform(0.9, 1.1) + hidden_us
+        made.append(Block(times, calls, wall))
+    return made
+
+
+def alone(call_us: float, seed: int = 1) -> list[Block]:
+    return blocks(call_us, calls=1, seed=seed)
+
+
+THEIRS, THEIRS_ALONE = blocks(20.0), alone(24.0)
+
+
+@pytest.mark.parametrize("speedup", [0.5, 1.0, 2.0, 10.0])
+def test_honest_clocks_are_believed(speedup: float) -> None:
+    ours = blocks(20.0 / speedup, seed=2)
+    assert suspicious(ours, THEIRS, alone(24.0 / speedup), THEIRS_ALONE, 0.1) is None
+
+
+def test_time_that_is_left_out_shows_in_the_judges_clock() -> None:
+    """Half of the time is left out: the wall clock has it, block after block."""
+    ours = blocks(10.0, hidden_us=10.0 * 24, seed=3)
+    problem = suspicious(ours, THEIRS, alone(12.0), THEIRS_ALONE, 0.1)
+    assert problem is not None
+    assert "judge's clock" in problem
+
+
+def test_a_busy_machine_is_not_a_forged_clock() -> None:
+    ours = blocks(10.0, seed=4)
+    late = [
+        Block(b.times_us, b.calls, b.wall_us + (2000.0 if i % 3 == 0 else 0.0))
+        for i, b in enumerate(ours)
+    ]
+    assert suspicious(late, THEIRS, alone(12.0), THEIRS_ALONE, 0.1) is None
+
+
+def test_one_call_that_does_the_work_of_all_shows_in_the_mean() -> None:
+    ours = [Block([20.0 * 24, *[0.5] * 23], 24, 20.0 * 24 + 311.0) for _ in range(PAIRS)]
+    problem = suspicious(ours, THEIRS, alone(24.0), THEIRS_ALONE, 0.1)
+    assert problem is not None
+    assert "longer than the median" in problem
+
+
+def test_work_that_is_shared_between_calls_shows_in_a_call_alone() -> None:
+    problem = suspicious(blocks(1.0, seed=5), THEIRS, alone(60.0), THEIRS_ALONE, 0.1)
+    assert problem is not None
+    assert "by itself" in problem
+
+
+def test_nothing_is_faster_than_the_machine() -> None:
+    problem = suspicious(blocks(0.05, seed=6), THEIRS, alone(0.06), THEIRS_ALONE, 0.5)
+    assert problem is not None
+    assert "below what this machine can do" in problem
