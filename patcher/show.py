@@ -36,7 +36,16 @@ def evaluation_table(evaluation: Evaluation) -> Table:
         title=f"{evaluation.op} ({evaluation.language}): {evaluation.outcome}{gain}{against}",
         title_style="bold green" if good else "bold yellow",
     )
-    for name in ("point", "candidate us", "baseline us", "speedup", "95 % interval"):
+    names = (
+        "point",
+        "candidate us",
+        "baseline us",
+        "speedup",
+        "95 % interval",
+        "of light",
+        "cold us",
+    )
+    for name in names:
         table.add_column(name, justify="left" if name == "point" else "right")
     for timing in evaluation.timings:
         table.add_row(
@@ -45,6 +54,8 @@ def evaluation_table(evaluation: Evaluation) -> Table:
             f"{timing.baseline_us:.2f}",
             f"{timing.speedup:.3f}x",
             f"{timing.speedup_low:.3f} .. {timing.speedup_high:.3f}",
+            "-" if timing.light_pct is None else f"{timing.light_pct:.0f} %",
+            "-" if timing.candidate_cold_us is None else f"{timing.candidate_cold_us:.2f}",
         )
     return table
 

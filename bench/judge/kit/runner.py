@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 import zlib
-from typing import Any, cast
+from typing import Any
 
 from . import confine, cudart, loading
 from .captured import Arena, Captured
@@ -268,21 +268,6 @@ class Session:
     def do_collect(self) -> dict[str, Any]:
         self.captured.collect(self.outputs)
         return {"crc": self._handed_back(self.captured.arena)}
-
-    def do_profile(self, order: list[int]) -> dict[str, Any]:
-        """Kernels of one replay by CUPTI: (name, start, end) in ns, over all streams."""
-        from torch.profiler import ProfilerActivity, profile
-
-        self._fill(self.captured.arena)
-        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-            self.captured.compose("whole", order)
-            self.captured.launch()
-        spans = [
-            (event.name[:300], event.time_range.start * 1e3, event.time_range.end * 1e3)
-            for event in cast(Any, recorded.events())
-            if "CUDA" in str(event.device_type) and not event.name.startswith("Mem")
-        ]
-        return {"kernels": spans[:20_000]}
 
     def _loaded(self) -> Any:
         if self.function is None:
