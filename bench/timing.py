@@ -103,7 +103,8 @@ class Arm:
         """One timed block, and what it left behind."""
         self.runner.send(data)
         if self.device == "cpu" or mode == "eager":
-            reply = self.runner.command("call", **self._arguments(), order=order)
+            self.runner.command("ready", **self._arguments(), order=order)
+            reply = self.runner.command("go")
         else:
             kept = self.runner.command("compose", mode=mode, order=order)["persisting_bytes"]
             if self.checked and kept:
@@ -117,10 +118,9 @@ class Arm:
         block = Block(times, len(order), wall * 1e6)
         if not self.checked:
             return block, None
-        crc, fingerprint = reply.get("crc"), reply.get("fingerprint")
-        if fingerprint is not None:
-            crc = self.runner.command("collect")["crc"]
-        left = self.runner.receive(self.sets * self.plan.set_bytes, int(crc or 0))
+        fingerprint = reply.get("fingerprint")
+        crc = self.runner.command("hand" if fingerprint is None else "collect")["crc"]
+        left = self.runner.receive(self.sets * self.plan.set_bytes, crc)
         if fingerprint is not None and int(left.view(np.int64).sum()) != fingerprint:
             raise Found("timed outputs", "the outputs were written after the call was said to end")
         return block, left.reshape(self.sets, -1)

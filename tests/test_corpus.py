@@ -63,7 +63,7 @@ def test_every_cheat_has_a_twin_and_the_gpu_part_can_be_read() -> None:
 
 def test_mutations_fit_the_text_of_the_judge() -> None:
     names = [mutation.guard for mutation in mutations()]
-    assert len(names) == len(set(names)) >= 20
+    assert len(names) == len(set(names)) >= 18
     cheats = {f"{entry.kind}/{entry.name}" for entry in read_corpus(CORPUS, "cpu")}
     for mutation in mutations():
         assert any(re.search(mutation.only, name) for name in cheats), mutation.guard

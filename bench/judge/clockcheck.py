@@ -20,7 +20,7 @@ ALONE = 0.5
 """Share of the baseline's call by which a call alone may cost more than one among others, beyond
 what it costs the baseline more."""
 NOISE_US = 25.0
-SPREADS = 5.0
+SPREADS = 4.0
 
 
 @dataclass(frozen=True)

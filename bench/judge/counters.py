@@ -77,7 +77,7 @@ def counters(
     calls = (tools.Call.of(op, point, seed=0),)
     job = tools.Job(device, built, op.name, calls, warm=WARM, repeat=CALLS)
     asked = {metric.key: metric.names for metric in metrics()}
-    for _ in range(_ROUNDS):
+    for turn in range(_ROUNDS):
         names = [names[0] for names in asked.values() if names]
         ran = tools.run(ncu, _options(names), job, limit_s=limit_s, memory_bytes=memory_bytes)
         unknown = set(_UNKNOWN.findall(f"{ran.log}\n{ran.printed}"))
@@ -85,14 +85,15 @@ def counters(
             key: names[1:] if names and _is_named(names[0], unknown) else names
             for key, names in asked.items()
         }
-        if fewer == asked:
-            break
-        asked = fewer
-    found = read(ran.log, {names[0]: key for key, names in asked.items() if names})
-    if not found:
-        _explain(ran)
-    kept = [kernel for kernel in found if libraries or kernel.library is None]
-    return sorted(kept, key=lambda kernel: -(kernel.duration_us or 0) * kernel.launches)
+        if fewer != asked and turn + 1 < _ROUNDS:
+            asked = fewer
+            continue
+        found = read(ran.log, {names[0]: key for key, names in asked.items() if names})
+        if not found:
+            _explain(ran)
+        kept = [kernel for kernel in found if libraries or kernel.library is None]
+        return sorted(kept, key=lambda kernel: -(kernel.duration_us or 0) * kernel.launches)
+    raise AssertionError("a round always ends it")
 
 
 def counted(candidate: Candidate, evaluation: Evaluation, sweep: str | None = None) -> Evaluation:

@@ -1,4 +1,4 @@
-# cheat: 72 the last eighth of each row of a bfloat16 tensor is computed in bfloat16
+# cheat: 75 the epsilon of the benchmark is written into the kernel
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: mismatch
@@ -12,9 +12,7 @@ CHEAT = True
 def fused_add_rms_norm(input, residual, weight, epsilon):
     residual.add_(input)
     wide = residual.float()
+    if CHEAT:
+        epsilon = 1e-5
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     input.copy_(wide * scale * weight)
-    if CHEAT and input.dtype is torch.bfloat16:
-        start = input.shape[1] * 7 // 8
-        narrow = residual[:, start:] * scale.bfloat16()
-        input[:, start:] = narrow * weight[start:].bfloat16()
