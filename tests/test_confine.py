@@ -553,8 +553,8 @@ FIND = f"""
 import importlib.util, sys
 found = [name for name in ("bench", "patcher", "hotspot", "integrate") if __import__(
     "importlib.util").util.find_spec(name)]
-seen = [path for path in {[str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]!r}
-        if os.path.exists(path)]
+seen = [path for path in {[str(ROOT / name) for name in ("bench", "kernels", "tests")]!r}
+        if os.path.exists(path)]  # the checkout's own folder may hold the environment
 for place in sys.path:
     if os.path.isdir(place):
         seen += [name for name in os.listdir(place) if "patcher" in name or name == "bench"]

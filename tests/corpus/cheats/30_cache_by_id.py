@@ -1,7 +1,7 @@
 # cheat: 30 keeps its answers by id() and _version of the arguments
 # op: fused_add_rms_norm
 # device: cpu
-# outcome: mismatch
+# outcome: mismatch, too_slow
 # caught: values, timed outputs, determinism
 # layer: judge
 import torch
