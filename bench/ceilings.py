@@ -6,16 +6,13 @@ for a machine in the cache, by device and library versions.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 from bench.contract import Contract, Point
-from bench.environment import cpu_name, driver_version, package_versions
-from bench.records import Record
+from bench.environment import device_name, fingerprint
+from bench.records import Record, remembered
 from bench.toolchains import cache_root
 
 SLACK = 1.5
@@ -54,29 +51,23 @@ class Ceilings(Record):
 
 def ceilings(device: str, threads: int | None = None) -> Ceilings:
     """Measured now, or found in the cache."""
+    path = cache_root() / "ceilings" / f"{fingerprint(device, threads)}.json"
+    return remembered(path, Ceilings, lambda: _measured(device, threads))
+
+
+def _measured(device: str, threads: int | None) -> Ceilings:
     import torch
 
-    name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
-    known = (name, threads, driver_version() if device == "cuda" else None, package_versions())
-    key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
-    path = cache_root() / "ceilings" / f"{key}.json"
-    if path.is_file():
-        return Ceilings.model_validate_json(path.read_text(encoding="utf-8"))
     before = torch.get_num_threads()
+    if device == "cpu" and threads is not None:
+        torch.set_num_threads(threads)
     try:
-        if device == "cpu" and threads is not None:
-            torch.set_num_threads(threads)
-        found = _measured(name, device)
+        return _best(device)
     finally:
         torch.set_num_threads(before)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_suffix(f".{os.getpid()}")
-    staged.write_text(found.model_dump_json(), encoding="utf-8")
-    staged.replace(path)
-    return found
 
 
-def _measured(name: str, device: str) -> Ceilings:
+def _best(device: str) -> Ceilings:
     import torch
 
     large = 1 << 30 if device == "cuda" else 1 << 28
@@ -92,7 +83,7 @@ def _measured(name: str, device: str) -> Ceilings:
         seconds = _seconds(lambda: torch.mm(a, a, out=out), device)  # noqa: B023 (called at once)
         rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
     return Ceilings(
-        device=name,
+        device=device_name(device),
         memory_gb_s=_copied(large, device),
         cached_gb_s=max(_copied(size, device) for size in small),
         flops=rates,

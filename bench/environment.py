@@ -1,8 +1,12 @@
-"""What a figure was made on: device, versions, compiler; never a host, a user or a path."""
+"""What a figure was made on (device, versions, compiler; never a host, a user or a path), and what
+a process that makes one gets of this process's environment.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -20,6 +24,8 @@ _KEPT = re.compile(
     r"|SSL_CERT_FILE|REQUESTS_CA_BUNDLE|(https?|no|HTTPS?|NO)_(proxy|PROXY))$"
     r"|(CUDA|HF|NCCL|NVIDIA|OMP|TORCH|TORCHINDUCTOR|TRANSFORMERS|TRITON|VLLM)_"
 )
+ROOT = Path(__file__).resolve().parent.parent
+"""The folder from which `bench` is imported."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH")
 
 
@@ -28,28 +34,25 @@ def engine_environment() -> dict[str, str]:
     key, no proxy with a password; profilers write the environment of what they profile into their
     reports.
     """
-    root = str(Path(__file__).resolve().parent.parent)
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     kept = {
         name: value
         for name, value in os.environ.items()
         if _KEPT.match(name) and not _SECRET.search(name) and "@" not in value
     }
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**kept, "PYTHONPATH": python_path(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def python_path(first: Path) -> str:
+    """This process's `PYTHONPATH` with a folder before it."""
+    return os.pathsep.join([str(first), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def describe(
     device_kind: str, threads: int | None = None, clocks: str = "not recorded"
 ) -> Environment:
     """The environment of a measurement on `cpu` or `cuda`."""
-    if device_kind == "cuda":
-        import torch
-
-        device = torch.cuda.get_device_name()
-    else:
-        device = cpu_name()
     return Environment(
-        device=device,
+        device=device_name(device_kind),
         device_kind=device_kind,
         python=platform.python_version(),
         packages=package_versions(),
@@ -58,6 +61,22 @@ def describe(
         clocks=clocks,
         threads=threads,
     )
+
+
+def device_name(device_kind: str) -> str:
+    """Of the GPU or of the processor."""
+    if device_kind == "cpu":
+        return cpu_name()
+    import torch
+
+    return str(torch.cuda.get_device_name())
+
+
+def fingerprint(device_kind: str, threads: int | None, *more: str) -> str:
+    """Of what a figure that is kept depends on: device, driver, libraries, threads, and `more`."""
+    driver = driver_version() if device_kind == "cuda" else None
+    known = [device_name(device_kind), driver, package_versions(), threads, *more]
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:24]
 
 
 @cache

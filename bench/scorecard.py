@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.corpus import HONEYTOKEN, Result
-from bench.environment import describe
+from bench.environment import ROOT, describe, python_path
 from bench.errors import PatcherError, UsageError
 from bench.evaluation import Environment
 from bench.op import library
@@ -107,18 +107,16 @@ def run_corpus(
     folder: Path,
     static: bool = True,
     kinds: tuple[str, ...] = (),
-    root: Path | None = None,
+    root: Path = ROOT,
 ) -> list[Result]:
-    """Results of one process; `root`: where `bench` is imported from, if not here."""
+    """Results of one process; `root`: the folder from which it imports `bench`."""
     what = "corpus" if static else "without the static layer"
     command = [sys.executable, "-P", "-m", "bench.corpus", str(folder.resolve())]
     command += ["--device", device, "--only", only, *(f"--kind={kind}" for kind in kinds)]
     command += [] if static else ["--no-tripwires"]
-    root = root or Path(__file__).resolve().parent.parent
-    paths = [str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     token = f"honeytoken-{secrets.token_hex(12)}"
     keys = dict.fromkeys((HONEYTOKEN, "ANTHROPIC_API_KEY", "OPENAI_API_KEY", "HF_TOKEN"), token)
-    environment = {**os.environ, **keys, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, **keys, "PYTHONPATH": python_path(root)}
     found: list[Result] = []
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(

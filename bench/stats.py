@@ -60,12 +60,7 @@ def compare(
     ratios = [math.log(patched) - math.log(baseline) for _, baseline, patched in used]
     mean = statistics.fmean(ratios)
     spread = statistics.stdev(ratios) if len(ratios) > 1 else math.inf
-    half = math.inf
-    if len(ratios) > 1:
-        from scipy.stats import t  # here, since importing scipy takes longer than all of bench
-
-        quantile = float(t.ppf(0.5 + confidence_pct / 200, len(ratios) - 1))
-        half = quantile * spread / math.sqrt(len(ratios))
+    half = half_width(ratios, confidence_pct)
     low, high = _percent(mean - half), _percent(mean + half)
     verdict, reason = _verdict(ratios, low, high, margin_pct)
     return Comparison(
@@ -82,6 +77,16 @@ def compare(
         verdict=verdict,
         reason=reason,
     )
+
+
+def half_width(ratios: Sequence[float], confidence_pct: float = 95.0) -> float:
+    """Of Student's interval of the mean; infinite for less than two."""
+    if len(ratios) < 2:
+        return math.inf
+    from scipy.stats import t  # here, since importing scipy takes longer than all of bench
+
+    quantile = float(t.ppf(0.5 + confidence_pct / 200, len(ratios) - 1))
+    return quantile * statistics.stdev(ratios) / math.sqrt(len(ratios))
 
 
 def _verdict(
@@ -181,4 +186,10 @@ def _percent(log_ratio: float) -> float:
     return 100 * math.expm1(min(log_ratio, math.log1p(1e4)))
 
 
-__all__: Sequence[str] = ("compare", "look_confidences", "pairs_needed", "read_samples")
+__all__: Sequence[str] = (
+    "compare",
+    "half_width",
+    "look_confidences",
+    "pairs_needed",
+    "read_samples",
+)

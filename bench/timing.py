@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
-from scipy import stats
 
 from bench.ceilings import Ceilings
 from bench.clocks import ClockMonitor
@@ -32,6 +31,7 @@ from bench.judge.clockcheck import Block, suspicious
 from bench.judge.process import Runner
 from bench.judge.zygote import RunnerFailure
 from bench.op import Op
+from bench.stats import half_width
 
 SETS = {"cpu": 16, "cuda": 32}
 """Buffer sets of a block."""
@@ -303,14 +303,6 @@ def fresh(op: Op, point: Point, sets: int, draw: Secrets) -> list[Case]:
 def block_sets(op: Op, point: Point, device: str) -> int:
     size = cases_.tensors_of(op, point).set_bytes
     return max(min(SETS[device], MAX_BLOCK_BYTES[device] // size), FEWEST_SETS)
-
-
-def half_width(ratios: list[float]) -> float:
-    """Of the 95 % interval of the mean."""
-    if len(ratios) < 2:
-        return math.inf
-    quantile = float(stats.t.ppf(0.975, len(ratios) - 1))
-    return quantile * statistics.stdev(ratios) / math.sqrt(len(ratios))
 
 
 def _steady(clocks: list[int | None]) -> list[bool]:

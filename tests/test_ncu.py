@@ -315,8 +315,8 @@ def test_a_damaged_page_never_escapes_as_another_error(at: int, junk: bytes) -> 
         path.write_bytes(content[:at] + junk + content[at + len(junk) :])
         try:
             counters = read_ncu(path)
-        except bench.UsageError:
-            return
+        except (bench.UsageError, bench.MissingError):
+            return  # MissingError: what begins like a report, where no ncu is
     assert counters
 
 

@@ -6,14 +6,10 @@ finding it means compiling and timing them all; the one chosen is timed anew bes
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import statistics
-from pathlib import Path
 
 from bench.contract import Sweep
-from bench.environment import cpu_name, driver_version, package_versions
+from bench.environment import fingerprint
 from bench.errors import MissingError
 from bench.evaluation import geomean
 from bench.judge import Progress
@@ -21,7 +17,7 @@ from bench.judge.cases import Secrets
 from bench.judge.process import Runner
 from bench.judge.zygote import RunnerFailure
 from bench.op import Op
-from bench.records import Record
+from bench.records import Record, remembered
 from bench.timing import Arm, Batch, block_sets
 from bench.toolchains import cache_root
 
@@ -50,25 +46,18 @@ def strongest(
     Raises:
         MissingError: none runs.
     """
-    path = _path(op, sweep, device, threads)
-    if path.is_file():
-        return Strongest.model_validate_json(path.read_text(encoding="utf-8"))
-    found = _measured(op, sweep, device, runner, list(op.baselines), progress)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_suffix(f".{os.getpid()}")
-    staged.write_text(found.model_dump_json(), encoding="utf-8")
-    staged.replace(path)
-    return found
+    sources = [(op.folder / name).read_text("utf-8") for name in ("op.toml", "baselines.py")]
+    key = fingerprint(device, threads, sweep.name, *sources)
+    path = cache_root() / "strongest" / f"{op.name}-{key}.json"
+    return remembered(path, Strongest, lambda: _measured(op, sweep, device, runner, progress))
 
 
-def _measured(
-    op: Op, sweep: Sweep, device: str, runner: Runner, names: list[str], progress: Progress
-) -> Strongest:
+def _measured(op: Op, sweep: Sweep, device: str, runner: Runner, progress: Progress) -> Strongest:
     draw = Secrets()
     times: dict[str, float] = {}
     missing: dict[str, str] = {}
-    for index, name in enumerate(names):
-        progress("baselines", index, len(names))
+    for index, name in enumerate(op.baselines):
+        progress("baselines", index, len(op.baselines))
         try:
             runner.command("baseline", LOAD_S, op=op.name, name=name)
             arm = Arm(op, device, runner, checked=False)
@@ -93,16 +82,3 @@ def _measured(
     if not times:
         raise MissingError(f"no baseline of {op.name} runs here: {missing}", "see `patcher doctor`")
     return Strongest(name=min(times, key=lambda name: times[name]), times_us=times, missing=missing)
-
-
-def _path(op: Op, sweep: Sweep, device: str, threads: int | None) -> Path:
-    if device == "cuda":
-        import torch
-
-        machine = [torch.cuda.get_device_name(), driver_version()]
-    else:
-        machine = [cpu_name(), str(threads)]
-    sources = [(op.folder / name).read_text("utf-8") for name in ("op.toml", "baselines.py")]
-    known = json.dumps([*sources, sweep.name, *machine, package_versions()], sort_keys=True)
-    key = hashlib.sha256(known.encode()).hexdigest()[:24]
-    return cache_root() / "strongest" / f"{op.name}-{key}.json"

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from bench.environment import python_path
+
 
 class RunnerFailure(Exception):
     """The runner crashed, hung, exited, or its kernel raised. `fatal` when the process is gone.
@@ -111,8 +113,7 @@ def environment(kit: Path, device: str) -> dict[str, str]:
     }
     kept = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
     environment |= {name: os.environ[name] for name in kept if name in os.environ}
-    paths = [str(kit), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment["PYTHONPATH"] = python_path(kit)
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from bench.candidate import Candidate, Language
 from bench.contract import Contract
 from bench.errors import UsageError
+from bench.judge.kit import loading
 from bench.records import Record
 
 
@@ -42,8 +43,6 @@ class Toolchain(Protocol):
         ...
 
     def build(self, candidate: Candidate, contract: Contract, folder: Path) -> Built: ...
-
-    def load(self, built: Built, entry: str) -> Callable[..., Any]: ...
 
 
 def toolchain(language: Language) -> Toolchain:
@@ -87,7 +86,8 @@ def load(built: Built, entry: str) -> Callable[..., Any]:
     """The entry as a Python callable that takes torch tensors and scalars in the contract's
     order.
     """
-    return toolchain(built.language).load(built, entry)
+    assert built.path is not None
+    return loading.load(str(built.path), built.binding, entry)
 
 
 __all__ = ["Built", "Toolchain", "build", "cache_root", "load", "toolchain"]

@@ -8,8 +8,6 @@ which models like to write, is bound with pybind11; for C++ those headers are th
 from __future__ import annotations
 
 import hashlib
-import importlib.machinery
-import importlib.util
 import os
 import re
 import shutil
@@ -18,9 +16,7 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from bench.candidate import Candidate, Language
 from bench.contract import Contract
@@ -135,24 +131,6 @@ class _Native:
             seconds=time.monotonic() - begin,
             cached=False,
         )
-
-    def load(self, built: Built, entry: str) -> Callable[..., Any]:
-        """Runs the candidate's static initialisers: only for the process that may run it."""
-        assert built.path is not None
-        if built.binding == "tvm-ffi":
-            import tvm_ffi
-
-            function: Callable[..., Any] = getattr(tvm_ffi.load_module(str(built.path)), entry)
-            return function
-        import torch  # noqa: F401  (its libraries must be in the process first)
-
-        loader = importlib.machinery.ExtensionFileLoader("candidate", str(built.path))
-        spec = importlib.util.spec_from_file_location("candidate", built.path, loader=loader)
-        assert spec is not None
-        module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
-        bound: Callable[..., Any] = getattr(module, entry)
-        return bound
 
 
 class CppToolchain(_Native):

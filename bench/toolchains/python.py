@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from bench.candidate import Candidate, Language
 from bench.contract import Contract
@@ -51,17 +49,6 @@ class TorchToolchain:
             seconds=time.monotonic() - begin,
             cached=False,
         )
-
-    def load(self, built: Built, entry: str) -> Callable[..., Any]:
-        """Executes the file: only for the process that may run it."""
-        assert built.path is not None
-        spec = importlib.util.spec_from_file_location("candidate", built.path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        function: Callable[..., Any] = getattr(module, entry)
-        return function
 
 
 class TritonToolchain(TorchToolchain):
