@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from integrate.archive import is_archive, pack, unpacked
+from integrate.changes import Change
 from integrate.manifest import Manifest
 from integrate.patch import Patch
 from integrate.receipts import Receipt, read_receipts
 from integrate.store import Applied, Store
+from integrate.switches import Switches, home_store
+from integrate.verify import Check, Verified, verify
 
 if TYPE_CHECKING:
-    from integrate.activate import Activation, Switches, activate, prepare
+    from integrate.activate import Activation, activate, prepare
     from integrate.counts import Book
 
 _LAZY = {
     "Activation": "integrate.activate",
     "Book": "integrate.counts",
-    "Switches": "integrate.activate",
     "activate": "integrate.activate",
     "prepare": "integrate.activate",
 }
@@ -35,12 +38,20 @@ __all__ = [
     "Activation",
     "Applied",
     "Book",
+    "Change",
+    "Check",
     "Manifest",
     "Patch",
     "Receipt",
     "Store",
     "Switches",
+    "Verified",
     "activate",
+    "home_store",
+    "is_archive",
+    "pack",
     "prepare",
     "read_receipts",
+    "unpacked",
+    "verify",
 ]

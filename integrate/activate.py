@@ -10,12 +10,11 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import MissingError, PatcherError, UsageError, VerificationError
+from bench import PatcherError
 from integrate.counts import Book, GraphWatch
 from integrate.dispatch import AxisGuard, Dispatcher, Guards, TensorGuard
 from integrate.manifest import Manifest
@@ -23,57 +22,12 @@ from integrate.patch import Patch
 from integrate.points import PatchPoint, find_point
 from integrate.receipts import Receipt, ReceiptWriter, own_rank
 from integrate.store import Store
+from integrate.switches import Switches, home_store, variable
+from integrate.verify import verify_device, verify_workers
 
 log = logging.getLogger("patcher")
 
 Kernel = Callable[..., object]
-
-
-def variable(name: str) -> str:
-    """`PATCHER_<name>`, or `TLLM_PATCHER_<name>`: only such names reach TensorRT-LLM's workers."""
-    return os.environ.get(f"PATCHER_{name}") or os.environ.get(f"TLLM_PATCHER_{name}") or ""
-
-
-@dataclass(frozen=True)
-class Switches:
-    """What the environment says."""
-
-    patches: str
-    """`PATCHER_PATCHES`: `on`, ids separated by commas, or `off`, which is the default."""
-    strict: bool
-    """`PATCHER_STRICT`: what fails raises, instead of leaving the engine as it is."""
-    receipts: Path | None
-    """`PATCHER_RECEIPTS`: the folder where this process says what ran."""
-
-    @classmethod
-    def read(cls) -> Switches:
-        folder = variable("RECEIPTS")
-        return cls(
-            variable("PATCHES").strip() or "off",
-            variable("STRICT") not in ("", "0"),
-            Path(folder) if folder else None,
-        )
-
-    def chosen(self, engine: str, store: Store) -> list[Patch]:
-        """The applied patches of an engine that the environment asks for.
-
-        Raises:
-            UsageError: one that is asked for by its id is not applied.
-            VerificationError: the store is damaged.
-        """
-        if self.patches == "off":
-            return []
-        entries = store.applied()
-        if self.patches != "on":
-            wanted = [name.strip() for name in self.patches.split(",") if name.strip()]
-            unknown = sorted(set(wanted) - {entry.id for entry in entries})
-            if unknown:
-                raise UsageError(
-                    f"PATCHER_PATCHES names {unknown[0]}, which is not applied",
-                    "see `patcher patches`, or set PATCHER_PATCHES=on",
-                )
-            entries = tuple(entry for entry in entries if entry.id in wanted)
-        return [store.load(entry) for entry in entries if entry.engine == engine]
 
 
 class Installed:
@@ -233,7 +187,7 @@ def activate(
     if switches.receipts is not None:
         active.writer = ReceiptWriter(switches.receipts)
     try:
-        patches = switches.chosen(engine, store or Store(_home()))
+        patches = switches.chosen(engine, store or home_store())
     except PatcherError as error:
         if switches.strict:
             raise
@@ -241,7 +195,8 @@ def activate(
         return active
     for patch in patches:
         try:
-            _fit(patch, tensor_parallel)
+            verify_workers(patch.manifest, tensor_parallel)
+            verify_device(patch.manifest)
             item = prepare(target, patch, strict=switches.strict, watch=active.watch)
             item.install()
         except PatcherError as error:
@@ -256,32 +211,6 @@ def activate(
     if active.installed and torch.cuda.is_available():
         active.watch.install()
     return active
-
-
-def _home() -> Path | None:
-    home = variable("HOME")
-    return Path(home) if home else None
-
-
-def _fit(patch: Patch, tensor_parallel: int) -> None:
-    guards = patch.manifest.guards
-    if guards.tensor_parallel and tensor_parallel not in guards.tensor_parallel:
-        sizes = ", ".join(map(str, guards.tensor_parallel))
-        raise VerificationError(
-            f"{patch.manifest.id} is for a tensor parallel size of {sizes}, not {tensor_parallel}",
-            "serve with that size, or revert the patch",
-        )
-    if guards.device != "cuda" or not guards.capabilities:
-        return
-    if not torch.cuda.is_available():
-        raise MissingError(f"{patch.manifest.id} is for a GPU, and none is here", "revert it here")
-    found = "{}.{}".format(*torch.cuda.get_device_capability())
-    if found not in guards.capabilities:
-        known = ", ".join(guards.capabilities)
-        raise VerificationError(
-            f"{patch.manifest.id} was judged on compute capability {known}, this GPU has {found}",
-            "judge it on this GPU (`patcher bundle`)",
-        )
 
 
 def _refused(active: Activation, patch: Patch, error: PatcherError) -> None:
@@ -311,4 +240,5 @@ __all__: Sequence[str] = (
     "activate",
     "guards_of",
     "prepare",
+    "variable",
 )

@@ -95,6 +95,20 @@ def find_point(engine: str, name: str) -> type[PatchPoint]:
     return points[name]
 
 
-def source_digest(*parts: Any) -> str:
-    """sha256 of the source text of functions and classes, in order."""
-    return hashlib.sha256("".join(map(inspect.getsource, parts)).encode()).hexdigest()
+class Fingerprint(str):
+    """sha256 of source text, which remembers the text, so that what changed can be told."""
+
+    __slots__ = ("parts",)
+    parts: dict[str, str]
+    """Source text by the name of the function or class, in order."""
+
+
+def source_digest(*parts: Any) -> Fingerprint:
+    """Of the source text of functions and classes, in order."""
+    texts: dict[str, str] = {}
+    for part in parts:
+        name = getattr(part, "__qualname__", part.__name__)
+        texts[name if name not in texts else f"{part.__module__}.{name}"] = inspect.getsource(part)
+    found = Fingerprint(hashlib.sha256("".join(texts.values()).encode()).hexdigest())
+    found.parts = texts
+    return found
