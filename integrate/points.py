@@ -11,7 +11,7 @@ import importlib
 import inspect
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from bench import MissingError, UsageError
+from bench import MissingError, UsageError, VerificationError
 
 if TYPE_CHECKING:
     from integrate.dispatch import Dispatcher
@@ -104,11 +104,21 @@ class Fingerprint(str):
 
 
 def source_digest(*parts: Any) -> Fingerprint:
-    """Of the source text of functions and classes, in order."""
+    """Of the source text of functions and classes, in order.
+
+    Raises:
+        VerificationError: one has no source text: it was put there while the program ran.
+    """
     texts: dict[str, str] = {}
     for part in parts:
-        name = getattr(part, "__qualname__", part.__name__)
-        texts[name if name not in texts else f"{part.__module__}.{name}"] = inspect.getsource(part)
+        name = getattr(part, "__qualname__", None) or part.__name__
+        try:
+            text = inspect.getsource(part)
+        except (OSError, TypeError) as error:
+            raise VerificationError(
+                f"{name} has no source text", "take out whatever replaced it first"
+            ) from error
+        texts[name if name not in texts else f"{part.__module__}.{name}"] = text
     found = Fingerprint(hashlib.sha256("".join(texts.values()).encode()).hexdigest())
     found.parts = texts
     return found

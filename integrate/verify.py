@@ -117,7 +117,8 @@ def _evidence(patch: Patch) -> str:
     where = f" on {evaluation.environment.device}" if evaluation.environment else ""
     if evaluation.geomean_speedup is None:
         return f"{evaluation.outcome}{where}"
-    return f"{evaluation.geomean_speedup:.3f}x against {evaluation.baseline}{where}"
+    against = f" against {evaluation.baseline}" if evaluation.baseline else ""
+    return f"{evaluation.geomean_speedup:.3f}x{against}{where}"
 
 
 def _kernel(patch: Patch) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -18,7 +19,8 @@ from integrate import Patch, Receipt
 
 _ANONYMOUS = {"(anonymous namespace)", "(anonymous)", "<unnamed>", "_NV_ANON_NAMESPACE"}
 _SPACE = r"(?:\(anonymous namespace\)|\(anonymous\)|<unnamed>|\w+)::"
-_GLOBAL = re.compile(r"__global__\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?[^()]*?(\w+)\s*\(")
+_BOUNDS = re.compile(r"__(?:launch_bounds|cluster_dims|maxnreg|block_size)__\s*\([^)]*\)")
+_GLOBAL = re.compile(r"__global__\s+[^()]*?(\w+)\s*\(")
 _NAMESPACE = re.compile(r"\bnamespace\s+([\w:]+)\s*\{")
 
 
@@ -78,12 +80,20 @@ def prove(
     claimed = sum(one.total_calls for one in own)
     fallbacks = sum(sum(one.fallbacks.values()) for one in own)
     names = kernel_names(patch)
-    new = [kernel for kernel in profile.kernels if _is_one_of(kernel.name, names, patch)]
-    old = _does_the_work(profile, patch, new)
+    ours = {kernel.name: _whose(kernel.name, names, patch) for kernel in profile.kernels}
+    # one kernel of a source may show as several: instances of a template, one a shape
+    new = Counter[str]()
+    for kernel in profile.kernels:
+        if name := ours[kernel.name]:
+            new[name] += kernel.instances
+    old = [
+        one for one in profile.kernels if not ours[one.name] and patch.contract.matches(one.name)
+    ]
     expected = _expected(patch, profile)
     workers = sum(bool(one.calls) for one in own)
     rows = [
-        _new_row(kernel, profile.steps, claimed, expected, max(1, workers), whole) for kernel in new
+        _new_row(name, launches, profile.steps, claimed, expected, max(1, workers), whole)
+        for name, launches in new.items()
     ]
     rows += _old_rows(old, profile, fallbacks, _fewer(before, profile, patch, new, old))
     problems = [
@@ -112,7 +122,7 @@ def kernel_names(patch: Patch) -> set[str]:
     candidate, manifest = patch.candidate(), patch.manifest
     names = {f"patcher::{manifest.entry}_{patch.digest[:12]}"}
     if candidate.language is Language.CUDA:
-        return names | set(_GLOBAL.findall(candidate.source))
+        return names | set(_GLOBAL.findall(_BOUNDS.sub("", candidate.source)))
     if candidate.language is Language.TRITON:
         return names | {
             node.name
@@ -123,20 +133,16 @@ def kernel_names(patch: Patch) -> set[str]:
     return names
 
 
-def _is_one_of(shown: str, names: set[str], patch: Patch) -> bool:
-    """Whether it is the patch's: an engine's namespace before the same name makes it another's."""
+def _whose(shown: str, names: set[str], patch: Patch) -> str | None:
+    """Which of the patch's names it is: an engine's namespace before one makes it another's."""
     spaces = {
         part for found in _NAMESPACE.findall(patch.candidate().source) for part in found.split("::")
     }
     for name in names:
         for match in re.finditer(rf"(?<![\w:])((?:{_SPACE})*){re.escape(name)}(?!\w)", shown):
             if set(match[1].split("::")[:-1]) <= spaces | _ANONYMOUS:
-                return True
-    return False
-
-
-def _does_the_work(profile: Profile, patch: Patch, new: list[KernelStat]) -> list[KernelStat]:
-    return [one for one in profile.kernels if patch.contract.matches(one.name) and one not in new]
+                return name
+    return None
 
 
 def _expected(patch: Patch, profile: Profile) -> int | None:
@@ -148,14 +154,14 @@ def _expected(patch: Patch, profile: Profile) -> int | None:
 
 
 def _new_row(
-    kernel: KernelStat,
+    name: str,
+    launches: int,
     steps: int | None,
     claimed: int,
     expected: int | None,
     workers: int,
     whole: bool,
 ) -> ProofRow:
-    launches = kernel.instances
     per_step = launches / steps if steps else None
     passed, said = True, f"{launches:,} of the {claimed:,} calls that the receipts claim"
     if whole and launches != claimed:
@@ -170,7 +176,7 @@ def _new_row(
         passed = round(per_step) in {expected * count for count in range(1, workers + 1)}
         said += f"; {per_step:.4g} a step, by the contract {expected}"
     return ProofRow(
-        kernel=kernel.name,
+        kernel=name,
         role="new",
         launches=launches,
         per_step=per_step,
@@ -209,15 +215,16 @@ def _fewer(
     before: Profile | None,
     after: Profile,
     patch: Patch,
-    new: list[KernelStat],
+    new: Counter[str],
     old: list[KernelStat],
 ) -> str | None:
     """In words, that the old kernels run less often by what the new one does; None if not so."""
     if before is None or not before.steps or not after.steps or not new:
         return None
-    was = sum(one.instances for one in _does_the_work(before, patch, [])) / before.steps
+    matches = patch.contract.matches
+    was = sum(one.instances for one in before.kernels if matches(one.name)) / before.steps
     left = sum(one.instances for one in old) / after.steps
-    ours = max(one.instances for one in new) / after.steps
+    ours = max(new.values()) / after.steps
     if was - left < ours - 0.5:
         return None
     return f"{was:.4g} a step before, {left:.4g} now; the new one {ours:.4g}"
