@@ -54,8 +54,16 @@ class Proof(Record):
     """What the rows do not say."""
 
     @property
+    def failures(self) -> list[str]:
+        """What keeps the patch from being accepted."""
+        return [
+            *self.problems,
+            *(f"{row.kernel}: {row.said}" for row in self.rows if not row.passed),
+        ]
+
+    @property
     def passed(self) -> bool:
-        return not self.problems and all(row.passed for row in self.rows)
+        return not self.failures
 
 
 def prove(
