@@ -50,18 +50,20 @@ class Switches:
         if self.patches == "off":
             return []
         entries = store.applied()
-        if self.patches != "on":
-            unknown = sorted(self._ids() - {entry.id for entry in entries})
-            if unknown:
-                raise UsageError(
-                    f"PATCHER_PATCHES names {unknown[0]}, which is not applied",
-                    "see `patcher patches`, or set PATCHER_PATCHES=on",
-                )
+        if unknown := self.unknown(store):
+            raise UsageError(
+                f"PATCHER_PATCHES names {unknown[0]}, which is not applied",
+                "see `patcher patches`, or set PATCHER_PATCHES=on",
+            )
         return [
             store.load(entry)
             for entry in entries
             if entry.engine == engine and self.asks_for(entry.id)
         ]
+
+    def unknown(self, store: Store) -> list[str]:
+        """Ids that are asked for and not applied."""
+        return sorted(self._ids() - {entry.id for entry in store.applied()})
 
     def _ids(self) -> set[str]:
         names = {name.strip() for name in self.patches.split(",")}

@@ -92,6 +92,25 @@ def test_no_other_outcome_of_the_judge_is_accepted(outcome: Outcome) -> None:
     assert decide(**given | {"evaluation": other}).verdict == "reject"
 
 
+def test_a_profile_that_does_not_show_the_claim_rejects() -> None:
+    proof = Proof(
+        patch_id="p",
+        digest="d",
+        profile="nsys export",
+        steps=None,
+        expected_per_step=None,
+        rows=(),
+        problems=("the profile has no kernel called x",),
+    )
+    arguments = with_throughput()
+    assert decide(**arguments).verdict == "accept"
+    decision = decide(**arguments, proof=proof)
+    assert decision.verdict == "reject"
+    assert decision.reasons == proof.problems
+    shown = proof.model_copy(update={"problems": ()})
+    assert decide(**arguments, proof=shown).verdict == "accept"
+
+
 def test_the_decision_is_a_pure_record() -> None:
     first, second = decide(**evidence()), decide(**evidence())
     assert first == second

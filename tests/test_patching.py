@@ -186,6 +186,32 @@ def test_apply_says_how_it_runs_and_patches_whether_it_does(
     assert cli("revert", name, "--json") == (0, {"id": name, "reverted": False})
 
 
+def test_doctor_tells_the_store_and_the_switches(
+    cli: Cli, patch: Patch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from patcher import doctor
+
+    def told() -> tuple[str, str, str, str]:
+        store, switches = doctor._store(), doctor._switches()
+        return store.status, store.detail, switches.status, switches.detail
+
+    assert told()[:3] == ("ok", "0 applied", "ok")
+    cli("apply", "patch", "--yes")
+    monkeypatch.setenv("PATCHER_PATCHES", "on")
+    assert told()[:3] == ("ok", "1 applied", "warn")
+    monkeypatch.setenv("TLLM_PATCHER_RECEIPTS", "receipts")
+    monkeypatch.setenv("PATCHER_STRICT", "1")
+    assert told()[2:] == ("ok", "PATCHER_PATCHES=on, what fails raises; receipts are kept")
+    monkeypatch.setenv("PATCHER_PATCHES", "another")
+    assert "not applied: another" in told()[3]
+    Path("home/applied.json").write_text("{")
+    assert told()[0] == "fail"
+    monkeypatch.setenv("PATCHER_HOME", "patch/manifest.json/home")
+    assert told()[:2] == ("fail", "0 applied, not writable")
+    found = {item.name for item in doctor.examine()}
+    assert {"patch store", "patch switches"} <= found
+
+
 def test_receipts_are_told_by_process(cli: Cli) -> None:
     folder = Path("receipts")
     folder.mkdir()
