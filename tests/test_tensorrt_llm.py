@@ -1,147 +1,260 @@
-"""TensorRT-LLM: patch point, generated package, workers and benchmark, against a double.
+"""TensorRT-LLM's patch point and its workers, against a double of what they rest on.
 
-What the double stands for, and what of TensorRT-LLM it was read from: doubles/trtllm/README.md.
+What the double stands for, and what it was read from: doubles/trtllm/README.md.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-import json
+import logging
 import os
 import shutil
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from patch_sample import OP, evaluation
+import torch
+from patch_sample import add_norm_guards, kernel
+from trtllm_sample import CALLS, LAYERS, Setup, installed, make_patch
 
 import bench
-from bench import Candidate, Language
-from bench.engines.tensorrt_llm import Benchmark, run_benchmark, worker_environment
-from integrate import read_receipts
-from integrate.tensorrt_llm import MODULE, check_workers, write_module
-
-ROOT = Path(__file__).resolve().parent.parent
-DOUBLE = ROOT / "tests/doubles/trtllm"
-LAYERS = 3
-"""Of the double's model."""
-CPP = (ROOT / "kernels/fused_add_rms_norm/solutions/cpu_simd/fused_add_rms_norm.cpp").read_text()
-CANDIDATE = Candidate(op=OP.name, language=Language.CPP, source=CPP)
-RUN = Benchmark(
-    model="openai/gpt-oss-20b",
-    vocab_size=97,
-    requests=6,
-    concurrency=2,
-    input_len=5,
-    output_tokens=4,
-    warmup=0,
-    tensor_parallel=2,
+from integrate import Book, Receipt, Store, read_receipts
+from integrate.activate import Switches, activate
+from integrate.dispatch import AxisGuard, Dispatcher
+from integrate.points import find_point
+from integrate.tensorrt_llm import (
+    ENGINE,
+    FusedAddRmsNorm,
+    check_workers,
+    join,
+    unseen_by_workers,
+    write_module,
 )
-CALLS = 2 * LAYERS * RUN.output_tokens * RUN.requests // RUN.concurrency
-"""A rank's fused norms in that run."""
+
 HAS_MPI = importlib.util.find_spec("mpi4py") is not None and shutil.which("mpiexec") is not None
-POOLS = (
-    "subprocess",
-    pytest.param(
-        "mpi4py",
-        marks=pytest.mark.skipif(not HAS_MPI, reason="mpi4py or mpiexec is not installed"),
-    ),
-)
 
 
-class Setup:
-    """A store with one patch applied, the generated package, an environment, a program."""
-
-    def __init__(self, folder: Path, pool: str = "subprocess") -> None:
-        self.folder, self.receipts = folder, folder / "receipts"
-        self.store = folder / "home"
-        self.environment = {
-            **{name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ},
-            "PYTHONPATH": os.pathsep.join((str(ROOT), str(DOUBLE))),
-            "TRTLLM_DOUBLE_POOL": pool,
-        }
-        if "PATCHER_CACHE" in os.environ:
-            self.environment["PATCHER_CACHE"] = os.environ["PATCHER_CACHE"]
-        programs = folder / "bin"
-        programs.mkdir(parents=True)
-        start = f"mpiexec -n 1 {sys.executable}" if pool == "mpi4py" else sys.executable
-        program = programs / "trtllm-bench"
-        program.write_text(f'#!/bin/sh\nexec {start} {DOUBLE / "bin/trtllm-bench"} "$@"\n')
-        program.chmod(0o755)
-        self.environment["PATH"] = f"{programs}{os.pathsep}{self.environment['PATH']}"
-        self.module = write_module(folder / "module")
-
-    def python(self, code: str, **more: str) -> str:
-        """What a process in which the double is installed prints."""
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**self.environment, **more},
-            capture_output=True,
-            text=True,
-            cwd=self.folder,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def apply(self, bundle: Path) -> str:
-        """Applied in the environment of the double; gives the digest."""
-        code = f"""
-from pathlib import Path
-import integrate
-print(integrate.Store(Path({str(self.store)!r})).apply(Path({str(bundle)!r})).digest)
-"""
-        return self.python(code).split()[-1]
-
-    def switched_on(self, **more: str) -> dict[str, str]:
-        on = {"PATCHES": "on", "HOME": str(self.store), "RECEIPTS": str(self.receipts)}
-        return {**self.environment, **{f"TLLM_PATCHER_{k}": v for k, v in on.items()}, **more}
-
-    def run(self, environment: dict[str, str], *, module: bool = True, name: str = "run") -> Any:
-        asked = RUN.model_copy(update={"module_folders": (self.module,) if module else ()})
-        run_benchmark(asked, self.folder / name, environment, timeout_s=120)
-        return json.loads((self.folder / name / "tokens.json").read_text())
+@pytest.fixture
+def double() -> Iterator[None]:
+    with installed():
+        yield
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A patch for the double, whose kernel is the library's own for the CPU."""
-    folder = tmp_path_factory.mktemp("bundle")
-    (folder / "evaluation.json").write_text(evaluation(CANDIDATE).model_dump_json())
-    code = f"""
-from pathlib import Path
-import bench, integrate
-source = Path({str(ROOT)!r}) / "kernels/fused_add_rms_norm/solutions/cpu_simd"
-source = (source / "fused_add_rms_norm.cpp").read_text()
-candidate = bench.Candidate(op="fused_add_rms_norm", language=bench.Language.CPP, source=source)
-text = Path({str(folder / "evaluation.json")!r}).read_text()
-integrate.Patch.create(
-    Path({str(folder / "patch")!r}), bench.load_op("fused_add_rms_norm"), candidate,
-    bench.Evaluation.model_validate_json(text), engine="tensorrt_llm", made_by="test",
-)
-"""
-    Setup(folder / "setup").python(code)
-    return folder / "patch"
+def parts() -> tuple[Any, Any]:
+    """(the operator's definition, the class of norms)."""
+    ops = importlib.import_module("tensorrt_llm._torch.custom_ops")
+    norms = importlib.import_module("tensorrt_llm._torch.modules.rms_norm")
+    return ops.flashinfer_fused_add_rmsnorm, norms.RMSNorm
 
 
-@pytest.mark.parametrize("way", ["classes", "modules"])
-@pytest.mark.parametrize("pool", POOLS)
-def test_a_patch_reaches_every_worker_and_leaves_no_trace(
-    pool: str, way: str, bundle: Path, tmp_path: Path
+def dispatcher(axes: dict[str, AxisGuard] | None = None) -> Dispatcher:
+    return Dispatcher("fused_add_rms_norm", kernel, add_norm_guards(axes), Book("p", "0" * 64))
+
+
+def normed(norm: Any, rows: int = 3, hidden: int = 64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, residual = torch.randn(2, rows, hidden, generator=generator)
+    with torch.inference_mode():
+        return [tensor.clone() for tensor in norm(x, residual)]
+
+
+@pytest.mark.usefixtures("double")
+def test_the_kernel_is_in_for_every_caller_and_out_again_without_a_trace() -> None:
+    op, kind = parts()
+    norm = kind(hidden_size=64, eps=1e-5)
+    before = normed(norm)
+    point, patched = FusedAddRmsNorm(), dispatcher()
+    assert "flashinfer_custom_ops.py" in point.find()
+    for turn in (1, 2):
+        point.install(patched)
+        inside = normed(norm)
+        compiled = normed(torch.compile(norm, backend="aot_eager", fullgraph=True))
+        x, residual = torch.randn(2, 1, 64)
+        with torch.inference_mode():
+            torch.ops.trtllm.flashinfer_fused_add_rmsnorm(x, residual, norm.weight, 1e-5)
+        assert sum(patched.book.calls.values()) == 3 * turn
+        torch.testing.assert_close(inside, before)
+        assert all(map(torch.equal, inside, compiled))
+        point.remove()
+        point.remove()
+        assert all(map(torch.equal, normed(norm), before))
+        assert sum(patched.book.calls.values()) == 3 * turn
+    assert "already" not in point.find(), "what was taken out is nobody's patch"
+    assert parts() == (op, kind)
+
+
+@pytest.mark.usefixtures("double")
+def test_what_the_guards_refuse_runs_the_operators_own_body() -> None:
+    _, kind = parts()
+    norm = kind(hidden_size=64, eps=1e-5)
+    before = normed(norm)
+    patched = dispatcher({"hidden": AxisGuard(maximum=32)})
+    point = FusedAddRmsNorm()
+    point.install(patched)
+    assert all(map(torch.equal, normed(norm), before))
+    point.remove()
+    assert dict(patched.book.fallbacks) == {"hidden 64 is over 32": 1}
+
+
+@pytest.mark.usefixtures("double")
+def test_someone_elses_patch_is_told_of_and_left_in() -> None:
+    op, kind = parts()
+    point = FusedAddRmsNorm()
+    point.install(dispatcher())
+    with pytest.raises(bench.UsageError, match="installed already"):
+        point.install(dispatcher())
+    with pytest.raises(bench.VerificationError, match="has a kernel for cpu already"):
+        FusedAddRmsNorm().install(dispatcher())
+    calls = []
+    op.register_kernel("cpu")(lambda *args: calls.append(args))
+    with pytest.raises(bench.VerificationError, match="over ours"):
+        point.remove()
+    normed(kind(hidden_size=64, eps=1e-5))
+    assert len(calls) == 1
+
+
+@pytest.mark.usefixtures("double")
+def test_an_engine_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = importlib.import_module("tensorrt_llm._torch.custom_ops")
+    op, kind = parts()
+    with monkeypatch.context() as change:
+        change.setattr(kind, "forward", lambda self, x, residual=None: x)
+        with pytest.raises(bench.VerificationError, match="RMSNorm was replaced"):
+            FusedAddRmsNorm().find()
+    with monkeypatch.context() as change:
+        change.setattr(ops, op._name, op._init_fn)
+        with pytest.raises(bench.VerificationError, match="no torch custom operator"):
+            FusedAddRmsNorm().find()
+    with monkeypatch.context() as change:
+        change.delattr(ops, op._name)
+        with pytest.raises(bench.VerificationError, match="where flashinfer can be imported"):
+            FusedAddRmsNorm().find()
+
+    @torch.library.custom_op("trtllm::flashinfer_fused_add_rmsnorm", mutates_args=("input",))
+    def other(input: torch.Tensor, weight: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(ops, op._name, other)
+    with pytest.raises(bench.VerificationError, match=r"takes \(Tensor\(a0!\) input, Tensor wei"):
+        FusedAddRmsNorm().find()
+
+
+def test_without_tensorrt_llm_something_is_missing() -> None:
+    with pytest.raises(bench.MissingError, match="TensorRT-LLM cannot be imported") as error:
+        find_point(ENGINE, FusedAddRmsNorm.name).fingerprint()
+    assert error.value.exit_code == 3
+
+
+@pytest.mark.usefixtures("double")
+def test_another_version_or_text_is_refused_and_the_engine_serves_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    setup = Setup(tmp_path, pool)
-    digest = setup.apply(bundle)
-    way_of = {"TRTLLM_DOUBLE_WAY": way}
-    patched = setup.run(setup.switched_on(**way_of), name="patched")
-    assert check_workers(setup.receipts, [digest], 2) == {0: CALLS, 1: CALLS}
+    store = Store(tmp_path / "home")
+    patch = make_patch(tmp_path / "patch")
+    store.apply(patch.folder)
+    other = tmp_path / "newer/tensorrt_llm-2.1.0.dist-info/METADATA"
+    other.parent.mkdir(parents=True)
+    other.write_text("Metadata-Version: 2.1\nName: tensorrt_llm\nVersion: 2.1.0\n")
+    with monkeypatch.context() as change:
+        change.syspath_prepend(tmp_path / "newer")
+        with pytest.raises(bench.VerificationError, match=r"installed is 2\.1\.0") as error:
+            patch.verify_target()
+        assert error.value.exit_code == 5
+    op, kind = parts()
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x, residual=...: forward(self, x, residual))
+    switches = Switches("on", strict=False, receipts=tmp_path / "receipts")
+    with caplog.at_level(logging.ERROR), activate(ENGINE, switches=switches, store=store) as active:
+        assert list(active.failures) == [patch.manifest.id]
+    assert "differs from that of 1.3.0" in caplog.text
+    [receipt] = read_receipts(tmp_path / "receipts")
+    assert receipt.failure is not None
+    assert list(op._backend_fns) == [None], "the engine is as it was"
+    with pytest.raises(bench.VerificationError, match=r"rank 0 of 1 ran unpatched: .* differs"):
+        check_workers(tmp_path / "receipts", [patch.digest], 1)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ([(0, 4, {})], "rank 1 of 2 wrote no receipt: it ran unpatched"),
+        ([(None, 0, {}), (1, 4, {})], "rank 0 of 2 never called p"),
+        ([(0, 4, {}), (1, 0, {"dtype x": 8})], "rank 1 of 2 never called p: dtype x"),
+    ],
+)
+def test_a_rank_that_ran_unpatched_is_found(
+    written: list[tuple[int | None, int, dict[str, int]]], message: str, tmp_path: Path
+) -> None:
+    for pid, (rank, calls, fallbacks) in enumerate(written):
+        Receipt(
+            patch_id="p",
+            digest="d",
+            pid=pid,
+            rank=rank,
+            calls={"k": calls} if calls else {},
+            fallbacks=fallbacks,
+        ).write(tmp_path / f"p.{pid}.json")
+    with pytest.raises(bench.VerificationError, match=message) as error:
+        check_workers(tmp_path, ["d"], 2)
+    assert error.value.exit_code == 5
+
+
+@pytest.mark.usefixtures("double")
+def test_switches_that_workers_do_not_see_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in [name for name in os.environ if "PATCHER_" in name]:
+        monkeypatch.delenv(name)
+    assert unseen_by_workers() is None
+    monkeypatch.setenv("PATCHER_PATCHES", "on")
+    monkeypatch.setenv("PATCHER_HOME", str(tmp_path))
+    with caplog.at_level(logging.ERROR), join() as active:
+        assert not active.installed
+    assert "TLLM_PATCHER_PATCHES is not" in caplog.text
+    monkeypatch.setenv("PATCHER_STRICT", "1")
+    with pytest.raises(bench.UsageError, match="so they would run unpatched") as error:
+        join()
+    assert error.value.exit_code == 2
+    assert error.value.hint == "export TLLM_PATCHER_PATCHES=on"
+
+
+def test_the_generated_package_is_refused_where_it_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(bench.UsageError, match="cannot write"):
+        write_module(tmp_path / "file")
+
+
+def test_a_patch_reaches_every_worker_and_leaves_no_trace(tmp_path: Path) -> None:
+    """Newer versions: names of modules. Workers are Python processes that stand in for MPI's."""
+    setup = Setup(tmp_path)
+    way = {"TRTLLM_DOUBLE_WAY": "modules", "TRTLLM_DOUBLE_POOL": "subprocess"}
+    patched = setup.run("patched", ranks=2, **way)
+    assert check_workers(setup.receipts, [setup.digest], 2) == {0: CALLS, 1: CALLS}
     receipts = read_receipts(setup.receipts)
     assert len(receipts) == 3, "two workers, and the process that started them"
-    assert all(not receipt.fallbacks and receipt.failure is None for receipt in receipts)
-    # without the option the same environment patches nothing
-    reverted = setup.run(setup.switched_on(**way_of), module=False, name="reverted")
+    assert not any(receipt.fallbacks for receipt in receipts)
+    # without the option the same environment patches nothing, and that is found
+    setup.receipts = tmp_path / "none"
+    setup.receipts.mkdir()
+    assert setup.run("reverted", module=False, **way) == patched[:1]
+    with pytest.raises(bench.VerificationError, match="rank 0 of 1 wrote no receipt"):
+        check_workers(setup.receipts, [setup.digest], 1)
+
+
+def test_older_versions_send_classes(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    setup.run("run", TRTLLM_DOUBLE_WAY="classes", TRTLLM_DOUBLE_POOL="subprocess")
+    assert check_workers(setup.receipts, [setup.digest], 1) == {0: CALLS}
+
+
+@pytest.mark.skipif(not HAS_MPI, reason="mpi4py or mpiexec is not installed")
+@pytest.mark.parametrize("way", ["classes", "modules"])
+def test_a_patch_reaches_the_workers_that_mpi_spawns(way: str, tmp_path: Path) -> None:
+    setup = Setup(tmp_path, f"mpiexec -n 1 {sys.executable}")
+    setup.run("run", ranks=2, TRTLLM_DOUBLE_WAY=way, TRTLLM_DOUBLE_POOL="mpi4py")
+    assert check_workers(setup.receipts, [setup.digest], 2) == {0: CALLS, 1: CALLS}
     assert len(read_receipts(setup.receipts)) == 3
-    assert patched == reverted
-    assert len(patched) == 2
-    assert len(patched[0]) == RUN.requests
+    assert CALLS % LAYERS == 0
