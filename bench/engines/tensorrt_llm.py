@@ -12,10 +12,11 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from pydantic import Field
 
@@ -184,23 +185,31 @@ def run_benchmark(
     text = json.dumps(options(run), indent=2) + "\n"
     (folder / "options.yaml").write_text(text, encoding="utf-8")
     log = folder / "log.txt"
-    try:
-        with log.open("wb") as stream:
-            ended = subprocess.run(
-                command(run, folder, found),
-                env=env,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                timeout=timeout_s,
-                check=False,
-            )
-    except subprocess.TimeoutExpired:
-        raise PatcherError(f"{program} did not end in {timeout_s:g} s", f"see {log}") from None
-    if ended.returncode != 0:
+    with log.open("wb") as stream:
+        status = _run_to_its_end(command(run, folder, found), env, stream, timeout_s)
+    if status is None:
+        raise PatcherError(f"{program} did not end in {timeout_s:g} s", f"see {log}")
+    if status != 0:
         said = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip().splitlines()
         last = said[-1] if said else "it said nothing"
-        raise PatcherError(f"{program} ended with status {ended.returncode}: {last}", f"see {log}")
+        raise PatcherError(f"{program} ended with status {status}: {last}", f"see {log}")
     return read_report(report, run)
+
+
+def _run_to_its_end(
+    line: list[str], environment: dict[str, str], log: IO[bytes], timeout_s: float
+) -> int | None:
+    """Its exit status; None when it ran too long. Workers that it started end with it."""
+    with subprocess.Popen(
+        line, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    ) as process:
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 __all__ = [
