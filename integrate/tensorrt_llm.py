@@ -23,7 +23,7 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 
 from bench import MissingError, UsageError, VerificationError
-from integrate.activate import Activation, activate, variable
+from integrate.activation import Activation, activate, variable
 from integrate.dispatch import Dispatcher
 from integrate.points import PatchPoint, source_digest
 from integrate.receipts import Receipt, read_receipts
@@ -261,11 +261,12 @@ def check_workers(folder: Path, digests: Iterable[str], world_size: int) -> dict
     even has a rank. So a rank has run a patch when one of its processes has.
 
     Args:
-        folder: `TLLM_PATCHER_RECEIPTS` of a run that has ended.
+        folder: `TLLM_PATCHER_RECEIPTS` of one run, which has ended.
         digests: of the patches that should have run.
 
     Raises:
-        VerificationError: a rank has no receipt of a patch, did not put it in, or never called it.
+        VerificationError: a rank has no receipt of a patch, did not put it in, or never called it;
+            or the folder holds receipts of other runs, too.
     """
     calls: dict[int, int] = defaultdict(int)
     receipts = read_receipts(folder)
@@ -274,6 +275,12 @@ def check_workers(folder: Path, digests: Iterable[str], world_size: int) -> dict
         for receipt in receipts:
             if receipt.digest == digest:
                 ranks[receipt.rank or 0].append(receipt)
+        written = sum(map(len, ranks.values()))
+        if written > world_size + 1:
+            raise VerificationError(
+                f"{folder} holds {written} receipts of a patch, one run writes {world_size + 1}",
+                "give each run a folder of its own: a receipt of another run proves nothing",
+            )
         for rank in range(world_size):
             calls[rank] += _check_rank(ranks[rank], f"rank {rank} of {world_size}")
     return dict(calls)
