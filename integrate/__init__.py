@@ -14,14 +14,14 @@ from integrate.switches import Switches, home_store
 from integrate.verify import Check, Verified, verify
 
 if TYPE_CHECKING:
-    from integrate.activate import Activation, activate, prepare
+    from integrate.activation import Activation, activate, prepare
     from integrate.counts import Book
 
 _LAZY = {
-    "Activation": "integrate.activate",
+    "Activation": "integrate.activation",
     "Book": "integrate.counts",
-    "activate": "integrate.activate",
-    "prepare": "integrate.activate",
+    "activate": "integrate.activation",
+    "prepare": "integrate.activation",
 }
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import UsageError
-from integrate.patch import Patch
-from integrate.store import Store
+from integrate.store import Applied, Store
 
 
 def variable(name: str) -> str:
@@ -40,7 +39,7 @@ class Switches:
         """Whether an applied patch of that id is to be put in."""
         return self.patches == "on" or patch_id in self._ids()
 
-    def chosen(self, engine: str, store: Store) -> list[Patch]:
+    def chosen(self, engine: str, store: Store) -> list[Applied]:
         """The applied patches of an engine that the environment asks for.
 
         Raises:
@@ -55,11 +54,7 @@ class Switches:
                 f"PATCHER_PATCHES names {unknown[0]}, which is not applied",
                 "see `patcher patches`, or set PATCHER_PATCHES=on",
             )
-        return [
-            store.load(entry)
-            for entry in entries
-            if entry.engine == engine and self.asks_for(entry.id)
-        ]
+        return [one for one in entries if one.engine == engine and self.asks_for(one.id)]
 
     def unknown(self, store: Store) -> list[str]:
         """Ids that are asked for and not applied."""

@@ -10,6 +10,7 @@ from test_measure import comparison, evidence
 from bench import Outcome, Window
 from integrate import Receipt
 from patcher.decide import Decision, decide
+from patcher.proof import Proof
 
 
 def window(kind: Any, arm: Any, calls: int | None) -> Window:

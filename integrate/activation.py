@@ -21,7 +21,7 @@ from integrate.manifest import Manifest
 from integrate.patch import Patch
 from integrate.points import PatchPoint, find_point
 from integrate.receipts import Receipt, ReceiptWriter, own_rank
-from integrate.store import Store
+from integrate.store import Applied, Store
 from integrate.switches import Switches, home_store, variable
 from integrate.verify import verify_device, verify_workers
 
@@ -134,7 +134,7 @@ class Activation:
 
     engine: str
     installed: list[Installed] = field(default_factory=list)
-    failures: dict[str, PatcherError] = field(default_factory=dict)
+    failures: dict[str, Exception] = field(default_factory=dict)
     """Patches that are not in, by id, and why."""
     watch: GraphWatch = field(default_factory=lambda: GraphWatch([]))
     writer: ReceiptWriter | None = None
@@ -184,53 +184,61 @@ def activate(
     active = Activation(engine)
     if switches.patches == "off":
         return active
-    if switches.receipts is not None:
-        active.writer = ReceiptWriter(switches.receipts)
     try:
-        patches = switches.chosen(engine, store or home_store())
+        if switches.receipts is not None:
+            active.writer = ReceiptWriter(switches.receipts)
+        store = store or home_store()
+        entries = switches.chosen(engine, store)
     except PatcherError as error:
+        active.close()
         if switches.strict:
             raise
-        log.error("no patch is in: %s", error)
+        log.error("no patch is in, the engine's own kernels run: %s", error)
         return active
-    for patch in patches:
+    for entry in entries:
+        item: Installed | None = None
         try:
+            patch = store.load(entry)
             verify_workers(patch.manifest, tensor_parallel)
             verify_device(patch.manifest)
             item = prepare(target, patch, strict=switches.strict, watch=active.watch)
             item.install()
-        except PatcherError as error:
-            _refused(active, patch, error)
+        except Exception as error:  # whatever it is, requests are served without the patch
+            if item is not None:
+                item.remove()
+            _refused(active, entry, error)
             if switches.strict:
                 active.close()
                 raise
         else:
             active.installed.append(item)
             if active.writer is not None:
-                active.writer.add(item.book, _where(patch))
+                active.writer.add(item.book, _where(entry))
     if active.installed and torch.cuda.is_available():
         active.watch.install()
     return active
 
 
-def _refused(active: Activation, patch: Patch, error: PatcherError) -> None:
-    active.failures[patch.manifest.id] = error
-    log.error("%s is not in, the engine's own runs: %s", patch.manifest.id, error)
+def _refused(active: Activation, entry: Applied, error: Exception) -> None:
+    known = isinstance(error, PatcherError)
+    why = str(error) if known else f"{type(error).__name__}: {error}"
+    active.failures[entry.id] = error
+    log.error("%s is not in, the engine's own runs: %s", entry.id, why, exc_info=not known)
     if active.writer is not None:
         active.writer.put(
             Receipt(
-                patch_id=patch.manifest.id,
-                digest=patch.digest,
+                patch_id=entry.id,
+                digest=entry.digest,
                 pid=os.getpid(),
                 rank=own_rank(),
-                point=_where(patch),
-                failure=str(error),
+                point=_where(entry),
+                failure=why,
             )
         )
 
 
-def _where(patch: Patch) -> str:
-    return f"{patch.manifest.target.engine}:{patch.manifest.target.point}"
+def _where(entry: Applied) -> str:
+    return f"{entry.engine}:{entry.point}"
 
 
 __all__: Sequence[str] = (
