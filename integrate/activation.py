@@ -145,13 +145,24 @@ class Activation:
         return ",".join(sorted(item.patch.digest for item in self.installed))
 
     def close(self) -> None:
-        for item in reversed(self.installed):
-            item.remove()
+        """Take everything out, also what comes after a patch that cannot be.
+
+        Raises:
+            VerificationError: someone else patched over one; theirs stays.
+        """
+        installed, self.installed = self.installed, []
+        covered: list[PatcherError] = []
+        for item in reversed(installed):
+            try:
+                item.remove()
+            except PatcherError as error:
+                covered.append(error)
             item.dispatcher.close()
         self.watch.remove()
         if self.writer is not None:
             self.writer.close()
-        self.installed = []
+        if covered:
+            raise covered[0]
 
     def __enter__(self) -> Activation:
         return self

@@ -274,7 +274,13 @@ def engine_version(engine: str) -> str:
 def _fingerprint(engine: str, point: str) -> str:
     from integrate.points import find_point
 
-    return find_point(engine, point).fingerprint()
+    try:
+        return find_point(engine, point).fingerprint()
+    except (ImportError, AttributeError) as error:
+        raise VerificationError(
+            f"{point} is not in {engine} {engine_version(engine)}: {error}",
+            f"use a version of {engine} that has it",
+        ) from error
 
 
 _TAKES_PART = re.compile(r"griddepcontrol|cudaGridDependencySynchronize|launch_pdl|gdc_wait")

@@ -44,11 +44,12 @@ def test_help_names_every_command_with_an_example(tmp_path: Path) -> None:
     whole = patcher("--help", cwd=tmp_path)
     assert whole.returncode == 0
     names = (
-        "doctor profile evaluate bundle optimize run demo resume throughput report patches apply"
+        "doctor profile evaluate bundle optimize run demo resume throughput report patches apply "
+        "verify receipts"
     )
     for name in [*names.split(), "revert", "config", "ops", "models"]:
         assert name in whole.stdout
-    for name in ("profile", "evaluate", "throughput"):
+    for name in ("profile", "evaluate", "throughput", "verify", "receipts"):
         assert f"$ patcher {name}" in patcher(name, "--help", cwd=tmp_path).stdout
 
 
