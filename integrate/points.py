@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _ADAPTERS = {
     "transformers": "integrate.transformers",
+    "vllm": "integrate.vllm.points",
 }
 """Engine to the module whose `POINTS` are its adapters; imported when a patch asks for one."""
 
