@@ -89,6 +89,40 @@ def test_every_part_that_is_relied_on_has_a_digest() -> None:
     assert len(set(known.values())) == len(known)
 
 
+def test_the_names_that_the_proof_looks_for_are_those_of_a_real_profile() -> None:
+    from patcher.vllm_points import CASES, counted, matching
+
+    profile = json.loads((ROOT / "bench/results/h200-profile/vllm-decode.json").read_text())
+    kernels = {kernel["name"]: kernel["instances"] for kernel in profile["kernels"]}
+    steps, layers = profile["steps"], profile["layers"]
+    for case in CASES:
+        launches = {"moe_route": 4}.get(case.op, case.calls_per_layer) * layers
+        assert matching(case.theirs, kernels) / steps == launches, case.op
+        assert matching(case.ours, kernels) == 0
+        ours = f"{case.op}_kernel"
+        rest = {n: c for n, c in kernels.items() if not matching(case.theirs, {n: c})}
+        calls = case.calls_per_layer * layers * steps
+        patched = {"kernels": {**rest, ours: calls}, "calls": {"a": calls}, "fallbacks": {}}
+        given = counted(case.op, case, {"kernels": kernels}, patched, steps, layers)
+        assert all(check["passed"] for check in given)
+        # neither half-replaced, nor more launches than calls
+        for wrong in ({**kernels, ours: calls}, {**rest, ours: calls + steps}):
+            given = counted(
+                case.op, case, {"kernels": kernels}, {**patched, "kernels": wrong}, steps, layers
+            )
+            assert [check["passed"] for check in given].count(False) == 1
+
+
+def test_a_narrowed_op_differs_in_its_guards_alone() -> None:
+    from patcher.vllm_points import narrowed, shipped
+
+    op = narrowed(OP, 1)
+    assert op.contract.guards.axes["tokens"].maximum == 1
+    assert op.contract.guards.axes["hidden"] == OP.contract.guards.axes["hidden"]
+    assert "tokens" not in OP.contract.guards.axes
+    assert shipped(op).op == OP.name
+
+
 # ---- from here on: the real vLLM
 
 
@@ -595,6 +629,8 @@ def test_graphs_are_cut_at_the_operator_where_vllm_cuts_at_the_write(
 
         def cuts(splitting_ops: list[str]) -> list[str]:
             _, items = backends.split_graph(graphs[0], splitting_ops)
+            # write and attention in one piece: between them nothing is compiled or recorded
+            assert sum(item.is_splitting_graph for item in items) == 1
             names = [
                 [
                     n.target.name() if hasattr(n.target, "name") else str(n.target)
@@ -630,13 +666,6 @@ def test_a_worker_has_what_is_switched_on_and_its_compiled_code_knows(
     import integrate.vllm as plugin
     from integrate.vllm.plugin import FACTOR
 
-    contract = OP.contract
-    spec = contract.patch_points[0].model_copy(
-        update={"engine": "vllm", "versions": "==0.25.1", "point": "layernorm.rms_norm"}
-    )
-    monkeypatch.setitem(
-        OP.__dict__, "contract", contract.model_copy(update={"patch_points": (spec,)})
-    )
     patch = Patch.create(
         tmp_path / "patch", OP, CANDIDATE, evaluation(), engine="vllm", made_by="test"
     )

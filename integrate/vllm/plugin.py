@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from bench import PatcherError
-from integrate.activate import Activation, Switches, activate
+from integrate.activation import Activation, Switches, activate
 from integrate.vllm import sources
 from integrate.vllm.swap import Swap
 

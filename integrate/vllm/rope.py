@@ -224,14 +224,9 @@ def _rotation() -> Callable[..., None]:
 
 
 def _split_there(original: Any, operator: Any) -> Any:
-    ours: str = operator.default.name()
-
     def should_split(node: Any, splitting_ops: list[str]) -> bool:
         target: Any = node.target
-        name = getattr(target, "_qualified_op_name", None)
-        if isinstance(target, torch._ops.OpOverload):
-            name = target.name()
-        if node.op == "call_function" and name == ours:
+        if node.op == "call_function" and target in (operator, operator.default):
             return _WRITE in splitting_ops
         return bool(original(node, splitting_ops))
 
