@@ -50,7 +50,7 @@ def control(
 
 
 def _routed(logits: Tensor, top_k: int, tiles: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    tokens, experts = logits.shape
+    experts = logits.shape[1]
     bits = logits.float().view(torch.int32)
     # ascending as whole numbers where the floats ascend: below 0, the larger the bits the smaller
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
