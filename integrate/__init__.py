@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from integrate.patch import Manifest, Patch
-from integrate.receipts import Receipt
+from integrate.manifest import Manifest
+from integrate.patch import Patch
+from integrate.receipts import Receipt, read_receipts
 from integrate.store import Applied, Store
 
 if TYPE_CHECKING:
-    from integrate.dispatch import ReceiptBook
-    from integrate.install import prepare
+    from integrate.activation import Activation, Switches, activate, prepare
+    from integrate.counts import Book
 
-_LAZY = {"ReceiptBook": "integrate.dispatch", "prepare": "integrate.install"}
+_LAZY = {
+    "Activation": "integrate.activation",
+    "Book": "integrate.counts",
+    "Switches": "integrate.activation",
+    "activate": "integrate.activation",
+    "prepare": "integrate.activation",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +31,16 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["Applied", "Manifest", "Patch", "Receipt", "ReceiptBook", "Store", "prepare"]
+__all__ = [
+    "Activation",
+    "Applied",
+    "Book",
+    "Manifest",
+    "Patch",
+    "Receipt",
+    "Store",
+    "Switches",
+    "activate",
+    "prepare",
+    "read_receipts",
+]
