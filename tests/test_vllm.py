@@ -81,9 +81,7 @@ def test_where_vllm_is_missing_it_says_so() -> None:
 
 
 def test_every_part_that_is_relied_on_has_a_digest() -> None:
-    from integrate.vllm import moe, norm, rope
-
-    parts = {*norm._PARTS, *rope._PARTS, *moe.Routing.parts, *moe.Reduce.parts}
+    parts = {part for point in POINTS.values() for part in point.parts}
     known = json.loads((ROOT / "integrate/vllm/sources.json").read_text())
     assert set(known) == parts
     assert len(set(known.values())) == len(known)
@@ -652,6 +650,20 @@ def test_graphs_are_cut_at_the_operator_where_vllm_cuts_at_the_write(
         point.remove()
         kernel.close()
         torch._dynamo.reset()
+
+
+@needs_vllm
+def test_vllm_itself_loads_the_plugin() -> None:
+    if not importlib.metadata.entry_points(group="vllm.general_plugins", name="patcher"):
+        pytest.skip("patcher is not installed here, only on the path")
+    code = (
+        "from vllm.plugins import load_general_plugins as load; load(); load();"
+        "from vllm.v1.worker.worker_base import WorkerWrapperBase as W;"
+        "print('waiting:', hasattr(W.init_device, 'plugin'))"
+    )
+    assert "waiting: False" in python(code)
+    assert "waiting: True" in python(code, PATCHER_PATCHES="on")
+    assert "waiting: False" in python(code, PATCHER_PATCHES="on", VLLM_PLUGINS="other")
 
 
 @needs_vllm

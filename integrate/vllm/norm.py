@@ -35,6 +35,7 @@ class AddRmsNorm:
     engine: ClassVar[str] = "vllm"
     name: ClassVar[str] = "layernorm.rms_norm"
     op: ClassVar[str] = "fused_add_rms_norm"
+    parts: ClassVar[tuple[str, ...]] = _PARTS
 
     def __init__(self, target: Any = None) -> None:
         """Takes no target: the class is patched, before models are built of it."""

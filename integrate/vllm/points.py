@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from integrate.vllm.moe import Reduce, Routing
 from integrate.vllm.norm import AddRmsNorm
 from integrate.vllm.rope import RopeKvUpdate
 
-if TYPE_CHECKING:
-    from integrate.points import PatchPoint
-
-POINTS: dict[str, type[PatchPoint]] = {
+POINTS: dict[str, type[AddRmsNorm | RopeKvUpdate | Routing | Reduce]] = {
     point.name: point for point in (AddRmsNorm, RopeKvUpdate, Routing, Reduce)
 }

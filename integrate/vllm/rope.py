@@ -47,6 +47,7 @@ class RopeKvUpdate:
     engine: ClassVar[str] = "vllm"
     name: ClassVar[str] = "gpt_oss.attention"
     op: ClassVar[str] = "rope_kv_update"
+    parts: ClassVar[tuple[str, ...]] = _PARTS
 
     def __init__(self, target: Any = None) -> None:
         """Takes no target: the class is patched, before models are built of it."""
