@@ -149,6 +149,21 @@ def dispatcher(name: str, kernel: Any, guards: Guards) -> Dispatcher:
     return Dispatcher(name, kernel, guards, Book(f"{name}-test", f"{next(PATCHES):012x}"))
 
 
+def guards_of(op: str, **dtypes: torch.dtype) -> Guards:
+    """What a bundle of the op has, on the CPU."""
+    contract = bench.load_op(op).contract
+    return Guards(
+        device="cpu",
+        tensors=tuple(
+            TensorGuard(t.name, t.shape, t.dtype, t.access != "read", rows=t.layout == "rows")
+            for t in contract.tensors
+        ),
+        scalars=(),
+        dtypes=(dtypes,),
+        solve=contract.axes_of,
+    )
+
+
 def nothing(*args: Any) -> None:
     """A kernel for those who only put it in and out."""
 
@@ -320,20 +335,7 @@ def test_routing_gives_vllm_what_it_reads() -> None:
             assert output.dtype == value.dtype
             output.copy_(value)
 
-    names = ["scales", "gather", "scatter", "histogram", "offsets", "tile_offsets", "tile_map"]
-    axes = [("g",), ("g",), ("g",), ("e",), ("e1",), ("s", "e1"), ("s", "tiles")]
-    guards = Guards(
-        device="cpu",
-        tensors=(
-            TensorGuard("logits", ("tokens", "e"), "T", mutated=False),
-            *(
-                TensorGuard(n, a, "T" if n == "scales" else "I", mutated=True)
-                for n, a in zip(names, axes, strict=True)
-            ),
-        ),
-        scalars=(),
-        dtypes=({"T": torch.float32, "I": torch.int32},),
-    )
+    guards = guards_of("moe_route", T=torch.float32, I=torch.int32)
     dispatch = dispatcher("moe_route", kernel, guards)
     asked: list[Any] = []
     point = POINTS["triton_kernels.routing.routing"]()
@@ -390,17 +392,8 @@ def test_the_sum_over_experts_is_the_kernels_unless_it_is_more_than_a_sum() -> N
         assert scales.shape == (0, 2)
         output.copy_(rows[0][index.long()].sum(1))
 
-    guards = Guards(
-        device="cpu",
-        tensors=(
-            TensorGuard("rows", ("splits", "given", "hidden"), "T", mutated=False),
-            TensorGuard("row_map", ("tokens", "top_k"), "I", mutated=False),
-            TensorGuard("scales", ("scaled", "top_k"), "T", mutated=False),
-            TensorGuard("output", ("tokens", "hidden"), "T", mutated=True),
-        ),
-        scalars=(),
-        dtypes=({"T": torch.float32, "I": torch.int32},),
-    )
+    float32 = dict.fromkeys("TXS", torch.float32)
+    guards = guards_of("moe_reduce", I=torch.int32, **float32)
     dispatch = dispatcher("moe_reduce", kernel, guards)
     asked: list[Any] = []
     point = POINTS["triton_kernels.matmul_ogs.reduce_grouped"]()
@@ -422,7 +415,10 @@ def test_the_sum_over_experts_is_the_kernels_unless_it_is_more_than_a_sum() -> N
     reduce(rows, index, output, None, plain, epilogue, **{**more, "out_flex": scaled})
     reduce(rows.double(), index, output, None, plain, epilogue, **more)
     assert len(asked) == 4
-    assert dict(dispatch.book.fallbacks) == {"more than a sum": 2, "dtype float32/int32": 1}
+    assert dict(dispatch.book.fallbacks) == {
+        "more than a sum": 2,
+        "dtype float64/int32/float32/float32": 1,
+    }
 
 
 BLOCK, HEADS, KV_HEADS, HEAD_DIM = 16, 4, 2, 16
@@ -524,24 +520,7 @@ def rope_kernel(positions, query, key, value, bias, cos_sin, slots, cache):  # t
 
 
 def rope_guards() -> Guards:
-    rows = {"rows": True}
-    return Guards(
-        device="cpu",
-        tensors=(
-            TensorGuard("positions", ("tokens",), "P", mutated=False),
-            TensorGuard("query", ("tokens", "q"), "T", mutated=True, **rows),
-            TensorGuard("key", ("tokens", "kv"), "T", mutated=False, **rows),
-            TensorGuard("value", ("tokens", "kv"), "T", mutated=False, **rows),
-            TensorGuard("bias", ("biased",), "T", mutated=False),
-            TensorGuard("cos_sin", ("positions", "head_dim"), "T", mutated=False),
-            TensorGuard("slots", ("tokens",), "P", mutated=False),
-            TensorGuard(
-                "kv_cache", ("blocks", "2", "block", "heads", "head_dim"), "T", mutated=True
-            ),
-        ),
-        scalars=(),
-        dtypes=({"T": torch.float32, "P": torch.int64},),
-    )
+    return guards_of("rope_kv_update", P=torch.int64, T=torch.float32, C=torch.float32)
 
 
 @needs_vllm
@@ -562,7 +541,7 @@ def test_rotation_and_write_are_one_call(backend: str | None, config: Any, atten
         torch.testing.assert_close(step(config, layer, hidden, slots, run), expected)
         torch.testing.assert_close(layer.attn.kv_cache, written)
         [label] = kernel.book.calls
-        assert label.startswith("rope_kv_update tokens=3 q=64 kv=32")
+        assert label.startswith("rope_kv_update tokens=3 ")
         assert not kernel.book.fallbacks
 
         # too few slots for the contract, and none at all while memory is measured
@@ -573,7 +552,7 @@ def test_rotation_and_write_are_one_call(backend: str | None, config: Any, atten
             step(config, layer, hidden, None, run)
         layer.attn.kv_cache = kept
         assert dict(kernel.book.fallbacks) == {
-            "shapes that do not fit together": 1,
+            "shapes that do not fit: tokens is 2": 1,
             "no KV cache yet": 1,
         }
         # a layer that was built before is left as it was

@@ -11,8 +11,10 @@ are looked up by Python, which a recorded piece would not run again. `should_spl
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -66,6 +68,7 @@ class RopeKvUpdate:
 
     def install(self, kernel: Dispatcher) -> None:
         self.find()
+        # by layer's name, its rotation, held weakly: the model may go before the patch does
         layers: dict[str, Any] = {}
         operator = self._register(kernel, layers)
         init, forward, should_split = self._swaps = self._targets()
@@ -121,8 +124,9 @@ def _remembering(original: Any, layers: dict[str, Any], kernel: Dispatcher) -> A
         original(layer, *args, **more)
         refusal = _refusal(layer)
         if refusal is None:
-            layers[layer.attn.layer_name] = layer
+            layers[layer.attn.layer_name] = weakref.ref(layer.rotary_emb)
         else:
+            layers.pop(layer.attn.layer_name, None)
             kernel.book.reasons[refusal] += 1
 
     return __init__
@@ -179,19 +183,18 @@ def _update(kernel: Dispatcher, layers: dict[str, Any]) -> Any:
     """The operator: rotate and write, by the patched kernel or else by vLLM's own two."""
     torch_utils = sources.module("vllm.utils.torch_utils")
     context = sources.module(_ATTENTION).get_attention_context
-    tables: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+    tables: WeakKeyDictionary[Any, torch.Tensor] = WeakKeyDictionary()
     rotate = _rotation()
 
     def run(positions: Any, query: Any, key: Any, value: Any, layer_name: Any) -> Any:
         name = torch_utils._resolve_layer_name(layer_name)
         _, attention, cache, slots = context(name)
-        rotary = layers[name].rotary_emb
-        which = id(rotary), query.dtype, query.device
-        table = tables.get(which)
-        if table is None:
+        rotary = layers[name]()
+        table = tables.get(rotary)
+        if table is None or table.dtype != query.dtype:
             # vLLM rounds cosines and sines to the model's dtype; its own way of keeping them
             # rounded would free the buffer that recorded graphs read
-            table = tables[which] = rotary.cos_sin_cache.to(query.device, query.dtype)
+            table = tables[rotary] = rotary.cos_sin_cache.to(query.device, query.dtype)
         flat = query.flatten(1), key.flatten(1), value.flatten(1)
         positions = positions.flatten()
         if slots is None or cache.dim() != 5:

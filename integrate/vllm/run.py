@@ -175,6 +175,7 @@ def own_guards() -> Guards:
             {symbol: getattr(torch, name) for symbol, name in choice.items()}
             for choice in contract.dtype_choices()
         ),
+        solve=contract.axes_of,
     )
 
 
