@@ -4,7 +4,7 @@ comparison.
 
 from bench.candidate import Candidate, Language, guess_language
 from bench.comparison import Comparison, Quality, Sample, Throughput, Window
-from bench.contract import Contract, Point, Sweep
+from bench.contract import Contract, Point, Sweep, TensorSpec
 from bench.errors import (
     BudgetError,
     MissingError,
@@ -49,6 +49,7 @@ __all__ = [
     "Record",
     "Sample",
     "Sweep",
+    "TensorSpec",
     "Throughput",
     "Timing",
     "UsageError",
