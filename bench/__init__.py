@@ -23,7 +23,7 @@ from bench.evaluation import (
     Timing,
     geomean,
 )
-from bench.op import Op, library, load_op, load_ops
+from bench.op import Op, SolutionInfo, library, load_op, load_ops
 from bench.records import SCHEMA_VERSION, Record
 from bench.stats import compare, pairs_needed, read_samples
 from bench.workload import Preset, Workload, preset, presets
@@ -48,6 +48,7 @@ __all__ = [
     "Quality",
     "Record",
     "Sample",
+    "SolutionInfo",
     "Sweep",
     "TensorSpec",
     "Throughput",

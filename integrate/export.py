@@ -13,14 +13,10 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from bench import (
     SCHEMA_VERSION,
-    Candidate,
     Record,
     UsageError,
-    VerificationError,
 )
 from integrate.formats import CARRIED, Carried, Format, flashinfer_dataset, hf_repository
 from integrate.patch import Patch
@@ -88,37 +84,6 @@ def export_patch(
         variant=written.variant,
         left_out=written.left_out,
     )
-
-
-def read_carried(folder: Path) -> Carried:
-    """The record beside an export.
-
-    Raises:
-        VerificationError: it is damaged or of another version.
-    """
-    try:
-        return Carried.model_validate_json((folder / CARRIED).read_bytes())
-    except (ValidationError, OSError) as error:
-        raise VerificationError(
-            f"{CARRIED} of {folder.name} is damaged or of another version", "export it again"
-        ) from error
-
-
-def candidate_of(carried: Carried, source: bytes) -> Candidate:
-    """The source that an export holds.
-
-    Raises:
-        VerificationError: it is not the one that was exported.
-    """
-    found = Candidate(
-        op=carried.op, language=carried.language, source=source.decode("utf-8", "replace")
-    )
-    if found.digest != carried.digest:
-        raise VerificationError(
-            f"{carried.source} was changed after it was exported",
-            "evaluate the changed source by itself, or export it again",
-        )
-    return found
 
 
 def _place(out: Path, files: Mapping[str, bytes]) -> None:
