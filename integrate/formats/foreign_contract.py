@@ -85,9 +85,9 @@ def op_of(definition: Definition, workloads: list[Workload]) -> ForeignOp:
     ]
     if definition.constraints:
         notes.append(f"constraints are not guards yet: {'; '.join(definition.constraints)}")
-    for axis, spec in definition.axes.items():
-        if spec.description:
-            notes.append(f"a contract has no place for what axis {axis} is: {spec.description}")
+    for axis, size in definition.axes.items():
+        if size.description:
+            notes.append(f"a contract has no place for what axis {axis} is: {size.description}")
     if definition.tags:
         notes.append(f"tags are not carried: {', '.join(definition.tags)}")
     return ForeignOp(contract, notes)
