@@ -134,7 +134,7 @@ def _own(folder: Path, found: _Import) -> None:
     else:
         file = folder / carried.source
         inside = file.resolve().is_relative_to(folder.resolve()) and file.is_file()
-        text = file.read_text(encoding="utf-8") if inside else ""
+        text = file.read_text(encoding="utf-8", errors="replace") if inside else ""
     candidate = Candidate(op=carried.op, language=carried.language, source=text)
     if candidate.digest != carried.digest:
         raise VerificationError(
@@ -258,10 +258,10 @@ def _all(kind: Any, folder: Path, found: _Import | None = None) -> list[Any]:
 def _lines(folder: Path, found: _Import) -> list[Trace]:
     records = []
     for path in sorted(folder.rglob("*.jsonl")):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
             if line.strip():
                 try:
-                    records.append(_record(Trace, line.encode(), f"{path.name}:{number}"))
+                    records.append(_record(Trace, line, f"{path.name}:{number}"))
                 except UsageError as error:
                     found.refused[f"{path.name}:{number}"] = error.message
     return records
@@ -270,7 +270,7 @@ def _lines(folder: Path, found: _Import) -> list[Trace]:
 def _record(kind: Any, text: bytes, name: str) -> Any:
     try:
         return kind.model_validate(json.loads(text))
-    except (ValidationError, ValueError) as error:
+    except (ValidationError, ValueError, RecursionError) as error:
         problem = " ".join(str(error).splitlines()[:3])[:300]
         raise UsageError(
             f"{name} is no {kind.__name__} of flashinfer-bench 0.1.2: {problem}",

@@ -191,6 +191,9 @@ def test_an_export_that_was_changed_is_refused(tmp_path: Path) -> None:
     record.write_text(record.read_text().replace("build/torch-universal/", "../patch/sources/"))
     with pytest.raises(bench.VerificationError, match="is not what was exported"):
         import_kernel(tmp_path / "out", tmp_path / "in")
+    record.write_text(record.read_text().replace(f'"op": "{NORM}"', '"op": "../mine"', 1))
+    with pytest.raises(bench.VerificationError, match="damaged"):
+        import_kernel(tmp_path / "out", tmp_path / "in")
     record.write_text("{}")
     with pytest.raises(bench.VerificationError, match="damaged"):
         import_kernel(tmp_path / "out", tmp_path / "in")
@@ -329,6 +332,12 @@ DEFINITIONS: dict[str, tuple[dict[str, Any], list[dict[str, Any]] | None, str]] 
         "float8_e4m3fn",
     ),
     "field": ({"epilogue": "gelu"}, None, "epilogue"),
+    "reference": ({"reference": "x = 1"}, None, "no function run"),
+    "axis": (
+        {"outputs": {"y": {"shape": ["batch", "heads"], "dtype": "float32"}}},
+        None,
+        "has an axis heads",
+    ),
     "name": ({"inputs": {"in-put": {"shape": ["batch"], "dtype": "float32"}}}, None, "in-put"),
 }
 

@@ -96,7 +96,8 @@ class _Native:
             "\0".join([candidate.digest, unit, _version(self.compiler), *command]).encode()
         ).hexdigest()[:32]
         done = folder / key
-        shown = " ".join([self.compiler, *flags, f"unit{self.suffix}"])
+        told = [Path(flag).name if flag.startswith("/") else flag for flag in flags]
+        shown = " ".join([self.compiler, *told, f"unit{self.suffix}"])
         binding = "torch" if through_torch else "tvm-ffi"
         if (done / "candidate.so").is_file():
             return Built(

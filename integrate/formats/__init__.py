@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from bench import SCHEMA_VERSION, Candidate, Contract, Evaluation, Language, Record
 
@@ -17,7 +19,8 @@ class Carried(Record):
 
     schema_version: int = SCHEMA_VERSION
     format: Format
-    op: str
+    op: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+    """Names a folder of an import, so it can be no path."""
     language: Language
     digest: str
     """Of the candidate: language and source."""

@@ -162,7 +162,10 @@ def _evaluation(patch: Patch, evidence: Evaluation, axes: dict[str, int]) -> dic
         "reference_latency_ms and speedup_factor: against the baseline "
         f"{evidence.baseline or '(not recorded)'}, not against the Definition's reference; "
         f"95 % interval [{timing.speedup_low:.4f}, {timing.speedup_high:.4f}] over {timing.pairs} "
-        "pairs. Clocks: " + (machine.clocks if machine else "not recorded") + ". Errors: NaN means "
+        "pairs. Clocks: "
+        + (machine.clocks if machine else "not recorded")
+        + ". The timestamp is the "
+        "patch's. Errors: NaN means "
         "not recorded; the outputs were compared with float64, see correctness.extra."
     )
     checks = {check.name: check.detail for check in evidence.checks}

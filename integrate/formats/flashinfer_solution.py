@@ -78,7 +78,13 @@ INCLUDES_CUDA = """\
 def solution_of(
     candidate: Candidate, contract: Contract, definition: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The Solution: the source as it was judged, and a wrapper in destination-passing style."""
+    """The Solution: the source as it was judged, and a wrapper in destination-passing style.
+
+    Raises:
+        UsageError: the source binds itself to Python, or the op has the wrapper's name.
+    """
+    if candidate.op in ("main", "run"):
+        raise UsageError(f"an op called {candidate.op} is hidden by its wrapper", "rename the op")
     native = candidate.language in (Language.CPP, Language.CUDA)
     through_torch = native and binds_with_torch(candidate.source)
     main, text = wrapper(candidate, contract, through_torch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import keyword
 import re
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ def op_of(definition: Definition, workloads: list[Workload]) -> ForeignOp:
     for each in names:
         if not each.isidentifier() or keyword.iskeyword(each) or not each.isascii():
             raise Refused(f"{each!r} cannot be a name in Python and C++")
+    _check(definition)
     tensors = []
     scalars = []
     for given, spec in definition.inputs.items():
@@ -91,6 +93,22 @@ def op_of(definition: Definition, workloads: list[Workload]) -> ForeignOp:
     if definition.tags:
         notes.append(f"tags are not carried: {', '.join(definition.tags)}")
     return ForeignOp(contract, notes)
+
+
+def _check(definition: Definition) -> None:
+    """What flashinfer-bench would refuse, too."""
+    try:
+        tree = ast.parse(definition.reference)
+    except (SyntaxError, ValueError) as error:
+        raise Refused(f"its reference is no Python: {error}") from error
+    if "run" not in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}:
+        raise Refused("its reference has no function run")
+    for axis, size in definition.axes.items():
+        if (size.type == "const") != (size.value is not None):
+            raise Refused(f"axis {axis} is {size.type} with the value {size.value}")
+    for name, spec in (*definition.inputs.items(), *definition.outputs.items()):
+        if unknown := set(spec.shape or ()) - set(definition.axes):
+            raise Refused(f"{name} has an axis {unknown.pop()}, which is not defined")
 
 
 def _tensor(

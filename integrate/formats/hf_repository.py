@@ -35,7 +35,7 @@ def write(patch: Patch, license: str) -> Written:
     """The files of the repository.
 
     Raises:
-        UsageError: the op's name is none for the Hub, or the source does not build here.
+        UsageError: op name or license is none for the Hub, or the source does not build.
         MissingError: the source can only be built where it is used, and there is no compiler.
         VerificationError: the patch is damaged.
     """
@@ -44,6 +44,8 @@ def write(patch: Patch, license: str) -> Written:
     if not re.fullmatch(r"[a-z][-a-z0-9]*[a-z0-9]", name):
         raise UsageError(f"the Hub takes no kernel called {name}", "rename the op")
     device = device_of(candidate, evidence)
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", license):
+        raise UsageError(f"{license!r} is no license identifier", "say for example apache-2.0")
     left_out = [
         "the baseline, the checks and the intervals behind the figures are in patcher.json only",
         "the engine, the patch point and the receipts: a layer mapping replaces whole layers",
