@@ -4,7 +4,7 @@ comparison.
 
 from bench.candidate import Candidate, Language, guess_language
 from bench.comparison import Comparison, Quality, Sample, Throughput, Window
-from bench.contract import Contract, Point, Sweep, TensorSpec
+from bench.contract import AxisGuard, Contract, Point, Sweep, TensorSpec
 from bench.errors import (
     BudgetError,
     MissingError,
@@ -30,6 +30,7 @@ from bench.workload import Preset, Workload, preset, presets
 
 __all__ = [
     "SCHEMA_VERSION",
+    "AxisGuard",
     "BudgetError",
     "Candidate",
     "Check",

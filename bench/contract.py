@@ -6,6 +6,8 @@ import ast
 import re
 from typing import Literal
 
+from pydantic import Field
+
 from bench.records import Record
 
 ITEM_SIZE = {
@@ -74,11 +76,18 @@ class HiddenShape(Record):
     axes: dict[str, int]
 
 
+class AxisGuard(Record):
+    """Sizes of an axis for which a kernel must be right."""
+
+    minimum: int = Field(default=0, ge=0)
+    maximum: int | None = None
+    multiple_of: int = Field(default=1, ge=1)
+
+
 class Guards(Record):
     """Where a kernel for this op may be called; elsewhere the engine's own code runs."""
 
-    hidden_multiple_of: int = 1
-    hidden_max: int | None = None
+    axes: dict[str, AxisGuard] = Field(default_factory=dict)
     contiguous: bool = True
     graph_safe: bool = True
     deterministic: bool = True

@@ -54,6 +54,7 @@ def describe(
     return Environment(
         device=device_name(device_kind),
         device_kind=device_kind,
+        capability=device_capability() if device_kind == "cuda" else None,
         python=platform.python_version(),
         packages=package_versions(),
         driver=driver_version() if device_kind == "cuda" else None,
@@ -70,6 +71,13 @@ def device_name(device_kind: str) -> str:
     import torch
 
     return str(torch.cuda.get_device_name())
+
+
+def device_capability() -> str:
+    """Of the GPU: `9.0`."""
+    import torch
+
+    return "{}.{}".format(*torch.cuda.get_device_capability())
 
 
 def fingerprint(device_kind: str, threads: int | None, *more: str) -> str:

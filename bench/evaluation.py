@@ -98,6 +98,8 @@ class Environment(Record):
     """GPU or CPU name."""
     device_kind: str
     """`cpu` or `cuda`."""
+    capability: str | None = None
+    """Compute capability of the GPU, `9.0`."""
     python: str
     packages: dict[str, str]
     """Versions of torch, triton, transformers, ... where installed."""

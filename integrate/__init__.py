@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from integrate.patch import Manifest, Patch
-from integrate.receipts import Receipt
+from integrate.manifest import Manifest
+from integrate.patch import Patch
+from integrate.receipts import Receipt, read_receipts
 from integrate.store import Applied, Store
 
 if TYPE_CHECKING:
-    from integrate.dispatch import ReceiptBook
+    from integrate.activation import Activation, Switches, activate, prepare
+    from integrate.counts import Book
     from integrate.export import export_patch
     from integrate.imports import import_kernel
-    from integrate.install import prepare
 
 _LAZY = {
-    "ReceiptBook": "integrate.dispatch",
+    "Activation": "integrate.activation",
+    "Book": "integrate.counts",
+    "Switches": "integrate.activation",
+    "activate": "integrate.activation",
     "export_patch": "integrate.export",
     "import_kernel": "integrate.imports",
-    "prepare": "integrate.install",
+    "prepare": "integrate.activation",
 }
 
 
@@ -32,13 +36,17 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "Activation",
     "Applied",
+    "Book",
     "Manifest",
     "Patch",
     "Receipt",
-    "ReceiptBook",
     "Store",
+    "Switches",
+    "activate",
     "export_patch",
     "import_kernel",
     "prepare",
+    "read_receipts",
 ]

@@ -6,162 +6,304 @@ This is what a served engine imports: torch and the standard library only.
 from __future__ import annotations
 
 import logging
-import os
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from integrate.counts import Book, Case, GraphWatch
+
 log = logging.getLogger("patcher")
+
+_MOST_CASES = 10_000
+"""Combinations that are remembered; a server that sees more of them looks again."""
+_LARGEST_ALIGNMENT = 16
+"""Bytes: the widest load of a GPU."""
+_EXACT = 128
+"""Up to here a number of rows is its own bucket in a receipt, above it the next power of two."""
 
 
 @dataclass(frozen=True)
-class DispatchGuards:
-    """Where the patched kernel may be called."""
+class TensorGuard:
+    """What one tensor of the contract must be."""
+
+    name: str
+    axes: tuple[str, ...]
+    dtype: str
+    """A symbol of the contract."""
+    mutated: bool
+    rows: bool = False
+    """The last axis is dense, rows may lie apart; else the whole tensor is dense."""
+    alignment: int = 1
+    """Bytes, of the first element."""
+
+
+@dataclass(frozen=True)
+class AxisGuard:
+    """Sizes of an axis that the kernel takes."""
+
+    minimum: int = 0
+    maximum: int | None = None
+    multiple_of: int = 1
+
+
+@dataclass(frozen=True)
+class Guards:
+    """Where the patched kernel may be called: the contract's tensors and scalars, in order."""
 
     device: str
-    dtypes: frozenset[tuple[torch.dtype, torch.dtype]]
-    """(activation, weight) pairs."""
-    hidden_multiple_of: int = 1
-    hidden_max: int | None = None
+    """`cpu` or `cuda`."""
+    tensors: tuple[TensorGuard, ...]
+    scalars: tuple[tuple[str, type], ...]
+    """Name and `float` or `int`."""
+    dtypes: tuple[Mapping[str, torch.dtype], ...]
+    """Combinations by symbol."""
+    axes: Mapping[str, AxisGuard] = field(default_factory=dict)
+    capabilities: tuple[tuple[int, int], ...] = ()
+    """Compute capabilities that it was built for; none: any."""
+    graph_safe: bool = True
+
+    def refusal(self, args: tuple[Any, ...]) -> str | None:
+        """Why the kernel may not be called with these; None when it may.
+
+        All that depends on shape, strides, dtype, device and alignment alone.
+        """
+        tensors = args[: len(self.tensors)]
+        for guard, tensor in zip(self.tensors, tensors, strict=True):
+            if tensor.device.type != self.device:
+                return f"device {tensor.device.type}"
+            if tensor.device != tensors[0].device:
+                return "tensors on several devices"
+            if tensor.dim() != len(guard.axes):
+                return f"{guard.name} has {tensor.dim()} axes"
+        sizes, reason = self._sizes(tensors)
+        return reason or self._dtype(tensors) or self._place(tensors) or self._size(sizes)
+
+    def label(self, tensors: tuple[torch.Tensor, ...]) -> str:
+        """Shape bucket and dtypes, as receipts name them: `tokens=8 hidden=2880 bfloat16`."""
+        sizes, _ = self._sizes(tensors)
+        rows = next(iter(sizes), None)  # the others are the model's, and few
+        shapes = " ".join(
+            f"{axis}={_bucket(size) if axis == rows else size}" for axis, size in sizes.items()
+        )
+        return f"{shapes} {'/'.join(dict.fromkeys(map(_short, tensors)))}"
+
+    def _sizes(self, tensors: tuple[torch.Tensor, ...]) -> tuple[dict[str, int], str | None]:
+        sizes: dict[str, int] = {}
+        for guard, tensor in zip(self.tensors, tensors, strict=True):
+            for axis, size in zip(guard.axes, tensor.shape, strict=False):
+                if sizes.setdefault(axis, size) != size:
+                    return sizes, "shapes that do not fit together"
+        return sizes, None
+
+    def _dtype(self, tensors: tuple[torch.Tensor, ...]) -> str | None:
+        for choice in self.dtypes:
+            pairs = zip(self.tensors, tensors, strict=True)
+            if all(tensor.dtype == choice[guard.dtype] for guard, tensor in pairs):
+                return None
+        by_symbol = {guard.dtype: _short(t) for guard, t in zip(self.tensors, tensors, strict=True)}
+        return f"dtype {'/'.join(by_symbol.values())}"
+
+    def _place(self, tensors: tuple[torch.Tensor, ...]) -> str | None:
+        for guard, tensor in zip(self.tensors, tensors, strict=True):
+            rows_apart = guard.rows and tensor.dim() > 1 and tensor.stride(-1) == 1
+            if not rows_apart and not tensor.is_contiguous():
+                return "not contiguous"
+            if tensor.data_ptr() % guard.alignment:
+                return "not aligned"
+        if self.capabilities and self.device == "cuda":
+            capability = torch.cuda.get_device_capability(tensors[0].device)
+            if capability not in self.capabilities:
+                return f"compute capability {capability[0]}.{capability[1]}"
+        return None
+
+    def _size(self, sizes: dict[str, int]) -> str | None:
+        for axis, guard in self.axes.items():
+            size = sizes.get(axis, guard.minimum)
+            if size % guard.multiple_of:
+                return f"{axis} {size} is no multiple of {guard.multiple_of}"
+            if size < guard.minimum:
+                return f"{axis} {size} is under {guard.minimum}"
+            if guard.maximum is not None and size > guard.maximum:
+                return f"{axis} {size} is over {guard.maximum}"
+        return None
 
 
-class ReceiptBook:
-    """Counts what ran in this process: patched calls by shape, fallbacks by reason."""
-
-    def __init__(self, patch_id: str, digest: str) -> None:
-        self.patch_id, self.digest, self.pid = patch_id, digest, os.getpid()
-        self.calls: Counter[str] = Counter()
-        self.fallbacks: Counter[str] = Counter()
-
-
-@dataclass(slots=True)
-class _Case:
-    """What is known of one combination of shapes, dtypes and devices."""
-
-    refusal: str | None
-    label: str
-    proven: bool
-    """Whether the kernel may be run on the caller's tensors straight away."""
-
-
-class AddNormDispatcher:
-    """Calls the patched `fused_add_rms_norm(input, residual, weight, epsilon)` or says why not.
+class Dispatcher:
+    """Calls the patched kernel with a contract's tensors and scalars, or says why not.
 
     `strict` (measuring): a kernel that raises on a call its guards allow is an error.
     Otherwise (serving) the first call of each shape works on copies, so that a kernel that raises
     there leaves the caller's tensors whole: that call and every later one falls back, counted and
     logged once. One that raises later has had its hands on the caller's tensors, which cannot be
     trusted any more: that call raises, and every later one falls back.
+
+    While a CUDA graph is recorded nothing is built, copied or allocated: what was not proven
+    before falls back.
     """
 
     def __init__(
         self,
         name: str,
         kernel: Callable[..., object],
-        guards: DispatchGuards,
-        book: ReceiptBook,
+        guards: Guards,
+        book: Book,
         *,
         strict: bool = True,
+        watch: GraphWatch | None = None,
     ) -> None:
-        self._name, self._kernel, self._guards = name, kernel, guards
-        self._strict = strict
-        self.book, self._calls = book, book.calls
-        self._known: dict[tuple[object, ...], _Case] = {}
+        self.name, self.guards, self.book, self.strict = name, guards, book, strict
+        self._kernel, self._watch = kernel, watch
+        self._known: dict[tuple[object, ...], Case] = {}
         self._broken: str | None = None
+        self._key = _key_of(len(guards.tensors))
+        self._op: Any = None
+        self._library: Any = None
         self._grad_enabled = torch.is_grad_enabled
+        self._never_in_graphs = not guards.graph_safe
 
-    def __call__(
-        self,
-        input: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        epsilon: float,
-    ) -> bool:
-        """Run the kernel in place and give True, or touch nothing and give False.
-
-        Args:
-            input, residual: [tokens, hidden] of the same dtype.
-            weight: [hidden].
-        """
-        key = (
-            input.shape,
-            residual.shape,
-            weight.shape,
-            input.dtype,
-            residual.dtype,
-            weight.dtype,
-            input.device,
-            residual.device,
-            weight.device,
-        )
-        case = self._known.get(key)
-        if case is None:
-            case = self._known[key] = self._look(input, residual, weight)
-        # this path is walked twice a layer and token: no call that it can do without
+    def __call__(self, *args: Any) -> bool:
+        """Run the kernel in place and give True, or touch nothing and give False."""
+        # this path is walked some times a layer and token: no call that it can do without
+        key = self._key(*args)
+        case = self._known.get(key) or self._look(key, args)
         refusal = case.refusal or self._broken
         if refusal is None:
             if self._grad_enabled():
                 refusal = "gradients are on"
-            elif not (
-                input.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()
-            ):
-                refusal = "not contiguous"
+            elif self._never_in_graphs and self._capturing():
+                refusal = "not safe in a graph"
         if refusal is not None:
-            self.book.fallbacks[refusal] += 1
+            self.book.reasons[refusal] += 1
             return False
-        if self._strict:
-            self._kernel(input, residual, weight, epsilon)
-        elif not self._serve(case, input, residual, weight, epsilon):
+        if self.strict:
+            self._kernel(*args)
+        elif not self._serve(case, args):
             return False
-        self._calls[case.label] += 1
+        case.calls += 1
         return True
 
-    def _serve(
-        self,
-        case: _Case,
-        input: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        epsilon: float,
-    ) -> bool:
+    def warm(self, *args: Any) -> None:
+        """Build and prove the kernel for such a call, on tensors that nobody needs; not counted.
+
+        Raises:
+            RuntimeError: the guards refuse the call; whatever the kernel raises, when strict.
+        """
+        before = self.book.reasons.copy()
+        ran = self(*args)
+        self.book.reasons, reasons = before, self.book.reasons - before
+        if not ran:
+            raise RuntimeError(f"{self.name} cannot be warmed: {', '.join(reasons)}")
+        self._known[self._key(*args)].calls -= 1
+
+    def op(self, original: Callable[..., object]) -> Callable[..., None]:
+        """The same as a torch operator, which torch.compile leaves whole and graphs record.
+
+        It runs the patched kernel or else `original`, which works in place as the kernel does.
+        Its name holds the patch's digest, so that compiled code knows which patch it was for.
+        """
+        if self._op is None:
+            name = f"{self.name}_{self.book.digest[:12]}"
+            library: Any = torch.library.Library("patcher", "FRAGMENT")  # type: ignore[no-untyped-call]
+            schema = f"{name}{_schema(self.guards)}"
+            library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
+
+            def run(*args: Any) -> None:
+                if not self(*args):
+                    original(*args)
+
+            library.impl(name, run, "CompositeExplicitAutograd")
+            library.impl(name, _nothing, "Meta")
+            self._library, self._op = library, getattr(torch.ops.patcher, name).default
+        operator: Callable[..., None] = self._op
+        return operator
+
+    def close(self) -> None:
+        """Unregister the operator; code that was compiled with it cannot run any more."""
+        if self._library is not None:
+            self._library._destroy()
+            self._library = self._op = None
+
+    def _serve(self, case: Case, args: tuple[Any, ...]) -> bool:
         """Run the kernel, where a request must survive a kernel that raises."""
         try:
             if case.proven:
-                self._kernel(input, residual, weight, epsilon)
+                self._kernel(*args)
+            elif self._capturing():
+                self.book.reasons["not warmed before the graph was recorded"] += 1
+                return False
             else:
-                copies = input.clone(), residual.clone()
-                self._kernel(*copies, weight, epsilon)
-                input.copy_(copies[0])
-                residual.copy_(copies[1])
+                mutated = [guard.mutated for guard in self.guards.tensors]
+                copied = [
+                    arg.clone() if index < len(mutated) and mutated[index] else arg
+                    for index, arg in enumerate(args)
+                ]
+                self._kernel(*copied)
+                for arg, copy in zip(args, copied, strict=True):
+                    if copy is not arg:
+                        arg.copy_(copy)
                 case.proven = True
         except Exception as error:
             self._broken = f"the patched kernel raised {type(error).__name__}"
             log.exception("%s: the engine's own runs from now on", self._broken)
-            self.book.fallbacks[self._broken] += 1
+            self.book.reasons[self._broken] += 1
             if case.proven:
                 raise
             return False
         return True
 
-    def _look(self, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> _Case:
-        """Checks that depend on shape, dtype and device alone; done once for each."""
-        guards = self._guards
-        hidden = input.shape[-1]
-        short = str(input.dtype).removeprefix("torch."), str(weight.dtype).removeprefix("torch.")
-        label = f"{self._name} tokens={input.shape[0]} hidden={hidden} {short[0]}/{short[1]}"
-        refusal = None
-        if input.device.type != guards.device:
-            refusal = f"device {input.device.type}"
-        elif not (input.device == residual.device == weight.device):
-            refusal = "tensors on several devices"
-        elif (input.dtype, weight.dtype) not in guards.dtypes or residual.dtype != input.dtype:
-            refusal = f"dtype {short[0]}/{short[1]}"
-        elif input.dim() != 2 or input.shape != residual.shape or weight.shape != (hidden,):
-            refusal = "shapes that do not fit together"
-        elif hidden % guards.hidden_multiple_of:
-            refusal = f"hidden {hidden} is no multiple of {guards.hidden_multiple_of}"
-        elif guards.hidden_max is not None and hidden > guards.hidden_max:
-            refusal = f"hidden {hidden} is over {guards.hidden_max}"
-        return _Case(refusal, label, proven=False)
+    def _capturing(self) -> bool:
+        return self._watch is not None and self._watch.capturing
+
+    def _look(self, key: tuple[object, ...], args: tuple[Any, ...]) -> Case:
+        """Check what depends on the key alone; done once for each."""
+        refusal = self.guards.refusal(args)
+        tensors = args[: len(self.guards.tensors)]
+        label = self.name if refusal else f"{self.name} {self.guards.label(tensors)}"
+        if len(self._known) >= _MOST_CASES:
+            self._known.clear()
+        case = self._known[key] = Case(label, refusal)
+        if refusal is None:
+            self.book.cases.append(case)
+        return case
+
+
+def _key_of(tensors: int) -> Callable[..., tuple[object, ...]]:
+    """A function from a call's arguments to what its guards depend on.
+
+    Written out for that many tensors, since a loop takes twice as long: with three, 0.9 us.
+    """
+    names = [f"a{index}" for index in range(tensors)]
+    facts = [
+        f"{name}.shape, {name}.dtype, {name}.device, {name}.is_contiguous() or {name}.stride()"
+        for name in names
+    ]
+    pointers = " | ".join(f"{name}.data_ptr()" for name in names)
+    source = (
+        f"lambda {', '.join(names)}, *_: ({', '.join(facts)}, ({pointers}) % {_LARGEST_ALIGNMENT})"
+    )
+    made: Callable[..., tuple[object, ...]] = eval(source)
+    return made
+
+
+def _schema(guards: Guards) -> str:
+    """`(Tensor(a0!) input, Tensor weight, float epsilon) -> ()`."""
+    tensors = [
+        f"Tensor(a{index}!) {guard.name}" if guard.mutated else f"Tensor {guard.name}"
+        for index, guard in enumerate(guards.tensors)
+    ]
+    scalars = [f"{'SymInt' if kind is int else 'float'} {name}" for name, kind in guards.scalars]
+    return f"({', '.join([*tensors, *scalars])}) -> ()"
+
+
+def _nothing(*args: Any) -> None:
+    """The operator on fake tensors: it gives nothing and changes no shape."""
+
+
+def _bucket(size: int) -> str:
+    return str(size) if size <= _EXACT else f"<={1 << (size - 1).bit_length()}"
+
+
+def _short(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

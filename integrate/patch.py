@@ -4,93 +4,40 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import logging
 import os
+import platform
+import re
 import tempfile
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError
 
 from bench import (
     Candidate,
     Contract,
     Evaluation,
-    Language,
     MissingError,
     Op,
     Outcome,
-    Record,
     UsageError,
     VerificationError,
 )
+from bench.environment import device_capability, device_name
+from bench.judge.kit import loading
+from integrate.manifest import Binary, DeviceKind, Manifest, PatchGuards, Provenance, Target
+
+if TYPE_CHECKING:
+    from bench.toolchains import Built
+
+log = logging.getLogger("patcher")
 
 MANIFEST = "manifest.json"
-
-PatchId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,99}$")]
-"""Names a folder of the store, so it can be no path."""
-DtypeName = Annotated[str, Field(pattern="^(float32|float16|bfloat16)$")]
-
-
-class Target(Record):
-    """What is replaced."""
-
-    engine: str
-    versions: str
-    """PEP 440 specifier of the engine."""
-    point: str
-    fingerprint: str
-    """sha256 of the source text of what is replaced, as it was when the patch was made."""
-    made_with: str
-    """The engine's version when the patch was made."""
-
-
-class PatchGuards(Record):
-    """Where the kernel may be called; elsewhere the engine's own code runs."""
-
-    device: str
-    dtypes: tuple[dict[str, DtypeName], ...]
-    hidden_multiple_of: int = Field(ge=1)
-    hidden_max: int | None
-    graph_safe: bool
-
-
-class Provenance(Record):
-    made_by: str
-    model: str | None
-    """The language model that wrote the source."""
-    run: str | None
-    created: str
-    """ISO 8601, UTC."""
-    patcher_version: str
-
-
-class Manifest(Record):
-    """`manifest.json` of a bundle."""
-
-    schema_version: Literal[1] = 1
-    id: PatchId
-    op: str
-    language: Language
-    entry: str
-    target: Target
-    contract: Contract
-    guards: PatchGuards
-    files: dict[str, str] = Field(min_length=1, max_length=1)
-    """sha256 of every file beside the manifest, by its path in the bundle: the one source."""
-    evidence: Evaluation
-    """The judge's word, which is about that source."""
-    provenance: Provenance
-
-    @model_validator(mode="after")
-    def _about_one_thing(self) -> Manifest:
-        if not self.op == self.entry == self.contract.name == self.evidence.op:
-            raise ValueError("op, entry, contract and evidence are about different ops")
-        if self.evidence.outcome is not Outcome.CORRECT:
-            raise ValueError(f"the evidence says {self.evidence.outcome}")
-        return self
 
 
 class Patch:
@@ -113,8 +60,12 @@ class Patch:
         made_by: str,
         model: str | None = None,
         run: str | None = None,
+        built: Built | None = None,
     ) -> Patch:
         """Write a bundle.
+
+        Args:
+            built: this candidate's build, whose binary goes along where it can be carried.
 
         Raises:
             UsageError: the evaluation is not of this candidate or not `correct`, the op has no
@@ -132,8 +83,15 @@ class Patch:
                 f"{op.name} has no patch point in {engine}", f"see `patcher ops show {op.name}`"
             )
         point = points[0]
-        device = evaluation.environment.device_kind if evaluation.environment else "cpu"
+        on_gpu = evaluation.environment and evaluation.environment.device_kind == "cuda"
+        device: DeviceKind = "cuda" if on_gpu else "cpu"
         source = f"sources/{candidate.file_name}"
+        contents = {source: candidate.source.encode()}
+        binaries = []
+        if built is not None and built.path is not None and built.binding == "tvm-ffi":
+            binary = _binary(op.name, built, device)
+            binaries.append(binary)
+            contents[binary.file] = built.path.read_bytes()
         manifest = Manifest(
             id=f"{op.name}-{candidate.language}-{candidate.digest[:8]}",
             op=op.name,
@@ -150,11 +108,14 @@ class Patch:
             guards=PatchGuards(
                 device=device,
                 dtypes=tuple(op.contract.dtype_choices()),
-                hidden_multiple_of=op.contract.guards.hidden_multiple_of,
-                hidden_max=op.contract.guards.hidden_max,
+                axes=op.contract.guards.axes,
+                capabilities=_capabilities(evaluation),
                 graph_safe=op.contract.guards.graph_safe,
+                pdl=_TAKES_PART.search(candidate.source) is not None,
             ),
-            files={source: hashlib.sha256(candidate.source.encode()).hexdigest()},
+            source=source,
+            binaries=tuple(binaries),
+            files={name: hashlib.sha256(content).hexdigest() for name, content in contents.items()},
             evidence=evaluation,
             provenance=Provenance(
                 made_by=made_by,
@@ -169,8 +130,9 @@ class Patch:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".patch-") as scratch:
             staged = Path(scratch) / "patch"
-            (staged / source).parent.mkdir(parents=True)
-            (staged / source).write_text(candidate.source, encoding="utf-8")
+            for name, content in contents.items():
+                (staged / name).parent.mkdir(parents=True, exist_ok=True)
+                (staged / name).write_bytes(content)
             text = manifest.model_dump_json(indent=1) + "\n"
             (staged / MANIFEST).write_text(text, encoding="utf-8")
             if folder.exists():
@@ -229,12 +191,43 @@ class Patch:
         Raises:
             VerificationError: the source is not the one that the evidence is about.
         """
-        [name] = self.manifest.files
-        source = (self.folder / name).read_text(encoding="utf-8")
+        source = (self.folder / self.manifest.source).read_text(encoding="utf-8")
         found = Candidate(op=self.manifest.op, language=self.manifest.language, source=source)
         if found.digest != self.evaluation.digest:
             raise VerificationError("the patch's evidence is about another source", _AGAIN)
         return found
+
+    def kernel(self) -> Callable[..., object]:
+        """The kernel, callable: a binary that was built for this machine, else built from source.
+
+        Raises:
+            MissingError: it must be built, and its compiler is not here.
+            UsageError: the cache folder cannot be written.
+            VerificationError: it does not build or load here.
+        """
+        from bench.toolchains import build, load
+
+        for binary in self.manifest.binaries:
+            if (binary.platform, binary.processor) == _here(self.manifest.guards.device):
+                try:
+                    return loading.load(
+                        str(self.folder / binary.file), binary.binding, self.manifest.entry
+                    )
+                except (ImportError, OSError, AttributeError, RuntimeError) as error:
+                    log.warning("%s does not load here (%s): built anew", binary.file, error)
+        built = build(self.candidate(), self.contract)
+        if not built.ok:
+            raise VerificationError(
+                f"the source of {self.manifest.id} does not build here",
+                f"make the patch again on this machine; the compiler said: {built.log[-500:]}",
+            )
+        try:
+            return load(built, self.manifest.entry)
+        except Exception as error:
+            raise VerificationError(
+                f"{self.manifest.id} does not load here: {type(error).__name__}: {error}",
+                "make the patch again on this machine",
+            ) from error
 
     def verify_target(self) -> None:
         """Hold the installed engine against what the patch was made for.
@@ -274,9 +267,40 @@ def engine_version(engine: str) -> str:
 
 
 def _fingerprint(engine: str, point: str) -> str:
-    if engine == "transformers":
-        from integrate.transformers import POINTS
+    from integrate.points import find_point
 
-        if point in POINTS:
-            return POINTS[point].fingerprint()
-    raise UsageError(f"no adapter for {point} of {engine}", "see CONTRIBUTING.md, Add an engine")
+    return find_point(engine, point).fingerprint()
+
+
+_TAKES_PART = re.compile(r"griddepcontrol|cudaGridDependencySynchronize|launch_pdl|gdc_wait")
+"""Words of kernels that wait for the kernel before them by programmatic dependent launch."""
+
+
+def _binary(entry: str, built: Built, device: str) -> Binary:
+    platform_name, processor = _here(device)
+    place = re.sub(r"[^A-Za-z0-9.]+", "-", f"{platform_name}-{processor}").strip("-")
+    return Binary(
+        file=f"binaries/{place}/{entry}.so",
+        binding="tvm-ffi",
+        platform=platform_name,
+        processor=processor,
+        command=built.command,
+    )
+
+
+def _here(device: str) -> tuple[str, str]:
+    """Platform and processor for which a binary that is built here is."""
+    name = f"{platform.system().lower()}-{platform.machine()}"
+    if device == "cpu":
+        return name, device_name("cpu")
+    import torch
+
+    return name, device_capability() if torch.cuda.is_available() else "none"
+
+
+def _capabilities(evaluation: Evaluation) -> tuple[str, ...]:
+    """What the evidence is from: a kernel was judged on one kind of GPU, and may run there."""
+    environment = evaluation.environment
+    if environment is None or environment.capability is None:
+        return ()
+    return (environment.capability,)

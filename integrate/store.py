@@ -6,18 +6,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from bench import SCHEMA_VERSION, Record, UsageError, VerificationError
-from integrate.patch import Patch, PatchId
-
-if TYPE_CHECKING:
-    import torch
+from integrate.manifest import PatchId
+from integrate.patch import Patch
 
 
 class Applied(Record):
@@ -121,30 +116,18 @@ class Store:
         shutil.rmtree(self.root / "patches" / patch_id, ignore_errors=True)
         return True
 
-    @contextmanager
-    def installed(
-        self, model: torch.nn.Module, build: Callable[[Patch], Callable[..., object]]
-    ) -> Iterator[list[Applied]]:
-        """The model with every patch that is on; engines without a plugin point enter this.
+    def load(self, entry: Applied) -> Patch:
+        """A patch that is on, as it was applied.
 
-        Args:
-            build: makes a patch's kernel callable (`bench.toolchains`).
+        Raises:
+            VerificationError: it was changed since.
         """
-        from integrate.install import prepare
-
-        with ExitStack() as stack:
-            entered = []
-            for entry in self.applied():
-                if entry.engine != "transformers":
-                    continue
-                patch = Patch.load(self.root / "patches" / entry.id)
-                if patch.digest != entry.digest:
-                    raise VerificationError(
-                        f"{entry.id} in {self.root} is not what was applied", "apply it again"
-                    )
-                stack.enter_context(prepare(model, patch, kernel=build(patch), strict=False))
-                entered.append(entry)
-            yield entered
+        patch = Patch.load(self.root / "patches" / entry.id)
+        if patch.digest != entry.digest:
+            raise VerificationError(
+                f"{entry.id} in {self.root} is not what was applied", "apply it again"
+            )
+        return patch
 
     def _write(self, entries: tuple[Applied, ...]) -> None:
         path = self.root / "applied.json"

@@ -13,7 +13,6 @@ done only within the model's own forward, which keeps none, and only where no ho
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,8 @@ import torch
 from torch.nn.modules import module as nn_module
 
 from bench import UsageError, VerificationError
-from integrate.dispatch import AddNormDispatcher, ReceiptBook
+from integrate.dispatch import Dispatcher
+from integrate.points import PatchPoint, source_digest
 
 
 class GptOssDecoderLayers:
@@ -34,51 +34,86 @@ class GptOssDecoderLayers:
     original or a copy for the rest of it, never the other's tensors.
     """
 
-    point: ClassVar[str] = "gpt_oss.decoder_layer"
+    engine: ClassVar[str] = "transformers"
+    name: ClassVar[str] = "gpt_oss.decoder_layer"
+    op: ClassVar[str] = "fused_add_rms_norm"
 
-    def __init__(self, model: torch.nn.Module, dispatch: AddNormDispatcher) -> None:
-        """Get ready for this model; nothing is changed yet.
-
-        Raises:
-            VerificationError: see `find`.
-        """
-        from transformers.utils.output_capturing import _active_collector
-
-        body = self.find(model)
-        self._dispatch = dispatch
-        self._recording: Callable[[], Any] = _active_collector.get
-        """What transformers collects while it runs."""
+    def __init__(self, target: Any = None) -> None:
+        """Get ready for this model; nothing is changed yet."""
+        self._model = target
         self._runner: int | None = None
         """The thread that is in the body's forward."""
         self._waiting: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         """(hidden state, its norm, its rows) handed from one layer to the next."""
-        self._installed = False
-        layers = list(body.layers)
-        norms = [*(layer.input_layernorm for layer in layers[1:]), body.norm]
-        self._forwards: list[tuple[torch.nn.Module, Callable[..., Any]]] = [
-            (layer, self._layer_forward(layer, norm))
-            for layer, norm in zip(layers, norms, strict=True)
-        ]
-        self._forwards.append((body.norm, self._final_norm(body.norm)))
-        self._forwards.append((body, self._body_forward(body)))
+        self._forwards: list[tuple[torch.nn.Module, Callable[..., Any]]] = []
+        """What is in."""
 
-    @staticmethod
-    def fingerprint() -> str:
+    @classmethod
+    def fingerprint(cls) -> str:
         """sha256 of the source of the classes whose work is taken over."""
         from transformers.models.gpt_oss import modeling_gpt_oss as module
 
-        classes = (module.GptOssDecoderLayer, module.GptOssRMSNorm)
-        return hashlib.sha256("".join(map(inspect.getsource, classes)).encode()).hexdigest()
+        return source_digest(module.GptOssDecoderLayer, module.GptOssRMSNorm)
 
-    @staticmethod
-    def find(model: torch.nn.Module) -> Any:
+    def find(self) -> str:
         """The part of the model that holds `layers` and `norm`.
 
         Raises:
             VerificationError: not a gpt-oss of transformers, or already patched by someone.
         """
+        return f"{len(self._body().layers)} decoder layers of {type(self._model).__name__}"
+
+    def install(self, kernel: Dispatcher) -> None:
+        """Swap the forwards of this model's instances; cheap, so that arms can take turns.
+
+        Raises:
+            UsageError: installed already.
+            VerificationError: someone else has patched the model meanwhile.
+        """
+        from transformers.utils.output_capturing import _active_collector
+
+        if self._forwards:
+            raise UsageError("the patch is installed already", "remove it first")
+        body = self._body()
+        self._recording: Callable[[], Any] = _active_collector.get
+        self._dispatch = kernel
+        layers = list(body.layers)
+        norms = [*(layer.input_layernorm for layer in layers[1:]), body.norm]
+        forwards: list[tuple[torch.nn.Module, Callable[..., Any]]] = [
+            (layer, self._layer_forward(layer, norm))
+            for layer, norm in zip(layers, norms, strict=True)
+        ]
+        forwards.append((body.norm, self._final_norm(body.norm)))
+        forwards.append((body, self._body_forward(body)))
+        self._forwards = forwards
+        for module, forward in forwards:
+            module.__dict__["forward"] = forward
+
+    def remove(self) -> None:
+        """Put everything back; once more is the same as once.
+
+        Raises:
+            VerificationError: someone put a forward of their own over ours; ours are out, theirs
+                stays.
+        """
+        forwards, self._forwards = self._forwards, []
+        self._waiting = None
+        covered = []
+        for module, forward in forwards:
+            if module.__dict__.get("forward") is forward:
+                del module.__dict__["forward"]
+            else:
+                covered.append(type(module).__name__)
+        if covered:
+            raise VerificationError(
+                f"{covered[0]} was patched by someone else while this patch was in",
+                "take patches out in the reverse order; load the model again",
+            )
+
+    def _body(self) -> Any:
         from transformers.models.gpt_oss import modeling_gpt_oss as source
 
+        model = self._model
         body: Any = getattr(model, "model", model)
         layers: list[Any] = list(getattr(body, "layers", ()))
         if not layers or any(type(layer) is not source.GptOssDecoderLayer for layer in layers):
@@ -105,51 +140,6 @@ class GptOssDecoderLayers:
                     f"{type(module).__name__} is patched already", "take the other patch out first"
                 )
         return body
-
-    def install(self) -> None:
-        """Swap the forwards of this model's instances; cheap, so that arms can take turns.
-
-        Raises:
-            UsageError: installed already.
-            VerificationError: someone else has patched the model meanwhile.
-        """
-        if self._installed:
-            raise UsageError("the patch is installed already", "remove it first")
-        if any("forward" in module.__dict__ for module, _ in self._forwards):
-            raise VerificationError("the model is patched already", "take the other patch out")
-        self._installed = True
-        for module, forward in self._forwards:
-            module.__dict__["forward"] = forward
-
-    def remove(self) -> None:
-        """Put everything back; once more is the same as once.
-
-        Raises:
-            VerificationError: someone put a forward of their own over ours; ours are out, theirs
-                stays.
-        """
-        if not self._installed:
-            return
-        self._installed = False
-        self._waiting = None
-        covered = []
-        for module, forward in self._forwards:
-            if module.__dict__.get("forward") is forward:
-                del module.__dict__["forward"]
-            else:
-                covered.append(type(module).__name__)
-        if covered:
-            raise VerificationError(
-                f"{covered[0]} was patched by someone else while this patch was in",
-                "take patches out in the reverse order; load the model again",
-            )
-
-    def __enter__(self) -> ReceiptBook:
-        self.install()
-        return self._dispatch.book
-
-    def __exit__(self, *exc: object) -> None:
-        self.remove()
 
     def _body_forward(self, body: Any) -> Callable[..., Any]:
         original = body.forward
@@ -193,7 +183,7 @@ class GptOssDecoderLayers:
             }
             refusal = self._refuse(layer, watched)
             if refusal is not None:
-                book.fallbacks[refusal] += 2
+                book.reasons[refusal] += 2
                 result: torch.Tensor = original(hidden_states, **rest)
                 return result
             if waiting is not None and waiting[0] is hidden_states:
@@ -250,7 +240,7 @@ class GptOssDecoderLayers:
         return None
 
 
-POINTS = {GptOssDecoderLayers.point: GptOssDecoderLayers}
+POINTS: dict[str, type[PatchPoint]] = {GptOssDecoderLayers.name: GptOssDecoderLayers}
 """Patch points of this engine, by name."""
 
 
@@ -282,11 +272,9 @@ def _hooks_that_look_on(layer: Any, following: Any) -> list[dict[int, Any]]:
     ]
 
 
-def _add_norm(
-    dispatch: AddNormDispatcher, added: torch.Tensor, rows: torch.Tensor, norm: Any
-) -> bool:
+def _add_norm(dispatch: Dispatcher, added: torch.Tensor, rows: torch.Tensor, norm: Any) -> bool:
     """rows += added; added = norm(rows), in place, where the kernel may."""
     if not added.is_contiguous():
-        dispatch.book.fallbacks["not contiguous"] += 1
+        dispatch.book.reasons["not contiguous"] += 1
         return False
     return dispatch(added.view(rows.shape), rows, norm.weight, norm.variance_epsilon)

@@ -189,6 +189,7 @@ def bundle(
 ) -> int:
     """Judge a candidate and, if it is right and faster, make it a patch bundle."""
     from bench import judge
+    from bench.toolchains import build
     from integrate import Patch
     from patcher.settings import resolve
     from patcher.show import print_evaluation
@@ -205,7 +206,13 @@ def bundle(
             print_evaluation(output.out, evaluation)
         return 1
     patch = Patch.create(
-        folder, load_op(op), candidate, evaluation, engine=engine, made_by="patcher bundle"
+        folder,
+        load_op(op),
+        candidate,
+        evaluation,
+        engine=engine,
+        made_by="patcher bundle",
+        built=build(candidate, load_op(op).contract),
     )
     manifest = patch.manifest
     speedup = f"{evaluation.geomean_speedup:.3f}x against {evaluation.baseline}"

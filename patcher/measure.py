@@ -156,21 +156,17 @@ def measure(job: Job, patch: Patch, report: Report) -> Measured:
     from bench.quality import assess, greedy_identical
     from bench.throughput import Arms
     from bench.throughput import measure as measure_throughput
-    from bench.toolchains import build, load
-    from integrate import ReceiptBook, prepare
+    from integrate import Book, prepare
 
-    built = build(patch.candidate(), patch.contract)
-    if not built.ok:
-        raise PatcherError("the patch's source does not build here", built.log[-500:])
-    kernel = load(built, patch.contract.name)
+    kernel = patch.kernel()
     report("load the model", 0, 1)
     engine = open_engine(job.workload)
-    book, quality_book = (ReceiptBook(patch.manifest.id, patch.digest) for _ in range(2))
+    book, quality_book = (Book(patch.manifest.id, patch.digest) for _ in range(2))
     prompts = engine.prompts(job.seed)
     steps = job.workload.output_len
     before = engine.generate(prompts, steps).tokens
 
-    def arms(receipts: ReceiptBook) -> Arms:
+    def arms(receipts: Book) -> Arms:
         patched = prepare(engine.model, patch, kernel=kernel, book=receipts)
         return {"baseline": nullcontext, "patched": lambda: patched}
 
@@ -185,7 +181,7 @@ def measure(job: Job, patch: Patch, report: Report) -> Measured:
             patch_id=patch.manifest.id,
             seed=job.seed,
             clocks=clocks,
-            kernel_calls=book.calls.total,
+            kernel_calls=lambda: book.calls.total(),
             progress=report,
         )
     report("quality", 0, 1)

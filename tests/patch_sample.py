@@ -9,6 +9,7 @@ import torch
 import bench
 from bench import Candidate, Evaluation, Language, Outcome, Timing, Workload
 from integrate import Patch
+from integrate.dispatch import AxisGuard, Guards, TensorGuard
 
 OP = bench.load_op("fused_add_rms_norm")
 SOURCE = "// fused_add_rms_norm\n"
@@ -55,6 +56,22 @@ def kernel(
     wide = residual.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     input.copy_(weight * (wide * scale))
+
+
+def add_norm_guards(axes: dict[str, AxisGuard] | None = None) -> Guards:
+    """Of the op, for float32 on the CPU."""
+    rows, weight = ("tokens", "hidden"), ("hidden",)
+    return Guards(
+        device="cpu",
+        tensors=(
+            TensorGuard("input", rows, "T", mutated=True),
+            TensorGuard("residual", rows, "T", mutated=True),
+            TensorGuard("weight", weight, "W", mutated=False),
+        ),
+        scalars=(("epsilon", float),),
+        dtypes=({"T": torch.float32, "W": torch.float32},),
+        axes=axes or {},
+    )
 
 
 def make_patch(folder: Path) -> Patch:

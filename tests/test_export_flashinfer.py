@@ -183,7 +183,7 @@ def test_an_op_that_changed_since_is_refused(
     changed = tmp_path / "ops"
     shutil.copytree(bench.load_op(NORM).folder, changed / NORM)
     toml = changed / NORM / "op.toml"
-    toml.write_text(toml.read_text().replace("hidden_multiple_of = 8", "hidden_multiple_of = 16"))
+    toml.write_text(toml.read_text().replace("multiple_of = 8", "multiple_of = 16"))
     monkeypatch.setenv("PATCHER_OPS", str(changed))
     with pytest.raises(bench.VerificationError, match="has changed since"):
         export_patch(patch, "flashinfer", tmp_path / "out")

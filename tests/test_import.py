@@ -20,7 +20,7 @@ from formats_sample import (
 )
 
 import bench
-from bench import Candidate, Contract, Language, toolchains
+from bench import AxisGuard, Candidate, Contract, Language, toolchains
 from bench.toolchains import build
 from integrate import export_patch, import_kernel
 from patcher.cli import main
@@ -36,7 +36,7 @@ DEFINITION = {
         "weight": {"shape": ["hidden"], "dtype": "bfloat16"},
     },
     "outputs": {"y": {"shape": ["batch", "hidden"], "dtype": "bfloat16"}},
-    "constraints": ["hidden % 8 == 0"],
+    "constraints": ["hidden % 8 == 0", "hidden <= 4096", "batch != 3"],
     "reference": """import torch
 
 
@@ -218,11 +218,17 @@ def test_a_foreign_definition_becomes_an_op(
 ) -> None:
     done = import_kernel(dataset(tmp_path / "theirs", []), tmp_path / "in")
     assert done.ops == ("rmsnorm_h512",)
-    for said in ("reduction is a guess", "hidden % 8 == 0", "status:verified", "trusted code"):
+    for said in (
+        "reduction is a guess",
+        "expresses: batch != 3",
+        "status:verified",
+        "trusted code",
+    ):
         assert any(said in note for note in done.notes), said
     library(monkeypatch, tmp_path / "in")
     op = bench.load_op("rmsnorm_h512")
     assert op.contract.signature() == "rmsnorm_h512(x, weight, y, scale)"
+    assert op.contract.guards.axes == {"hidden": AxisGuard(maximum=4096, multiple_of=8)}
     sweep = op.sweep("cpu")
     assert (sweep.axis, sweep.values, sweep.fixed) == ("batch", (1, 4, 16), {"hidden": 512})
     assert op.contract.scalars[0].value == 1.5

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from patch_sample import LAYERS, TINY, kernel, make_patch, state
+from patch_sample import LAYERS, TINY, add_norm_guards, kernel, make_patch, state
 from torch.nn.modules.module import register_module_forward_hook
 
 import bench
 from bench.engines import Engine, open_engine
-from integrate import Patch, ReceiptBook, prepare
-from integrate.dispatch import AddNormDispatcher, DispatchGuards
+from integrate import Book, Patch, prepare
+from integrate.dispatch import Dispatcher
 
 
 @pytest.fixture(scope="module")
@@ -195,9 +195,8 @@ def test_anothers_patch_over_ours_stays_and_is_told(engine: Engine, patch: Patch
     assert state(engine.model) == clean
 
 
-def dispatcher(run: Callable[..., object]) -> AddNormDispatcher:
-    guards = DispatchGuards("cpu", frozenset({(torch.float32, torch.float32)}))
-    return AddNormDispatcher("op", run, guards, ReceiptBook("id", "digest"), strict=False)
+def dispatcher(run: Callable[..., object]) -> Dispatcher:
+    return Dispatcher("op", run, add_norm_guards(), Book("id", "digest"), strict=False)
 
 
 def test_a_kernel_that_breaks_halfway_leaves_the_request_whole() -> None:
@@ -255,7 +254,7 @@ def test_another_device_of_a_known_shape_is_looked_at_anew() -> None:
         away = here[0].to("meta"), here[1].to("meta"), here[2].to("meta")
         assert not dispatch(*away, 1e-5)
         assert not dispatch(here[0], away[1], here[2], 1e-5)
-    assert dispatch.book.fallbacks == {"device meta": 1, "tensors on several devices": 1}
+    assert dispatch.book.fallbacks == {"device meta": 2}
 
 
 def test_the_room_is_imported_without_torch() -> None:

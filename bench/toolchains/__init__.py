@@ -75,11 +75,11 @@ def build(candidate: Candidate, contract: Contract, folder: Path | None = None) 
     root = folder or cache_root() / "build"
     try:
         root.mkdir(parents=True, exist_ok=True)
+        return toolchain(candidate.language).build(candidate, contract, root)
     except OSError as error:
         raise UsageError(
             f"cannot write {root}: {error.strerror}", "set PATCHER_CACHE to a writable folder"
         ) from error
-    return toolchain(candidate.language).build(candidate, contract, root)
 
 
 def load(built: Built, entry: str) -> Callable[..., Any]:

@@ -69,10 +69,11 @@ def output_name(tensor: TensorSpec) -> str:
 def _constraints(contract: Contract) -> list[str]:
     axes = {axis for tensor in contract.tensors for axis in tensor.shape}
     found = []
-    if "hidden" in axes and contract.guards.hidden_multiple_of > 1:
-        found.append(f"hidden % {contract.guards.hidden_multiple_of} == 0")
-    if "hidden" in axes and contract.guards.hidden_max is not None:
-        found.append(f"hidden <= {contract.guards.hidden_max}")
+    for axis, guard in contract.guards.axes.items():
+        if axis in axes:
+            found += [f"{axis} % {guard.multiple_of} == 0"] if guard.multiple_of > 1 else []
+            found += [f"{axis} >= {guard.minimum}"] if guard.minimum > 0 else []
+            found += [f"{axis} <= {guard.maximum}"] if guard.maximum is not None else []
     return found
 
 

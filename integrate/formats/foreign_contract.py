@@ -62,6 +62,7 @@ def op_of(definition: Definition, workloads: list[Workload]) -> ForeignOp:
     sweeps = [
         {"name": device, "device": device, "fixed": fixed, **point} for device in ("cpu", "cuda")
     ]
+    guards, unread = _guards(definition)
     longest = max(fixed.items(), key=lambda item: item[1])[0] if fixed else swept
     contract = Contract.model_validate(
         {
@@ -74,7 +75,7 @@ def op_of(definition: Definition, workloads: list[Workload]) -> ForeignOp:
             "tensors": tensors,
             "scalars": scalars,
             "sweeps": sweeps,
-            "guards": {},
+            "guards": {"axes": guards},
             "accuracy": {"reduction": longest},
             "cost": {"bytes": _bytes(tensors), "flops": "0"},
         }
@@ -85,8 +86,8 @@ def op_of(definition: Definition, workloads: list[Workload]) -> ForeignOp:
         "the yardstick and only baseline is the Definition's own reference, which the judge runs "
         "as trusted code: read it first",
     ]
-    if definition.constraints:
-        notes.append(f"constraints are not guards yet: {'; '.join(definition.constraints)}")
+    if unread:
+        notes.append(f"constraints that no guard expresses: {'; '.join(unread)}")
     for axis, size in definition.axes.items():
         if size.description:
             notes.append(f"a contract has no place for what axis {axis} is: {size.description}")
@@ -109,6 +110,24 @@ def _check(definition: Definition) -> None:
     for name, spec in (*definition.inputs.items(), *definition.outputs.items()):
         if unknown := set(spec.shape or ()) - set(definition.axes):
             raise Refused(f"{name} has an axis {unknown.pop()}, which is not defined")
+
+
+def _guards(definition: Definition) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """Guards of axes, and the constraints that are none."""
+    found: dict[str, dict[str, int]] = {}
+    unread = []
+    for constraint in definition.constraints:
+        match = re.fullmatch(r"(\w+) (% (\d+) ==|<=|>=) (\d+)", constraint.strip())
+        axis = match[1] if match else ""
+        if match is None or axis not in definition.axes or (match[3] and match[4] != "0"):
+            unread.append(constraint)
+            continue
+        kind = {"<=": "maximum", ">=": "minimum"}.get(match[2], "multiple_of")
+        if kind in found.setdefault(axis, {}):
+            unread.append(constraint)
+        else:
+            found[axis][kind] = int(match[3] or match[4])
+    return found, unread
 
 
 def _tensor(

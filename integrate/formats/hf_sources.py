@@ -37,8 +37,10 @@ def package(contract: Contract, device: str, language: Language) -> Package:
         dtypes=contract.dtype_choices(),
         rows=[each.name for each in contract.tensors if each.layout == "rows"],
         alignments={each.name: each.alignment for each in contract.tensors},
-        multiple=contract.guards.hidden_multiple_of,
-        largest=contract.guards.hidden_max,
+        sizes={
+            axis: (guard.minimum, guard.maximum, guard.multiple_of)
+            for axis, guard in contract.guards.axes.items()
+        },
         device=device,
         entry=entry,
         written=tuple(written),
@@ -200,7 +202,7 @@ _TENSORS = {tensors!r}
 _DTYPES = {dtypes!r}
 _ROWS = {rows!r}
 _ALIGNMENT = {alignments!r}
-_HIDDEN_MULTIPLE_OF, _HIDDEN_MAX = {multiple!r}, {largest!r}
+_SIZES = {sizes!r}
 
 
 def _refuse(tensors):
@@ -225,9 +227,10 @@ def _refuse(tensors):
                 return name + " differs in " + axis + " from the tensors before it"
     if dtypes not in _DTYPES:
         return "dtypes " + str(dtypes)
-    hidden = sizes.get("hidden", 0)
-    if hidden % _HIDDEN_MULTIPLE_OF or (_HIDDEN_MAX is not None and hidden > _HIDDEN_MAX):
-        return "hidden " + str(hidden)
+    for axis, (least, most, multiple) in _SIZES.items():
+        size = sizes.get(axis, least)
+        if size < least or (most is not None and size > most) or size % multiple:
+            return axis + " " + str(size)
     return None
 
 

@@ -1,0 +1,100 @@
+"""`manifest.json` of a patch bundle: what it replaces, where it may run, and how that is known."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from bench import AxisGuard, Contract, Evaluation, Language, Outcome, Record
+
+PatchId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,99}$")]
+"""Names a folder of the store, so it can be no path."""
+DtypeName = Annotated[str, Field(pattern="^(float64|float32|float16|bfloat16|int64|int32|uint8)$")]
+DeviceKind = Literal["cpu", "cuda"]
+Capability = Annotated[str, Field(pattern=r"^\d{1,2}\.\d$")]
+"""`9.0` of an H200."""
+
+
+class Target(Record):
+    """What is replaced."""
+
+    engine: str
+    versions: str
+    """PEP 440 specifier of the engine."""
+    point: str
+    fingerprint: str
+    """sha256 of the source text of what is replaced, as it was when the patch was made."""
+    made_with: str
+    """The engine's version when the patch was made."""
+
+
+class PatchGuards(Record):
+    """Where the kernel may be called; elsewhere the engine's own code runs."""
+
+    device: DeviceKind
+    dtypes: tuple[dict[str, DtypeName], ...]
+    axes: dict[str, AxisGuard] = Field(default_factory=dict)
+    capabilities: tuple[Capability, ...] = ()
+    """Compute capabilities that it was judged on; none: any."""
+    tensor_parallel: tuple[int, ...] = ()
+    """Numbers of workers that share a layer with which it may run; none: any."""
+    graph_safe: bool
+    pdl: bool = False
+    """Whether it takes part in programmatic dependent launch."""
+
+
+class Binary(Record):
+    """The source as it was built where the patch was made."""
+
+    file: str
+    binding: Literal["tvm-ffi"]
+    """Independent of Python's and torch's versions, unlike pybind11."""
+    platform: str
+    """`linux-x86_64`."""
+    processor: str
+    """A compute capability, or the name of the processor that its instructions are for."""
+    command: str
+    """The compiler and its flags."""
+
+
+class Provenance(Record):
+    made_by: str
+    model: str | None
+    """The language model that wrote the source."""
+    run: str | None
+    created: str
+    """ISO 8601, UTC."""
+    patcher_version: str
+
+
+class Manifest(Record):
+    """`manifest.json` of a bundle."""
+
+    schema_version: Literal[2] = 2
+    id: PatchId
+    op: str
+    language: Language
+    entry: str
+    target: Target
+    contract: Contract
+    guards: PatchGuards
+    source: str
+    """The one source file, which every binary was built from."""
+    binaries: tuple[Binary, ...] = ()
+    files: dict[str, str] = Field(min_length=1)
+    """sha256 of every file beside the manifest, by its path in the bundle."""
+    evidence: Evaluation
+    """The judge's word, which is about that source."""
+    provenance: Provenance
+
+    @model_validator(mode="after")
+    def _about_one_thing(self) -> Manifest:
+        if not self.op == self.entry == self.contract.name == self.evidence.op:
+            raise ValueError("op, entry, contract and evidence are about different ops")
+        if self.evidence.outcome is not Outcome.CORRECT:
+            raise ValueError(f"the evidence says {self.evidence.outcome}")
+        named = {self.source, *(binary.file for binary in self.binaries)}
+        if named != set(self.files) or len(named) != 1 + len(self.binaries):
+            raise ValueError("files are not the source and the binaries")
+        return self

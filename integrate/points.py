@@ -1,0 +1,101 @@
+"""Patch points: places in an engine where a kernel can be put. An adapter is one class.
+
+To add one, write its four methods and name its module in `_ADAPTERS`: CONTRIBUTING.md, Add an
+engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from bench import MissingError, UsageError
+
+if TYPE_CHECKING:
+    from integrate.dispatch import Dispatcher
+
+_ADAPTERS = {
+    "tensorrt_llm": "integrate.tensorrt_llm",
+    "transformers": "integrate.transformers",
+}
+"""Engine to the module whose `POINTS` are its adapters; imported when a patch asks for one."""
+
+
+class PatchPoint(Protocol):
+    """One place in an engine."""
+
+    engine: ClassVar[str]
+    name: ClassVar[str]
+    op: ClassVar[str]
+    """The contract by which the kernel is called there."""
+
+    def __init__(self, target: Any = None) -> None:
+        """`target`: a built model, or None where the engine's classes are patched."""
+
+    @classmethod
+    def fingerprint(cls) -> str:
+        """sha256 of the source text of what is replaced and relied on, as installed.
+
+        Raises:
+            MissingError: the engine is not installed.
+        """
+        ...
+
+    def find(self) -> str:
+        """Where it is, in words.
+
+        Raises:
+            VerificationError: it is not there, or patched already.
+        """
+        ...
+
+    def install(self, kernel: Dispatcher) -> None:
+        """Put the kernel in.
+
+        Raises:
+            VerificationError: see `find`.
+            UsageError: it is in already.
+        """
+        ...
+
+    def remove(self) -> None:
+        """Put everything back as it was; once more is the same as once.
+
+        Raises:
+            VerificationError: someone else patched over it; ours is out, theirs stays.
+        """
+        ...
+
+
+def find_point(engine: str, name: str) -> type[PatchPoint]:
+    """The adapter of a patch point.
+
+    Raises:
+        UsageError: there is none.
+        MissingError: its engine is not installed.
+    """
+    module = _ADAPTERS.get(engine)
+    points: dict[str, type[PatchPoint]] = {}
+    if module is not None:
+        try:
+            points = importlib.import_module(module).POINTS
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith(("integrate", "bench")):
+                raise
+            raise MissingError(
+                f"{error.name} is not installed", f"install {engine} in this environment"
+            ) from None
+    if name not in points:
+        known = ", ".join(points) or "none"
+        raise UsageError(
+            f"no patch point {name} in {engine}; there are: {known}",
+            "see CONTRIBUTING.md, Add an engine",
+        )
+    return points[name]
+
+
+def source_digest(*parts: Any) -> str:
+    """sha256 of the source text of functions and classes, in order."""
+    return hashlib.sha256("".join(map(inspect.getsource, parts)).encode()).hexdigest()

@@ -1,0 +1,227 @@
+"""Dispatch beyond one call: the torch operator, graphs, warming, receipts of a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from patch_sample import add_norm_guards, kernel
+
+from integrate import Book, Receipt, read_receipts
+from integrate.counts import GraphWatch
+from integrate.dispatch import AxisGuard, Dispatcher, Guards, TensorGuard
+from integrate.receipts import ReceiptWriter
+
+CALL = "op tokens=2 hidden=8 float32"
+
+
+class Graph:
+    """A double of torch.cuda.CUDAGraph: records nothing, has its methods."""
+
+    ended = replayed = 0
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        self.pool = pool
+
+    def capture_end(self) -> None:
+        self.ended += 1
+
+    def replay(self) -> None:
+        self.replayed += 1
+
+
+def tensors(tokens: int = 2, hidden: int = 8) -> tuple[torch.Tensor, ...]:
+    return torch.ones(tokens, hidden), torch.ones(tokens, hidden), torch.ones(hidden)
+
+
+def made(watch: GraphWatch | None = None, run: Any = kernel, **more: Any) -> Dispatcher:
+    guards = add_norm_guards({"hidden": AxisGuard(multiple_of=8)})
+    return Dispatcher("op", run, guards, Book("id", "d1" * 20), watch=watch, **more)
+
+
+@torch.inference_mode()
+def test_what_a_graph_holds_counts_once_for_each_replay() -> None:
+    dispatch = made()
+    own = dict(vars(Graph))
+    with GraphWatch([dispatch.book], Graph) as watch:
+        dispatch(*tensors(), 1e-5)
+        graph, other = Graph(), Graph()
+        graph.capture_begin(pool=3)
+        assert watch.capturing
+        for _ in range(3):
+            dispatch(*tensors(), 1e-5)
+        dispatch(*tensors(hidden=12), 1e-5)
+        graph.capture_end()
+        assert not watch.capturing
+        other.capture_begin()
+        dispatch(*tensors(4), 1e-5)
+        other.capture_end()
+        assert dispatch.book.calls == {CALL: 1}, "what was recorded did not run"
+        assert not dispatch.book.fallbacks
+        for _ in range(5):
+            graph.replay()
+        other.replay()
+        dispatch(*tensors(), 1e-5)
+    graph.replay()  # unwatched
+    assert (graph.pool, graph.ended, graph.replayed, other.replayed) == (3, 1, 6, 1)
+    assert dispatch.book.eager == {CALL: 2}
+    assert dispatch.book.replayed == {CALL: 15, CALL.replace("tokens=2", "tokens=4"): 1}
+    assert dispatch.book.calls == dispatch.book.eager + dispatch.book.replayed
+    assert dispatch.book.fallbacks == {"hidden 12 is no multiple of 8": 5}
+    assert dict(vars(Graph)) == own
+
+
+@torch.inference_mode()
+def test_nothing_unproven_runs_while_a_graph_is_recorded() -> None:
+    dispatch = made(watch := GraphWatch([], Graph), strict=False)
+    watch.add(dispatch.book)
+    dispatch.warm(*tensors(4), 1e-5)
+    assert not dispatch.book.calls
+    assert not dispatch.book.fallbacks
+    with watch:
+        graph = Graph()
+        graph.capture_begin()
+        ran = [dispatch(*tensors(tokens), 1e-5) for tokens in (2, 4)]
+        graph.capture_end()
+        graph.replay()
+    assert ran == [False, True]
+    assert dispatch.book.fallbacks == {"not warmed before the graph was recorded": 1}
+    assert dispatch.book.calls == {CALL.replace("tokens=2", "tokens=4"): 1}
+
+
+@torch.inference_mode()
+def test_a_kernel_that_is_not_safe_in_graphs_is_not_recorded() -> None:
+    base = add_norm_guards()
+    guards = Guards(base.device, base.tensors, base.scalars, base.dtypes, graph_safe=False)
+    with GraphWatch([], Graph) as watch:
+        dispatch = Dispatcher("op", kernel, guards, Book("id", "d"), watch=watch)
+        assert dispatch(*tensors(), 1e-5)
+        graph = Graph()
+        graph.capture_begin()
+        assert not dispatch(*tensors(), 1e-5)
+        graph.capture_end()
+
+
+def test_warming_what_the_guards_refuse_is_loud() -> None:
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="no multiple of 8"):
+        made().warm(*tensors(hidden=12), 1e-5)
+
+
+@torch.inference_mode()
+def test_misaligned_and_strided_calls_are_told_apart() -> None:
+    rows = ("tokens", "hidden")
+    guards = Guards(
+        device="cpu",
+        tensors=(
+            TensorGuard("x", rows, "T", mutated=True, rows=True, alignment=16),
+            TensorGuard("n", ("tokens",), "I", mutated=False),
+        ),
+        scalars=(("k", int),),
+        dtypes=({"T": torch.float32, "I": torch.int32},),
+    )
+    dispatch = Dispatcher("op", lambda x, n, k: x.add_(k), guards, Book("id", "d"))
+    wide, n = torch.zeros(4, 32), torch.zeros(4, dtype=torch.int32)
+    assert dispatch(wide[:, :8], n, 1)
+    assert not dispatch(wide[:, 1:9], n, 1)
+    assert not dispatch(wide[:, ::4], n, 1)
+    assert not dispatch(wide[:, :8], n.long(), 1)
+    assert not dispatch(wide[:, :8], n[:3], 1)
+    assert dispatch.book.fallbacks == {
+        "not aligned": 1,
+        "not contiguous": 1,
+        "dtype float32/int64": 1,
+        "shapes that do not fit together": 1,
+    }
+    assert torch.equal(wide, torch.cat([torch.ones(4, 8), torch.zeros(4, 24)], 1))
+
+
+def test_the_operator_runs_under_compile_and_falls_back_inside() -> None:
+    originals: Counter[int] = Counter()
+
+    def original(input: torch.Tensor, residual: torch.Tensor, *rest: Any) -> None:
+        originals[input.shape[1]] += 1
+        kernel(input, residual, *rest)
+
+    dispatch = made()
+    operator = dispatch.op(original)
+    assert dispatch.op(original) is operator
+
+    def layer(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        added, kept = x * 2, residual + 1
+        operator(added, kept, weight, 1e-5)
+        return added + kept
+
+    try:
+        compiled: Any = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        with torch.inference_mode():
+            for hidden in (8, 12):
+                args = torch.randn(2, hidden), torch.randn(2, hidden), torch.randn(hidden)
+                assert torch.allclose(compiled(*args), layer(*args), atol=1e-6)
+        assert dispatch.book.calls == {CALL: 2}
+        assert originals == {12: 2}
+    finally:
+        torch._dynamo.reset()
+        dispatch.close()
+        dispatch.close()
+    assert not hasattr(torch.ops.patcher, f"op_{('d1' * 20)[:12]}")
+    made().op(original)  # the name is free again
+
+
+def test_receipts_outlive_a_worker_that_is_killed(tmp_path: Path) -> None:
+    code = """
+        import sys, time, torch
+        from patch_sample import add_norm_guards, kernel
+        from integrate import Book
+        from integrate.dispatch import Dispatcher
+        from integrate.receipts import ReceiptWriter
+        from pathlib import Path
+        dispatch = Dispatcher("op", kernel, add_norm_guards(), Book("some-patch", "d"))
+        ReceiptWriter(Path(sys.argv[1])).add(dispatch.book, "vllm:norm")
+        with torch.inference_mode():
+            for _ in range(7):
+                dispatch(torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-5)
+        print("done", flush=True)
+        time.sleep(60)
+    """
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path, "RANK": "3"},
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"done\n"
+            file = tmp_path / f"some-patch.{process.pid}.json"
+            for _ in range(300):
+                if json.loads(file.read_text())["calls"]:
+                    break
+                time.sleep(0.1)
+        finally:
+            process.send_signal(signal.SIGKILL)
+    [receipt] = read_receipts(tmp_path)
+    assert receipt.calls == {CALL: 7}
+    assert (receipt.rank, receipt.point, receipt.failure) == (3, "vllm:norm", None)
+
+
+def test_a_writer_tells_the_last_counts_when_it_closes(tmp_path: Path) -> None:
+    dispatch = made()
+    writer = ReceiptWriter(tmp_path / "receipts")
+    writer.add(dispatch.book, "here")
+    with torch.inference_mode():
+        dispatch(*tensors(), 1e-5)
+    writer.close()
+    writer.close()
+    [receipt] = read_receipts(tmp_path / "receipts")
+    assert receipt == Receipt.of(dispatch.book, "here")
+    assert receipt.calls == {CALL: 1}
