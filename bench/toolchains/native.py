@@ -20,6 +20,7 @@ from pathlib import Path
 
 from bench.candidate import Candidate, Language
 from bench.contract import Contract
+from bench.environment import cpu_instructions
 from bench.errors import MissingError
 from bench.toolchains import Built, cache_root
 
@@ -93,7 +94,9 @@ class _Native:
             *libraries,
         ]
         key = hashlib.sha256(
-            "\0".join([candidate.digest, unit, _version(self.compiler), *command]).encode()
+            "\0".join(
+                [candidate.digest, unit, _version(self.compiler), cpu_instructions(), *command]
+            ).encode()
         ).hexdigest()[:32]
         done = folder / key
         told = [Path(flag).name if flag.startswith("/") else flag for flag in flags]
