@@ -67,7 +67,10 @@ def test_every_row_says_what_to_do_and_why(profile: Profile) -> None:
     assert by_name["nvjet_sm90_tst_512x8_64x3_2x1_v_bz_TNT"].triage == "closed"
     norm = by_name["triton_red_fused_fused_add_rms_norm"]
     assert (norm.triage, norm.op) == ("replace", "fused_add_rms_norm")
-    assert norm.patch_points == ("transformers: gpt_oss.decoder_layer",)
+    assert norm.patch_points == (
+        "transformers: gpt_oss.decoder_layer",
+        "vllm: layernorm.rms_norm",
+    )
     assert by_name["_topk_forward"].triage == "fuse"
     assert "MoE routing" in by_name["_topk_forward"].reason
     for spot in profile.hotspots:
