@@ -72,10 +72,10 @@ def test_every_row_says_what_to_do_and_why(profile: Profile) -> None:
         "vllm: layernorm.rms_norm",
         "tensorrt_llm: flashinfer_fused_add_rmsnorm",
     )
-    routing, small = by_name["_topk_forward"], by_name["cublasLt::splitKreduce_kernel"]
+    routing, small = by_name["_topk_forward"], by_name["triton_poi_fused_2"]
     assert (routing.triage, routing.op) == ("replace", "moe_route")
     assert small.triage == "fuse"
-    assert "split-K reduce" in small.reason
+    assert "rope + KV write" in small.reason
     for spot in profile.hotspots:
         assert spot.reason
         assert "{" not in spot.reason
