@@ -28,7 +28,7 @@ MIN_BLOCKS = 8
 """Fewer blocks have too few degrees of freedom: accepting a true gain would take far more pairs."""
 MIN_PROCESS_PAIRS = 3
 """Fewer process pairs cannot show what two processes differ by."""
-DEFAULT_PAIRS = 72
+DEFAULT_PAIRS = 66
 """At most, in one sitting: a gain of twice the margin is found in nine sittings of ten also when
 neighbours resemble each other (rho 0.6) or the pairs drift."""
 LOOKS = 3

@@ -29,7 +29,7 @@ RUNS = 3000
 POWER_RUNS = 1000
 TRUTHS_PCT = (0.0, 0.5, 1.0, -1.0)
 """A/A, a gain of just the margin (which an accept must exceed), the two planted ones."""
-POWER_PAIRS = (12, 18, 24, 30, 36, 48, 60, 72, 90)
+POWER_PAIRS = (12, 18, 24, 30, 36, 48, 60, 66, 90)
 PROCESS_SD_PCT = 0.1
 """What two identical vLLM processes on one H200 differed by as long as they lived."""
 PROCESS_COUNTS = (1, 3, 4, 5, 6)
