@@ -18,6 +18,7 @@ import torch
 from bench.clocks import ClockMonitor
 from bench.comparison import Arm, Comparison, Throughput
 from bench.engines import Engine
+from bench.intervals import pairs_needed
 from bench.records import SCHEMA_VERSION, Record
 from bench.throughput import Arms, measure
 from bench.workload import Workload
@@ -40,6 +41,9 @@ class Planted(Record):
     """`not found`: too noisy for so few pairs; `wrong`: a verdict, and the opposite one."""
     holds: bool
     """Whether the interval holds what was planted; at 95 %, one in twenty does not."""
+    pairs_needed: int | None
+    """For a gain of this size against this margin, at the spread that was seen; None at the margin
+    itself."""
     comparison: Comparison
     control: Comparison | None
 
@@ -136,6 +140,7 @@ def _outcome(measured: Throughput, gain: float, delay_s: float, slow: Arm) -> Pl
         delay_us=1e6 * delay_s,
         found=says,
         holds=comparison.gain_low_pct <= planted <= comparison.gain_high_pct,
+        pairs_needed=pairs_needed(comparison.pair_sd_pct, planted, comparison.margin_pct),
         comparison=comparison,
         control=measured.control,
     )

@@ -138,9 +138,10 @@ def planted_lines(gains: PlantedGains) -> list[Text]:
     for one in gains.planted:
         line = Text(f"planted {one.planted_pct:+.2f} % ({one.delay_us:.0f} us a step): ")
         line.append(one.found, style="bold green" if one.found == "found" else "bold red")
-        line.append("" if one.holds else ", and the interval does not hold it")
+        if one.found == "not found" and one.pairs_needed is not None:
+            line.append(f"; with this spread it takes about {one.pairs_needed:,} pairs")
+        line.append("" if one.holds else "; the interval does not hold it")
         lines += [line, comparison_lines("  measured", one.comparison)]
-        lines.append(Text(f"    {one.comparison.reason}", style="dim"))
     return lines
 
 
