@@ -4,26 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from integrate.archive import is_archive, pack, unpacked
+from integrate.changes import Change
 from integrate.manifest import Manifest
 from integrate.patch import Patch
 from integrate.receipts import Receipt, read_receipts
 from integrate.store import Applied, Store
+from integrate.switches import Switches, home_store
+from integrate.verify import Check, Verified, verify
 
 if TYPE_CHECKING:
-    from integrate.activate import Activation, Switches, activate, prepare
+    from integrate.activation import Activation, activate, prepare
     from integrate.counts import Book
+    from integrate.export import export_patch
+    from integrate.imports import import_kernel
 
 _LAZY = {
-    "Activation": "integrate.activate",
+    "Activation": "integrate.activation",
     "Book": "integrate.counts",
-    "Switches": "integrate.activate",
-    "activate": "integrate.activate",
-    "prepare": "integrate.activate",
+    "activate": "integrate.activation",
+    "export_patch": "integrate.export",
+    "import_kernel": "integrate.imports",
+    "prepare": "integrate.activation",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """torch is imported only by those who patch."""
+    """torch is imported only by those who patch; formats only by those who export and import."""
     if name in _LAZY:
         import importlib
 
@@ -35,12 +42,22 @@ __all__ = [
     "Activation",
     "Applied",
     "Book",
+    "Change",
+    "Check",
     "Manifest",
     "Patch",
     "Receipt",
     "Store",
     "Switches",
+    "Verified",
     "activate",
+    "export_patch",
+    "home_store",
+    "import_kernel",
+    "is_archive",
+    "pack",
     "prepare",
     "read_receipts",
+    "unpacked",
+    "verify",
 ]

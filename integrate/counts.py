@@ -27,6 +27,8 @@ class Case:
     """Why the kernel may not be called like this."""
     proven: bool = False
     """Whether it may be run on the caller's tensors straight away."""
+    matches: Callable[..., bool] | None = None
+    """Whether a call is such a one, quickly; None where it was not asked for yet."""
     calls: int = 0
     """Eager calls, and those of a graph that is being recorded until its recording ends."""
 
@@ -54,7 +56,7 @@ class Book:
     def eager(self) -> Counter[str]:
         """Calls outside of graphs, by label."""
         total: Counter[str] = Counter()
-        for case in self.cases:
+        for case in list(self.cases):
             if case.calls:
                 total[case.label] += case.calls
         return total
@@ -72,7 +74,8 @@ class Book:
     @property
     def fallbacks(self) -> Counter[str]:
         """Calls that went to the engine's own kernel, in graphs too, by reason."""
-        return self.reasons + self._times_replays(lambda recording: recording.fallbacks)
+        eager = Counter(dict(self.reasons))  # copied at once: another thread may count meanwhile
+        return eager + self._times_replays(lambda recording: recording.fallbacks)
 
     def _times_replays(self, of: Callable[[Recording], Counter[str]]) -> Counter[str]:
         total: Counter[str] = Counter()

@@ -61,8 +61,8 @@ def test_imports_point_one_way(path: Path) -> None:
 
 
 def test_what_a_served_engine_imports_is_torch_and_the_standard_library() -> None:
-    beside = {"integrate.counts"}
-    for file in ("dispatch.py", "counts.py"):
+    beside = {"integrate.counts", "integrate.keys"}
+    for file in ("dispatch.py", "counts.py", "keys.py"):
         names = {name for name in imports(ROOT / "integrate" / file) if name not in beside}
         assert {n.partition(".")[0] for n in names} - set(sys.stdlib_module_names) <= {"torch"}
 
@@ -175,9 +175,10 @@ def test_without_a_gpu_the_set_up_never_lets_pip_take_a_cuda_build(
 
     pip = "-m pip --disable-pip-version-check install -q"
     installs = [line for line in log.read_text().splitlines() if line.startswith(pip)]
-    *torch, last = [line for line in installs if "--dry-run" not in line]
+    *torch, tools, alone = [line for line in installs if "--dry-run" not in line]
     assert torch == ([f"{pip} {asked}"] if asked else [])
-    assert last == f"{pip} --constraint constraints.txt --editable .[dev]"
+    assert tools == f"{pip} --constraint constraints.txt --editable .[dev]"
+    assert alone == f"{pip} --constraint constraints.txt --no-deps flashinfer-bench"
 
 
 def copy_of_repository(target: Path) -> Path:
