@@ -48,7 +48,9 @@ def test_from_the_module_to_receipts_of_every_rank(
     assert json.loads(ran.stdout)["requests"] == RUN.requests
     # two more requests warm it up
     told = patcher("trtllm", "check", "receipts", "--json", cwd=tmp_path, env=environment)
-    assert json.loads(told.stdout)["calls_by_rank"] == {"0": CALLS * (RUN.requests + 2) // RUN.requests}
+    assert json.loads(told.stdout)["calls_by_rank"] == {
+        "0": CALLS * (RUN.requests + 2) // RUN.requests
+    }
     more = patcher(
         "trtllm", "check", "receipts", "--tp", "2", "--json", cwd=tmp_path, env=environment
     )
