@@ -1,0 +1,13 @@
+"""Patch points in Hugging Face transformers' gpt-oss: eager, compiled with a static cache.
+
+Each is for a model that is built, by forwards on its instances, or, without one, for the models
+that are built from now on, by transformers' own patch mapping.
+"""
+
+from __future__ import annotations
+
+from integrate.points import PatchPoint
+from integrate.transformers.decoder_layer import GptOssDecoderLayers
+
+POINTS: dict[str, type[PatchPoint]] = {point.name: point for point in (GptOssDecoderLayers,)}
+"""Patch points of this engine, by name."""
