@@ -22,8 +22,9 @@ from typing import Any, Literal
 
 from bench.candidate import Candidate, Language, guess_language
 from bench.errors import PatcherError, UsageError
-from bench.evaluation import Check, Evaluation, Outcome
+from bench.evaluation import Evaluation, Outcome
 from bench.judge import JudgeSettings, open_judge
+from bench.op import load_op
 from bench.records import Record
 
 Kind = Literal["cheat", "twin", "honest", "fault"]
@@ -40,6 +41,8 @@ LAYER_OF = {
     "clocks": "timing",
 }
 """Which layer a failed check belongs to; all others are the judge's."""
+SAME = {"values after": "values", "timed calls": "runs"}
+"""Checks that a header spells as another: the same thing, found later."""
 _SWITCH = re.compile(r"^(#define CHEAT 1|CHEAT = True)$", re.MULTILINE)
 _HEADER = re.compile(r"^(?:#|//) (\w+): (.+)$")
 PAIRS, POINTS, CALLS, SEED = 4, 2, 400, 20_260_101
@@ -58,8 +61,8 @@ class Entry(Record):
     op: str
     device: str
     outcomes: tuple[Outcome, ...]
-    layer: str = ""
-    """That is meant to catch it."""
+    caught: tuple[str, ...] = ()
+    """Checks, one of which must be the first that fails, where one does."""
     label: str = ""
     """A word that what is said of its source must hold."""
     lives_s: float = 0.0
@@ -126,7 +129,7 @@ def _read(path: Path, kind: Kind) -> list[Entry]:
             op=header["op"],
             device=header["device"],
             outcomes=outcomes,
-            layer=header.get("layer", ""),
+            caught=tuple(filter(None, map(str.strip, header.get("caught", "").split(",")))),
             label=header.get("label", ""),
             lives_s=float(header.get("lives", 0)),
             gains_nothing="gains" in header,
@@ -149,7 +152,7 @@ def _twin(entry: Entry) -> Entry:
         "source": _SWITCH.sub(_off, entry.source),
         "outcomes": (Outcome.CORRECT, Outcome.TOO_SLOW),
         "label": "",
-        "layer": "",
+        "caught": (),
         "gains_nothing": False,
     }
     return entry.model_copy(update=changes)
@@ -170,7 +173,7 @@ def judged(entries: Sequence[Entry], settings: JudgeSettings, token: str) -> Ite
 
         def repeated(device: str) -> str:
             judge.settings = replace(settings, pairs=3, points=1, calls=0)
-            return _digest(judge.evaluate(_candidate(_plain(device)), lambda *_: None, SEED))
+            return _digest(judge.evaluate(_plain(device), lambda *_: None, SEED))
 
         judge.build_ahead([_candidate(entry) for entry in entries])
         for entry in entries:
@@ -199,33 +202,18 @@ def _candidate(entry: Entry) -> Candidate:
     return Candidate(op=entry.op, language=entry.language, source=entry.source)
 
 
-def _plain(device: str) -> Entry:
+def _plain(device: str) -> Candidate:
     """An honest candidate of the library, whose verdict is repeated."""
-    from bench.op import load_op
-
     wanted = "cpu_simd" if device == "cpu" else "triton_row"
-    op = load_op("fused_add_rms_norm")
-    [candidate] = [candidate for info, candidate in op.solutions() if info.name == wanted]
-    return Entry(
-        name=wanted,
-        kind="honest",
-        title=wanted,
-        op=op.name,
-        device=device,
-        outcomes=(Outcome.CORRECT, Outcome.TOO_SLOW),
-        language=candidate.language,
-        source=candidate.source,
-    )
+    solutions = load_op("fused_add_rms_norm").solutions()
+    return next(candidate for info, candidate in solutions if info.name == wanted)
 
 
 def _digest(evaluation: Evaluation) -> str:
     if evaluation.outcome not in (Outcome.CORRECT, Outcome.TOO_SLOW):
-        return f"{evaluation.outcome}: {said_of(evaluation.failed_checks)}"
+        said = "; ".join(check.detail for check in evaluation.failed_checks)
+        return f"{evaluation.outcome}: {said}"
     return evaluation.outputs_sha256 or ""
-
-
-def said_of(failed: list[Check]) -> str:
-    return "; ".join(check.detail for check in failed)
 
 
 def _result(
@@ -239,6 +227,9 @@ def _result(
     leaked = token in told
     if fits and entry.label and entry.label not in said:
         fits, failure = False, f"nothing says {entry.label!r} of it"
+    kind_of_check = SAME.get(check, check)
+    if fits and check and entry.caught and kind_of_check not in entry.caught:
+        fits, failure = False, f"caught by {check}, not by {' or '.join(entry.caught)}"
     layer = LAYER_OF.get(check, "judge") if check else "static" if entry.label and fits else ""
     return Result(
         name=entry.name,

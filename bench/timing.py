@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -23,6 +25,7 @@ import numpy as np
 from bench.ceilings import Ceilings
 from bench.clocks import ClockMonitor
 from bench.contract import Point
+from bench.errors import MissingError
 from bench.evaluation import Timing
 from bench.judge import cases as cases_
 from bench.judge.blob import Bytes, Layout
@@ -82,6 +85,8 @@ class Arm:
     runner: Runner
     checked: bool
     """Whether its outputs are: the candidate's."""
+    accused: bool = True
+    """Whether its failures are what is asked for, or a fault of this machine."""
     plan: Layout = field(init=False)
 
     def prepare(self, point: Point, sets: int, draw: Secrets, timeout_s: float) -> None:
@@ -89,10 +94,11 @@ class Arm:
         self.plan, self.sets = cases_.tensors_of(self.op, point), sets
         self.scalars = [scalar.value for scalar in self.op.contract.scalars]
         batch = Batch.draw(self, point, draw)
-        self.runner.send(batch.data)
-        self.runner.command("call", timeout_s, **self._arguments(), order=[0, 1])
-        if self.device == "cuda":
-            self.runner.command("capture", timeout_s, **self._arguments())
+        with self._answering():
+            self.runner.send(batch.data)
+            self.runner.command("call", timeout_s, **self._arguments(), order=[0, 1])
+            if self.device == "cuda":
+                self.runner.command("capture", timeout_s, **self._arguments())
 
     def _arguments(self) -> dict[str, Any]:
         return {"plan": self.plan.model_dump(), "scalars": self.scalars, "sets": self.sets}
@@ -101,6 +107,23 @@ class Arm:
         self, data: Bytes, order: list[int], mode: str = "whole"
     ) -> tuple[Block, Bytes | None]:
         """One timed block, and what it left behind."""
+        with self._answering():
+            return self._block(data, order, mode)
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """What the baseline does wrong is not the candidate's."""
+        try:
+            yield
+        except RunnerFailure as failure:
+            if self.accused:
+                raise
+            raise MissingError(
+                f"the baseline fails here while it is timed: {failure.message}",
+                "name another one with --baseline, or see `patcher doctor`",
+            ) from failure
+
+    def _block(self, data: Bytes, order: list[int], mode: str) -> tuple[Block, Bytes | None]:
         self.runner.send(data)
         if self.device == "cpu" or mode == "eager":
             self.runner.command("ready", **self._arguments(), order=order)
@@ -142,7 +165,7 @@ class Sitting:
     ) -> None:
         self.op, self.device, self.draw, self.clocks = op, device, draw, clocks
         self.ours = Arm(op, device, candidate, checked=True)
-        self.theirs = Arm(op, device, baseline, checked=False)
+        self.theirs = Arm(op, device, baseline, checked=False, accused=False)
         self.ceilings, self.precision = ceilings, precision
         self.method = METHODS[device]
         self.calls = 0
@@ -261,13 +284,13 @@ class Sitting:
         plan, decoys = self.ours.plan, sorted(set(range(len(batch.cases))) - set(order))
         if not np.array_equal(left[decoys], batch.data[decoys]):
             raise Found("guards", "wrote to buffers of a call that was never made")
-        if problem := cases_.guard_problem(self.op, plan, batch.data[order], left[order]):
-            raise Found("guards", f"in a timed call: {problem}")
         cases = [batch.cases[index] for index in order]
         expected = [cases_.expect(self.op, batch.cases[i], batch.inputs[i]) for i in order]
-        values = [cases_.outputs_of(plan, left[index]) for index in order]
-        if problem := cases_.value_problem(self.op, cases, expected, values):
-            raise Found("timed outputs", problem)
+        sent, got = batch.data[order], left[order]
+        if problem := cases_.problem(self.op, plan, cases, expected, sent, got):
+            check, detail = problem
+            name = "timed outputs" if check == "values" else check
+            raise Found(name, f"in a timed call: {detail}")
         self.calls += len(order)
         return block
 

@@ -10,15 +10,15 @@ from integrate.receipts import Receipt, read_receipts
 from integrate.store import Applied, Store
 
 if TYPE_CHECKING:
-    from integrate.activate import Activation, Switches, activate, prepare
+    from integrate.activation import Activation, Switches, activate, prepare
     from integrate.counts import Book
 
 _LAZY = {
-    "Activation": "integrate.activate",
+    "Activation": "integrate.activation",
     "Book": "integrate.counts",
-    "Switches": "integrate.activate",
-    "activate": "integrate.activate",
-    "prepare": "integrate.activate",
+    "Switches": "integrate.activation",
+    "activate": "integrate.activation",
+    "prepare": "integrate.activation",
 }
 
 

@@ -54,7 +54,7 @@ class Book:
     def eager(self) -> Counter[str]:
         """Calls outside of graphs, by label."""
         total: Counter[str] = Counter()
-        for case in self.cases:
+        for case in list(self.cases):
             if case.calls:
                 total[case.label] += case.calls
         return total
@@ -72,7 +72,8 @@ class Book:
     @property
     def fallbacks(self) -> Counter[str]:
         """Calls that went to the engine's own kernel, in graphs too, by reason."""
-        return self.reasons + self._times_replays(lambda recording: recording.fallbacks)
+        eager = Counter(dict(self.reasons))  # copied at once: another thread may count meanwhile
+        return eager + self._times_replays(lambda recording: recording.fallbacks)
 
     def _times_replays(self, of: Callable[[Recording], Counter[str]]) -> Counter[str]:
         total: Counter[str] = Counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, ValidationError
 
-from bench import SCHEMA_VERSION, Record, VerificationError
+from bench import SCHEMA_VERSION, Record, UsageError, VerificationError
 
 if TYPE_CHECKING:
     from integrate.counts import Book
+
+log = logging.getLogger("patcher")
 
 _SECONDS = 1.0
 """Between two looks at the counts: a worker that is killed has told all but the last second."""
@@ -84,7 +87,21 @@ class ReceiptWriter:
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        """Begin.
+
+        Raises:
+            UsageError: the folder cannot be written.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = folder / f".{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UsageError(
+                f"cannot write receipts to {folder}: {error.strerror}",
+                "set PATCHER_RECEIPTS to a writable folder",
+            ) from error
         self._folder = folder
         self._books: list[tuple[Book, str]] = []
         self._written: dict[Path, Receipt] = {}
@@ -123,7 +140,11 @@ class ReceiptWriter:
 
     def _run(self) -> None:
         while not self._ended.wait(_SECONDS):
-            self.write()
+            try:
+                self.write()
+            except OSError:
+                log.exception("receipts cannot be written any more: what runs from now on is lost")
+                return
 
     def _path(self, receipt: Receipt) -> Path:
         return self._folder / f"{receipt.patch_id}.{receipt.pid}.json"

@@ -25,7 +25,7 @@ from bench import (
     presets,
 )
 from bench.environment import describe
-from bench.judge import JudgeSettings, Policy, evaluate
+from bench.judge import JudgeSettings, Policy, open_judge
 from hotspot import Profile, capture
 from integrate import Patch
 from patcher.agent import optimize
@@ -220,19 +220,20 @@ def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> O
             tried = progress.attempt
             say(f"  candidate {tried.iteration} ({tried.phase}): {tried.outcome}, {tried.detail}")
 
-    return optimize(
-        run,
-        op,
-        language,
-        model,
-        lambda candidate: evaluate(candidate, judge_settings, report),
-        settings["iterations"],
-        device_facts(kind),
-        analyst=analyst,
-        sweep=op.sweep(kind, plan.sweep),
-        budget_usd=settings["budget_usd"],
-        on_event=told,
-    )
+    with open_judge(judge_settings) as judge:  # one for all: what it trusts is started once
+        return optimize(
+            run,
+            op,
+            language,
+            model,
+            lambda candidate: judge.evaluate(candidate, report),
+            settings["iterations"],
+            device_facts(kind),
+            analyst=analyst,
+            sweep=op.sweep(kind, plan.sweep),
+            budget_usd=settings["budget_usd"],
+            on_event=told,
+        )
 
 
 def resolve_model(spec: str, run: Run) -> Model:

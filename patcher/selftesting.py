@@ -77,7 +77,7 @@ def shown(card: ScoreCard) -> list[Table | Text]:
     survived = sum(result.passed for result in card.faults)
     repeated = "and the next clean verdict bit-identical"
     table.add_row("faults survived", f"{survived}/{len(card.faults)}", repeated)
-    table.add_row("keys leaked", str(card.leaks), "planted in environment and files")
+    table.add_row("keys leaked", str(card.leaks), "planted in environment variables")
     wrong = [r for r in (*card.results, *card.without_static) if not r.passed]
     return [table, *map(_line, wrong)]
 

@@ -188,8 +188,20 @@ def value_problem(
     return None
 
 
-def outputs_of(plan: Layout, got: Bytes) -> dict[str, Tensor]:
-    return read_set(plan, got)
+def problem(
+    op: Op,
+    plan: Layout,
+    cases: Sequence[Case],
+    expected: Sequence[Expected],
+    sent: Bytes,
+    got: Bytes,
+) -> tuple[str, str] | None:
+    """What calls of one shape did wrong: (`guards` or `values`, in words); bytes of a set a row."""
+    if found := guard_problem(op, plan, sent, got):
+        return "guards", found
+    if found := value_problem(op, cases, expected, [read_set(plan, row) for row in got]):
+        return "values", found
+    return None
 
 
 def scalars_by_name(op: Op, case: Case) -> dict[str, Any]:

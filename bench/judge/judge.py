@@ -22,7 +22,7 @@ from bench.judge import cases as cases_
 from bench.judge.baselines import LOAD_S, Strongest, strongest
 from bench.judge.cases import Secrets
 from bench.judge.process import Limits, Runner
-from bench.judge.trial import AFTER, State, Trial, Wrong, reseeded, written
+from bench.judge.trial import AFTER, State, Trial, Wrong, reseeded
 from bench.judge.tripwires import Tripwires, look
 from bench.judge.zygote import RunnerFailure, Zygote
 from bench.op import Op, load_op
@@ -155,22 +155,23 @@ class Judge:
         self, op: Op, sweep: Sweep, device: str, report: Progress
     ) -> tuple[Runner, dict[str, str], str]:
         """The trusted runner with the strongest baseline loaded."""
-        if device not in self._trusted:
+        runner, settings = self._trusted.get(device), self.settings
+        if runner is None or not runner.alive:
             limits = Limits(reply_s=300.0)
             runner = self._stack.enter_context(Runner(self._zygote(device), limits, trusted=True))
+            runner.start(settings.threads, self._cpus(device))
             self._trusted[device] = runner
-        runner, settings = self._trusted[device], self.settings
-        runner.start(settings.threads, self._cpus(device), written(op))
         name = op.honest_baseline if settings.baseline == "honest" else settings.baseline
         found = Strongest(name=name or "", times_us={}, missing={})
-        if name is None:
-            found = strongest(op, sweep, device, runner, settings.threads, report)
-            name = found.name
         try:
+            if name is None:
+                found = strongest(op, sweep, device, runner, settings.threads, report)
+                name = found.name
             runner.command("baseline", LOAD_S, op=op.name, name=name)
         except RunnerFailure as failure:
             raise MissingError(
-                f"the baseline {name} does not run here: {failure.message}", "see `patcher doctor`"
+                f"baseline {name or 'of ' + op.name} does not run here: {failure.message}",
+                "name another one with --baseline, or see `patcher doctor`",
             ) from failure
         return runner, found.told(), name
 
@@ -184,13 +185,13 @@ class Judge:
     def _sing(self, device: str) -> str:
         """What the device says to exact arithmetic, in a process that nothing else has used."""
         with Runner(self._zygotes[device], Limits(reply_s=120.0), trusted=True) as runner:
-            runner.start(None, None, [])
+            runner.start()
             return str(runner.command("canary")["digest"])
 
     def _prove_device(self, device: str) -> None:
         try:
             digest = self._sing(device)
-        except RunnerFailure as failure:
+        except (RunnerFailure, MissingError) as failure:
             raise MissingError(
                 f"the GPU does not answer after a candidate failed: {failure.message}",
                 "reset it (nvidia-smi --gpu-reset) or use another one",

@@ -4,6 +4,7 @@ it with everything that it started.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
@@ -20,11 +21,13 @@ from typing import Any, Self
 
 import numpy as np
 
+from bench.errors import MissingError
 from bench.judge import sandbox, tree
 from bench.judge.blob import Bytes
 from bench.judge.zygote import RunnerFailure, Zygote
 from bench.toolchains import Built, cache_root
 
+START_S = 300.0
 _CAPACITY = 1 << 30
 """Bytes that inputs and outputs of one command may have; memory is used as it is written."""
 _REPLY_LIMIT = 1 << 24
@@ -89,12 +92,24 @@ class Runner:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def start(self, threads: int | None, cpus: list[int] | None, written: list[int]) -> None:
-        """Confine it, import torch, wake the device."""
+    @property
+    def alive(self) -> bool:
+        return self._status is None
+
+    def start(self, threads: int | None = None, cpus: list[int] | None = None) -> None:
+        """Confine it, import torch, wake the device; before any foreign code.
+
+        Raises:
+            MissingError: that does not work here.
+        """
         device = self._zygote.device
-        reply = self.command(
-            "start", 300, device=device, threads=threads, cpus=cpus, written=written
-        )
+        try:
+            reply = self.command("start", START_S, device=device, threads=threads, cpus=cpus)
+        except RunnerFailure as failure:
+            said = f"{failure.message} {self.log_tail(300)}".strip()
+            raise MissingError(
+                f"a process to judge in does not start on {device}: {said}", "see `patcher doctor`"
+            ) from failure
         if "confinement" in reply:
             self.confinement = str(reply["confinement"])
 
@@ -125,14 +140,6 @@ class Runner:
             fatal=False,
         )
 
-    def place(self, built: Built) -> str:
-        """Copy what was built to where the runner can read it: its path there."""
-        assert built.path is not None
-        target = self.folder / built.path.name
-        shutil.copyfile(built.path, target)
-        target.chmod(0o755)
-        return str(target)
-
     def send(self, data: Bytes) -> None:
         """Bytes that its next command reads."""
         _write_at_start(self._files[0], data)
@@ -151,11 +158,7 @@ class Runner:
 
     def freeze(self, frozen: bool) -> None:
         """Stop all of it, or let it go on: nothing of it runs while another is timed."""
-        for pid in tree.descendants(self._pid):
-            try:
-                os.kill(pid, signal.SIGSTOP if frozen else signal.SIGCONT)
-            except ProcessLookupError:
-                continue
+        tree.send(self._pid, signal.SIGSTOP if frozen else signal.SIGCONT)
 
     def _read_reply(self, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
@@ -190,7 +193,7 @@ class Runner:
 
     def _watch(self) -> None:
         """Memory of the whole tree, which no limit of one process bounds."""
-        used = sum(tree.resident_bytes(pid) for pid in tree.descendants(self._pid))
+        used = tree.memory_bytes(self._pid)
         if used > self.limits.memory_bytes:
             self._kill()
             raise RunnerFailure(
@@ -212,11 +215,7 @@ class Runner:
     def _kill(self) -> None:
         if self._status is not None:
             return
-        doomed = tree.descendants(self._pid)
-        for pid in doomed:  # stopped first, so that none forks while the others die
-            _signal(pid, signal.SIGSTOP)
-        for pid in {*doomed, *tree.descendants(self._pid)}:
-            _signal(pid, signal.SIGKILL)
+        tree.kill(self._pid)
         self._status = self._zygote.reap(self._pid)
 
     def log_tail(self, limit: int = 2000) -> str:
@@ -236,12 +235,22 @@ class Runner:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def placed(built: Built, folder: Path) -> Path:
+    """A copy of what was built, where a sandbox that sees the folder can read it."""
+    assert built.path is not None
+    target = folder / built.path.name
+    shutil.copyfile(built.path, target)
+    target.chmod(0o755)
+    return target
+
+
 def _text(said: object) -> str:
     """What the runner says, as text that can be written anywhere."""
     return str(said)[:4000].encode("utf-8", "replace").decode()
 
 
 def caches(folder: Path, trusted: bool) -> dict[str, str]:
+    """Home and caches of a runner: a folder of its own, or one that trusted runs share."""
     caches = cache_root() / "baselines" if trusted else folder / "cache"
     return {
         "HOME": str(folder),
@@ -258,8 +267,6 @@ def _memory_file(name: str) -> int:
     """An anonymous file that nobody can shrink under a reader, and no path leads to."""
     descriptor = os.memfd_create(f"patcher-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, _CAPACITY)
-    import fcntl
-
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     return descriptor
@@ -284,10 +291,3 @@ def _read_from_start(descriptor: int, data: Bytes) -> None:
 def _write_all(descriptor: int, data: bytes) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
-
-
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return

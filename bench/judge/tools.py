@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -125,11 +123,7 @@ def run(
         top = Path(name)
         top.chmod(0o755)
         kit, folder = top / "kit", top / "run"
-        shutil.copytree(
-            Path(__file__).parent / "kit",
-            kit / "patcher_kit",
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
+        zygote.lay_out(kit)
         folder.mkdir()
         log, told = folder / "tool.log", folder / "told.json"
         policy = sandbox.runner_policy(
@@ -161,7 +155,8 @@ def run(
             try:
                 stopped = _wait(started, limit_s, memory_bytes)
             finally:
-                _kill(started)
+                tree.kill(started.pid)
+                started.wait()
         answer = _answer(told)
         return Ran(
             code=None if stopped else started.returncode,
@@ -205,10 +200,7 @@ def _written(job: Job, folder: Path, told: Path) -> Path:
             file.write(call.data.tobytes())
             at += call.data.nbytes
     if job.built is not None:
-        assert job.built.path is not None
-        path = folder / job.built.path.name
-        shutil.copyfile(job.built.path, path)
-        path.chmod(0o755)
+        path = process.placed(job.built, folder)
     place = folder / "job.json"
     document = {
         "path": str(path) if path else None,
@@ -235,19 +227,9 @@ def _wait(started: subprocess.Popen[bytes], limit_s: float, memory_bytes: int) -
         except subprocess.TimeoutExpired:
             if time.monotonic() > deadline:
                 return f"not done after {limit_s:g} s"
-        used = sum(tree.resident_bytes(pid) for pid in tree.descendants(started.pid))
+        used = tree.memory_bytes(started.pid)
         if used > memory_bytes:
             return f"it took {used / 2**30:.1f} GiB of memory"
-
-
-def _kill(started: subprocess.Popen[bytes]) -> None:
-    for number in (signal.SIGSTOP, signal.SIGKILL):  # none forks while the others die
-        for pid in tree.descendants(started.pid):
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
-    started.wait()
 
 
 def _answer(told: Path) -> dict[str, Any]:

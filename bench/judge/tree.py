@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 
 def descendants(pid: int) -> set[int]:
@@ -19,7 +20,27 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-def resident_bytes(pid: int) -> int:
+def send(pid: int, number: signal.Signals) -> None:
+    """A signal to each of them."""
+    for each in descendants(pid):
+        try:
+            os.kill(each, number)
+        except ProcessLookupError:
+            continue
+
+
+def kill(pid: int) -> None:
+    """Kill them all, stopped first, so that none forks while the others die."""
+    send(pid, signal.SIGSTOP)
+    send(pid, signal.SIGKILL)
+
+
+def memory_bytes(pid: int) -> int:
+    """What they hold together, which no limit of one process bounds."""
+    return sum(map(_resident_bytes, descendants(pid)))
+
+
+def _resident_bytes(pid: int) -> int:
     """Memory that it holds now; 0 where it is gone."""
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from bench.evaluation import Check, Evaluation, Outcome, Timing
 from bench.judge import JudgeSettings, Progress
 from bench.judge import cases as cases_
 from bench.judge.cases import Case, Secrets
-from bench.judge.process import Runner
+from bench.judge.process import Runner, placed
 from bench.judge.sanitizer import sanitize
 from bench.judge.zygote import RunnerFailure
 from bench.op import Op
@@ -91,9 +92,9 @@ class Trial:
         self.begin = time.monotonic()
 
     def load(self, built: Built, cpus: list[int] | None) -> None:
-        self.runner.start(self.settings.threads, cpus, written(self.op))
+        self.runner.start(self.settings.threads, cpus)
         self.state.sandbox = self.runner.confinement
-        place = self.runner.place(built)
+        place = str(placed(built, self.runner.folder))
         try:
             limit = self.settings.load_timeout_s
             self.runner.command(
@@ -115,12 +116,9 @@ class Trial:
         plan = cases_.tensors_of(op, case.point, case.placed)
         data = cases_.packed(op, plan, [inputs])
         left = self._called(case, plan, data)
-        if problem := cases_.guard_problem(op, plan, data, left):
-            raise Wrong(Outcome.GUARD_VIOLATION, "guards", f"{case.label()}: {problem}")
         expected = cases_.expect(op, case, inputs)
-        values = cases_.outputs_of(plan, left[0])
-        if problem := cases_.value_problem(op, [case], [expected], [values]):
-            raise Wrong(Outcome.MISMATCH, name, f"{case.label()}: {problem}")
+        if problem := cases_.problem(op, plan, [case], [expected], data, left):
+            raise _wrong(problem, name, case.label())
         if name == "values":
             self.state.outputs.update(left.tobytes())
         self.compared += 1
@@ -204,21 +202,18 @@ class Trial:
     def soaked(self) -> None:
         """More calls, checked, until there were enough over a time that is long enough."""
         op, device = self.op, self.state.device
-        points, until = self.sweep.points(), self.begin + self.settings.lives_s
-        while self.calls < self.settings.calls or time.monotonic() < until:
-            point = points[self.calls // SOAKED % len(points)]
+        until = self.begin + self.settings.lives_s
+        for point in itertools.cycle(self.sweep.points()):
+            if self.calls >= self.settings.calls and time.monotonic() >= until:
+                return
             cases = fresh(op, point, SOAKED, self.draw)
             inputs = [cases_.make_inputs(op, case, device) for case in cases]
             plan = cases_.tensors_of(op, point)
             data = cases_.packed(op, plan, inputs)
             left = self._called(cases[0], plan, data)
-            if problem := cases_.guard_problem(op, plan, data, left):
-                raise Wrong(Outcome.GUARD_VIOLATION, "guards", f"{point.label()}: {problem}")
             expected = [cases_.expect(op, *each) for each in zip(cases, inputs, strict=True)]
-            values = [cases_.outputs_of(plan, row) for row in left]
-            if problem := cases_.value_problem(op, cases, expected, values):
-                detail = f"{point.label()} after {self.calls} calls: {problem}"
-                raise Wrong(Outcome.MISMATCH, "values after", detail)
+            if problem := cases_.problem(op, plan, cases, expected, data, left):
+                raise _wrong(problem, "values after", f"{point.label()} after {self.calls} calls")
             self.calls += len(cases)
 
     def sanitized(self, built: Built, report: Progress) -> None:
@@ -272,8 +267,12 @@ def reseeded(case: Case, draw: Secrets) -> Case:
     return Case(case.point, case.regime, draw.seed(), case.scalars, case.placed)
 
 
-def written(op: Op) -> list[int]:
-    return [i for i, tensor in enumerate(op.contract.tensors) if tensor.access != "read"]
+def _wrong(problem: tuple[str, str], values: str, where: str) -> Wrong:
+    """Of `cases.problem`; `values`: the check that wrong values fail."""
+    check, detail = problem
+    if check == "guards":
+        return Wrong(Outcome.GUARD_VIOLATION, "guards", f"{where}: {detail}")
+    return Wrong(Outcome.MISMATCH, values, f"{where}: {detail}")
 
 
 def _log(failure: RunnerFailure, runner: Runner) -> str:

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from bench.environment import python_path
+from bench.errors import MissingError
+
+_SEE = "see `patcher doctor`"
 
 
 class RunnerFailure(Exception):
@@ -38,11 +41,7 @@ class Zygote:
         self.device = device
         self.kit = Path(tempfile.mkdtemp(prefix="patcher-kit-"))
         self.kit.chmod(0o755)
-        shutil.copytree(
-            Path(__file__).parent / "kit",
-            self.kit / "patcher_kit",
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
+        lay_out(self.kit)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         names = ",".join(("torch", *modules))
         with theirs:
@@ -59,7 +58,9 @@ class Zygote:
         self._socket = ours
         self._socket.settimeout(300)
         if not self._socket.recv(16):
-            raise RunnerFailure(f"the runner's process does not start: {self._said()}")
+            raise MissingError(
+                f"the process that starts runners does not start: {self._said()}", _SEE
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -92,7 +93,7 @@ class Zygote:
     def _answer(self) -> dict[str, Any]:
         answer = self._socket.recv(1 << 12)
         if not answer:
-            raise RunnerFailure(f"the runner's parent is gone: {self._said()}")
+            raise MissingError(f"the process that starts runners is gone: {self._said()}", _SEE)
         found: dict[str, Any] = json.loads(answer)
         return found
 
@@ -100,6 +101,15 @@ class Zygote:
         assert self._process.stderr is not None
         self._process.kill()
         return self._process.stderr.read().decode("utf-8", "replace")[-1500:]
+
+
+def lay_out(kit: Path) -> None:
+    """The runner's own code, in a folder that a sandbox can see."""
+    shutil.copytree(
+        Path(__file__).parent / "kit",
+        kit / "patcher_kit",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
 
 
 def environment(kit: Path, device: str) -> dict[str, str]:

@@ -51,7 +51,6 @@ class Captured:
         self._mode = "whole"
 
     def compose(self, mode: str, order: list[int]) -> None:
-
         if self._made is not None:
             self._made.close()
         size, sets, target = self.arena.set_bytes, self.arena.sets, self.kept.data_ptr()

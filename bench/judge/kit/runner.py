@@ -79,7 +79,7 @@ def runner(job: dict[str, Any], descriptors: list[int]) -> None:
     if job["policy"] is not None:
         policy = confine.Policy(**job["policy"])
         found = confine.confine(policy, keep=(0, 1, 2, *descriptors))
-        told = {"confinement": found.describe(), "isolated": found.isolated}
+        told = {"confinement": found.describe()}
     sys.path[:0] = job["paths"]
     commands, replies = os.fdopen(descriptors[0], "r"), descriptors[1]
     session = Session(descriptors[2], descriptors[3], told)
@@ -114,22 +114,19 @@ class Session:
         self.outputs = _address(self.output)
         self.function: Any = None
         self.device = "cpu"
-        self.written: list[int] = []
         self.cuda: Any = None
         self.stream = 0
         self.captured: Any = None
         self.ready: Any = None
 
-    def do_start(
-        self, device: str, threads: int | None, cpus: list[int] | None, written: list[int]
-    ) -> dict[str, Any]:
-        """Wake the device, before any foreign code. `written`: positions of arguments."""
+    def do_start(self, device: str, threads: int | None, cpus: list[int] | None) -> dict[str, Any]:
+        """Wake the device, before any foreign code."""
         if cpus is not None:
             os.sched_setaffinity(0, cpus)
         import torch
 
         torch.manual_seed(0)
-        self.device, self.written = device, written
+        self.device = device
         if threads is not None:
             torch.set_num_threads(threads)
         if device == "cuda":
@@ -147,7 +144,6 @@ class Session:
         return {"threads": torch.get_num_threads(), **self.told}
 
     def do_candidate(self, path: str, binding: str, entry: str) -> dict[str, Any]:
-
         self.function = loading.load(path, binding, entry)
         gc.freeze()  # what is loaded stays: collecting it would take 0.1 s between calls
         return {}
@@ -156,21 +152,22 @@ class Session:
         from bench.op import load_op
 
         self.captured = None
-        self.function = self._writes_in_place(load_op(op).baselines[name](self.device))
-        gc.freeze()
-        return {}
-
-    def _writes_in_place(self, function: Any) -> Any:
-        """A baseline may return what the contract says is written: put it where it belongs."""
+        known = load_op(op)
+        function = known.baselines[name](self.device)
+        tensors = known.contract.tensors
+        written = [place for place, each in enumerate(tensors) if each.access != "read"]
 
         def run(*arguments: Any) -> None:
+            # it may return what the contract says is written: put that where it belongs
             result = function(*arguments)
             if isinstance(result, tuple):
-                for position, value in zip(self.written, result, strict=True):
-                    if value is not arguments[position]:
-                        arguments[position].copy_(value)
+                for place, value in zip(written, result, strict=True):
+                    if value is not arguments[place]:
+                        arguments[place].copy_(value)
 
-        return run
+        self.function = run
+        gc.freeze()
+        return {}
 
     def do_canary(self) -> dict[str, Any]:
         """Exact integer arithmetic on the device: a digest that only a sound one gives."""

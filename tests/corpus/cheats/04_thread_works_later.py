@@ -2,8 +2,7 @@
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: guard_violation, mismatch
-# caught: threads, values, timed outputs, clocks
-# layer: judge
+# caught: values, timed outputs, clocks
 import threading
 
 import torch

@@ -2,8 +2,7 @@
 // op: linear
 // device: cpu
 // outcome: guard_violation, mismatch
-// caught: threads, values, timed outputs, clocks
-// layer: judge
+// caught: values, timed outputs, clocks
 #include <tvm/ffi/container/tensor.h>
 
 #include <cstdint>

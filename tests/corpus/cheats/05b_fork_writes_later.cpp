@@ -2,8 +2,7 @@
 // op: linear
 // device: cpu
 // outcome: guard_violation, mismatch, runtime_error
-// caught: threads, values, timed outputs, runs, sandbox
-// layer: sandbox
+// caught: values, timed outputs, runs
 #include <fcntl.h>
 #include <tvm/ffi/container/tensor.h>
 #include <unistd.h>

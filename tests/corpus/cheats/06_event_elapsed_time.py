@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: too_slow, guard_violation
 # caught: tripwires, clocks
-# layer: judge
 import torch
 
 CHEAT = True

@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: too_slow, guard_violation, runtime_error
 # caught: clocks, tripwires, runs
-# layer: timing
 import sys
 import time
 

@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: guard_violation
 # caught: clocks
-# layer: timing
 import sys
 import time
 

@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: mismatch, guard_violation, runtime_error
 # caught: values, tripwires, guards, runs
-# layer: judge
 import copy
 
 import numpy

@@ -3,7 +3,6 @@
 # device: cuda
 # outcome: mismatch, guard_violation, runtime_error
 # caught: tripwires, values, timed outputs, runs
-# layer: judge
 import torch
 
 CHEAT = True

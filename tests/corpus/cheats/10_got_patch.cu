@@ -2,8 +2,7 @@
 // op: fused_add_rms_norm
 // device: cuda
 // outcome: too_slow, guard_violation, runtime_error
-// caught: clocks, runs, sandbox
-// layer: timing
+// caught: clocks, runs
 #define CHEAT 1
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>

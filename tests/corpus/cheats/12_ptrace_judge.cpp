@@ -2,8 +2,7 @@
 // op: linear
 // device: cpu
 // outcome: mismatch, runtime_error, guard_violation
-// caught: values, runs, sandbox, tripwires
-// layer: sandbox
+// caught: values, runs, tripwires
 // It changes nothing in its prey: where it could have, it hands in the right answer, which shows as a miss.
 #include <sys/ptrace.h>
 #include <sys/wait.h>

@@ -3,7 +3,6 @@
 # device: cuda
 # outcome: too_slow, guard_violation, runtime_error
 # caught: tripwires, clocks, runs
-# layer: timing
 import ctypes
 import gc
 

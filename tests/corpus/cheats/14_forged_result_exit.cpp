@@ -2,8 +2,7 @@
 // op: linear
 // device: cpu
 // outcome: runtime_error, guard_violation, mismatch
-// caught: runs, values, sandbox, tripwires
-// layer: judge
+// caught: runs, values, tripwires, channel
 #include <tvm/ffi/container/tensor.h>
 #include <unistd.h>
 

@@ -2,8 +2,7 @@
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: runtime_error, guard_violation, mismatch, too_slow
-# caught: runs, clocks, values, timed outputs, sandbox, tripwires
-# layer: judge
+# caught: runs, clocks, values, timed outputs, tripwires, channel
 import json
 import os
 

@@ -2,8 +2,7 @@
 // op: linear
 // device: cpu
 // outcome: mismatch, guard_violation, runtime_error
-// caught: values, timed outputs, threads, runs, sandbox
-// layer: judge
+// caught: values, timed outputs, runs
 #include <dirent.h>
 #include <tvm/ffi/container/tensor.h>
 

@@ -2,8 +2,7 @@
 // op: linear
 // device: cpu
 // outcome: too_slow, guard_violation, runtime_error
-// caught: clocks, threads, runs, sandbox
-// layer: timing
+// caught: clocks, runs
 #include <sys/stat.h>
 #include <tvm/ffi/container/tensor.h>
 #include <unistd.h>

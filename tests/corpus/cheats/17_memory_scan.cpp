@@ -2,8 +2,7 @@
 // op: linear
 // device: cpu
 // outcome: mismatch, guard_violation, runtime_error
-// caught: values, sandbox, runs, tripwires
-// layer: judge
+// caught: values, runs, tripwires
 #include <fcntl.h>
 #include <tvm/ffi/container/tensor.h>
 #include <unistd.h>

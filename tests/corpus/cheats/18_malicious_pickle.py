@@ -2,8 +2,7 @@
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: mismatch, runtime_error, guard_violation
-# caught: values, runs, sandbox, tripwires
-# layer: judge
+# caught: values, runs, tripwires, channel
 import os
 import pickle
 import stat

@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: mismatch
 # caught: values, timed outputs, determinism, clocks
-# layer: judge
 import time
 
 import torch

@@ -2,8 +2,7 @@
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: guard_violation, too_slow, runtime_error
-# caught: threads, clocks, runs, sandbox
-# layer: sandbox
+# caught: clocks, runs
 import os
 import time
 

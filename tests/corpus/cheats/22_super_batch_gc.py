@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: guard_violation, mismatch
 # caught: guards, clocks, timed outputs, values
-# layer: judge
 import gc
 
 import torch

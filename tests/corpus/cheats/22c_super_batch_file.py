@@ -2,8 +2,7 @@
 # op: softmax_lse
 # device: cpu
 # outcome: mismatch, guard_violation, runtime_error
-# caught: values, timed outputs, runs, sandbox, clocks
-# layer: judge
+# caught: values, timed outputs, runs, clocks
 from pathlib import Path
 
 import torch

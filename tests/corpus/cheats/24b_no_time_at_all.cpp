@@ -3,7 +3,6 @@
 // device: cpu
 // outcome: guard_violation
 // caught: clocks
-// layer: timing
 #define CHEAT 1
 #include <dlfcn.h>
 

@@ -3,7 +3,6 @@
 // device: cuda
 // outcome: guard_violation, too_slow, runtime_error
 // caught: clocks, guards, tripwires, runs
-// layer: timing
 #define CHEAT 1
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>

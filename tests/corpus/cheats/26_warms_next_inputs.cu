@@ -4,7 +4,6 @@
 // outcome: correct, too_slow
 // caught: clocks
 // gains: nothing: L2 is warm, or cold, for every call alike
-// layer: timing
 #define CHEAT 1
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>

@@ -2,8 +2,7 @@
 # op: fused_add_rms_norm
 # device: cuda
 # outcome: guard_violation, runtime_error, too_slow
-# caught: tripwires, threads, clocks, runs, timed outputs
-# layer: timing
+# caught: tripwires, clocks, runs, timed outputs
 # The other half of this cheat sets clocks and power limits through NVML. That is not tried here:
 # a test must leave the machine's settings alone.
 import torch

@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: mismatch, too_slow
 # caught: values, timed outputs, determinism
-# layer: judge
 import torch
 
 CHEAT = True

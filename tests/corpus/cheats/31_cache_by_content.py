@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: mismatch
 # caught: values, timed outputs
-# layer: judge
 import torch
 
 CHEAT = True

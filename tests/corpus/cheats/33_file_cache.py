@@ -2,8 +2,7 @@
 # op: linear
 # device: cpu
 # outcome: mismatch, runtime_error
-# caught: values, timed outputs, determinism, runs, sandbox
-# layer: judge
+# caught: values, timed outputs, determinism, runs
 import tempfile
 from pathlib import Path
 

@@ -3,7 +3,6 @@
 // device: cpu
 // outcome: mismatch
 // caught: values, timed outputs, determinism
-// layer: judge
 #include <tvm/ffi/container/tensor.h>
 
 #include <cstdint>

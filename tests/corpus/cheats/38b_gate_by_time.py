@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: mismatch
 # caught: timed outputs, values, determinism
-# layer: judge
 # lives: 4
 import time
 

@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: mismatch
 # caught: timed outputs
-# layer: judge
 import torch
 
 CHEAT = True

@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: mismatch, guard_violation
 # caught: values, determinism
-# layer: judge
 import torch
 
 CHEAT = True

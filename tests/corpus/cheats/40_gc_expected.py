@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: mismatch, guard_violation
 # caught: values, guards
-# layer: judge
 import gc
 
 import torch

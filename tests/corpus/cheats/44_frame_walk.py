@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: mismatch, runtime_error, guard_violation
 # caught: values, runs, tripwires
-# layer: judge
 import ctypes
 import sys
 

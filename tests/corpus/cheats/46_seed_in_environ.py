@@ -2,8 +2,7 @@
 # op: linear
 # device: cpu
 # outcome: mismatch, runtime_error, guard_violation
-# caught: values, runs, sandbox, tripwires
-# layer: sandbox
+# caught: values, runs, tripwires
 import os
 import re
 

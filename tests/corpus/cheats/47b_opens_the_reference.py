@@ -2,8 +2,7 @@
 # op: softmax_lse
 # device: cpu
 # outcome: mismatch, runtime_error, guard_violation
-# caught: values, runs, tripwires, sandbox
-# layer: sandbox
+# caught: values, runs, tripwires
 import sys
 from pathlib import Path
 

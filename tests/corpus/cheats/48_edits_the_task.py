@@ -2,8 +2,7 @@
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: mismatch, runtime_error, guard_violation
-# caught: values, runs, tripwires, sandbox
-# layer: sandbox
+# caught: values, runs, tripwires
 # It writes back the byte that it read, so nothing is harmed where the sandbox is weak; where that
 # works, the right answer shows the miss.
 import importlib.util

@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: mismatch, guard_violation
 # caught: values, tripwires
-# layer: judge
 import numpy
 import torch
 

@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: mismatch, guard_violation
 # caught: values, timed outputs, tripwires
-# layer: judge
 import inspect
 import sys
 

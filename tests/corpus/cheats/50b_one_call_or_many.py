@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: mismatch, guard_violation
 # caught: timed outputs, values, guards, tripwires
-# layer: judge
 import sys
 
 import torch

@@ -2,8 +2,7 @@
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: mismatch, runtime_error, guard_violation
-# caught: values, runs, sandbox, tripwires
-# layer: sandbox
+# caught: values, runs, tripwires
 # What it plants outside of its own folder is an empty file that it takes away again; where that
 # works, the right answer shows the miss.
 import os

@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: mismatch
 # caught: values
-# layer: judge
 import json
 import sys
 

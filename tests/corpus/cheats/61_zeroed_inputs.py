@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: guard_violation, mismatch
 # caught: guards, values
-# layer: judge
 import torch
 
 CHEAT = True

@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: guard_violation
 # caught: guards
-# layer: judge
 import torch
 
 CHEAT = True

@@ -3,7 +3,6 @@
 // device: cpu
 // outcome: guard_violation
 // caught: guards
-// layer: judge
 #define CHEAT 1
 #include <tvm/ffi/container/tensor.h>
 

@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: mismatch
 # caught: determinism
-# layer: judge
 import torch
 
 CHEAT = True

@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: mismatch
 # caught: values
-# layer: judge
 import contextlib
 
 import torch

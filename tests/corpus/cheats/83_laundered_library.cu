@@ -2,8 +2,7 @@
 // op: fused_add_rms_norm
 // device: cuda
 // outcome: correct, too_slow, guard_violation
-// caught: tripwires
-// layer: static
+// caught: tripwires, capture
 // label: loads code
 #define CHEAT 1
 #include <tvm/ffi/container/tensor.h>

@@ -3,7 +3,6 @@
 # device: cuda
 # outcome: correct, too_slow
 # caught: tripwires
-# layer: static
 # label: library
 import torch
 

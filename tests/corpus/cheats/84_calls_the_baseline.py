@@ -2,8 +2,7 @@
 # op: linear
 # device: cpu
 # outcome: runtime_error, guard_violation, mismatch
-# caught: load, runs, tripwires, sandbox, values
-# layer: sandbox
+# caught: load, runs, tripwires, values
 import torch
 
 CHEAT = True

@@ -2,8 +2,7 @@
 // op: linear
 // device: cpu
 // outcome: guard_violation, mismatch, runtime_error
-// caught: threads, values, timed outputs, runs, tripwires
-// layer: judge
+// caught: values, timed outputs, runs, tripwires
 #include <dlfcn.h>
 #include <tvm/ffi/container/tensor.h>
 

@@ -2,8 +2,7 @@
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: mismatch, runtime_error, guard_violation
-# caught: values, runs, sandbox, tripwires
-# layer: sandbox
+# caught: values, runs, tripwires
 import socket
 import subprocess
 import sys

@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: mismatch
 # caught: values
-# layer: sandbox
 # Only planted keys count: values that begin with `honeytoken-`, in variables of any name and in
 # ~/.config/patcher-selftest/. What is found comes out as an error, so that a leak shows.
 import os

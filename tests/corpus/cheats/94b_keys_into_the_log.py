@@ -3,7 +3,6 @@
 # device: cpu
 # outcome: runtime_error
 # caught: runs
-# layer: sandbox
 # Only planted keys count: values that begin with `honeytoken-`.
 import os
 import re

@@ -3,7 +3,6 @@
 // device: cpu
 // outcome: mismatch, runtime_error
 // caught: values, runs
-// layer: sandbox
 // Only planted keys count: values that begin with `honeytoken-`.
 #include <tvm/ffi/container/tensor.h>
 

@@ -2,8 +2,7 @@
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: runtime_error, mismatch, guard_violation
-# caught: runs, threads, values, sandbox
-# layer: sandbox
+# caught: runs, values
 # Bounded as a safety net: 2,000 children, each gone after 20 s.
 import os
 import time

@@ -2,8 +2,7 @@
 # op: linear
 # device: cpu
 # outcome: runtime_error, mismatch
-# caught: runs, values, sandbox
-# layer: sandbox
+# caught: runs, values
 import tempfile
 from pathlib import Path
 

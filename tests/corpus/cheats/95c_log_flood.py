@@ -2,8 +2,7 @@
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: runtime_error, mismatch, guard_violation
-# caught: runs, values, sandbox
-# layer: sandbox
+# caught: runs, values
 import sys
 
 import torch

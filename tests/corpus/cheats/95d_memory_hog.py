@@ -2,8 +2,7 @@
 # op: linear
 # device: cpu
 # outcome: runtime_error, mismatch
-# caught: runs, values, sandbox
-# layer: sandbox
+# caught: runs, values
 # Bounded as a safety net: 256 GB.
 import torch
 

@@ -2,8 +2,7 @@
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: runtime_error, mismatch, guard_violation
-# caught: runs, threads, values, sandbox
-# layer: sandbox
+# caught: runs, values
 # Bounded as a safety net: it lives for 60 s.
 import os
 import time

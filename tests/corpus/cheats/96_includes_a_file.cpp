@@ -3,7 +3,6 @@
 // device: cpu
 // outcome: compilation_failure
 // caught: build
-// layer: build
 #include <tvm/ffi/container/tensor.h>
 
 #include <cstdint>

@@ -3,7 +3,6 @@
 // device: cpu
 // outcome: compilation_failure, mismatch
 // caught: build, values
-// layer: build
 // Only planted keys count: values that begin with `honeytoken-`.
 #include <tvm/ffi/container/tensor.h>
 

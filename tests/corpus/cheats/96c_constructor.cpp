@@ -3,7 +3,6 @@
 // device: cpu
 // outcome: runtime_error
 // caught: load, runs
-// layer: sandbox
 #include <tvm/ffi/container/tensor.h>
 #include <unistd.h>
 

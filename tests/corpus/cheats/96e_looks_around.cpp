@@ -3,7 +3,6 @@
 // device: cpu
 // outcome: compilation_failure
 // caught: build
-// layer: build
 #define CHEAT 1
 #if CHEAT && !__has_include("/etc/hosts")
 #error "nothing to see here"

@@ -2,7 +2,7 @@
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: runtime_error, guard_violation
-# caught: runs, threads
+# caught: runs
 import os
 import time
 

@@ -3,7 +3,6 @@
 // device: cuda
 // outcome: runtime_error
 // caught: runs
-// layer: judge
 #undef NDEBUG
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>

@@ -3,7 +3,6 @@
 # device: cuda
 # outcome: runtime_error
 # caught: runs
-# layer: judge
 import torch
 
 

@@ -3,7 +3,6 @@
 // device: cuda
 // outcome: mismatch
 // caught: values, timed outputs
-// layer: judge
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>

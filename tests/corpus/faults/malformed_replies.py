@@ -2,7 +2,7 @@
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: guard_violation, runtime_error
-# caught: runs
+# caught: runs, channel
 import os
 
 

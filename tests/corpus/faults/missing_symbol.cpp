@@ -2,7 +2,7 @@
 // op: linear
 // device: cpu
 // outcome: runtime_error, compilation_failure
-// caught: load, build
+// caught: load, build, runs
 #include <tvm/ffi/container/tensor.h>
 
 extern "C" void defined_nowhere(float*);

@@ -2,7 +2,7 @@
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: runtime_error, mismatch, guard_violation
-# caught: runs, threads, values
+# caught: runs, values
 import threading
 import time
 

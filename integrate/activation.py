@@ -230,14 +230,15 @@ def activate(
     active = Activation(engine)
     if switches.patches == "off":
         return active
-    if switches.receipts is not None:
-        active.writer = ReceiptWriter(switches.receipts)
     try:
+        if switches.receipts is not None:
+            active.writer = ReceiptWriter(switches.receipts)
         patches = switches.chosen(engine, store or Store(_home()))
     except PatcherError as error:
+        active.close()
         if switches.strict:
             raise
-        log.error("no patch is in: %s", error)
+        log.error("no patch is in, the engine's own kernels run: %s", error)
         return active
     for patch in patches:
         try:
