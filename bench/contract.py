@@ -26,7 +26,8 @@ class TensorSpec(Record):
     dtype: str
     """A symbol of `[dtypes]`."""
     shape: tuple[str, ...]
-    """Names of axes, row-major."""
+    """Arithmetic over axis names (`experts + 1`, `q_heads * head_dim`), row-major. A size of 0 says
+    that the tensor is absent: how an op takes an optional one."""
     access: Literal["read", "write", "update"]
     """`update`: read and written in place. What is only read must come back as it was."""
     values: Literal["any", "given"] = "any"
@@ -97,7 +98,7 @@ class Guards(Record):
 
 class Accuracy(Record):
     reduction: str
-    """The axis of the longest sum."""
+    """How long the longest sum is: arithmetic over axis names."""
     subnormals: Literal["may be flushed", "kept"] = "may be flushed"
     """Whether float32's subnormal numbers may be taken for zero, as fast arithmetic does."""
     exact: tuple[str, ...] = ()
@@ -161,7 +162,10 @@ class Contract(Record):
         return choices
 
     def shape(self, tensor: TensorSpec, point: Point) -> tuple[int, ...]:
-        return tuple(point.axes[axis] for axis in tensor.shape)
+        return tuple(int(_arithmetic(size, point)) for size in tensor.shape)
+
+    def longest_sum(self, point: Point) -> int:
+        return int(_arithmetic(self.accuracy.reduction, point))
 
     def bytes_moved(self, point: Point) -> int:
         """Bytes that any implementation must move for one call."""
@@ -180,7 +184,7 @@ class Contract(Record):
 
 
 def _arithmetic(expression: str, point: Point) -> float:
-    """Evaluate `+ - * /` over axes and dtype symbols (item sizes)."""
+    """Evaluate `+ - * / //`, `min` and `max` over axes and dtype symbols (item sizes)."""
     names = {**point.axes, **{symbol: ITEM_SIZE[dtype] for symbol, dtype in point.dtypes.items()}}
 
     def value(node: ast.expr) -> float:
@@ -200,6 +204,12 @@ def _arithmetic(expression: str, point: Point) -> float:
                         return a * b
                     case ast.Div():
                         return a / b
+                    case ast.FloorDiv():
+                        return a // b
+            case ast.Call(func=ast.Name(id="min"), args=[*several], keywords=[]):
+                return min(value(each) for each in several)
+            case ast.Call(func=ast.Name(id="max"), args=[*several], keywords=[]):
+                return max(value(each) for each in several)
         raise ValueError(f"not arithmetic: {expression}")
 
     return value(ast.parse(expression, mode="eval").body)

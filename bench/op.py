@@ -53,6 +53,16 @@ class Op:
         return function
 
     @cached_property
+    def kept(self) -> Callable[..., dict[str, Any]]:
+        """`kept(**inputs) -> {updated tensor: bool mask}`: elements whose bits a call must leave as
+        they were, of an op that updates a tensor in part; without it, none are held to that.
+        """
+        found: Callable[..., dict[str, Any]] | None = getattr(
+            _load(self.folder / "reference.py"), "kept", None
+        )
+        return found or (lambda **inputs: {})
+
+    @cached_property
     def control(self) -> Callable[..., dict[str, Any]]:
         """The op in lower precision than the contract wants: the judge must reject it."""
         function: Callable[..., dict[str, Any]] = _load(self.folder / "reference.py").control

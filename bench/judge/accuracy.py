@@ -75,6 +75,8 @@ def explain_mismatch(
 
     `flushed`: absolute error forgiven everywhere; 0 where subnormal numbers must be kept.
     """
+    if value.numel() == 0:
+        return None
     if not value.is_floating_point() or exact:
         wrong = value != reference.to(value.dtype)
         return _said(value, reference, wrong, "not exactly right") if wrong.any() else None
@@ -106,6 +108,14 @@ def explain_mismatch(
                 f"(honest baseline {theirs.rmse:.3g} rmse); {where}"
             )
     return _by_region(got.square_(), allowed.square_(), squares, order, flushed)
+
+
+def explain_touched(value: Tensor, before: Tensor, kept: Tensor) -> str | None:
+    """None where every element of `kept` has the bits that it had, else which has not."""
+    bits = (value.contiguous().view(torch.uint8), before.contiguous().view(torch.uint8))
+    same = (bits[0] == bits[1]).view(*value.shape, -1).all(-1)
+    wrong = kept & ~same
+    return _said(value, before, wrong, "changed what must stay as it was") if wrong.any() else None
 
 
 def _by_region(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench.contract import Point, Sweep
 from bench.judge import regimes
-from bench.judge.accuracy import FLUSHED, explain_mismatch
+from bench.judge.accuracy import FLUSHED, explain_mismatch, explain_touched
 from bench.judge.blob import Bytes, Layout, Wanted, layout, read_set, strayed, write_set
 from bench.op import Op
 
@@ -155,6 +155,9 @@ class Expected:
 
     reference: dict[str, Tensor]
     honest: dict[str, Tensor]
+    before: dict[str, Tensor]
+    kept: dict[str, Tensor]
+    """Of tensors that are updated in part: where the bits of `before` must stay."""
 
 
 def expect(op: Op, case: Case, inputs: dict[str, Tensor]) -> Expected:
@@ -165,26 +168,37 @@ def expect(op: Op, case: Case, inputs: dict[str, Tensor]) -> Expected:
     returned = honest_baseline(*copies.values(), *scalars.values())
     written = [tensor.name for tensor in op.contract.written]
     honest = dict(zip(written, returned, strict=True)) if isinstance(returned, tuple) else copies
-    return Expected(op.reference(**inputs, **scalars), honest)
+    kept = op.kept(**inputs)
+    return Expected(op.reference(**inputs, **scalars), honest, inputs, kept)
 
 
 def value_problem(
     op: Op, cases: Sequence[Case], expected: Sequence[Expected], values: Sequence[Values]
 ) -> str | None:
     """What calls of one shape got wrong, tensor by tensor, all calls together."""
-    reduction = cases[0].point.axes[op.contract.accuracy.reduction]
+    reduction = op.contract.longest_sum(cases[0].point)
     for tensor in op.contract.written:
-        reference = torch.stack([each.reference[tensor.name] for each in expected])
+        name = tensor.name
+        reference = torch.stack([each.reference[name] for each in expected])
+        honest = torch.stack([each.honest[name] for each in expected])
+        value = torch.stack([each[name] for each in values]).to(reference.device)
+        if name in expected[0].kept:
+            kept = torch.stack([each.kept[name] for each in expected])
+            before = torch.stack([each.before[name] for each in expected])
+            if problem := explain_touched(value, before, kept):
+                return f"{name}: {problem}"
+            # what was written is judged by itself: what stayed would dilute its error
+            value, honest, reference = value[~kept], honest[~kept], reference[~kept]
         problem = explain_mismatch(
-            torch.stack([each[tensor.name] for each in values]).to(reference.device),
-            torch.stack([each.honest[tensor.name] for each in expected]),
+            value,
+            honest,
             reference,
             reduction,
             exact=cases[0].regime == regimes.EXACT,
             flushed=0.0 if op.contract.accuracy.subnormals == "kept" else FLUSHED,
         )
         if problem:
-            return f"{tensor.name}: {problem}"
+            return f"{name}: {problem}"
     return None
 
 

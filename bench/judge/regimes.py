@@ -61,7 +61,7 @@ def make(
     if regime == EXACT:
         return _exact(op, point, values, generator)
     chooser = random.Random(seed)
-    chosen = [only] if only else free(op)
+    chosen = [name for name in ([only] if only else free(op)) if values[name].numel()]
     return values | {name: _changed(values[name], regime, chooser) for name in chosen}
 
 
@@ -101,7 +101,7 @@ def _exact(
     names = op.contract.accuracy.exact
     outputs = [getattr(torch, point.dtypes[tensor.dtype]) for tensor in op.contract.written]
     limit = min(2.0 / torch.finfo(dtype).eps for dtype in outputs)
-    longest = point.axes[op.contract.accuracy.reduction]
+    longest = op.contract.longest_sum(point)
     chance = min(0.5, math.sqrt(limit / (4 * longest)))
     changed = dict(values)
     for name in names:

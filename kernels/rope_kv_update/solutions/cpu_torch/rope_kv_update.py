@@ -1,0 +1,35 @@
+"""rope_kv_update(positions[P: tokens], query[T: tokens, q_heads * head_dim],
+key[T: tokens, kv_heads * head_dim], value[T: tokens, kv_heads * head_dim], bias[T: 0 or all],
+cos_sin[C: positions, head_dim], slots[P: tokens],
+kv_cache[T: blocks, 2, block_size, kv_heads, head_dim])."""
+
+import torch
+
+
+def rotated(rows: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, -1)
+    first, second = rows.view(len(rows), -1, cos_sin.shape[-1]).chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def rope_kv_update(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor,
+    cos_sin: torch.Tensor,
+    slots: torch.Tensor,
+    kv_cache: torch.Tensor,
+) -> None:
+    block_size, heads, head_dim = kv_cache.shape[2:]
+    table = cos_sin[positions].float()
+    q, k, v = query.float(), key.float(), value.float()
+    if bias.numel():
+        sizes = [query.shape[1], key.shape[1], value.shape[1]]
+        q, k, v = (each + b for each, b in zip((q, k, v), bias.float().split(sizes), strict=True))
+    query.copy_(rotated(q, table).view(query.shape))
+    there = slots >= 0
+    block, offset = slots[there] // block_size, slots[there] % block_size
+    kv_cache[block, 0, offset] = rotated(k, table)[there].to(kv_cache.dtype)
+    kv_cache[block, 1, offset] = v.view(-1, heads, head_dim)[there].to(kv_cache.dtype)

@@ -1,0 +1,78 @@
+"""rope_kv_update(positions[P: tokens], query[T: tokens, q_heads * head_dim],
+key[T: tokens, kv_heads * head_dim], value[T: tokens, kv_heads * head_dim], bias[T: 0 or all],
+cos_sin[C: positions, head_dim], slots[P: tokens],
+kv_cache[T: blocks, 2, block_size, kv_heads, head_dim]).
+
+A program for each token and head, query heads first, then key heads, which take their value along.
+float32 arithmetic.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rope_kv_update_kernel(
+    positions_ptr, query_ptr, key_ptr, value_ptr, bias_ptr, cos_sin_ptr, slots_ptr, cache_ptr,
+    query_stride, key_stride, value_stride, q_heads, kv_heads, block_size,
+    BIASED: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < HALF
+    table = cos_sin_ptr + tl.load(positions_ptr + token) * 2 * HALF + column
+    cos = tl.load(table, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(table + HALF, mask=inside, other=0.0).to(tl.float32)
+    if head < q_heads:
+        at = query_ptr + token * query_stride + head * 2 * HALF + column
+    else:
+        at = key_ptr + token * key_stride + (head - q_heads) * 2 * HALF + column
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    if BIASED:
+        added = bias_ptr + head * 2 * HALF + column
+        first += tl.load(added, mask=inside, other=0.0).to(tl.float32)
+        second += tl.load(added + HALF, mask=inside, other=0.0).to(tl.float32)
+    a = (first * cos - second * sin).to(query_ptr.dtype.element_ty)
+    b = (second * cos + first * sin).to(query_ptr.dtype.element_ty)
+    if head < q_heads:
+        tl.store(at, a, mask=inside)
+        tl.store(at + HALF, b, mask=inside)
+    else:
+        slot = tl.load(slots_ptr + token)
+        if slot >= 0:
+            plane = block_size * kv_heads * 2 * HALF
+            place = cache_ptr + (slot // block_size) * 2 * plane
+            place += ((slot % block_size) * kv_heads + head - q_heads) * 2 * HALF
+            tl.store(place + column, a, mask=inside)
+            tl.store(place + HALF + column, b, mask=inside)
+            whole = tl.arange(0, 2 * BLOCK)
+            fits = whole < 2 * HALF
+            at = value_ptr + token * value_stride + (head - q_heads) * 2 * HALF + whole
+            value = tl.load(at, mask=fits, other=0.0).to(tl.float32)
+            if BIASED:
+                added = bias_ptr + (head + kv_heads) * 2 * HALF + whole
+                value += tl.load(added, mask=fits, other=0.0).to(tl.float32)
+            tl.store(place + plane + whole, value.to(query_ptr.dtype.element_ty), mask=fits)
+
+
+def rope_kv_update(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor,
+    cos_sin: torch.Tensor,
+    slots: torch.Tensor,
+    kv_cache: torch.Tensor,
+) -> None:
+    _, _, block_size, kv_heads, head_dim = kv_cache.shape
+    tokens, q_heads = query.shape[0], query.shape[1] // head_dim
+    half = head_dim // 2
+    rope_kv_update_kernel[(tokens, q_heads + kv_heads)](
+        positions, query, key, value, bias, cos_sin, slots, kv_cache,
+        query.stride(0), key.stride(0), value.stride(0), q_heads, kv_heads, block_size,
+        BIASED=bias.numel() > 0, HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1,
+    )  # fmt: skip
