@@ -1,0 +1,13 @@
+"""rope(query[T: tokens, q_heads, head_dim], key[T: tokens, kv_heads, head_dim],
+cos_sin[C: tokens, head_dim])."""
+
+import torch
+
+
+def rope(query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    cos, sin = cos_sin.float().unsqueeze(1).chunk(2, -1)
+    for heads in (query, key):
+        first, second = heads.chunk(2, -1)
+        a, b = first.float(), second.float()
+        first.copy_(a * cos - b * sin)
+        second.copy_(torch.addcmul(a * sin, b, cos))
