@@ -34,7 +34,7 @@ def _rotated(
 def _write(key: Tensor, value: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
     # padding writes what another token writes, to the same place: no mask, whose size the host
     # would have to wait for; where all is padding, the last place gets what it holds
-    blocks, _, block_size, heads, head_dim = kv_cache.shape
+    blocks, _, block_size = kv_cache.shape[:3]
     best = slots.argmax()
     source = torch.where(slots >= 0, torch.arange(len(slots), device=slots.device), best)
     target = slots[source] % (blocks * block_size)
