@@ -39,6 +39,8 @@ class GptOssPoint(ABC):
         self._later: ModelsBuiltLater | None = None
         self._swaps: list[Swap] = []
         """What is in."""
+        self._made: tuple[Dispatcher, list[torch.nn.Module], list[Swap]] | None = None
+        """What was in last, and for which parts: put in again, compiled code still fits."""
 
     @classmethod
     @abstractmethod
@@ -81,9 +83,12 @@ class GptOssPoint(ABC):
             later.install()
             self._later = later
             return
-        self._parts()
-        swaps = self.swaps(body_of(self.target), kernel)
-        self._swaps = [(module, _bound(module, forward, self)) for module, forward in swaps]
+        parts, made = self._parts(), self._made
+        if made is None or made[0] is not kernel or made[1] != parts:
+            swaps = self.swaps(body_of(self.target), kernel)
+            bound = [(module, _bound(module, forward, self)) for module, forward in swaps]
+            made = self._made = kernel, parts, bound
+        self._swaps = made[2]
         for module, forward in self._swaps:
             module.__dict__["forward"] = forward
 

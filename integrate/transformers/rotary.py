@@ -117,7 +117,7 @@ class GptOssRotaryEmbedding(GptOssPoint):
         table = None if compiling else self._table
         if table is not None and table[0] is cos and len(table[1]) == query[..., 0, 0].numel():
             return table[1]
-        joined = torch.cat((cos, sin), -1).expand(len(query), -1, -1).flatten(0, 1)
+        joined = torch.cat((cos, sin), -1).expand(len(query), -1, -1).flatten(0, 1).contiguous()
         if not compiling:
             self._table = cos, joined
         return joined

@@ -7,7 +7,5 @@ import torch
 def rope(query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor) -> None:
     cos, sin = cos_sin.float().unsqueeze(1).chunk(2, -1)
     for heads in (query, key):
-        first, second = heads.chunk(2, -1)
-        a, b = first.float(), second.float()
-        first.copy_(a * cos - b * sin)
-        second.copy_(torch.addcmul(a * sin, b, cos))
+        first, second = heads.float().chunk(2, -1)
+        heads.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
