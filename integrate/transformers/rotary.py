@@ -74,7 +74,9 @@ class GptOssRotaryEmbedding(GptOssPoint):
         # torch.compile looks up the globals of a function that knows its module in that module
         names = {name: value for name, value in own.__globals__.items() if name != "__name__"}
         names[_FUNCTION] = self._rotation(attention, names[_FUNCTION], seam)
-        ours = FunctionType(own.__code__, names, "forward", own.__defaults__, own.__closure__)
+        # and it tells functions apart by their code alone: each has its own
+        code = own.__code__.replace()
+        ours = FunctionType(code, names, "forward", own.__defaults__, own.__closure__)
         ours.__kwdefaults__ = own.__kwdefaults__
 
         def forward(*args: Any, **more: Any) -> Any:
