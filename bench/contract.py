@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
 
+from bench.arithmetic import evaluate, solve
 from bench.records import Record
 
 ITEM_SIZE = {
@@ -164,6 +165,18 @@ class Contract(Record):
     def shape(self, tensor: TensorSpec, point: Point) -> tuple[int, ...]:
         return tuple(int(_arithmetic(size, point)) for size in tensor.shape)
 
+    def axes_of(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+        """The axes of a call whose tensors have these shapes, as far as shapes tell; the axis that
+        is swept first.
+
+        Raises:
+            ValueError: the shapes do not fit the contract, or each other.
+        """
+        pairs = zip(self.tensors, shapes, strict=True)
+        found = solve([pair for t, shape in pairs for pair in zip(t.shape, shape, strict=True)])
+        swept = [sweep.axis for sweep in self.sweeps if sweep.axis in found]
+        return {axis: found[axis] for axis in (*swept, *found)}
+
     def longest_sum(self, point: Point) -> int:
         return int(_arithmetic(self.accuracy.reduction, point))
 
@@ -184,32 +197,6 @@ class Contract(Record):
 
 
 def _arithmetic(expression: str, point: Point) -> float:
-    """Evaluate `+ - * / //`, `min` and `max` over axes and dtype symbols (item sizes)."""
-    names = {**point.axes, **{symbol: ITEM_SIZE[dtype] for symbol, dtype in point.dtypes.items()}}
-
-    def value(node: ast.expr) -> float:
-        match node:
-            case ast.Constant(value=int() | float() as number):
-                return number
-            case ast.Name(id=name):
-                return names[name]
-            case ast.BinOp(left=left, op=operator, right=right):
-                a, b = value(left), value(right)
-                match operator:
-                    case ast.Add():
-                        return a + b
-                    case ast.Sub():
-                        return a - b
-                    case ast.Mult():
-                        return a * b
-                    case ast.Div():
-                        return a / b
-                    case ast.FloorDiv():
-                        return a // b
-            case ast.Call(func=ast.Name(id="min"), args=[*several], keywords=[]):
-                return min(value(each) for each in several)
-            case ast.Call(func=ast.Name(id="max"), args=[*several], keywords=[]):
-                return max(value(each) for each in several)
-        raise ValueError(f"not arithmetic: {expression}")
-
-    return value(ast.parse(expression, mode="eval").body)
+    """Over axes and dtype symbols (item sizes)."""
+    items = {symbol: ITEM_SIZE[dtype] for symbol, dtype in point.dtypes.items()}
+    return evaluate(expression, {**point.axes, **items})

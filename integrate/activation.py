@@ -171,6 +171,7 @@ def guards_of(manifest: Manifest) -> Guards:
             for major, minor in (name.split(".") for name in guards.capabilities)
         ),
         graph_safe=guards.graph_safe,
+        solve=contract.axes_of,
     )
 
 

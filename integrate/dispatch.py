@@ -64,6 +64,9 @@ class Guards:
     capabilities: tuple[tuple[int, int], ...] = ()
     """Compute capabilities that it was built for; none: any."""
     graph_safe: bool = True
+    solve: Callable[[list[tuple[int, ...]]], Mapping[str, int]] | None = None
+    """Axes of a call by the shapes of its tensors, where a contract computes sizes from them (then
+    `TensorGuard.axes` is arithmetic); ValueError: they do not fit."""
 
     def refusal(self, args: tuple[Any, ...]) -> str | None:
         """Why the kernel may not be called with these; None when it may.
@@ -90,7 +93,12 @@ class Guards:
         )
         return f"{shapes} {'/'.join(dict.fromkeys(map(_short, tensors)))}"
 
-    def _sizes(self, tensors: tuple[torch.Tensor, ...]) -> tuple[dict[str, int], str | None]:
+    def _sizes(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Mapping[str, int], str | None]:
+        if self.solve is not None:
+            try:
+                return self.solve([tuple(tensor.shape) for tensor in tensors]), None
+            except ValueError as error:
+                return {}, f"shapes that do not fit: {error}"
         sizes: dict[str, int] = {}
         for guard, tensor in zip(self.tensors, tensors, strict=True):
             for axis, size in zip(guard.axes, tensor.shape, strict=False):
@@ -119,7 +127,7 @@ class Guards:
                 return f"compute capability {capability[0]}.{capability[1]}"
         return None
 
-    def _size(self, sizes: dict[str, int]) -> str | None:
+    def _size(self, sizes: Mapping[str, int]) -> str | None:
         for axis, guard in self.axes.items():
             size = sizes.get(axis, guard.minimum)
             if size % guard.multiple_of:

@@ -40,6 +40,7 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
         case "skipped":  # some choices, and all of one token, are other nodes' or padding
             away = torch.rand(tokens * top_k, generator=generator, device=device) < 0.3
             away[:top_k] = True
+            away |= (order == 0) | (order == count - 1)  # where a clamped or a wrapped -1 reads
             unread = torch.ones(count, dtype=torch.bool, device=device)
             unread[order[~away]] = False
             rows[:, unread] = math.nan

@@ -1,0 +1,95 @@
+"""The arithmetic of a contract: sizes and costs over axis names, and back from sizes to axes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+
+def evaluate(expression: str, names: Mapping[str, float]) -> float:
+    """`+ - * / //`, `min` and `max` over numbers and names.
+
+    Raises:
+        KeyError: an unknown name.
+        ValueError: the expression is anything else.
+    """
+
+    def value(node: ast.expr) -> float:
+        match node:
+            case ast.Constant(value=int() | float() as number):
+                return number
+            case ast.Name(id=name):
+                return names[name]
+            case ast.BinOp(left=left, op=operator, right=right):
+                a, b = value(left), value(right)
+                match operator:
+                    case ast.Add():
+                        return a + b
+                    case ast.Sub():
+                        return a - b
+                    case ast.Mult():
+                        return a * b
+                    case ast.Div():
+                        return a / b
+                    case ast.FloorDiv():
+                        return a // b
+            case ast.Call(func=ast.Name(id="min"), args=[*several], keywords=[]):
+                return min(value(each) for each in several)
+            case ast.Call(func=ast.Name(id="max"), args=[*several], keywords=[]):
+                return max(value(each) for each in several)
+        raise ValueError(f"not arithmetic: {expression}")
+
+    return value(_parsed(expression))
+
+
+def solve(sizes: Sequence[tuple[str, int]]) -> dict[str, int]:
+    """The axes that give each expression its size, as far as they can be known.
+
+    An axis that no expression names alone is found from one in which it is the only unknown and
+    linear (`q_heads * head_dim`, once head_dim is known).
+
+    Raises:
+        ValueError: no sizes of the axes give these.
+    """
+    axes: dict[str, int] = {}
+    waiting = list(sizes)
+    while waiting:
+        left = []
+        for expression, size in waiting:
+            unknown = _names(expression) - axes.keys()
+            if not unknown:
+                if evaluate(expression, axes) != size:
+                    raise ValueError(f"{expression} is {size}")
+            elif len(unknown) > 1 or not _found(expression, size, unknown.copy().pop(), axes):
+                left.append((expression, size))
+        if len(left) == len(waiting):
+            break
+        waiting = left
+    return axes
+
+
+def _found(expression: str, size: int, name: str, axes: dict[str, int]) -> bool:
+    """Add the one unknown axis; False where the size says nothing of it."""
+    base = evaluate(expression, {**axes, name: 0})
+    slope = evaluate(expression, {**axes, name: 1}) - base
+    if slope == 0:
+        if base != size:
+            raise ValueError(f"{expression} is {size}")
+        return False
+    value = (size - base) / slope
+    if value < 0 or value != int(value) or evaluate(expression, {**axes, name: value}) != size:
+        raise ValueError(f"{expression} is {size}")
+    axes[name] = int(value)
+    return True
+
+
+@cache
+def _parsed(expression: str) -> ast.expr:
+    return ast.parse(expression, mode="eval").body
+
+
+@cache
+def _names(expression: str) -> frozenset[str]:
+    found = {node.id for node in ast.walk(_parsed(expression)) if isinstance(node, ast.Name)}
+    return frozenset(found - {"min", "max"})

@@ -1,0 +1,284 @@
+"""Ops of the library beside `fused_add_rms_norm`: contracts, references, inputs and solutions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import bench
+from bench import Candidate, Evaluation, Language, Outcome
+from bench.contract import Point
+from bench.judge import JudgeSettings, open_judge
+from bench.judge.accuracy import explain_touched
+from bench.judge.cases import Case, Expected, expect, make_inputs, tensors_of, value_problem
+from bench.judge.kit.loading import load
+from bench.judge.regimes import regimes_of
+from bench.op import Op
+
+NAMES = ("moe_finalize", "moe_reduce", "moe_route", "rope_kv_update")
+OPS = {name: bench.load_op(name) for name in NAMES}
+SOLUTIONS = {
+    (name, info.language): (candidate, next((op.folder / "solutions" / info.name).glob("*.py")))
+    for name, op in OPS.items()
+    for info, candidate in op.solutions()
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Many small calls: threads would wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def hidden(op: Op, dtypes: dict[str, str]) -> list[Point]:
+    return [Point(axes=shape.axes, dtypes=dtypes) for shape in op.contract.hidden]
+
+
+def problem(op: Op, case: Case) -> tuple[dict[str, Tensor], Expected]:
+    values = make_inputs(op, case, "cpu")
+    inputs = {tensor.name: values[tensor.name] for tensor in op.contract.tensors}
+    return inputs, expect(op, case, inputs)
+
+
+def wrong_with(op: Op, case: Case, kernel: Callable[..., Any]) -> str | None:
+    inputs, expected = problem(op, case)
+    values = {name: value.clone() for name, value in inputs.items()}
+    kernel(*values.values())
+    for tensor in op.contract.tensors:
+        if tensor.access == "read":
+            assert (
+                values[tensor.name].equal(inputs[tensor.name]) or inputs[tensor.name].isnan().any()
+            )
+    return value_problem(op, [case], [expected], [values])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inputs_are_seeded_and_fit_the_contract(name: str) -> None:
+    op = OPS[name]
+    for regime in op.inputs.REGIMES:
+        for point in hidden(op, op.contract.dtype_choices()[-1]):
+            once, again, other = (
+                op.inputs.make(point, torch.Generator().manual_seed(seed), regime)
+                for seed in (1, 1, 2)
+            )
+            for tensor in op.contract.tensors:
+                value = once[tensor.name]
+                assert value.shape == op.contract.shape(tensor, point)
+                assert value.dtype is getattr(torch, point.dtypes[tensor.dtype])
+                assert value.is_contiguous()
+                assert value.equal(again[tensor.name]) or value.isnan().any()
+            assert any(not once[key].equal(other[key]) for key in once)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shapes_tell_the_axes(name: str) -> None:
+    op = OPS[name]
+    points = [
+        *chain(*(s.points() for s in op.contract.sweeps)),
+        *hidden(op, op.sweep("cpu").dtypes),
+    ]
+    for point in points:
+        shapes = [op.contract.shape(tensor, point) for tensor in op.contract.tensors]
+        found = op.contract.axes_of(shapes)
+        assert next(iter(found)) == "tokens"
+        assert found.items() <= point.axes.items()
+        assert set(point.axes) - set(found) <= {"biased", "experts"}
+        shapes[-1] = (shapes[-1][0] + 1, *shapes[-1][1:])
+        if name != "rope_kv_update":  # how many blocks a cache has is nobody else's business
+            with pytest.raises(ValueError, match=" is "):
+                op.contract.axes_of(shapes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_torch_solution_is_right_in_every_regime_and_dtype(name: str) -> None:
+    op = OPS[name]
+    kernel = load(str(SOLUTIONS[name, Language.TORCH][1]), "python", name)
+    for index, dtypes in enumerate(op.contract.dtype_choices()):
+        for number, point in enumerate(hidden(op, dtypes)):
+            regimes = regimes_of(op)[(index + number) % 2 :: 2]
+            for regime in ("normal", *regimes):
+                case = Case(point, regime, 10 * index + number, ())
+                assert wrong_with(op, case, kernel) is None, case.label()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_planted_control_is_told_from_the_honest_baseline(name: str) -> None:
+    op = OPS[name]
+    for sweep in op.contract.sweeps:
+        case = Case(sweep.points()[4], "normal", 5, ())
+        inputs, expected = problem(op, case)
+        assert value_problem(op, [case], [expected], [op.control(**inputs)]) is not None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gpu_baselines_say_why_they_do_not_run_here(name: str) -> None:
+    for baseline in set(OPS[name].baselines) - {"torch.compile", "eager"}:
+        with pytest.raises(ImportError, match="CUDA device"):
+            OPS[name].baselines[baseline]("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        (
+            "moe_finalize",
+            "void tensorrt_llm::kernels::cutlass_kernels::finalizeMoeRoutingKernel<bf16, 1>",
+        ),
+        ("moe_reduce", "_reduce_grouped"),
+        (
+            "moe_reduce",
+            "void moe::dev::finalize::finalizeKernelVecLoad<moe::dev::finalize::KernelParams<4>>",
+        ),
+        ("moe_route", "_topk_forward _sum_bitmatrix_rows _combined_routing_memset"),
+        ("moe_route", "_combined_routing_compute_pow2"),
+        ("rope_kv_update", "vllm::reshape_and_cache_flash_kernel<__nv_bfloat16>"),
+        ("rope_kv_update", "applyBiasRopeUpdateKVCacheV2<__nv_bfloat16>"),
+    ],
+)
+def test_symbols_are_those_of_one_op(name: str, kernels: str) -> None:
+    spelled = [kernels] if kernels.startswith("v") else kernels.split()
+    for kernel in spelled:
+        assert [n for n, op in bench.load_ops().items() if op.contract.matches(kernel)] == [name]
+
+
+ROUTE = Point(axes={"tokens": 2, "experts": 4, "top_k": 2}, dtypes={"T": "float32", "I": "int32"})
+
+
+def test_ties_go_to_the_smaller_expert_and_bits_decide() -> None:
+    op = OPS["moe_route"]
+    inputs, _ = problem(op, Case(ROUTE, "normal", 1, ()))
+    inputs["logits"] = torch.tensor([[1.0, 2.0, 2.0, 2.0], [-0.0, -1.0, 0.0, float("nan")]])
+    found = op.reference(**inputs)
+    # gates: token 0 takes experts 1, 2; token 1 takes 2 (0 is above -0) and 3 (NaN is above all)
+    assert found["histogram"].tolist() == [0, 1, 2, 1]
+    assert found["gather_index"].tolist() == [0, 1, 2, 3]
+    assert found["tile_map"][0].tolist() == [1, 2, 3, -1]
+    assert found["gate_scales"][:2].tolist() == [0.5, 0.5]
+
+
+def test_what_an_update_leaves_alone_is_held_to_its_bits() -> None:
+    op = OPS["rope_kv_update"]
+    point = hidden(op, op.contract.dtype_choices()[0])[1]
+    case = Case(point, "padding", 3, ())
+    kernel = load(str(SOLUTIONS[op.name, Language.TORCH][1]), "python", op.name)
+
+    def careless(*tensors: Tensor) -> None:
+        kernel(*tensors)
+        stays = op.kept(slots=tensors[6], kv_cache=tensors[7])["kv_cache"]
+        first = stays.flatten().nonzero()[0]
+        cache = tensors[7].view(-1).view(torch.int16)
+        cache[first] ^= 1  # one bit, less than what rounding may cost
+
+    assert wrong_with(op, case, kernel) is None
+    said = wrong_with(op, case, careless)
+    assert said is not None
+    assert "changed what must stay as it was at 1 of" in said
+
+
+def test_not_a_number_that_stays_has_stayed() -> None:
+    before = torch.tensor([float("nan"), -0.0, 1.0])
+    kept = torch.tensor([True, True, False])
+    assert explain_touched(torch.tensor([float("nan"), -0.0, 2.0]), before, kept) is None
+    assert explain_touched(torch.tensor([float("nan"), 0.0, 1.0]), before, kept) is not None
+
+
+def test_an_absent_tensor_has_a_place_without_bytes() -> None:
+    op = OPS["moe_finalize"]
+    point = hidden(op, op.contract.dtype_choices()[0])[0]
+    plan = tensors_of(op, point)
+    [slot] = [slot for slot in plan.slots if slot.name == "bias"]
+    assert (slot.shape, slot.span_bytes) == ((0, 384), 0)
+
+
+SETTINGS = JudgeSettings(
+    baseline="eager", pairs=3, points=2, threads=1, calls=40, lives_s=0.0, timeout_s=20
+)
+WRONG = {
+    # the bias of another expert
+    "moe_finalize": ("experts[:, k]", "experts[:, 0]"),
+    # a row that is skipped may hold NaN
+    "moe_reduce": (
+        "term.masked_fill((chosen < 0).unsqueeze(1), 0.0)",
+        "term * (chosen >= 0).unsqueeze(1)",
+    ),
+    # the rest of the tile map is what it was
+    "moe_route": ("tile_map.fill_(-1)", "pass"),
+    # padding is written to the last place
+    "rope_kv_update": ("there = slots >= 0", "there = slots >= -1"),
+}
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Callable[[str, str], Evaluation]]:
+    with open_judge(SETTINGS) as opened:
+
+        def judged(name: str, source: str) -> Evaluation:
+            candidate = Candidate(op=name, language=Language.TORCH, source=source)
+            return opened.evaluate(candidate, lambda *_: None)
+
+        yield judged
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_judge_takes_the_right_one_and_says_what_is_wrong_with_another(
+    name: str, judge: Callable[[str, str], Evaluation]
+) -> None:
+    right = SOLUTIONS[name, Language.TORCH][0].source
+    evaluation = judge(name, right)
+    assert evaluation.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW), evaluation.log
+    old, new = WRONG[name]
+    assert old in right
+    evaluation = judge(name, right.replace(old, new))
+    assert evaluation.outcome is Outcome.MISMATCH, evaluation.log
+    [failed] = [check for check in evaluation.checks if not check.passed]
+    assert failed.name == "values"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed here")
+def test_the_triton_solution_is_right_in_the_interpreter(name: str) -> None:
+    # in a process of its own: Triton reads the variable when it is imported
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, __file__, name],
+        env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert json.loads(run.stdout.splitlines()[-1]) == []
+
+
+def interpreted(name: str) -> list[str]:
+    """What is wrong with the Triton solution. Not in bfloat16, which the interpreter truncates."""
+    op, found = OPS[name], []
+    kernel = load(str(SOLUTIONS[name, Language.TRITON][1]), "python", name)
+    for dtypes in op.contract.dtype_choices():
+        if "bfloat16" in dtypes.values():
+            continue
+        for number, point in enumerate(hidden(op, dtypes)):
+            small = {axis: min(size, 640) for axis, size in point.axes.items()}
+            point = point.model_copy(update={"axes": small})
+            regime = op.inputs.REGIMES[number % len(op.inputs.REGIMES)]
+            case = Case(point, regime, number, ())
+            if said := wrong_with(op, case, kernel):
+                found.append(f"{case.label()}: {said}")
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(interpreted(sys.argv[1])))
