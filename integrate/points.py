@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from integrate.dispatch import Dispatcher
 
 _ADAPTERS = {
+    "tensorrt_llm": "integrate.tensorrt_llm",
     "transformers": "integrate.transformers",
 }
 """Engine to the module whose `POINTS` are its adapters; imported when a patch asks for one."""

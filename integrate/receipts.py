@@ -160,8 +160,8 @@ def read_receipts(folder: Path) -> list[Receipt]:
 
 
 def own_rank() -> int | None:
-    """This process's rank as the launchers say it (torchrun, Open MPI, PMI, Slurm)."""
-    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+    """This process's rank, as our adapters or the launchers (torchrun, MPI, Slurm) say it."""
+    for name in ("PATCHER_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
         value = os.environ.get(name, "")
         if value.isdecimal():
             return int(value)

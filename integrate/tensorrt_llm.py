@@ -1,0 +1,309 @@
+"""TensorRT-LLM's PyTorch backend: its patch point, and how a patch gets into its workers.
+
+Read in NVIDIA/TensorRT-LLM: _torch/custom_ops/flashinfer_custom_ops.py (53b897c),
+_torch/modules/rms_norm.py (0419019), _torch/models/modeling_gpt_oss.py (050b6cb),
+llmapi/mpi_session.py (00a1352); tests/doubles/trtllm/README.md lists all. Written against those
+and a double of them: it has not met a TensorRT-LLM that runs.
+
+Where a kernel is launched in C++ there is no such point: `integrate.tensorrt_llm_source`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+
+from bench import MissingError, UsageError, VerificationError
+from integrate.activation import Activation, activate, variable
+from integrate.dispatch import Dispatcher
+from integrate.points import PatchPoint, source_digest
+from integrate.receipts import Receipt, read_receipts
+
+log = logging.getLogger("patcher")
+
+ENGINE = "tensorrt_llm"
+MODULE = "patcher_tensorrt_llm"
+"""Name of the generated package."""
+_OPS = "tensorrt_llm._torch.custom_ops"
+_SCHEMA = "(Tensor(a0!) input, Tensor(a1!) residual, Tensor weight, float eps) -> ()"
+
+
+class FusedAddRmsNorm:
+    """The operator `trtllm::flashinfer_fused_add_rmsnorm`, which RMSNorm.forward calls.
+
+    The operator stays: its schema, its fake implementation and all who call it, compiled or not.
+    It gets a kernel of its own for one kind of device (`CustomOpDef.register_kernel`), and while
+    that is disabled its body runs, as it did before.
+
+    With tensor parallelism (and without attention data parallelism) gpt-oss adds and normalises
+    in its all-reduce, and calls the operator not at all: receipts say so.
+    """
+
+    engine: ClassVar[str] = ENGINE
+    name: ClassVar[str] = "flashinfer_fused_add_rmsnorm"
+    op: ClassVar[str] = "fused_add_rms_norm"
+
+    def __init__(self, target: Any = None) -> None:
+        self._kernel: Dispatcher | None = None
+        self._device = ""
+        self._registered: Any = None
+
+    @classmethod
+    def fingerprint(cls) -> str:
+        return source_digest(_operator()._init_fn, _norm().forward)
+
+    def find(self) -> str:
+        op, norm = _operator(), _norm()
+        found = str(op._opoverload._schema).partition("flashinfer_fused_add_rmsnorm")[2]
+        if found != _SCHEMA:
+            raise VerificationError(
+                f"trtllm::{self.name} takes {found}, this adapter knows {_SCHEMA}",
+                "use a TensorRT-LLM in the patch's range, or adapt integrate/tensorrt_llm.py",
+            )
+        home = Path(_imported("tensorrt_llm").__file__).parent
+        for what, function in ((f"trtllm::{self.name}", op._init_fn), ("RMSNorm", norm.forward)):
+            if not Path(function.__code__.co_filename).is_relative_to(home):
+                raise VerificationError(f"{what} was replaced", "take the other patch out first")
+        # the fingerprint is of files and knows nothing of who else registered a kernel
+        others = [device for device in op._backend_fns if device not in (None, *_switched_off(op))]
+        if others:
+            raise VerificationError(
+                f"trtllm::{self.name} has a kernel for {others[0]} already",
+                "take the other patch out first",
+            )
+        code = op._init_fn.__code__
+        where = Path(code.co_filename).relative_to(home)
+        return f"trtllm::{self.name} ({where}:{code.co_firstlineno})"
+
+    def install(self, kernel: Dispatcher) -> None:
+        if self._kernel is not None:
+            raise UsageError("the patch is installed already", "remove it first")
+        self.find()
+        op = _operator()
+        self._kernel, self._device = kernel, kernel.guards.device
+        op.register_kernel(self._device)(self._routed(op._init_fn))
+        self._registered = op._backend_fns[self._device]
+        _switched_off(op).discard(self._device)
+
+    def remove(self) -> None:
+        if self._kernel is None:
+            return
+        self._kernel = None
+        op = _operator()
+        if op._backend_fns[self._device] is not self._registered:
+            raise VerificationError(
+                f"someone else registered a kernel of trtllm::{self.name} over ours",
+                "take patches out in the reverse order; start the engine again",
+            )
+        _switched_off(op).add(self._device)
+
+    def _routed(self, original: Callable[..., None]) -> Callable[..., None]:
+        def fused_add_rmsnorm(
+            input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        ) -> None:
+            kernel = self._kernel
+            if kernel is None or not kernel(input, residual, weight, eps):
+                original(input, residual, weight, eps)
+
+        return fused_add_rmsnorm
+
+
+POINTS: dict[str, type[PatchPoint]] = {FusedAddRmsNorm.name: FusedAddRmsNorm}
+"""Patch points of this engine, by name."""
+
+
+def _operator() -> Any:
+    """The operator's definition.
+
+    Raises:
+        MissingError: TensorRT-LLM is not installed, or cannot be imported.
+        VerificationError: this TensorRT-LLM has none.
+    """
+    found = getattr(_imported(_OPS), FusedAddRmsNorm.name, None)
+    if found is None:
+        raise VerificationError(
+            f"there is no trtllm::{FusedAddRmsNorm.name} here: TensorRT-LLM defines it where "
+            "flashinfer can be imported",
+            "install the flashinfer that this TensorRT-LLM asks for",
+        )
+    if not isinstance(found, CustomOpDef):
+        raise VerificationError(
+            f"{_OPS}.{FusedAddRmsNorm.name} is no torch custom operator but {found!r}",
+            "take the other patch out first",
+        )
+    return found
+
+
+def _norm() -> Any:
+    return _imported("tensorrt_llm._torch.modules.rms_norm").RMSNorm
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingError(
+            f"TensorRT-LLM cannot be imported: {error}",
+            "run this where it is installed (NVIDIA's release container has it)",
+        ) from error
+
+
+def _switched_off(op: Any) -> set[str]:
+    """Devices whose kernel is disabled.
+
+    This is the set that `CustomOpDef.set_kernel_enabled` writes; a context manager cannot keep a
+    kernel off for longer than somebody holds it.
+    """
+    found: set[str] = op._disabled_kernel
+    return found
+
+
+def write_module(
+    folder: Path,
+    *,
+    tensor_parallel: int = 1,
+    model: str = "gpt_oss",
+    architecture: str = "GptOss",
+) -> Path:
+    """A package for `--custom_module_dirs` of trtllm-bench and trtllm-serve; gives its folder.
+
+    TensorRT-LLM imports it in the process that was started. Its workers import it because it
+    registers a model class: older versions send them the class, whose unpickling imports its
+    module, newer ones send the module's name (`export_external_model_modules`). Either way that is
+    before the model is built, and so before anything is warmed up or recorded.
+
+    Args:
+        folder: where the package is put; workers get this folder in `sys.path`.
+        tensor_parallel: how many workers will share a layer (`--tp`).
+        model: `tensorrt_llm._torch.models.modeling_<model>`.
+        architecture: its `<architecture>ForCausalLM`.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+    package = folder / MODULE
+    text = _TEMPLATE.format(
+        model=model, architecture=f"{architecture}ForCausalLM", tensor_parallel=tensor_parallel
+    )
+    try:
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "__init__.py").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {package}: {error.strerror}", "choose another folder"
+        ) from error
+    return package
+
+
+_TEMPLATE = '''"""Made by patcher for --custom_module_dirs; all processes of TensorRT-LLM import it.
+
+It does nothing unless TLLM_PATCHER_PATCHES says so. To take it out, leave the option away.
+"""
+
+from integrate.tensorrt_llm import join
+from tensorrt_llm._torch.models import modeling_{model}
+from tensorrt_llm._torch.models.modeling_utils import register_auto_model
+
+ACTIVATION = join(tensor_parallel={tensor_parallel})
+
+
+@register_auto_model("{architecture}")
+class {architecture}(modeling_{model}.{architecture}):
+    """The engine's own model. That it is registered here brings this module to the workers."""
+'''
+
+
+def join(tensor_parallel: int = 1) -> Activation:
+    """What the generated package calls in each process: see `activate`.
+
+    Raises:
+        PatcherError: with `TLLM_PATCHER_STRICT`, whatever keeps a patch out.
+    """
+    unseen = unseen_by_workers()
+    for name in [name for name in os.environ if name.startswith("TLLM_PATCHER_")]:
+        os.environ.setdefault(name.removeprefix("TLLM_"), os.environ[name])
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
+        # asked now: receipts are written until after MPI has ended
+        os.environ["PATCHER_RANK"] = str(mpi.COMM_WORLD.Get_rank())
+    if unseen is not None:
+        if variable("STRICT") not in ("", "0"):
+            raise unseen
+        log.error("%s", unseen)
+    return activate(ENGINE, tensor_parallel=tensor_parallel)
+
+
+def unseen_by_workers() -> UsageError | None:
+    """What is wrong where patches are switched on by a name that workers are not given."""
+    for name in ("PATCHER_PATCHES", "PATCHER_HOME", "PATCHER_RECEIPTS"):
+        if os.environ.get(name) and not os.environ.get(f"TLLM_{name}"):
+            return UsageError(
+                f"{name} is set and TLLM_{name} is not: TensorRT-LLM gives its workers only names "
+                "that begin with TLLM or TRTLLM, so they would run unpatched",
+                f"export TLLM_{name}={os.environ[name]}",
+            )
+    return None
+
+
+def check_workers(folder: Path, digests: Iterable[str], world_size: int) -> dict[int, int]:
+    """Calls of patched kernels by rank, if every patch ran on every rank.
+
+    The process that starts the workers writes a receipt, too, and calls nothing; under mpiexec it
+    even has a rank. So a rank has run a patch when one of its processes has.
+
+    Args:
+        folder: `TLLM_PATCHER_RECEIPTS` of one run, which has ended.
+        digests: of the patches that should have run.
+
+    Raises:
+        VerificationError: a rank has no receipt of a patch, did not put it in, or never called it;
+            or the folder holds receipts of other runs, too.
+    """
+    calls: dict[int, int] = defaultdict(int)
+    receipts = read_receipts(folder)
+    for digest in digests:
+        ranks: dict[int, list[Receipt]] = defaultdict(list)
+        for receipt in receipts:
+            if receipt.digest == digest:
+                ranks[receipt.rank or 0].append(receipt)
+        written = sum(map(len, ranks.values()))
+        if written > world_size + 1:
+            raise VerificationError(
+                f"{folder} holds {written} receipts of a patch, one run writes {world_size + 1}",
+                "give each run a folder of its own: a receipt of another run proves nothing",
+            )
+        for rank in range(world_size):
+            calls[rank] += _check_rank(ranks[rank], f"rank {rank} of {world_size}")
+    return dict(calls)
+
+
+def _check_rank(receipts: list[Receipt], who: str) -> int:
+    if not receipts:
+        raise VerificationError(
+            f"{who} wrote no receipt: it ran unpatched",
+            f"pass --custom_module_dirs with the folder {MODULE}, and set TLLM_PATCHER_PATCHES, "
+            "TLLM_PATCHER_HOME and TLLM_PATCHER_RECEIPTS",
+        )
+    for receipt in receipts:
+        if receipt.failure is not None:
+            raise VerificationError(
+                f"{who} ran unpatched: {receipt.failure}", "fix that, and run it again"
+            )
+    total = sum(receipt.total_calls for receipt in receipts)
+    if total == 0:
+        reasons = {reason for receipt in receipts for reason in receipt.fallbacks}
+        why = f": {', '.join(sorted(reasons))}" if reasons else ""
+        raise VerificationError(
+            f"{who} never called {receipts[0].patch_id}{why}",
+            "see the patch's guards; with tensor parallelism gpt-oss normalises in its all-reduce",
+        )
+    return total
