@@ -13,6 +13,7 @@ the body alone: hand those to `activate("transformers", model)`.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -43,14 +44,12 @@ class ModelsBuiltLater:
         """In words.
 
         Raises:
-            VerificationError: someone else has registered a class for the body, or put a
-                constructor of their own on transformers'.
+            VerificationError: someone else has registered a class for the body.
         """
-        from transformers.models.gpt_oss import modeling_gpt_oss as source
         from transformers.monkey_patching import get_patch_mapping
 
-        registered: Any = get_patch_mapping().get(_KEY, source.GptOssModel)
-        if registered is not source.GptOssModel and not hasattr(registered, "handed_to"):
+        registered: Any = get_patch_mapping().get(_KEY)
+        if registered is not None and not hasattr(registered, "handed_to"):
             raise VerificationError(
                 f"{_KEY} has a patch mapping of someone else's", "unregister that one first"
             )
@@ -63,9 +62,10 @@ class ModelsBuiltLater:
 
         with _REGISTRATION:
             self.find()
-            before: Any = get_patch_mapping().get(_KEY, source.GptOssModel)
+            own = _own_class(source.GptOssModel)
+            before: Any = get_patch_mapping().get(_KEY, own)
             self._active = True
-            stand_in = _stand_in(before, source.GptOssModel, self)
+            stand_in = _stand_in(before, own, self)
             register_patch_mapping({_KEY: stand_in}, overwrite=True)
 
     def remove(self) -> None:
@@ -86,13 +86,15 @@ class ModelsBuiltLater:
             left = before = get_patch_mapping().get(_KEY)
             while hasattr(left, "handed_to") and not left.handed_to._active:
                 left = left.__base__
-            if left is source.GptOssModel:
+            if left is not None and left is _own_class(source.GptOssModel):
                 unregister_patch_mapping([_KEY])
             elif left is not before:
                 register_patch_mapping({_KEY: left}, overwrite=True)
-            # a constructor that raises leaves transformers' classes swapped
-            if hasattr(source.GptOssModel, "handed_to"):
-                source.GptOssModel = _own_class(source.GptOssModel)
+            # a constructor that raised has left transformers' classes swapped
+            for name, module in list(sys.modules.items()):
+                found = vars(module).get(_KEY) if name.startswith("transformers") else None
+                if found is not None and found is not _own_class(found):
+                    setattr(module, _KEY, _own_class(found))
         patched, self._patched = self._patched, []
         for reference in patched:
             point = reference()
