@@ -8,7 +8,6 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,7 +205,10 @@ def test_compiled_with_a_static_cache_all_points_run_and_go(
             assert by_tokens(ran) == {"tokens=16": 2 * calls, "tokens=2": 2 * STEPS * calls}
             assert not ran.fallbacks
             assert not fell.calls
-            assert fell.fallbacks == {"tokens 16 is over 0": calls, "tokens 2 is over 0": STEPS * calls}
+            assert fell.fallbacks == {
+                "tokens 16 is over 0": calls,
+                "tokens 2 is over 0": STEPS * calls,
+            }
     finally:
         torch._dynamo.reset()
 

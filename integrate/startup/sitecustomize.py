@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
-import logging
 import os
 import sys
 from types import ModuleType
@@ -48,6 +47,8 @@ def _activate() -> Any:
     try:
         from integrate import activate
     except ImportError as error:
+        import logging  # not at the start of every process
+
         logging.getLogger("patcher").error(
             "no patch is in, the engine's own kernels run: patcher cannot be imported by %s (%s)",
             sys.executable,
@@ -64,6 +65,8 @@ def _run_the_one_behind() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-if any(os.environ.get(name) for name in ("PATCHER_PATCHES", "TLLM_PATCHER_PATCHES")):
-    sys.meta_path.insert(0, _AfterImport())  # type: ignore[arg-type]
+if any(
+    os.environ.get(f"{prefix}PATCHER_PATCHES", "") not in ("", "off") for prefix in ("", "TLLM_")
+):
+    sys.meta_path.insert(0, _AfterImport())
 _run_the_one_behind()

@@ -64,7 +64,8 @@ class GptOssExpertsFunction(GptOssPoint):
         from transformers.models.gpt_oss import modeling_gpt_oss as source
 
         experts = [layer.mlp.experts for layer in body.layers]
-        check_kinds(experts, source.GptOssExperts)
+        kind: Any = source.GptOssExperts  # its decorator has lost the type
+        check_kinds(experts, kind)
         _check_registry()
         return experts
 
@@ -85,8 +86,9 @@ class GptOssExpertsFunction(GptOssPoint):
         from transformers.models.gpt_oss import modeling_gpt_oss as source
 
         seam = Seam(kernel, _weigh_and_sum)
+        kind: Any = source.GptOssExperts  # its decorator has lost the type
         for name in _ROWS:
-            ours = _registry_function(source.GptOssExperts, name, registry[name], seam)
+            ours = _registry_function(kind, name, registry[name], seam)
             registry[name] = self._registered[name] = ours
 
     def remove(self) -> None:
@@ -98,7 +100,7 @@ class GptOssExpertsFunction(GptOssPoint):
 
         covered = [name for name, ours in registered.items() if registry[name] is not ours]
         for name in registered.keys() - set(covered):
-            del registry[name]
+            registry.__delitem__(name)  # type: ignore[no-untyped-call]
         if covered:
             raise VerificationError(
                 f"{covered[0]} was registered by someone else while this patch was in",

@@ -234,6 +234,6 @@ class Seam:
         _count(self._kernel.book, reason, calls)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _count(book: Book, reason: str, calls: int) -> None:
     book.reasons[reason] += calls

@@ -83,7 +83,8 @@ class ModelsBuiltLater:
 
         self._active = False
         with _REGISTRATION:
-            left = before = get_patch_mapping().get(_KEY)
+            before: Any = get_patch_mapping().get(_KEY)
+            left: Any = before
             while hasattr(left, "handed_to") and not left.handed_to._active:
                 left = left.__base__
             if left is not None and left is _own_class(source.GptOssModel):

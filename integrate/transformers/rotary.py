@@ -111,9 +111,7 @@ class GptOssRotaryEmbedding(GptOssPoint):
 
         return rotate
 
-    def _joined(
-        self, cos: torch.Tensor, sin: torch.Tensor, query: torch.Tensor
-    ) -> torch.Tensor:
+    def _joined(self, cos: torch.Tensor, sin: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         """[batch * tokens, head_dim]: cosines, then sines, of each token."""
         compiling = torch.compiler.is_compiling()  # there, equal work is done once anyway
         table = None if compiling else self._table
