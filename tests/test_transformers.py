@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import pickle
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +16,7 @@ import pytest
 import torch
 import transformers
 from patch_sample import LAYERS, TINY, evaluation, state
-from transformers import StaticCache, monkey_patching
+from transformers import StaticCache
 from transformers.models.gpt_oss import modeling_gpt_oss as source
 
 import bench
@@ -269,8 +271,7 @@ def test_models_that_are_built_later_are_patched_until_it_is_taken_out(
     engine: Engine, patches: dict[str, Patch]
 ) -> None:
     prompts = engine.prompts(1)
-    recorders = dict(source.GptOssPreTrainedModel._can_record_outputs)
-    before = built()
+    constructor, before = source.GptOssModel.__init__, built()
     points = [point() for point in POINTS.values()]
     kernels = [dispatcher(patches[name]) for name in POINTS]
     for point, kernel in zip(points, kernels, strict=True):
@@ -290,8 +291,7 @@ def test_models_that_are_built_later_are_patched_until_it_is_taken_out(
     for point in (*points[1::2], *points[0::2]):  # in any order
         point.remove()
         point.remove()
-    assert monkey_patching.get_patch_mapping() == {}
-    assert recorders == source.GptOssPreTrainedModel._can_record_outputs
+    assert source.GptOssModel.__init__ is constructor
     assert not any("forward" in module.__dict__ for module in model.modules())
     for name in ("grouped_mm", "batched_mm"):
         assert "patcher" not in transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS[name].__module__
@@ -300,37 +300,50 @@ def test_models_that_are_built_later_are_patched_until_it_is_taken_out(
         assert torch.equal(model(prompts).logits, found)
 
 
-def test_a_constructor_that_raises_leaves_nothing_behind(
+@pytest.mark.parametrize(
+    "build",
+    [transformers.GptOssForCausalLM, transformers.GptOssModel, transformers.AutoModel.from_config],
+)
+def test_a_model_is_patched_however_it_is_built(
+    patches: dict[str, Patch], build: Callable[..., Any]
+) -> None:
+    config = built().config
+    with inside(GptOssDecoderLayers(), dispatcher(patches["gpt_oss.decoder_layer"])) as book:
+        model = build(config).eval()
+        with torch.inference_mode():
+            model(torch.arange(1, 5)[None])
+    assert book.calls.total() == 2 * 2
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_model_that_is_gone_is_not_kept(patches: dict[str, Patch]) -> None:
+    with inside(GptOssDecoderLayers(), dispatcher(patches["gpt_oss.decoder_layer"])):
+        body = weakref.ref(built().model)
+        gc.collect()
+        assert body() is None
+
+
+def test_a_constructor_or_a_function_of_someone_else_is_left_alone(
     patches: dict[str, Patch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers' patch mapping has no `finally`: its classes stay swapped."""
-    own = source.GptOssModel
+    own = source.GptOssModel.__init__
 
-    def fail(*args: object) -> None:
-        raise MemoryError
+    def theirs(*args: Any) -> None:
+        own(*args)
 
-    with inside(GptOssDecoderLayers(), dispatcher(patches["gpt_oss.decoder_layer"])):
-        with monkeypatch.context() as broken:
-            broken.setattr(own, "post_init", fail)
-            with pytest.raises(MemoryError):
-                built()
-        assert source.GptOssModel is not own
-    assert source.GptOssModel is own
-    assert transformers.GptOssModel is own
-    assert type(built().model) is own
-
-
-def test_a_mapping_or_a_function_of_someone_else_is_left_alone(patches: dict[str, Patch]) -> None:
-    class Theirs(source.GptOssModel):
-        """Someone's own body."""
-
-    monkey_patching.register_patch_mapping({"GptOssModel": Theirs})
-    try:
-        with pytest.raises(bench.VerificationError, match="someone else's"):
+    with monkeypatch.context() as other:
+        other.setattr(source.GptOssModel, "__init__", theirs)
+        with pytest.raises(bench.VerificationError, match="by someone else"):
             prepare(None, patches["gpt_oss.decoder_layer"], kernel=_add_then_norm)
-        assert type(built().model) is Theirs
-    finally:
-        monkey_patching.unregister_patch_mapping(["GptOssModel"])
+    point, kernel = GptOssDecoderLayers(), dispatcher(patches["gpt_oss.decoder_layer"])
+    point.install(kernel)
+    with monkeypatch.context() as other:
+        model, over = built(), source.GptOssModel.__init__
+        other.setattr(source.GptOssModel, "__init__", lambda *args: over(*args))
+        with pytest.raises(bench.VerificationError, match="by someone else"):
+            point.remove()
+        assert not any("forward" in m.__dict__ for m in (*model.modules(), *built().modules()))
+    source.GptOssModel.__init__ = own
     functions = transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS
     functions["grouped_mm"] = lambda *args: args[1]
     try:

@@ -1,7 +1,8 @@
 """Patch points in Hugging Face transformers' gpt-oss: eager, compiled with a static cache.
 
 Each is for a model that is built, by forwards on its instances, or, without one, for the models
-that are built from now on, by transformers' own patch mapping and experts registry.
+that are built from now on: by the constructor of their body, and by transformers' own registry of
+experts functions.
 """
 
 from __future__ import annotations

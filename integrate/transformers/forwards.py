@@ -1,7 +1,7 @@
 """What every patch point of this engine does: forwards put on instances, and taken off again.
 
 A point is for a model that is built (`target`), or for those that are built from now on (`None`):
-then transformers' own patch mapping hands each new model over; see `integrate.transformers.later`.
+then the constructor hands each new model over; see `integrate.transformers.later`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
-"""Models that are built after a patch was switched on, by transformers' own patch mapping.
+"""Models that are built after a patch was switched on: the body's constructor hands them over.
 
-`transformers.monkey_patching.register_patch_mapping` swaps classes by name while `from_pretrained`
-and `from_config` build a model. Only the body's class is registered: the mapping also rewrites
-`_can_record_outputs`, which all models share, wherever that names a registered class, and never
-puts it back; it names layers, attention and router, but not the body. The stand-in builds what
-transformers builds, becomes transformers' own class again, and hands itself over.
-
-The mapping does not reach a model whose class is called directly, nor `AutoModel`, which builds
-the body alone: hand those to `activate("transformers", model)`.
+Not by transformers' own patch mapping (`monkey_patching.register_patch_mapping`), which harms:
+with any class registered, 5.17 looks through all modules for it whenever a model is built, which
+raises where torchvision is missing (the aliases of its image processors); it rewrites
+`_can_record_outputs`, which all models share, and never puts it back; a constructor that raises
+leaves transformers' classes swapped; and it does not reach `AutoModel` or a class that is called.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -26,12 +23,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("patcher")
 
-_KEY = "GptOssModel"
-_REGISTRATION = threading.Lock()
+_CONSTRUCTORS = threading.Lock()
 
 
 class ModelsBuiltLater:
-    """Puts a patch point into each model that transformers builds, until it is removed."""
+    """Puts a patch point into each gpt-oss that is built, however it is, until it is removed."""
 
     def __init__(self, point: type[GptOssPoint], kernel: Dispatcher) -> None:
         self._point, self._kernel = point, kernel
@@ -44,29 +40,39 @@ class ModelsBuiltLater:
         """In words.
 
         Raises:
-            VerificationError: someone else has registered a class for the body.
+            VerificationError: someone else has put a constructor on transformers' body.
         """
-        from transformers.monkey_patching import get_patch_mapping
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssModel
 
-        registered: Any = get_patch_mapping().get(_KEY)
-        if registered is not None and not hasattr(registered, "handed_to"):
+        from integrate.transformers.forwards import written_by_transformers
+
+        constructor: Any = GptOssModel.__init__
+        while hasattr(constructor, "handed_to"):
+            constructor = constructor.__wrapped__
+        if not written_by_transformers(constructor):
             raise VerificationError(
-                f"{_KEY} has a patch mapping of someone else's", "unregister that one first"
+                "GptOssModel.__init__ was replaced by someone else",
+                "take the other patch out first",
             )
-        return "gpt-oss models that transformers builds from now on"
+        return "gpt-oss models that are built from now on"
 
     def install(self) -> None:
-        """Register for all models to come."""
+        """Wait for models."""
         from transformers.models.gpt_oss import modeling_gpt_oss as source
-        from transformers.monkey_patching import get_patch_mapping, register_patch_mapping
 
-        with _REGISTRATION:
+        kind: Any = source.GptOssModel
+        with _CONSTRUCTORS:
             self.find()
-            own = _own_class(source.GptOssModel)
-            before: Any = get_patch_mapping().get(_KEY, own)
+            own = kind.__init__
+
+            @functools.wraps(own)
+            def build(body: Any, *args: Any, **more: Any) -> None:
+                own(body, *args, **more)
+                self._take(body)
+
+            build.handed_to = self  # type: ignore[attr-defined]
             self._active = True
-            stand_in = _stand_in(before, own, self)
-            register_patch_mapping({_KEY: stand_in}, overwrite=True)
+            kind.__init__ = build
 
     def remove(self) -> None:
         """Leave models to come alone, and take the patch out of those that were built.
@@ -75,34 +81,21 @@ class ModelsBuiltLater:
             VerificationError: someone patched over it; see `PatchPoint.remove`.
         """
         from transformers.models.gpt_oss import modeling_gpt_oss as source
-        from transformers.monkey_patching import (
-            get_patch_mapping,
-            register_patch_mapping,
-            unregister_patch_mapping,
-        )
 
+        kind: Any = source.GptOssModel
         self._active = False
-        with _REGISTRATION:
-            before: Any = get_patch_mapping().get(_KEY)
-            left: Any = before
-            while hasattr(left, "handed_to") and not left.handed_to._active:
-                left = left.__base__
-            if left is not None and left is _own_class(source.GptOssModel):
-                unregister_patch_mapping([_KEY])
-            elif left is not before:
-                register_patch_mapping({_KEY: left}, overwrite=True)
-            # a constructor that raised has left transformers' classes swapped
-            for name, module in list(sys.modules.items()):
-                found = vars(module).get(_KEY) if name.startswith("transformers") else None
-                if found is not None and found is not _own_class(found):
-                    setattr(module, _KEY, _own_class(found))
+        with _CONSTRUCTORS:
+            # one that others lie over is idle until they go, too
+            while hasattr(kind.__init__, "handed_to") and not kind.__init__.handed_to._active:
+                kind.__init__ = kind.__init__.__wrapped__
         patched, self._patched = self._patched, []
         for reference in patched:
             point = reference()
             if point is not None:
                 point.remove()
+        self.find()
 
-    def take(self, body: Any) -> None:
+    def _take(self, body: Any) -> None:
         """Put the patch into a model that was built; one that does not fit is left alone."""
         if not self._active:
             return
@@ -116,24 +109,3 @@ class ModelsBuiltLater:
             self._kernel.book.reasons["a model that is not what the patch replaces"] += 1
             return
         self._patched.append(weakref.ref(point))
-
-
-def _stand_in(base: Any, own: Any, later: ModelsBuiltLater) -> type[Any]:
-    """A class that builds what `base` builds and hands it over as an instance of `own`."""
-
-    def build(self: Any, *args: Any, **more: Any) -> None:
-        base.__init__(self, *args, **more)
-        self.__class__ = own
-        later.take(self)
-
-    # named as transformers' own: its registries go by the name
-    space = {"__init__": build, "__module__": own.__module__, "__qualname__": own.__qualname__}
-    made: Any = type(own.__name__, (base,), space)
-    made.handed_to = later
-    return made  # type: ignore[no-any-return]
-
-
-def _own_class(kind: Any) -> Any:
-    while hasattr(kind, "handed_to"):
-        kind = kind.__base__
-    return kind
