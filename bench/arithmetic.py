@@ -61,7 +61,7 @@ def solve(sizes: Sequence[tuple[str, int]]) -> dict[str, int]:
             if not unknown:
                 if evaluate(expression, axes) != size:
                     raise ValueError(f"{expression} is {size}")
-            elif len(unknown) > 1 or not _found(expression, size, unknown.copy().pop(), axes):
+            elif len(unknown) > 1 or not _found(expression, size, next(iter(unknown)), axes):
                 left.append((expression, size))
         if len(left) == len(waiting):
             break

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from integrate.archive import is_archive, pack, unpacked
+from integrate.changes import Change
 from integrate.manifest import Manifest
 from integrate.patch import Patch
 from integrate.receipts import Receipt, read_receipts
 from integrate.store import Applied, Store
+from integrate.switches import Switches, home_store
+from integrate.verify import Check, Verified, verify
 
 if TYPE_CHECKING:
-    from integrate.activation import Activation, Switches, activate, prepare
+    from integrate.activation import Activation, activate, prepare
     from integrate.counts import Book
 
 _LAZY = {
     "Activation": "integrate.activation",
     "Book": "integrate.counts",
-    "Switches": "integrate.activation",
     "activate": "integrate.activation",
     "prepare": "integrate.activation",
 }
@@ -35,12 +38,20 @@ __all__ = [
     "Activation",
     "Applied",
     "Book",
+    "Change",
+    "Check",
     "Manifest",
     "Patch",
     "Receipt",
     "Store",
     "Switches",
+    "Verified",
     "activate",
+    "home_store",
+    "is_archive",
+    "pack",
     "prepare",
     "read_receipts",
+    "unpacked",
+    "verify",
 ]

@@ -10,70 +10,24 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import MissingError, PatcherError, UsageError, VerificationError
+from bench import PatcherError
 from integrate.counts import Book, GraphWatch
 from integrate.dispatch import AxisGuard, Dispatcher, Guards, TensorGuard
 from integrate.manifest import Manifest
 from integrate.patch import Patch
 from integrate.points import PatchPoint, find_point
 from integrate.receipts import Receipt, ReceiptWriter, own_rank
-from integrate.store import Store
+from integrate.store import Applied, Store
+from integrate.switches import Switches, home_store, variable
+from integrate.verify import verify_device, verify_workers
 
 log = logging.getLogger("patcher")
 
 Kernel = Callable[..., object]
-
-
-def variable(name: str) -> str:
-    """`PATCHER_<name>`, or `TLLM_PATCHER_<name>`: only such names reach TensorRT-LLM's workers."""
-    return os.environ.get(f"PATCHER_{name}") or os.environ.get(f"TLLM_PATCHER_{name}") or ""
-
-
-@dataclass(frozen=True)
-class Switches:
-    """What the environment says."""
-
-    patches: str
-    """`PATCHER_PATCHES`: `on`, ids separated by commas, or `off`, which is the default."""
-    strict: bool
-    """`PATCHER_STRICT`: what fails raises, instead of leaving the engine as it is."""
-    receipts: Path | None
-    """`PATCHER_RECEIPTS`: the folder where this process says what ran."""
-
-    @classmethod
-    def read(cls) -> Switches:
-        folder = variable("RECEIPTS")
-        return cls(
-            variable("PATCHES").strip() or "off",
-            variable("STRICT") not in ("", "0"),
-            Path(folder) if folder else None,
-        )
-
-    def chosen(self, engine: str, store: Store) -> list[Patch]:
-        """The applied patches of an engine that the environment asks for.
-
-        Raises:
-            UsageError: one that is asked for by its id is not applied.
-            VerificationError: the store is damaged.
-        """
-        if self.patches == "off":
-            return []
-        entries = store.applied()
-        if self.patches != "on":
-            wanted = [name.strip() for name in self.patches.split(",") if name.strip()]
-            unknown = sorted(set(wanted) - {entry.id for entry in entries})
-            if unknown:
-                raise UsageError(
-                    f"PATCHER_PATCHES names {unknown[0]}, which is not applied",
-                    "see `patcher patches`, or set PATCHER_PATCHES=on",
-                )
-            entries = tuple(entry for entry in entries if entry.id in wanted)
-        return [store.load(entry) for entry in entries if entry.engine == engine]
 
 
 class Installed:
@@ -181,7 +135,7 @@ class Activation:
 
     engine: str
     installed: list[Installed] = field(default_factory=list)
-    failures: dict[str, PatcherError] = field(default_factory=dict)
+    failures: dict[str, Exception] = field(default_factory=dict)
     """Patches that are not in, by id, and why."""
     watch: GraphWatch = field(default_factory=lambda: GraphWatch([]))
     writer: ReceiptWriter | None = None
@@ -192,13 +146,24 @@ class Activation:
         return ",".join(sorted(item.patch.digest for item in self.installed))
 
     def close(self) -> None:
-        for item in reversed(self.installed):
-            item.remove()
+        """Take everything out, also what comes after a patch that cannot be.
+
+        Raises:
+            VerificationError: someone else patched over one; theirs stays.
+        """
+        installed, self.installed = self.installed, []
+        covered: list[PatcherError] = []
+        for item in reversed(installed):
+            try:
+                item.remove()
+            except PatcherError as error:
+                covered.append(error)
             item.dispatcher.close()
         self.watch.remove()
         if self.writer is not None:
             self.writer.close()
-        self.installed = []
+        if covered:
+            raise covered[0]
 
     def __enter__(self) -> Activation:
         return self
@@ -234,76 +199,58 @@ def activate(
     try:
         if switches.receipts is not None:
             active.writer = ReceiptWriter(switches.receipts)
-        patches = switches.chosen(engine, store or Store(_home()))
+        store = store or home_store()
+        entries = switches.chosen(engine, store)
     except PatcherError as error:
         active.close()
         if switches.strict:
             raise
         log.error("no patch is in, the engine's own kernels run: %s", error)
         return active
-    for patch in patches:
+    for entry in entries:
+        item: Installed | None = None
         try:
-            _fit(patch, tensor_parallel)
+            patch = store.load(entry)
+            verify_workers(patch.manifest, tensor_parallel)
+            verify_device(patch.manifest)
             item = prepare(target, patch, strict=switches.strict, watch=active.watch)
             item.install()
-        except PatcherError as error:
-            _refused(active, patch, error)
+        except Exception as error:  # whatever it is, requests are served without the patch
+            if item is not None:
+                item.remove()
+            _refused(active, entry, error)
             if switches.strict:
                 active.close()
                 raise
         else:
             active.installed.append(item)
             if active.writer is not None:
-                active.writer.add(item.book, _where(patch))
+                active.writer.add(item.book, _where(entry))
     if active.installed and torch.cuda.is_available():
         active.watch.install()
     return active
 
 
-def _home() -> Path | None:
-    home = variable("HOME")
-    return Path(home) if home else None
-
-
-def _fit(patch: Patch, tensor_parallel: int) -> None:
-    guards = patch.manifest.guards
-    if guards.tensor_parallel and tensor_parallel not in guards.tensor_parallel:
-        sizes = ", ".join(map(str, guards.tensor_parallel))
-        raise VerificationError(
-            f"{patch.manifest.id} is for a tensor parallel size of {sizes}, not {tensor_parallel}",
-            "serve with that size, or revert the patch",
-        )
-    if guards.device != "cuda" or not guards.capabilities:
-        return
-    if not torch.cuda.is_available():
-        raise MissingError(f"{patch.manifest.id} is for a GPU, and none is here", "revert it here")
-    found = "{}.{}".format(*torch.cuda.get_device_capability())
-    if found not in guards.capabilities:
-        known = ", ".join(guards.capabilities)
-        raise VerificationError(
-            f"{patch.manifest.id} was judged on compute capability {known}, this GPU has {found}",
-            "judge it on this GPU (`patcher bundle`)",
-        )
-
-
-def _refused(active: Activation, patch: Patch, error: PatcherError) -> None:
-    active.failures[patch.manifest.id] = error
-    log.error("%s is not in, the engine's own runs: %s", patch.manifest.id, error)
+def _refused(active: Activation, entry: Applied, error: Exception) -> None:
+    known = isinstance(error, PatcherError)
+    why = str(error) if known else f"{type(error).__name__}: {error}"
+    active.failures[entry.id] = error
+    log.error("%s is not in, the engine's own runs: %s", entry.id, why, exc_info=not known)
     if active.writer is not None:
         active.writer.put(
             Receipt(
-                patch_id=patch.manifest.id,
-                digest=patch.digest,
+                patch_id=entry.id,
+                digest=entry.digest,
                 pid=os.getpid(),
                 rank=own_rank(),
-                point=_where(patch),
-                failure=str(error),
+                point=_where(entry),
+                failure=why,
             )
         )
 
 
-def _where(patch: Patch) -> str:
-    return f"{patch.manifest.target.engine}:{patch.manifest.target.point}"
+def _where(entry: Applied) -> str:
+    return f"{entry.engine}:{entry.point}"
 
 
 __all__: Sequence[str] = (
@@ -313,4 +260,5 @@ __all__: Sequence[str] = (
     "activate",
     "guards_of",
     "prepare",
+    "variable",
 )

@@ -27,6 +27,8 @@ class Case:
     """Why the kernel may not be called like this."""
     proven: bool = False
     """Whether it may be run on the caller's tensors straight away."""
+    matches: Callable[..., bool] | None = None
+    """Whether a call is such a one, quickly; None where it was not asked for yet."""
     calls: int = 0
     """Eager calls, and those of a graph that is being recorded until its recording ends."""
 

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from integrate.counts import Book, Case, GraphWatch
+from integrate.keys import key_of, matcher_of, never
 
 log = logging.getLogger("patcher")
 
 _MOST_CASES = 10_000
 """Combinations that are remembered; a server that sees more of them looks again."""
-_LARGEST_ALIGNMENT = 16
-"""Bytes: the widest load of a GPU."""
 _EXACT = 128
 """Up to here a number of rows is its own bucket in a receipt, above it the next power of two."""
 
@@ -166,7 +165,11 @@ class Dispatcher:
         self._kernel, self._watch = kernel, watch
         self._known: dict[tuple[object, ...], Case] = {}
         self._broken: str | None = None
-        self._key = _key_of(len(guards.tensors))
+        self._key = key_of(len(guards.tensors))
+        self._matcher = matcher_of(len(guards.tensors))
+        self._last: tuple[Callable[..., bool], Case] = never, Case("", None)
+        """The last call's case; most calls are like the one before. One attribute, since threads
+        may share a dispatcher."""
         self._op: Any = None
         self._library: Any = None
         self._grad_enabled = torch.is_grad_enabled
@@ -175,8 +178,9 @@ class Dispatcher:
     def __call__(self, *args: Any) -> bool:
         """Run the kernel in place and give True, or touch nothing and give False."""
         # this path is walked some times a layer and token: no call that it can do without
-        key = self._key(*args)
-        case = self._known.get(key) or self._look(key, args)
+        matches, case = self._last
+        if not matches(*args):
+            case = self._find(args)
         refusal = case.refusal or self._broken
         if refusal is None:
             if self._grad_enabled():
@@ -186,9 +190,14 @@ class Dispatcher:
         if refusal is not None:
             self.book.reasons[refusal] += 1
             return False
-        if self.strict:
-            self._kernel(*args)
-        elif not self._serve(case, args):
+        if self.strict or case.proven:
+            try:
+                self._kernel(*args)
+            except Exception as error:
+                if not self.strict:
+                    self._break(error)
+                raise
+        elif not self._prove(case, args):
             return False
         case.calls += 1
         return True
@@ -243,36 +252,42 @@ class Dispatcher:
             self._library._destroy()
             self._library = self._op = None
 
-    def _serve(self, case: Case, args: tuple[Any, ...]) -> bool:
-        """Run the kernel, where a request must survive a kernel that raises."""
-        try:
-            if case.proven:
-                self._kernel(*args)
-            elif self._capturing():
-                self.book.reasons["not warmed before the graph was recorded"] += 1
-                return False
-            else:
-                mutated = [guard.mutated for guard in self.guards.tensors]
-                copied = [
-                    arg.clone() if index < len(mutated) and mutated[index] else arg
-                    for index, arg in enumerate(args)
-                ]
-                self._kernel(*copied)
-                for arg, copy in zip(args, copied, strict=True):
-                    if copy is not arg:
-                        arg.copy_(copy)
-                case.proven = True
-        except Exception as error:
-            self._broken = f"the patched kernel raised {type(error).__name__}"
-            log.exception("%s: the engine's own runs from now on", self._broken)
-            self.book.reasons[self._broken] += 1
-            if case.proven:
-                raise
+    def _prove(self, case: Case, args: tuple[Any, ...]) -> bool:
+        """The first call of its kind in serving: a request must survive a kernel that raises."""
+        if self._capturing():
+            self.book.reasons["not warmed before the graph was recorded"] += 1
             return False
+        mutated = [guard.mutated for guard in self.guards.tensors]
+        copied = [
+            arg.clone() if index < len(mutated) and mutated[index] else arg
+            for index, arg in enumerate(args)
+        ]
+        try:
+            self._kernel(*copied)
+        except Exception as error:
+            self._break(error)
+            return False
+        for arg, copy in zip(args, copied, strict=True):
+            if copy is not arg:
+                arg.copy_(copy)
+        case.proven = True
         return True
+
+    def _break(self, error: Exception) -> None:
+        self._broken = f"the patched kernel raised {type(error).__name__}"
+        log.exception("%s: the engine's own runs from now on", self._broken)
+        self.book.reasons[self._broken] += 1
 
     def _capturing(self) -> bool:
         return self._watch is not None and self._watch.capturing
+
+    def _find(self, args: tuple[Any, ...]) -> Case:
+        key = self._key(*args)
+        case = self._known.get(key) or self._look(key, args)
+        if case.matches is None:
+            case.matches = self._matcher(*args)
+        self._last = case.matches, case
+        return case
 
     def _look(self, key: tuple[object, ...], args: tuple[Any, ...]) -> Case:
         """Check what depends on the key alone; done once for each."""
@@ -285,24 +300,6 @@ class Dispatcher:
         if refusal is None:
             self.book.cases.append(case)
         return case
-
-
-def _key_of(tensors: int) -> Callable[..., tuple[object, ...]]:
-    """A function from a call's arguments to what its guards depend on.
-
-    Written out for that many tensors, since a loop takes twice as long: with three, 0.9 us.
-    """
-    names = [f"a{index}" for index in range(tensors)]
-    facts = [
-        f"{name}.shape, {name}.dtype, {name}.device, {name}.is_contiguous() or {name}.stride()"
-        for name in names
-    ]
-    pointers = " | ".join(f"{name}.data_ptr()" for name in names)
-    source = (
-        f"lambda {', '.join(names)}, *_: ({', '.join(facts)}, ({pointers}) % {_LARGEST_ALIGNMENT})"
-    )
-    made: Callable[..., tuple[object, ...]] = eval(source)
-    return made
 
 
 def _schema(guards: Guards) -> str:

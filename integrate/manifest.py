@@ -16,6 +16,16 @@ Capability = Annotated[str, Field(pattern=r"^\d{1,2}\.\d$")]
 """`9.0` of an H200."""
 
 
+class Replaced(Record):
+    """One function or class that is replaced or relied on, as it was."""
+
+    name: str
+    digest: str
+    """sha256 of its source text."""
+    text: str | None = None
+    """None where it is long."""
+
+
 class Target(Record):
     """What is replaced."""
 
@@ -27,6 +37,8 @@ class Target(Record):
     """sha256 of the source text of what is replaced, as it was when the patch was made."""
     made_with: str
     """The engine's version when the patch was made."""
+    replaced: tuple[Replaced, ...] = ()
+    """What the fingerprint is of, where its adapter says so by `source_digest`."""
 
 
 class PatchGuards(Record):

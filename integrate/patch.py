@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import logging
 import os
-import platform
 import re
 import tempfile
 from collections.abc import Callable
@@ -28,14 +26,12 @@ from bench import (
     UsageError,
     VerificationError,
 )
-from bench.environment import device_capability, device_name
-from bench.judge.kit import loading
-from integrate.manifest import Binary, DeviceKind, Manifest, PatchGuards, Provenance, Target
+from integrate.binaries import describe_binary, load_kernel
+from integrate.changes import Change, replaced, what_changed
+from integrate.manifest import DeviceKind, Manifest, PatchGuards, Provenance, Target
 
 if TYPE_CHECKING:
     from bench.toolchains import Built
-
-log = logging.getLogger("patcher")
 
 MANIFEST = "manifest.json"
 
@@ -61,11 +57,13 @@ class Patch:
         model: str | None = None,
         run: str | None = None,
         built: Built | None = None,
+        tensor_parallel: tuple[int, ...] = (),
     ) -> Patch:
         """Write a bundle.
 
         Args:
             built: this candidate's build, whose binary goes along where it can be carried.
+            tensor_parallel: numbers of workers with which it may run; none: any.
 
         Raises:
             UsageError: the evaluation is not of this candidate or not `correct`, the op has no
@@ -89,9 +87,10 @@ class Patch:
         contents = {source: candidate.source.encode()}
         binaries = []
         if built is not None and built.path is not None and built.binding == "tvm-ffi":
-            binary = _binary(op.name, built, device)
+            binary = describe_binary(op.name, built, device)
             binaries.append(binary)
             contents[binary.file] = built.path.read_bytes()
+        fingerprint = _fingerprint(engine, point.point)
         manifest = Manifest(
             id=f"{op.name}-{candidate.language}-{candidate.digest[:8]}",
             op=op.name,
@@ -101,8 +100,9 @@ class Patch:
                 engine=engine,
                 versions=point.versions,
                 point=point.point,
-                fingerprint=_fingerprint(engine, point.point),
+                fingerprint=str(fingerprint),
                 made_with=engine_version(engine),
+                replaced=replaced(fingerprint),
             ),
             contract=op.contract,
             guards=PatchGuards(
@@ -110,6 +110,7 @@ class Patch:
                 dtypes=tuple(op.contract.dtype_choices()),
                 axes=op.contract.guards.axes,
                 capabilities=_capabilities(evaluation),
+                tensor_parallel=tensor_parallel,
                 graph_safe=op.contract.guards.graph_safe,
                 pdl=_TAKES_PART.search(candidate.source) is not None,
             ),
@@ -205,29 +206,7 @@ class Patch:
             UsageError: the cache folder cannot be written.
             VerificationError: it does not build or load here.
         """
-        from bench.toolchains import build, load
-
-        for binary in self.manifest.binaries:
-            if (binary.platform, binary.processor) == _here(self.manifest.guards.device):
-                try:
-                    return loading.load(
-                        str(self.folder / binary.file), binary.binding, self.manifest.entry
-                    )
-                except (ImportError, OSError, AttributeError, RuntimeError) as error:
-                    log.warning("%s does not load here (%s): built anew", binary.file, error)
-        built = build(self.candidate(), self.contract)
-        if not built.ok:
-            raise VerificationError(
-                f"the source of {self.manifest.id} does not build here",
-                f"make the patch again on this machine; the compiler said: {built.log[-500:]}",
-            )
-        try:
-            return load(built, self.manifest.entry)
-        except Exception as error:
-            raise VerificationError(
-                f"{self.manifest.id} does not load here: {type(error).__name__}: {error}",
-                "make the patch again on this machine",
-            ) from error
+        return load_kernel(self.folder, self.manifest, self.candidate())
 
     def verify_target(self) -> None:
         """Hold the installed engine against what the patch was made for.
@@ -236,6 +215,11 @@ class Patch:
             MissingError: the engine is not installed.
             VerificationError: version out of range, or the replaced code has changed.
         """
+        self.verify_version()
+        self.verify_source()
+
+    def verify_version(self) -> str:
+        """The engine's installed version, when it is in the patch's range; see `verify_target`."""
         target = self.manifest.target
         version = engine_version(target.engine)
         if not SpecifierSet(target.versions).contains(Version(version), prereleases=True):
@@ -243,14 +227,35 @@ class Patch:
                 f"the patch is for {target.engine} {target.versions}, installed is {version}",
                 f"install a version in that range, or make the patch again with {version}",
             )
-        if _fingerprint(target.engine, target.point) != target.fingerprint:
-            raise VerificationError(
+        return version
+
+    def verify_source(self) -> str:
+        """What is replaced, in words, when it is as it was; see `verify_target`."""
+        target = self.manifest.target
+        now = _fingerprint(target.engine, target.point)
+        if now != target.fingerprint:
+            version = engine_version(target.engine)
+            found = what_changed(target, now)
+            told = f": {', '.join(f'{one.name} {_WORDS[one.change]}' for one in found)}"
+            raise SourceChangedError(
                 f"{target.point} of {target.engine} {version} differs from that of "
-                f"{target.made_with}, which the patch replaces",
+                f"{target.made_with}, which the patch replaces{told if found else ''}",
                 f"make the patch again with {target.engine} {version}",
+                tuple(found),
             )
+        names = ", ".join(part.name for part in target.replaced)
+        return f"{target.point} as it was in {target.made_with}{f': {names}' if names else ''}"
 
 
+class SourceChangedError(VerificationError):
+    """What a patch replaces is not what it was made for."""
+
+    def __init__(self, message: str, hint: str, changes: tuple[Change, ...]) -> None:
+        super().__init__(message, hint)
+        self.changes = changes
+
+
+_WORDS = {"changed": "changed", "gone": "is gone", "new": "is relied on now"}
 _AGAIN = "get the patch again from where it was made"
 
 
@@ -269,33 +274,17 @@ def engine_version(engine: str) -> str:
 def _fingerprint(engine: str, point: str) -> str:
     from integrate.points import find_point
 
-    return find_point(engine, point).fingerprint()
+    try:
+        return find_point(engine, point).fingerprint()
+    except (ImportError, AttributeError) as error:
+        raise VerificationError(
+            f"{point} is not in {engine} {engine_version(engine)}: {error}",
+            f"use a version of {engine} that has it",
+        ) from error
 
 
 _TAKES_PART = re.compile(r"griddepcontrol|cudaGridDependencySynchronize|launch_pdl|gdc_wait")
 """Words of kernels that wait for the kernel before them by programmatic dependent launch."""
-
-
-def _binary(entry: str, built: Built, device: str) -> Binary:
-    platform_name, processor = _here(device)
-    place = re.sub(r"[^A-Za-z0-9.]+", "-", f"{platform_name}-{processor}").strip("-")
-    return Binary(
-        file=f"binaries/{place}/{entry}.so",
-        binding="tvm-ffi",
-        platform=platform_name,
-        processor=processor,
-        command=built.command,
-    )
-
-
-def _here(device: str) -> tuple[str, str]:
-    """Platform and processor for which a binary that is built here is."""
-    name = f"{platform.system().lower()}-{platform.machine()}"
-    if device == "cpu":
-        return name, device_name("cpu")
-    import torch
-
-    return name, device_capability() if torch.cuda.is_available() else "none"
 
 
 def _capabilities(evaluation: Evaluation) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import importlib
 import inspect
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from bench import MissingError, UsageError
+from bench import MissingError, UsageError, VerificationError
 
 if TYPE_CHECKING:
     from integrate.dispatch import Dispatcher
@@ -96,6 +96,30 @@ def find_point(engine: str, name: str) -> type[PatchPoint]:
     return points[name]
 
 
-def source_digest(*parts: Any) -> str:
-    """sha256 of the source text of functions and classes, in order."""
-    return hashlib.sha256("".join(map(inspect.getsource, parts)).encode()).hexdigest()
+class Fingerprint(str):
+    """sha256 of source text, which remembers the text, so that what changed can be told."""
+
+    __slots__ = ("parts",)
+    parts: dict[str, str]
+    """Source text by the name of the function or class, in order."""
+
+
+def source_digest(*parts: Any) -> Fingerprint:
+    """Of the source text of functions and classes, in order.
+
+    Raises:
+        VerificationError: one has no source text: it was put there while the program ran.
+    """
+    texts: dict[str, str] = {}
+    for part in parts:
+        name = getattr(part, "__qualname__", None) or part.__name__
+        try:
+            text = inspect.getsource(part)
+        except (OSError, TypeError) as error:
+            raise VerificationError(
+                f"{name} has no source text", "take out whatever replaced it first"
+            ) from error
+        texts[name if name not in texts else f"{part.__module__}.{name}"] = text
+    found = Fingerprint(hashlib.sha256("".join(texts.values()).encode()).hexdigest())
+    found.parts = texts
+    return found

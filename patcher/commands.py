@@ -176,24 +176,33 @@ def evaluate(
 
 
 @app.command()
-@examples("patcher bundle fused_add_rms_norm kernel.cu norm-patch --sweep bf16-fp32-weight")
+@examples(
+    "patcher bundle fused_add_rms_norm kernel.cu norm-patch --sweep bf16-fp32-weight",
+    "patcher bundle fused_add_rms_norm kernel.cu norm-patch.zip --tensor-parallel 1,2",
+)
 def bundle(
     op: Annotated[str, typer.Argument(help="An op of the library.")],
     source: Annotated[Path, typer.Argument(help="One source file.")],
-    folder: Annotated[Path, typer.Argument(help="Where the patch bundle goes.")],
+    target: Annotated[
+        Path, typer.Argument(help="Where the patch bundle goes: a folder, or one .zip file.")
+    ],
     language: Annotated[Language | None, typer.Option(help="Default: by the file's name.")] = None,
     sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
     engine: Engine = "transformers",
+    tensor_parallel: Annotated[
+        str | None,
+        typer.Option(help="Workers that may share a layer, as `1,2`; default: any number."),
+    ] = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> int:
     """Judge a candidate and, if it is right and faster, make it a patch bundle."""
     from bench import judge
-    from bench.toolchains import build
-    from integrate import Patch
+    from patcher.bundling import make_bundle, worker_counts
     from patcher.settings import resolve
     from patcher.show import print_evaluation
 
+    workers = worker_counts(tensor_parallel)
     candidate = Candidate.from_file(load_op(op).name, source, language)
     output = Output(as_json)
     with output.progress() as bar:
@@ -205,18 +214,9 @@ def bundle(
         else:
             print_evaluation(output.out, evaluation)
         return 1
-    patch = Patch.create(
-        folder,
-        load_op(op),
-        candidate,
-        evaluation,
-        engine=engine,
-        made_by="patcher bundle",
-        built=build(candidate, load_op(op).contract),
-    )
-    manifest = patch.manifest
+    manifest = make_bundle(target, candidate, evaluation, engine=engine, tensor_parallel=workers)
     speedup = f"{evaluation.geomean_speedup:.3f}x against {evaluation.baseline}"
-    output.emit(manifest, Text(f"{manifest.id} in {folder}: {speedup}"))
+    output.emit(manifest, Text(f"{manifest.id} in {target}: {speedup}"))
     return 0
 
 
@@ -417,13 +417,14 @@ def throughput(
         return 0 if comparison.verdict == "accept" else 1
     if patch is None:
         raise UsageError("nothing to compare", "give --patch BUNDLE, or --from SAMPLES")
+    from integrate import unpacked
     from patcher.measure import Job, measure_and_decide
     from patcher.show import comparison_lines, quality_line
 
     workload = workload_of(model, device, engine, batch, input_len, output_len, weights, threads)
     job = Job(workload=workload, margin_pct=margin, max_pairs=pairs, quality_steps=quality_steps)
-    with output.progress() as bar:
-        result = measure_and_decide(job, patch, bar)
+    with output.progress() as bar, unpacked(patch) as folder:
+        result = measure_and_decide(job, folder, bar)
     if out is not None:
         out.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
     measured = result.measured
@@ -452,63 +453,6 @@ def report(
     names = [str(path) for path in files]
     document = {"schema_version": SCHEMA_VERSION, "run": run.id, "files": names}
     Output(as_json).emit(document, *(Text(name) for name in names))
-    return 0
-
-
-@app.command()
-@examples("patcher patches")
-def patches(as_json: Json = False) -> int:
-    """The patches that are switched on."""
-    from integrate import Store
-    from patcher.show import patches_table
-
-    found = Store().applied()
-    manifests = [entry.model_dump(mode="json") for entry in found]
-    document = {"schema_version": SCHEMA_VERSION, "patches": manifests}
-    Output(as_json).emit(document, patches_table(found))
-    return 0
-
-
-@app.command()
-@examples("patcher apply patcher-runs/RUN/patch --dry-run", "patcher apply norm-patch --yes")
-def apply(
-    patch: Annotated[Path, typer.Argument(help="A patch bundle.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Verify only.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    as_json: Json = False,
-) -> int:
-    """Verify a patch against this environment and switch it on."""
-    import sys
-
-    from integrate import Patch, Store
-
-    bundle = Patch.load(patch)
-    bundle.verify_target()
-    output = Output(as_json)
-    document = {"id": bundle.manifest.id, "digest": bundle.digest, "applied": not dry_run}
-    if not dry_run:
-        if not yes:
-            if not sys.stdin.isatty():
-                raise UsageError("no terminal to ask on", "say --yes, or --dry-run to look only")
-            typer.confirm(f"switch {bundle.manifest.id} on?", abort=True)
-        Store().apply(patch)
-    word = "fits this environment" if dry_run else "is on; patcher revert takes it out"
-    output.emit(document, Text(f"{bundle.manifest.id} {word}"))
-    return 0
-
-
-@app.command()
-@examples("patcher revert PATCH-ID")
-def revert(
-    patch: Annotated[str, typer.Argument(help="A patch's id (see `patcher patches`).")],
-    as_json: Json = False,
-) -> int:
-    """Switch a patch off. Once more is the same as once."""
-    from integrate import Store
-
-    was_on = Store().revert(patch)
-    word = "was switched off" if was_on else "was not on"
-    Output(as_json).emit({"id": patch, "reverted": was_on}, Text(f"{patch} {word}"))
     return 0
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from bench import SCHEMA_VERSION, Evaluation, Outcome, Quality, Record, Throughput, Window
 from bench.comparison import Verdict
+
+if TYPE_CHECKING:
+    from patcher.proof import Proof
 
 RULE_VERSION = 1
 
@@ -42,16 +45,20 @@ def decide(
     receipt: ReceiptLike,
     quality_receipt: ReceiptLike,
     reverted_identical: bool,
+    proof: Proof | None = None,
 ) -> Decision:
     """Accept only what every piece of evidence supports.
 
     A disqualified patch is rejected however fast it was; a sitting whose own control fails tells
-    nothing; otherwise the comparison's verdict stands.
+    nothing; otherwise the comparison's verdict stands. Where the patched run was profiled, too,
+    `proof` holds its receipts against that.
     """
     comparison = throughput.comparison
     wrong = _disqualified(
         throughput, evaluation, quality, receipt, quality_receipt, reverted_identical
     )
+    if proof is not None:
+        wrong += proof.failures
     void = _void(throughput)
     verdict: Verdict
     if wrong:

@@ -13,6 +13,7 @@ from bench.installed import compute_sanitizer_finding
 from bench.judge.sandbox import sandbox_description
 from bench.toolchains import cache_root, toolchain
 from hotspot import ncu_finding, nsys_finding
+from integrate import Switches, home_store
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -41,6 +42,8 @@ def examine() -> list[Finding]:
         _key,
         _sandbox,
         _cache,
+        _store,
+        _switches,
     ]
     return [check() for check in checks]
 
@@ -199,3 +202,49 @@ def _cache() -> Finding:
         detail="writable" if writable else "not writable",
         fix="" if writable else "set PATCHER_CACHE to a writable folder",
     )
+
+
+def _store() -> Finding:
+    store = home_store()
+    try:
+        count = len(store.applied())
+    except PatcherError as error:
+        return Finding(name="patch store", status="fail", detail=error.message, fix=error.hint)
+    there = next(path for path in (store.root, *store.root.absolute().parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        return Finding(
+            name="patch store",
+            status="fail",
+            detail=f"{count} applied, not writable",
+            fix="set PATCHER_HOME to a writable folder",
+        )
+    return Finding(name="patch store", status="ok", detail=f"{count} applied")
+
+
+def _switches() -> Finding:
+    """What an engine that starts from this environment would do."""
+    switches = Switches.read()
+    if switches.patches == "off":
+        detail = "off: engines run unpatched; PATCHER_PATCHES=on switches applied patches on"
+        return Finding(name="patch switches", status="ok", detail=detail)
+    mode = "what fails raises" if switches.strict else "what fails leaves the engine as it is"
+    detail = f"PATCHER_PATCHES={switches.patches}, {mode}"
+    try:
+        unknown = switches.unknown(home_store())
+    except PatcherError:
+        unknown = []  # the store's own line says so
+    if unknown:
+        return Finding(
+            name="patch switches",
+            status="fail",
+            detail=f"{detail}; not applied: {', '.join(unknown)}",
+            fix="see `patcher patches`, or set PATCHER_PATCHES=on",
+        )
+    if switches.receipts is None:
+        return Finding(
+            name="patch switches",
+            status="warn",
+            detail=f"{detail}; no receipts are kept",
+            fix="set PATCHER_RECEIPTS to a folder: it says what ran",
+        )
+    return Finding(name="patch switches", status="ok", detail=f"{detail}; receipts are kept")

@@ -26,6 +26,7 @@ from bench import (
 )
 from bench.environment import describe
 from bench.judge import JudgeSettings, Policy, open_judge
+from bench.toolchains import build
 from hotspot import Profile, capture
 from integrate import Patch
 from patcher.agent import optimize
@@ -287,5 +288,6 @@ def make_patch(run: Run, optimisation: Optimisation, workload: Workload) -> Made
         made_by="patcher",
         model=attempt.model,
         run=run.id,
+        built=build(candidate, op.contract),
     )
     return Made(folder="patch", id=patch.manifest.id, digest=patch.digest)

@@ -19,7 +19,6 @@ from rich.table import Table
 from rich.text import Text
 
 from bench import Comparison, Evaluation, KernelCounters, Op, Outcome, Quality
-from integrate import Applied
 from patcher.attempts import Attempt
 from patcher.doctor import Finding
 
@@ -160,15 +159,6 @@ def ops_table(ops: dict[str, Op]) -> Table:
             ", ".join(info.name for info, _ in op.solutions()),
             "\n".join(points),
         )
-    return table
-
-
-def patches_table(applied: Sequence[Applied]) -> Table:
-    table = Table(title="patches that are on")
-    for name in ("id", "op", "engine", "patch point", "digest"):
-        table.add_column(name)
-    for entry in applied:
-        table.add_row(entry.id, entry.op, entry.engine, entry.point, entry.digest[:16])
     return table
 
 

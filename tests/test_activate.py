@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import bench
 from bench import Candidate, Language
 from bench.engines import Engine, open_engine
 from integrate import Patch, Store, Switches, activate, read_receipts
+from integrate.transformers import GptOssDecoderLayers
 
 SOURCE = """
 import torch
@@ -110,6 +112,46 @@ def test_in_serving_what_fails_is_told_once_and_harms_nothing(
     monkeypatch.setenv("PATCHER_STRICT", "1")
     with pytest.raises(bench.VerificationError):
         activate("transformers", engine.model)
+    assert state(engine.model) == clean
+
+
+def test_one_damaged_patch_leaves_the_others_in(engine: Engine, store: Store) -> None:
+    changed_after(store)
+    [entry] = store.applied()
+    second = made(store.root.parent / "second", f"{SOURCE}#")
+    shutil.copytree(second.folder, store.root / "patches" / second.manifest.id)
+    known = {"id": second.manifest.id, "digest": second.digest, "point": "elsewhere"}
+    store._write((entry, entry.model_copy(update=known)))
+    folder = store.root.parent / "receipts"
+    switches = Switches("on", strict=False, receipts=folder)
+    with activate("transformers", engine.model, switches=switches) as active:
+        assert len(active.installed) == 1
+    told = {receipt.point: receipt.failure for receipt in read_receipts(folder)}
+    assert told["transformers:elsewhere"] is None
+    assert "was changed after" in (told["transformers:gpt_oss.decoder_layer"] or "")
+
+
+def test_what_nobody_foresaw_harms_no_request(
+    engine: Engine, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter that breaks midway: as when an engine changed beyond its fingerprint."""
+    store.apply(made(store.root.parent / "patch").folder)
+    install = GptOssDecoderLayers.install
+
+    def midway(point: Any, kernel: Any) -> None:
+        install(point, kernel)
+        raise AttributeError("no such layer")
+
+    monkeypatch.setattr(GptOssDecoderLayers, "install", midway)
+    clean = state(engine.model)
+    folder = store.root.parent / "receipts"
+    active = activate("transformers", engine.model, switches=Switches("on", False, folder))
+    active.close()
+    assert state(engine.model) == clean
+    [receipt] = read_receipts(folder)
+    assert receipt.failure == "AttributeError: no such layer"
+    with pytest.raises(AttributeError):
+        activate("transformers", engine.model, switches=Switches("on", True, None))
     assert state(engine.model) == clean
 
 

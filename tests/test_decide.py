@@ -10,6 +10,7 @@ from test_measure import comparison, evidence
 from bench import Outcome, Window
 from integrate import Receipt
 from patcher.decide import Decision, decide
+from patcher.proof import Proof
 
 
 def window(kind: Any, arm: Any, calls: int | None) -> Window:
@@ -90,6 +91,25 @@ def test_no_other_outcome_of_the_judge_is_accepted(outcome: Outcome) -> None:
     given = evidence()
     other = given["evaluation"].model_copy(update={"outcome": outcome})
     assert decide(**given | {"evaluation": other}).verdict == "reject"
+
+
+def test_a_profile_that_does_not_show_the_claim_rejects() -> None:
+    proof = Proof(
+        patch_id="p",
+        digest="d",
+        profile="nsys export",
+        steps=None,
+        expected_per_step=None,
+        rows=(),
+        problems=("the profile has no kernel called x",),
+    )
+    arguments = with_throughput()
+    assert decide(**arguments).verdict == "accept"
+    decision = decide(**arguments, proof=proof)
+    assert decision.verdict == "reject"
+    assert decision.reasons == proof.problems
+    shown = proof.model_copy(update={"problems": ()})
+    assert decide(**arguments, proof=shown).verdict == "accept"
 
 
 def test_the_decision_is_a_pure_record() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +145,57 @@ def test_misaligned_and_strided_calls_are_told_apart() -> None:
         "shapes that do not fit together": 1,
     }
     assert torch.equal(wide, torch.cat([torch.ones(4, 8), torch.zeros(4, 24)], 1))
+
+
+def offset(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, 4 bytes behind an aligned address."""
+    wide = torch.ones(tensor.numel() + 1)
+    return wide[1:].view(tensor.shape)
+
+
+UNLIKE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "dtype": (lambda tensor: tensor.double(), "dtype"),
+    "device": (lambda tensor: tensor.to("meta"), "device"),
+    "strides": (lambda tensor: torch.ones(8, 2).t() if tensor.dim() == 2 else tensor[::2], ""),
+    "alignment": (offset, "not aligned"),
+    "axes": (lambda tensor: tensor[None], "axes"),
+}
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("unlike", UNLIKE)
+@torch.inference_mode()
+def test_a_call_that_differs_from_the_last_one_in_one_thing_is_looked_at_anew(
+    unlike: str, place: int
+) -> None:
+    change, reason = UNLIKE[unlike]
+    base = add_norm_guards()
+    aligned = tuple(dataclasses.replace(guard, alignment=16) for guard in base.tensors)
+    dispatch = Dispatcher(
+        "op", kernel, dataclasses.replace(base, tensors=aligned), Book("id", "d1" * 20)
+    )
+    for _ in range(2):
+        assert dispatch(*tensors(), 1e-5)
+    other = list(tensors())
+    other[place] = change(other[place])
+    assert not dispatch(*other, 1e-5)
+    assert dispatch(*tensors(), 1e-5)
+    assert dispatch(*tensors(4), 1e-5)
+    assert not dispatch(*other, 1e-5)
+    [told] = dispatch.book.fallbacks
+    assert reason in told
+    assert dispatch.book.calls == {CALL: 3, CALL.replace("tokens=2", "tokens=4"): 1}
+
+
+@torch.inference_mode()
+def test_without_torchs_own_guard_every_call_makes_its_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", None)
+    dispatch = made()
+    assert [dispatch(*tensors(hidden), 1e-5) for hidden in (2, 2, 4)] == [True] * 3
+    assert not dispatch(*tensors(hidden=12), 1e-5)
+    assert dispatch.book.calls.total() == 3
 
 
 def test_the_operator_runs_under_compile_and_falls_back_inside() -> None:

@@ -67,9 +67,15 @@ def test_every_row_says_what_to_do_and_why(profile: Profile) -> None:
     assert by_name["nvjet_sm90_tst_512x8_64x3_2x1_v_bz_TNT"].triage == "closed"
     norm = by_name["triton_red_fused_fused_add_rms_norm"]
     assert (norm.triage, norm.op) == ("replace", "fused_add_rms_norm")
-    assert norm.patch_points == ("transformers: gpt_oss.decoder_layer",)
-    assert by_name["_topk_forward"].triage == "fuse"
-    assert "MoE routing" in by_name["_topk_forward"].reason
+    assert norm.patch_points == (
+        "transformers: gpt_oss.decoder_layer",
+        "vllm: layernorm.rms_norm",
+        "tensorrt_llm: flashinfer_fused_add_rmsnorm",
+    )
+    routing, small = by_name["_topk_forward"], by_name["triton_poi_fused_2"]
+    assert (routing.triage, routing.op) == ("replace", "moe_route")
+    assert small.triage == "fuse"
+    assert "rope + KV write" in small.reason
     for spot in profile.hotspots:
         assert spot.reason
         assert "{" not in spot.reason
@@ -244,10 +250,11 @@ def test_a_comparison_says_whether_the_new_kernel_is_there_and_the_old_one_gone(
     assert changes["triton_red_fused_fused_add_rms_norm"] == "gone"
     assert changes["patcher::fused_add_rms_norm_kernel"] == "new"
     assert changes["_matmul_ogs_NNT_bf16xbf16xmxfp4_16x256x128x1"] == "same"
-    [op] = found.ops
-    assert (op.op, op.patched, op.gone) == ("fused_add_rms_norm", True, True)
-    [same] = compare(profile, profile).ops
-    assert (same.patched, same.gone) == (False, False)
+    ops = {op.op: (op.patched, op.gone) for op in found.ops}
+    assert ops.pop("fused_add_rms_norm") == (True, True)
+    assert set(ops) == {"moe_reduce", "moe_route", "rope_kv_update"}
+    assert set(ops.values()) == {(False, False)}
+    assert {(op.patched, op.gone) for op in compare(profile, profile).ops} == {(False, False)}
     assert all(row.change == "same" for row in compare(profile, profile).rows)
     busy = found.after_busy_ns - found.before_busy_ns
     assert busy == pytest.approx(

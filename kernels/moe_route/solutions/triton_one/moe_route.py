@@ -58,10 +58,10 @@ def moe_route_kernel(
         block_log2 = 4 + index
         needed = (counts + (1 << block_log2) - 1) >> block_log2
         first = tl.cumsum(needed, 0) - needed
-        total = tl.sum(needed, 0)
+        last = tl.sum(needed, 0)
         at = tile_offsets_ptr + index * (experts + 1)
         tl.store(at + column, first, mask=real)
-        tl.store(at + experts, total)
+        tl.store(at + experts, last)
         begin = 0
         while begin < tiles:
             tile = begin + tl.arange(0, TILES)
@@ -69,7 +69,7 @@ def moe_route_kernel(
             ours = (tile[:, None] >= first[None, :]) & (tile[:, None] < (first + needed)[None, :])
             packed = ((tile[:, None] - first[None, :]) << 16) + column[None, :]
             packed = tl.sum(tl.where(ours, packed, 0), 1)
-            packed = tl.where(tile < total, packed, -1)
+            packed = tl.where(tile < last, packed, -1)
             tl.store(tile_map_ptr + index * tiles + tile, packed, mask=tile < tiles)
             begin += TILES
 

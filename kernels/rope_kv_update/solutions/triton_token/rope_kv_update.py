@@ -50,11 +50,11 @@ def rope_kv_update_kernel(
             tl.store(place + HALF + column, b, mask=inside)
             whole = tl.arange(0, 2 * BLOCK)
             fits = whole < 2 * HALF
-            at = value_ptr + token * value_stride + (head - q_heads) * 2 * HALF + whole
-            value = tl.load(at, mask=fits, other=0.0).to(tl.float32)
+            source = value_ptr + token * value_stride + (head - q_heads) * 2 * HALF + whole
+            value = tl.load(source, mask=fits, other=0.0).to(tl.float32)
             if BIASED:
-                added = bias_ptr + (head + kv_heads) * 2 * HALF + whole
-                value += tl.load(added, mask=fits, other=0.0).to(tl.float32)
+                more = bias_ptr + (head + kv_heads) * 2 * HALF + whole
+                value += tl.load(more, mask=fits, other=0.0).to(tl.float32)
             tl.store(place + plane + whole, value.to(query_ptr.dtype.element_ty), mask=fits)
 
 

@@ -1,0 +1,97 @@
+"""A patch's kernel, callable: a binary that was built for this machine, else built from source."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench import Candidate, VerificationError
+from bench.environment import device_capability, device_name
+from bench.judge.kit import loading
+from integrate.manifest import Binary, Manifest
+
+if TYPE_CHECKING:
+    from bench.toolchains import Built
+
+log = logging.getLogger("patcher")
+
+
+def describe_binary(entry: str, built: Built, device: str) -> Binary:
+    """A build of this machine, as a manifest names it."""
+    platform_name, processor = _here(device)
+    place = re.sub(r"[^A-Za-z0-9.]+", "-", f"{platform_name}-{processor}").strip("-")
+    return Binary(
+        file=f"binaries/{place}/{entry}.so",
+        binding="tvm-ffi",
+        platform=platform_name,
+        processor=processor,
+        command=built.command,
+    )
+
+
+def fitting_binary(manifest: Manifest) -> Binary | None:
+    """The binary that was built for a machine like this one, where there is one."""
+    here = _here(manifest.guards.device)
+    fits = (known for known in manifest.binaries if (known.platform, known.processor) == here)
+    return next(fits, None)
+
+
+def load_kernel(folder: Path, manifest: Manifest, candidate: Candidate) -> Callable[..., object]:
+    """The kernel of a bundle's folder.
+
+    Raises:
+        MissingError: it must be built, and its compiler is not here.
+        UsageError: the cache folder cannot be written.
+        VerificationError: it does not build or load here.
+    """
+    from bench.toolchains import build, load
+
+    if binary := fitting_binary(manifest):
+        try:
+            return loading.load(str(folder / binary.file), binary.binding, manifest.entry)
+        except (ImportError, OSError, AttributeError, RuntimeError) as error:
+            log.warning("%s does not load here (%s): built anew", binary.file, error)
+    built = build(candidate, manifest.contract)
+    if not built.ok:
+        raise VerificationError(
+            f"the source of {manifest.id} does not build here",
+            f"make the patch again on this machine; the compiler said: {built.log[-500:]}",
+        )
+    try:
+        return load(built, manifest.entry)
+    except Exception as error:
+        raise VerificationError(
+            f"{manifest.id} does not load here: {type(error).__name__}: {error}",
+            "make the patch again on this machine",
+        ) from error
+
+
+def _here(device: str) -> tuple[str, str]:
+    """Platform and processor for which a binary that is built here is."""
+    name = f"{platform.system().lower()}-{platform.machine()}"
+    if device == "cpu":
+        return name, f"{device_name('cpu')} {_instructions()}"
+    import torch
+
+    return name, device_capability() if torch.cuda.is_available() else "none"
+
+
+@cache
+def _instructions() -> str:
+    """Of this processor, as a digest: a virtual machine may hide some of what its model has, and
+    a binary built for them would kill the engine.
+    """
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return "unknown"
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    if flags is None:
+        return "unknown"
+    return hashlib.sha256(" ".join(sorted(flags[1].split())).encode()).hexdigest()[:8]

@@ -1,0 +1,71 @@
+"""What changed in an engine since a patch was made for it, function by function."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from typing import Literal
+
+from bench import Record
+from integrate.manifest import Replaced, Target
+from integrate.points import Fingerprint
+
+_LONGEST = 20_000
+"""Characters of a function or class that a bundle keeps whole."""
+_DIFF_LINES = 40
+
+
+class Change(Record):
+    """One function or class that is not what the patch was made for."""
+
+    name: str
+    change: Literal["changed", "gone", "new"]
+    """`new`: the adapter did not look at it when the patch was made."""
+    diff: str = ""
+    """Unified, from then to now, its first lines; empty where the bundle holds no text."""
+
+
+def replaced(fingerprint: str) -> tuple[Replaced, ...]:
+    """What a fingerprint is of, to be kept in a bundle."""
+    if not isinstance(fingerprint, Fingerprint):
+        return ()
+    return tuple(
+        Replaced(name=name, digest=_digest(text), text=text if len(text) <= _LONGEST else None)
+        for name, text in fingerprint.parts.items()
+    )
+
+
+def what_changed(target: Target, now: str) -> list[Change]:
+    """The differences that explain another fingerprint; none where nobody kept the parts."""
+    if not target.replaced or not isinstance(now, Fingerprint):
+        return []
+    found = []
+    for part in target.replaced:
+        text = now.parts.get(part.name)
+        if text is None:
+            found.append(Change(name=part.name, change="gone"))
+        elif _digest(text) != part.digest:
+            found.append(Change(name=part.name, change="changed", diff=_diff(part, text)))
+    known = {part.name for part in target.replaced}
+    return found + [Change(name=name, change="new") for name in now.parts if name not in known]
+
+
+def _diff(part: Replaced, text: str) -> str:
+    if part.text is None:
+        return ""
+    lines = list(
+        difflib.unified_diff(
+            part.text.splitlines(),
+            text.splitlines(),
+            f"{part.name} then",
+            f"{part.name} now",
+            n=1,
+            lineterm="",
+        )
+    )
+    left = len(lines) - _DIFF_LINES
+    return "\n".join(lines[:_DIFF_LINES] + ([f"... {left} more lines"] if left > 0 else []))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,238 @@
+"""What the receipts of a patched run claim, held against a profile of that run.
+
+Receipts are counted by patcher's own code in the engine; a profiler sees what the device ran. A
+patch is accepted on both: the new kernel's name is there, as often as claimed, and the old one's
+is not.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+from bench import SCHEMA_VERSION, Language, Record
+from hotspot import KernelStat, Profile
+from integrate import Patch, Receipt
+
+_ANONYMOUS = {"(anonymous namespace)", "(anonymous)", "<unnamed>", "_NV_ANON_NAMESPACE"}
+_SPACE = r"(?:\(anonymous namespace\)|\(anonymous\)|<unnamed>|\w+)::"
+_BOUNDS = re.compile(r"__(?:launch_bounds|cluster_dims|maxnreg|block_size)__\s*\([^)]*\)")
+_GLOBAL = re.compile(r"__global__\s+[^()]*?(\w+)\s*\(")
+_NAMESPACE = re.compile(r"\bnamespace\s+([\w:]+)\s*\{")
+
+
+class ProofRow(Record):
+    """One kernel of the profile that does the op's work."""
+
+    kernel: str
+    role: Literal["new", "old"]
+    launches: int
+    """In the profile."""
+    per_step: float | None
+    claimed: int
+    """By the receipts: calls of the new kernel, or calls that went to the original."""
+    passed: bool
+    said: str
+
+
+class Proof(Record):
+    """Receipts and a profile of one patched run, row by row."""
+
+    schema_version: int = SCHEMA_VERSION
+    patch_id: str
+    digest: str
+    profile: str
+    """What it was read from."""
+    steps: int | None
+    expected_per_step: int | None
+    """Calls by the contract: those of a layer times the model's layers, where both are known."""
+    rows: tuple[ProofRow, ...]
+    problems: tuple[str, ...]
+    """What the rows do not say."""
+
+    @property
+    def failures(self) -> list[str]:
+        """What keeps the patch from being accepted."""
+        return [
+            *self.problems,
+            *(f"{row.kernel}: {row.said}" for row in self.rows if not row.passed),
+        ]
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+
+def prove(
+    receipts: Sequence[Receipt],
+    profile: Profile,
+    patch: Patch,
+    *,
+    before: Profile | None = None,
+    whole: bool = False,
+) -> Proof:
+    """Hold the receipts of one run against its profile.
+
+    A profile mostly shows a part of the run: then launches may be fewer than the receipts claim,
+    never more, and in each step as many as the contract says.
+
+    Args:
+        before: a profile of the unpatched engine, for old names that do other work, too (a first
+            norm without an addition, say): they must run less often by what the new one does.
+        whole: the profile covers all that the receipts count, so both must be equal.
+    """
+    own = [one for one in receipts if one.patch_id == patch.manifest.id]
+    claimed = sum(one.total_calls for one in own)
+    fallbacks = sum(sum(one.fallbacks.values()) for one in own)
+    names = kernel_names(patch)
+    ours = {kernel.name: _whose(kernel.name, names, patch) for kernel in profile.kernels}
+    # one kernel of a source may show as several: instances of a template, one a shape
+    new = Counter[str]()
+    for kernel in profile.kernels:
+        if name := ours[kernel.name]:
+            new[name] += kernel.instances
+    old = [
+        one for one in profile.kernels if not ours[one.name] and patch.contract.matches(one.name)
+    ]
+    expected = _expected(patch, profile)
+    workers = sum(bool(one.calls) for one in own)
+    rows = [
+        _new_row(name, launches, profile.steps, claimed, expected, max(1, workers), whole)
+        for name, launches in new.items()
+    ]
+    rows += _old_rows(old, profile, fallbacks, _fewer(before, profile, patch, new, old))
+    problems = [
+        f"process {one.pid} has another patch of that id"
+        for one in own
+        if one.digest != patch.digest
+    ]
+    problems += [f"process {one.pid}: {one.failure}" for one in own if one.failure]
+    if not claimed:
+        problems.append("the receipts claim no call of the patched kernel")
+    if not new:
+        problems.append(f"the profile has no kernel called {' or '.join(sorted(names))}")
+    return Proof(
+        patch_id=patch.manifest.id,
+        digest=patch.digest,
+        profile=profile.source,
+        steps=profile.steps,
+        expected_per_step=expected,
+        rows=tuple(rows),
+        problems=tuple(problems),
+    )
+
+
+def kernel_names(patch: Patch) -> set[str]:
+    """How profilers name what the patch runs: its GPU kernels, and its torch operator."""
+    candidate, manifest = patch.candidate(), patch.manifest
+    names = {f"patcher::{manifest.entry}_{patch.digest[:12]}"}
+    if candidate.language is Language.CUDA:
+        return names | set(_GLOBAL.findall(_BOUNDS.sub("", candidate.source)))
+    if candidate.language is Language.TRITON:
+        return names | {
+            node.name
+            for node in ast.walk(ast.parse(candidate.source))
+            if isinstance(node, ast.FunctionDef)
+            and any(re.search(r"\bjit\b", ast.unparse(mark)) for mark in node.decorator_list)
+        }
+    return names
+
+
+def _whose(shown: str, names: set[str], patch: Patch) -> str | None:
+    """Which of the patch's names it is: an engine's namespace before one makes it another's."""
+    spaces = {
+        part for found in _NAMESPACE.findall(patch.candidate().source) for part in found.split("::")
+    }
+    for name in names:
+        for match in re.finditer(rf"(?<![\w:])((?:{_SPACE})*){re.escape(name)}(?!\w)", shown):
+            if set(match[1].split("::")[:-1]) <= spaces | _ANONYMOUS:
+                return name
+    return None
+
+
+def _expected(patch: Patch, profile: Profile) -> int | None:
+    target = patch.manifest.target
+    for point in patch.contract.patch_points:
+        if (point.engine, point.point) == (target.engine, target.point) and profile.layers:
+            return point.calls_per_layer * profile.layers
+    return None
+
+
+def _new_row(
+    name: str,
+    launches: int,
+    steps: int | None,
+    claimed: int,
+    expected: int | None,
+    workers: int,
+    whole: bool,
+) -> ProofRow:
+    per_step = launches / steps if steps else None
+    passed, said = True, f"{launches:,} of the {claimed:,} calls that the receipts claim"
+    if whole and launches != claimed:
+        passed, said = False, f"{launches:,} launches, but the receipts claim {claimed:,} calls"
+    elif launches > claimed:
+        passed, said = (
+            False,
+            f"{launches:,} launches, but the receipts claim {claimed:,} calls only",
+        )
+    elif per_step is not None and expected is not None:
+        # one profile may show one worker's device, or all of them
+        passed = round(per_step) in {expected * count for count in range(1, workers + 1)}
+        said += f"; {per_step:.4g} a step, by the contract {expected}"
+    return ProofRow(
+        kernel=name,
+        role="new",
+        launches=launches,
+        per_step=per_step,
+        claimed=claimed,
+        passed=passed,
+        said=said,
+    )
+
+
+def _old_rows(
+    old: list[KernelStat], profile: Profile, fallbacks: int, fewer: str | None
+) -> list[ProofRow]:
+    total = sum(kernel.instances for kernel in old)
+    if fewer is not None:
+        passed, said = True, fewer
+    elif total <= fallbacks:
+        passed, said = True, f"at most {fallbacks:,} calls fell back, as the receipts count"
+    else:
+        passed = False
+        said = f"still runs, and only {fallbacks:,} calls fell back; does it do other work, too?"
+    return [
+        ProofRow(
+            kernel=kernel.name,
+            role="old",
+            launches=kernel.instances,
+            per_step=kernel.instances / profile.steps if profile.steps else None,
+            claimed=fallbacks,
+            passed=passed,
+            said=said,
+        )
+        for kernel in old
+    ]
+
+
+def _fewer(
+    before: Profile | None,
+    after: Profile,
+    patch: Patch,
+    new: Counter[str],
+    old: list[KernelStat],
+) -> str | None:
+    """In words, that the old kernels run less often by what the new one does; None if not so."""
+    if before is None or not before.steps or not after.steps or not new:
+        return None
+    matches = patch.contract.matches
+    was = sum(one.instances for one in before.kernels if matches(one.name)) / before.steps
+    left = sum(one.instances for one in old) / after.steps
+    ours = max(new.values()) / after.steps
+    if was - left < ours - 0.5:
+        return None
+    return f"{was:.4g} a step before, {left:.4g} now; the new one {ours:.4g}"

@@ -1,0 +1,266 @@
+"""A bundle as one file, and the binaries in it: what is carried, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from patch_sample import CANDIDATE, OP, evaluation, kernel, make_patch
+
+import bench
+from bench import Candidate, Language
+from bench.toolchains import Built, build, toolchain
+from integrate import Patch, pack, unpacked, verify
+
+DATE = (1980, 1, 1, 0, 0, 0)
+
+
+def opened(path: Path) -> Patch:
+    with unpacked(path) as folder:
+        return Patch.load(folder)
+
+
+def test_the_same_bundle_is_the_same_bytes(tmp_path: Path) -> None:
+    patch = make_patch(tmp_path / "patch")
+    for name in ("a.zip", "b.zip"):
+        pack(patch, tmp_path / name)
+        for file in patch.folder.rglob("*"):
+            file.touch()  # another date
+    assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
+    assert opened(tmp_path / "a.zip").digest == patch.digest
+    pack(patch, tmp_path / "a.zip")  # a patch may be replaced, nothing else
+    (tmp_path / "c.zip").write_text("someone's")
+    with pytest.raises(bench.UsageError, match="exists and is no patch"):
+        pack(patch, tmp_path / "c.zip")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.zip", "b.zip", "c.zip", "patch"]
+
+
+def entry(name: str, mode: int = stat.S_IFREG | 0o644) -> zipfile.ZipInfo:
+    made = zipfile.ZipInfo(name, DATE)
+    made.external_attr = mode << 16
+    return made
+
+
+def with_entry(made: zipfile.ZipInfo, content: bytes = b"x") -> Callable[[Path], None]:
+    def spoil(path: Path) -> None:
+        with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(made, content)
+
+    return spoil
+
+
+def bomb(path: Path) -> None:
+    """A file of 300 MB that is 300 kB packed."""
+    with (
+        zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("sources/zeros", "w", force_zip64=True) as file,
+    ):
+        for _ in range(300):
+            file.write(bytes(1_000_000))
+
+
+def many(path: Path) -> None:
+    with zipfile.ZipFile(path, "a") as archive:
+        for index in range(300):
+            archive.writestr(f"sources/{index}", "x")
+
+
+def understated(path: Path) -> None:
+    """An entry that declares one byte and unpacks to a million."""
+    with_entry(entry("sources/a"), bytes(1_000_000))(path)
+    content = path.read_bytes()
+    path.write_bytes(content.replace((1_000_000).to_bytes(4, "little"), (1).to_bytes(4, "little")))
+
+
+def half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:200])
+
+
+def flipped(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"// fused", b"// Fused"))
+
+
+SPOILS: dict[str, Callable[[Path], None]] = {
+    "parent": with_entry(entry("../outside")),
+    "deep parent": with_entry(entry("sources/../../outside")),
+    "absolute": with_entry(entry("/tmp/outside")),
+    "backslash": with_entry(entry("..\\outside")),
+    "drive": with_entry(entry("C:outside")),
+    "link": with_entry(entry("sources/link", stat.S_IFLNK | 0o777), b"/etc/passwd"),
+    "device": with_entry(entry("sources/null", stat.S_IFCHR | 0o666)),
+    "added": with_entry(entry("sources/more.py")),
+    "folder and file": with_entry(entry("sources")),
+    "bomb": bomb,
+    "many": many,
+    "understated": understated,
+    "half": half,
+    "flipped": flipped,
+}
+
+
+@pytest.mark.parametrize("case", SPOILS)
+def test_an_archive_that_is_no_bundle_writes_nothing_and_says_so(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "scratch").mkdir()
+    path = tmp_path / "patch.zip"
+    pack(make_patch(tmp_path / "patch"), path)
+    before = sorted(tmp_path.rglob("*"))
+    SPOILS[case](path)
+    with pytest.raises(bench.VerificationError) as caught:
+        opened(path)
+    assert "\n" not in caught.value.message
+    assert caught.value.hint
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_file_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    pack(make_patch(tmp_path / "patch"), tmp_path / "patch.zip")
+    with_entry(entry("manifest.json"), b"{}")(tmp_path / "patch.zip")
+    with pytest.raises(bench.VerificationError, match="twice"):
+        opened(tmp_path / "patch.zip")
+
+
+def test_what_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
+    for name in ("nothing.zip", "nothing"):
+        with pytest.raises(bench.UsageError, match="no patch bundle"):
+            opened(tmp_path / name)
+
+
+needs_compiler = pytest.mark.skipif(
+    toolchain(Language.CPP).missing() is not None, reason="no C++ compiler here"
+)
+
+
+@pytest.fixture(scope="module")
+def made() -> tuple[Candidate, Built]:
+    candidate = next(found for info, found in OP.solutions() if info.name == "cpu_simd")
+    return candidate, build(candidate, OP.contract)
+
+
+def bundle(folder: Path, candidate: Candidate, built: Built) -> Patch:
+    return Patch.create(
+        folder,
+        OP,
+        candidate,
+        evaluation(candidate),
+        engine="transformers",
+        made_by="test",
+        built=built,
+    )
+
+
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither a compiler nor anything that one has built."""
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setenv("PATCHER_CACHE", str(tmp_path / "cache"))
+
+
+def runs(found: Callable[..., object]) -> bool:
+    torch.manual_seed(0)
+    tensors = torch.randn(4, 256), torch.randn(4, 256), torch.randn(256)
+    expected = [tensor.clone() for tensor in tensors]
+    kernel(expected[0], expected[1], expected[2], 1e-5)
+    found(*tensors, 1e-5)
+    return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(tensors, expected, strict=True))
+
+
+def for_another_machine(folder: Path) -> None:
+    path = folder / "manifest.json"
+    document: dict[str, Any] = json.loads(path.read_text())
+    document["binaries"][0]["processor"] = "Another Processor 9000"
+    path.write_text(json.dumps(document))
+
+
+@needs_compiler
+def test_a_binary_for_this_machine_needs_no_compiler(
+    made: tuple[Candidate, Built], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch = bundle(tmp_path / "patch", *made)
+    [binary] = patch.manifest.binaries
+    assert binary.command.startswith("g++")
+    assert str(tmp_path) not in (patch.folder / "manifest.json").read_text()
+    pack(patch, tmp_path / "patch.zip")
+    no_compiler(monkeypatch, tmp_path)
+    with unpacked(tmp_path / "patch.zip") as folder:
+        carried = Patch.load(folder)
+        assert runs(carried.kernel())
+        assert verify(carried).checks[-1].detail == f"{binary.file} was built for this machine"
+    assert not (tmp_path / "cache").exists()
+
+
+@needs_compiler
+def test_a_binary_for_another_machine_is_left_alone(
+    made: tuple[Candidate, Built], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for_another_machine(bundle(tmp_path / "patch", *made).folder)
+    patch = Patch.load(tmp_path / "patch")
+    assert runs(patch.kernel())
+    assert "built from sources/" in verify(patch).checks[-1].detail
+    no_compiler(monkeypatch, tmp_path)
+    with pytest.raises(bench.MissingError, match="not on PATH") as caught:
+        patch.kernel()
+    assert caught.value.exit_code == 3
+    failure = verify(patch).failure
+    assert failure is not None
+    assert (failure.name, failure.exit_code) == ("kernel", 3)
+    assert "Another Processor 9000" in failure.detail
+
+
+@needs_compiler
+def test_a_binary_that_does_not_load_is_built_anew_and_said(
+    made: tuple[Candidate, Built], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    candidate, built = made
+    (tmp_path / "broken.so").write_bytes(b"no ELF")
+    broken = built.model_copy(update={"path": tmp_path / "broken.so"})
+    patch = bundle(tmp_path / "patch", candidate, broken)
+    with caplog.at_level(logging.WARNING, "patcher"):
+        assert runs(patch.kernel())
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "does not load here" in caplog.text
+
+
+def test_a_source_that_does_not_build_is_one_sentence(tmp_path: Path) -> None:
+    if toolchain(Language.CPP).missing():
+        pytest.skip("no C++ compiler here")
+    patch = make_patch(tmp_path / "patch")  # its source is a comment
+    with pytest.raises(bench.VerificationError, match="does not build here") as caught:
+        patch.kernel()
+    assert "\n" not in caught.value.message
+
+
+def test_a_cache_that_cannot_be_written_is_wrong_usage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PATCHER_CACHE", str(tmp_path / "file" / "cache"))
+    patch = make_patch(tmp_path / "patch")
+    with pytest.raises(bench.UsageError, match="cannot write") as caught:
+        patch.kernel()
+    assert caught.value.exit_code == 2
+
+
+def test_the_workers_that_it_is_for_are_kept(tmp_path: Path) -> None:
+    patch = Patch.create(
+        tmp_path / "patch",
+        OP,
+        CANDIDATE,
+        evaluation(),
+        engine="transformers",
+        made_by="test",
+        tensor_parallel=(1, 2),
+    )
+    assert Patch.load(patch.folder).manifest.guards.tensor_parallel == (1, 2)

@@ -1,0 +1,225 @@
+"""Receipts against profiles: real ones, with the norm's kernel under the name of a patch's."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from patch_sample import CANDIDATE, OP, evaluation
+
+from bench import Candidate, Language
+from hotspot import Profile, read
+from integrate import Patch, Receipt
+from patcher.proof import Proof, kernel_names, prove
+
+EXPORT = Path(__file__).parent / "data/nsys/decode.sqlite"
+OLD = "triton_red_fused_fused_add_rms_norm"
+TRITON = "quick_add_norm"
+"""The patch's kernel; Triton's own code generator appends nothing to it."""
+LABEL = "fused_add_rms_norm tokens=8 hidden=2880 bfloat16/float32"
+
+
+def made(folder: Path, candidate: Candidate) -> Patch:
+    return Patch.create(
+        folder, OP, candidate, evaluation(candidate), engine="transformers", made_by="test"
+    )
+
+
+def triton_patch(folder: Path) -> Patch:
+    source = (
+        "import triton\n@triton.jit\n"
+        f"def {TRITON}_0(x):\n    pass\n@triton.jit(debug=False)\ndef {TRITON}_1(x):\n    pass\n"
+        "def fused_add_rms_norm(*args):\n    pass\n"
+    )
+    return made(folder, Candidate(op=OP.name, language=Language.TRITON, source=source))
+
+
+def cuda_patch(folder: Path, spaces: str = "namespace {") -> Patch:
+    source = (
+        f"{spaces}\ntemplate <typename T, int N>\n"
+        "__global__ void __launch_bounds__(256, 2)\nadd_norm(T* x) {}\n}\n"
+        "__global__ static void second(int) {}\n"
+    )
+    return made(folder, Candidate(op=OP.name, language=Language.CUDA, source=source))
+
+
+def claims(patch: Patch, calls: int, **more: Any) -> Receipt:
+    counted = {LABEL: calls} if calls else {}
+    known = {"patch_id": patch.manifest.id, "digest": patch.digest, "pid": 1, "calls": counted}
+    return Receipt.model_validate({**known, **more})
+
+
+def renamed(path: Path, old: str, new: str) -> Path:
+    with closing(sqlite3.connect(path)) as database:
+        changed = database.execute(
+            "UPDATE StringIds SET value = replace(value, ?, ?) WHERE value LIKE ?",
+            (old, new, f"%{old}%"),
+        )
+        assert changed.rowcount, "the name is in the profile"
+        database.commit()
+    return path
+
+
+def patched_profile(path: Path, new: str, old: str = OLD) -> Path:
+    """decode.sqlite as if the norm's kernels had been replaced by one."""
+    shutil.copy(EXPORT, path)
+    for index in (0, 1):
+        renamed(path, f"{old}_{index}", new)
+    return path
+
+
+@pytest.fixture(scope="module")
+def stock() -> Profile:
+    return read(EXPORT, "gpt-oss-20b")
+
+
+@pytest.fixture
+def patch(tmp_path: Path) -> Patch:
+    return triton_patch(tmp_path / "patch")
+
+
+@pytest.fixture
+def patched(tmp_path: Path) -> Profile:
+    return read(patched_profile(tmp_path / "patched.sqlite", f"{TRITON}_0"), "gpt-oss-20b")
+
+
+def launches(profile: Profile, name: str) -> int:
+    return sum(kernel.instances for kernel in profile.kernels if name in kernel.name)
+
+
+def new_row(proof: Proof) -> Any:
+    [row] = [row for row in proof.rows if row.role == "new"]
+    return row
+
+
+def test_the_new_kernel_is_there_as_often_as_claimed_and_the_old_is_gone(
+    stock: Profile, patched: Profile, patch: Patch
+) -> None:
+    count = launches(patched, TRITON)
+    assert count == launches(stock, OLD) > 0
+    proof = prove([claims(patch, count)], patched, patch, whole=True)
+    assert proof.passed, proof
+    [row] = proof.rows
+    assert (row.role, row.launches, row.claimed) == ("new", count, count)
+    assert proof.expected_per_step == 2 * 24 == row.per_step
+    assert prove([claims(patch, 100 * count)], patched, patch).passed, "the profile is a part"
+
+
+def test_counts_that_differ_are_told(patched: Profile, patch: Patch) -> None:
+    count = launches(patched, TRITON)
+    for calls, whole in ((count - 1, False), (count + 1, True), (count - 1, True)):
+        proof = prove([claims(patch, calls)], patched, patch, whole=whole)
+        assert not proof.passed
+        assert f"{count:,} launches" in new_row(proof).said
+
+
+def test_a_kernel_that_runs_in_some_layers_only_is_told(patch: Patch, stock: Profile) -> None:
+    half = [
+        kernel.model_copy(update={"name": f"{TRITON}_0"}) if kernel.name == f"{OLD}_0" else kernel
+        for kernel in stock.kernels
+    ]
+    profile = stock.model_copy(update={"kernels": tuple(half)})
+    proof = prove([claims(patch, 10**6)], profile, patch)
+    assert {row.role: row.passed for row in proof.rows} == {"new": False, "old": False}
+    assert "by the contract 48" in new_row(proof).said
+    [old] = [row for row in proof.rows if row.role == "old"]
+    assert old.kernel == f"{OLD}_1"
+    assert "still runs" in old.said
+
+
+def test_an_unpatched_run_never_passes(stock: Profile, patch: Patch) -> None:
+    proof = prove([claims(patch, 10**6)], stock, patch)
+    assert not proof.passed
+    assert proof.problems == (
+        f"the profile has no kernel called {' or '.join(sorted(kernel_names(patch)))}",
+    )
+    assert {row.kernel for row in proof.rows} == {f"{OLD}_0", f"{OLD}_1"}
+
+
+def test_receipts_that_claim_nothing_or_another_patch_never_pass(
+    patched: Profile, patch: Patch
+) -> None:
+    for receipt, said in (
+        (claims(patch, 0), "claim no call"),
+        (claims(patch, 10**6, digest="other"), "another patch of that id"),
+        (claims(patch, 10**6, failure="no compiler"), "no compiler"),
+        (claims(patch, 10**6, patch_id="other"), "claim no call"),
+    ):
+        proof = prove([receipt], patched, patch)
+        assert not proof.passed
+        assert any(said in problem for problem in proof.problems)
+
+
+def test_old_kernels_may_be_left_as_often_as_calls_fell_back(
+    tmp_path: Path, patch: Patch, stock: Profile
+) -> None:
+    shutil.copy(EXPORT, tmp_path / "some.sqlite")
+    profile = read(renamed(tmp_path / "some.sqlite", f"{OLD}_1", f"{TRITON}_1"), "another")
+    left = launches(profile, OLD)
+    for fallbacks, passed in ((left, True), (left - 1, False)):
+        receipt = claims(patch, 10**6, fallbacks={"not contiguous": fallbacks})
+        assert prove([receipt], profile, patch).passed is passed
+    proof = prove([claims(patch, 10**6)], profile, patch, before=stock)
+    assert proof.passed, "they do other work, too, and run less often by what the new one does"
+    assert not prove([claims(patch, 10**6)], profile, patch, before=profile).passed
+
+
+def test_every_worker_of_a_layer_counts(patched: Profile, patch: Patch) -> None:
+    twice = [
+        kernel.model_copy(update={"instances": 2 * kernel.instances}) for kernel in patched.kernels
+    ]
+    both = patched.model_copy(update={"kernels": tuple(twice)})
+    ranks = [claims(patch, 10**6, pid=pid, rank=pid) for pid in (0, 1)]
+    assert prove(ranks, both, patch).passed
+    assert not prove(ranks[:1], both, patch).passed
+
+
+@pytest.mark.parametrize(
+    ("shown", "ours"),
+    [
+        ("void (anonymous namespace)::add_norm<__nv_bfloat16, (int)4>(T1 *)", True),
+        ("void <unnamed>::add_norm<__nv_bfloat16, (int)4>(T1 *)", True),
+        ("add_norm", True),
+        ("second(int)", True),
+        ("void vllm::add_norm<__nv_bfloat16, (int)4>(T1 *)", False),
+        ("void flashinfer::norm::(anonymous namespace)::add_norm<1>()", False),
+        ("void add_norm_quant<1>(T1 *)", False),
+        ("void fused_add_norm<1>(T1 *)", False),
+    ],
+)
+def test_a_name_in_an_engines_namespace_is_the_engines(
+    shown: str, ours: bool, stock: Profile, tmp_path: Path
+) -> None:
+    patch = cuda_patch(tmp_path / "patch")
+    named = stock.kernels[0].model_copy(update={"name": shown})
+    profile = stock.model_copy(update={"kernels": (named,), "layers": None})
+    proof = prove([claims(patch, 10**6)], profile, patch)
+    assert [row.role for row in proof.rows] == (["new"] if ours else [])
+    assert proof.passed is ours
+
+
+def test_a_namespace_of_the_source_is_its_own(stock: Profile, tmp_path: Path) -> None:
+    patch = cuda_patch(tmp_path / "patch", "namespace mine::deep {")
+    named = stock.kernels[0].model_copy(update={"name": "void mine::deep::add_norm<1>()"})
+    profile = stock.model_copy(update={"kernels": (named,), "layers": None})
+    assert prove([claims(patch, 10**6)], profile, patch).passed
+
+
+def test_names_come_from_the_source(tmp_path: Path) -> None:
+    triton, cuda = triton_patch(tmp_path / "t"), cuda_patch(tmp_path / "c")
+    cpp = made(tmp_path / "p", CANDIDATE)
+    for patch, names in (
+        (triton, {f"{TRITON}_0", f"{TRITON}_1"}),
+        (cuda, {"add_norm", "second"}),
+        (cpp, set[str]()),
+    ):
+        assert kernel_names(patch) == names | {f"patcher::fused_add_rms_norm_{patch.digest[:12]}"}
+    for info, candidate in OP.solutions():
+        if candidate.language in (Language.CUDA, Language.TRITON):
+            assert "fused_add_rms_norm_kernel" in kernel_names(
+                made(tmp_path / info.name, candidate)
+            )
