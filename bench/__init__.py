@@ -4,7 +4,7 @@ comparison.
 
 from bench.candidate import Candidate, Language, guess_language
 from bench.comparison import Comparison, Quality, Sample, Throughput, Window
-from bench.contract import AxisGuard, Contract, Point, Sweep
+from bench.contract import AxisGuard, Contract, Point, Sweep, TensorSpec
 from bench.errors import (
     BudgetError,
     MissingError,
@@ -23,7 +23,7 @@ from bench.evaluation import (
     Timing,
     geomean,
 )
-from bench.op import Op, library, load_op, load_ops
+from bench.op import Op, SolutionInfo, library, load_op, load_ops
 from bench.records import SCHEMA_VERSION, Record
 from bench.stats import compare, pairs_needed, read_samples
 from bench.workload import Preset, Workload, preset, presets
@@ -49,7 +49,9 @@ __all__ = [
     "Quality",
     "Record",
     "Sample",
+    "SolutionInfo",
     "Sweep",
+    "TensorSpec",
     "Throughput",
     "Timing",
     "UsageError",

@@ -99,6 +99,21 @@ def cpu_name() -> str:
 
 
 @cache
+def cpu_instructions() -> str:
+    """What this processor can do, as a digest: a virtual machine may hide some of what its model
+    has, and a binary built for them would kill the process.
+    """
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return "unknown"
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    if flags is None:
+        return "unknown"
+    return hashlib.sha256(" ".join(sorted(flags[1].split())).encode()).hexdigest()[:8]
+
+
+@cache
 def package_versions() -> dict[str, str]:
     """Versions of the packages that matter to a figure, where installed."""
     found = {}

@@ -126,6 +126,8 @@ class Evaluation(Record):
     """The strongest baseline that runs here, which every speedup is against."""
     baselines: dict[str, str] = Field(default_factory=dict)
     """Each known baseline: its geometric mean time in microseconds, or why it does not run here."""
+    sweep: str | None = None
+    """Which sweep of the contract was timed: the dtypes of the timings are its."""
     timings: tuple[Timing, ...] = ()
     timing_method: str | None = None
     geomean_speedup: float | None = None

@@ -16,17 +16,21 @@ from integrate.verify import Check, Verified, verify
 if TYPE_CHECKING:
     from integrate.activation import Activation, activate, prepare
     from integrate.counts import Book
+    from integrate.export import export_patch
+    from integrate.imports import import_kernel
 
 _LAZY = {
     "Activation": "integrate.activation",
     "Book": "integrate.counts",
     "activate": "integrate.activation",
+    "export_patch": "integrate.export",
+    "import_kernel": "integrate.imports",
     "prepare": "integrate.activation",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """torch is imported only by those who patch."""
+    """torch is imported only by those who patch; formats only by those who export and import."""
     if name in _LAZY:
         import importlib
 
@@ -47,7 +51,9 @@ __all__ = [
     "Switches",
     "Verified",
     "activate",
+    "export_patch",
     "home_store",
+    "import_kernel",
     "is_archive",
     "pack",
     "prepare",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import platform
 import re
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench import Candidate, VerificationError
-from bench.environment import device_capability, device_name
+from bench.environment import cpu_instructions, device_capability, device_name
 from bench.judge.kit import loading
 from integrate.manifest import Binary, Manifest
 
@@ -76,22 +74,7 @@ def _here(device: str) -> tuple[str, str]:
     """Platform and processor for which a binary that is built here is."""
     name = f"{platform.system().lower()}-{platform.machine()}"
     if device == "cpu":
-        return name, f"{device_name('cpu')} {_instructions()}"
+        return name, f"{device_name('cpu')} {cpu_instructions()}"
     import torch
 
     return name, device_capability() if torch.cuda.is_available() else "none"
-
-
-@cache
-def _instructions() -> str:
-    """Of this processor, as a digest: a virtual machine may hide some of what its model has, and
-    a binary built for them would kill the engine.
-    """
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return "unknown"
-    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    if flags is None:
-        return "unknown"
-    return hashlib.sha256(" ".join(sorted(flags[1].split())).encode()).hexdigest()[:8]

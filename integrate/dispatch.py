@@ -20,6 +20,8 @@ log = logging.getLogger("patcher")
 
 _MOST_CASES = 10_000
 """Combinations that are remembered; a server that sees more of them looks again."""
+_MOST_COPIED = 256 << 20
+"""Bytes of a tensor that is copied before the first call of its kind. A KV cache is larger."""
 _EXACT = 128
 """Up to here a number of rows is its own bucket in a receipt, above it the next power of two."""
 
@@ -145,7 +147,8 @@ class Dispatcher:
     Otherwise (serving) the first call of each shape works on copies, so that a kernel that raises
     there leaves the caller's tensors whole: that call and every later one falls back, counted and
     logged once. One that raises later has had its hands on the caller's tensors, which cannot be
-    trusted any more: that call raises, and every later one falls back.
+    trusted any more: that call raises, and every later one falls back. Tensors over 256 MiB are
+    not copied: they are written in part (a KV cache), where the original writes the same again.
 
     While a CUDA graph is recorded nothing is built, copied or allocated: what was not proven
     before falls back.
@@ -257,11 +260,12 @@ class Dispatcher:
         if self._capturing():
             self.book.reasons["not warmed before the graph was recorded"] += 1
             return False
-        mutated = [guard.mutated for guard in self.guards.tensors]
+        tensors = len(self.guards.tensors)
         copied = [
-            arg.clone() if index < len(mutated) and mutated[index] else arg
-            for index, arg in enumerate(args)
+            arg.clone() if guard.mutated and arg.nbytes <= _MOST_COPIED else arg
+            for guard, arg in zip(self.guards.tensors, args[:tensors], strict=True)
         ]
+        copied += args[tensors:]
         try:
             self._kernel(*copied)
         except Exception as error:

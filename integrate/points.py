@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _ADAPTERS = {
     "tensorrt_llm": "integrate.tensorrt_llm",
     "transformers": "integrate.transformers",
+    "vllm": "integrate.vllm.points",
 }
 """Engine to the module whose `POINTS` are its adapters; imported when a patch asks for one."""
 

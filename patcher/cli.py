@@ -10,7 +10,13 @@ import typer
 from rich.console import Console
 
 from bench import MissingError, PatcherError, UsageError
-from patcher import commands, patching, profiling, selftesting  # noqa: F401 (importing them registers them)
+from patcher import (  # noqa: F401 (importing them registers them)
+    commands,
+    exporting,
+    patching,
+    profiling,
+    selftesting,
+)
 from patcher.console import app
 
 CLICK_ERROR: type[Exception] = next(

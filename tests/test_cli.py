@@ -47,9 +47,9 @@ def test_help_names_every_command_with_an_example(tmp_path: Path) -> None:
         "doctor profile evaluate bundle optimize run demo resume throughput report patches apply "
         "verify receipts"
     )
-    for name in [*names.split(), "revert", "config", "ops", "models"]:
+    for name in [*names.split(), "revert", "export", "import", "config", "ops", "models"]:
         assert name in whole.stdout
-    for name in ("profile", "evaluate", "throughput", "verify", "receipts"):
+    for name in ("profile", "evaluate", "throughput", "verify", "receipts", "export", "import"):
         assert f"$ patcher {name}" in patcher(name, "--help", cwd=tmp_path).stdout
 
 

@@ -278,3 +278,23 @@ def test_a_writer_tells_the_last_counts_when_it_closes(tmp_path: Path) -> None:
     [receipt] = read_receipts(tmp_path / "receipts")
     assert receipt == Receipt.of(dispatch.book, "here")
     assert receipt.calls == {CALL: 1}
+
+
+@torch.inference_mode()
+def test_what_is_too_large_to_copy_is_written_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("integrate.dispatch._MOST_COPIED", 40)
+    seen: list[tuple[int, ...]] = []
+
+    def run(*args: Any) -> None:
+        seen.append(tuple(arg.data_ptr() for arg in args[:3]))
+        kernel(*args)
+
+    dispatch = made(run=run, strict=False)
+    large, small = tensors(), tensors(1)
+    for args in (large, small):
+        assert dispatch(*args, 1e-5)
+        assert torch.equal(args[1], torch.full_like(args[1], 2.0))
+    own = [tuple(arg.data_ptr() for arg in args) for args in (large, small)]
+    assert seen[0] == own[0], "64 bytes a tensor: not copied"
+    assert seen[1][:2] != own[1][:2]
+    assert seen[1][2] == own[1][2], "only read: not copied"

@@ -175,9 +175,10 @@ def test_without_a_gpu_the_set_up_never_lets_pip_take_a_cuda_build(
 
     pip = "-m pip --disable-pip-version-check install -q"
     installs = [line for line in log.read_text().splitlines() if line.startswith(pip)]
-    *torch, last = [line for line in installs if "--dry-run" not in line]
+    *torch, tools, alone = [line for line in installs if "--dry-run" not in line]
     assert torch == ([f"{pip} {asked}"] if asked else [])
-    assert last == f"{pip} --constraint constraints.txt --editable .[dev]"
+    assert tools == f"{pip} --constraint constraints.txt --editable .[dev]"
+    assert alone == f"{pip} --constraint constraints.txt --no-deps flashinfer-bench"
 
 
 def copy_of_repository(target: Path) -> Path:

@@ -31,8 +31,16 @@ MEMORY_SHARE = 0.6
 class VllmEngine:
     """One model in this process. See `bench.engines.Decoder` for the methods."""
 
-    def __init__(self, workload: Workload) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # nsys and NVTX ranges see one process
+    def __init__(
+        self,
+        workload: Workload,
+        arguments: dict[str, Any] | None = None,
+        *,
+        one_process: bool = True,
+    ) -> None:
+        """`arguments`: of vLLM's `LLM`, over those that the workload asks for."""
+        # in one, nsys and NVTX ranges see all of it
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if one_process else "1"
         try:
             vllm: Any = importlib.import_module("vllm")
         except ImportError as error:
@@ -44,7 +52,8 @@ class VllmEngine:
         self.workload = workload
         self._vllm = vllm
         self._folder = tempfile.TemporaryDirectory()
-        self._llm: Any = vllm.LLM(**_arguments(workload, Path(self._folder.name)))
+        chosen = _arguments(workload, Path(self._folder.name)) | (arguments or {})
+        self._llm: Any = vllm.LLM(**chosen)
         self._engine = self._llm.llm_engine
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
         self._requests = 0

@@ -120,7 +120,7 @@ class Judge:
                 trial.correct(cases, report)
                 trial.repeats(seen.declares_nondeterminism)
                 baseline, found, name = self._baseline(op, sweep, state.device, report)
-                more = {"baseline": name, "baselines": found}
+                more = {"baseline": name, "baselines": found, "sweep": sweep.name}
                 with ClockMonitor(state.device) as clocks:
                     more |= trial.timed(baseline, clocks, report)
                 trial.soaked()

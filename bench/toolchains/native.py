@@ -20,6 +20,7 @@ from pathlib import Path
 
 from bench.candidate import Candidate, Language
 from bench.contract import Contract
+from bench.environment import cpu_instructions
 from bench.errors import MissingError
 from bench.toolchains import Built, cache_root
 
@@ -47,6 +48,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {{ module.def("{entry}", &{entry})
 _TORCH_INCLUDE = re.compile(r'^\s*#\s*include\s*[<"](torch|ATen|c10)/', re.MULTILINE)
 
 
+def binds_with_torch(source: str) -> bool:
+    """Whether a C++ or CUDA source is bound with pybind11, since it includes PyTorch's headers."""
+    return bool(_TORCH_INCLUDE.search(source))
+
+
 class _Native:
     """What C++ and CUDA share: unit, cache, run."""
 
@@ -68,7 +74,7 @@ class _Native:
             raise MissingError(
                 f"cannot build {self.language}: {reason}", f"install {self.compiler}"
             )
-        through_torch = bool(_TORCH_INCLUDE.search(candidate.source))
+        through_torch = binds_with_torch(candidate.source)
         unit = (TORCH_UNIT if through_torch else FFI_UNIT).format(
             source=candidate.file_name, entry=contract.name
         )
@@ -88,10 +94,13 @@ class _Native:
             *libraries,
         ]
         key = hashlib.sha256(
-            "\0".join([candidate.digest, unit, _version(self.compiler), *command]).encode()
+            "\0".join(
+                [candidate.digest, unit, _version(self.compiler), cpu_instructions(), *command]
+            ).encode()
         ).hexdigest()[:32]
         done = folder / key
-        shown = " ".join([self.compiler, *flags, f"unit{self.suffix}"])
+        told = [Path(flag).name if flag.startswith("/") else flag for flag in flags]
+        shown = " ".join([self.compiler, *told, f"unit{self.suffix}"])
         binding = "torch" if through_torch else "tvm-ffi"
         if (done / "candidate.so").is_file():
             return Built(

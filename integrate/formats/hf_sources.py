@@ -1,0 +1,275 @@
+"""The Python of an exported kernel repository: the op with its guards, the layer, the page.
+
+Generated, since it must stand alone: it is loaded under a name of its own in processes that have no
+patcher, by Python 3.9 and later, and may import torch and the standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench import Contract, Evaluation, Language, TensorSpec
+from integrate.formats import Files
+
+
+@dataclass(frozen=True)
+class Package:
+    """`__init__.py`, `_op.py` and, where there can be one, `layers.py`."""
+
+    files: Files
+    layer: str | None
+
+
+def package(contract: Contract, device: str, language: Language) -> Package:
+    """The package around `kernel.py` (PyTorch, Triton) or `_ops.py` (C++, CUDA)."""
+    entry = contract.name
+    python = language in (Language.TORCH, Language.TRITON)
+    load = f"from .kernel import {entry} as _kernel" if python else "from ._ops import ops"
+    bind = "" if python else f"\n_kernel = ops.{entry}\n"
+    tensors = {each.name: [each.dtype, list(each.shape)] for each in contract.tensors}
+    names = [each.name for each in contract.tensors] + [each.name for each in contract.scalars]
+    written = [each.name for each in contract.written]
+    op = OP.format(
+        signature=contract.signature(),
+        load=load,
+        bind=bind,
+        tensors=tensors,
+        dtypes=contract.dtype_choices(),
+        rows=[each.name for each in contract.tensors if each.layout == "rows"],
+        alignments={each.name: each.alignment for each in contract.tensors},
+        sizes={
+            axis: (guard.minimum, guard.maximum, guard.multiple_of)
+            for axis, guard in contract.guards.axes.items()
+        },
+        device=device,
+        entry=entry,
+        written=tuple(written),
+        schema=_schema(contract),
+        names=", ".join(names),
+        pairs=", ".join(f"{each.name}={each.name}" for each in contract.tensors),
+    )
+    files = {"_op.py": op.encode()}
+    layer = _layer(contract)
+    exported = [f"from ._op import {entry}"]
+    if layer is not None:
+        files["layers.py"] = layer.encode()
+        exported.insert(0, "from . import layers")
+    public = [entry, *(["layers"] if layer is not None else [])]
+    init = f'"""{contract.signature()}: see README.md."""\n\n'
+    init += "\n".join(exported) + f"\n\n__all__ = {public!r}\n"
+    files["__init__.py"] = init.encode()
+    return Package(files=files, layer=layer_name(contract) if layer is not None else None)
+
+
+def layer_name(contract: Contract) -> str:
+    return "".join(part.capitalize() for part in contract.name.split("_"))
+
+
+def _schema(contract: Contract) -> str:
+    """In PyTorch's schema language; `!` marks what is written."""
+    parts = []
+    for index, tensor in enumerate(contract.tensors):
+        mark = "" if tensor.access == "read" else f"(a{index}!)"
+        parts.append(f"Tensor{mark} {tensor.name}")
+    parts += [f"{scalar.type} {scalar.name}" for scalar in contract.scalars]
+    return f"({', '.join(parts)}) -> ()"
+
+
+def parameters(contract: Contract) -> list[TensorSpec]:
+    """What a layer keeps rather than takes: read, and the same at every size that is swept."""
+    swept = {sweep.axis for sweep in contract.sweeps}
+    return [
+        tensor
+        for tensor in contract.tensors
+        if tensor.access == "read" and not swept & set(tensor.shape)
+    ]
+
+
+def _layer(contract: Contract) -> str | None:
+    """The layer, or None where its outputs cannot be allocated from its inputs alone."""
+    kept = parameters(contract)
+    taken = [each for each in contract.tensors if each not in kept and each.access != "write"]
+    made = []
+    for tensor in contract.tensors:
+        if tensor.access != "write":
+            continue
+        allocation = _allocation(contract, tensor, taken)
+        if allocation is None:
+            return None
+        made.append(f"        {tensor.name} = {allocation}\n")
+    own = {each.name for each in kept} | {each.name for each in contract.scalars}
+    order = [each.name for each in contract.tensors] + [each.name for each in contract.scalars]
+    call = ", ".join(f"self.{name}" if name in own else name for name in order)
+    members = [f"    {each.name}: torch.Tensor\n" for each in kept]
+    members += [f"    {each.name}: {each.type}\n" for each in contract.scalars]
+    return LAYER.format(
+        entry=contract.name,
+        name=layer_name(contract),
+        summary=" ".join(contract.summary.split()),
+        members="".join(members),
+        taken="".join(f", {each.name}: torch.Tensor" for each in taken),
+        made="".join(made),
+        call=call,
+        written=", ".join(each.name for each in contract.written),
+    )
+
+
+def _allocation(contract: Contract, tensor: TensorSpec, taken: list[TensorSpec]) -> str | None:
+    sizes = []
+    for axis in tensor.shape:
+        source = next((each for each in taken if axis in each.shape), None)
+        if source is None:
+            return None
+        sizes.append(f"{source.name}.shape[{source.shape.index(axis)}]")
+    like = next((each for each in taken if each.dtype == tensor.dtype), None)
+    options = contract.dtypes[tensor.dtype]
+    if like is not None:
+        dtype = f"{like.name}.dtype"
+    elif len(options) == 1 and not options[0].startswith("="):
+        dtype = f"torch.{options[0]}"
+    else:
+        return None
+    shape = "".join(f"{size}, " for size in sizes)
+    return f"torch.empty(({shape}), dtype={dtype}, device={taken[0].name}.device)"
+
+
+def readme(
+    contract: Contract,
+    evidence: Evaluation,
+    language: Language,
+    layer: str | None,
+    variant: str | None,
+    left_out: list[str],
+) -> str:
+    """The repository's page: how it is loaded, what was measured, what is not in it."""
+    lines = [
+        f"# {contract.name}",
+        "",
+        f"`{contract.signature()}`. {' '.join(contract.summary.split())}",
+        "",
+        "```python",
+        "from pathlib import Path",
+        "from kernels import get_local_kernel",
+        "",
+        f'kernel = get_local_kernel(Path("."))  # {language}',
+        f"kernel.{contract.signature()}",
+        "```",
+        "",
+    ]
+    if variant is None:
+        lines += [
+            "Build it first: `kernel-builder build-and-copy` (there is no build in here).",
+            "",
+        ]
+    written = ", ".join(each.name for each in contract.written)
+    lines += [f"It writes {written} and returns nothing; what it cannot take is a ValueError."]
+    if layer is not None:
+        own = [each.name for each in parameters(contract)]
+        own += [each.name for each in contract.scalars]
+        lines += [
+            f"Layer `{layer}` returns what is written, in place on what was given, and takes "
+            f"{', '.join(own) or 'nothing'} from the module that it replaces.",
+        ]
+    where = evidence.environment.device if evidence.environment else "an unknown device"
+    lines += [
+        "",
+        f"## Measured by patcher on {where}",
+        "",
+        f"Against `{evidence.baseline or 'its strongest baseline'}`, in place, interleaved; "
+        f"sweep `{evidence.sweep or 'not recorded'}`. Of the kernel alone: outside of a CUDA graph "
+        "a call from Python adds microseconds for the op and its guards.",
+        "",
+        "| point | us a call | baseline | speedup (95 %) |",
+        "| --- | ---: | ---: | --- |",
+    ]
+    for timing in evidence.timings:
+        axes = " ".join(f"{axis}={size}" for axis, size in timing.axes.items())
+        lines.append(
+            f"| {axes} | {timing.candidate_us:.3f} | {timing.baseline_us:.3f} "
+            f"| {timing.speedup:.3f} [{timing.speedup_low:.3f}, {timing.speedup_high:.3f}] |"
+        )
+    lines += ["", "## Not in here", "", *(f"- {each}" for each in left_out), ""]
+    return "\n".join(lines)
+
+
+OP = '''"""{signature}, in place, as a torch op with its guards. Made by `patcher export`."""
+
+import torch
+
+{load}
+{bind}
+_TENSORS = {tensors!r}
+_DTYPES = {dtypes!r}
+_ROWS = {rows!r}
+_ALIGNMENT = {alignments!r}
+_SIZES = {sizes!r}
+
+
+def _refuse(tensors):
+    """Why the kernel must not be called with these, or None."""
+    sizes, dtypes = {{}}, {{}}
+    for name, value in tensors.items():
+        symbol, axes = _TENSORS[name]
+        if value.device.type != "{device}":
+            return name + " is on " + value.device.type + ", not on {device}"
+        if value.dim() != len(axes):
+            return name + " must have the axes " + ", ".join(axes)
+        dense = value.stride(-1) == 1 if name in _ROWS else value.is_contiguous()
+        if value.numel() and not dense:
+            return name + " is not contiguous"
+        if value.data_ptr() % _ALIGNMENT[name]:
+            return name + " is not aligned to " + str(_ALIGNMENT[name]) + " bytes"
+        dtype = str(value.dtype).replace("torch.", "")
+        if dtypes.setdefault(symbol, dtype) != dtype:
+            return name + " is " + dtype + ", others " + dtypes[symbol]
+        for axis, size in zip(axes, value.shape):
+            if sizes.setdefault(axis, size) != size:
+                return name + " differs in " + axis + " from the tensors before it"
+    if dtypes not in _DTYPES:
+        return "dtypes " + str(dtypes)
+    for axis, (least, most, multiple) in _SIZES.items():
+        size = sizes.get(axis, least)
+        if size < least or (most is not None and size > most) or size % multiple:
+            return axis + " " + str(size)
+    return None
+
+
+def _call({names}):
+    reason = _refuse(dict({pairs}))
+    if reason is not None:
+        raise ValueError("{entry} does not take this: " + reason)
+    _kernel({names})
+
+
+{entry} = torch.library.custom_op(
+    __name__.partition(".")[0] + "::{entry}",
+    _call,
+    mutates_args={written!r},
+    schema="{schema}",
+)
+
+
+@{entry}.register_fake
+def _({names}):
+    return None
+'''
+"""`__name__` begins with the id of `metadata.json`: ops must be registered as `torch.ops.<id>`."""
+
+LAYER = '''"""A stateless layer for `kernelize`: its parameters are those of the module."""
+
+import torch
+from torch import nn
+
+from ._op import {entry}
+
+
+class {name}(nn.Module):
+    {summary!r}
+
+{members}    can_torch_compile = True
+    has_backward = False
+
+    def forward(self{taken}):
+{made}        {entry}({call})
+        return {written}
+'''

@@ -1,0 +1,188 @@
+"""Op folders for what was imported: reference, inputs and baselines as far as a format has them."""
+
+from __future__ import annotations
+
+import tomllib
+
+import tomlkit
+
+from bench import Contract, VerificationError
+from integrate.formats.foreign_schema import Definition
+
+
+def op_files(contract: Contract, definition: Definition) -> dict[str, bytes]:
+    """The op folder of a foreign Definition: its reference, generic inputs and one baseline."""
+    values = _values(contract, definition)
+    return _folder(
+        contract,
+        {
+            "definition.py": definition.reference.rstrip("\n") + "\n",
+            "reference.py": REFERENCE.format(**values),
+            "inputs.py": INPUTS.format(**values),
+            "baselines.py": BASELINES.format(**values),
+        },
+    )
+
+
+def own_op_files(contract: Contract, definition: Definition) -> dict[str, bytes]:
+    """The op folder of an op of ours, whose Definition holds our `reference` and `control`."""
+    values = _values(contract, definition)
+    return _folder(
+        contract,
+        {
+            "reference.py": definition.reference.rstrip("\n") + "\n",
+            "inputs.py": INPUTS.format(**values),
+            "baselines.py": OWN_BASELINES.format(**values),
+        },
+    )
+
+
+def _values(contract: Contract, definition: Definition) -> dict[str, object]:
+    order = [each.name for each in contract.tensors] + [each.name for each in contract.scalars]
+    return {
+        "title": contract.name,
+        "names": ", ".join(order),
+        "named": ", ".join(f"{name}={name}" for name in order),
+        "inputs": ", ".join(definition.inputs),
+        "outputs": tuple(each.name for each in contract.written),
+        "written": ", ".join(each.name for each in contract.written),
+        "tensors": {each.name: (each.dtype, each.shape, each.access) for each in contract.tensors},
+    }
+
+
+def _folder(contract: Contract, files: dict[str, str]) -> dict[str, bytes]:
+    told = contract.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    toml = tomlkit.dumps(told)
+    if Contract.model_validate(tomllib.loads(toml)) != contract:
+        raise VerificationError(f"the contract of {contract.name} cannot be written as TOML", "")
+    files = {"op.toml": toml} | files
+    return {f"{contract.name}/{name}": text.encode() for name, text in files.items()}
+
+
+REFERENCE = '''"""{title} as definition.py has it, and the control that must fail."""
+
+import runpy
+from pathlib import Path
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_run = runpy.run_path(str(Path(__file__).with_name("definition.py")))["run"]
+_OUTPUTS = {outputs!r}
+_NARROWING = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+
+
+class _Wide(TorchFunctionMode):
+    """Whatever floating dtype the reference asks for is float64."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in _NARROWING:
+            function = torch.Tensor.double
+        kwargs = {{name: _widened(value) for name, value in (kwargs or {{}}).items()}}
+        return function(*map(_widened, args), **kwargs)
+
+
+def _widened(value):
+    narrow = isinstance(value, torch.dtype) and value.is_floating_point
+    return torch.float64 if narrow else value
+
+
+def _named(found):
+    found = found if isinstance(found, (tuple, list)) else (found,)
+    return dict(zip(_OUTPUTS, found, strict=True))
+
+
+def reference({names}):
+    """What `run` gives with every floating number in float64."""
+    given = [
+        value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for value in ({inputs},)
+    ]
+    with _Wide():
+        return _named(_run(*given))
+
+
+def control({names}):
+    """What `run` gives, two bits of each output taken away."""
+    return {{name: _coarser(value) for name, value in _named(_run({inputs})).items()}}
+
+
+def _coarser(value):
+    if not value.is_floating_point():
+        return value + 1
+    mantissa, exponent = torch.frexp(value.double())
+    steps = 0.5 / torch.finfo(value.dtype).eps
+    return torch.ldexp(torch.round(mantissa * steps) / steps, exponent).to(value.dtype)
+'''
+
+INPUTS = '''"""Seeded inputs of {title}: standard normal numbers, as flashinfer-bench draws them."""
+
+import math
+
+import torch
+
+REGIMES = ("normal",)
+_TENSORS = {tensors!r}
+
+
+def make(point, generator, regime):
+    """Every tensor on the generator's device; what is only written is not a number.
+
+    Raises:
+        ValueError: unknown regime.
+    """
+    if regime not in REGIMES:
+        raise ValueError(f"unknown regime {{regime!r}}")
+    made = {{}}
+    for name, (symbol, axes, access) in _TENSORS.items():
+        shape = [point.axes[axis] for axis in axes]
+        dtype = getattr(torch, point.dtypes[symbol])
+        if access == "write":
+            fill = math.nan if dtype.is_floating_point else -1
+            made[name] = torch.full(shape, fill, dtype=dtype, device=generator.device)
+        else:
+            drawn = torch.randn(shape, generator=generator, device=generator.device)
+            made[name] = drawn.to(dtype)
+    return made
+'''
+
+BASELINES = '''"""What to beat: the reference of the Definition, in its own dtypes."""
+
+import runpy
+from pathlib import Path
+
+_run = runpy.run_path(str(Path(__file__).with_name("definition.py")))["run"]
+
+
+def reference(device):
+    def run({names}):
+        found = _run({inputs})
+        return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+    return run
+
+
+BASELINES = {{"reference": reference}}
+HONEST = "reference"
+'''
+
+OWN_BASELINES = '''"""What to beat, plainly: the float64 reference, rounded to what is written."""
+
+import runpy
+from pathlib import Path
+
+_reference = runpy.run_path(str(Path(__file__).with_name("reference.py")))["reference"]
+
+
+def reference(device):
+    def run({names}):
+        found = _reference({named})
+        written = dict(zip({outputs!r}, ({written},), strict=True))
+        return tuple(found[name].to(value.dtype) for name, value in written.items())
+
+    return run
+
+
+BASELINES = {{"reference": reference}}
+HONEST = "reference"
+'''

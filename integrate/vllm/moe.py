@@ -1,0 +1,189 @@
+"""vLLM's Triton mixture of experts: routing, and the sum over a token's experts.
+
+`OAITritonMxfp4ExpertsMonolithic.apply` runs inside the operator `vllm::moe_forward`, which
+compilers leave whole: plain functions are called there, eagerly or while a graph is recorded, so
+plain functions are replaced. What is allocated while recording comes from the graph's pool, as the
+original's tensors do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from integrate.dispatch import Dispatcher
+from integrate.vllm import sources
+from integrate.vllm.swap import Swap, remove_all
+
+_ROUTING = "triton_kernels.routing"
+_MATMUL = "triton_kernels.matmul_ogs"
+_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
+
+
+class _Function:
+    """A patch point that is one function of one module."""
+
+    engine: ClassVar[str] = "vllm"
+    name: ClassVar[str]
+    module: ClassVar[str]
+    function: ClassVar[str]
+    parts: ClassVar[tuple[str, ...]]
+
+    def __init__(self, target: Any = None) -> None:
+        """Takes no target: the function is looked up at every call."""
+        self._swaps: list[Swap] = []
+
+    @classmethod
+    def fingerprint(cls) -> str:
+        return sources.fingerprint(cls.parts)
+
+    def find(self) -> str:
+        sources.must_be_as_read(self.name, self.parts)
+        Swap(sources.module(self.module), self.function).must_be_the_engines()
+        return f"{self.module}.{self.function}"
+
+    def install(self, kernel: Dispatcher) -> None:
+        self.find()
+        swap = Swap(sources.module(self.module), self.function)
+        swap.install(self._replacement(kernel, swap.original))
+        self._swaps = [swap]
+
+    def remove(self) -> None:
+        swaps, self._swaps = self._swaps, []
+        remove_all(swaps)
+
+    def _replacement(self, kernel: Dispatcher, original: Any) -> Any:
+        raise NotImplementedError
+
+
+class Routing(_Function):
+    """Top-k, softmax over it, and the sort of tokens by expert: five kernels of vLLM's."""
+
+    name: ClassVar[str] = "triton_kernels.routing.routing"
+    op: ClassVar[str] = "moe_route"
+    module: ClassVar[str] = _ROUTING
+    function: ClassVar[str] = "routing"
+    parts: ClassVar[tuple[str, ...]] = (
+        f"{_ROUTING}:routing",
+        f"{_ROUTING}:routing_from_bitmatrix",
+        f"{_ROUTING}:sort_tokens",
+        f"{_ROUTING}:_compute_expt_data_internal",
+        f"{_ROUTING}:_unpack_into_dict",
+        f"{_ROUTING}:RoutingData",
+        f"{_ROUTING}:ExptData",
+        f"{_ROUTING}:GatherIndx",
+        f"{_ROUTING}:ScatterIndx",
+        "triton_kernels.topk:topk_forward",
+        "triton_kernels.topk_details._topk_forward:_topk_forward",
+        f"{_MATMUL}:matmul_ogs",
+        f"{_EXPERTS}:triton_kernel_moe_forward",
+    )
+
+    def _replacement(self, kernel: Dispatcher, original: Any) -> Any:
+        library = sources.module(_ROUTING)
+
+        def routing(
+            logits: Any,
+            n_expts_act: int,
+            sm_first: bool = False,
+            expt_indx: Any = None,
+            simulated_ep: int = 1,
+            n_rows: Any = None,
+        ) -> Any:
+            more = expt_indx, simulated_ep, n_rows
+            if sm_first or more != (None, 1, None) or type(logits) is not torch.Tensor:
+                kernel.book.reasons["another kind of routing"] += 1
+                return original(logits, n_expts_act, sm_first, *more)
+            experts = logits.shape[1]
+            made = _outputs(library, logits, n_expts_act)
+            if not kernel(logits, *made):
+                return original(logits, n_expts_act)
+            scales, gather, scatter, histogram, offsets, tile_offsets, tile_map = made
+            data = library.ExptData(
+                histogram,
+                offsets,
+                library._unpack_into_dict(tile_offsets),
+                library._unpack_into_dict(tile_map),
+            )
+            return (
+                library.RoutingData(scales, histogram, experts, n_expts_act, data),
+                library.GatherIndx(src_indx=gather, dst_indx=scatter),
+                library.ScatterIndx(src_indx=scatter, dst_indx=gather),
+            )
+
+        return routing
+
+
+def _outputs(library: Any, logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, ...]:
+    """Room for what `moe_route` writes: each its own, so that each is aligned.
+
+    Scales [tokens * top_k]; int32: gather and scatter index [tokens * top_k], histogram
+    [experts], token offsets [experts + 1], tile offsets [sizes, experts + 1] and tile map
+    [sizes, tiles] for blocks of 16 rows and its doubles up to 128.
+    """
+    tokens, experts = logits.shape
+    gates = tokens * top_k
+    smallest = 1 << library.block_m_log2_start
+    sizes = 8 - library.block_m_log2_start
+    tiles = gates if gates <= experts else experts - 1 - (experts - gates - 1) // smallest
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=logits.device)
+
+    return (
+        torch.empty(gates, dtype=logits.dtype, device=logits.device),
+        *(new(gates), new(gates), new(experts), new(experts + 1)),
+        *(new(sizes, experts + 1), new(sizes, tiles)),
+    )
+
+
+class Reduce(_Function):
+    """The sum over a token's experts, after the second matmul: `_reduce_grouped`."""
+
+    name: ClassVar[str] = "triton_kernels.matmul_ogs.reduce_grouped"
+    op: ClassVar[str] = "moe_reduce"
+    module: ClassVar[str] = _MATMUL
+    function: ClassVar[str] = "reduce_grouped"
+    parts: ClassVar[tuple[str, ...]] = (
+        f"{_MATMUL}:reduce_grouped",
+        f"{_MATMUL}:matmul_ogs",
+        f"{_MATMUL}:init_allocation",
+        f"{_MATMUL}:apply_allocation",
+        "triton_kernels.matmul_ogs_details._reduce_grouped:_reduce_grouped",
+        f"{_EXPERTS}:triton_kernel_fused_experts",
+    )
+
+    def _replacement(self, kernel: Dispatcher, original: Any) -> Any:
+        def reduce_grouped(
+            x: Any,
+            indx: Any,
+            out: Any,
+            out_mx_scale: Any,
+            fused_activation: Any,
+            epilogue: Any,
+            **more: Any,
+        ) -> Any:
+            given = (x, indx, out, out_mx_scale, fused_activation, epilogue)
+            if indx is None:
+                # the first matmul: there is nothing to sum
+                return original(*given, **more)
+            if out_mx_scale is not None or _does_more(fused_activation, epilogue, more):
+                kernel.book.reasons["more than a sum"] += 1
+            elif kernel(x.squeeze(1), indx, out.new_empty((0, indx.shape[1])), out.squeeze(0)):
+                return out, None
+            return original(*given, **more)
+
+        return reduce_grouped
+
+
+def _does_more(fused_activation: Any, epilogue: Any, more: dict[str, Any]) -> bool:
+    """Whether activation, epilogue or scales take part in the sum."""
+    x_flex, out_flex = more.get("x_flex"), more.get("out_flex")
+    scales = [
+        more.get("x_mx_scale"),
+        *([x_flex.scale, x_flex.dtype] if x_flex is not None else []),
+        *([*out_flex, out_flex.dtype] if out_flex is not None else []),
+    ]
+    fused = fused_activation.specs.fn, epilogue.specs.fn
+    return any(item is not None for item in (*scales, *fused))

@@ -1,0 +1,107 @@
+"""vLLM's residual add + RMSNorm: `RMSNorm.forward`, of every model that uses it.
+
+Inductor takes norms apart and fuses them with their neighbours, so that there is no kernel to
+replace; what is put in here is an operator that it leaves whole, in place on both tensors, as
+vLLM's own C kernel was before. `RMSNorm` inherits `forward` from `CustomOp`, and dynamo follows
+it, so one attribute of one class reaches eager, piecewise and full graph modes.
+`CustomOp.register_oot` would do for layers built later, but cannot be taken back; the IR op's
+providers are left alone, since vLLM 0.34 drops them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from bench import VerificationError
+from integrate.dispatch import Dispatcher
+from integrate.vllm import sources
+from integrate.vllm.swap import Swap, remove_all
+
+_LAYERNORM = "vllm.model_executor.layers.layernorm"
+_PARTS = (
+    f"{_LAYERNORM}:RMSNorm",
+    "vllm.model_executor.custom_op:CustomOp",
+    "vllm.ir.ops.layernorm:fused_add_rms_norm",
+    "vllm.kernels.vllm_c:fused_add_rms_norm",
+)
+
+
+class AddRmsNorm:
+    """Every `RMSNorm` with a residual, a weight and all of the row in its mean."""
+
+    engine: ClassVar[str] = "vllm"
+    name: ClassVar[str] = "layernorm.rms_norm"
+    op: ClassVar[str] = "fused_add_rms_norm"
+    parts: ClassVar[tuple[str, ...]] = _PARTS
+
+    def __init__(self, target: Any = None) -> None:
+        """Takes no target: the class is patched, before models are built of it."""
+        self._swaps: list[Swap] = []
+
+    @classmethod
+    def fingerprint(cls) -> str:
+        return sources.fingerprint(_PARTS)
+
+    def find(self) -> str:
+        sources.must_be_as_read(self.name, _PARTS)
+        Swap(sources.module(_LAYERNORM).RMSNorm, "forward").must_be_the_engines()
+        replaced = sources.module("vllm.model_executor.custom_op").op_registry_oot
+        if "RMSNorm" in replaced:
+            raise VerificationError(
+                f"RMSNorm is replaced by {replaced['RMSNorm'].__name__}", "leave its plugin out"
+            )
+        if sources.module("vllm.envs").VLLM_BATCH_INVARIANT:
+            raise VerificationError(
+                "VLLM_BATCH_INVARIANT asks for vLLM's own norm", "unset it, or revert the patch"
+            )
+        return f"{_LAYERNORM}.RMSNorm.forward"
+
+    def install(self, kernel: Dispatcher) -> None:
+        self.find()
+        norm = sources.module(_LAYERNORM).RMSNorm
+        swap = Swap(norm, "forward")
+        original = swap.original
+        operator = kernel.op(engines_own())
+
+        def forward(layer: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+            if (
+                residual is None
+                or type(layer) is not norm
+                or not layer.pass_weight_add
+                or layer.variance_size_override is not None
+            ):
+                return original(layer, x, residual)
+            operator(x, residual, layer.weight.data, layer.variance_epsilon)
+            return x, residual
+
+        swap.install(forward)
+        self._swaps = [swap]
+
+    def remove(self) -> None:
+        swaps, self._swaps = self._swaps, []
+        remove_all(swaps)
+
+
+def engines_own() -> Callable[..., None]:
+    """What runs where the kernel may not: vLLM's C kernel, or its native code where it has none.
+
+    Inductor's fused code is no choice here: inside an operator nothing is compiled any more, and
+    the native code would be eight eager kernels.
+    """
+    implementations = sources.module("vllm.ir").ops.fused_add_rms_norm.impls
+    sources.module("vllm.kernels")
+    built_in, native = implementations["vllm_c"], implementations["native"].impl_fn
+    takes = built_in.supports_args if built_in.supported else None
+
+    def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
+        if takes is not None and takes(x, residual, weight, epsilon):
+            built_in.impl_fn(x, residual, weight, epsilon)
+            return
+        normed, total = native(x, residual, weight, epsilon)
+        x.copy_(normed)
+        residual.copy_(total)
+
+    return run

@@ -1,0 +1,11 @@
+"""The patch points of vLLM 0.25.1 by name; what is imported here imports no vLLM."""
+
+from __future__ import annotations
+
+from integrate.vllm.moe import Reduce, Routing
+from integrate.vllm.norm import AddRmsNorm
+from integrate.vllm.rope import RopeKvUpdate
+
+POINTS: dict[str, type[AddRmsNorm | RopeKvUpdate | Routing | Reduce]] = {
+    point.name: point for point in (AddRmsNorm, RopeKvUpdate, Routing, Reduce)
+}

@@ -1,0 +1,183 @@
+"""One run of vLLM, as a program: `python -P -m integrate.vllm.run JSON`; see `Plan`, `Result`.
+
+The plugin puts patches in by itself, as in serving: nothing is patched here, but for `own`.
+Decodes inside a CUDA profiler range, so that nsys sees steady steps and nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from bench import Record, Workload, load_op
+from bench.engines import Decoding
+from integrate.counts import Book, GraphWatch
+from integrate.dispatch import Dispatcher, Guards, TensorGuard
+from integrate.receipts import Receipt
+from integrate.vllm import sources
+from integrate.vllm.moe import Reduce
+
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
+    "full": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
+}
+WARM_UP_STEPS = 4
+OWN = "own"
+"""The patch id under which the engine's own kernel is dispatched."""
+
+
+class Plan(Record):
+    """What to run."""
+
+    workload: Workload
+    mode: Literal["eager", "piecewise", "full"]
+    out: str
+    """Where the result goes."""
+    steps: int = 16
+    """Decode steps a window."""
+    windows: int = 1
+    own: bool = False
+    """Dispatch the engine's own `reduce_grouped` as if it were a patch."""
+    engines: int = 1
+    """So many engines one after the other; more than one: each with a worker process of its own."""
+
+
+class Result(Record):
+    """What came of it."""
+
+    tokens: list[list[list[int]]]
+    """Greedy, by engine and request."""
+    window_s: list[float]
+    calls: dict[str, int]
+    """Of patched kernels in the windows, by patch id; receipts of this process."""
+    fallbacks: dict[str, int]
+    """By patch id and reason."""
+
+
+def main() -> int:
+    plan = Plan.model_validate_json(sys.argv[1])
+    with ExitStack() as stack:
+        own = stack.enter_context(_own()) if plan.own else None
+        found = _run(plan, own)
+    Path(plan.out).write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _run(plan: Plan, own: Book | None) -> Result:
+    from bench.engines.vllm import VllmEngine
+
+    tokens, window_s = [], []
+    before = after = {}
+    for _ in range(plan.engines):
+        engine = VllmEngine(plan.workload, MODES[plan.mode], one_process=plan.engines == 1)
+        decoding = engine.prefill(engine.prompts(plan.workload.seed))
+        engine.decode(decoding, WARM_UP_STEPS)
+        before = _counts(own)
+        with _profiled():
+            window_s += [_window(engine, decoding, plan.steps) for _ in range(plan.windows)]
+        after = _counts(own)
+        tokens.append(decoding.tokens().tolist())
+        engine.close()
+    calls, fallbacks = (
+        {key: after[kind][key] - before[kind].get(key, 0) for key in after[kind]}
+        for kind in ("calls", "fallbacks")
+    )
+    return Result(
+        tokens=tokens,
+        window_s=window_s,
+        calls={key: count for key, count in calls.items() if count},
+        fallbacks={key: count for key, count in fallbacks.items() if count},
+    )
+
+
+def _window(engine: Any, decoding: Decoding, steps: int) -> float:
+    engine.synchronize()
+    begin = time.perf_counter()
+    engine.decode(decoding, steps)
+    engine.synchronize()
+    return time.perf_counter() - begin
+
+
+class _profiled:
+    """The range that `nsys -c cudaProfilerApi` records."""
+
+    def __enter__(self) -> None:
+        torch.cuda.synchronize()
+        cuda: Any = torch.cuda
+        cuda.cudart().cudaProfilerStart()
+
+    def __exit__(self, *exc: object) -> None:
+        torch.cuda.synchronize()
+        cuda: Any = torch.cuda
+        cuda.cudart().cudaProfilerStop()
+
+
+def _counts(own: Book | None) -> dict[str, dict[str, int]]:
+    """Calls and fallbacks until now, of this process."""
+    receipts = [Receipt.of(own)] if own is not None else []
+    worker = sources.module("vllm.v1.worker.worker_base").WorkerWrapperBase
+    plugin = getattr(worker.init_device, "plugin", None)
+    if plugin is not None and plugin.active is not None:
+        receipts += [Receipt.of(item.book) for item in plugin.active.installed]
+    return {
+        "calls": {receipt.patch_id: receipt.total_calls for receipt in receipts},
+        "fallbacks": {
+            f"{receipt.patch_id}: {reason}": count
+            for receipt in receipts
+            for reason, count in receipt.fallbacks.items()
+        },
+    }
+
+
+class _own:
+    """A/A: the dispatcher in front of `reduce_grouped`, with `reduce_grouped` as its kernel."""
+
+    def __enter__(self) -> Book:
+        matmul = sources.module("triton_kernels.matmul_ogs")
+        original = matmul.reduce_grouped
+        plain = matmul.FusedActivation()
+        epilogue = matmul.Epilogue(matmul.FnSpecs.default(), (), (), False)
+
+        def kernel(rows: Any, row_map: Any, _scales: Any, output: Any) -> None:
+            original(rows.unsqueeze(1), row_map, output.unsqueeze(0), None, plain, epilogue)
+
+        self._book = Book(OWN, "0" * 64)
+        self._watch = GraphWatch([self._book])
+        self._point = Reduce()
+        self._point.install(
+            Dispatcher(Reduce.op, kernel, own_guards(), self._book, watch=self._watch)
+        )
+        self._watch.install()
+        return self._book
+
+    def __exit__(self, *exc: object) -> None:
+        self._watch.remove()
+        self._point.remove()
+
+
+def own_guards() -> Guards:
+    """What the contract of `moe_reduce` says of its tensors, in bfloat16."""
+    contract = load_op(Reduce.op).contract
+    return Guards(
+        device="cuda",
+        tensors=tuple(
+            TensorGuard(t.name, t.shape, t.dtype, t.access != "read", rows=t.layout == "rows")
+            for t in contract.tensors
+        ),
+        scalars=(),
+        dtypes=tuple(
+            {symbol: getattr(torch, name) for symbol, name in choice.items()}
+            for choice in contract.dtype_choices()
+        ),
+        solve=contract.axes_of,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,315 @@
+"""Proof of vLLM's patch points on a GPU: `python -m patcher.vllm_points OUT`.
+
+For each point and each way of running: what the receipts counted a step against what nsys saw of
+the kernel by name, and of the engine's own; the fallback on a shape that the guards refuse; the
+same greedy tokens after it was reverted; a worker that was started anew; and A/A, the dispatcher
+with the engine's own kernel behind it. Each run is a process and leaves a file in OUT, which a
+second start does not make again; `summary.json` is made of them at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import AxisGuard, Candidate, Op, Outcome, PatcherError, Workload, load_op, preset
+from bench.environment import engine_environment
+from hotspot import NSYS_OPTIONS, find_nsys, nsys_environment, read
+from integrate import Patch, Store, read_receipts
+
+MODES = ("full", "piecewise", "eager")
+MODEL = "gpt-oss-20b"
+TIMEOUT_S = 900
+OWN_ROUNDS = 3
+"""Pairs of processes of the A/A comparison, each with its arms in another order."""
+WINDOWS = 8
+"""Of an A/A process; the first is left out."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One patch point."""
+
+    op: str
+    calls_per_layer: int
+    ours: str
+    """The new kernel's name in a profile, as a pattern."""
+    theirs: str
+    """What must be gone; Inductor's rotation has no name that says so."""
+
+
+CASES = (
+    Case(
+        "fused_add_rms_norm",
+        2,
+        r"^fused_add_rms_norm_kernel",
+        r"^triton_.*fused_add_rms_norm|vllm::fused_add_rms_norm",
+    ),
+    Case("rope_kv_update", 1, r"^rope_kv_update_kernel", r"reshape_and_cache_flash"),
+    Case(
+        "moe_route",
+        1,
+        r"^moe_route_kernel",
+        r"^_topk_forward|^_sum_bitmatrix_rows|^_combined_routing",
+    ),
+    Case("moe_reduce", 1, r"^moe_reduce_kernel", r"^_reduce_grouped"),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="patcher.vllm_points")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--ops", default=",".join(case.op for case in CASES))
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=16)
+    arguments = parser.parse_args()
+    workload = Workload(
+        model=MODEL,
+        engine="vllm",
+        device="cuda",
+        dtype="bfloat16",
+        batch=arguments.batch,
+        input_len=128,
+        output_len=256,
+    )
+    proof = Proof(arguments.out, workload, arguments.steps)
+    cases = [case for case in CASES if case.op in arguments.ops.split(",")]
+    checks: list[dict[str, Any]] = []
+    try:
+        for case in cases:
+            checks += proof.prove(case, arguments.modes.split(","))
+        if any(case.op == "moe_reduce" for case in cases):
+            checks += proof.own("full")
+    except PatcherError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    failed = [check for check in checks if not check["passed"]]
+    (arguments.out / "summary.json").write_text(json.dumps(checks, indent=1) + "\n")
+    for check in checks:
+        print("ok  " if check["passed"] else "FAIL", check["what"], check["seen"])
+    return 5 if failed else 0
+
+
+class Proof:
+    """Runs, each in a file of its own, and what they say."""
+
+    def __init__(self, out: Path, workload: Workload, steps: int) -> None:
+        self.out, self.workload, self.steps = out, workload, steps
+        self.layers = preset(workload.model).layers
+        out.mkdir(parents=True, exist_ok=True)
+
+    def prove(self, case: Case, modes: list[str]) -> list[dict[str, Any]]:
+        """All about one point.
+
+        Raises:
+            PatcherError: a run failed, or there is no kernel that the judge finds right.
+        """
+        checks = []
+        patch = self.bundle(case)
+        for mode in modes:
+            stock = self.run(f"stock-{mode}", mode, profile=True)
+            patched = self.run(f"{case.op}-{mode}", mode, patch, profile=True)
+            checks += counted(f"{case.op}, {mode}", case, stock, patched, self.steps, self.layers)
+        mode = modes[0]
+        narrow = self.bundle(case, widest=1)
+        refused = self.run(f"{case.op}-{mode}-refused", mode, narrow)
+        name = f"{case.op}, {mode}: "
+        some = sum(refused["fallbacks"].values())
+        checks.append(check(f"{name}falls back where its guards refuse", bool(some), some))
+        calls = sum(refused["calls"].values())
+        checks.append(check(f"{name}and is not called there", calls == 0, calls))
+
+        stock = self.run(f"stock-{mode}", mode, profile=True)
+        again = self.run(f"{case.op}-{mode}-reverted", mode)
+        same = again["tokens"] == stock["tokens"]
+        checks.append(check(f"{name}reverted, the same greedy tokens", same, same))
+
+        self.run(f"{case.op}-{mode}-restarted", mode, patch, engines=2)
+        receipts = read_receipts(self.out / f"{case.op}-{mode}-restarted.receipts")
+        made = {receipt.pid: receipt.total_calls for receipt in receipts}
+        checks.append(
+            check(
+                f"{name}runs in both of two workers, one started after the other",
+                len(made) == 2 and all(made.values()),
+                sorted(made.values()),
+            )
+        )
+        return checks
+
+    def own(self, mode: str) -> list[dict[str, Any]]:
+        """A/A: the ratio of medians against the spread between equal processes."""
+        rates: dict[bool, list[float]] = {True: [], False: []}
+        for index in range(OWN_ROUNDS):
+            for own in (True, False) if index % 2 else (False, True):
+                name = f"own-{'dispatched' if own else 'stock'}-{mode}-{index}"
+                found = self.run(name, mode, own=own, windows=WINDOWS)
+                rates[own].append(statistics.median(found["window_s"][1:]))
+                if own and not found["calls"].get("own"):
+                    return [check(f"A/A, {mode}: the dispatcher ran", False, found["fallbacks"])]
+        gain = statistics.median(rates[False]) / statistics.median(rates[True]) - 1
+        noise = max(max(each) / min(each) - 1 for each in rates.values())
+        seen = f"{gain:+.3%} of throughput, equal processes differ by up to {noise:.3%}"
+        return [check(f"A/A, {mode}: less than the noise", abs(gain) < noise, seen)]
+
+    def bundle(self, case: Case, widest: int | None = None) -> Patch:
+        """The shipped Triton kernel as a patch, judged here; `widest`: for at most so many tokens.
+
+        Raises:
+            PatcherError: the judge does not find it right.
+        """
+        folder = self.out / "bundles" / f"{case.op}{'' if widest is None else '-narrow'}"
+        if folder.is_dir():
+            return Patch.load(folder)
+        op = load_op(case.op)
+        evaluation = self.judged(op)
+        if widest is not None:
+            op = narrowed(op, widest)
+        return Patch.create(
+            folder, op, shipped(op), evaluation, engine="vllm", made_by="patcher.vllm_points"
+        )
+
+    def judged(self, op: Op) -> Any:
+        """Against the yardstick, since this is about where it runs, not about how fast."""
+        from bench import Evaluation, judge
+
+        path = self.out / f"{op.name}.evaluation.json"
+        if not path.is_file():
+            settings = judge.JudgeSettings(device="cuda", baseline="honest", points=2)
+            evaluation = judge.evaluate(shipped(op), settings)
+            if evaluation.outcome is not Outcome.CORRECT:
+                raise PatcherError(f"the judge says of {op.name}: {evaluation.outcome}")
+            path.write_text(evaluation.model_dump_json(indent=1) + "\n")
+        return Evaluation.model_validate_json(path.read_text())
+
+    def run(
+        self,
+        name: str,
+        mode: str,
+        patch: Patch | None = None,
+        *,
+        profile: bool = False,
+        own: bool = False,
+        engines: int = 1,
+        windows: int = 1,
+    ) -> dict[str, Any]:
+        """One process; what it left, with `kernels` a name where it was profiled.
+
+        Raises:
+            PatcherError: it failed; its last lines.
+        """
+        path = self.out / f"{name}.json"
+        if path.is_file():
+            found: dict[str, Any] = json.loads(path.read_text())
+            return found
+        raw = self.out / f"{name}.run.json"
+        plan = {
+            "workload": json.loads(self.workload.model_dump_json()),
+            **{"mode": mode, "out": str(raw), "steps": self.steps, "windows": windows},
+            **{"own": own, "engines": engines},
+        }
+        command = [sys.executable, "-P", "-m", "integrate.vllm.run", json.dumps(plan)]
+        environment = nsys_environment() if profile else engine_environment()
+        environment |= self.switches(name, patch)
+        report = self.out / f"{name}.nsys-rep"
+        if profile:
+            nsys = find_nsys()
+            if nsys is None:
+                raise PatcherError("nsys was not found; see `patcher doctor`")
+            command = [str(nsys), "profile", *NSYS_OPTIONS, "-o", str(report), *command]
+        print(name, flush=True)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+        (self.out / f"{name}.log").write_text(done.stdout + done.stderr)
+        if not raw.is_file():
+            raise PatcherError(f"{name} failed, see its log: {done.stderr.strip()[-1500:]}")
+        found = json.loads(raw.read_text())
+        if profile:
+            found["kernels"] = {
+                kernel.name: kernel.instances
+                for kernel in read(report, MODEL, steps=self.steps, window="all").kernels
+            }
+        path.write_text(json.dumps(found) + "\n")
+        return found
+
+    def switches(self, name: str, patch: Patch | None) -> dict[str, str]:
+        """What switches a patch on for a process; its own store, so that runs do not meet."""
+        if patch is None:
+            return {"PATCHER_PATCHES": "off"}
+        home = self.out / f"{name}.home"
+        Store(home).apply(patch.folder)
+        return {
+            "PATCHER_PATCHES": "on",
+            "PATCHER_HOME": str(home),
+            "PATCHER_RECEIPTS": str(self.out / f"{name}.receipts"),
+            # a kernel that fails must show
+            "PATCHER_STRICT": "1",
+        }
+
+
+def counted(
+    name: str,
+    case: Case,
+    stock: dict[str, Any],
+    patched: dict[str, Any],
+    steps: int,
+    layers: int,
+) -> list[dict[str, Any]]:
+    """Receipts against nsys against what the model's code says."""
+    calls = sum(patched["calls"].values()) / steps
+    ours = matching(case.ours, patched["kernels"]) / steps
+    theirs = matching(case.theirs, patched["kernels"]) / steps
+    before = matching(case.theirs, stock["kernels"]) / steps
+    expected = case.calls_per_layer * layers
+    fallbacks = patched["fallbacks"]
+    return [
+        check(f"{name}: receipts, calls a step", calls == expected, calls),
+        check(f"{name}: no fallbacks in steady decode", not fallbacks, fallbacks),
+        check(f"{name}: nsys, launches of the new kernel a step", ours == calls, ours),
+        check(f"{name}: nsys, launches of the old ones a step", theirs == 0, theirs),
+        check(f"{name}: nsys, of the old ones before", before > 0, before),
+    ]
+
+
+def matching(pattern: str, kernels: dict[str, int]) -> int:
+    """Launches of the kernels whose name matches."""
+    return sum(count for name, count in kernels.items() if re.search(pattern, name))
+
+
+def check(what: str, passed: bool, seen: object) -> dict[str, Any]:
+    return {"what": what, "passed": passed, "seen": seen}
+
+
+def shipped(op: Op) -> Candidate:
+    """The Triton kernel in the op's folder.
+
+    Raises:
+        PatcherError: there is none.
+    """
+    for info, candidate in op.solutions():
+        if info.language == "triton":
+            return candidate
+    raise PatcherError(f"{op.name} has no Triton kernel in its folder")
+
+
+def narrowed(op: Op, widest: int) -> Op:
+    """The same op with a contract for at most so many tokens."""
+    copy = Op(op.folder)
+    guards = op.contract.guards
+    axes = {**guards.axes, "tokens": AxisGuard(maximum=widest)}
+    copy.contract = op.contract.model_copy(
+        update={"guards": guards.model_copy(update={"axes": axes})}
+    )
+    return copy
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,697 @@
+"""vLLM's patch points in the real vLLM 0.25.1, as far as its Python code runs without a GPU.
+
+There, FlashAttention and vLLM's C kernels do not exist; what stands for them here is named so.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from patch_sample import CANDIDATE, OP, add_norm_guards, evaluation
+from patch_sample import kernel as add_norm
+
+import bench
+from integrate import Book, Patch, Store
+from integrate.dispatch import Dispatcher, Guards, TensorGuard
+from integrate.points import find_point
+from integrate.vllm.points import POINTS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def installed() -> str | None:
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+needs_vllm = pytest.mark.skipif(
+    installed() != "0.25.1", reason=f"needs vLLM 0.25.1, here is {installed() or 'none'}"
+)
+without_vllm = pytest.mark.skipif(installed() is not None, reason="vLLM is installed")
+
+
+def python(code: str, **env: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **env},
+    )
+    return result.stdout + result.stderr
+
+
+def test_the_plugin_is_declared_and_does_nothing_unless_it_is_asked() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    declared = project["project"]["entry-points"]["vllm.general_plugins"]
+    assert declared == {"patcher": "integrate.vllm:register"}
+    assert "integrate.vllm" in project["tool"]["setuptools"]["packages"]
+    code = (
+        "import sys, integrate.vllm as plugin; plugin.register(); plugin.register();"
+        "print([name for name in ('torch', 'vllm', 'scipy') if name in sys.modules])"
+    )
+    assert python(code).strip() == "[]"
+    assert python(code, PATCHER_PATCHES="off").strip() == "[]"
+
+
+@without_vllm
+def test_where_vllm_is_missing_it_says_so() -> None:
+    code = "import logging; logging.basicConfig(); import integrate.vllm as p; p.register()"
+    assert "vllm is not installed" in python(code, PATCHER_PATCHES="on")
+    strict = python(code, PATCHER_PATCHES="on", PATCHER_STRICT="1")
+    assert "MissingError: vllm is not installed" in strict
+    for name, point in POINTS.items():
+        assert find_point("vllm", name) is point
+        with pytest.raises(bench.MissingError, match="vllm is not installed"):
+            point.fingerprint()
+
+
+def test_every_part_that_is_relied_on_has_a_digest() -> None:
+    parts = {part for point in POINTS.values() for part in point.parts}
+    known = json.loads((ROOT / "integrate/vllm/sources.json").read_text())
+    assert set(known) == parts
+    assert len(set(known.values())) == len(known)
+
+
+def test_the_names_that_the_proof_looks_for_are_those_of_a_real_profile() -> None:
+    from patcher.vllm_points import CASES, counted, matching
+
+    profile = json.loads((ROOT / "bench/results/h200-profile/vllm-decode.json").read_text())
+    kernels = {kernel["name"]: kernel["instances"] for kernel in profile["kernels"]}
+    steps, layers = profile["steps"], profile["layers"]
+    for case in CASES:
+        launches = {"moe_route": 4}.get(case.op, case.calls_per_layer) * layers
+        assert matching(case.theirs, kernels) / steps == launches, case.op
+        assert matching(case.ours, kernels) == 0
+        ours = f"{case.op}_kernel"
+        rest = {n: c for n, c in kernels.items() if not matching(case.theirs, {n: c})}
+        calls = case.calls_per_layer * layers * steps
+        patched = {"kernels": {**rest, ours: calls}, "calls": {"a": calls}, "fallbacks": {}}
+        given = counted(case.op, case, {"kernels": kernels}, patched, steps, layers)
+        assert all(check["passed"] for check in given)
+        # neither half-replaced, nor more launches than calls
+        for wrong in ({**kernels, ours: calls}, {**rest, ours: calls + steps}):
+            given = counted(
+                case.op, case, {"kernels": kernels}, {**patched, "kernels": wrong}, steps, layers
+            )
+            assert [check["passed"] for check in given].count(False) == 1
+
+
+def test_a_narrowed_op_differs_in_its_guards_alone() -> None:
+    from patcher.vllm_points import narrowed, shipped
+
+    op = narrowed(OP, 1)
+    assert op.contract.guards.axes["tokens"].maximum == 1
+    assert op.contract.guards.axes["hidden"] == OP.contract.guards.axes["hidden"]
+    assert "tokens" not in OP.contract.guards.axes
+    assert shipped(op).op == OP.name
+
+
+# ---- from here on: the real vLLM
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """vLLM's configuration as current, and a world of one process."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    made = VllmConfig(device_config=DeviceConfig(device="cpu"))
+    with set_current_vllm_config(made):
+        meeting = tmp_path_factory.mktemp("world") / "file"
+        parallel_state.init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+        with torch.no_grad():
+            yield made
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+PATCHES = itertools.count()
+
+
+def dispatcher(name: str, kernel: Any, guards: Guards) -> Dispatcher:
+    """Of another patch each time: an operator's name holds the digest."""
+    return Dispatcher(name, kernel, guards, Book(f"{name}-test", f"{next(PATCHES):012x}"))
+
+
+def guards_of(op: str, **dtypes: torch.dtype) -> Guards:
+    """What a bundle of the op has, on the CPU."""
+    contract = bench.load_op(op).contract
+    return Guards(
+        device="cpu",
+        tensors=tuple(
+            TensorGuard(t.name, t.shape, t.dtype, t.access != "read", rows=t.layout == "rows")
+            for t in contract.tensors
+        ),
+        scalars=(),
+        dtypes=(dtypes,),
+        solve=contract.axes_of,
+    )
+
+
+def nothing(*args: Any) -> None:
+    """A kernel for those who only put it in and out."""
+
+
+def attribute(where: str) -> Any:
+    from integrate.vllm import sources
+
+    return sources.part(where)
+
+
+PLACES = {
+    "layernorm.rms_norm": ["vllm.model_executor.layers.layernorm:RMSNorm.forward"],
+    "gpt_oss.attention": [
+        "vllm.model_executor.models.gpt_oss:OAIAttention.__init__",
+        "vllm.model_executor.models.gpt_oss:OAIAttention.forward",
+        "vllm.compilation.backends:should_split",
+    ],
+    "triton_kernels.routing.routing": ["triton_kernels.routing:routing"],
+    "triton_kernels.matmul_ogs.reduce_grouped": ["triton_kernels.matmul_ogs:reduce_grouped"],
+}
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", POINTS)
+def test_a_point_goes_in_and_out_without_a_trace(name: str, config: Any) -> None:
+    before = [attribute(place) for place in PLACES[name]]
+    kind = POINTS[name]
+    fingerprint = kind.fingerprint()
+    point = kind()
+    assert point.find()
+    point.install(dispatcher(kind.op, nothing, add_norm_guards()))
+    assert all(attribute(p) is not b for p, b in zip(PLACES[name], before, strict=True))
+    assert kind.fingerprint() == fingerprint
+    with pytest.raises(bench.VerificationError, match="patched already"):
+        kind().find()
+    with pytest.raises(bench.VerificationError, match="patched already"):
+        point.install(dispatcher(kind.op, nothing, add_norm_guards()))
+    point.remove()
+    point.remove()
+    assert [attribute(place) for place in PLACES[name]] == before
+
+    point.install(dispatcher(kind.op, nothing, add_norm_guards()))
+    where, _, path = PLACES[name][0].partition(":")
+    owner_name, _, last = path.rpartition(".")
+    owner = attribute(f"{where}:{owner_name}") if owner_name else sys.modules[where]
+    setattr(owner, last, nothing)
+    try:
+        with pytest.raises(bench.VerificationError, match="patched by someone else"):
+            point.remove()
+        assert attribute(PLACES[name][0]) is nothing
+    finally:
+        delattr(owner, last)
+        if getattr(owner, last, None) is not before[0]:
+            setattr(owner, last, before[0])
+    assert [attribute(place) for place in PLACES[name]] == before
+
+
+@needs_vllm
+def test_code_that_is_not_as_it_was_read_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from integrate.vllm import sources
+
+    real = sources.text
+    monkeypatch.setattr(
+        sources, "text", lambda name: real(name) + "# new" * name.endswith(":RMSNorm")
+    )
+    with pytest.raises(bench.VerificationError, match=r"layernorm:RMSNorm of vLLM 0\.25\.1 differ"):
+        POINTS["layernorm.rms_norm"]().find()
+    with pytest.raises(bench.VerificationError, match=r"no module vllm\.ir\.gone"):
+        sources.module("vllm.ir.gone")
+
+
+@needs_vllm
+def test_the_norm_runs_the_kernel_in_place_and_falls_back_to_the_engines_own(config: Any) -> None:
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    norm = RMSNorm(64, eps=1e-5, dtype=torch.float32)
+    norm.weight.data.uniform_(0.5, 2.0)
+    x, residual = torch.randn(3, 64), torch.randn(3, 64)
+    expected = norm(x.clone(), residual.clone())
+    kernel = dispatcher(OP.name, add_norm, add_norm_guards())
+    point = POINTS["layernorm.rms_norm"]()
+    point.install(kernel)
+    try:
+        mine = x.clone(), residual.clone()
+        given = norm(*mine)
+        assert given[0] is mine[0]
+        assert given[1] is mine[1]
+        torch.testing.assert_close(given, expected)
+        assert dict(kernel.book.calls) == {f"{OP.name} tokens=3 hidden=64 float32": 1}
+
+        # another dtype, a layer without residual: the engine's own, bit for bit
+        wide = x.double(), residual.double()
+        assert torch.equal(norm(*wide)[0], _native(x.double(), residual.double(), norm)[0])
+        assert torch.equal(norm(x), _plain(x, norm))
+        assert dict(kernel.book.fallbacks) == {"dtype float64/float32": 1}
+    finally:
+        point.remove()
+        kernel.close()
+    assert torch.equal(norm(x.clone(), residual.clone())[0], expected[0])
+
+
+def _native(x: torch.Tensor, residual: torch.Tensor, norm: Any) -> Any:
+    from vllm import ir
+
+    return ir.ops.fused_add_rms_norm.impls["native"].impl_fn(x, residual, norm.weight.data, 1e-5)
+
+
+def _plain(x: torch.Tensor, norm: Any) -> Any:
+    from vllm import ir
+
+    return ir.ops.rms_norm.impls["native"].impl_fn(x, norm.weight.data, 1e-5)
+
+
+@needs_vllm
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compilers_leave_the_norm_whole(backend: str, config: Any) -> None:
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (RMSNorm(64, eps=1e-5, dtype=torch.float32) for _ in range(2))
+            self.mix = torch.nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x, residual = self.first(self.mix(x), x * 2)
+            x, residual = self.second(self.mix(x), residual)
+            return x, residual
+
+    block = Block()
+    x = torch.randn(5, 64)
+    expected = block(x)
+    kernel = dispatcher(OP.name, add_norm, add_norm_guards())
+    point = POINTS["layernorm.rms_norm"]()
+    point.install(kernel)
+    try:
+        compiled = torch.compile(block, fullgraph=True, backend=backend, dynamic=True)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), expected)
+        assert sum(kernel.book.calls.values()) == 4
+        assert not kernel.book.fallbacks
+    finally:
+        point.remove()
+        kernel.close()
+        torch._dynamo.reset()
+
+
+@needs_vllm
+def test_routing_gives_vllm_what_it_reads() -> None:
+    library = attribute("triton_kernels.routing:routing").__globals__
+    tokens, experts, top_k = 9, 8, 2
+    logits = torch.randn(tokens, experts)
+    # the library's own reference, in PyTorch
+    expected = _reference(library, logits, top_k)
+
+    def kernel(logits: torch.Tensor, *outputs: torch.Tensor) -> None:
+        data, gather, scatter = _reference(library, logits, top_k)
+        tables = data.expt_data
+        made = (
+            *(data.gate_scal, gather.src_indx, scatter.src_indx, data.expt_hist),
+            tables.token_offs_raw,
+            torch.stack(list(tables.token_offs_pad.values())),
+            torch.stack(list(tables.block_pid_map.values())),
+        )
+        for output, value in zip(outputs, made, strict=True):
+            assert output.shape == value.shape
+            assert output.dtype == value.dtype
+            output.copy_(value)
+
+    guards = guards_of("moe_route", T=torch.float32, I=torch.int32)
+    dispatch = dispatcher("moe_route", kernel, guards)
+    asked: list[Any] = []
+    point = POINTS["triton_kernels.routing.routing"]()
+    routing = point._replacement(dispatch, lambda *args: asked.append(args))  # type: ignore[attr-defined]
+    data, gather, scatter = routing(logits, top_k, sm_first=False)
+    assert (data.n_expts_tot, data.n_expts_act) == (experts, top_k)
+    assert torch.equal(data.gate_scal, expected[0].gate_scal)
+    assert torch.equal(gather.src_indx, expected[1].src_indx)
+    assert torch.equal(gather.dst_indx, expected[1].dst_indx)
+    assert torch.equal(scatter.src_indx, expected[2].src_indx)
+    assert torch.equal(scatter.dst_indx, expected[2].dst_indx)
+    assert list(data.expt_data.block_pid_map) == [16, 32, 64, 128]
+    for size in (16, 32, 64, 128):
+        for table in ("block_pid_map", "token_offs_pad"):
+            mine, theirs = (getattr(d.expt_data, table)[size] for d in (data, expected[0]))
+            assert torch.equal(mine, theirs)
+    assert not asked
+
+    routing(logits, top_k, True)
+    routing(logits.double(), top_k)
+    assert [(args[0].dtype, *args[1:3]) for args in asked] == [
+        (torch.float32, top_k, True),
+        (torch.float64, top_k),
+    ]
+    assert dict(dispatch.book.fallbacks) == {"another kind of routing": 1, "dtype float64/int32": 1}
+
+
+def _reference(library: dict[str, Any], logits: torch.Tensor, top_k: int) -> Any:
+    """`routing_torch`; its histogram is of floats, since the CPU has none of integers."""
+    values, index = library["topk_torch"](logits, top_k, None)
+    values = torch.softmax(values, dim=-1)
+    index, order = torch.sort(index, dim=1)
+    values = torch.gather(values, 1, order).reshape(-1)
+    flat = index.reshape(-1).to(torch.int32)
+    gather = torch.argsort(flat, stable=True)
+    scatter = torch.argsort(gather, stable=True)
+    histogram = torch.bincount(flat, minlength=logits.shape[1]).int()
+    tables = library["compute_expt_data_torch"](histogram, logits.shape[1], flat.numel())
+    return (
+        library["RoutingData"](values[gather], histogram, logits.shape[1], top_k, tables),
+        library["GatherIndx"](src_indx=gather.int(), dst_indx=scatter.int()),
+        library["ScatterIndx"](src_indx=scatter.int(), dst_indx=gather.int()),
+    )
+
+
+@needs_vllm
+def test_the_sum_over_experts_is_the_kernels_unless_it_is_more_than_a_sum() -> None:
+    matmul = attribute("triton_kernels.matmul_ogs:reduce_grouped").__globals__
+    rows = torch.randn(1, 1, 8, 16)
+    index = torch.randperm(8).to(torch.int32).view(4, 2)
+    output = torch.zeros(1, 4, 16)
+
+    def kernel(rows: Any, index: Any, scales: Any, output: Any) -> None:
+        assert scales.shape == (0, 2)
+        output.copy_(rows[0][index.long()].sum(1))
+
+    float32 = dict.fromkeys("TXS", torch.float32)
+    guards = guards_of("moe_reduce", I=torch.int32, **float32)
+    dispatch = dispatcher("moe_reduce", kernel, guards)
+    asked: list[Any] = []
+    point = POINTS["triton_kernels.matmul_ogs.reduce_grouped"]()
+    reduce = point._replacement(dispatch, lambda *args, **more: asked.append(args))  # type: ignore[attr-defined]
+    plain = matmul["FusedActivation"]()
+    epilogue = matmul["Epilogue"](matmul["FnSpecs"].default(), (), (), False)
+    flex = {"x_flex": matmul["InFlexData"](), "out_flex": matmul["OutFlexData"]()}
+    more = {**flex, "x_mx_scale": None, "out_dtype": torch.float32}
+    given, scale = reduce(rows, index, output, None, plain, epilogue, **more)
+    assert given is output
+    assert scale is None
+    torch.testing.assert_close(output[0], rows[0, 0][index.long()].sum(1))
+    assert not asked
+
+    reduce(rows, None, output, None, plain, epilogue, **more)
+    swiglu = matmul["FusedActivation"](matmul["FnSpecs"]("swiglu", nothing, ()), (), 2)
+    reduce(rows, index, output, None, swiglu, epilogue, **more)
+    scaled = matmul["OutFlexData"](expected_scale=torch.ones(1))
+    reduce(rows, index, output, None, plain, epilogue, **{**more, "out_flex": scaled})
+    reduce(rows.double(), index, output, None, plain, epilogue, **more)
+    assert len(asked) == 4
+    assert dict(dispatch.book.fallbacks) == {
+        "more than a sum": 2,
+        "dtype float64/int32/float32/float32": 1,
+    }
+
+
+BLOCK, HEADS, KV_HEADS, HEAD_DIM = 16, 4, 2, 16
+
+
+@pytest.fixture
+def attention(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes gpt-oss attention layers of vLLM's own classes, with doubles for what needs a GPU:
+
+    FlashAttention (plain attention to what was written, so that a wrong write shows), and
+    `reshape_and_cache_flash` (a loop that speaks the same protocol).
+    """
+    import transformers
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.models import gpt_oss
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends import flash_attn
+
+    class Layer(gpt_oss.OAIAttention):
+        def _build_attention(self, prefix: str, **rest: Any) -> Any:
+            # gpt-oss's own, but for the sinks and the choice of a backend, which need a GPU
+            return Attention(
+                self.num_local_attention_heads,
+                self.head_dim,
+                self.scaling,
+                num_kv_heads=self.num_local_key_value_heads,
+                prefix=f"{prefix}.attn",
+                attn_backend=flash_attn.FlashAttentionBackend,
+            )
+
+    def attend(
+        impl: Any,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        cache: Any,
+        *rest: Any,
+        output: Any,
+        **more: Any,
+    ) -> Any:
+        keys, values = cache[:, 0].flatten(0, 1), cache[:, 1].flatten(0, 1)
+        groups = HEADS // KV_HEADS
+        scores = torch.einsum("thd,shd->ths", query, keys.repeat_interleave(groups, 1))
+        mixed = scores.softmax(-1)
+        output.copy_(torch.einsum("ths,shd->thd", mixed, values.repeat_interleave(groups, 1)))
+        return output
+
+    def write(key: Any, value: Any, keys: Any, values: Any, slots: Any, *rest: Any) -> None:
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                keys[slot // BLOCK, slot % BLOCK] = key[token]
+                values[slot // BLOCK, slot % BLOCK] = value[token]
+
+    monkeypatch.setattr(type(current_platform), "opaque_attention_op", lambda *_: True)
+    monkeypatch.setattr(flash_attn.FlashAttentionImpl, "forward", attend)
+    monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", write, raising=False)
+    shape = {"hidden_size": 32, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    model = transformers.GptOssConfig(num_hidden_layers=1, head_dim=HEAD_DIM, **shape)
+
+    def make(name: str) -> Any:
+        layer = Layer(model, prefix=name)
+        generator = torch.Generator().manual_seed(1)
+        for parameter in layer.parameters():
+            parameter.data.normal_(0, 0.3, generator=generator)
+        layer.attn.kv_cache = torch.zeros(2, 2, BLOCK, KV_HEADS, HEAD_DIM)
+        return layer
+
+    yield make
+    config.compilation_config.static_forward_context.clear()
+
+
+def step(config: Any, layer: Any, hidden: Any, slots: Any, run: Any = None) -> torch.Tensor:
+    from vllm.forward_context import set_forward_context
+
+    layer.attn.kv_cache.zero_()
+    name = layer.attn.layer_name
+    positions = torch.arange(len(hidden)) + 3
+    with set_forward_context({name: None}, config, slot_mapping={name: slots}):
+        result: torch.Tensor = (layer if run is None else run)(hidden, positions)
+    return result
+
+
+def rope_kernel(positions, query, key, value, bias, cos_sin, slots, cache):  # type: ignore[no-untyped-def]
+    """The contract of rope_kv_update in plain PyTorch."""
+    assert bias.numel() == 0
+    cos, sin = (half[:, None] for half in cos_sin[positions].chunk(2, -1))
+
+    def rotated(flat: torch.Tensor) -> torch.Tensor:
+        a, b = flat.view(len(flat), -1, cos_sin.shape[1]).chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    query.copy_(rotated(query).flatten(1))
+    keys, values = rotated(key), value.view(len(value), -1, cos_sin.shape[1])
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            cache[slot // BLOCK, 0, slot % BLOCK] = keys[token]
+            cache[slot // BLOCK, 1, slot % BLOCK] = values[token]
+
+
+def rope_guards() -> Guards:
+    return guards_of("rope_kv_update", P=torch.int64, T=torch.float32, C=torch.float32)
+
+
+@needs_vllm
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_rotation_and_write_are_one_call(backend: str | None, config: Any, attention: Any) -> None:
+    hidden, slots = torch.randn(3, 32), torch.tensor([5, -1, 20])
+    stock = attention("model.layers.0.attn")
+    expected = step(config, stock, hidden, slots)
+    written = stock.attn.kv_cache.clone()
+    kernel = dispatcher("rope_kv_update", rope_kernel, rope_guards())
+    point = POINTS["gpt_oss.attention"]()
+    point.install(kernel)
+    try:
+        layer = attention("model.layers.1.attn")
+        run = layer
+        if backend is not None:
+            run = torch.compile(layer, fullgraph=True, backend=backend)
+        torch.testing.assert_close(step(config, layer, hidden, slots, run), expected)
+        torch.testing.assert_close(layer.attn.kv_cache, written)
+        [label] = kernel.book.calls
+        assert label.startswith("rope_kv_update tokens=3 ")
+        assert not kernel.book.fallbacks
+
+        # too few slots for the contract, and none at all while memory is measured
+        short = step(config, layer, hidden, slots[:2], run)
+        torch.testing.assert_close(short[0], step(config, stock, hidden, slots[:2])[0])
+        layer.attn.kv_cache, kept = torch.zeros(0), layer.attn.kv_cache
+        with pytest.raises(IndexError):  # the double of FlashAttention has nothing to attend to
+            step(config, layer, hidden, None, run)
+        layer.attn.kv_cache = kept
+        assert dict(kernel.book.fallbacks) == {
+            "shapes that do not fit: tokens is 2": 1,
+            "no KV cache yet": 1,
+        }
+        # a layer that was built before is left as it was
+        assert torch.equal(step(config, stock, hidden, slots), expected)
+    finally:
+        point.remove()
+        kernel.close()
+        torch._dynamo.reset()
+
+
+@needs_vllm
+def test_layers_that_the_contract_is_not_about_are_left_alone(
+    config: Any, attention: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.models.gpt_oss import OAIAttention
+
+    kernel = dispatcher("rope_kv_update", rope_kernel, rope_guards())
+    point = POINTS["gpt_oss.attention"]()
+    point.install(kernel)
+    try:
+        monkeypatch.setattr(OAIAttention, "rope_is_neox_style", False)
+        layer = attention("model.layers.2.attn")
+        step(config, layer, torch.randn(2, 32), torch.tensor([1, 2]))
+        assert not kernel.book.calls
+        assert dict(kernel.book.fallbacks) == {"another kind of rotation": 1}
+    finally:
+        point.remove()
+        kernel.close()
+
+
+@needs_vllm
+def test_graphs_are_cut_at_the_operator_where_vllm_cuts_at_the_write(
+    config: Any, attention: Any
+) -> None:
+    from vllm.compilation import backends
+
+    kernel = dispatcher("rope_kv_update", rope_kernel, rope_guards())
+    point = POINTS["gpt_oss.attention"]()
+    point.install(kernel)
+    try:
+        layer = attention("model.layers.3.attn")
+        graphs: list[torch.fx.GraphModule] = []
+
+        def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph
+
+        run = torch.compile(layer, fullgraph=True, backend=keep)
+        step(config, layer, torch.randn(2, 32), torch.tensor([1, 2]), run)
+        attend, write = "vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"
+
+        def cuts(splitting_ops: list[str]) -> list[str]:
+            _, items = backends.split_graph(graphs[0], splitting_ops)
+            # write and attention in one piece: between them nothing is compiled or recorded
+            assert sum(item.is_splitting_graph for item in items) == 1
+            names = [
+                [
+                    n.target.name() if hasattr(n.target, "name") else str(n.target)
+                    for n in item.graph.graph.nodes
+                    if n.op == "call_function"
+                ]
+                for item in items
+                if item.is_splitting_graph
+            ]
+            return [name for group in names for name in group]
+
+        ours = f"rope_kv_update_{kernel.book.digest}"
+        both = " ".join(cuts([attend, write]))
+        assert ours in both
+        assert "unified_attention_with_output" in both
+        assert ours not in " ".join(cuts([attend]))
+        assert ours in graphs[0].code
+    finally:
+        point.remove()
+        kernel.close()
+        torch._dynamo.reset()
+
+
+@needs_vllm
+def test_vllm_itself_loads_the_plugin() -> None:
+    if not importlib.metadata.entry_points(group="vllm.general_plugins", name="patcher"):
+        pytest.skip("patcher is not installed here, only on the path")
+    code = (
+        "from vllm.plugins import load_general_plugins as load; load(); load();"
+        "from vllm.v1.worker.worker_base import WorkerWrapperBase as W;"
+        "print('waiting:', hasattr(W.init_device, 'plugin'))"
+    )
+    assert "waiting: False" in python(code)
+    assert "waiting: True" in python(code, PATCHER_PATCHES="on")
+    assert "waiting: False" in python(code, PATCHER_PATCHES="on", VLLM_PLUGINS="other")
+
+
+@needs_vllm
+def test_a_worker_has_what_is_switched_on_and_its_compiled_code_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Any
+) -> None:
+    from vllm import envs
+    from vllm.compilation.caching import aot_compile_hash_factors
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    import integrate.vllm as plugin
+    from integrate.vllm.plugin import FACTOR
+
+    patch = Patch.create(
+        tmp_path / "patch", OP, CANDIDATE, evaluation(), engine="vllm", made_by="test"
+    )
+    monkeypatch.setattr(Patch, "kernel", lambda _: add_norm)
+    Store(tmp_path / "home").apply(patch.folder)
+    for name, value in {"PATCHES": "on", "HOME": "home", "RECEIPTS": "receipts"}.items():
+        monkeypatch.setenv(f"PATCHER_{name}", value if name == "PATCHES" else str(tmp_path / value))
+    # the first is the hash of what the environment says
+    stock, started = aot_compile_hash_factors(config)[0], WorkerWrapperBase.init_device
+
+    plugin.register()
+    plugin.register()
+    hooked: Any = WorkerWrapperBase.init_device
+    assert hooked is not started
+    assert hooked.plugin._swap.original is started
+    # what is left of a worker where there is no device: the wrapper itself is the real one
+    worker = WorkerWrapperBase.__new__(WorkerWrapperBase)
+    worker.vllm_config = config
+    worker.worker = SimpleNamespace(init_device=lambda: None)
+    try:
+        worker.init_device()
+        worker.init_device()
+        assert "forward" in RMSNorm.__dict__
+        assert envs.compile_factors()[FACTOR] == patch.digest
+        assert aot_compile_hash_factors(config)[0] != stock
+        norm = RMSNorm(64, eps=1e-5, dtype=torch.float32)
+        norm(torch.randn(2, 64), torch.randn(2, 64))
+        hooked.plugin.active.writer.write()
+        [receipt] = (tmp_path / "receipts").glob("*.json")
+        assert sum(json.loads(receipt.read_text())["calls"].values()) == 1
+
+        monkeypatch.setenv("PATCHER_PATCHES", "off")
+        worker.init_device()
+        assert "forward" not in RMSNorm.__dict__
+        assert aot_compile_hash_factors(config)[0] == stock
+    finally:
+        hooked.plugin.remove()
+    assert WorkerWrapperBase.init_device is started
