@@ -1,4 +1,4 @@
-"""`python -m integrate.cost`, a part of `make bench`: what dispatch costs a call and adds to a graph."""
+"""What dispatch costs a call and adds to a graph: `python -m integrate.cost`, part of `make bench`."""
 
 from __future__ import annotations
 
