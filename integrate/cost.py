@@ -1,4 +1,4 @@
-"""What dispatch costs a call and adds to a graph: `python -m integrate.cost`, part of `make bench`."""
+"""What dispatch costs a call, and adds to a graph: `python -m integrate.cost`, in `make bench`."""
 
 from __future__ import annotations
 
