@@ -1,4 +1,5 @@
-"""`make bench`: figures of patcher's own speed, as ratios of interleaved runs with their spread.
+"""`make bench`: figures of patcher's own speed, as ratios of interleaved runs with their spread;
+and what its verdicts do on synthetic noise.
 
 Each benchmark is one function; none asserts a time.
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 from bench import Candidate, load_op
 from bench.judge import JudgeSettings, evaluate
 from bench.reading import reading_time
+from bench.simulation import statistics_table
 from bench.toolchains import build
 
 TORCH_STYLE = """
@@ -69,7 +71,12 @@ def compare(name: str, first: Callable[[], float], second: Callable[[], float]) 
     print(f"{name}: {math.exp(mean):.2f} (pair SD {100 * spread:.0f} %, {len(ratios)} pairs)")
 
 
-BENCHMARKS = {"build": binding_build_time, "judge": judging_time, "reading": reading_time}
+BENCHMARKS = {
+    "build": binding_build_time,
+    "judge": judging_time,
+    "reading": reading_time,
+    "statistics": statistics_table,
+}
 
 
 def main() -> None:

@@ -30,6 +30,9 @@ class Window(Record):
     throttle_reasons: tuple[str, ...] = ()
     kernel_calls: int | None = None
     """Calls of the patched kernel while this window ran; None where nobody counted."""
+    process: int | None = Field(default=None, ge=0)
+    """See `Sample`."""
+    swapped: bool | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -37,15 +40,21 @@ class Window(Record):
 
 
 class Sample(Record):
-    """One line of recorded samples: `{"pair", "arm", "tokens_per_s"}`."""
+    """One line of recorded samples: `{"pair", "arm", "tokens_per_s"}`, and where they are known
+    `"process"` and `"swapped"`.
+    """
 
     pair: int = Field(ge=0)
     arm: Arm
     tokens_per_s: float = Field(gt=0, allow_inf_nan=False)
+    process: int | None = Field(default=None, ge=0)
+    """The process pair that the pair ran in: fresh processes have a number of their own."""
+    swapped: bool | None = None
+    """Whether the process that usually is the baseline is the patched one in this process pair."""
 
 
 class Comparison(Record):
-    """Patched against baseline: log-ratio per pair, 95 % interval, verdict against a margin
+    """Patched against baseline: log-ratio per pair, interval of its mean, verdict against a margin
     declared before.
     """
 
@@ -57,7 +66,8 @@ class Comparison(Record):
     """Median over windows."""
     patched_tokens_per_s: float
     gain_pct: float
-    """Geometric mean over pairs of patched / baseline, minus one, in percent."""
+    """Geometric mean over pairs of patched / baseline, minus one, in percent; with three process
+    pairs or more each of them counts once."""
     gain_low_pct: float
     gain_high_pct: float
     confidence_pct: float
@@ -67,6 +77,17 @@ class Comparison(Record):
     """Standard deviation of the log-ratio of a pair."""
     verdict: Verdict
     reason: str
+    process_pairs: int = 0
+    """Process pairs that the samples name; 0: they name none. With three or more the interval is
+    one over processes, with fewer it is one of these processes alone."""
+    block_pairs: int = 1
+    """Neighbouring pairs averaged before the interval was taken: more than one where neighbours
+    resemble each other; 0: the interval comes from process pairs."""
+    p_value: float | None = None
+    """Of the one-sided test that the gain is above the margin; to accept, it must be below half of
+    what `confidence_pct` leaves. None in records older than the field."""
+    p_holm: float | None = None
+    """The same among all patches tried, see `bench.stats.holm`; None for one alone."""
 
 
 class Quality(Record):

@@ -1,10 +1,10 @@
 """One comparison: log-ratio per pair, an interval of its mean, a verdict against a margin.
 
-The interval is Student's t over pairs: both sides of a pair run the same prompts at nearly the same
-time, so log-ratios are near normal. Where they are not, a wild pair widens the interval, and a sign
+The interval is one of Student's t over pairs, blocks of pairs or process pairs, whichever is the
+widest (`bench.intervals`). Where log-ratios are not near normal a wild pair widens it, and a sign
 test must agree with an accept, so that a few wild pairs cannot bring one about. Looks are paid for
 by alpha spending (Lan and DeMets 1983, with the O'Brien-Fleming-like function), so that looking
-early does not make a false accept likelier.
+early does not make a false accept likelier; several patches by Holm's correction.
 """
 
 from __future__ import annotations
@@ -13,16 +13,24 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from bench.comparison import Comparison, Sample, Verdict, Window
 from bench.errors import UsageError
-
-MIN_PAIRS = 6
-"""Fewer usable pairs are never enough for a verdict."""
-SIGN_ALPHA = 0.05
-"""One-sided level of the sign test beside an accept; 6 of 6 pairs or 10 of 13 reach it."""
-NORMAL = statistics.NormalDist()
+from bench.intervals import (
+    DEFAULT_PAIRS,
+    LOOKS,
+    MIN_PAIRS,
+    MIN_PROCESS_PAIRS,
+    Mean,
+    half_width,
+    look_confidences,
+    mean_of,
+    pairs_needed,
+    sign_needs,
+)
 
 
 def compare(
@@ -35,68 +43,92 @@ def compare(
     """Compare patched with baseline.
 
     Args:
-        samples: two per pair, one of each arm; pairs in the order they were taken.
+        samples: two per pair, one of each arm; pairs in the order they were taken. Where they name
+            their `process`, all of them do, and a pair's two name the same process pair.
         margin_pct: gain that the lower bound must exceed to accept.
         confidence_pct: level of the two-sided interval.
-        warmup_pairs: first pairs left out.
+        warmup_pairs: first pairs left out, of each process pair.
         dropped_pairs: pairs left out because their clocks drifted or throttled.
 
     Raises:
-        UsageError: a pair lacks an arm or has one twice, or there is no usable pair; or a margin
-            or level that means nothing.
+        UsageError: a pair lacks an arm or has one twice, or its processes do not fit; there is no
+            usable pair; or a margin or level that means nothing.
     """
     if not -100 < margin_pct < math.inf:
         raise UsageError(f"margin of {margin_pct:g} %", "a margin is a gain in percent, e.g. 0.5")
     if not 0 < confidence_pct < 100:
         raise UsageError(f"confidence of {confidence_pct:g} %", "it lies between 0 and 100")
     pairs = _pairs(samples)
-    used = [pair for pair in pairs[warmup_pairs:] if pair[0] not in dropped_pairs]
-    dropped = len(pairs) - len(used)
+    used = [p for p in _without_warmup(pairs, warmup_pairs) if p.number not in dropped_pairs]
     if not used:
         raise UsageError(
             f"no usable pair among {len(pairs)}", "give more pairs than the warm-up takes"
         )
+    processes = [pair.process for pair in used if pair.process is not None]
     # a difference of logarithms, since a quotient can overflow
-    ratios = [math.log(patched) - math.log(baseline) for _, baseline, patched in used]
-    mean = statistics.fmean(ratios)
-    spread = statistics.stdev(ratios) if len(ratios) > 1 else math.inf
-    half = half_width(ratios, confidence_pct)
-    low, high = _percent(mean - half), _percent(mean + half)
-    verdict, reason = _verdict(ratios, low, high, margin_pct)
+    ratios = [math.log(pair.patched) - math.log(pair.baseline) for pair in used]
+    found = judge(ratios, margin_pct, confidence_pct, processes or None)
     return Comparison(
         pairs=len(used),
-        dropped_pairs=dropped,
-        baseline_tokens_per_s=statistics.median(baseline for _, baseline, _ in used),
-        patched_tokens_per_s=statistics.median(patched for _, _, patched in used),
-        gain_pct=_percent(mean),
-        gain_low_pct=low,
-        gain_high_pct=high,
+        dropped_pairs=len(pairs) - len(used),
+        baseline_tokens_per_s=statistics.median(pair.baseline for pair in used),
+        patched_tokens_per_s=statistics.median(pair.patched for pair in used),
+        gain_pct=found.gain_pct,
+        gain_low_pct=found.low_pct,
+        gain_high_pct=found.high_pct,
         confidence_pct=confidence_pct,
         margin_pct=margin_pct,
-        pair_sd_pct=100 * spread if math.isfinite(spread) else 0.0,
+        pair_sd_pct=100 * statistics.stdev(ratios) if len(ratios) > 1 else 0.0,
+        verdict=found.verdict,
+        reason=found.reason + _process_note(used),
+        process_pairs=len(set(processes)),
+        block_pairs=found.block_pairs,
+        p_value=found.p_value,
+    )
+
+
+class Judgement(NamedTuple):
+    """What `judge` says of log-ratios; the fields are `Comparison`'s."""
+
+    gain_pct: float
+    low_pct: float
+    high_pct: float
+    block_pairs: int
+    p_value: float
+    verdict: Verdict
+    reason: str
+
+
+def judge(
+    ratios: Sequence[float],
+    margin_pct: float = 0.5,
+    confidence_pct: float = 95.0,
+    processes: Sequence[int] | None = None,
+) -> Judgement:
+    """The verdict on log-ratios of usable pairs in the order they were taken; at least one."""
+    mean = mean_of(ratios, processes)
+    half, spread = mean.widest(confidence_pct)
+    low, high = _percent(mean.value - half), _percent(mean.value + half)
+    verdict, reason = _verdict(ratios, mean, low, high, margin_pct)
+    return Judgement(
+        gain_pct=_percent(mean.value),
+        low_pct=low,
+        high_pct=high,
+        block_pairs=1 if spread is None else spread.block,
+        p_value=mean.p_above(math.log1p(margin_pct / 100)),
         verdict=verdict,
         reason=reason,
     )
 
 
-def half_width(ratios: Sequence[float], confidence_pct: float = 95.0) -> float:
-    """Of Student's interval of the mean; infinite for less than two."""
-    if len(ratios) < 2:
-        return math.inf
-    from scipy.stats import t  # here, since importing scipy takes longer than all of bench
-
-    quantile = float(t.ppf(0.5 + confidence_pct / 200, len(ratios) - 1))
-    return quantile * statistics.stdev(ratios) / math.sqrt(len(ratios))
-
-
 def _verdict(
-    ratios: list[float], low: float, high: float, margin_pct: float
+    ratios: Sequence[float], mean: Mean, low: float, high: float, margin_pct: float
 ) -> tuple[Verdict, str]:
     if len(ratios) < MIN_PAIRS:
         return "inconclusive", f"{len(ratios)} usable pairs are too few: {MIN_PAIRS} at least"
-    above = sum(ratio > math.log1p(margin_pct / 100) for ratio in ratios)
     if low > margin_pct:
-        if _at_least(above, len(ratios)) > SIGN_ALPHA:
+        above = sum(ratio > math.log1p(margin_pct / 100) for ratio in ratios)
+        if above < sign_needs(len(ratios)):
             return (
                 "inconclusive",
                 f"the mean is above the margin, but only {above} of {len(ratios)} pairs are",
@@ -104,35 +136,45 @@ def _verdict(
         return "accept", f"the interval's lower end {low:+.2f} % is above the margin"
     if high < margin_pct:
         return "reject", f"the interval's upper end {high:+.2f} % is below the margin"
-    spread = statistics.stdev(ratios)
-    gain = statistics.fmean(ratios)
-    needed = pairs_needed(100 * spread, _percent(gain), margin_pct)
-    more = f"; about {needed} pairs would tell" if needed is not None else ""
-    return "inconclusive", f"the interval holds the margin of {margin_pct:g} %{more}"
+    holds = f"the interval holds the margin of {margin_pct:g} %"
+    worst = max(mean.spreads)
+    if worst.block == 0:
+        return "inconclusive", f"{holds}; only more process pairs would tell"
+    # as if independent, with the spread that the blocks show
+    alike = 100 * worst.error * math.sqrt(len(ratios))
+    needed = pairs_needed(alike, _percent(mean.value), margin_pct)
+    return "inconclusive", holds + (f"; about {needed} pairs would tell" if needed else "")
 
 
-def pairs_needed(
-    pair_sd_pct: float, gain_pct: float, margin_pct: float = 0.5, power: float = 0.9
-) -> int | None:
-    """Pairs at which a true gain clears the margin with this power; None at the margin itself."""
-    distance = abs(gain_pct - margin_pct)
-    if distance < 1e-9:
-        return None
-    total = NORMAL.inv_cdf(0.975) + NORMAL.inv_cdf(power)
-    return max(math.ceil((total * pair_sd_pct / distance) ** 2) + 2, MIN_PAIRS)
+def holm(comparisons: Sequence[Comparison], confidence_pct: float = 95.0) -> list[Comparison]:
+    """The comparisons of all patches tried, in order, an accept kept only where it holds among all.
 
+    Holm's step-down (Scand. J. Statist. 6, 65, 1979) on the one-sided p-values, so that the chance
+    of any false accept among them stays below half of what `confidence_pct` leaves. A p-value of a
+    look is first scaled by the share of alpha that its look had (a weighted Bonferroni over looks).
 
-def look_confidences(looks: int, confidence_pct: float = 95.0) -> list[float]:
-    """Level of the interval at each of `looks` evenly spaced looks.
-
-    O'Brien-Fleming-like spending: alpha(t) = 2 - 2 Phi(z_{alpha/2} / sqrt(t)). Each look uses the
-    alpha newly spent, which is conservative (the looks' dependence is not used).
+    Raises:
+        UsageError: a comparison without a p-value, recorded before there was one.
     """
-    alpha = 1 - confidence_pct / 100
-    z = NORMAL.inv_cdf(1 - alpha / 2)
-    spent = [2 - 2 * NORMAL.cdf(z / math.sqrt((i + 1) / looks)) for i in range(looks)]
-    fresh = [now - before for now, before in zip(spent, [0.0, *spent[:-1]], strict=True)]
-    return [100 * (1 - part) for part in fresh]
+    scaled = []
+    for one in comparisons:
+        if one.p_value is None:
+            raise UsageError("a comparison without a p-value", "compare its samples again")
+        scaled.append(one.p_value * (100 - confidence_pct) / (100 - one.confidence_pct))
+    alpha = (1 - confidence_pct / 100) / 2
+    found = list(comparisons)
+    reached = 0.0
+    for rank, index in enumerate(sorted(range(len(scaled)), key=scaled.__getitem__)):
+        reached = max(reached, min(scaled[index] * (len(scaled) - rank), 1.0))
+        update: dict[str, object] = {"p_holm": reached}
+        if found[index].verdict == "accept" and reached > alpha:
+            update["verdict"] = "inconclusive"
+            update["reason"] = (
+                f"accepted alone, but not among {len(scaled)} patches: "
+                f"Holm's p is {reached:.2g}, at most {alpha:.2g} may be"
+            )
+        found[index] = found[index].model_copy(update=update)
+    return found
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -161,24 +203,70 @@ def read_samples(path: Path) -> list[Sample]:
     return found
 
 
-def _pairs(samples: Iterable[Sample | Window]) -> list[tuple[int, float, float]]:
-    """(pair, baseline, patched) in order of first appearance."""
-    arms: dict[int, dict[str, float]] = {}
+class _Pair(NamedTuple):
+    number: int
+    baseline: float
+    patched: float
+    process: int | None
+    swapped: bool | None
+
+
+def _pairs(samples: Iterable[Sample | Window]) -> list[_Pair]:
+    """In order of first appearance."""
+    arms: dict[int, dict[str, Sample | Window]] = {}
     for sample in samples:
         held = arms.setdefault(sample.pair, {})
         if sample.arm in held:
             raise UsageError(f"pair {sample.pair} has {sample.arm} twice", "number pairs apart")
-        held[sample.arm] = sample.tokens_per_s
-    for pair, held in arms.items():
+        held[sample.arm] = sample
+    found = []
+    for number, held in arms.items():
         if len(held) != 2:
             [only] = held
-            raise UsageError(f"pair {pair} has only {only}", "give both arms of every pair")
-    return [(pair, held["baseline"], held["patched"]) for pair, held in arms.items()]
+            raise UsageError(f"pair {number} has only {only}", "give both arms of every pair")
+        baseline, patched = held["baseline"], held["patched"]
+        rates = baseline.tokens_per_s, patched.tokens_per_s
+        where = baseline.process, baseline.swapped
+        if where != (patched.process, patched.swapped):
+            raise UsageError(
+                f"pair {number} is of two process pairs", "a pair's two samples share their process"
+            )
+        found.append(_Pair(number, *rates, *where))
+    for before, after in pairwise(found):
+        if (before.process is None) != (after.process is None):
+            raise UsageError(
+                f"pairs {before.number} and {after.number}: only one names its process",
+                "name the process of every pair, or of none",
+            )
+    return found
 
 
-def _at_least(hits: int, trials: int) -> float:
-    """Chance of so many heads or more in that many tosses."""
-    return math.fsum(math.comb(trials, k) / 2**trials for k in range(hits, trials + 1))
+def _without_warmup(pairs: list[_Pair], warmup_pairs: int) -> list[_Pair]:
+    """Without the first ones of each process pair."""
+    seen: dict[int | None, int] = {}
+    kept = []
+    for pair in pairs:
+        seen[pair.process] = seen.get(pair.process, 0) + 1
+        if seen[pair.process] > warmup_pairs:
+            kept.append(pair)
+    return kept
+
+
+def _process_note(used: list[_Pair]) -> str:
+    """What the processes do not average out, in words."""
+    count = len({pair.process for pair in used} - {None})
+    if count == 0:
+        return ""
+    word = "process pair" if count == 1 else "process pairs"
+    if count < MIN_PROCESS_PAIRS:
+        return (
+            f"; {count} {word}: what two processes differ by for as long as they live, "
+            f"about 0.1 %, is not averaged out ({MIN_PROCESS_PAIRS} process pairs would)"
+        )
+    note = f"; over {count} {word}"
+    if len({pair.swapped for pair in used}) == 1 and used[0].swapped is not None:
+        note += ", arms never swapped: what the two places differ by is not averaged out"
+    return note
 
 
 def _percent(log_ratio: float) -> float:
@@ -187,8 +275,12 @@ def _percent(log_ratio: float) -> float:
 
 
 __all__: Sequence[str] = (
+    "DEFAULT_PAIRS",
+    "LOOKS",
     "compare",
     "half_width",
+    "holm",
+    "judge",
     "look_confidences",
     "pairs_needed",
     "read_samples",

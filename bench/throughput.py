@@ -23,7 +23,8 @@ from bench.comparison import Arm, Comparison, Throughput, Window
 from bench.engines import Decoding, Engine
 from bench.environment import describe
 from bench.errors import PatcherError, UsageError
-from bench.stats import compare, look_confidences
+from bench.intervals import Look, first_decided, schedule
+from bench.stats import compare
 from bench.workload import Workload
 
 CONTROL_EVERY = 3
@@ -66,26 +67,26 @@ def measure(
         )
     report = progress or (lambda stage, done, total: None)
     rng = random.Random(seed)
-    levels = look_confidences(looks)
+    planned = schedule(max_pairs, looks)
     windows: list[Window] = []
     sitting = Sitting(engine, arms, workload, seed, clocks, kernel_calls)
     warm_up(engine, arms, workload, seed)
     pair = taken = 0
-    comparison: Comparison | None = None
-    for look, confidence in enumerate(levels, 1):
-        # the first pair is dropped as warm-up, so one more is taken
-        while taken < 1 + round(max_pairs * look / looks):
+
+    def at(look: Look) -> Comparison | None:
+        nonlocal pair, taken
+        while taken < look.taken:
             for order in abba(rng):
-                windows += sitting.pair(pair, "ab", order)
+                windows.extend(sitting.pair(pair, "ab", order))
                 pair += 1
                 taken += 1
                 if taken % CONTROL_EVERY == 0:
-                    windows += sitting.pair(pair, "aa", order)
+                    windows.extend(sitting.pair(pair, "aa", order))
                     pair += 1
-                report("A/B pairs", taken, max_pairs + 1)
-        comparison = decide_on(windows, "ab", margin_pct, confidence)
-        if comparison is not None and comparison.verdict != "inconclusive":
-            break
+                report("A/B pairs", taken, planned[-1].taken)
+        return decide_on(windows, "ab", margin_pct, look.confidence_pct)
+
+    comparison = first_decided(planned, at)
     if comparison is None:
         raise PatcherError(
             f"none of {taken} pairs can be used: their clocks drifted or throttled "

@@ -22,6 +22,7 @@ from bench import (
     presets,
 )
 from bench.engines import ENGINES
+from bench.stats import DEFAULT_PAIRS
 from patcher.console import Device, Engine, Json, Output, app, examples, pick_device, runs_dir
 
 Batch = Annotated[int | None, typer.Option(help="Sequences decoded together.", min=1)]
@@ -275,7 +276,7 @@ def run(
     weights: Weights = "random",
     sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
     margin_pct: Annotated[float | None, typer.Option("--margin-pct", min=0)] = None,
-    pairs: Annotated[int, typer.Option(help="End-to-end pairs at most.", min=6)] = 40,
+    pairs: Annotated[int, typer.Option(help="End-to-end pairs at most.", min=6)] = DEFAULT_PAIRS,
     threads: Threads = None,
     as_json: Json = False,
 ) -> int:
@@ -315,7 +316,7 @@ def demo(as_json: Json = False) -> int:
 
     settings = resolve({"model": pipeline.DEMO, "iterations": 3})
     workload = pipeline.workload_for("gpt-oss-tiny", "cpu", threads=1)
-    plan = pipeline.Plan(language=Language.CPP, threads=1, judge_pairs=8)
+    plan = pipeline.Plan(language=Language.CPP, pairs=40, threads=1, judge_pairs=8)
     begun = pipeline.start(settings, "demo", "gpt-oss-tiny", workload, plan)
     output = Output(as_json)
     if not as_json:
@@ -381,20 +382,25 @@ def _decision_lines(decision: Any) -> list[Text]:
     "patcher throughput gpt-oss-tiny --patch patcher-runs/RUN/patch",
     "patcher throughput gpt-oss-20b --patch norm-patch --batch 8 --input-len 1024",
     "patcher throughput gpt-oss-20b --from samples.jsonl",
+    "patcher throughput gpt-oss-tiny --self-test --pairs 200",
 )
 def throughput(
     model: Annotated[str, typer.Argument(help="Preset, Hugging Face id or folder.")],
     patch: Annotated[Path | None, typer.Option(help="A patch bundle.")] = None,
     samples: Annotated[
-        Path | None, typer.Option("--from", help='JSONL of {"pair", "arm", "tokens_per_s"}.')
+        Path | None,
+        typer.Option("--from", help='JSONL of {"pair", "arm", "tokens_per_s"[, "process"]}.'),
     ] = None,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Plant gains of +1, +0.5 and -1 %; are they found?")
+    ] = False,
     engine: Engine = "transformers",
     device: Device = None,
     batch: Batch = None,
     input_len: Prompt = None,
     output_len: Steps = None,
     weights: Weights = "random",
-    pairs: Annotated[int, typer.Option(help="Pairs at most.", min=6)] = 40,
+    pairs: Annotated[int, typer.Option(help="Pairs at most.", min=6)] = DEFAULT_PAIRS,
     margin_pct: Annotated[float | None, typer.Option("--margin-pct", min=0)] = None,
     quality_steps: Annotated[
         int, typer.Option(help="Decode steps compared for quality.", min=1)
@@ -403,11 +409,16 @@ def throughput(
     threads: Threads = None,
     as_json: Json = False,
 ) -> int:
-    """End-to-end A/B of a patch, interleaved, with interval and verdict; or decide on samples."""
+    """End-to-end A/B of a patch, interleaved, with interval and verdict; or decide on samples; or
+    test the measurement itself (exit code 0: every planted gain found, 1: not all, 5: one judged
+    the wrong way round).
+    """
     from patcher.settings import resolve
 
     output = Output(as_json)
     margin = resolve({"margin_pct": margin_pct}).margin_pct
+    if sum((samples is not None, patch is not None, self_test)) > 1:
+        raise UsageError("several things to do", "give one of --patch, --from and --self-test")
     if samples is not None:
         from bench.stats import compare, read_samples
         from patcher.show import comparison_lines
@@ -415,13 +426,21 @@ def throughput(
         comparison = compare(read_samples(samples), margin_pct=margin)
         output.emit(comparison, comparison_lines(model, comparison))
         return 0 if comparison.verdict == "accept" else 1
-    if patch is None:
-        raise UsageError("nothing to compare", "give --patch BUNDLE, or --from SAMPLES")
+    if patch is None and not self_test:
+        raise UsageError("nothing to compare", "give --patch BUNDLE, --from SAMPLES or --self-test")
     from integrate import unpacked
-    from patcher.measure import Job, measure_and_decide
-    from patcher.show import comparison_lines, quality_line
+    from patcher.measure import Job, measure_and_decide, measure_planted
+    from patcher.show import comparison_lines, planted_lines, quality_line
 
     workload = workload_of(model, device, engine, batch, input_len, output_len, weights, threads)
+    if patch is None:
+        job = Job(workload=workload, margin_pct=margin, max_pairs=pairs)
+        with output.progress() as bar:
+            planted = measure_planted(job, bar)
+        if out is not None:
+            out.write_text(planted.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        output.emit(planted, *planted_lines(planted))
+        return 5 if planted.wrong else int(not planted.all_found)
     job = Job(workload=workload, margin_pct=margin, max_pairs=pairs, quality_steps=quality_steps)
     with output.progress() as bar, unpacked(patch) as folder:
         result = measure_and_decide(job, folder, bar)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -28,8 +29,12 @@ from bench import (
     relayed,
 )
 from bench.environment import engine_environment
+from bench.stats import DEFAULT_PAIRS, LOOKS
 from integrate import Patch, Receipt
 from patcher.decide import Decision, decide
+
+if TYPE_CHECKING:
+    from bench.planted import PlantedGains
 
 Report = Callable[[str, int, int], None]
 
@@ -39,8 +44,8 @@ class Job(Record):
 
     workload: Workload
     margin_pct: float = 0.5
-    max_pairs: int = 40
-    looks: int = 3
+    max_pairs: int = DEFAULT_PAIRS
+    looks: int = LOOKS
     quality_steps: int = 32
     seed: int = 0
 
@@ -195,6 +200,28 @@ def measure(job: Job, patch: Patch, report: Report) -> Measured:
         quality_receipt=Receipt.of(quality_book),
         reverted_identical=identical,
     )
+
+
+def measure_planted(job: Job, report: Report) -> PlantedGains:
+    """Whether an A/B of this workload finds planted gains; in this process, as no patch runs."""
+    from bench.clocks import ClockMonitor
+    from bench.engines import open_engine
+    from bench.planted import model_delay, plant
+
+    report("load the model", 0, 1)
+    engine = open_engine(job.workload)
+    with ClockMonitor(job.workload.device) as clocks:
+        return plant(
+            engine,
+            model_delay(engine.model),
+            job.workload,
+            margin_pct=job.margin_pct,
+            max_pairs=job.max_pairs,
+            looks=job.looks,
+            clocks=clocks,
+            seed=job.seed,
+            progress=report,
+        )
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from bench import (
 )
 from bench.environment import describe
 from bench.judge import JudgeSettings, Policy, open_judge
+from bench.stats import DEFAULT_PAIRS
 from bench.toolchains import build
 from hotspot import Profile, capture
 from integrate import Patch
@@ -56,7 +57,7 @@ class Plan(Record):
     sweep: str | None = None
     whole: bool = True
     """False: the agent loop alone, without profile, patch and A/B."""
-    pairs: int = 40
+    pairs: int = DEFAULT_PAIRS
     """End-to-end pairs at most."""
     quality_steps: int = 32
     threads: int | None = None

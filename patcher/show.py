@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -21,6 +22,9 @@ from rich.text import Text
 from bench import Comparison, Evaluation, KernelCounters, Op, Outcome, Quality
 from patcher.attempts import Attempt
 from patcher.doctor import Finding
+
+if TYPE_CHECKING:  # it imports torch
+    from bench.planted import PlantedGains
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 VERDICT_COLOURS = {"accept": "green", "reject": "red", "inconclusive": "yellow"}
@@ -125,6 +129,19 @@ def comparison_lines(name: str, comparison: Comparison) -> Text:
         f"{comparison.baseline_tokens_per_s:,.1f} -> {comparison.patched_tokens_per_s:,.1f} tok/s"
     )
     return text
+
+
+def planted_lines(gains: PlantedGains) -> list[Text]:
+    """What was planted and whether it was found, then the interval it went by."""
+    lines = []
+    for one in gains.planted:
+        line = Text(f"planted {one.planted_pct:+.2f} % ({one.delay_us:.0f} us a step): ")
+        line.append(one.found, style="bold green" if one.found == "found" else "bold red")
+        if one.found == "not found" and one.pairs_needed is not None:
+            line.append(f"; with this spread it takes about {one.pairs_needed:,} pairs")
+        line.append("" if one.holds else "; the interval does not hold it")
+        lines += [line, comparison_lines("  measured", one.comparison)]
+    return lines
 
 
 def quality_line(quality: Quality) -> Text:

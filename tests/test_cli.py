@@ -65,6 +65,7 @@ def test_help_names_every_command_with_an_example(tmp_path: Path) -> None:
         (["profile", "gpt-oss-tiny", "--device", "tpu", "--json"], 2, "usage"),
         (["throughput", "gpt-oss-tiny", "--json"], 2, "usage"),
         (["throughput", "gpt-oss-tiny", "--patch", "nowhere", "--json"], 2, "usage"),
+        (["throughput", "gpt-oss-tiny", "--patch", "p", "--self-test", "--json"], 2, "usage"),
         (["resume", "--json"], 2, "usage"),
         (["report", "nope", "--json"], 2, "usage"),
         (["apply", "nowhere", "--json"], 2, "usage"),
@@ -143,6 +144,11 @@ def test_recorded_samples_are_decided(tmp_path: Path) -> None:
     result = patcher("throughput", "gpt-oss-20b", "--from", "s.jsonl", "--json", cwd=tmp_path)
     assert result.returncode == 0
     assert json.loads(result.stdout)["verdict"] == "accept"
+    named = [json.dumps(json.loads(line) | {"process": i // 10}) for i, line in enumerate(lines)]
+    (tmp_path / "s.jsonl").write_text("\n".join(named))
+    result = patcher("throughput", "gpt-oss-20b", "--from", "s.jsonl", "--json", cwd=tmp_path)
+    assert result.returncode == 0
+    assert json.loads(result.stdout)["process_pairs"] == 4
 
 
 RUN = [

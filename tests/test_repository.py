@@ -26,7 +26,7 @@ SEES = {
 PUBLIC = {
     "bench": {
         *("clocks", "comparison", "corpus", "engines", "environment", "installed", "judge"),
-        *("mutations", "quality", "scorecard", "stats", "throughput", "toolchains"),
+        *("mutations", "planted", "quality", "scorecard", "stats", "throughput", "toolchains"),
     },
     "hotspot": set(),
     "integrate": set(),

@@ -10,7 +10,8 @@ import pytest
 
 import bench
 from bench import Sample
-from bench.stats import MIN_PAIRS, compare, look_confidences, pairs_needed, read_samples
+from bench.intervals import MIN_PAIRS, first_decided, mean_of, schedule
+from bench.stats import compare, holm, judge, look_confidences, pairs_needed, read_samples
 
 
 def pairs(ratios: list[float]) -> list[Sample]:
@@ -78,8 +79,13 @@ def test_pairs_needed_is_what_the_verdict_needs() -> None:
         == "accept"
         for _ in range(300)
     )
-    assert accepted >= 0.85 * 300
+    assert accepted >= 0.88 * 300
     assert pairs_needed(0.001, 5.0) == MIN_PAIRS
+    assert pairs_needed(0.0, 1.0) == MIN_PAIRS
+    assert pairs_needed(0.5, 0.0) == needed
+    alike = pairs_needed(0.5, 1.0, rho=0.6)
+    assert alike is not None
+    assert alike == 4 * needed
 
 
 def test_the_verdict_is_about_the_margin_not_about_zero() -> None:
@@ -122,6 +128,9 @@ def test_a_margin_or_level_that_means_nothing_is_refused(margin: float, confiden
         '{"pair": 0, "arm": "patched", "tokens_per_s": 0}',
         '{"pair": -1, "arm": "patched", "tokens_per_s": 1}',
         '{"pair": 0, "arm": "patched", "tokens_per_s": 1, "more": 1}',
+        '{"pair": 0, "arm": "patched", "tokens_per_s": 1, "process": -1}',
+        '{"pair": 0, "arm": "patched", "tokens_per_s": 1, "process": "one"}',
+        '{"pair": 0, "arm": "patched", "tokens_per_s": 1, "swapped": 3}',
         '{"pair": ' + "9" * 5000 + "}",
         "[" * 100_000,
     ],
@@ -147,3 +156,163 @@ def test_samples_are_read_back(tmp_path: Path) -> None:
     written = pairs([1.0, 1.03, 1.02])
     file.write_text("\n".join(sample.model_dump_json() for sample in written))
     assert read_samples(file) == written
+
+
+def over_processes(
+    process_gains_pct: list[float], pairs_each: int = 8, noise_pct: float = 0.05, swap: bool = True
+) -> list[Sample]:
+    """Process pairs one after another, each with a gain of its own."""
+    rng = random.Random(11)
+    ratios = [
+        1 + rng.gauss(gain, noise_pct) / 100
+        for gain in process_gains_pct
+        for _ in range(pairs_each)
+    ]
+    return [
+        sample.model_copy(
+            update={
+                "process": sample.pair // pairs_each,
+                "swapped": swap and bool(sample.pair // pairs_each % 2),
+            }
+        )
+        for sample in pairs(ratios)
+    ]
+
+
+def test_the_process_is_a_random_effect() -> None:
+    """Three process pairs with +0.9, +0.5 and +1.3 %: many pairs in each, and still only three."""
+    gains = [0.9, 0.5, 1.3]
+    alone = compare(s.model_copy(update={"process": None}) for s in over_processes(gains))
+    found = compare(over_processes(gains), margin_pct=0.0)
+    assert alone.process_pairs == 0
+    assert found.process_pairs == 3
+    assert found.block_pairs == 0
+    assert found.pairs == 21  # the first pair of each is warm-up
+    assert found.dropped_pairs == 3
+    assert found.gain_pct == pytest.approx(0.9, abs=0.05)
+    half = 4.303 * 0.4 / math.sqrt(3)  # t with two degrees of freedom
+    assert found.gain_high_pct - found.gain_pct == pytest.approx(half, rel=0.1)
+    assert found.verdict == "inconclusive"
+    assert "only more process pairs would tell" in found.reason
+    assert alone.gain_low_pct > 0
+
+
+def test_processes_that_agree_by_luck_do_not_narrow_the_interval() -> None:
+    """Three equal process means say less than the pairs in them do."""
+    noise = [1.0, -1.0, 0.5, -0.5] * 2
+    samples = pairs([1 + (1.0 + x) / 100 for _ in range(3) for x in noise])
+    named = [s.model_copy(update={"process": s.pair // 8}) for s in samples]
+    apart = compare(samples, warmup_pairs=0)
+    together = compare(named, warmup_pairs=0)
+    assert together.gain_low_pct == pytest.approx(apart.gain_low_pct)
+
+
+def test_each_process_pair_counts_once() -> None:
+    samples = [s for s in over_processes([0.0, 0.0, 3.0], 8) if s.pair < 19]
+    assert compare(samples).gain_pct == pytest.approx(1.0, abs=0.1)
+
+
+def test_fewer_than_three_process_pairs_say_what_they_cannot_average_out() -> None:
+    one = compare(over_processes([2.0], 20))
+    two = compare(over_processes([2.0, 2.1], 10))
+    assert (one.verdict, one.process_pairs) == ("accept", 1)
+    assert "1 process pair: what two processes differ by" in one.reason
+    assert "2 process pairs: what two processes differ by" in two.reason
+    three = compare(over_processes([2.0, 2.1, 1.9]))
+    assert "not averaged out" not in three.reason
+    assert "over 3 process pairs" in three.reason
+    stuck = compare(over_processes([2.0, 2.1, 1.9], swap=False))
+    assert "arms never swapped" in stuck.reason
+    unnamed = compare(s.model_copy(update={"process": None}) for s in over_processes([2.0]))
+    assert "process" not in unnamed.reason
+
+
+def test_processes_that_do_not_fit_are_refused() -> None:
+    good = over_processes([1.0, 1.0])
+    with pytest.raises(bench.UsageError, match="pair 0 is of two process pairs"):
+        compare([good[0].model_copy(update={"process": 1}), *good[1:]])
+    nameless = [s.model_copy(update={"process": None}) if s.pair == 3 else s for s in good]
+    with pytest.raises(bench.UsageError, match="only one names its process"):
+        compare(nameless)
+
+
+def test_the_process_field_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    written = over_processes([1.0, 1.0, 1.0])
+    file.write_text("\n".join(sample.model_dump_json(exclude_none=True) for sample in written))
+    assert compare(read_samples(file)).process_pairs == 3
+
+
+def test_neighbours_that_resemble_each_other_widen_the_interval() -> None:
+    rng = random.Random(2)
+    independent = [rng.gauss(0, 0.005) for _ in range(64)]
+    alike = [independent[i // 8 * 8] for i in range(64)]  # eight values, each eight times
+    apart, together = mean_of(independent).widest(95), mean_of(alike).widest(95)
+    assert together[0] > 2 * apart[0]
+    assert together[1] is not None
+    assert together[1].block == 8
+    assert compare(pairs([math.exp(x) for x in alike]), warmup_pairs=0).block_pairs == 8
+
+
+def test_an_accept_is_a_small_p_value() -> None:
+    rng = random.Random(9)
+    for _ in range(200):
+        shift = rng.uniform(0.004, 0.008)
+        ratios = [rng.gauss(shift, 0.003) for _ in range(rng.randint(12, 40))]
+        found = judge(ratios, confidence_pct=90)
+        assert (found.low_pct > 0.5) == (found.p_value < 0.05)
+    assert judge([0.01] * 8).p_value == 0
+    assert judge([0.0] * 8).p_value == 1
+    assert judge([0.01]).p_value == 1
+
+
+def test_holm_keeps_what_holds_among_all() -> None:
+    """p 0.001, 0.011 and 0.02, each accepted alone at 0.025: 3 and 2 of them are asked in turn."""
+    accepted = compare(pairs([1.02] * 3 + [1.021] * 9))
+    tried = [accepted.model_copy(update={"p_value": p}) for p in (0.011, 0.02, 0.001)]
+    first, second, third = holm(tried)
+    assert [one.p_holm for one in (first, second, third)] == pytest.approx([0.022, 0.022, 0.003])
+    assert {one.verdict for one in (first, second, third)} == {"accept"}
+    more = holm([*tried, *(accepted.model_copy(update={"p_value": 0.5, "verdict": "reject"}),) * 3])
+    assert [one.verdict for one in more] == [
+        "inconclusive",
+        "inconclusive",
+        "accept",
+        *["reject"] * 3,
+    ]
+    assert more[1].p_holm is not None
+    assert "not among 6 patches" in more[1].reason
+    assert holm([accepted]) == [accepted.model_copy(update={"p_holm": accepted.p_value})]
+    with pytest.raises(bench.UsageError, match="without a p-value"):
+        holm([accepted.model_copy(update={"p_value": None})])
+
+
+def test_holm_pays_for_the_look_that_decided() -> None:
+    """A look that had a fifth of alpha counts five times."""
+    early = compare(pairs([1.02] * 3 + [1.021] * 9), confidence_pct=99)
+    found = holm([early.model_copy(update={"p_value": 0.004})])
+    assert found[0].p_holm == pytest.approx(0.02)
+    assert found[0].verdict == "accept"
+
+
+def test_looks_are_taken_until_one_decides() -> None:
+    looks = schedule(20, 3)
+    assert [look.taken for look in looks] == [8, 14, 22]
+    assert [look.confidence_pct for look in looks] == look_confidences(3)
+    seen: list[int] = []
+
+    def at(verdicts: list[str | None]) -> object:
+        seen.clear()
+
+        def one(look: object) -> object:
+            seen.append(1)
+            verdict = verdicts[len(seen) - 1]
+            return verdict and accepted.model_copy(update={"verdict": verdict})
+
+        return first_decided(looks, one)  # type: ignore[arg-type,type-var]
+
+    accepted = compare(pairs([1.02] * 12))
+    assert at(["inconclusive", "accept", "reject"]) == accepted
+    assert len(seen) == 2
+    assert at(["inconclusive", None, None]) is None
+    assert len(seen) == 3
