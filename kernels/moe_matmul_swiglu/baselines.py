@@ -52,9 +52,10 @@ def dequantised(weights: Tensor, scales: Tensor, columns: int) -> Tensor:
     # bit 9 is the sign, as in a half whose number has been moved down by six
     both = torch.cat((fields, last.unsqueeze(-1)), -1)
     halves = torch.stack((both, both >> 16), -1)
-    code = (halves & 7) | (halves >> 6 & 8)
-    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=weights.device)
-    number = torch.cat((table, -table))[code.long()]
+    code = halves & 7
+    # four times the number: 0, 2, then 4, 6, doubled with each exponent
+    size = torch.where(code < 2, code * 2, (2 + (code & 1)) << (code >> 1)).float()
+    number = torch.where((halves & 0x200) != 0, -size, size) * 0.25
     # n: 16s, pair, odd; k: 64s, odd pair, 16s; k's 8, n's 8; odd k
     number = number.view(columns // 16, 4, depth // 64, 2, 4, 4, 2, 2, 2)
     number = number.permute(0, 7, 1, 3, 2, 5, 6, 4, 8).reshape(columns, depth)

@@ -36,7 +36,8 @@ def reference(
     rows = x[gather_index.long() // (len(gather_index) // len(x))].double()
     found = rows.new_zeros(output.shape)
     offsets = token_offsets.tolist()
-    for expert, (begin, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for expert in range(len(weights)):
+        begin, end = offsets[expert : expert + 2]
         if begin < end:
             wide = dequantised(weights[expert], scales[expert], bias.shape[1]).double()
             hidden = rows[begin:end] @ wide.T + bias[expert].double()
@@ -65,7 +66,8 @@ def control(
     rows = x[gather_index.long() // (len(gather_index) // len(x))].float()
     found = output.new_zeros(output.shape)
     offsets = token_offsets.tolist()
-    for expert, (begin, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for expert in range(len(weights)):
+        begin, end = offsets[expert : expert + 2]
         if begin < end:
             wide = dequantised(weights[expert], scales[expert], bias.shape[1])
             hidden = bias[expert].bfloat16()
@@ -83,9 +85,7 @@ def dequantised(weights: Tensor, scales: Tensor, columns: int) -> Tensor:
     words = weights.view(torch.int32)
     n = torch.arange(columns, device=weights.device).unsqueeze(1)
     k = torch.arange(weights.shape[1] // 2, device=weights.device).unsqueeze(0)
-    word = words[
-        n // 16 * 4 + n % 8 // 2, k // 64 * 32 + n % 2 * 16 + k // 2 % 4 * 4 + k // 16 % 4
-    ]
+    word = words[n // 16 * 4 + n % 8 // 2, k // 64 * 32 + n % 2 * 16 + k // 2 % 4 * 4 + k // 16 % 4]
     half = (word >> (k % 2 * 16)) & 0xFFFF
     which = k // 8 % 2 * 2 + n // 8 % 2
     moved = half << (3 * which)

@@ -36,7 +36,8 @@ def moe_matmul_down(
     output: torch.Tensor,
 ) -> None:
     offsets = token_offsets.tolist()
-    for expert, (begin, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for expert in range(len(weights)):
+        begin, end = offsets[expert : expert + 2]
         if begin == end:
             continue
         weight = numbers(weights[expert], scales[expert], bias.shape[1])

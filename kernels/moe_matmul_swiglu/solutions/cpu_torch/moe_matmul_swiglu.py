@@ -38,7 +38,8 @@ def moe_matmul_swiglu(
 ) -> None:
     tokens = gather_index // (gather_index.shape[0] // x.shape[0])
     offsets = token_offsets.tolist()
-    for expert, (begin, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for expert in range(len(weights)):
+        begin, end = offsets[expert : expert + 2]
         if begin == end:
             continue
         rows = x[tokens[begin:end]].float()
