@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from integrate.counts import Book
     from integrate.export import export_patch
     from integrate.imports import import_kernel
+    from integrate.measuring import activated, await_engine
 
 _LAZY = {
     "Activation": "integrate.activation",
     "Book": "integrate.counts",
     "activate": "integrate.activation",
+    "activated": "integrate.measuring",
+    "await_engine": "integrate.measuring",
     "export_patch": "integrate.export",
     "import_kernel": "integrate.imports",
     "prepare": "integrate.activation",
@@ -51,6 +54,8 @@ __all__ = [
     "Switches",
     "Verified",
     "activate",
+    "activated",
+    "await_engine",
     "export_patch",
     "home_store",
     "import_kernel",
