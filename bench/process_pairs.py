@@ -199,8 +199,8 @@ class Sitting(Generic[Process]):
         self._processes += 1
 
     def _beside(self, kind: Kind, begun: tuple[Arm, Arm], pairs: list[Pair]) -> None:
-        arms = {arm: self._open(kind, arm, SHARE_BESIDE) for arm in begun}
-        sides = {arm: process.side() for arm, process in arms.items()}
+        arms: dict[Arm, Process] = {arm: self._open(kind, arm, SHARE_BESIDE) for arm in begun}
+        sides: dict[Arm, Side] = {arm: process.side() for arm, process in arms.items()}
         for pair in pairs:
             vocab = arms["baseline"].vocab_size
             self.windows += take_pair(pair, sides, self.workload, vocab, self.seed, self.clocks)
@@ -233,7 +233,8 @@ class Sitting(Generic[Process]):
             if arm == "baseline":
                 return kept
             kept.close()
-        self._tell(f"process pair {self._processes + 1}: loading the {arm}")
+        what = "a second baseline" if kind == "aa" and arm == "patched" else f"the {arm}"
+        self._tell(f"process pair {self._processes + 1}: loading {what}")
         process = self._started("baseline" if kind == "aa" else arm, share)
         process.warm_up(prompt_seed(self.seed, -1), min(self.workload.output_len, WARM_UP_STEPS))
         return process

@@ -115,11 +115,7 @@ class Arm:
     def _logits(self, asked: say.Logits) -> say.Wrote:
         prompts = self.engine.prompts(asked.seed)
         forced = torch.tensor(asked.forced)
-        values, how = _served(self.engine, prompts, forced)
-        if asked.reference and hasattr(self.engine, "reference_logits"):
-            tokens = torch.cat([prompts, forced], dim=1)
-            wide, how = self.engine.reference_logits(tokens, forced.shape[1] + 1)
-            values = wide[:, :-1]
+        values, how = _logits_of(self.engine, prompts, forced, asked.reference)
         np.save(asked.path, values.flatten(0, 1).numpy(), allow_pickle=False)
         return say.Wrote(how=how)
 
@@ -131,12 +127,19 @@ class Arm:
         return say.MemoryUse(held=held, peak=self.engine.peak_memory_bytes(), free=free)
 
 
-def _served(engine: Any, prompts: torch.Tensor, forced: torch.Tensor) -> tuple[torch.Tensor, str]:
-    if hasattr(engine, "served_logits"):
+def _logits_of(
+    engine: Any, prompts: torch.Tensor, forced: torch.Tensor, reference: bool
+) -> tuple[torch.Tensor, str]:
+    """[batch, steps + 1, vocabulary] over forced tokens, and how they were computed."""
+    if hasattr(engine, "served_logits"):  # one whose model is not called as a module
         return engine.served_logits(prompts, forced), engine.how
-    from bench.quality import served_logits
+    if not reference:
+        from bench.quality import served_logits
 
-    return served_logits(engine, prompts, forced), "as served"
+        return served_logits(engine, prompts, forced), "as served"
+    tokens = torch.cat([prompts, forced], dim=1)
+    wide, how = engine.reference_logits(tokens, forced.shape[1] + 1)
+    return wide[:, :-1], how
 
 
 def free_bytes(device: str) -> int:
@@ -153,23 +156,25 @@ def serve(commands: IO[bytes], replies: IO[bytes]) -> int:
     """Answer until told to close, or until there is nobody who asks."""
     arm: Arm | None = None
     for line in commands:
+        closed = False
         try:
             command = say.COMMAND.validate_json(line)
             reply: say.Reply
-            if arm is None:
-                if not isinstance(command, say.Load):
-                    raise UsageError("the first command is to load")
+            if arm is not None:
+                reply = arm.answer(command)
+                closed = isinstance(command, say.Close)
+            elif isinstance(command, say.Load):
                 arm = Arm(command)
                 reply = arm.loaded()
             else:
-                reply = arm.answer(command)
+                raise UsageError("the first command is to load")
         except ValidationError as error:
             reply = _failed(UsageError(f"not a command: {str(error).splitlines()[0]}"))
         except PatcherError as error:
             reply = _failed(error)
         replies.write(reply.model_dump_json().encode() + b"\n")
         replies.flush()
-        if isinstance(reply, say.Done) and isinstance(command, say.Close):
+        if closed:
             return 0
     return 1
 
