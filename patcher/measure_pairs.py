@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from pydantic import JsonValue
 
-from bench import Quality, Throughput
+from bench import Quality, Throughput, UsageError
 from bench.clocks import ClockMonitor
 from bench.comparison import Arm, Tuning
 from bench.process_pairs import SHARE_ALONE, SHARE_BESIDE, Plan, measure_processes
@@ -43,10 +43,17 @@ def measure_pairs(job: Job, patch: Patch, report: Report) -> Measured:
     """The whole measurement: best stock configuration, A/B with control, quality, revert.
 
     Raises:
+        UsageError: the patch is for another engine.
         PatcherError: as `bench.process_pairs.measure_processes`.
     """
     from patcher.measure import Measured
 
+    target = patch.manifest.target.engine
+    if target != job.workload.engine:
+        raise UsageError(
+            f"{patch.manifest.id} is for {target}, not for {job.workload.engine}",
+            f"say --engine {target}",
+        )
     sitting = PatchSitting(job, patch)
     tuning = sitting.tune(report) if job.tune else None
     with ClockMonitor(job.workload.device) as clocks:

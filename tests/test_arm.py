@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 from collections.abc import Iterator
@@ -21,9 +22,10 @@ from bench.comparison import Arm
 from bench.windows import Pair, Side, take_pair
 from integrate import Patch, Receipt
 from patcher import arm_protocol as say
+from patcher.arm import serve
 from patcher.arm_process import ArmProcess, arm_environment
 from patcher.measure import Job
-from patcher.measure_pairs import PatchSitting, difference, merged
+from patcher.measure_pairs import PatchSitting, difference, measure_pairs, merged
 
 WORKLOAD = Workload(
     model="gpt-oss-tiny",
@@ -194,6 +196,20 @@ def test_a_changed_bundle_starts_nothing(patch: Patch, tmp_path: Path) -> None:
     next(copy.glob("*/*.cpp"), next(copy.rglob("*.cpp"))).write_text("// other\n")
     with pytest.raises(bench.VerificationError):
         arm_environment(tmp_path, (damaged,))
+
+
+def test_without_anyone_who_asks_an_arm_ends() -> None:
+    replies = io.BytesIO()
+    asked = b'\xff\n{"do": "load"}\n{"do": "memory"}\n'
+    assert serve(io.BytesIO(asked), replies) == 1
+    told = [say.REPLY.validate_json(line) for line in replies.getvalue().splitlines()]
+    assert [reply.error["kind"] for reply in told if isinstance(reply, say.Failed)] == ["usage"] * 3
+
+
+def test_a_patch_of_another_engine_starts_nothing(patch: Patch) -> None:
+    job = Job(workload=WORKLOAD.model_copy(update={"engine": "vllm"}), process_pairs=3)
+    with pytest.raises(bench.UsageError, match="is for transformers, not for vllm"):
+        measure_pairs(job, patch, lambda *told: None)
 
 
 def test_replies_are_checked() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import io
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 from pydantic import JsonValue
+from rich.console import Console
 from test_measure import WORKLOAD
 
 import bench
@@ -19,6 +21,8 @@ from bench.process_pairs import SHARE_ALONE, SHARE_BESIDE, Memory, Plan, measure
 from bench.traffic import traffic, traffics
 from bench.tuning import options_of, tune
 from bench.windows import Pair, Taken, turn_lengths
+from patcher.show_throughput import throughput_lines
+from patcher.throughput_job import Asked, argument, job_of
 
 GIB = 1 << 30
 
@@ -252,6 +256,57 @@ def test_the_presets_of_traffic_are_what_they_say() -> None:
     with pytest.raises(bench.UsageError, match="unknown preset") as caught:
         traffic("slow")
     assert "kforge" in caught.value.hint
+
+
+def asked(**given: Any) -> Asked:
+    fields = ("preset", "batch", "input_len", "output_len", "pairs", "processes")
+    return Asked(**{name: given.get(name) for name in fields})
+
+
+def test_what_is_asked_for_is_the_job_that_is_done() -> None:
+    vllm = WORKLOAD.model_copy(update={"engine": "vllm"})
+    plain = job_of(asked(), WORKLOAD, False, [], 0.5, 32)
+    assert plain.process_pairs == 0
+    served = job_of(asked(), vllm, True, ["moe_backend=marlin", "max_num_seqs=8"], 0.5, 32)
+    assert (served.process_pairs, served.pairs_each, served.tune) == (3, 22, True)
+    assert served.arguments == {"moe_backend": "marlin", "max_num_seqs": 8}
+    kforge = asked(preset="kforge", output_len=512)
+    assert kforge.shape == (8, 1024, 512)
+    found = job_of(kforge, vllm, False, [], 0.5, 32)
+    assert (found.process_pairs, found.pairs_each) == (7, 64)
+    fewer = job_of(asked(processes=4, pairs=30), WORKLOAD, False, [], 0.5, 32)
+    assert (fewer.process_pairs, fewer.pairs_each) == (4, 8)
+    nested = argument('compilation_config={"cudagraph_mode": "PIECEWISE"}')
+    assert nested == ("compilation_config", {"cudagraph_mode": "PIECEWISE"})
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    vllm = WORKLOAD.model_copy(update={"engine": "vllm"})
+    for given, workload, tune_it, args, said in (
+        ({"processes": 0}, vllm, False, [], "when a process starts"),
+        ({"processes": 2}, vllm, False, [], "2 process pairs"),
+        ({}, vllm, False, ["moe_backend"], "--engine-arg"),
+        ({}, WORKLOAD, True, [], "no options of its own"),
+        ({}, WORKLOAD, False, ["a=b"], "no options of its own"),
+    ):
+        with pytest.raises(bench.UsageError, match=said):
+            job_of(asked(**given), workload, tune_it, args, 0.5, 32)
+
+
+def test_what_was_measured_is_shown() -> None:
+    found = run(Host())
+    tuning = tuned([[{"moe": "broken"}, {"moe": "b"}]])
+    update = {"tuning": tuning, "engine_arguments": tuning.chosen, "routing_entropy_pct": 97.5}
+    console = Console(width=160, record=True, file=io.StringIO())
+    for shown in throughput_lines(found.model_copy(update=update)):
+        console.print(shown)
+    text = console.export_text()
+    for said in (
+        *("patch: accept", "A/A control", "CV of repeats", "first token ms", "p99"),
+        *("3 process pairs: both arms loaded at once", "routing entropy: 97.5 % of uniform"),
+        *("tried moe=broken: ValueError: not for this GPU", "baseline: moe=b", "clocks: "),
+    ):
+        assert said in text, said
 
 
 RATES = {"a": 1.02, "b": 1.05, "c": 0.9, "close": 1.051}
