@@ -25,7 +25,7 @@ from patcher import arm_protocol as say
 from patcher.arm import serve
 from patcher.arm_process import ArmProcess, arm_environment
 from patcher.measure import Job
-from patcher.measure_pairs import PatchSitting, difference, measure_pairs, merged
+from patcher.measure_pairs import PatchSitting, difference, identical, measure_pairs, merged
 
 WORKLOAD = Workload(
     model="gpt-oss-tiny",
@@ -111,6 +111,8 @@ def test_both_arms_are_asked_for_tokens_logits_and_memory(
 ) -> None:
     first = Pair(0, "aa", ("baseline", "patched"))
     sitting.visit(first, "baseline", arms["baseline"])
+    assert not sitting.reverted_identical
+    sitting.visit(first, "patched", arms["baseline"])
     later = Pair(1, "ab", ("baseline", "patched"))
     for arm, process in arms.items():
         sitting.visit(later, arm, process)
@@ -217,6 +219,17 @@ def test_replies_are_checked() -> None:
     for line in ("{}", "[]", "x", '{"kind": "done", "more": 1}', '{"kind": "loaded"}'):
         with pytest.raises(ValidationError):
             say.REPLY.validate_json(line)
+
+
+def test_identical_is_as_far_as_two_stock_processes_agree() -> None:
+    before = [[1, 2, 3], [4, 5, 6]]
+    assert identical(before, before, before)
+    assert not identical(before, before, [[1, 2, 3], [4, 5, 0]])
+    assert identical(before, [[1, 2, 3], [4, 5, 9]], [[1, 2, 3], [4, 5, 0]])
+    assert not identical(before, [[1, 2, 3], [4, 5, 9]], [[1, 2, 3], [4, 0, 6]])
+    assert not identical(before, [[0, 2, 3], [0, 5, 6]], before)
+    assert not identical(before, before, before[:1])
+    assert not identical([], [], [])
 
 
 def test_receipts_of_several_processes_are_one() -> None:
