@@ -199,8 +199,13 @@ def run_benchmark(
     report.unlink(missing_ok=True)
     write_inputs(run, folder)
     log = folder / "log.txt"
-    with log.open("wb") as stream:
-        status = _run_to_its_end(command(run, folder, found), env, stream, timeout_s)
+    try:
+        with log.open("wb") as stream:
+            status = _run_to_its_end(command(run, folder, found), env, stream, timeout_s)
+    except OSError as error:
+        raise MissingError(
+            f"{found} cannot be run: {error.strerror}", "install TensorRT-LLM again"
+        ) from error
     if status is None:
         raise PatcherError(f"{program} did not end in {timeout_s:g} s", f"see {log}")
     if status != 0:
