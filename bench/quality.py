@@ -19,7 +19,7 @@ import torch
 
 from bench.comparison import Quality
 from bench.engines import Engine
-from bench.throughput import Arms
+from bench.windows import Arms
 
 RMSE_FACTOR = 1.25
 KL_FACTOR = 1.5
@@ -87,6 +87,17 @@ def greedy_identical(
 ) -> bool:
     """Whether the engine now gives bit for bit the greedy tokens it gave before."""
     return torch.equal(engine.generate(prompts, steps).tokens, before)
+
+
+def compare_logits(
+    baseline: torch.Tensor, patched: torch.Tensor, reference: torch.Tensor, how: str
+) -> Quality:
+    """The same of logits [positions, vocabulary] that processes of their own gave.
+
+    Args:
+        how: in words, how the reference was computed.
+    """
+    return _compare(baseline, patched, reference, how)
 
 
 def _compare(

@@ -53,6 +53,9 @@ def test_help_names_every_command_with_an_example(tmp_path: Path) -> None:
         assert f"$ patcher {name}" in patcher(name, "--help", cwd=tmp_path).stdout
 
 
+VLLM = ["throughput", "gpt-oss-20b", "--engine", "vllm", "--patch", "p"]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "kind"),
     [
@@ -66,6 +69,12 @@ def test_help_names_every_command_with_an_example(tmp_path: Path) -> None:
         (["throughput", "gpt-oss-tiny", "--json"], 2, "usage"),
         (["throughput", "gpt-oss-tiny", "--patch", "nowhere", "--json"], 2, "usage"),
         (["throughput", "gpt-oss-tiny", "--patch", "p", "--self-test", "--json"], 2, "usage"),
+        ([*VLLM, "--weights", "dummy", "--json"], 2, "usage"),
+        ([*VLLM, "--processes", "0", "--json"], 2, "usage"),
+        ([*VLLM, "--processes", "2", "--json"], 2, "usage"),
+        ([*VLLM, "--preset", "slow", "--json"], 2, "usage"),
+        ([*VLLM, "--engine-arg", "moe_backend", "--json"], 2, "usage"),
+        (["throughput", "gpt-oss-tiny", "--patch", "p", "--tune-baseline", "--json"], 2, "usage"),
         (["resume", "--json"], 2, "usage"),
         (["report", "nope", "--json"], 2, "usage"),
         (["apply", "nowhere", "--json"], 2, "usage"),

@@ -27,6 +27,7 @@ PUBLIC = {
     "bench": {
         *("clocks", "comparison", "corpus", "engines", "environment", "installed", "judge"),
         *("mutations", "planted", "quality", "scorecard", "stats", "throughput", "toolchains"),
+        *("latency", "process_pairs", "traffic", "tuning", "windows"),
     },
     "hotspot": set(),
     "integrate": set(),
