@@ -21,7 +21,7 @@ from patcher.moved import moved_rows, overlap_caveat, step_caveat
 
 
 class GainRow(Record):
-    """One part of the sum; times are saved microseconds in one decode step, negative if it costs."""
+    """One part of the sum; times are what one decode step saves, negative if it costs."""
 
     name: str
     kind: Literal["kernel", "moved"]

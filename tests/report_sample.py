@@ -21,7 +21,9 @@ from bench import (
 from bench.comparison import Arm, Verdict
 from patcher.attempts import Attempt, Recommendation
 from patcher.decide import Decision
+from patcher.launches import ShapeLaunches, StepLaunches
 from patcher.models import Usage
+from patcher.reconcile import PatchedKernel, reconcile
 from patcher.report import Receipt, Report
 
 SOURCE = """\
@@ -274,14 +276,22 @@ def decision(
     )
 
 
-def sample(**changes: Any) -> Report:
-    """The whole report, with some fields replaced."""
-    gain = 2.04
-    throughput = Throughput(
-        workload=WORKLOAD,
-        patch="fused_add_rms_norm-9f2c7b1e",
-        comparison=comparison(gain, 0.21, 23),
-        control=comparison(
+def patched_kernel(per_step: float = 16, **changes: Any) -> PatchedKernel:
+    """The evaluated kernel, run that often in a step at the workload's batch."""
+    label = "tokens=8 hidden=256 float32"
+    axes = {"tokens": 8, "hidden": 256}
+    shape = ShapeLaunches(label=label, axes=axes, dtypes=("float32",), per_step=per_step)
+    launches = StepLaunches(op="fused_add_rms_norm", shapes=(shape,), source="the contract")
+    return PatchedKernel(**{"evaluation": evaluation(), "launches": launches} | changes)
+
+
+def throughput_of(gain: float = 2.04, **changes: Any) -> Throughput:
+    """An A/B with its control."""
+    values: dict[str, Any] = {
+        "workload": WORKLOAD,
+        "patch": "fused_add_rms_norm-9f2c7b1e",
+        "comparison": comparison(gain, 0.21, 23),
+        "control": comparison(
             0.03,
             0.36,
             8,
@@ -289,11 +299,18 @@ def sample(**changes: Any) -> Report:
             dropped_pairs=0,
             reason="The upper end of the interval is below the margin.",
         ),
-        windows=windows(gain),
-        routing_entropy_pct=97.3,
-        clocks="monitored: CPU, no clock control",
-        environment=ENVIRONMENT,
-    )
+        "windows": windows(gain),
+        "routing_entropy_pct": 97.3,
+        "clocks": "monitored: CPU, no clock control",
+        "environment": ENVIRONMENT,
+    }
+    return Throughput(**{**values, **changes})
+
+
+def sample(**changes: Any) -> Report:
+    """The whole report, with some fields replaced."""
+    gain = 2.04
+    throughput = throughput_of(gain)
     values: dict[str, Any] = {
         "run_id": "20261121-071900-gpt-oss-tiny-a3f1",
         "created": "2026-11-21T07:19:00+00:00",
@@ -335,7 +352,7 @@ def sample(**changes: Any) -> Report:
             fallbacks={"tokens=256: not supported": 34},
         ),
         "quality_receipt": Receipt(calls={"fused_add_rms_norm tokens=8": 512}),
-        "calls_per_step": 16,
+        "reconciliation": reconcile([patched_kernel()], throughput),
         "decision": decision("accept", gain),
         "reverted_identical": True,
         "environment": ENVIRONMENT,
