@@ -33,7 +33,7 @@ class PeakMemory(Record):
 
     @property
     def growth_pct(self) -> float:
-        return 100 * (self.patched_bytes / self.baseline_bytes - 1)
+        return 100 * (self.patched_bytes - self.baseline_bytes) / self.baseline_bytes
 
 
 class Elsewhere(Record):
