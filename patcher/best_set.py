@@ -75,10 +75,13 @@ def _choose(
     )
     gain = _figures(judged[chosen].comparison)
     if chosen == largest:
-        return chosen, f"{_named(chosen)}: {gain}, the largest gain of {len(judged)} combinations"
+        return (
+            chosen,
+            f"keep {_named(chosen)}: {gain}, the largest gain of {len(judged)} combinations",
+        )
     rest = _named(largest - chosen)
     return chosen, (
-        f"{_named(chosen)}: {gain}; with {rest} it is {_figures(judged[largest].comparison)}, "
+        f"keep {_named(chosen)}: {gain}; with {rest} it is {_figures(judged[largest].comparison)}, "
         "no more than the intervals allow for the same"
     )
 

@@ -208,7 +208,9 @@ def _summed(
     # the A/B and the micro-benchmark are independent: their errors add up as squares
     left_low = left - math.hypot(found.gain_pct - found.gain_low_pct, gains[2] - gains[0])
     left_high = left + math.hypot(found.gain_high_pct - found.gain_pct, gains[0] - gains[1])
-    explained = left_low <= 0 <= left_high
+    explained: bool | None = left_low <= 0 <= left_high
+    if explained and left_high - left_low > 2 * abs(gains[0]):
+        explained = None  # these intervals would allow that the kernels gain nothing, too
     return Reconciliation.model_validate(
         {
             **base,
@@ -220,7 +222,7 @@ def _summed(
             "unexplained_low_pct": left_low,
             "unexplained_high_pct": left_high,
             "explained": explained,
-            "said": _said(found.gain_pct, gains[0], left, left_low, left_high),
+            "said": _said(explained, found.gain_pct, gains[0], left, left_low, left_high),
         }
     )
 
@@ -234,14 +236,15 @@ def _gain(saved_us: float, step_us: float) -> float:
     return 100 * (step_us / max(step_us - saved_us, step_us / 1000) - 1)
 
 
-def _said(measured: float, expected: float, left: float, low: float, high: float) -> str:
-    # the sign of the one is the word of the other: explained, missing
+def _said(
+    explained: bool | None, measured: float, expected: float, left: float, low: float, high: float
+) -> str:
     span = f"{left:+.2f} % [{low:+.2f}, {high:+.2f}]"
-    if low <= 0 <= high:
-        return (
-            f"explained {expected:.2f} of {measured:.2f} %; what is left, {span}, is no more than "
-            "the intervals allow"
-        )
-    if left > 0:
+    if explained is False and left < 0:
+        return f"expected {expected:.2f} %, measured {measured:.2f} %: {span} is missing"
+    if explained is False:
         return f"explained {expected:.2f} of {measured:.2f} %; {span} is not explained"
-    return f"expected {expected:.2f} %, measured {measured:.2f} %: {span} is missing, unexplained"
+    held = f"expected {expected:.2f} %, measured {measured:.2f} %: the difference, {span}, "
+    if explained is None:
+        return held + "is known too roughly to tell"
+    return held + "is no more than the intervals allow"

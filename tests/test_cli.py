@@ -45,7 +45,7 @@ def test_help_names_every_command_with_an_example(tmp_path: Path) -> None:
     assert whole.returncode == 0
     names = (
         "doctor profile evaluate bundle optimize run demo resume throughput report patches apply "
-        "verify receipts"
+        "verify receipts review accept reject"
     )
     for name in [*names.split(), "revert", "export", "import", "config", "ops", "models"]:
         assert name in whole.stdout
@@ -67,6 +67,8 @@ def test_help_names_every_command_with_an_example(tmp_path: Path) -> None:
         (["throughput", "gpt-oss-tiny", "--patch", "nowhere", "--json"], 2, "usage"),
         (["throughput", "gpt-oss-tiny", "--patch", "p", "--self-test", "--json"], 2, "usage"),
         (["resume", "--json"], 2, "usage"),
+        (["review", "--json"], 2, "usage"),
+        (["accept", "nowhere", "--json"], 2, "usage"),
         (["report", "nope", "--json"], 2, "usage"),
         (["apply", "nowhere", "--json"], 2, "usage"),
         (["optimize", "fused_add_rms_norm", "--model", "oracle", "--json"], 2, "usage"),

@@ -69,11 +69,14 @@ def reconciled(found: Reconciliation, width: float) -> Canvas:
         total = bar.label in (bars[-1].label, "expected: their sum")
         canvas.text(0, top + 13, wording.clip(bar.label, room), "t strong" if total else "t")
         start, end = sorted((x(0), x(bar.saved_us)))
+        if narrow:  # the line would run through the labels
+            canvas.line(x(0), y + 1, x(0), y + 18, "zero")
         canvas.rect(start, y + 3, max(end - start, 1), 13, f"bar {bar.css}", 2, bar.label)
         if bar.low_us is not None and bar.high_us is not None:
             canvas.line(x(bar.low_us), y + 9.5, x(bar.high_us), y + 9.5, "whisker ends")
             for edge in (bar.low_us, bar.high_us):
                 canvas.line(x(edge), y + 5, x(edge), y + 14, "whisker ends")
         canvas.text(width, y + 13, wording.microseconds(bar.saved_us), "t strong", "end")
-    canvas.line(x(0), head, x(0), floor, "zero")
+    if not narrow:
+        canvas.line(x(0), head, x(0), floor, "zero")
     return canvas
