@@ -10,7 +10,8 @@ from hotspot import Profile, ProfileComparison, compare
 _LEAST_PCT = 0.05
 """Of the step: rows that moved by less are added up in one line."""
 _OVERLAP_PCT = 2.0
-_STEP_APART_PCT = 10.0
+_STEP_APART_PCT = 20.0
+"""A profiler costs time; with more than this it is another step, and its rows are not counted."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ def moved_rows(
     Chains are left out, since their time is in their kernels' rows.
     """
     found = compare(before, after)
+    apart = [words for one in (before, after) for words in _apart(one, step_us)]
     if found.unit != "decode step":
         return [], ["a profile does not know its decode steps: what moved in it is not counted"]
     own = _names(found, ops)
@@ -49,14 +51,14 @@ def moved_rows(
             few += 1
         else:
             launches = row.after_launches or row.before_launches
-            rows.append(Moved(row.name, launches, saved, True, row.change))
+            rows.append(Moved(row.name, launches, saved, not apart, row.change))
     if own:
         said = "what the profiles show for it, to compare with its micro gain"
         rows.append(Moved(", ".join(ops), None, shown, False, said))
     if few:
         rows.append(Moved(f"{few} rows that hardly moved", None, small, False, "within noise"))
     caveat = "a row of a profile is one recording before and one after: it has no interval"
-    return rows, [caveat]
+    return rows, [caveat, *apart]
 
 
 def _names(found: ProfileComparison, ops: Sequence[str]) -> set[str]:
@@ -76,14 +78,14 @@ def overlap_caveat(profile: Profile | None) -> list[str]:
     ]
 
 
-def step_caveat(profile: Profile | None, step_us: float) -> list[str]:
+def _apart(profile: Profile, step_us: float) -> list[str]:
     """That the profiled step is another than the measured one, where it is."""
-    if profile is None or not profile.steps or not profile.wall_ns:
+    if not profile.steps or not profile.wall_ns:
         return []
     profiled = profile.wall_ns / profile.steps / 1e3
     if abs(profiled / step_us - 1) * 100 <= _STEP_APART_PCT:
         return []
     return [
-        f"a step takes {profiled:,.0f} us in the profile and {step_us:,.0f} us in the A/B: what "
-        "moved in the profile is not to scale"
+        f"a step takes {profiled:,.0f} us in {profile.source} and {step_us:,.0f} us in the A/B, so "
+        "what moved in the profile is not to scale and not in the sum"
     ]

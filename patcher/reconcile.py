@@ -17,7 +17,7 @@ from bench import SCHEMA_VERSION, Comparison, Evaluation, Record, Throughput
 from hotspot import Profile
 from patcher.launches import StepLaunches
 from patcher.micro import Saving, saving
-from patcher.moved import moved_rows, overlap_caveat, step_caveat
+from patcher.moved import moved_rows, overlap_caveat
 
 
 class GainRow(Record):
@@ -108,7 +108,7 @@ def reconcile(
         ops = [kernel.evaluation.op for kernel in kernels]
         moved, said = moved_rows(before, after, ops, step_us)
         rows += [GainRow(kind="moved", **vars(one)) for one in moved]
-        caveats += said + step_caveat(before, step_us)
+        caveats += said
     caveats += overlap_caveat(after or before)
     return _summed(rows, found, step_us, tuple(dict.fromkeys(caveats)))
 

@@ -187,6 +187,7 @@ def test_a_profile_that_cannot_take_part_says_so() -> None:
     assert all(row.kind == "kernel" for row in found.rows)
     other_step = reconcile([patched_kernel()], ab(2), decode(), patched(decode()))
     assert any("not to scale" in caveat for caveat in other_step.caveats)
+    assert not [row for row in other_step.rows if row.kind == "moved" and row.counted]
     busy = decode().busy_ns or 0
     crowded = decode().model_copy(update={"total_kernel_ns": int(busy * 1.3)})
     overlap = reconcile([patched_kernel()], ab(2), crowded)

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 from patch_sample import evaluation, make_patch
+from report_sample import attempt, patched
 from test_measure import evidence
+from test_report_lanes import decode
 
-from bench import UsageError, VerificationError
+from bench import Evaluation, Outcome, UsageError, VerificationError
 from bench.comparison import Verdict
+from hotspot import Profile
 from integrate import pack
 from patcher.decide import Decision, decide
 from patcher.gather import gather
@@ -175,3 +178,45 @@ def test_the_commands(tmp_path: Path) -> None:
     assert json.loads(said.stdout)["overrules"] is True
     found = json.loads(cli(tmp_path, "review", run.id, "--json").stdout)
     assert [one["reason"] for one in found["words"]] == ["no [bold]tests[/]"]
+
+
+def test_on_a_terminal_it_asks(tmp_path: Path) -> None:
+    run = decided(tmp_path / "patcher-runs")
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "patcher", "review", "latest"],
+        cwd=tmp_path,
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.write(ours, b"reject\nno tests\n")
+    shown, said = process.communicate(timeout=120)
+    os.close(theirs)
+    os.close(ours)
+    assert process.returncode == 0, said
+    assert "accept, reject, or later?" in shown + said
+    [word] = run_words(Run.open(run.path, read_only=True))
+    assert (word.word, word.reason, word.overrules) == ("reject", "no tests", True)
+
+
+def test_a_profile_of_the_patched_engine_goes_into_the_report(tmp_path: Path) -> None:
+    run = decided(tmp_path)
+    before = decode()
+    judged = evaluation()
+    tried = attempt(0, "functional", Outcome.CORRECT, 2.0, "right").model_copy(
+        update={"file": f"ops/{judged.op}/0/candidate.cpp"}
+    )
+    with Run.open(run.path) as writer:
+        writer.step("profile", lambda: before, Profile)
+        writer.step(f"{judged.op}/0/evaluate", lambda: judged, Evaluation)
+        writer.write(f"ops/{judged.op}/0/attempt.json", tried.model_dump_json())
+        writer.write(f"ops/{judged.op}/0/candidate.cpp", "// fused_add_rms_norm\n")
+    opened = Run.open(run.path, read_only=True)
+    assert gather(opened).profile_after is None
+    report = gather(opened, patched(before))
+    assert report.reconciliation is not None
+    assert report.reconciliation.rows[0].kind == "kernel"
+    assert any(row.kind == "moved" for row in report.reconciliation.rows)
+    assert "After: the patched engine" in render_html(report)
