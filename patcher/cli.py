@@ -17,6 +17,7 @@ from patcher import (  # noqa: F401 (importing them registers them)
     profiling,
     reviewing,
     selftesting,
+    trtllm,
 )
 from patcher.console import app
 
