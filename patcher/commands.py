@@ -486,10 +486,18 @@ def throughput(
 
 
 @app.command()
-@examples("patcher report latest", "patcher report RUN --format md")
+@examples(
+    "patcher report latest",
+    "patcher report RUN --format md",
+    "patcher report RUN --patched-profile patched.sqlite",
+)
 def report(
     which: Annotated[str, typer.Argument(metavar="RUN", help="Folder, id or `latest`.")] = "latest",
     formats: Annotated[str, typer.Option("--format", help="html,md,json")] = "html,md,json",
+    patched: Annotated[
+        Path | None,
+        typer.Option("--patched-profile", help="Of the patched engine: what moved, and how."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """The report of a run: one HTML file, Markdown for a pull request, JSON for machines."""
@@ -497,7 +505,12 @@ def report(
     from patcher.run import Run
 
     run = Run.open(Run.find(runs_dir(), which), read_only=True)
-    files = write_report(run, tuple(part.strip() for part in formats.split(",")))
+    after = None
+    if patched is not None:
+        from hotspot import read
+
+        after = read(patched, run.config.model or "the model")
+    files = write_report(run, tuple(part.strip() for part in formats.split(",")), after)
     names = [str(path) for path in files]
     document = {"schema_version": SCHEMA_VERSION, "run": run.id, "files": names}
     Output(as_json).emit(document, *(Text(name) for name in names))

@@ -9,9 +9,11 @@ from bench import SCHEMA_VERSION, Evaluation, Outcome, Quality, Record, Throughp
 from bench.comparison import Verdict
 
 if TYPE_CHECKING:
+    from patcher.elsewhere import Elsewhere
     from patcher.proof import Proof
+    from patcher.reconcile import Reconciliation
 
-RULE_VERSION = 1
+RULE_VERSION = 2
 
 
 class ReceiptLike(Protocol):
@@ -46,12 +48,16 @@ def decide(
     quality_receipt: ReceiptLike,
     reverted_identical: bool,
     proof: Proof | None = None,
+    reconciliation: Reconciliation | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> Decision:
     """Accept only what every piece of evidence supports.
 
     A disqualified patch is rejected however fast it was; a sitting whose own control fails tells
     nothing; otherwise the comparison's verdict stands. Where the patched run was profiled, too,
-    `proof` holds its receipts against that.
+    `proof` holds its receipts against that. What was measured at other traffic takes an accept back
+    where it was worse, or may have been. A gain that `reconciliation` does not explain is a reason
+    beside the verdict and never turns it.
     """
     comparison = throughput.comparison
     wrong = _disqualified(
@@ -59,6 +65,8 @@ def decide(
     )
     if proof is not None:
         wrong += proof.failures
+    if elsewhere is not None:
+        wrong += elsewhere.failures
     void = _void(throughput)
     verdict: Verdict
     if wrong:
@@ -76,6 +84,13 @@ def decide(
             f"same model: {quality.reason}",
             "after the revert the greedy output is bit-identical to before",
         ]
+        if elsewhere is not None and elsewhere.unknown:
+            verdict = "inconclusive" if verdict == "accept" else verdict
+            reasons += elsewhere.unknown
+        elif elsewhere is not None:
+            reasons.append(f"elsewhere: {elsewhere.said}")
+        if reconciliation is not None and reconciliation.explained is False:
+            reasons.append(f"micro and measured gain do not agree: {reconciliation.said}")
     return Decision(
         verdict=verdict,
         reasons=tuple(reasons),
