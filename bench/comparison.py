@@ -26,8 +26,15 @@ class Window(Record):
     decode_s: float
     prefill_s: float
     sm_clock_mhz: int | None = None
+    """Median of the samples taken in it."""
+    sm_clock_range_mhz: tuple[int, int] | None = None
+    """The lowest and the highest of them."""
+    memory_clock_mhz: int | None = None
     temperature_c: int | None = None
+    """The highest."""
+    power_w: float | None = None
     throttle_reasons: tuple[str, ...] = ()
+    """Of any of them."""
     kernel_calls: int | None = None
     """Calls of the patched kernel while this window ran; None where nobody counted."""
     process: int | None = Field(default=None, ge=0)

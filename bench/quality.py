@@ -5,9 +5,9 @@
    that one early pick does not decide. The baseline is not right either: its own error against the
    same weights in higher precision is the yardstick, the worse of two runs of it where the engine
    does not repeat itself. A patched model may err 1.25 times as much in the root mean square,
-   1.5 times in mean KL divergence and twice at the worst logit. The 99th percentile and the maximum
-   of the divergence by position hang on a handful of positions, where routing to another expert
-   makes heavy tails: they are shown, and refused only beyond eight times.
+   1.5 times in mean KL divergence, twice at the worst logit and four times in the 99th percentile
+   and the maximum of the divergence by position, which hang on a handful of positions (other
+   rounding in every matmul of `gpt-oss-tiny` moved these two by up to 1.9 times in 24 runs).
 2. Greedy picks. Where the arms would pick different tokens, the baseline's gap between them must be
    small enough for those errors to explain it.
 3. A task, where the weights are real: see `bench.cloze`.
@@ -27,7 +27,7 @@ from bench.throughput import Arms
 
 RMSE_FACTOR = 1.25
 KL_FACTOR = 1.5
-TAIL_KL_FACTOR = 8.0
+TAIL_KL_FACTOR = 4.0
 MAX_FACTOR = 2.0
 TINY = 1e-9
 

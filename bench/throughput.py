@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import random
-import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from bench.clock_blocks import block_clocks, unfit
 from bench.clocks import ClockMonitor, ClockSample
 from bench.comparison import Arm, Comparison, Throughput, Window
 from bench.engines import Decoding, Engine
@@ -31,7 +31,6 @@ CONTROL_EVERY = 3
 """One A/A pair for so many A/B pairs."""
 TURN_STEPS = 8
 """Decode steps an arm takes before the other has its turn; the first of them is not timed."""
-CLOCK_TOLERANCE = 0.02
 
 Arms = Mapping[Arm, Callable[[], AbstractContextManager[object]]]
 """What puts the engine into each arm's state and takes it out again."""
@@ -164,12 +163,9 @@ class Side:
         self._clocks.append(self._sitting.clocks.sample())
 
     def window(self, pair: int, arm: Arm, kind: Kind, turns: int) -> Window:
-        """The clock is the median over the turns, the temperature the highest."""
+        """The window as it was; its clocks are those between its turns."""
         assert self._decoding is not None
         sitting = self._sitting
-        mhz = [clock.sm_mhz for clock in self._clocks if clock.sm_mhz is not None]
-        degrees = [c.temperature_c for c in self._clocks if c.temperature_c is not None]
-        reasons = {reason for clock in self._clocks for reason in clock.throttle}
         tokens = self._decoding.tokens()
         return Window(
             pair=pair,
@@ -178,9 +174,7 @@ class Side:
             tokens=count_tokens(tokens, sitting.workload, sitting.engine, turns),
             decode_s=self._decoding.decode_s,
             prefill_s=self._decoding.prefill_s,
-            sm_clock_mhz=statistics.median_low(mhz) if mhz else None,
-            temperature_c=max(degrees, default=None),
-            throttle_reasons=tuple(sorted(reasons)),
+            **block_clocks(self._clocks),
             kernel_calls=None if sitting.kernel_calls is None else self._calls,
         )
 
@@ -230,26 +224,16 @@ def decide_on(
     None when no pair is left.
     """
     chosen = [window for window in windows if window.kind == kind]
-    warmup, unfit = 1 if kind == "ab" else 0, unfit_pairs(windows)
+    warmup, drop = 1 if kind == "ab" else 0, unfit_pairs(windows)
     order = list(dict.fromkeys(window.pair for window in chosen))
-    if not set(order[warmup:]) - unfit:
+    if not set(order[warmup:]) - drop:
         return None
-    return compare(chosen, margin_pct, confidence_pct, warmup, unfit)
+    return compare(chosen, margin_pct, confidence_pct, warmup, drop)
 
 
 def unfit_pairs(windows: list[Window]) -> frozenset[int]:
-    """Pairs with a throttled window or one off the sitting's median SM clock."""
-    seen = [window.sm_clock_mhz for window in windows if window.sm_clock_mhz is not None]
-    middle = statistics.median(seen) if seen else 0
-    return frozenset(
-        window.pair
-        for window in windows
-        if window.throttle_reasons
-        or (
-            window.sm_clock_mhz is not None
-            and abs(window.sm_clock_mhz - middle) > CLOCK_TOLERANCE * middle
-        )
-    )
+    """Pairs that their clocks make unfit, see `bench.clock_blocks.unfit`."""
+    return frozenset(unfit(windows))
 
 
 @contextmanager

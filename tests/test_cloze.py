@@ -131,7 +131,7 @@ def test_a_damaged_model_loses_answers(engine: Engine) -> None:
 def test_an_answer_is_the_likeliest_continuation(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against the whole sequence at once, for choices of one token and of several, in two rounds."""
+    """Against the whole sequence at once: choices of one token and of several, in two rounds."""
     monkeypatch.setattr(engine, "workload", engine.workload.model_copy(update={"batch": 3}))
     choices = [
         [5, 6, 7, 8, 9, 10, 11],
