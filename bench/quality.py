@@ -53,7 +53,7 @@ def assess(engine: Engine, arms: Arms, seed: int, steps: int) -> Quality:
     baseline, again, patched = (served(arm) for arm in ("baseline", "baseline", "patched"))
     # from the logits that choose the first generated token; the last choose none
     wide, how = engine.reference_logits(tokens, picked.shape[1] + 1)
-    found = _compare(baseline, again, patched, wide[:, :-1].flatten(0, 1), how)
+    found = compare_logits(baseline, again, patched, wide[:, :-1].flatten(0, 1), how)
     refusal = cloze.refusal(engine.workload)
     if refusal is not None:
         return found.model_copy(update={"task_refusal": refusal})
@@ -67,13 +67,19 @@ def greedy_identical(
     return torch.equal(engine.generate(prompts, steps).tokens, before)
 
 
-def _compare(
+def compare_logits(
     baseline: torch.Tensor,
     again: torch.Tensor,
     patched: torch.Tensor,
     reference: torch.Tensor,
     how: str,
 ) -> Quality:
+    """The first two rungs, from logits [positions, vocabulary] over the same tokens.
+
+    Args:
+        again: of a second run of the baseline.
+        reference: in higher precision; `how` it was made, in words.
+    """
     ours, own = logit_error(patched, reference), logit_error(baseline, reference)
     floor, between = logit_error(again, baseline), logit_error(patched, baseline)
     theirs = own if torch.equal(again, baseline) else larger(own, logit_error(again, reference))

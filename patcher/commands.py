@@ -405,6 +405,10 @@ def throughput(
     quality_steps: Annotated[
         int, typer.Option(help="Decode steps compared for quality.", min=1)
     ] = 32,
+    lock_mhz: Annotated[
+        int | None,
+        typer.Option(help="Lock the GPU's SM clock for the A/B (root; else monitored).", min=1),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the whole result here too.")] = None,
     threads: Threads = None,
     as_json: Json = False,
@@ -430,18 +434,25 @@ def throughput(
         raise UsageError("nothing to compare", "give --patch BUNDLE, --from SAMPLES or --self-test")
     from integrate import unpacked
     from patcher.measure import Job, measure_and_decide, measure_planted
-    from patcher.show import comparison_lines, planted_lines, quality_line
+    from patcher.show import comparison_lines, planted_lines
+    from patcher.show_quality import clock_lines, quality_lines
 
     workload = workload_of(model, device, engine, batch, input_len, output_len, weights, threads)
     if patch is None:
-        job = Job(workload=workload, margin_pct=margin, max_pairs=pairs)
+        job = Job(workload=workload, margin_pct=margin, max_pairs=pairs, lock_mhz=lock_mhz)
         with output.progress() as bar:
             planted = measure_planted(job, bar)
         if out is not None:
             out.write_text(planted.model_dump_json(indent=1) + "\n", encoding="utf-8")
         output.emit(planted, *planted_lines(planted))
         return 5 if planted.wrong else int(not planted.all_found)
-    job = Job(workload=workload, margin_pct=margin, max_pairs=pairs, quality_steps=quality_steps)
+    job = Job(
+        workload=workload,
+        margin_pct=margin,
+        max_pairs=pairs,
+        quality_steps=quality_steps,
+        lock_mhz=lock_mhz,
+    )
     with output.progress() as bar, unpacked(patch) as folder:
         result = measure_and_decide(job, folder, bar)
     if out is not None:
@@ -450,7 +461,7 @@ def throughput(
     shown: list[Any] = [comparison_lines("patch", measured.throughput.comparison)]
     if measured.throughput.control is not None:
         shown.append(comparison_lines("A/A control", measured.throughput.control))
-    shown.append(quality_line(measured.quality))
+    shown += [*clock_lines(measured.throughput), *quality_lines(measured.quality)]
     shown.append(Text(f"receipt: {measured.receipt.total_calls:,} calls of the patched kernel"))
     output.emit(result, *shown, *_decision_lines(result.decision))
     return 0 if result.decision.verdict == "accept" else 1

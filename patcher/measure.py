@@ -48,6 +48,8 @@ class Job(Record):
     looks: int = LOOKS
     quality_steps: int = 32
     seed: int = 0
+    lock_mhz: int | None = None
+    """SM clock to lock for the A/B; None: it is only watched."""
 
 
 class Measured(Record):
@@ -175,7 +177,7 @@ def measure(job: Job, patch: Patch, report: Report) -> Measured:
         patched = prepare(engine.model, patch, kernel=kernel, book=receipts)
         return {"baseline": nullcontext, "patched": lambda: patched}
 
-    with ClockMonitor(job.workload.device) as clocks:
+    with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
         throughput = measure_throughput(
             engine,
             arms(book),
@@ -210,7 +212,7 @@ def measure_planted(job: Job, report: Report) -> PlantedGains:
 
     report("load the model", 0, 1)
     engine = open_engine(job.workload)
-    with ClockMonitor(job.workload.device) as clocks:
+    with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
         return plant(
             engine,
             model_delay(engine.model),

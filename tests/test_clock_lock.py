@@ -4,13 +4,14 @@ and a double of NVML (`doubles/nvml/fake_nvml.py`) that they all see.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +56,28 @@ def calls(gpu: Path) -> list[tuple[int, str]]:
     return [(int(line.split()[0]), line.split()[1]) for line in lines]
 
 
-def started(then: str = "") -> subprocess.Popen[str]:
-    """A process that holds a lock, in a session of its own."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", HOLD.format(then=then)],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("locked at 1500 MHz")
-    return process
+@pytest.fixture
+def started(gpu: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a process that holds a lock, in a session of its own; none outlives the test."""
+    processes = []
+
+    def start(then: str = "") -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", HOLD.format(then=then)],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("locked at 1500 MHz")
+        return process
+
+    yield start
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):  # nobody of the group is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def until(what: Any) -> None:
@@ -88,7 +100,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ne
 
 @needs_proc
 @pytest.mark.parametrize("whole_group", [False, True])
-def test_sigkill_does_not_leave_a_lock(gpu: Path, whole_group: bool) -> None:
+def test_sigkill_does_not_leave_a_lock(gpu: Path, started: Any, whole_group: bool) -> None:
     """As one process, and as the group that an interrupted measurement is killed by."""
     process = started()
     assert (gpu / "locked").read_text() == "1500"
@@ -102,22 +114,19 @@ def test_sigkill_does_not_leave_a_lock(gpu: Path, whole_group: bool) -> None:
 
 
 @needs_proc
-def test_a_fork_that_lives_on_does_not_keep_the_lock(gpu: Path) -> None:
+def test_a_fork_that_lives_on_does_not_keep_the_lock(gpu: Path, started: Any) -> None:
     """It holds the other end of the watchdog's pipe, and its parent's exit and signal handlers."""
     fork = "child = os.fork(); (print(child, flush=True) if child else time.sleep(600))"
     process = started(fork)
     assert process.stdout is not None
     child = int(process.stdout.readline())
-    try:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        until(lambda: not (gpu / "locked").exists())
-        assert is_running(child)
-    finally:
-        os.kill(child, signal.SIGKILL)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    until(lambda: not (gpu / "locked").exists())
+    assert is_running(child)
 
 
-def test_a_fork_that_ends_does_not_take_its_parents_lock(gpu: Path) -> None:
+def test_a_fork_that_ends_does_not_take_its_parents_lock(gpu: Path, started: Any) -> None:
     """It is terminated, or leaves the block: the lock is not its own."""
     fork = """
     for way in ("terminated", "left"):

@@ -25,7 +25,16 @@ SEES = {
 """kernels (data) <- bench <- hotspot, integrate <- patcher."""
 PUBLIC = {
     "bench": {
-        *("clocks", "comparison", "corpus", "engines", "environment", "installed", "judge"),
+        *(
+            "clock_blocks",
+            "clocks",
+            "comparison",
+            "corpus",
+            "engines",
+            "environment",
+            "installed",
+            "judge",
+        ),
         *("mutations", "planted", "quality", "scorecard", "stats", "throughput", "toolchains"),
     },
     "hotspot": set(),
