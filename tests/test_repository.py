@@ -127,6 +127,7 @@ def test_the_wheel_holds_the_kernel_library_and_no_package_called_kernels(tmp_pa
     [wheel] = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "patcher/kernel_library/fused_add_rms_norm/op.toml" in names
+    assert {"bench/cloze.toml", "bench/clock_watchdog.py"} <= set(names)
     solution = "patcher/kernel_library/fused_add_rms_norm/solutions/cuda_row"
     assert f"{solution}/fused_add_rms_norm.cu" in names
     assert "patcher/recordings/demo.jsonl" in names
