@@ -16,6 +16,7 @@ from patcher import (  # noqa: F401 (importing them registers them)
     patching,
     profiling,
     selftesting,
+    trtllm,
 )
 from patcher.console import app
 

@@ -134,6 +134,8 @@ def test_the_wheel_holds_the_kernel_library_and_no_package_called_kernels(tmp_pa
     assert "patcher/prompts/generate.md.j2" in names
     assert "patcher/report/report.html.j2" in names
     assert "hotspot/families.toml" in names
+    assert "integrate/startup/sitecustomize.py" in names
+    assert {f"integrate/{e}/__init__.py" for e in ("transformers", "vllm")} <= set(names)
     assert "bench/workloads/gpt-oss-20b.toml" in names
     assert not [name for name in names if name.startswith(("kernels/", "tests/"))]
 

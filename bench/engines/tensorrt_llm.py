@@ -103,6 +103,24 @@ def options(run: Benchmark) -> dict[str, Any]:
     }
 
 
+def write_inputs(run: Benchmark, folder: Path) -> None:
+    """Dataset and options into the folder.
+
+    Raises:
+        UsageError: it cannot be written, or see `write_dataset`.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_dataset(folder / "dataset.jsonl", run)
+        # every JSON document is YAML, too
+        text = json.dumps(options(run), indent=2) + "\n"
+        (folder / "options.yaml").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {folder}: {error.strerror}", "choose another folder"
+        ) from error
+
+
 def command(run: Benchmark, folder: Path, program: str = "trtllm-bench") -> list[str]:
     """The command line; dataset, options and report lie in `folder`."""
     line = [program, "--model", run.model]
@@ -177,13 +195,9 @@ def run_benchmark(
     for module in run.module_folders:
         if not (module / "__init__.py").is_file():
             raise UsageError(f"{module} is no Python package", "write it with `write_module`")
-    folder.mkdir(parents=True, exist_ok=True)
     report = folder / "report.json"
     report.unlink(missing_ok=True)
-    write_dataset(folder / "dataset.jsonl", run)
-    # every JSON document is YAML, too
-    text = json.dumps(options(run), indent=2) + "\n"
-    (folder / "options.yaml").write_text(text, encoding="utf-8")
+    write_inputs(run, folder)
     log = folder / "log.txt"
     with log.open("wb") as stream:
         status = _run_to_its_end(command(run, folder, found), env, stream, timeout_s)
@@ -222,4 +236,5 @@ __all__ = [
     "take_window",
     "worker_environment",
     "write_dataset",
+    "write_inputs",
 ]
