@@ -24,7 +24,7 @@ from bench.comparison import TaskScore
 from bench.engines import Engine
 from bench.errors import UsageError
 from bench.logits import served_logits
-from bench.throughput import Arms
+from bench.windows import Arms
 from bench.workload import Workload, weights_id
 
 ALPHA = 0.05

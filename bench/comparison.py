@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from bench.evaluation import Environment
 from bench.records import SCHEMA_VERSION, Record
@@ -189,6 +190,40 @@ class Quality(Record):
     reason: str
 
 
+class Latency(Record):
+    """What one who waits for tokens sees, in milliseconds."""
+
+    first_token_ms: float
+    """Time to first token: prefill of the whole batch, median over windows."""
+    per_token_ms: float
+    """Time per output token: decode seconds over decode steps, median over windows."""
+    steps: int
+    """Decode steps that were timed one by one, each waited for, after the pairs."""
+    between_ms: dict[str, float]
+    """Inter-token latency over those: `p50`, `p90`, `p99`, `max`."""
+
+
+class Trial(Record):
+    """One way to start the engine, and how fast it was."""
+
+    arguments: dict[str, JsonValue]
+    """Of the engine, beside those that the workload asks for; empty: stock."""
+    tokens_per_s: float | None
+    """Median over short windows; None where it did not run."""
+    spread_pct: float | None = None
+    """Largest window over smallest, less one."""
+    failure: str = ""
+
+
+class Tuning(Record):
+    """The search for the best stock configuration, the baseline of both arms."""
+
+    trials: tuple[Trial, ...]
+    """The first one is stock."""
+    chosen: dict[str, JsonValue]
+    """Arguments of the fastest trial; stock where none is faster by more than its spread."""
+
+
 class Throughput(Record):
     """One whole end-to-end A/B as measured."""
 
@@ -205,3 +240,28 @@ class Throughput(Record):
     clocks: str
     """`locked at N MHz` or `monitored: ...`."""
     environment: Environment
+    latency: dict[Arm, Latency] = Field(default_factory=dict)
+    peak_memory_bytes: dict[Arm, int] = Field(default_factory=dict)
+    """Where each arm has a process of its own: the largest, of the device or of the host."""
+    residency: str = ""
+    """How two processes shared the device, in words; empty: both arms are one process."""
+    engine_arguments: dict[str, JsonValue] = Field(default_factory=dict)
+    """Beside what the workload asks for, of both arms."""
+    tuning: Tuning | None = None
+    """How these were found, where they were looked for."""
+
+    def repeat_cv_pct(self, arm: Arm) -> float | None:
+        """Coefficient of variation of tokens/s over an arm's process pairs, else its windows.
+
+        The first pair of each is left out, as in the comparison; None with fewer than two repeats.
+        """
+        runs: dict[int | None, list[Window]] = {}
+        for window in self.windows:
+            if window.kind == "ab" and window.arm == arm:
+                runs.setdefault(window.process, []).append(window)
+        kept = [windows[1:] for windows in runs.values() if windows[1:]]
+        groups = kept if len(kept) > 1 else [[window] for windows in kept for window in windows]
+        rates = [sum(w.tokens for w in g) / sum(w.decode_s for w in g) for g in groups]
+        if len(rates) < 2:
+            return None
+        return 100 * statistics.stdev(rates) / statistics.mean(rates)

@@ -23,7 +23,7 @@ from bench import cloze
 from bench.comparison import LogitError, Quality, TaskScore
 from bench.engines import Engine
 from bench.logits import NOT_FINITE, is_finite, larger, logit_error, served_logits
-from bench.throughput import Arms
+from bench.windows import Arms
 
 RMSE_FACTOR = 1.25
 KL_FACTOR = 1.5

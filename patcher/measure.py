@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
 from bench import (
     SCHEMA_VERSION,
@@ -29,7 +29,7 @@ from bench import (
     relayed,
 )
 from bench.environment import engine_environment
-from bench.stats import DEFAULT_PAIRS, LOOKS
+from bench.stats import DEFAULT_PAIRS, LOOKS, MIN_PROCESS_PAIRS
 from integrate import Patch, Receipt
 from patcher.decide import Decision, decide
 
@@ -50,6 +50,14 @@ class Job(Record):
     seed: int = 0
     lock_mhz: int | None = None
     """SM clock to lock for the A/B; None: it is only watched."""
+    process_pairs: int = 0
+    """Of processes, one for each arm; 0: the patch comes and goes in one process."""
+    pairs_each: int = Field(default=DEFAULT_PAIRS // MIN_PROCESS_PAIRS, ge=2)
+    """Pairs of windows in each process pair."""
+    arguments: dict[str, JsonValue] = Field(default_factory=dict)
+    """Of the engine in both arms, beside what the workload asks for; with process pairs."""
+    tune: bool = False
+    """Whether the best stock configuration is looked for first; with process pairs."""
 
 
 class Measured(Record):
@@ -99,12 +107,18 @@ def decide_on(measured: Measured, evaluation: Evaluation) -> Decision:
 
 
 def measure_in_child(job: Job, patch_folder: Path, report: Report) -> Measured:
-    """Run `measure` in a process without keys; killed as a group when interrupted.
+    """Run `measure` in a process without keys, or each arm in one; killed as a group when
+    interrupted.
 
     Raises:
         PatcherError: the process failed; its last lines are in the message.
     """
-    Patch.load(patch_folder).verify_target()
+    patch = Patch.load(patch_folder)
+    patch.verify_target()
+    if job.process_pairs:
+        from patcher.measure_pairs import measure_pairs
+
+        return measure_pairs(job, patch, report)
     with tempfile.TemporaryDirectory(prefix="patcher-measure-") as scratch:
         folder = Path(scratch)
         (folder / "job.json").write_text(job.model_dump_json(), encoding="utf-8")
@@ -161,8 +175,8 @@ def measure(job: Job, patch: Patch, report: Report) -> Measured:
     from bench.clocks import ClockMonitor
     from bench.engines import open_engine
     from bench.quality import assess, greedy_identical
-    from bench.throughput import Arms
     from bench.throughput import measure as measure_throughput
+    from bench.windows import Arms
     from integrate import Book, prepare
 
     kernel = patch.kernel()

@@ -26,7 +26,7 @@ from bench import (
 )
 from bench.environment import describe
 from bench.judge import JudgeSettings, Policy, open_judge
-from bench.stats import DEFAULT_PAIRS
+from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
 from bench.toolchains import build
 from hotspot import Profile, capture
 from integrate import Patch
@@ -168,6 +168,8 @@ def execute(run: Run, report: Report, say: Say, profile_file: Path | None = None
             margin_pct=settings["margin_pct"],
             max_pairs=plan.pairs,
             quality_steps=plan.quality_steps,
+            # vLLM is patched when a process starts
+            process_pairs=MIN_PROCESS_PAIRS if workload.engine == "vllm" else 0,
         )
         folder = run.path / made.folder
         measured = run.step("measure", lambda: measure_in_child(job, folder, report), Measured)

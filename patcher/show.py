@@ -201,8 +201,10 @@ class StageBar:
         self._stage = ""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage != self._stage:
-            self._stage = stage
+        """What stands in brackets after a stage is a note, which may change within it."""
+        name = stage.partition(" (")[0]
+        if name != self._stage:
+            self._stage = name
             self._progress.reset(self._task)
         self._progress.update(self._task, description=stage, completed=done, total=total)
 

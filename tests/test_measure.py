@@ -17,7 +17,8 @@ from bench.engines import Decoding, Generation, open_engine
 from bench.environment import describe
 from bench.quality import assess, greedy_identical
 from bench.stats import compare, look_confidences, pairs_needed, read_samples
-from bench.throughput import measure, turn_lengths
+from bench.throughput import measure
+from bench.windows import turn_lengths
 from integrate import Receipt
 from patcher.decide import decide
 
@@ -249,6 +250,12 @@ class ScriptedEngine:
 
     def synchronize(self) -> None:
         return
+
+    def release(self, decoding: Decoding) -> None:
+        return
+
+    def peak_memory_bytes(self) -> int:
+        return 1 << 20
 
     def close(self) -> None:
         return

@@ -25,17 +25,10 @@ SEES = {
 """kernels (data) <- bench <- hotspot, integrate <- patcher."""
 PUBLIC = {
     "bench": {
-        *(
-            "clock_blocks",
-            "clocks",
-            "comparison",
-            "corpus",
-            "engines",
-            "environment",
-            "installed",
-            "judge",
-        ),
+        *("clock_blocks", "clocks", "cloze", "comparison", "corpus", "engines", "environment"),
+        *("installed", "judge", "logits"),
         *("mutations", "planted", "quality", "scorecard", "stats", "throughput", "toolchains"),
+        *("latency", "process_pairs", "traffic", "tuning", "windows"),
     },
     "hotspot": set(),
     "integrate": set(),

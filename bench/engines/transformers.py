@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,13 @@ from typing import Any, cast
 import torch
 from packaging.version import Version
 
-from bench.engines import Decoding, Generation, random_prompts
+from bench.engines import (
+    Decoding,
+    Generation,
+    entropy_pct,
+    peak_memory_bytes,
+    random_prompts,
+)
 from bench.errors import MissingError, UsageError
 from bench.workload import Workload, presets, weights_id
 
@@ -56,6 +61,9 @@ class TransformersEngine:
             decoding.picked.append(token)
         self.synchronize()
         decoding.decode_s += time.perf_counter() - begin
+
+    def release(self, decoding: Decoding) -> None:
+        decoding.cache = None
 
     def generate(self, prompts: torch.Tensor, steps: int) -> Generation:
         decoding = self.prefill(prompts)
@@ -110,13 +118,14 @@ class TransformersEngine:
         finally:
             for handle in handles:
                 handle.remove()
-        share = counts / counts.sum(dim=1, keepdim=True)
-        entropy = -(share * share.clamp_min(1e-12).log()).sum(dim=1)
-        return float(entropy.mean() / math.log(experts) * 100)
+        return entropy_pct(counts)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def peak_memory_bytes(self) -> int:
+        return peak_memory_bytes(self.device.type)
 
     def close(self) -> None:
         del self.model
