@@ -98,6 +98,11 @@ class ArmProcess:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    @property
+    def pid(self) -> int:
+        """Also the number of its process group."""
+        return self._process.pid
+
     def side(self) -> PipeSide:
         return PipeSide(self)
 
@@ -130,7 +135,11 @@ class ArmProcess:
                 data = data[stdin.write(data) or 0 :]
         except BrokenPipeError:
             raise self._died() from None
-        line = self._line(time.monotonic() + timeout_s)
+        try:
+            line = self._line(time.monotonic() + timeout_s)
+        except KeyboardInterrupt:
+            self.kill()  # whatever it is at
+            raise
         try:
             reply = say.REPLY.validate_json(line)
         except ValidationError as error:

@@ -59,7 +59,7 @@ def forcing(runner: Any, forced: torch.Tensor, first: int) -> Iterator[list[list
             if index < 0 or runner.discard_request_mask.np[row]:
                 continue
             step = len(seen[index])
-            seen[index].append(logits[row].float().cpu())
+            seen[index].append(logits[row].to("cpu", torch.float32, copy=True))
             if step < len(wanted[index]):
                 logits[row, wanted[index][step]] = torch.inf
         return logits
