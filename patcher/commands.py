@@ -434,6 +434,10 @@ def throughput(
     quality_steps: Annotated[
         int, typer.Option(help="Decode steps compared for quality.", min=1)
     ] = 32,
+    lock_mhz: Annotated[
+        int | None,
+        typer.Option(help="Lock the GPU's SM clock for the A/B (root; else monitored).", min=1),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the whole result here too.")] = None,
     threads: Threads = None,
     as_json: Json = False,
@@ -459,13 +463,15 @@ def throughput(
         raise UsageError("nothing to compare", "give --patch BUNDLE, --from SAMPLES or --self-test")
     from integrate import unpacked
     from patcher.measure import measure_and_decide, measure_planted
-    from patcher.show import planted_lines, quality_line
+    from patcher.show import planted_lines
+    from patcher.show_quality import quality_lines
     from patcher.show_throughput import throughput_lines
     from patcher.throughput_job import Asked, job_of
 
     asked = Asked(preset_name, batch, input_len, output_len, pairs, processes)
     workload = workload_of(model, device, engine, *asked.shape, weights, threads)
     job = job_of(asked, workload, tune_baseline, engine_args or [], margin, quality_steps)
+    job = job.model_copy(update={"lock_mhz": lock_mhz})
     if patch is None:
         with output.progress() as bar:
             planted = measure_planted(job, bar)
@@ -478,8 +484,7 @@ def throughput(
     if out is not None:
         out.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
     measured = result.measured
-    shown: list[Any] = [*throughput_lines(measured.throughput)]
-    shown.append(quality_line(measured.quality))
+    shown: list[Any] = [*throughput_lines(measured.throughput), *quality_lines(measured.quality)]
     shown.append(Text(f"receipt: {measured.receipt.total_calls:,} calls of the patched kernel"))
     output.emit(result, *shown, *_decision_lines(result.decision))
     return 0 if result.decision.verdict == "accept" else 1

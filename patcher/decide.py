@@ -22,6 +22,8 @@ class ReceiptLike(Protocol):
     @property
     def calls(self) -> dict[str, int]: ...
     @property
+    def replayed(self) -> dict[str, int]: ...
+    @property
     def fallbacks(self) -> dict[str, int]: ...
     @property
     def total_calls(self) -> int: ...
@@ -116,13 +118,28 @@ def _disqualified(
         found.append("the receipt shows that the patched kernel never ran in the patched windows")
     elif quality_receipt.total_calls == 0:
         found.append("the patched kernel never ran in the quality run: another model was compared")
-    elif missed := sorted(receipt.calls.keys() - quality_receipt.calls.keys()):
-        found.append(f"the quality run never ran what was timed: {', '.join(missed)}")
+    else:
+        found += _never_compared(receipt, quality_receipt)
     found += _where_it_ran(throughput.windows)
     if not quality.passed:
         found.append(f"it is no longer the same model: {quality.reason}")
     if not reverted_identical:
         found.append("after the revert the greedy output is not what it was before")
+    return found
+
+
+def _never_compared(timed: ReceiptLike, compared: ReceiptLike) -> list[str]:
+    """Kernels and shape buckets that were timed and are not in the quality run; a graph's replays
+    are other code than an eager call of the same shape.
+    """
+    found = []
+    if missed := sorted(timed.calls.keys() - compared.calls.keys()):
+        found.append(f"the quality run never ran what was timed: {', '.join(missed)}")
+    eager = compared.calls.keys() - compared.replayed.keys()
+    if missed := sorted(timed.replayed.keys() & eager):
+        found.append(
+            f"timed in CUDA graphs, in the quality run only outside of them: {', '.join(missed)}"
+        )
     return found
 
 

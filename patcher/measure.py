@@ -53,6 +53,8 @@ class Job(Record):
     looks: int = LOOKS
     quality_steps: int = 32
     seed: int = 0
+    lock_mhz: int | None = None
+    """SM clock to lock for the A/B; None: it is only watched."""
     process_pairs: int = 0
     """Of processes, one for each arm; 0: the patch comes and goes in one process."""
     pairs_each: int = Field(default=DEFAULT_PAIRS // MIN_PROCESS_PAIRS, ge=2)
@@ -228,7 +230,7 @@ def measure(job: Job, patch: Patch, report: Report) -> Measured:
         patched = prepare(engine.model, patch, kernel=kernel, book=receipts)
         return {"baseline": nullcontext, "patched": lambda: patched}
 
-    with ClockMonitor(job.workload.device) as clocks:
+    with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
         throughput = measure_throughput(
             engine,
             arms(book),
@@ -263,7 +265,7 @@ def measure_planted(job: Job, report: Report) -> PlantedGains:
 
     report("load the model", 0, 1)
     engine = open_engine(job.workload)
-    with ClockMonitor(job.workload.device) as clocks:
+    with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
         return plant(
             engine,
             model_delay(engine.model),
