@@ -15,7 +15,8 @@ from patcher.reconcile import Reconciliation
 from patcher.report import wording
 from patcher.review import Subject
 from patcher.run import Run
-from patcher.show import VERDICT_COLOURS, comparison_lines, evaluation_table, quality_line
+from patcher.show import VERDICT_COLOURS, comparison_lines, evaluation_table
+from patcher.show_quality import quality_lines
 from patcher.word import Word
 
 
@@ -99,7 +100,7 @@ def _figures(throughput: Throughput, quality: Quality) -> list[Text]:
     shown = [comparison_lines("A/B", throughput.comparison)]
     if throughput.control is not None:
         shown.append(comparison_lines("A/A control", throughput.control))
-    return [*shown, quality_line(quality)]
+    return [*shown, *quality_lines(quality)]
 
 
 def _checks(subject: Subject) -> tuple[Any, ...]:
