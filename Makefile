@@ -28,7 +28,7 @@ check: $(STAMP) ## format, lint and types
 
 bench: $(STAMP) ## benchmarks; figures, not verdicts
 	@$(PY) -m bench
-	@$(PY) -m integrate
+	@$(PY) -m integrate.cost
 
 clean: ## remove .venv and caches
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .hypothesis

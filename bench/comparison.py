@@ -27,8 +27,15 @@ class Window(Record):
     decode_s: float
     prefill_s: float
     sm_clock_mhz: int | None = None
+    """Median of the samples taken in it."""
+    sm_clock_range_mhz: tuple[int, int] | None = None
+    """The lowest and the highest of them."""
+    memory_clock_mhz: int | None = None
     temperature_c: int | None = None
+    """The highest."""
+    power_w: float | None = None
     throttle_reasons: tuple[str, ...] = ()
+    """Of any of them."""
     kernel_calls: int | None = None
     """Calls of the patched kernel while this window ran; None where nobody counted."""
     process: int | None = Field(default=None, ge=0)
@@ -91,9 +98,54 @@ class Comparison(Record):
     """The same among all patches tried, see `bench.stats.holm`; None for one alone."""
 
 
+class LogitError(Record):
+    """How far logits are from others over the same tokens."""
+
+    rmse: float
+    max_error: float
+    """Of one logit."""
+    mean_kl: float
+    """KL divergence in nats of the others to these, mean over positions."""
+    p99_kl: float
+    max_kl: float
+    """At the worst position."""
+    flips: int
+    """Positions at which the greedy picks differ."""
+
+
+class TaskScore(Record):
+    """Multiple choice, both arms on the same items; an item's answer is the choice with the highest
+    log-likelihood.
+    """
+
+    items: int
+    chance_pct: float
+    baseline_pct: float
+    """Share of items answered right."""
+    patched_pct: float
+    worse: int
+    """Items that only the baseline gets right."""
+    better: int
+    """Items that only the patched model gets right."""
+    floor_changed: int
+    """Items that two runs of the baseline do not agree on: right in one alone."""
+    p_value: float
+    """Of the one-sided exact McNemar test that the patched model is worse."""
+    difference_low_pct: float
+    """95 % interval of patched - baseline in points: paired bootstrap over items."""
+    difference_high_pct: float
+    detectable_pct: float | None
+    """Smallest drop in points that such a test finds with 80 % power; None: none does."""
+    margin_shift: float
+    """Mean over items of what the patch adds to the log-likelihood of the right choice over that
+    of the best wrong one, in nats."""
+    passed: bool
+    reason: str
+
+
 class Quality(Record):
     """Is it still the same model? Patched and baseline against the same model in higher
-    precision.
+    precision, two runs of the baseline against each other, and a task.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -118,7 +170,23 @@ class Quality(Record):
     """Largest baseline logit gap among positions where the picks differ; None when none differ."""
     flip_allowance: float
     """Gap that the baseline's own error can explain."""
+    baseline_p99_kl: float | None = None
+    """99th percentile over positions; None in records older than the field, like all below."""
+    patched_p99_kl: float | None = None
+    baseline_max_kl: float | None = None
+    """At the worst position."""
+    patched_max_kl: float | None = None
+    floor: LogitError | None = None
+    """A/A: a second run of the baseline against its first. All zero: the engine repeats itself."""
+    between: LogitError | None = None
+    """The patched model against the baseline: to be read beside `floor`."""
+    near_tie_flips: int | None = None
+    """Of the positions at which the arms pick differently, those whose gap the allowance covers."""
+    task: TaskScore | None = None
+    task_refusal: str | None = None
+    """Why there is no task score."""
     passed: bool
+    """On every rung that there is."""
     reason: str
 
 

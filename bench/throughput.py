@@ -9,11 +9,11 @@ beside it: the baseline on both sides.
 from __future__ import annotations
 
 import random
-import statistics
 from collections.abc import Callable
 
 import torch
 
+from bench.clock_blocks import unfit
 from bench.clocks import ClockMonitor
 from bench.comparison import Arm, Comparison, Latency, Throughput, Window
 from bench.engines import Engine
@@ -36,7 +36,6 @@ from bench.workload import Workload
 
 CONTROL_EVERY = 3
 """One A/A pair for so many A/B pairs."""
-CLOCK_TOLERANCE = 0.02
 LATENCY_WINDOWS = 2
 """For each arm, step by step, after the pairs."""
 
@@ -163,25 +162,15 @@ def decide_on(
     chosen = [window for window in windows if window.kind == kind]
     # in one process the A/A pairs come after A/B pairs, and are warm
     cold = kind == "ab" or any(window.process is not None for window in chosen)
-    warmup, unfit = int(cold), unfit_pairs(windows)
+    warmup, drop = int(cold), unfit_pairs(windows)
     left: dict[int | None, list[int]] = {}
     for window in chosen:
         left.setdefault(window.process, []).append(window.pair)
-    if all(set(list(dict.fromkeys(pairs))[warmup:]) <= unfit for pairs in left.values()):
+    if all(set(list(dict.fromkeys(pairs))[warmup:]) <= drop for pairs in left.values()):
         return None
-    return compare(chosen, margin_pct, confidence_pct, warmup, unfit)
+    return compare(chosen, margin_pct, confidence_pct, warmup, drop)
 
 
 def unfit_pairs(windows: list[Window]) -> frozenset[int]:
-    """Pairs with a throttled window or one off the sitting's median SM clock."""
-    seen = [window.sm_clock_mhz for window in windows if window.sm_clock_mhz is not None]
-    middle = statistics.median(seen) if seen else 0
-    return frozenset(
-        window.pair
-        for window in windows
-        if window.throttle_reasons
-        or (
-            window.sm_clock_mhz is not None
-            and abs(window.sm_clock_mhz - middle) > CLOCK_TOLERANCE * middle
-        )
-    )
+    """Pairs that their clocks make unfit, see `bench.clock_blocks.unfit`."""
+    return frozenset(unfit(windows))

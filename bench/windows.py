@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import gc
 import random
-import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from bench.clock_blocks import block_clocks
 from bench.clocks import ClockMonitor, ClockSample
 from bench.comparison import Arm, Window
 from bench.errors import PatcherError
@@ -130,10 +130,7 @@ def window_of(
     workload: Workload,
     vocab_size: int,
 ) -> Window:
-    """The clock is the median over the turns, the temperature the highest."""
-    mhz = [clock.sm_mhz for clock in clocks if clock.sm_mhz is not None]
-    degrees = [c.temperature_c for c in clocks if c.temperature_c is not None]
-    reasons = {reason for clock in clocks for reason in clock.throttle}
+    """The window as it was; its clocks are those after each of its turns."""
     return Window(
         pair=pair.number,
         arm=arm,
@@ -141,9 +138,7 @@ def window_of(
         tokens=count_tokens(taken.tokens, workload, vocab_size),
         decode_s=taken.decode_s,
         prefill_s=taken.prefill_s,
-        sm_clock_mhz=statistics.median_low(mhz) if mhz else None,
-        temperature_c=max(degrees, default=None),
-        throttle_reasons=tuple(sorted(reasons)),
+        **block_clocks(clocks),
         kernel_calls=taken.kernel_calls,
         process=pair.process,
         swapped=pair.swapped,

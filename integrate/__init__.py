@@ -19,8 +19,16 @@ if TYPE_CHECKING:
     from integrate.export import export_patch
     from integrate.imports import import_kernel
     from integrate.measuring import activated, await_engine
+    from integrate.tensorrt_llm import check_workers, write_module
+    from integrate.tensorrt_llm_recipe import write_recipe
+    from integrate.tensorrt_llm_source import SEAMS, make_diff
 
 _LAZY = {
+    "SEAMS": "integrate.tensorrt_llm_source",
+    "check_workers": "integrate.tensorrt_llm",
+    "make_diff": "integrate.tensorrt_llm_source",
+    "write_module": "integrate.tensorrt_llm",
+    "write_recipe": "integrate.tensorrt_llm_recipe",
     "Activation": "integrate.activation",
     "Book": "integrate.counts",
     "activate": "integrate.activation",
@@ -42,6 +50,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "SEAMS",
     "Activation",
     "Applied",
     "Book",
@@ -56,13 +65,17 @@ __all__ = [
     "activate",
     "activated",
     "await_engine",
+    "check_workers",
     "export_patch",
     "home_store",
     "import_kernel",
     "is_archive",
+    "make_diff",
     "pack",
     "prepare",
     "read_receipts",
     "unpacked",
     "verify",
+    "write_module",
+    "write_recipe",
 ]

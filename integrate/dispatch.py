@@ -6,6 +6,7 @@ This is what a served engine imports: torch and the standard library only.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -222,15 +223,24 @@ class Dispatcher:
 
         It runs the patched kernel or else `original`, which works in place as the kernel does.
         Its name holds the patch's digest, so that compiled code knows which patch it was for.
+        Several dispatchers of one patch (two models, two arms of a comparison) have a number more.
         """
         if self._op is None:
-            name = f"{self.name}_{self.book.digest[:12]}"
+            name = base = f"{self.name}_{self.book.digest[:12]}"
+            others = 0
+            while hasattr(torch.ops.patcher, name):
+                others += 1
+                name = f"{base}_{others}"
             library: Any = torch.library.Library("patcher", "FRAGMENT")  # type: ignore[no-untyped-call]
             schema = f"{name}{_schema(self.guards)}"
             library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
 
+            # torch keeps `run` until the library goes, and the library goes with the dispatcher
+            dispatcher = weakref.ref(self)
+
             def run(*args: Any) -> None:
-                if not self(*args):
+                this = dispatcher()
+                if this is None or not this(*args):
                     original(*args)
 
             library.impl(name, run, "CompositeExplicitAutograd")

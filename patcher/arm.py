@@ -134,7 +134,7 @@ def _logits_of(
     if hasattr(engine, "served_logits"):  # one whose model is not called as a module
         return engine.served_logits(prompts, forced), engine.how
     if not reference:
-        from bench.quality import served_logits
+        from bench.logits import served_logits
 
         return served_logits(engine, prompts, forced), "as served"
     tokens = torch.cat([prompts, forced], dim=1)

@@ -15,7 +15,9 @@ from patcher import (  # noqa: F401 (importing them registers them)
     exporting,
     patching,
     profiling,
+    reviewing,
     selftesting,
+    trtllm,
 )
 from patcher.console import app
 

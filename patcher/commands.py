@@ -434,6 +434,10 @@ def throughput(
     quality_steps: Annotated[
         int, typer.Option(help="Decode steps compared for quality.", min=1)
     ] = 32,
+    lock_mhz: Annotated[
+        int | None,
+        typer.Option(help="Lock the GPU's SM clock for the A/B (root; else monitored).", min=1),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the whole result here too.")] = None,
     threads: Threads = None,
     as_json: Json = False,
@@ -459,13 +463,15 @@ def throughput(
         raise UsageError("nothing to compare", "give --patch BUNDLE, --from SAMPLES or --self-test")
     from integrate import unpacked
     from patcher.measure import measure_and_decide, measure_planted
-    from patcher.show import planted_lines, quality_line
+    from patcher.show import planted_lines
+    from patcher.show_quality import quality_lines
     from patcher.show_throughput import throughput_lines
     from patcher.throughput_job import Asked, job_of
 
     asked = Asked(preset_name, batch, input_len, output_len, pairs, processes)
     workload = workload_of(model, device, engine, *asked.shape, weights, threads)
     job = job_of(asked, workload, tune_baseline, engine_args or [], margin, quality_steps)
+    job = job.model_copy(update={"lock_mhz": lock_mhz})
     if patch is None:
         with output.progress() as bar:
             planted = measure_planted(job, bar)
@@ -478,18 +484,25 @@ def throughput(
     if out is not None:
         out.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
     measured = result.measured
-    shown: list[Any] = [*throughput_lines(measured.throughput)]
-    shown.append(quality_line(measured.quality))
+    shown: list[Any] = [*throughput_lines(measured.throughput), *quality_lines(measured.quality)]
     shown.append(Text(f"receipt: {measured.receipt.total_calls:,} calls of the patched kernel"))
     output.emit(result, *shown, *_decision_lines(result.decision))
     return 0 if result.decision.verdict == "accept" else 1
 
 
 @app.command()
-@examples("patcher report latest", "patcher report RUN --format md")
+@examples(
+    "patcher report latest",
+    "patcher report RUN --format md",
+    "patcher report RUN --patched-profile patched.sqlite",
+)
 def report(
     which: Annotated[str, typer.Argument(metavar="RUN", help="Folder, id or `latest`.")] = "latest",
     formats: Annotated[str, typer.Option("--format", help="html,md,json")] = "html,md,json",
+    patched: Annotated[
+        Path | None,
+        typer.Option("--patched-profile", help="Of the patched engine: what moved, and how."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """The report of a run: one HTML file, Markdown for a pull request, JSON for machines."""
@@ -497,7 +510,12 @@ def report(
     from patcher.run import Run
 
     run = Run.open(Run.find(runs_dir(), which), read_only=True)
-    files = write_report(run, tuple(part.strip() for part in formats.split(",")))
+    after = None
+    if patched is not None:
+        from hotspot import read
+
+        after = read(patched, run.config.model or "the model")
+    files = write_report(run, tuple(part.strip() for part in formats.split(",")), after)
     names = [str(path) for path in files]
     document = {"schema_version": SCHEMA_VERSION, "run": run.id, "files": names}
     Output(as_json).emit(document, *(Text(name) for name in names))

@@ -20,6 +20,7 @@ from pydantic import Field, JsonValue, ValidationError
 
 from bench import (
     SCHEMA_VERSION,
+    Contract,
     Evaluation,
     PatcherError,
     Quality,
@@ -30,8 +31,12 @@ from bench import (
 )
 from bench.environment import engine_environment
 from bench.stats import DEFAULT_PAIRS, LOOKS, MIN_PROCESS_PAIRS
+from hotspot import Profile
 from integrate import Patch, Receipt
 from patcher.decide import Decision, decide
+from patcher.elsewhere import Elsewhere
+from patcher.explain import explain
+from patcher.reconcile import Reconciliation
 
 if TYPE_CHECKING:
     from bench.planted import PlantedGains
@@ -48,6 +53,8 @@ class Job(Record):
     looks: int = LOOKS
     quality_steps: int = 32
     seed: int = 0
+    lock_mhz: int | None = None
+    """SM clock to lock for the A/B; None: it is only watched."""
     process_pairs: int = 0
     """Of processes, one for each arm; 0: the patch comes and goes in one process."""
     pairs_each: int = Field(default=DEFAULT_PAIRS // MIN_PROCESS_PAIRS, ge=2)
@@ -70,6 +77,8 @@ class Measured(Record):
     """Calls in the quality run: the same model must have been compared."""
     reverted_identical: bool
     """Greedy output after the revert is bit-identical to before the patch."""
+    elsewhere: Elsewhere | None = None
+    """At other traffic, where that was measured."""
 
 
 class Judged(Record):
@@ -77,6 +86,7 @@ class Judged(Record):
 
     schema_version: int = SCHEMA_VERSION
     measured: Measured
+    reconciliation: Reconciliation | None = None
     decision: Decision
 
 
@@ -89,10 +99,39 @@ def measure_and_decide(job: Job, patch_folder: Path, report: Report) -> Judged:
     patch = Patch.load(patch_folder)
     measured = measure_in_child(job, patch_folder, report)
     evaluation = Evaluation.model_validate(patch.manifest.evidence)
-    return Judged(measured=measured, decision=decide_on(measured, evaluation))
+    reconciliation = explain_measured(measured, evaluation, patch.contract)
+    return Judged(
+        measured=measured,
+        reconciliation=reconciliation,
+        decision=decide_on(measured, evaluation, reconciliation),
+    )
 
 
-def decide_on(measured: Measured, evaluation: Evaluation) -> Decision:
+def explain_measured(
+    measured: Measured,
+    evaluation: Evaluation,
+    contract: Contract,
+    before: Profile | None = None,
+    after: Profile | None = None,
+    seen_per_step: float | None = None,
+) -> Reconciliation:
+    """Whether the kernel's own gain explains what was measured; see `explain`."""
+    receipt = measured.receipt
+    return explain(
+        evaluation,
+        contract,
+        measured.throughput,
+        receipt.calls,
+        replayed=bool(receipt.replayed) if receipt.calls else None,
+        before=before,
+        after=after,
+        seen_per_step=seen_per_step,
+    )
+
+
+def decide_on(
+    measured: Measured, evaluation: Evaluation, reconciliation: Reconciliation | None = None
+) -> Decision:
     """The rule's word on a measurement."""
     return decide(
         measured.throughput,
@@ -101,6 +140,8 @@ def decide_on(measured: Measured, evaluation: Evaluation) -> Decision:
         measured.receipt,
         measured.quality_receipt,
         measured.reverted_identical,
+        reconciliation=reconciliation,
+        elsewhere=measured.elsewhere,
     )
 
 
@@ -189,7 +230,7 @@ def measure(job: Job, patch: Patch, report: Report) -> Measured:
         patched = prepare(engine.model, patch, kernel=kernel, book=receipts)
         return {"baseline": nullcontext, "patched": lambda: patched}
 
-    with ClockMonitor(job.workload.device) as clocks:
+    with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
         throughput = measure_throughput(
             engine,
             arms(book),
@@ -224,7 +265,7 @@ def measure_planted(job: Job, report: Report) -> PlantedGains:
 
     report("load the model", 0, 1)
     engine = open_engine(job.workload)
-    with ClockMonitor(job.workload.device) as clocks:
+    with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
         return plant(
             engine,
             model_delay(engine.model),

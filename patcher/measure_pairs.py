@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from pydantic import JsonValue
 
-from bench import Quality, Throughput, UsageError
+from bench import Quality, Throughput, UsageError, cloze
 from bench.clocks import ClockMonitor
 from bench.comparison import Arm, Tuning
 from bench.process_pairs import SHARE_ALONE, SHARE_BESIDE, Plan, measure_processes
@@ -58,7 +58,7 @@ def measure_pairs(job: Job, patch: Patch, report: Report) -> Measured:
         )
     sitting = PatchSitting(job, patch)
     tuning = sitting.tune(report) if job.tune else None
-    with ClockMonitor(job.workload.device) as clocks:
+    with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
         throughput = measure_processes(
             sitting.start,
             job.workload,
@@ -99,17 +99,19 @@ def _with(
 class PatchSitting:
     """What is asked of the processes beside their windows: tokens, logits, receipts.
 
-    Control, first process: greedy tokens before any patch ran, which both arms are then forced to
-    decode for the logits. A baseline started after a patched process shows what a revert leaves.
+    Control, first process: greedy tokens before any patch ran, which all are then forced to decode
+    for the logits; its second process gives the A/A floor. A baseline started after a patched
+    process shows what a revert leaves.
     """
 
     def __init__(self, job: Job, patch: Patch) -> None:
         self.job, self.patch = job, patch
         self.arguments: dict[str, JsonValue] = dict(job.arguments)
         self._before: list[list[int]] = []
-        self._again: list[list[int]] = []
+        self._repeated: list[list[int]] = []
         self._after: list[list[int]] = []
         self._logits: dict[Arm, torch.Tensor] = {}
+        self._again: torch.Tensor | None = None
         self._receipts: list[Receipt] = []
         self._quality: Receipt | None = None
 
@@ -119,7 +121,7 @@ class PatchSitting:
 
     def tune(self, report: Report) -> Tuning:
         """The best stock configuration, which is both arms' from then on."""
-        with ClockMonitor(self.job.workload.device) as clocks:
+        with ClockMonitor(self.job.workload.device, self.job.lock_mhz) as clocks:
             found = tune(
                 lambda arguments: self._started(
                     "baseline", {**self.arguments, **arguments}, SHARE_BESIDE
@@ -136,11 +138,14 @@ class PatchSitting:
     def visit(self, pair: Pair, arm: Arm, process: ArmProcess) -> None:
         """See `bench.process_pairs.Visit`."""
         steps = self.job.quality_steps
-        if pair.kind == "aa" and arm == "patched":  # in the control, a second baseline
-            self._again = self._greedy(process)
-        elif pair.kind == "aa":
-            self._before = self._greedy(process)
-            self._logits[arm] = self._asked(process, steps)[0]
+        if pair.kind == "aa":
+            # both of its processes are the baseline
+            if not self._before:
+                self._before = self._greedy(process)
+                self._logits["baseline"] = self._asked(process, steps)[0]
+            else:
+                self._repeated = self._greedy(process)
+                self._again = self._asked(process, steps)[0]
         elif arm == "baseline":
             self._after = self._greedy(process)
         else:
@@ -159,8 +164,11 @@ class PatchSitting:
                 say.Routing(seed=self.job.seed, steps=ROUTING_STEPS), say.Entropy
             ).percent
             reference, how = self._asked(process, self.job.quality_steps, reference=True)
-        quality = compare_logits(self._logits["baseline"], self._logits["patched"], reference, how)
-        return quality, entropy
+        baseline, patched = self._logits["baseline"], self._logits["patched"]
+        assert self._again is not None
+        quality = compare_logits(baseline, self._again, patched, reference, how)
+        refusal = cloze.refusal(workload) or "it is not taken where each arm is a process"
+        return quality.model_copy(update={"task_refusal": refusal}), entropy
 
     @property
     def receipt(self) -> Receipt:
@@ -176,7 +184,7 @@ class PatchSitting:
         """A baseline started after patched processes gives the tokens of one started before, as
         far as two processes of the control do.
         """
-        return identical(self._before, self._again, self._after)
+        return identical(self._before, self._repeated, self._after)
 
     def _started(
         self,

@@ -34,8 +34,9 @@ from patcher.agent import optimize
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
 from patcher.decide import Decision
-from patcher.measure import Job, Measured, decide_on, measure_in_child
+from patcher.measure import Job, Measured, decide_on, explain_measured, measure_in_child
 from patcher.models import Model, open_model
+from patcher.reconcile import Reconciliation
 from patcher.run import Run
 from patcher.settings import Settings
 
@@ -143,6 +144,7 @@ def execute(run: Run, report: Report, say: Say, profile_file: Path | None = None
     plan = Plan.model_validate(settings["plan"])
     workload = run.config.workload
     op_name = plan.op
+    profile: Profile | None = None
     if plan.whole:
         assert workload is not None
         profile = run.step(
@@ -174,10 +176,14 @@ def execute(run: Run, report: Report, say: Say, profile_file: Path | None = None
         folder = run.path / made.folder
         measured = run.step("measure", lambda: measure_in_child(job, folder, report), Measured)
         evaluation = run.load(f"{op_name}/{optimisation.best_iteration}/evaluate", Evaluation)
+        contract = load_op(op_name).contract
+        reconciliation = run.step(
+            "reconcile",
+            lambda: explain_measured(measured, evaluation, contract, profile),
+            Reconciliation,
+        )
         decision = run.step(
-            "decision",
-            lambda: decide_on(measured, evaluation),
-            Decision,
+            "decision", lambda: decide_on(measured, evaluation, reconciliation), Decision
         )
     return Result(run=run.id, op=op_name, optimisation=optimisation, patch=made, decision=decision)
 

@@ -19,7 +19,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from bench import Comparison, Evaluation, KernelCounters, Op, Outcome, Quality
+from bench import Comparison, Evaluation, KernelCounters, Op, Outcome
 from patcher.attempts import Attempt
 from patcher.doctor import Finding
 
@@ -142,11 +142,6 @@ def planted_lines(gains: PlantedGains) -> list[Text]:
         line.append("" if one.holds else "; the interval does not hold it")
         lines += [line, comparison_lines("  measured", one.comparison)]
     return lines
-
-
-def quality_line(quality: Quality) -> Text:
-    style = "green" if quality.passed else "red"
-    return Text(f"quality: {quality.reason}", style=style)
 
 
 def findings_table(findings: list[Finding]) -> Table:

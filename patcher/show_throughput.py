@@ -10,6 +10,7 @@ from rich.text import Text
 from bench import Throughput
 from bench.comparison import Arm, Tuning
 from patcher.show import comparison_lines
+from patcher.show_quality import clock_lines
 
 ARMS: tuple[Arm, Arm] = ("baseline", "patched")
 
@@ -31,8 +32,7 @@ def throughput_lines(found: Throughput) -> list[Text | Table]:
     if found.routing_entropy_pct is not None:
         entropy = f"{found.routing_entropy_pct:.1f} % of uniform"
         shown.append(Text(f"routing entropy: {entropy}, weights: {found.workload.weights}"))
-    shown.append(Text(f"clocks: {found.clocks}"))
-    return shown
+    return [*shown, *clock_lines(found)]
 
 
 def _arms_table(found: Throughput) -> Table:

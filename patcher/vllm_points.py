@@ -3,7 +3,8 @@
 For each point and each way of running: what the receipts counted a step against what nsys saw of
 the kernel by name, and of the engine's own; the fallback on a shape that the guards refuse; the
 same greedy tokens after it was reverted; a worker that was started anew; and A/A, the dispatcher
-with the engine's own kernel behind it. Each run is a process and leaves a file in OUT, which a
+with the engine's own kernel behind it. The points are in together, since a start of vLLM takes
+most of a minute; `--ops` names fewer. Each run is a process and leaves a file in OUT, which a
 second start does not make again; `summary.json` is made of them at the end.
 """
 
@@ -15,6 +16,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,8 +86,7 @@ def main() -> int:
     cases = [case for case in CASES if case.op in arguments.ops.split(",")]
     checks: list[dict[str, Any]] = []
     try:
-        for case in cases:
-            checks += proof.prove(case, arguments.modes.split(","))
+        checks += proof.prove(cases, arguments.modes.split(","))
         if any(case.op == "moe_reduce" for case in cases):
             checks += proof.own("full")
     except PatcherError as error:
@@ -106,43 +107,42 @@ class Proof:
         self.layers = preset(workload.model).layers
         out.mkdir(parents=True, exist_ok=True)
 
-    def prove(self, case: Case, modes: list[str]) -> list[dict[str, Any]]:
-        """All about one point.
+    def prove(self, cases: list[Case], modes: list[str]) -> list[dict[str, Any]]:
+        """All about these points, which are in together.
 
         Raises:
             PatcherError: a run failed, or there is no kernel that the judge finds right.
         """
         checks = []
-        patch = self.bundle(case)
+        patches = {case.op: self.bundle(case) for case in cases}
+        name = "+".join(patches)
         for mode in modes:
             stock = self.run(f"stock-{mode}", mode, profile=True)
-            patched = self.run(f"{case.op}-{mode}", mode, patch, profile=True)
-            checks += counted(f"{case.op}, {mode}", case, stock, patched, self.steps, self.layers)
+            patched = self.run(f"{name}-{mode}", mode, [*patches.values()], profile=True)
+            for case in cases:
+                found = of_patch(patched, patches[case.op].manifest.id)
+                label = f"{case.op}, {mode}"
+                checks += counted(label, case, stock, found, self.steps, self.layers)
         mode = modes[0]
-        narrow = self.bundle(case, widest=1)
-        refused = self.run(f"{case.op}-{mode}-refused", mode, narrow)
-        name = f"{case.op}, {mode}: "
-        some = sum(refused["fallbacks"].values())
-        checks.append(check(f"{name}falls back where its guards refuse", bool(some), some))
-        calls = sum(refused["calls"].values())
-        checks.append(check(f"{name}and is not called there", calls == 0, calls))
-
+        narrow = {case.op: self.bundle(case, widest=1) for case in cases}
+        refused = self.run(f"{name}-{mode}-refused", mode, [*narrow.values()])
+        # its workers are processes of their own: receipts tell
+        self.run(f"{name}-{mode}-restarted", mode, [*patches.values()], engines=2)
+        receipts = read_receipts(self.out / f"{name}-{mode}-restarted.receipts")
+        for op, patch in patches.items():
+            found = of_patch(refused, narrow[op].manifest.id)
+            some, calls = sum(found["fallbacks"].values()), sum(found["calls"].values())
+            label = f"{op}, {mode}: "
+            checks.append(check(f"{label}falls back where its guards refuse", some > 0, some))
+            checks.append(check(f"{label}and is not called there", calls == 0, calls))
+            own = [one for one in receipts if one.patch_id == patch.manifest.id]
+            made = sorted(one.total_calls for one in own if one.calls)
+            what = f"{label}runs in both of two workers, one started after the other"
+            checks.append(check(what, len(made) == 2, made))
         stock = self.run(f"stock-{mode}", mode, profile=True)
-        again = self.run(f"{case.op}-{mode}-reverted", mode)
-        same = again["tokens"] == stock["tokens"]
-        checks.append(check(f"{name}reverted, the same greedy tokens", same, same))
-
-        self.run(f"{case.op}-{mode}-restarted", mode, patch, engines=2)
-        receipts = read_receipts(self.out / f"{case.op}-{mode}-restarted.receipts")
-        made = {receipt.pid: receipt.total_calls for receipt in receipts}
-        checks.append(
-            check(
-                f"{name}runs in both of two workers, one started after the other",
-                len(made) == 2 and all(made.values()),
-                sorted(made.values()),
-            )
-        )
-        return checks
+        reverted = self.run(f"{name}-{mode}-reverted", mode)
+        same = reverted["tokens"] == stock["tokens"]
+        return [*checks, check(f"{mode}: reverted, the same greedy tokens", same, same)]
 
     def own(self, mode: str) -> list[dict[str, Any]]:
         """A/A: the ratio of medians against the spread between equal processes."""
@@ -193,7 +193,7 @@ class Proof:
         self,
         name: str,
         mode: str,
-        patch: Patch | None = None,
+        patches: Sequence[Patch] = (),
         *,
         profile: bool = False,
         own: bool = False,
@@ -217,7 +217,7 @@ class Proof:
         }
         command = [sys.executable, "-P", "-m", "integrate.vllm.run", json.dumps(plan)]
         environment = nsys_environment() if profile else engine_environment()
-        environment |= self.switches(name, patch)
+        environment |= self.switches(name, patches)
         report = self.out / f"{name}.nsys-rep"
         if profile:
             nsys = find_nsys()
@@ -240,12 +240,13 @@ class Proof:
         path.write_text(json.dumps(found) + "\n")
         return found
 
-    def switches(self, name: str, patch: Patch | None) -> dict[str, str]:
-        """What switches a patch on for a process; its own store, so that runs do not meet."""
-        if patch is None:
+    def switches(self, name: str, patches: Sequence[Patch]) -> dict[str, str]:
+        """What switches patches on for a process; its own store, so that runs do not meet."""
+        if not patches:
             return {"PATCHER_PATCHES": "off"}
         home = self.out / f"{name}.home"
-        Store(home).apply(patch.folder)
+        for patch in patches:
+            Store(home).apply(patch.folder)
         return {
             "PATCHER_PATCHES": "on",
             "PATCHER_HOME": str(home),
@@ -253,6 +254,14 @@ class Proof:
             # a kernel that fails must show
             "PATCHER_STRICT": "1",
         }
+
+
+def of_patch(run: dict[str, Any], patch_id: str) -> dict[str, Any]:
+    """A run's calls and fallbacks, those of one patch alone."""
+    calls = {key: count for key, count in run["calls"].items() if key == patch_id}
+    start = f"{patch_id}: "
+    fallbacks = {key: count for key, count in run["fallbacks"].items() if key.startswith(start)}
+    return {**run, "calls": calls, "fallbacks": fallbacks}
 
 
 def counted(

@@ -45,7 +45,7 @@ def test_help_names_every_command_with_an_example(tmp_path: Path) -> None:
     assert whole.returncode == 0
     names = (
         "doctor profile evaluate bundle optimize run demo resume throughput report patches apply "
-        "verify receipts"
+        "verify receipts review accept reject"
     )
     for name in [*names.split(), "revert", "export", "import", "config", "ops", "models"]:
         assert name in whole.stdout
@@ -76,6 +76,8 @@ VLLM = ["throughput", "gpt-oss-20b", "--engine", "vllm", "--patch", "p"]
         ([*VLLM, "--engine-arg", "moe_backend", "--json"], 2, "usage"),
         (["throughput", "gpt-oss-tiny", "--patch", "p", "--tune-baseline", "--json"], 2, "usage"),
         (["resume", "--json"], 2, "usage"),
+        (["review", "--json"], 2, "usage"),
+        (["accept", "nowhere", "--json"], 2, "usage"),
         (["report", "nope", "--json"], 2, "usage"),
         (["apply", "nowhere", "--json"], 2, "usage"),
         (["optimize", "fused_add_rms_norm", "--model", "oracle", "--json"], 2, "usage"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -228,6 +229,24 @@ def test_the_operator_runs_under_compile_and_falls_back_inside() -> None:
         dispatch.close()
     assert not hasattr(torch.ops.patcher, f"op_{('d1' * 20)[:12]}")
     made().op(original)  # the name is free again
+
+
+def test_two_dispatchers_of_one_patch_have_an_operator_each() -> None:
+    first, second = made(), made()
+    try:
+        operators = [each.op(kernel) for each in (first, second)]
+        with torch.inference_mode():
+            for operator in operators:
+                operator(*tensors(), 1e-5)
+        assert operators[0] is not operators[1]
+        assert first.book.calls == second.book.calls == {CALL: 1}
+        name = operators[1].name()  # type: ignore[attr-defined]
+        assert hasattr(torch.ops.patcher, name.removeprefix("patcher::"))
+        del second, operator, operators
+        gc.collect()
+        assert not hasattr(torch.ops.patcher, name.removeprefix("patcher::"))
+    finally:
+        first.close()
 
 
 def test_receipts_outlive_a_worker_that_is_killed(tmp_path: Path) -> None:

@@ -144,19 +144,6 @@ def test_a_forward_that_was_broken_off_leaves_nothing(engine: Engine, patch: Pat
         assert torch.equal(engine.logits(prompts), whole)
 
 
-def test_torch_compile_traces_the_original(engine: Engine, patch: Patch) -> None:
-    prompts = engine.prompts(1)
-    with torch.inference_mode():
-        before = engine.model(prompts, use_cache=False).logits
-        with prepare(engine.model, patch, kernel=kernel) as book:
-            compiled: Any = torch.compile(engine.model, backend="eager")
-            after = compiled(prompts, use_cache=False).logits
-    torch._dynamo.reset()
-    assert torch.equal(before, after)
-    assert not book.calls
-    assert set(book.fallbacks) == {"under torch.compile"}
-
-
 def test_a_forward_put_on_a_class_is_seen(
     engine: Engine, patch: Patch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,6 +113,7 @@ class FakeNvml:
     """A double for NVML, which needs a driver: it can refuse, lie, and die."""
 
     NVML_CLOCK_SM = 1
+    NVML_CLOCK_MEM = 2
     NVML_TEMPERATURE_GPU = 0
 
     class NVMLError(Exception):
@@ -137,7 +138,10 @@ class FakeNvml:
     def nvmlDeviceGetClockInfo(self, handle: int, kind: int) -> int:
         if self.dead:
             raise self.NVMLError("GPU is lost")
-        return self.locked or self.clock
+        return 3201 if kind == self.NVML_CLOCK_MEM else self.locked or self.clock
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        return 402_500
 
     def nvmlDeviceGetMaxClockInfo(self, handle: int, kind: int) -> int:
         return self.ceiling

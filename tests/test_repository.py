@@ -25,7 +25,8 @@ SEES = {
 """kernels (data) <- bench <- hotspot, integrate <- patcher."""
 PUBLIC = {
     "bench": {
-        *("clocks", "comparison", "corpus", "engines", "environment", "installed", "judge"),
+        *("clock_blocks", "clocks", "cloze", "comparison", "corpus", "engines", "environment"),
+        *("installed", "judge", "logits"),
         *("mutations", "planted", "quality", "scorecard", "stats", "throughput", "toolchains"),
         *("latency", "process_pairs", "traffic", "tuning", "windows"),
     },
@@ -119,12 +120,15 @@ def test_the_wheel_holds_the_kernel_library_and_no_package_called_kernels(tmp_pa
     [wheel] = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "patcher/kernel_library/fused_add_rms_norm/op.toml" in names
+    assert {"bench/cloze.toml", "bench/clock_watchdog.py"} <= set(names)
     solution = "patcher/kernel_library/fused_add_rms_norm/solutions/cuda_row"
     assert f"{solution}/fused_add_rms_norm.cu" in names
     assert "patcher/recordings/demo.jsonl" in names
     assert "patcher/prompts/generate.md.j2" in names
     assert "patcher/report/report.html.j2" in names
     assert "hotspot/families.toml" in names
+    assert "integrate/startup/sitecustomize.py" in names
+    assert {f"integrate/{e}/__init__.py" for e in ("transformers", "vllm")} <= set(names)
     assert "bench/workloads/gpt-oss-20b.toml" in names
     assert not [name for name in names if name.startswith(("kernels/", "tests/"))]
 

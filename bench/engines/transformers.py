@@ -20,7 +20,7 @@ from bench.engines import (
     random_prompts,
 )
 from bench.errors import MissingError, UsageError
-from bench.workload import Preset, Workload, presets
+from bench.workload import Workload, presets, weights_id
 
 OLDEST = Version("5.17")
 
@@ -173,7 +173,7 @@ def _load_model(workload: Workload) -> Any:
             model = auto.from_config(config, dtype=dtype)
         _randomise(model, workload.seed)
     else:
-        name = _weights_id(workload, preset)
+        name = weights_id(workload)
         local = workload.weights == "local"
         try:
             model = auto.from_pretrained(name, dtype=dtype, local_files_only=local)
@@ -184,14 +184,6 @@ def _load_model(workload: Workload) -> Any:
                 "check the id or folder, or use --weights random",
             ) from error
     return model.eval()
-
-
-def _weights_id(workload: Workload, preset: Preset | None) -> str:
-    if preset is None:
-        return workload.model
-    if preset.hub_id is None:
-        raise UsageError(f"{preset.name} has no published weights", "use --weights random")
-    return preset.hub_id
 
 
 @torch.no_grad()

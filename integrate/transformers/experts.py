@@ -1,0 +1,238 @@
+"""`gpt_oss.experts`: the scaled sum over a token's chosen experts, which ends the experts function.
+
+transformers keeps experts functions in a registry (`ALL_EXPERTS_FUNCTIONS`) and looks one up by
+name at each call; `generate` switches from `grouped_mm` to `batched_mm` for decoding on a GPU. In
+both, scaling, un-sorting and summing are operations of their own. Here they become one call of
+`moe_reduce`: the rows keep their order, and the map says where each token's lie. Other
+implementations (`eager`, `deepgemm`, ...) end otherwise and run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+
+from bench import UsageError, VerificationError
+from integrate.dispatch import Dispatcher
+from integrate.points import source_digest
+from integrate.transformers.forwards import Forward, GptOssPoint, Seam, Swap
+from integrate.transformers.parts import check_kinds, written_by_transformers
+
+Function = Callable[..., torch.Tensor]
+
+
+class GptOssExpertsFunction(GptOssPoint):
+    """Of a model: a `forward` on its experts. Of models built later: the registry's functions."""
+
+    name: ClassVar[str] = "gpt_oss.experts"
+    op: ClassVar[str] = "moe_reduce"
+
+    def __init__(self, target: Any = None) -> None:
+        super().__init__(target)
+        self._registered: dict[str, Function] = {}
+
+    @classmethod
+    def fingerprint(cls) -> str:
+        """sha256 of the source of the experts and of both functions, with what they call."""
+        from transformers.integrations import moe
+        from transformers.models.gpt_oss import modeling_gpt_oss as source
+
+        return source_digest(
+            source.GptOssExperts,
+            moe.batched_mm_experts_forward,
+            moe.grouped_mm_experts_forward,
+            moe._batched_linear,
+            moe._grouped_linear,
+            moe.use_experts_implementation,
+        )
+
+    def find(self) -> str:
+        if self.target is not None:
+            return super().find()
+        _check_registry()
+        return "the experts functions of gpt-oss models that are built from now on"
+
+    def parts(self, body: Any) -> list[torch.nn.Module]:
+        from transformers.models.gpt_oss import modeling_gpt_oss as source
+
+        experts = [layer.mlp.experts for layer in body.layers]
+        kind: Any = source.GptOssExperts  # its decorator has lost the type
+        check_kinds(experts, kind)
+        _check_registry()
+        return experts
+
+    def swaps(self, body: Any, kernel: Dispatcher) -> Iterator[Swap]:
+        seam = Seam(kernel, _weigh_and_sum)
+        for layer in body.layers:
+            experts = layer.mlp.experts
+            yield experts, _experts_forward(experts, seam)
+
+    def install(self, kernel: Dispatcher) -> None:
+        if self.target is not None:
+            super().install(kernel)
+            return
+        if self._registered:
+            raise UsageError("the patch is installed already", "remove it first")
+        _check_registry()
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as registry
+        from transformers.models.gpt_oss import modeling_gpt_oss as source
+
+        seam = Seam(kernel, _weigh_and_sum)
+        kind: Any = source.GptOssExperts  # its decorator has lost the type
+        for name in _ROWS:
+            ours = _registry_function(kind, name, registry[name], seam)
+            registry[name] = self._registered[name] = ours
+
+    def remove(self) -> None:
+        super().remove()
+        registered, self._registered = self._registered, {}
+        if not registered:
+            return
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as registry
+
+        covered = [name for name, ours in registered.items() if registry[name] is not ours]
+        for name in registered.keys() - set(covered):
+            registry.__delitem__(name)  # type: ignore[no-untyped-call]
+        if covered:
+            raise VerificationError(
+                f"{covered[0]} was registered by someone else while this patch was in",
+                "take patches out in the reverse order",
+            )
+
+
+def _check_registry() -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    for name in _ROWS:
+        if not written_by_transformers(ALL_EXPERTS_FUNCTIONS[name]):
+            raise VerificationError(
+                f"the experts function {name} was registered by someone else",
+                "take the other patch out first",
+            )
+
+
+def _experts_forward(experts: Any, seam: Seam) -> Forward:
+    original = experts.forward
+
+    def forward(
+        hidden_states: torch.Tensor, router_indices: Any = None, routing_weights: Any = None
+    ) -> torch.Tensor:
+        name = experts.config._experts_implementation
+        refusal = f"experts implementation {name}" if name not in _ROWS else _refuse(experts)
+        if refusal is not None:
+            seam.refuse(refusal)
+            result: torch.Tensor = original(hidden_states, router_indices, routing_weights)
+            return result
+        return _run(experts, name, hidden_states, router_indices, routing_weights, seam)
+
+    return forward
+
+
+def _registry_function(kind: type[Any], name: str, original: Function, seam: Seam) -> Function:
+    def function(
+        self: Any, hidden_states: torch.Tensor, top_k_index: Any, top_k_weights: Any
+    ) -> torch.Tensor:
+        if type(self) is not kind:
+            return original(self, hidden_states, top_k_index, top_k_weights)
+        refusal = _refuse(self)
+        if refusal is not None:
+            seam.refuse(refusal)
+            return original(self, hidden_states, top_k_index, top_k_weights)
+        return _run(self, name, hidden_states, top_k_index, top_k_weights, seam)
+
+    return function
+
+
+def _refuse(experts: Any) -> str | None:
+    if torch.is_grad_enabled():
+        return "gradients are on"
+    if len(experts.down_proj) != experts.config.num_local_experts:
+        return "experts are spread over devices"
+    return None
+
+
+def _run(
+    experts: Any,
+    name: str,
+    hidden: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    seam: Seam,
+) -> torch.Tensor:
+    """[tokens, hidden] of `hidden` [tokens, hidden], `chosen` and `weights` [tokens, top_k]."""
+    rows, row_map = _ROWS[name](experts, hidden, chosen)
+    output = torch.empty_like(hidden)
+    call = rows.unsqueeze(0), row_map, weights, output
+    if not seam(*call):
+        _weigh_and_sum(*call)
+    return output
+
+
+def _grouped_rows(
+    experts: Any, hidden: torch.Tensor, chosen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts one after the other: rows [tokens * top_k, hidden], row_map int32 [tokens, top_k]."""
+    from transformers.integrations.moe import _grouped_linear
+
+    ids, order = torch.sort(chosen.reshape(-1))
+    # histc takes float numbers alone on a CPU, whole ones alone on a GPU where it is deterministic
+    counted = ids.float() if hidden.device.type == "cpu" else ids.int()
+    counts = torch.histc(counted, bins=experts.num_experts, min=0, max=experts.num_experts - 1)
+    ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+    gate_up = _grouped_linear(
+        hidden[order // chosen.shape[-1]],
+        experts.gate_up_proj,
+        ends,
+        bias=experts.gate_up_proj_bias[ids],
+        is_transposed=True,
+    )
+    rows = _grouped_linear(
+        experts._apply_gate(gate_up),
+        experts.down_proj,
+        ends,
+        bias=experts.down_proj_bias[ids],
+        is_transposed=True,
+    )
+    row_map = torch.empty_like(order, dtype=torch.int32)
+    row_map[order] = torch.arange(len(order), device=order.device, dtype=torch.int32)
+    return rows, row_map.view(chosen.shape)
+
+
+def _batched_rows(
+    experts: Any, hidden: torch.Tensor, chosen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each choice with its own copy of the weights: rows in the order of tokens."""
+    from transformers.integrations.moe import _batched_linear
+
+    ids, top_k = chosen.reshape(-1), chosen.shape[-1]
+    gate_up = _batched_linear(
+        hidden.repeat_interleave(top_k, dim=0),
+        experts.gate_up_proj[ids],
+        bias=experts.gate_up_proj_bias[ids],
+        is_transposed=True,
+    )
+    rows = _batched_linear(
+        experts._apply_gate(gate_up),
+        experts.down_proj[ids],
+        bias=experts.down_proj_bias[ids],
+        is_transposed=True,
+    )
+    row_map = torch.arange(len(ids), device=ids.device, dtype=torch.int32)
+    return rows, row_map.view(chosen.shape)
+
+
+_ROWS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
+    "batched_mm": _batched_rows,
+    "grouped_mm": _grouped_rows,
+}
+"""What the experts give, and where each token's rows are, by transformers' implementation."""
+
+
+def _weigh_and_sum(
+    rows: torch.Tensor, row_map: torch.Tensor, scales: torch.Tensor, output: torch.Tensor
+) -> None:
+    """What both functions do after the down projection: scale, put in order, sum."""
+    chosen = rows[0][row_map.view(-1).long()].view(*row_map.shape, -1)
+    output.copy_((chosen * scales.unsqueeze(-1)).sum(1))

@@ -1,0 +1,127 @@
+"""`gpt_oss.rotary_embedding`: query and key rotated in place by one call of `rope`.
+
+The attention runs as transformers wrote it; only the function that it calls for the rotation is
+another. The KV cache is left alone: a static layer keeps keys and values as two tensors [batch,
+heads, length, head_dim] and rolls them past the sliding window, a dynamic one concatenates, so no
+kernel that writes to pages fits there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, ClassVar
+
+import torch
+
+from bench import VerificationError
+from integrate.dispatch import Dispatcher
+from integrate.points import source_digest
+from integrate.transformers.forwards import Forward, GptOssPoint, Onlookers, Seam, Swap
+from integrate.transformers.parts import check_kinds
+
+_FUNCTION = "apply_rotary_pos_emb"
+
+
+class GptOssRotaryEmbedding(GptOssPoint):
+    """A `forward` on the instances of the attention, with another rotation."""
+
+    name: ClassVar[str] = "gpt_oss.rotary_embedding"
+    op: ClassVar[str] = "rope"
+
+    def __init__(self, target: Any = None) -> None:
+        super().__init__(target)
+        self._table: tuple[Any, torch.Tensor] | None = None
+        """(cosines, what was made of them): layers of one forward share them."""
+
+    @classmethod
+    def fingerprint(cls) -> str:
+        """sha256 of the source of the rotation and of the attention that calls it."""
+        from transformers.models.gpt_oss import modeling_gpt_oss as source
+
+        return source_digest(
+            source._apply_rotary_emb, source.apply_rotary_pos_emb, source.GptOssAttention
+        )
+
+    def parts(self, body: Any) -> list[torch.nn.Module]:
+        from transformers.models.gpt_oss import modeling_gpt_oss as source
+
+        attentions = [layer.self_attn for layer in body.layers]
+        check_kinds(attentions, source.GptOssAttention)
+        if not isinstance(source.GptOssAttention.forward, FunctionType):
+            raise VerificationError(
+                "GptOssAttention.forward is no plain function", "take the other patch out first"
+            )
+        return attentions
+
+    def swaps(self, body: Any, kernel: Dispatcher) -> Iterator[Swap]:
+        seam = Seam(kernel, _rotate)
+        for layer in body.layers:
+            yield layer.self_attn, self._attention_forward(layer.self_attn, seam)
+
+    def remove(self) -> None:
+        self._table = None
+        super().remove()
+
+    def _attention_forward(self, attention: Any, seam: Seam) -> Forward:
+        own: Any = type(attention).forward
+        # torch.compile looks up the globals of a function that knows its module in that module
+        names = {name: value for name, value in own.__globals__.items() if name != "__name__"}
+        names[_FUNCTION] = self._rotation(attention, names[_FUNCTION], seam)
+        # and it tells functions apart by their code alone: each has its own
+        code = own.__code__.replace()
+        ours = FunctionType(code, names, "forward", own.__defaults__, own.__closure__)
+        ours.__kwdefaults__ = own.__kwdefaults__
+
+        def forward(*args: Any, **more: Any) -> Any:
+            return ours(attention, *args, **more)
+
+        return forward
+
+    def _rotation(self, attention: Any, original: Callable[..., Any], seam: Seam) -> Forward:
+        # a projection's hook would see its output change
+        onlookers = Onlookers(skipped=(), seen=(attention.q_proj, attention.k_proj))
+
+        def rotate(
+            q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            # [batch, heads, tokens, head_dim], of projections that gave [batch, tokens, ...]
+            query, key = q.transpose(1, 2), k.transpose(1, 2)
+            if torch.is_grad_enabled():
+                refusal = "gradients are on"
+            elif onlookers.look():
+                refusal = "a module has hooks"
+            elif not (query.is_contiguous() and key.is_contiguous()):
+                refusal = "not contiguous"
+            else:
+                table = self._joined(cos, sin, query)
+                if seam(query.flatten(0, 1), key.flatten(0, 1), table):
+                    return q, k
+                refusal = None
+            if refusal is not None:
+                seam.refuse(refusal)
+            rotated: tuple[torch.Tensor, torch.Tensor] = original(q, k, cos, sin)
+            return rotated
+
+        return rotate
+
+    def _joined(self, cos: torch.Tensor, sin: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """[batch * tokens, head_dim]: cosines, then sines, of each token."""
+        compiling = torch.compiler.is_compiling()  # there, equal work is done once anyway
+        table = None if compiling else self._table
+        if table is not None and table[0] is cos and len(table[1]) == query[..., 0, 0].numel():
+            return table[1]
+        joined = torch.cat((cos, sin), -1).expand(len(query), -1, -1).flatten(0, 1).contiguous()
+        if not compiling:
+            self._table = cos, joined
+        return joined
+
+
+def _rotate(query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    """transformers' own rotation, in place."""
+    from transformers.models.gpt_oss import modeling_gpt_oss as source
+
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    rotated = source.apply_rotary_pos_emb(query, key, cos, sin)
+    query.copy_(rotated[0])
+    key.copy_(rotated[1])

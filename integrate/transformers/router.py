@@ -1,0 +1,68 @@
+"""`gpt_oss.router`: top k of the router's logits and their softmax in one call of `moe_topk`.
+
+The matmul before it stays transformers' own. What is given back is what `GptOssTopKRouter` gives:
+logits, scores and indices, so that whoever records router logits sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+
+from integrate.dispatch import Dispatcher
+from integrate.points import source_digest
+from integrate.transformers.forwards import Forward, GptOssPoint, Seam, Swap
+from integrate.transformers.parts import check_kinds
+
+
+class GptOssRouters(GptOssPoint):
+    """A `forward` on the instances of the router."""
+
+    name: ClassVar[str] = "gpt_oss.router"
+    op: ClassVar[str] = "moe_topk"
+
+    @classmethod
+    def fingerprint(cls) -> str:
+        """sha256 of the source of the router."""
+        from transformers.models.gpt_oss import modeling_gpt_oss as source
+
+        return source_digest(source.GptOssTopKRouter)
+
+    def parts(self, body: Any) -> list[torch.nn.Module]:
+        from transformers.models.gpt_oss import modeling_gpt_oss as source
+
+        routers = [layer.mlp.router for layer in body.layers]
+        check_kinds(routers, source.GptOssTopKRouter)
+        return routers
+
+    def swaps(self, body: Any, kernel: Dispatcher) -> Iterator[Swap]:
+        seam = Seam(kernel, _top_k)
+        for layer in body.layers:
+            router = layer.mlp.router
+            yield router, _router_forward(router, seam)
+
+
+def _router_forward(router: Any, seam: Seam) -> Forward:
+    original = router.forward
+
+    def forward(hidden_states: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            seam.refuse("gradients are on")
+            return original(hidden_states)
+        logits = torch.nn.functional.linear(hidden_states, router.weight, router.bias)
+        scores = logits.new_empty(len(logits), router.top_k)
+        indices = torch.empty_like(scores, dtype=torch.int64)
+        if not seam(logits, scores, indices):
+            _top_k(logits, scores, indices)
+        return logits, scores, indices
+
+    return forward
+
+
+def _top_k(logits: torch.Tensor, scores: torch.Tensor, experts: torch.Tensor) -> None:
+    """What the router does with its logits."""
+    values, chosen = torch.topk(logits, scores.shape[1], dim=-1)
+    scores.copy_(torch.softmax(values, dim=1, dtype=values.dtype))
+    experts.copy_(chosen)

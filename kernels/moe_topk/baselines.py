@@ -1,0 +1,51 @@
+"""What to beat: what transformers' router does, torch.compile, and eager.
+
+A factory takes the kind of device and gives a callable; it raises ImportError saying why it does
+not run here. A baseline writes in place, or returns (scores, experts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Baseline = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+def _eager(logits: Tensor, scores: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+    # a stable sort, where torch.topk leaves open which of equal logits it takes
+    order = torch.sort(logits, dim=1, descending=True, stable=True)
+    top_k = scores.shape[1]
+    softmax = torch.softmax(order.values[:, :top_k].float(), 1)
+    return softmax.to(logits.dtype), order.indices[:, :top_k]
+
+
+def eager(device: str) -> Baseline:
+    return _eager
+
+
+def compiled(device: str) -> Baseline:
+    compiled: Baseline = torch.compile(_eager, dynamic=True)
+    return compiled
+
+
+def topk(device: str) -> Baseline:
+    """transformers 5.17 to 5.23, GptOssTopKRouter.forward after its matmul."""
+
+    def run(logits: Tensor, scores: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        values, chosen = torch.topk(logits, scores.shape[1], dim=-1)
+        return torch.softmax(values, dim=1, dtype=values.dtype), chosen
+
+    return run
+
+
+BASELINES: dict[str, Callable[[str], Baseline]] = {
+    "transformers": topk,
+    "torch.compile": compiled,
+    "eager": eager,
+}
+HONEST = "eager"
+"""Whose error against float64 a candidate's error is measured by."""
