@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 
 
 def evaluate(expression: str, names: Mapping[str, float]) -> float:
-    """`+ - * / //`, `min` and `max` over numbers and names.
+    """`+ - * / //`, `min`, `max` and `pow` (of floats) over numbers and names.
 
     Raises:
         KeyError: an unknown name.
@@ -38,6 +39,9 @@ def evaluate(expression: str, names: Mapping[str, float]) -> float:
                 return min(value(each) for each in several)
             case ast.Call(func=ast.Name(id="max"), args=[*several], keywords=[]):
                 return max(value(each) for each in several)
+            case ast.Call(func=ast.Name(id="pow"), args=[base, exponent], keywords=[]):
+                # of floats: no number grows without end
+                return math.pow(value(base), value(exponent))
         raise ValueError(f"not arithmetic: {expression}")
 
     return value(_parsed(expression))
@@ -92,4 +96,4 @@ def _parsed(expression: str) -> ast.expr:
 @cache
 def _names(expression: str) -> frozenset[str]:
     found = {node.id for node in ast.walk(_parsed(expression)) if isinstance(node, ast.Name)}
-    return frozenset(found - {"min", "max"})
+    return frozenset(found - {"min", "max", "pow"})

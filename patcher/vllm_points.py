@@ -62,6 +62,8 @@ CASES = (
         r"^_topk_forward|^_sum_bitmatrix_rows|^_combined_routing",
     ),
     Case("moe_reduce", 1, r"^moe_reduce_kernel", r"^_reduce_grouped"),
+    Case("moe_matmul_swiglu", 1, r"^moe_matmul_swiglu_kernel", r"^_matmul_ogs_.*_swiglu"),
+    Case("moe_matmul_down", 1, r"^moe_matmul_down_kernel", r"^_matmul_ogs_(?!.*_swiglu)"),
 )
 
 

@@ -174,6 +174,7 @@ def attribute(where: str) -> Any:
     return sources.part(where)
 
 
+EXPERTS = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
 PLACES = {
     "layernorm.rms_norm": ["vllm.model_executor.layers.layernorm:RMSNorm.forward"],
     "gpt_oss.attention": [
@@ -183,6 +184,8 @@ PLACES = {
     ],
     "triton_kernels.routing.routing": ["triton_kernels.routing:routing"],
     "triton_kernels.matmul_ogs.reduce_grouped": ["triton_kernels.matmul_ogs:reduce_grouped"],
+    "triton_kernels.matmul_ogs.gate_up": [f"{EXPERTS}:matmul_ogs", f"{EXPERTS}:make_routing_data"],
+    "triton_kernels.matmul_ogs.down": [f"{EXPERTS}:matmul_ogs", f"{EXPERTS}:make_routing_data"],
 }
 
 

@@ -6,12 +6,13 @@ import json
 
 from bench import VerificationError
 from integrate.vllm import sources
+from integrate.vllm.matmul import Down, GateUp
 from integrate.vllm.moe import Reduce, Routing
 from integrate.vllm.norm import AddRmsNorm
 from integrate.vllm.rope import RopeKvUpdate
 
-POINTS: dict[str, type[AddRmsNorm | RopeKvUpdate | Routing | Reduce]] = {
-    point.name: point for point in (AddRmsNorm, RopeKvUpdate, Routing, Reduce)
+POINTS: dict[str, type[AddRmsNorm | RopeKvUpdate | Routing | Reduce | GateUp | Down]] = {
+    point.name: point for point in (AddRmsNorm, RopeKvUpdate, Routing, Reduce, GateUp, Down)
 }
 
 

@@ -1,0 +1,260 @@
+"""vLLM's two expert matmuls of MXFP4 weights on compute capability 9.0.
+
+`triton_kernel_fused_experts` calls `matmul_ogs` twice: with gather and SwiGLU, and with scatter,
+whose kernel gives rows in the order of experts that `reduce_grouped` sums afterwards. Both are one
+name of one module, so that two points share what is put there; `reduce_grouped` stays its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from bench import VerificationError
+from integrate.dispatch import Dispatcher
+from integrate.vllm import sources
+from integrate.vllm.swap import Swap, remove_all
+
+_MATMUL = "triton_kernels.matmul_ogs"
+_FLAGS = f"{_MATMUL}_details.opt_flags"
+_LAYOUT = "triton_kernels.tensor_details.layout_details"
+_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
+
+
+class _Matmul:
+    """One of the two calls."""
+
+    engine: ClassVar[str] = "vllm"
+    name: ClassVar[str]
+    op: ClassVar[str]
+    parts: ClassVar[tuple[str, ...]] = (
+        f"{_MATMUL}:matmul_ogs",
+        f"{_MATMUL}:init_allocation",
+        f"{_MATMUL}:apply_allocation",
+        f"{_MATMUL}:PrecisionConfig",
+        f"{_MATMUL}:FlexCtx",
+        f"{_MATMUL}:FusedActivation",
+        f"{_MATMUL}_details._matmul_ogs:_matmul_ogs",
+        f"{_FLAGS}:make_default_opt_flags_nvidia",
+        f"{_LAYOUT}.hopper_value:HopperMXValueLayout",
+        f"{_LAYOUT}.hopper_value:_pack_bits",
+        f"{_LAYOUT}.hopper_scale:HopperMXScaleLayout",
+        "triton_kernels.routing:RoutingData",
+        "triton_kernels.routing:ExptData",
+        "triton_kernels.routing:GatherIndx",
+        "triton_kernels.routing:ScatterIndx",
+        "triton_kernels.swiglu_details._swiglu:_swiglu_fn",
+        "triton_kernels.swiglu_details._swiglu:compute_swiglu",
+        "vllm.model_executor.layers.quantization.utils.mxfp4_utils:_swizzle_mxfp4",
+        f"{_EXPERTS}:triton_kernel_moe_forward",
+        f"{_EXPERTS}:triton_kernel_fused_experts",
+        f"{_EXPERTS}:make_routing_data",
+    )
+
+    def __init__(self, target: Any = None) -> None:
+        """Takes no target: the function is looked up at every call."""
+        self._in = False
+
+    @classmethod
+    def fingerprint(cls) -> str:
+        return sources.fingerprint(cls.parts)
+
+    def find(self) -> str:
+        sources.must_be_as_read(self.name, self.parts)
+        _SEAM.must_have_room(self.name)
+        return f"{_EXPERTS}.matmul_ogs"
+
+    def install(self, kernel: Dispatcher) -> None:
+        self.find()
+        _SEAM.add(self.name, kernel)
+        self._in = True
+
+    def remove(self) -> None:
+        ours, self._in = self._in, False
+        if ours:
+            _SEAM.drop(self.name)
+
+
+class GateUp(_Matmul):
+    """The first: gather, matmul, SwiGLU."""
+
+    name: ClassVar[str] = "triton_kernels.matmul_ogs.gate_up"
+    op: ClassVar[str] = "moe_matmul_swiglu"
+
+
+class Down(_Matmul):
+    """The second: matmul and routing weights; then the engine's sum over a token's experts."""
+
+    name: ClassVar[str] = "triton_kernels.matmul_ogs.down"
+    op: ClassVar[str] = "moe_matmul_down"
+
+
+class _Seam:
+    """`matmul_ogs` of vLLM's experts, ours while one of the points is in."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[str, Dispatcher] = {}
+        self._swaps: list[Swap] = []
+
+    def must_have_room(self, name: str) -> None:
+        """Raises VerificationError where the point is in, or another's function is there."""
+        if name in self._kernels:
+            raise VerificationError(f"{name} is patched already", "take the other patch out first")
+        if not self._swaps:
+            for swap in _places():
+                swap.must_be_the_engines()
+
+    def add(self, name: str, kernel: Dispatcher) -> None:
+        if not self._swaps:
+            matmul, routing = swaps = _places()
+            matmul.install(self._replacement(matmul.original))
+            routing.install(_marking(routing.original))
+            self._swaps = swaps
+        self._kernels[name] = kernel
+
+    def drop(self, name: str) -> None:
+        """Raises VerificationError where someone put a function of their own over ours."""
+        del self._kernels[name]
+        if not self._kernels:
+            swaps, self._swaps = self._swaps, []
+            remove_all(swaps)
+
+    def _replacement(self, original: Any) -> Any:
+        library = sources.module(_MATMUL)
+        flags = sources.module(_FLAGS)
+        swiglu = sources.module("triton_kernels.swiglu").swiglu_fn
+        kernels, plain = self._kernels, library.PrecisionConfig()
+
+        def matmul_ogs(
+            x: Any,
+            w: Any,
+            bias: Any,
+            routing_data: Any = None,
+            gather_indx: Any = None,
+            scatter_indx: Any = None,
+            precision_config: Any = None,
+            betas: Any = None,
+            gammas: Any = None,
+            out_alpha: Any = None,
+            y: Any = None,
+            fused_activation: Any = None,
+            epilogue: Any = None,
+        ) -> Any:
+            given = (
+                *(x, w, bias, routing_data, gather_indx, scatter_indx, precision_config),
+                *(betas, gammas, out_alpha, y, fused_activation, epilogue),
+            )
+            first = gather_indx is not None
+            kernel = kernels.get((GateUp if first else Down).name)
+            if kernel is None:
+                return original(*given)
+            tensors = x, bias, y
+            if any(item is not None for item in (betas, out_alpha, epilogue)) or not all(
+                isinstance(item, torch.Tensor) for item in tensors
+            ):
+                reason: str | None = "another kind of matmul"
+            elif flags._opt_flags is not None or flags._opt_flags_constraints.get("split_k") != 1:
+                reason = "another split of K"
+            else:
+                reason = _unlike(w, precision_config, plain) or _partial(routing_data)
+            if reason is None and first:
+                reason = _not_first(scatter_indx, gammas, y, fused_activation, swiglu)
+            elif reason is None:
+                reason = _not_second(x, w, scatter_indx, gammas, y, fused_activation, routing_data)
+            if reason is not None:
+                kernel.book.reasons[reason] += 1
+                return original(*given)
+            data = routing_data.expt_data
+            packed = w.storage.data.mT, precision_config.weight_scale.storage.data.mT
+            tables = data.hist, data.token_offs_raw, data.block_pid_map[16]
+            if first:
+                taken = x, *packed, bias, gather_indx.src_indx, *tables, y[0]
+                if kernel(*taken, *fused_activation.fn_args):
+                    return y[0]
+                return original(*given)
+            row_map = scatter_indx.src_indx.view(-1, routing_data.n_expts_act)
+            rows = x.new_empty((1, 1, x.shape[0], w.shape[-1]))
+            if not kernel(x, *packed, bias, gammas, row_map, *tables, rows[0, 0]):
+                return original(*given)
+            # looked up at every call: it is a patch point, too
+            summed, _ = library.reduce_grouped(
+                *(rows, row_map, y, None, library.FusedActivation()),
+                library.Epilogue(library.FnSpecs.default(), (), (), False),
+                x_flex=library.InFlexData(),
+                out_flex=precision_config.flex_ctx.out_data,
+                x_mx_scale=None,
+                out_dtype=y.dtype,
+                flexpoint_saturate_inf=False,
+            )
+            return summed.squeeze(0)
+
+        return matmul_ogs
+
+
+_SEAM = _Seam()
+
+
+def _places() -> list[Swap]:
+    experts = sources.module(_EXPERTS)
+    return [Swap(experts, "matmul_ogs"), Swap(experts, "make_routing_data")]
+
+
+def _marking(original: Any) -> Any:
+    """`make_routing_data`, whose tables may leave out choices (experts of other ranks): nothing in
+    them says so without waiting for the GPU, so they are told apart by who made them."""
+
+    def make_routing_data(*args: Any, **more: Any) -> Any:
+        made = original(*args, **more)
+        made[0].patcher_partial = True
+        return made
+
+    return make_routing_data
+
+
+def _unlike(w: Any, precision: Any, plain: Any) -> str | None:
+    """Why these are no MXFP4 weights as `_swizzle_mxfp4` leaves them on compute capability 9.0."""
+    scale = getattr(precision, "weight_scale", None)
+    layouts = [getattr(getattr(item, "storage", None), "layout", None) for item in (w, scale)]
+    values, scales = layouts
+    if (getattr(values, "name", None), getattr(scales, "name", None)) != (
+        "HOPPER_VALUE",
+        "HOPPER_SCALE",
+    ) or (values.mma_version, values.mx_axis, scales.num_warps, scales.mx_axis) != (3, 1, 8, 1):
+        return "another layout of weights"
+    if replace(precision, weight_scale=None) != plain:
+        return "another precision"
+    return None
+
+
+def _partial(routing: Any) -> str | None:
+    if routing is None or routing.expt_data is None or 16 not in routing.expt_data.block_pid_map:
+        return "another kind of routing"
+    if getattr(routing, "patcher_partial", False):
+        return "routing that may leave experts out"
+    return None
+
+
+def _not_first(scatter: Any, gammas: Any, y: Any, activation: Any, swiglu: Any) -> str | None:
+    if scatter is not None or gammas is not None or y.dim() != 3 or y.shape[0] != 1:
+        return "another kind of matmul"
+    specs = getattr(activation, "specs", None)
+    if getattr(specs, "fn", None) is not swiglu or activation.reduction_n != 2:
+        return "another activation"
+    if specs.fn_arg_names != ("alpha", "limit") or None in activation.fn_args:
+        return "another activation"
+    return None
+
+
+def _not_second(
+    x: Any, w: Any, scatter: Any, gammas: Any, y: Any, activation: Any, routing: Any
+) -> str | None:
+    if activation is not None:
+        return "another activation"
+    # with one choice a token, the engine's kernel scatters itself
+    if scatter is None or not isinstance(gammas, torch.Tensor) or routing.n_expts_act == 1:
+        return "another kind of matmul"
+    if x.dim() != 2 or y.shape != (1, x.shape[0] // routing.n_expts_act, w.shape[-1]):
+        return "another kind of matmul"
+    return None if y.dtype == x.dtype else "another precision"

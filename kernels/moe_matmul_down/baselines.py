@@ -1,0 +1,73 @@
+"""What to beat: the kernel that vLLM ships, and eager.
+
+A factory takes the kind of device and gives a callable; it raises ImportError saying why it does
+not run here. A baseline writes in place, or returns (output,). torch.compile is not among them: it
+has no grouped matmul of packed weights to make of this.
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FIRST = runpy.run_path(str(Path(__file__).parent.parent / "moe_matmul_swiglu" / "baselines.py"))
+Baseline = Callable[..., Any]
+
+
+def _eager(
+    x: Tensor,
+    weights: Tensor,
+    scales: Tensor,
+    bias: Tensor,
+    gate_scales: Tensor,
+    row_map: Tensor,
+    histogram: Tensor,
+    token_offsets: Tensor,
+    tile_map: Tensor,
+    output: Tensor,
+) -> tuple[Tensor]:
+    # every expert for every row: how many rows one has is not known without waiting for the GPU
+    rows, total = x.float(), torch.zeros(output.shape, device=x.device)
+    place = torch.arange(len(x), device=x.device)
+    chosen = torch.searchsorted(token_offsets.long(), place, right=True) - 1
+    for expert in range(len(weights)):
+        wide = _FIRST["dequantised"](weights[expert], scales[expert], bias.shape[1])
+        mine = torch.addmm(bias[expert], rows, wide.T)
+        total = torch.where((chosen == expert).unsqueeze(1), mine, total)
+    return ((total * gate_scales.float().unsqueeze(1)).to(output.dtype),)
+
+
+def eager(device: str) -> Baseline:
+    return _eager
+
+
+def vllm(device: str) -> Baseline:
+    engine = _FIRST["engine"](device)
+
+    def run(
+        x: Tensor,
+        weights: Tensor,
+        scales: Tensor,
+        bias: Tensor,
+        gate_scales: Tensor,
+        row_map: Tensor,
+        histogram: Tensor,
+        token_offsets: Tensor,
+        tile_map: Tensor,
+        output: Tensor,
+    ) -> None:
+        # without scatter_indx: the same kernel, and not the sum after it
+        tables = histogram, token_offsets, tile_map
+        engine(x, weights, scales, bias, tables, row_map.shape[1], output, gammas=gate_scales)
+
+    return run
+
+
+BASELINES: dict[str, Callable[[str], Baseline]] = {"vllm": vllm, "eager": eager}
+HONEST = "eager"
+"""Whose error against float64 a candidate's error is measured by."""

@@ -1,0 +1,45 @@
+"""moe_matmul_down(x[T: rows, inner], weights[U: experts, hidden / 4, 2 * inner],
+scales[U: experts, 8 for each 256 of hidden, inner], bias[B: experts, hidden],
+gate_scales[T: rows], row_map[I: tokens, top_k], histogram[I: experts],
+token_offsets[I: experts + 1], tile_map[I: tiles], output[T: rows, hidden])."""
+
+import torch
+
+
+def numbers(weights: torch.Tensor, scales: torch.Tensor, columns: int) -> torch.Tensor:
+    """One expert's weights [columns, depth]: Hopper's layout unfolded axis by axis."""
+    depth = weights.shape[1] // 2
+    halves = weights.view(torch.int16).view(columns // 16, 4, depth // 64, 2, 4, 4, 2, 1).int()
+    shifted = torch.cat((halves, halves << 3, halves << 6), -1)
+    last = (halves << 1 & 0x8000) | (halves >> 3 & 0x0180) | (halves >> 7 & 0x0040)
+    # the bits of a bfloat16 that is 2^126 times too small
+    bits = torch.cat((shifted & 0x81C0, last), -1) << 16
+    value = bits.view(torch.float32).double() * 2.0**126
+    # n: 16s, pair, odd; k: 64s, odd pair, 16s; odd k; k's 8, n's 8
+    value = value.view(columns // 16, 4, depth // 64, 2, 4, 4, 2, 2, 2)
+    value = value.permute(0, 8, 1, 3, 2, 5, 7, 4, 6).reshape(columns, depth // 32, 32)
+    exponent = scales.view(-1, 8, depth // 64, 2, 8, 2, 2).permute(0, 3, 1, 6, 4, 2, 5)
+    scale = torch.exp2(exponent.reshape(-1, depth // 32)[:columns].float() - 127)
+    return (value.float() * scale.unsqueeze(2)).view(columns, depth)
+
+
+def moe_matmul_down(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor,
+    gate_scales: torch.Tensor,
+    row_map: torch.Tensor,
+    histogram: torch.Tensor,
+    token_offsets: torch.Tensor,
+    tile_map: torch.Tensor,
+    output: torch.Tensor,
+) -> None:
+    offsets = token_offsets.tolist()
+    for expert in range(len(weights)):
+        begin, end = offsets[expert : expert + 2]
+        if begin == end:
+            continue
+        weight = numbers(weights[expert], scales[expert], bias.shape[1])
+        total = torch.addmm(bias[expert], x[begin:end].float(), weight.T)
+        output[begin:end] = total * gate_scales[begin:end].float().unsqueeze(1)
