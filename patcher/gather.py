@@ -11,7 +11,8 @@ from integrate import Patch
 from integrate import Receipt as FullReceipt
 from patcher.attempts import Attempt
 from patcher.decide import Decision
-from patcher.measure import Measured, explain_measured
+from patcher.measure import explain_measured
+from patcher.measured import Measured
 from patcher.pipeline import DEMO, Made, Plan
 from patcher.proof import prove
 from patcher.reconcile import Reconciliation

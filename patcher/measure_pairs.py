@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,11 +25,7 @@ from bench.windows import Pair
 from integrate import Patch, Receipt
 from patcher import arm_protocol as say
 from patcher.arm_process import ArmProcess
-
-if TYPE_CHECKING:
-    from patcher.measure import Job, Measured
-
-Report = Callable[[str, int, int], None]
+from patcher.measured import Job, Measured, Report
 
 REFERENCE: dict[str, dict[str, JsonValue]] = {"vllm": {"enforce_eager": True}}
 """Arguments under which an engine computes the same without compilation and graphs."""
@@ -48,8 +43,6 @@ def measure_pairs(job: Job, patch: Patch, report: Report) -> Measured:
         UsageError: the patch is for another engine.
         PatcherError: as `bench.process_pairs.measure_processes`.
     """
-    from patcher.measure import Measured
-
     target = patch.manifest.target.engine
     if target != job.workload.engine:
         raise UsageError(

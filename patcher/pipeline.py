@@ -34,7 +34,8 @@ from patcher.agent import optimize
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
 from patcher.decide import Decision
-from patcher.measure import Job, Measured, decide_on, explain_measured, measure_in_child
+from patcher.measure import decide_on, explain_measured, measure_in_child
+from patcher.measured import Job, Measured
 from patcher.models import Model, open_model
 from patcher.reconcile import Reconciliation
 from patcher.run import Run

@@ -10,7 +10,7 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from bench import SCHEMA_VERSION, Quality, Throughput
-from patcher.measure import Measured
+from patcher.measured import Measured
 from patcher.reconcile import Reconciliation
 from patcher.report import wording
 from patcher.review import Subject

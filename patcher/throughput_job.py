@@ -12,7 +12,7 @@ from bench import UsageError, Workload
 from bench.process_pairs import Plan
 from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
 from bench.traffic import traffic
-from patcher.measure import Job
+from patcher.measured import Job
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from integrate import Patch, Receipt
 from patcher import arm_protocol as say
 from patcher.arm import serve
 from patcher.arm_process import ArmProcess, arm_environment
-from patcher.measure import Job
 from patcher.measure_pairs import PatchSitting, difference, identical, measure_pairs, merged
+from patcher.measured import Job
 
 WORKLOAD = Workload(
     model="gpt-oss-tiny",

@@ -21,7 +21,7 @@ from hotspot import Profile
 from integrate import pack
 from patcher.decide import Decision, decide
 from patcher.gather import gather
-from patcher.measure import Measured
+from patcher.measured import Measured
 from patcher.pipeline import Made
 from patcher.report import render_html, render_markdown
 from patcher.review import find_subject, run_words, say, words

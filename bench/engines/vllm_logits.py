@@ -10,18 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from bench.engines import entropy_pct
+from bench.engines import Decoding, Generation, entropy_pct
 from bench.errors import PatcherError
 
-if TYPE_CHECKING:
-    from bench.engines.vllm import VllmEngine
+
+class Running(Protocol):
+    """An engine whose model is in this process."""
+
+    requests: int
+    """Until now; they are numbered."""
+
+    @property
+    def runner(self) -> Any:
+        """vLLM's `GPUModelRunner`."""
+        ...
+
+    def prefill(self, prompts: torch.Tensor) -> Decoding: ...
+    def decode(self, decoding: Decoding, steps: int) -> None: ...
+    def release(self, decoding: Decoding) -> None: ...
+    def generate(self, prompts: torch.Tensor, steps: int) -> Generation: ...
 
 
-def served_logits(engine: VllmEngine, prompts: torch.Tensor, forced: torch.Tensor) -> torch.Tensor:
+def served_logits(engine: Running, prompts: torch.Tensor, forced: torch.Tensor) -> torch.Tensor:
     """Logits [batch, steps + 1, vocabulary], float32 on the CPU, of decode over `forced` tokens.
 
     Args:
@@ -74,7 +88,7 @@ def forcing(runner: Any, forced: torch.Tensor, first: int) -> Iterator[list[list
             del model.compute_logits
 
 
-def routing_entropy_pct(engine: VllmEngine, prompts: torch.Tensor, steps: int) -> float | None:
+def routing_entropy_pct(engine: Running, prompts: torch.Tensor, steps: int) -> float | None:
     """Of the routers' own picks in decode, in percent of uniform; None without experts.
 
     Only of an engine that runs without compilation: there modules are called, and hooks with them.
