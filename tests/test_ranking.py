@@ -252,7 +252,9 @@ def test_a_comparison_says_whether_the_new_kernel_is_there_and_the_old_one_gone(
     assert changes["_matmul_ogs_NNT_bf16xbf16xmxfp4_16x256x128x1"] == "same"
     ops = {op.op: (op.patched, op.gone) for op in found.ops}
     assert ops.pop("fused_add_rms_norm") == (True, True)
-    assert set(ops) == {"moe_reduce", "moe_route", "rope_kv_update"}
+    assert set(ops) == {
+        *("moe_matmul_swiglu", "moe_matmul_down", "moe_reduce", "moe_route", "rope_kv_update"),
+    }
     assert set(ops.values()) == {(False, False)}
     assert {(op.patched, op.gone) for op in compare(profile, profile).ops} == {(False, False)}
     assert all(row.change == "same" for row in compare(profile, profile).rows)

@@ -215,17 +215,19 @@ def _marking(original: Any) -> Any:
 
 def _unlike(w: Any, precision: Any, plain: Any) -> str | None:
     """Why these are no MXFP4 weights as `_swizzle_mxfp4` leaves them on compute capability 9.0."""
-    scale = getattr(precision, "weight_scale", None)
-    layouts = [getattr(getattr(item, "storage", None), "layout", None) for item in (w, scale)]
-    values, scales = layouts
-    if (getattr(values, "name", None), getattr(scales, "name", None)) != (
-        "HOPPER_VALUE",
-        "HOPPER_SCALE",
-    ) or (values.mma_version, values.mx_axis, scales.num_warps, scales.mx_axis) != (3, 1, 8, 1):
+    values, scales = _layout(w), _layout(getattr(precision, "weight_scale", None))
+    names = getattr(values, "name", None), getattr(scales, "name", None)
+    if names != ("HOPPER_VALUE", "HOPPER_SCALE"):
+        return "another layout of weights"
+    if (values.mma_version, values.mx_axis, scales.num_warps, scales.mx_axis) != (3, 1, 8, 1):
         return "another layout of weights"
     if replace(precision, weight_scale=None) != plain:
         return "another precision"
     return None
+
+
+def _layout(tensor: Any) -> Any:
+    return getattr(getattr(tensor, "storage", None), "layout", None)
 
 
 def _partial(routing: Any) -> str | None:
@@ -239,10 +241,9 @@ def _partial(routing: Any) -> str | None:
 def _not_first(scatter: Any, gammas: Any, y: Any, activation: Any, swiglu: Any) -> str | None:
     if scatter is not None or gammas is not None or y.dim() != 3 or y.shape[0] != 1:
         return "another kind of matmul"
-    specs = getattr(activation, "specs", None)
-    if getattr(specs, "fn", None) is not swiglu or activation.reduction_n != 2:
+    if activation is None or activation.specs.fn is not swiglu or activation.reduction_n != 2:
         return "another activation"
-    if specs.fn_arg_names != ("alpha", "limit") or None in activation.fn_args:
+    if activation.specs.fn_arg_names != ("alpha", "limit") or None in activation.fn_args:
         return "another activation"
     return None
 
