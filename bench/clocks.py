@@ -1,21 +1,18 @@
-"""The clocks a figure was made at: locked where permitted, else watched; never guessed.
+"""The clocks a figure was made at: locked where asked and permitted, else watched; never guessed.
 
-NVML is a parameter, so that a test can put one in that refuses, lies or dies. A lock is taken back
-at the end of the block, at exit and on SIGTERM; after SIGKILL it stays until `nvidia-smi -rgc`.
+NVML is a parameter, so that a test can put one in that refuses, lies or dies.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
-import signal
 import statistics
-import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
+from bench.clock_lock import ClockLock, LockRefusedError
 from bench.errors import VerificationError
 
 THROTTLE_BITS = {
@@ -28,6 +25,8 @@ THROTTLE_BITS = {
 """nvmlClocksEventReasons that make a sample unfit. Idle and application settings do not."""
 TOLERANCE = 0.02
 """Share by which a clock may be off and still be called the same."""
+NOT_SAID = (3, 4)
+"""NVML_ERROR_NOT_SUPPORTED and _NO_PERMISSION: this figure is not to be had here, others are."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,13 @@ class ClockSample:
     sm_mhz: int | None = None
     temperature_c: int | None = None
     throttle: tuple[str, ...] = ()
+    memory_mhz: int | None = None
+    power_w: float | None = None
+    """Of the whole board; since Ampere NVML's figure is the mean of the last second."""
 
 
 class ClockMonitor:
-    """Watches the SM clock of one GPU; locks it when asked and permitted, and always restores.
+    """Watches the clocks of one GPU; locks the SM's when asked and permitted, and always restores.
 
     A context manager. On a CPU, or where NVML is missing or dies, it says so in `description` and
     the measurement goes on without clocks.
@@ -54,12 +56,10 @@ class ClockMonitor:
         self._uuid: str | None = None
         self._handle: Any = None
         self._dead = False
-        self._locked = False
+        self._lock: ClockLock | None = None
         self._was_locked = False
-        self._on_sigterm: Any = None
         self._problem: str | None = None
-        self._seen: list[int] = []
-        self._throttled = 0
+        self._seen: list[ClockSample] = []
 
     def __enter__(self) -> Self:
         if self._device != "cuda":
@@ -80,8 +80,13 @@ class ClockMonitor:
             self._problem = f"NVML is not available: {error}"
             return self
         if self._lock_mhz is not None:
+            gpu = f"index:{self._index}" if self._uuid is None else f"uuid:{self._uuid}"
+            self._lock = ClockLock(self._nvml, self._handle, gpu)
             try:
-                self._lock(self._lock_mhz)
+                self._lock.take(self._lock_mhz)
+                self._was_locked = True
+            except LockRefusedError as error:
+                self._problem = f"locking was refused: {error}"
             except VerificationError:
                 self.__exit__(None, None, None)
                 raise
@@ -93,7 +98,8 @@ class ClockMonitor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._restore()
+        if self._lock is not None:
+            self._problem = self._lock.release() or self._problem
         if self._handle is not None:
             with contextlib.suppress(*self._errors()):  # nothing is left to shut down
                 self._nvml.nvmlShutdown()
@@ -103,94 +109,76 @@ class ClockMonitor:
         """What the GPU does now."""
         if self._handle is None or self._dead:
             return ClockSample()
-        nvml = self._nvml
+        nvml, handle = self._nvml, self._handle
         try:
-            clock = int(nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM))
-            degrees = int(nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU))
-            bits = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle))
+            clock = self._ask(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+            memory = self._ask(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM))
+            degrees = self._ask(
+                lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+            )
+            milliwatts = self._ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+            bits = self._ask(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
         except self._errors() as error:
             self._problem = f"NVML stopped answering: {error}"
             self._dead = True
             return ClockSample()
         throttle = tuple(name for bit, name in THROTTLE_BITS.items() if bits & bit)
-        self._seen.append(clock)
-        self._throttled += bool(throttle)
-        return ClockSample(clock, degrees, throttle)
+        watts = None if milliwatts is None else milliwatts / 1000
+        found = ClockSample(clock, degrees, throttle, memory, watts)
+        self._seen.append(found)
+        return found
 
     @property
     def description(self) -> str:
         """`locked at N MHz`, or `monitored: ...` with what was seen, or why nothing was."""
         if self._device != "cuda":
             return "monitored: CPU, no clock control"
-        if not self._seen:
+        clocks = [sample.sm_mhz for sample in self._seen if sample.sm_mhz is not None]
+        if not clocks:
             return f"not available: {self._problem or 'no sample taken'}"
-        low, high = min(self._seen), max(self._seen)
-        middle = statistics.median(self._seen)
+        middle = statistics.median(clocks)
         how, kept = "monitored", True
         if self._was_locked and self._lock_mhz is not None:
             kept = abs(middle - self._lock_mhz) <= TOLERANCE * self._lock_mhz
             how = f"locked at {self._lock_mhz} MHz" if kept else how
-        told = f"{how}: SM {middle:.0f} MHz ({low} to {high}), {len(self._seen)} samples"
-        told += f", {self._throttled} throttled"
+        throttled = sum(bool(sample.throttle) for sample in self._seen)
+        told = f"{how}: SM {middle:.0f} MHz ({min(clocks)} to {max(clocks)}), "
+        told += f"{len(self._seen)} samples, {throttled} throttled"
+        told += _span("memory", "MHz", [sample.memory_mhz for sample in self._seen])
+        told += _span("", "C", [sample.temperature_c for sample in self._seen])
+        told += _span("", "W", [sample.power_w for sample in self._seen])
         if not kept:
             told += f"; a lock at {self._lock_mhz} MHz was accepted and not kept"
         return f"{told}; {self._problem}" if self._problem else told
 
-    def _lock(self, mhz: int) -> None:
-        """Lock; a refusal means monitoring, a clock beyond the GPU is an error.
+    def _ask(self, question: Callable[[], Any]) -> int | None:
+        """One figure; None where this GPU does not tell it.
 
-        Whether the lock holds shows under load only, so `description` judges by the samples.
+        Raises:
+            NVMLError: NVML answers no more.
         """
-        nvml = self._nvml
         try:
-            ceiling = int(nvml.nvmlDeviceGetMaxClockInfo(self._handle, nvml.NVML_CLOCK_SM))
-            if mhz > ceiling:
-                raise VerificationError(
-                    f"the SM clock cannot be locked at {mhz} MHz: {ceiling} MHz at most",
-                    "lock it lower, or only monitor",
-                )
-            self._arm()
-            nvml.nvmlDeviceSetGpuLockedClocks(self._handle, mhz, mhz)
-        except self._errors() as error:
-            self._disarm()
-            self._locked = False
-            self._problem = f"locking was refused: {error}"
-            return
-        self._was_locked = True
-
-    def _arm(self) -> None:
-        """Before the lock, so that no moment is left in which it could outlive the process."""
-        self._locked = True
-        atexit.register(self._restore)
-        if threading.current_thread() is threading.main_thread():
-            before = signal.signal(signal.SIGTERM, self._terminated)
-            self._on_sigterm = signal.SIG_DFL if before is None else before
-
-    def _disarm(self) -> None:
-        atexit.unregister(self._restore)
-        if self._on_sigterm is not None:
-            signal.signal(signal.SIGTERM, self._on_sigterm)
-            self._on_sigterm = None
-
-    def _terminated(self, number: int, _frame: FrameType | None) -> None:
-        self._restore()
-        os.kill(os.getpid(), number)  # now for whoever was to get it before us
-
-    def _restore(self) -> None:
-        if not self._locked:
-            return
-        self._locked = False
-        self._disarm()
-        try:
-            self._nvml.nvmlDeviceResetGpuLockedClocks(self._handle)
-        except self._errors() as error:
-            self._problem = f"clocks could not be restored: {error}; run: nvidia-smi -rgc"
+            return int(question())
+        except self._nvml.NVMLError as error:
+            if getattr(error, "value", None) in NOT_SAID:
+                return None
+            raise
 
     def _errors(self) -> tuple[type[BaseException], ...]:
         if self._nvml is None:
             return (ImportError,)
         error: type[BaseException] = self._nvml.NVMLError
         return (ImportError, error)
+
+
+def _span(name: str, unit: str, figures: Sequence[float | None]) -> str:
+    seen = [figure for figure in figures if figure is not None]
+    if not seen:
+        return ""
+    low, high = f"{min(seen):.0f}", f"{max(seen):.0f}"
+    return (
+        f", {name} ".replace("  ", " ") + (low if low == high else f"{low} to {high}") + f" {unit}"
+    )
 
 
 def _uuid(index: int) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from bench.evaluation import Environment
 from bench.records import SCHEMA_VERSION, Record
@@ -26,8 +27,15 @@ class Window(Record):
     decode_s: float
     prefill_s: float
     sm_clock_mhz: int | None = None
+    """Median of the samples taken in it."""
+    sm_clock_range_mhz: tuple[int, int] | None = None
+    """The lowest and the highest of them."""
+    memory_clock_mhz: int | None = None
     temperature_c: int | None = None
+    """The highest."""
+    power_w: float | None = None
     throttle_reasons: tuple[str, ...] = ()
+    """Of any of them."""
     kernel_calls: int | None = None
     """Calls of the patched kernel while this window ran; None where nobody counted."""
     process: int | None = Field(default=None, ge=0)
@@ -90,9 +98,54 @@ class Comparison(Record):
     """The same among all patches tried, see `bench.stats.holm`; None for one alone."""
 
 
+class LogitError(Record):
+    """How far logits are from others over the same tokens."""
+
+    rmse: float
+    max_error: float
+    """Of one logit."""
+    mean_kl: float
+    """KL divergence in nats of the others to these, mean over positions."""
+    p99_kl: float
+    max_kl: float
+    """At the worst position."""
+    flips: int
+    """Positions at which the greedy picks differ."""
+
+
+class TaskScore(Record):
+    """Multiple choice, both arms on the same items; an item's answer is the choice with the highest
+    log-likelihood.
+    """
+
+    items: int
+    chance_pct: float
+    baseline_pct: float
+    """Share of items answered right."""
+    patched_pct: float
+    worse: int
+    """Items that only the baseline gets right."""
+    better: int
+    """Items that only the patched model gets right."""
+    floor_changed: int
+    """Items that two runs of the baseline do not agree on: right in one alone."""
+    p_value: float
+    """Of the one-sided exact McNemar test that the patched model is worse."""
+    difference_low_pct: float
+    """95 % interval of patched - baseline in points: paired bootstrap over items."""
+    difference_high_pct: float
+    detectable_pct: float | None
+    """Smallest drop in points that such a test finds with 80 % power; None: none does."""
+    margin_shift: float
+    """Mean over items of what the patch adds to the log-likelihood of the right choice over that
+    of the best wrong one, in nats."""
+    passed: bool
+    reason: str
+
+
 class Quality(Record):
     """Is it still the same model? Patched and baseline against the same model in higher
-    precision.
+    precision, two runs of the baseline against each other, and a task.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -117,8 +170,58 @@ class Quality(Record):
     """Largest baseline logit gap among positions where the picks differ; None when none differ."""
     flip_allowance: float
     """Gap that the baseline's own error can explain."""
+    baseline_p99_kl: float | None = None
+    """99th percentile over positions; None in records older than the field, like all below."""
+    patched_p99_kl: float | None = None
+    baseline_max_kl: float | None = None
+    """At the worst position."""
+    patched_max_kl: float | None = None
+    floor: LogitError | None = None
+    """A/A: a second run of the baseline against its first. All zero: the engine repeats itself."""
+    between: LogitError | None = None
+    """The patched model against the baseline: to be read beside `floor`."""
+    near_tie_flips: int | None = None
+    """Of the positions at which the arms pick differently, those whose gap the allowance covers."""
+    task: TaskScore | None = None
+    task_refusal: str | None = None
+    """Why there is no task score."""
     passed: bool
+    """On every rung that there is."""
     reason: str
+
+
+class Latency(Record):
+    """What one who waits for tokens sees, in milliseconds."""
+
+    first_token_ms: float
+    """Time to first token: prefill of the whole batch, median over windows."""
+    per_token_ms: float
+    """Time per output token: decode seconds over decode steps, median over windows."""
+    steps: int
+    """Decode steps that were timed one by one, each waited for, after the pairs."""
+    between_ms: dict[str, float]
+    """Inter-token latency over those: `p50`, `p90`, `p99`, `max`."""
+
+
+class Trial(Record):
+    """One way to start the engine, and how fast it was."""
+
+    arguments: dict[str, JsonValue]
+    """Of the engine, beside those that the workload asks for; empty: stock."""
+    tokens_per_s: float | None
+    """Median over short windows; None where it did not run."""
+    spread_pct: float | None = None
+    """Largest window over smallest, less one."""
+    failure: str = ""
+
+
+class Tuning(Record):
+    """The search for the best stock configuration, the baseline of both arms."""
+
+    trials: tuple[Trial, ...]
+    """The first one is stock."""
+    chosen: dict[str, JsonValue]
+    """Arguments of the fastest trial; stock where none is faster by more than its spread."""
 
 
 class Throughput(Record):
@@ -137,3 +240,28 @@ class Throughput(Record):
     clocks: str
     """`locked at N MHz` or `monitored: ...`."""
     environment: Environment
+    latency: dict[Arm, Latency] = Field(default_factory=dict)
+    peak_memory_bytes: dict[Arm, int] = Field(default_factory=dict)
+    """Where each arm has a process of its own: the largest, of the device or of the host."""
+    residency: str = ""
+    """How two processes shared the device, in words; empty: both arms are one process."""
+    engine_arguments: dict[str, JsonValue] = Field(default_factory=dict)
+    """Beside what the workload asks for, of both arms."""
+    tuning: Tuning | None = None
+    """How these were found, where they were looked for."""
+
+    def repeat_cv_pct(self, arm: Arm) -> float | None:
+        """Coefficient of variation of tokens/s over an arm's process pairs, else its windows.
+
+        The first pair of each is left out, as in the comparison; None with fewer than two repeats.
+        """
+        runs: dict[int | None, list[Window]] = {}
+        for window in self.windows:
+            if window.kind == "ab" and window.arm == arm:
+                runs.setdefault(window.process, []).append(window)
+        kept = [windows[1:] for windows in runs.values() if windows[1:]]
+        groups = kept if len(kept) > 1 else [[window] for windows in kept for window in windows]
+        rates = [sum(w.tokens for w in g) / sum(w.decode_s for w in g) for g in groups]
+        if len(rates) < 2:
+            return None
+        return 100 * statistics.stdev(rates) / statistics.mean(rates)

@@ -20,7 +20,8 @@ from bench.comparison import Arm, Comparison, Throughput
 from bench.engines import Engine
 from bench.intervals import pairs_needed
 from bench.records import SCHEMA_VERSION, Record
-from bench.throughput import Arms, measure
+from bench.throughput import measure
+from bench.windows import Arms
 from bench.workload import Workload
 
 GAINS_PCT = (1.0, 0.5, -1.0)

@@ -277,6 +277,8 @@ def _percent(log_ratio: float) -> float:
 __all__: Sequence[str] = (
     "DEFAULT_PAIRS",
     "LOOKS",
+    "MIN_PAIRS",
+    "MIN_PROCESS_PAIRS",
     "compare",
     "half_width",
     "holm",

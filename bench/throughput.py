@@ -8,34 +8,36 @@ beside it: the baseline on both sides.
 
 from __future__ import annotations
 
-import gc
 import random
-import statistics
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
 
 import torch
 
-from bench.clocks import ClockMonitor, ClockSample
-from bench.comparison import Arm, Comparison, Throughput, Window
-from bench.engines import Decoding, Engine
+from bench.clock_blocks import unfit
+from bench.clocks import ClockMonitor
+from bench.comparison import Arm, Comparison, Latency, Throughput, Window
+from bench.engines import Engine
 from bench.environment import describe
 from bench.errors import PatcherError, UsageError
 from bench.intervals import Look, first_decided, schedule
+from bench.latency import in_steps, latency_of
 from bench.stats import compare
+from bench.windows import (
+    Arms,
+    Kind,
+    LocalSide,
+    Pair,
+    Side,
+    abba,
+    prompt_seed,
+    take_pair,
+)
 from bench.workload import Workload
 
 CONTROL_EVERY = 3
 """One A/A pair for so many A/B pairs."""
-TURN_STEPS = 8
-"""Decode steps an arm takes before the other has its turn; the first of them is not timed."""
-CLOCK_TOLERANCE = 0.02
-
-Arms = Mapping[Arm, Callable[[], AbstractContextManager[object]]]
-"""What puts the engine into each arm's state and takes it out again."""
-Kind = Literal["ab", "aa"]
+LATENCY_WINDOWS = 2
+"""For each arm, step by step, after the pairs."""
 
 
 def measure(
@@ -61,38 +63,38 @@ def measure(
         UsageError: a window too short to time.
         PatcherError: the engine gave other tokens than asked for, or every pair was unfit.
     """
-    if workload.output_len < 2:
-        raise UsageError(
-            "a window of 1 decode step leaves nothing to time", "ask for 2 decode steps or more"
-        )
+    check_window(workload)
     report = progress or (lambda stage, done, total: None)
     rng = random.Random(seed)
     planned = schedule(max_pairs, looks)
     windows: list[Window] = []
-    sitting = Sitting(engine, arms, workload, seed, clocks, kernel_calls)
     warm_up(engine, arms, workload, seed)
     pair = taken = 0
 
+    def take(kind: Kind, order: tuple[Arm, Arm]) -> None:
+        nonlocal pair
+        sides: dict[Arm, Side] = {
+            arm: LocalSide(engine, arms["baseline" if kind == "aa" else arm], kernel_calls)
+            for arm in order
+        }
+        one = Pair(pair, kind, order)
+        windows.extend(take_pair(one, sides, workload, engine.vocab_size, seed, clocks))
+        pair += 1
+
     def at(look: Look) -> Comparison | None:
-        nonlocal pair, taken
+        nonlocal taken
         while taken < look.taken:
             for order in abba(rng):
-                windows.extend(sitting.pair(pair, "ab", order))
-                pair += 1
+                take("ab", order)
                 taken += 1
                 if taken % CONTROL_EVERY == 0:
-                    windows.extend(sitting.pair(pair, "aa", order))
-                    pair += 1
-                report("A/B pairs", taken, planned[-1].taken)
+                    take("aa", order)
+                report(f"A/B pairs{so_far(windows, margin_pct)}", taken, planned[-1].taken)
         return decide_on(windows, "ab", margin_pct, look.confidence_pct)
 
     comparison = first_decided(planned, at)
     if comparison is None:
-        raise PatcherError(
-            f"none of {taken} pairs can be used: their clocks drifted or throttled "
-            f"({clocks.description})",
-            "let the GPU cool, stop what else runs on it, or lock its clocks lower",
-        )
+        raise unusable(taken, clocks)
     return Throughput(
         workload=workload,
         patch=patch_id,
@@ -102,7 +104,45 @@ def measure(
         routing_entropy_pct=engine.routing_entropy_pct(engine.prompts(seed), 16),
         clocks=clocks.description,
         environment=describe(workload.device, torch.get_num_threads(), clocks.description),
+        latency=_latencies(engine, arms, windows, prompt_seed(seed, pair)),
     )
+
+
+def _latencies(engine: Engine, arms: Arms, windows: list[Window], seed: int) -> dict[Arm, Latency]:
+    found = {}
+    for arm, enter in arms.items():
+        with enter():
+            steps = [in_steps(engine, seed + index) for index in range(LATENCY_WINDOWS)]
+        every = [step for one in steps for step in one]
+        found[arm] = latency_of(arm, windows, every, engine.workload.batch)
+    return found
+
+
+def check_window(workload: Workload) -> None:
+    """Raises:
+    UsageError: a window too short to time.
+    """
+    if workload.output_len < 2:
+        raise UsageError(
+            "a window of 1 decode step leaves nothing to time", "ask for 2 decode steps or more"
+        )
+
+
+def unusable(pairs: int, clocks: ClockMonitor) -> PatcherError:
+    """What to say when no pair is left."""
+    return PatcherError(
+        f"none of {pairs} pairs can be used: their clocks drifted or throttled "
+        f"({clocks.description})",
+        "let the GPU cool, stop what else runs on it, or lock its clocks lower",
+    )
+
+
+def so_far(windows: list[Window], margin_pct: float) -> str:
+    """The interval until now, as a note beside the progress; not a look, nothing is decided."""
+    found = decide_on(windows, "ab", margin_pct, 95.0)
+    if found is None or found.pairs < 3:
+        return ""
+    return f" ({found.gain_pct:+.2f} % [{found.gain_low_pct:+.2f}, {found.gain_high_pct:+.2f}])"
 
 
 def warm_up(engine: Engine, arms: Arms, workload: Workload, seed: int) -> None:
@@ -110,116 +150,6 @@ def warm_up(engine: Engine, arms: Arms, workload: Workload, seed: int) -> None:
     for enter in arms.values():
         with enter():
             engine.generate(engine.prompts(seed), min(workload.output_len, 8))
-
-
-def abba(rng: random.Random) -> Iterator[tuple[Arm, Arm]]:
-    """Two pairs: one order and its mirror, which comes first drawn at random."""
-    first: tuple[Arm, Arm] = ("baseline", "patched")
-    second: tuple[Arm, Arm] = ("patched", "baseline")
-    yield from (first, second) if rng.random() < 0.5 else (second, first)
-
-
-@dataclass(frozen=True)
-class Sitting:
-    """What all pairs of one measurement share."""
-
-    engine: Engine
-    arms: Arms
-    workload: Workload
-    seed: int
-    clocks: ClockMonitor
-    kernel_calls: Callable[[], int] | None = None
-
-    def pair(self, pair: int, kind: Kind, order: tuple[Arm, Arm]) -> list[Window]:
-        """Two windows over the same prompts; an A/A pair runs the baseline under both names."""
-        prompts = self.engine.prompts(self.seed * 1_000_003 + pair + 1)
-        sides = {arm: Side(self, "baseline" if kind == "aa" else arm) for arm in order}
-        for arm in order:
-            sides[arm].prefill(prompts)
-        turns = turn_lengths(self.workload.output_len)
-        with _no_gc():
-            for index, steps in enumerate(turns):
-                for arm in order if index % 2 == 0 else order[::-1]:
-                    sides[arm].turn(steps)
-        return [sides[arm].window(pair, arm, kind, len(turns)) for arm in order]
-
-
-class Side:
-    """One window under way."""
-
-    def __init__(self, sitting: Sitting, state: Arm) -> None:
-        self._sitting, self._enter = sitting, sitting.arms[state]
-        self._decoding: Decoding | None = None
-        self._calls = 0
-        self._clocks: list[ClockSample] = []
-
-    def prefill(self, prompts: torch.Tensor) -> None:
-        with self._entered():
-            self._decoding = self._sitting.engine.prefill(prompts)
-
-    def turn(self, steps: int) -> None:
-        assert self._decoding is not None
-        with self._entered():
-            take_turn(self._sitting.engine, self._decoding, steps)
-        self._clocks.append(self._sitting.clocks.sample())
-
-    def window(self, pair: int, arm: Arm, kind: Kind, turns: int) -> Window:
-        """The clock is the median over the turns, the temperature the highest."""
-        assert self._decoding is not None
-        sitting = self._sitting
-        mhz = [clock.sm_mhz for clock in self._clocks if clock.sm_mhz is not None]
-        degrees = [c.temperature_c for c in self._clocks if c.temperature_c is not None]
-        reasons = {reason for clock in self._clocks for reason in clock.throttle}
-        tokens = self._decoding.tokens()
-        return Window(
-            pair=pair,
-            arm=arm,
-            kind=kind,
-            tokens=count_tokens(tokens, sitting.workload, sitting.engine, turns),
-            decode_s=self._decoding.decode_s,
-            prefill_s=self._decoding.prefill_s,
-            sm_clock_mhz=statistics.median_low(mhz) if mhz else None,
-            temperature_c=max(degrees, default=None),
-            throttle_reasons=tuple(sorted(reasons)),
-            kernel_calls=None if sitting.kernel_calls is None else self._calls,
-        )
-
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
-        """In this side's state of the engine, the patched kernel's calls counted."""
-        count = self._sitting.kernel_calls or int
-        before = count()
-        with self._enter():
-            yield
-        self._calls += count() - before
-
-
-def turn_lengths(steps: int) -> list[int]:
-    """Steps cut into turns; a short last one joins the turn before."""
-    whole = max(steps // TURN_STEPS, 1)
-    return [TURN_STEPS] * (whole - 1) + [steps - TURN_STEPS * (whole - 1)]
-
-
-def take_turn(engine: Engine, decoding: Decoding, steps: int) -> None:
-    """One step that is not timed, since caches still hold the other arm's code, then the rest."""
-    before = decoding.decode_s
-    engine.decode(decoding, 1)
-    decoding.decode_s = before
-    engine.decode(decoding, steps - 1)
-
-
-def count_tokens(tokens: torch.Tensor, workload: Workload, engine: Engine, turns: int) -> int:
-    """Timed tokens as the caller counts them: without prefill's and the first of each turn.
-
-    Raises:
-        PatcherError: not the shape asked for, or an id outside the vocabulary.
-    """
-    asked = (workload.batch, workload.output_len + 1)
-    if tuple(tokens.shape) != asked:
-        raise PatcherError(f"the engine gave tokens {tuple(tokens.shape)}, {asked} was asked for")
-    if int(tokens.min()) < 0 or int(tokens.max()) >= engine.vocab_size:
-        raise PatcherError("the engine gave a token id outside the vocabulary")
-    return workload.batch * (workload.output_len - turns)
 
 
 def decide_on(
@@ -230,36 +160,17 @@ def decide_on(
     None when no pair is left.
     """
     chosen = [window for window in windows if window.kind == kind]
-    warmup, unfit = 1 if kind == "ab" else 0, unfit_pairs(windows)
-    order = list(dict.fromkeys(window.pair for window in chosen))
-    if not set(order[warmup:]) - unfit:
+    # in one process the A/A pairs come after A/B pairs, and are warm
+    cold = kind == "ab" or any(window.process is not None for window in chosen)
+    warmup, drop = int(cold), unfit_pairs(windows)
+    left: dict[int | None, list[int]] = {}
+    for window in chosen:
+        left.setdefault(window.process, []).append(window.pair)
+    if all(set(list(dict.fromkeys(pairs))[warmup:]) <= drop for pairs in left.values()):
         return None
-    return compare(chosen, margin_pct, confidence_pct, warmup, unfit)
+    return compare(chosen, margin_pct, confidence_pct, warmup, drop)
 
 
 def unfit_pairs(windows: list[Window]) -> frozenset[int]:
-    """Pairs with a throttled window or one off the sitting's median SM clock."""
-    seen = [window.sm_clock_mhz for window in windows if window.sm_clock_mhz is not None]
-    middle = statistics.median(seen) if seen else 0
-    return frozenset(
-        window.pair
-        for window in windows
-        if window.throttle_reasons
-        or (
-            window.sm_clock_mhz is not None
-            and abs(window.sm_clock_mhz - middle) > CLOCK_TOLERANCE * middle
-        )
-    )
-
-
-@contextmanager
-def _no_gc() -> Iterator[None]:
-    """Collections happen between windows, not in them."""
-    on = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
+    """Pairs that their clocks make unfit, see `bench.clock_blocks.unfit`."""
+    return frozenset(unfit(windows))

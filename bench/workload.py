@@ -86,3 +86,17 @@ def preset(name: str) -> Preset:
         raise UsageError(
             f"unknown model {name!r}", f"presets are: {', '.join(presets())}"
         ) from None
+
+
+def weights_id(workload: Workload) -> str:
+    """Id or folder of the workload's published weights.
+
+    Raises:
+        UsageError: a preset that has none.
+    """
+    known = presets().get(workload.model)
+    if known is None:
+        return workload.model
+    if known.hub_id is None:
+        raise UsageError(f"{known.name} has no published weights", "use --weights random")
+    return known.hub_id

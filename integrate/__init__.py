@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from integrate.counts import Book
     from integrate.export import export_patch
     from integrate.imports import import_kernel
+    from integrate.measuring import activated, await_engine
     from integrate.tensorrt_llm import check_workers, write_module
     from integrate.tensorrt_llm_recipe import write_recipe
     from integrate.tensorrt_llm_source import SEAMS, make_diff
@@ -31,6 +32,8 @@ _LAZY = {
     "Activation": "integrate.activation",
     "Book": "integrate.counts",
     "activate": "integrate.activation",
+    "activated": "integrate.measuring",
+    "await_engine": "integrate.measuring",
     "export_patch": "integrate.export",
     "import_kernel": "integrate.imports",
     "prepare": "integrate.activation",
@@ -60,6 +63,8 @@ __all__ = [
     "Switches",
     "Verified",
     "activate",
+    "activated",
+    "await_engine",
     "check_workers",
     "export_patch",
     "home_store",

@@ -54,6 +54,12 @@ def workload_of(
 
     if engine not in ENGINES:
         raise UsageError(f"engine {engine!r} is not driven yet", f"engines: {', '.join(ENGINES)}")
+    if weights == "dummy":
+        raise UsageError(
+            "an engine's dummy weights are near zero: all tokens pick the same experts, decode "
+            "reads a fraction of the model, and the faster backend can even change",
+            "use --weights random, whose routing is spread out",
+        )
     if weights not in ("random", "hub", "local"):
         raise UsageError(f"unknown weights {weights!r}", "say random, hub or local")
     return workload_for(
@@ -383,6 +389,9 @@ def _decision_lines(decision: Any) -> list[Text]:
     "patcher throughput gpt-oss-20b --patch norm-patch --batch 8 --input-len 1024",
     "patcher throughput gpt-oss-20b --from samples.jsonl",
     "patcher throughput gpt-oss-tiny --self-test --pairs 200",
+    "patcher throughput gpt-oss-20b --engine vllm --patch norm-patch --preset quick",
+    "patcher throughput gpt-oss-20b --engine vllm --patch P --preset kforge --tune-baseline",
+    "patcher throughput gpt-oss-tiny --patch norm-patch --processes 3",
 )
 def throughput(
     model: Annotated[str, typer.Argument(help="Preset, Hugging Face id or folder.")],
@@ -400,11 +409,35 @@ def throughput(
     input_len: Prompt = None,
     output_len: Steps = None,
     weights: Weights = "random",
-    pairs: Annotated[int, typer.Option(help="Pairs at most.", min=6)] = DEFAULT_PAIRS,
+    preset_name: Annotated[
+        str | None,
+        typer.Option("--preset", help="Traffic: kforge (hours) or quick (minutes)."),
+    ] = None,
+    pairs: Annotated[int | None, typer.Option(help="Pairs at most.", min=6)] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            help="Process pairs, a process for each arm; 0: one process for both. Default: 3 for "
+            "vllm, which is patched when it starts, else 0.",
+            min=0,
+        ),
+    ] = None,
+    tune_baseline: Annotated[
+        bool,
+        typer.Option("--tune-baseline", help="vllm: the best stock configuration is the baseline."),
+    ] = False,
+    engine_args: Annotated[
+        list[str] | None,
+        typer.Option("--engine-arg", metavar="NAME=VALUE", help="vllm: an argument for both arms."),
+    ] = None,
     margin_pct: Annotated[float | None, typer.Option("--margin-pct", min=0)] = None,
     quality_steps: Annotated[
         int, typer.Option(help="Decode steps compared for quality.", min=1)
     ] = 32,
+    lock_mhz: Annotated[
+        int | None,
+        typer.Option(help="Lock the GPU's SM clock for the A/B (root; else monitored).", min=1),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the whole result here too.")] = None,
     threads: Threads = None,
     as_json: Json = False,
@@ -429,38 +462,47 @@ def throughput(
     if patch is None and not self_test:
         raise UsageError("nothing to compare", "give --patch BUNDLE, --from SAMPLES or --self-test")
     from integrate import unpacked
-    from patcher.measure import Job, measure_and_decide, measure_planted
-    from patcher.show import comparison_lines, planted_lines, quality_line
+    from patcher.measure import measure_and_decide, measure_planted
+    from patcher.show import planted_lines
+    from patcher.show_quality import quality_lines
+    from patcher.show_throughput import throughput_lines
+    from patcher.throughput_job import Asked, job_of
 
-    workload = workload_of(model, device, engine, batch, input_len, output_len, weights, threads)
+    asked = Asked(preset_name, batch, input_len, output_len, pairs, processes)
+    workload = workload_of(model, device, engine, *asked.shape, weights, threads)
+    job = job_of(asked, workload, tune_baseline, engine_args or [], margin, quality_steps)
+    job = job.model_copy(update={"lock_mhz": lock_mhz})
     if patch is None:
-        job = Job(workload=workload, margin_pct=margin, max_pairs=pairs)
         with output.progress() as bar:
             planted = measure_planted(job, bar)
         if out is not None:
             out.write_text(planted.model_dump_json(indent=1) + "\n", encoding="utf-8")
         output.emit(planted, *planted_lines(planted))
         return 5 if planted.wrong else int(not planted.all_found)
-    job = Job(workload=workload, margin_pct=margin, max_pairs=pairs, quality_steps=quality_steps)
     with output.progress() as bar, unpacked(patch) as folder:
         result = measure_and_decide(job, folder, bar)
     if out is not None:
         out.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
     measured = result.measured
-    shown: list[Any] = [comparison_lines("patch", measured.throughput.comparison)]
-    if measured.throughput.control is not None:
-        shown.append(comparison_lines("A/A control", measured.throughput.control))
-    shown.append(quality_line(measured.quality))
+    shown: list[Any] = [*throughput_lines(measured.throughput), *quality_lines(measured.quality)]
     shown.append(Text(f"receipt: {measured.receipt.total_calls:,} calls of the patched kernel"))
     output.emit(result, *shown, *_decision_lines(result.decision))
     return 0 if result.decision.verdict == "accept" else 1
 
 
 @app.command()
-@examples("patcher report latest", "patcher report RUN --format md")
+@examples(
+    "patcher report latest",
+    "patcher report RUN --format md",
+    "patcher report RUN --patched-profile patched.sqlite",
+)
 def report(
     which: Annotated[str, typer.Argument(metavar="RUN", help="Folder, id or `latest`.")] = "latest",
     formats: Annotated[str, typer.Option("--format", help="html,md,json")] = "html,md,json",
+    patched: Annotated[
+        Path | None,
+        typer.Option("--patched-profile", help="Of the patched engine: what moved, and how."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """The report of a run: one HTML file, Markdown for a pull request, JSON for machines."""
@@ -468,7 +510,12 @@ def report(
     from patcher.run import Run
 
     run = Run.open(Run.find(runs_dir(), which), read_only=True)
-    files = write_report(run, tuple(part.strip() for part in formats.split(",")))
+    after = None
+    if patched is not None:
+        from hotspot import read
+
+        after = read(patched, run.config.model or "the model")
+    files = write_report(run, tuple(part.strip() for part in formats.split(",")), after)
     names = [str(path) for path in files]
     document = {"schema_version": SCHEMA_VERSION, "run": run.id, "files": names}
     Output(as_json).emit(document, *(Text(name) for name in names))

@@ -9,9 +9,11 @@ from bench import SCHEMA_VERSION, Evaluation, Outcome, Quality, Record, Throughp
 from bench.comparison import Verdict
 
 if TYPE_CHECKING:
+    from patcher.elsewhere import Elsewhere
     from patcher.proof import Proof
+    from patcher.reconcile import Reconciliation
 
-RULE_VERSION = 1
+RULE_VERSION = 2
 
 
 class ReceiptLike(Protocol):
@@ -19,6 +21,8 @@ class ReceiptLike(Protocol):
 
     @property
     def calls(self) -> dict[str, int]: ...
+    @property
+    def replayed(self) -> dict[str, int]: ...
     @property
     def fallbacks(self) -> dict[str, int]: ...
     @property
@@ -46,12 +50,16 @@ def decide(
     quality_receipt: ReceiptLike,
     reverted_identical: bool,
     proof: Proof | None = None,
+    reconciliation: Reconciliation | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> Decision:
     """Accept only what every piece of evidence supports.
 
     A disqualified patch is rejected however fast it was; a sitting whose own control fails tells
     nothing; otherwise the comparison's verdict stands. Where the patched run was profiled, too,
-    `proof` holds its receipts against that.
+    `proof` holds its receipts against that. What was measured at other traffic takes an accept back
+    where it was worse, or may have been. A gain that `reconciliation` does not explain is a reason
+    beside the verdict and never turns it.
     """
     comparison = throughput.comparison
     wrong = _disqualified(
@@ -59,6 +67,8 @@ def decide(
     )
     if proof is not None:
         wrong += proof.failures
+    if elsewhere is not None:
+        wrong += elsewhere.failures
     void = _void(throughput)
     verdict: Verdict
     if wrong:
@@ -76,6 +86,13 @@ def decide(
             f"same model: {quality.reason}",
             "after the revert the greedy output is bit-identical to before",
         ]
+        if elsewhere is not None and elsewhere.unknown:
+            verdict = "inconclusive" if verdict == "accept" else verdict
+            reasons += elsewhere.unknown
+        elif elsewhere is not None:
+            reasons.append(f"elsewhere: {elsewhere.said}")
+        if reconciliation is not None and reconciliation.explained is False:
+            reasons.append(f"micro and measured gain do not agree: {reconciliation.said}")
     return Decision(
         verdict=verdict,
         reasons=tuple(reasons),
@@ -101,13 +118,28 @@ def _disqualified(
         found.append("the receipt shows that the patched kernel never ran in the patched windows")
     elif quality_receipt.total_calls == 0:
         found.append("the patched kernel never ran in the quality run: another model was compared")
-    elif missed := sorted(receipt.calls.keys() - quality_receipt.calls.keys()):
-        found.append(f"the quality run never ran what was timed: {', '.join(missed)}")
+    else:
+        found += _never_compared(receipt, quality_receipt)
     found += _where_it_ran(throughput.windows)
     if not quality.passed:
         found.append(f"it is no longer the same model: {quality.reason}")
     if not reverted_identical:
         found.append("after the revert the greedy output is not what it was before")
+    return found
+
+
+def _never_compared(timed: ReceiptLike, compared: ReceiptLike) -> list[str]:
+    """Kernels and shape buckets that were timed and are not in the quality run; a graph's replays
+    are other code than an eager call of the same shape.
+    """
+    found = []
+    if missed := sorted(timed.calls.keys() - compared.calls.keys()):
+        found.append(f"the quality run never ran what was timed: {', '.join(missed)}")
+    eager = compared.calls.keys() - compared.replayed.keys()
+    if missed := sorted(timed.replayed.keys() & eager):
+        found.append(
+            f"timed in CUDA graphs, in the quality run only outside of them: {', '.join(missed)}"
+        )
     return found
 
 

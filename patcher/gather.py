@@ -7,20 +7,28 @@ from typing import TypeVar
 
 from bench import Evaluation, Record, UsageError, load_op
 from hotspot import Profile
+from integrate import Patch
 from integrate import Receipt as FullReceipt
 from patcher.attempts import Attempt
 from patcher.decide import Decision
-from patcher.measure import Measured
+from patcher.measure import explain_measured
+from patcher.measured import Measured
 from patcher.pipeline import DEMO, Made, Plan
+from patcher.proof import prove
+from patcher.reconcile import Reconciliation
 from patcher.report import FORMATS, Report, write
 from patcher.report.record import Receipt
+from patcher.review import run_words
 from patcher.run import Run
 
 RecordT = TypeVar("RecordT", bound=Record)
 
 
-def write_report(run: Run, formats: tuple[str, ...]) -> list[Path]:
+def write_report(run: Run, formats: tuple[str, ...], after: Profile | None = None) -> list[Path]:
     """Write the report of a run into its folder; also of one that is still going on.
+
+    Args:
+        after: a profile of the patched engine, to be held against the run's.
 
     Raises:
         UsageError: unknown format.
@@ -30,11 +38,15 @@ def write_report(run: Run, formats: tuple[str, ...]) -> list[Path]:
         raise UsageError(
             f"unknown report format {', '.join(unknown)}", f"formats are: {', '.join(FORMATS)}"
         )
-    return write(gather(run), run.path, formats)
+    return write(gather(run, after), run.path, formats)
 
 
-def gather(run: Run) -> Report:
-    """Everything that the run has so far; what is not there yet is None."""
+def gather(run: Run, after: Profile | None = None) -> Report:
+    """Everything that the run has so far; what is not there yet is None.
+
+    Args:
+        after: a profile of the patched engine.
+    """
     plan = Plan.model_validate(run.config.settings.get("plan", {}))
     workload = run.config.workload
     profile = _stored(run, "profile", Profile)
@@ -61,6 +73,7 @@ def gather(run: Run) -> Report:
         recorded_conversation=recorded,
         recorded_note=_recorded_note(model) if recorded else None,
         profile=profile.model_dump(mode="json") if profile else None,
+        profile_after=after.model_dump(mode="json") if after else None,
         attempts=attempts,
         best=evaluation,
         candidate_source=source,
@@ -70,8 +83,10 @@ def gather(run: Run) -> Report:
         quality=measured.quality if measured else None,
         receipt=_receipt(measured.receipt) if measured else None,
         quality_receipt=_receipt(measured.quality_receipt) if measured else None,
-        calls_per_step=_calls_per_step(run, evaluation),
+        reconciliation=_reconciled(run, measured, evaluation, profile, after),
+        elsewhere=measured.elsewhere if measured else None,
         decision=decision,
+        words=run_words(run),
         reverted_identical=measured.reverted_identical if measured else None,
         environment=measured.throughput.environment if measured else None,
     )
@@ -95,17 +110,31 @@ def _best(attempts: tuple[Attempt, ...]) -> Attempt | None:
     return max(right, key=lambda attempt: attempt.geomean_speedup or 0.0, default=None)
 
 
-def _calls_per_step(run: Run, evaluation: Evaluation | None) -> float | None:
-    """Patched calls of one decode step: per layer, by the op's patch point."""
-    from bench import presets
-
-    workload = run.config.workload
-    if evaluation is None or workload is None or workload.model not in presets():
+def _reconciled(
+    run: Run,
+    measured: Measured | None,
+    evaluation: Evaluation | None,
+    before: Profile | None,
+    after: Profile | None,
+) -> Reconciliation | None:
+    """As the run recorded it; with a profile of the patched engine it is made anew."""
+    if after is None and run.done("reconcile"):
+        return run.load("reconcile", Reconciliation)
+    if measured is None or evaluation is None:
         return None
-    for point in load_op(evaluation.op).contract.patch_points:
-        if point.engine == workload.engine:
-            return float(point.calls_per_layer * presets()[workload.model].layers)
-    return None
+    contract = load_op(evaluation.op).contract
+    seen = _seen_per_step(run, measured, before, after) if after else None
+    return explain_measured(measured, evaluation, contract, before, after, seen)
+
+
+def _seen_per_step(
+    run: Run, measured: Measured, before: Profile | None, after: Profile
+) -> float | None:
+    """Launches of the patched kernel in a step of the profile, the most frequent of its parts."""
+    patch = Patch.load(run.path / run.load("patch", Made).folder)
+    proof = prove([measured.receipt], after, patch, before=before)
+    rates = [row.per_step for row in proof.rows if row.role == "new" and row.per_step]
+    return max(rates, default=None)
 
 
 def _stopped(run: Run, attempts: tuple[Attempt, ...]) -> str:

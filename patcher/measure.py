@@ -12,64 +12,27 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from bench import (
-    SCHEMA_VERSION,
+    Contract,
     Evaluation,
     PatcherError,
-    Quality,
-    Record,
-    Throughput,
-    Workload,
     relayed,
 )
 from bench.environment import engine_environment
-from bench.stats import DEFAULT_PAIRS, LOOKS
+from hotspot import Profile
 from integrate import Patch, Receipt
 from patcher.decide import Decision, decide
+from patcher.explain import explain
+from patcher.measured import Job, Judged, Measured, Report
+from patcher.reconcile import Reconciliation
 
 if TYPE_CHECKING:
     from bench.planted import PlantedGains
-
-Report = Callable[[str, int, int], None]
-
-
-class Job(Record):
-    """What to measure."""
-
-    workload: Workload
-    margin_pct: float = 0.5
-    max_pairs: int = DEFAULT_PAIRS
-    looks: int = LOOKS
-    quality_steps: int = 32
-    seed: int = 0
-
-
-class Measured(Record):
-    """What was measured."""
-
-    schema_version: int = SCHEMA_VERSION
-    throughput: Throughput
-    quality: Quality
-    receipt: Receipt
-    """Calls in the throughput's patched windows."""
-    quality_receipt: Receipt
-    """Calls in the quality run: the same model must have been compared."""
-    reverted_identical: bool
-    """Greedy output after the revert is bit-identical to before the patch."""
-
-
-class Judged(Record):
-    """A measurement and the rule's word on it."""
-
-    schema_version: int = SCHEMA_VERSION
-    measured: Measured
-    decision: Decision
 
 
 def measure_and_decide(job: Job, patch_folder: Path, report: Report) -> Judged:
@@ -81,10 +44,39 @@ def measure_and_decide(job: Job, patch_folder: Path, report: Report) -> Judged:
     patch = Patch.load(patch_folder)
     measured = measure_in_child(job, patch_folder, report)
     evaluation = Evaluation.model_validate(patch.manifest.evidence)
-    return Judged(measured=measured, decision=decide_on(measured, evaluation))
+    reconciliation = explain_measured(measured, evaluation, patch.contract)
+    return Judged(
+        measured=measured,
+        reconciliation=reconciliation,
+        decision=decide_on(measured, evaluation, reconciliation),
+    )
 
 
-def decide_on(measured: Measured, evaluation: Evaluation) -> Decision:
+def explain_measured(
+    measured: Measured,
+    evaluation: Evaluation,
+    contract: Contract,
+    before: Profile | None = None,
+    after: Profile | None = None,
+    seen_per_step: float | None = None,
+) -> Reconciliation:
+    """Whether the kernel's own gain explains what was measured; see `explain`."""
+    receipt = measured.receipt
+    return explain(
+        evaluation,
+        contract,
+        measured.throughput,
+        receipt.calls,
+        replayed=bool(receipt.replayed) if receipt.calls else None,
+        before=before,
+        after=after,
+        seen_per_step=seen_per_step,
+    )
+
+
+def decide_on(
+    measured: Measured, evaluation: Evaluation, reconciliation: Reconciliation | None = None
+) -> Decision:
     """The rule's word on a measurement."""
     return decide(
         measured.throughput,
@@ -93,16 +85,24 @@ def decide_on(measured: Measured, evaluation: Evaluation) -> Decision:
         measured.receipt,
         measured.quality_receipt,
         measured.reverted_identical,
+        reconciliation=reconciliation,
+        elsewhere=measured.elsewhere,
     )
 
 
 def measure_in_child(job: Job, patch_folder: Path, report: Report) -> Measured:
-    """Run `measure` in a process without keys; killed as a group when interrupted.
+    """Run `measure` in a process without keys, or each arm in one; killed as a group when
+    interrupted.
 
     Raises:
         PatcherError: the process failed; its last lines are in the message.
     """
-    Patch.load(patch_folder).verify_target()
+    patch = Patch.load(patch_folder)
+    patch.verify_target()
+    if job.process_pairs:
+        from patcher.measure_pairs import measure_pairs
+
+        return measure_pairs(job, patch, report)
     with tempfile.TemporaryDirectory(prefix="patcher-measure-") as scratch:
         folder = Path(scratch)
         (folder / "job.json").write_text(job.model_dump_json(), encoding="utf-8")
@@ -159,8 +159,8 @@ def measure(job: Job, patch: Patch, report: Report) -> Measured:
     from bench.clocks import ClockMonitor
     from bench.engines import open_engine
     from bench.quality import assess, greedy_identical
-    from bench.throughput import Arms
     from bench.throughput import measure as measure_throughput
+    from bench.windows import Arms
     from integrate import Book, prepare
 
     kernel = patch.kernel()
@@ -175,7 +175,7 @@ def measure(job: Job, patch: Patch, report: Report) -> Measured:
         patched = prepare(engine.model, patch, kernel=kernel, book=receipts)
         return {"baseline": nullcontext, "patched": lambda: patched}
 
-    with ClockMonitor(job.workload.device) as clocks:
+    with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
         throughput = measure_throughput(
             engine,
             arms(book),
@@ -210,7 +210,7 @@ def measure_planted(job: Job, report: Report) -> PlantedGains:
 
     report("load the model", 0, 1)
     engine = open_engine(job.workload)
-    with ClockMonitor(job.workload.device) as clocks:
+    with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
         return plant(
             engine,
             model_delay(engine.model),

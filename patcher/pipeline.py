@@ -26,7 +26,7 @@ from bench import (
 )
 from bench.environment import describe
 from bench.judge import JudgeSettings, Policy, open_judge
-from bench.stats import DEFAULT_PAIRS
+from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
 from bench.toolchains import build
 from hotspot import Profile, capture
 from integrate import Patch
@@ -34,8 +34,10 @@ from patcher.agent import optimize
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
 from patcher.decide import Decision
-from patcher.measure import Job, Measured, decide_on, measure_in_child
+from patcher.measure import decide_on, explain_measured, measure_in_child
+from patcher.measured import Job, Measured
 from patcher.models import Model, open_model
+from patcher.reconcile import Reconciliation
 from patcher.run import Run
 from patcher.settings import Settings
 
@@ -143,6 +145,7 @@ def execute(run: Run, report: Report, say: Say, profile_file: Path | None = None
     plan = Plan.model_validate(settings["plan"])
     workload = run.config.workload
     op_name = plan.op
+    profile: Profile | None = None
     if plan.whole:
         assert workload is not None
         profile = run.step(
@@ -168,14 +171,20 @@ def execute(run: Run, report: Report, say: Say, profile_file: Path | None = None
             margin_pct=settings["margin_pct"],
             max_pairs=plan.pairs,
             quality_steps=plan.quality_steps,
+            # vLLM is patched when a process starts
+            process_pairs=MIN_PROCESS_PAIRS if workload.engine == "vllm" else 0,
         )
         folder = run.path / made.folder
         measured = run.step("measure", lambda: measure_in_child(job, folder, report), Measured)
         evaluation = run.load(f"{op_name}/{optimisation.best_iteration}/evaluate", Evaluation)
+        contract = load_op(op_name).contract
+        reconciliation = run.step(
+            "reconcile",
+            lambda: explain_measured(measured, evaluation, contract, profile),
+            Reconciliation,
+        )
         decision = run.step(
-            "decision",
-            lambda: decide_on(measured, evaluation),
-            Decision,
+            "decision", lambda: decide_on(measured, evaluation, reconciliation), Decision
         )
     return Result(run=run.id, op=op_name, optimisation=optimisation, patch=made, decision=decision)
 

@@ -19,7 +19,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from bench import Comparison, Evaluation, KernelCounters, Op, Outcome, Quality
+from bench import Comparison, Evaluation, KernelCounters, Op, Outcome
 from patcher.attempts import Attempt
 from patcher.doctor import Finding
 
@@ -144,11 +144,6 @@ def planted_lines(gains: PlantedGains) -> list[Text]:
     return lines
 
 
-def quality_line(quality: Quality) -> Text:
-    style = "green" if quality.passed else "red"
-    return Text(f"quality: {quality.reason}", style=style)
-
-
 def findings_table(findings: list[Finding]) -> Table:
     table = Table(title="patcher doctor")
     for name in ("", "what", "finding", "fix"):
@@ -206,8 +201,10 @@ class StageBar:
         self._stage = ""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage != self._stage:
-            self._stage = stage
+        """What stands in brackets after a stage is a note, which may change within it."""
+        name = stage.partition(" (")[0]
+        if name != self._stage:
+            self._stage = name
             self._progress.reset(self._task)
         self._progress.update(self._task, description=stage, completed=done, total=total)
 

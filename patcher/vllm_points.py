@@ -184,7 +184,10 @@ class Proof:
 
         path = self.out / f"{op.name}.evaluation.json"
         if not path.is_file():
-            settings = judge.JudgeSettings(device="cuda", baseline="honest", points=2)
+            # few calls: an input set of the expert matmuls is 0.3 GB
+            settings = judge.JudgeSettings(
+                device="cuda", baseline="honest", points=2, pairs=6, calls=100
+            )
             evaluation = judge.evaluate(shipped(op), settings)
             if evaluation.outcome is not Outcome.CORRECT:
                 raise PatcherError(f"the judge says of {op.name}: {evaluation.outcome}")

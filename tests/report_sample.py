@@ -19,10 +19,16 @@ from bench import (
     Workload,
 )
 from bench.comparison import Arm, Verdict
+from hotspot import Hotspot, Profile
 from patcher.attempts import Attempt, Recommendation
+from patcher.best_set import BestSet, Combination, best_set
 from patcher.decide import Decision
+from patcher.elsewhere import Elsewhere, OtherPoint, PeakMemory
+from patcher.launches import ShapeLaunches, StepLaunches
 from patcher.models import Usage
+from patcher.reconcile import PatchedKernel, reconcile
 from patcher.report import Receipt, Report
+from patcher.word import Said, Word
 
 SOURCE = """\
 // fused_add_rms_norm: residual += input; input = residual / rms(residual) * weight
@@ -274,14 +280,22 @@ def decision(
     )
 
 
-def sample(**changes: Any) -> Report:
-    """The whole report, with some fields replaced."""
-    gain = 2.04
-    throughput = Throughput(
-        workload=WORKLOAD,
-        patch="fused_add_rms_norm-9f2c7b1e",
-        comparison=comparison(gain, 0.21, 23),
-        control=comparison(
+def patched_kernel(per_step: float = 16, **changes: Any) -> PatchedKernel:
+    """The evaluated kernel, run that often in a step at the workload's batch."""
+    label = "tokens=8 hidden=256 float32"
+    axes = {"tokens": 8, "hidden": 256}
+    shape = ShapeLaunches(label=label, axes=axes, dtypes=("float32",), per_step=per_step)
+    launches = StepLaunches(op="fused_add_rms_norm", shapes=(shape,), source="the contract")
+    return PatchedKernel(**{"evaluation": evaluation(), "launches": launches} | changes)
+
+
+def throughput_of(gain: float = 2.04, **changes: Any) -> Throughput:
+    """An A/B with its control."""
+    values: dict[str, Any] = {
+        "workload": WORKLOAD,
+        "patch": "fused_add_rms_norm-9f2c7b1e",
+        "comparison": comparison(gain, 0.21, 23),
+        "control": comparison(
             0.03,
             0.36,
             8,
@@ -289,11 +303,18 @@ def sample(**changes: Any) -> Report:
             dropped_pairs=0,
             reason="The upper end of the interval is below the margin.",
         ),
-        windows=windows(gain),
-        routing_entropy_pct=97.3,
-        clocks="monitored: CPU, no clock control",
-        environment=ENVIRONMENT,
-    )
+        "windows": windows(gain),
+        "routing_entropy_pct": 97.3,
+        "clocks": "monitored: CPU, no clock control",
+        "environment": ENVIRONMENT,
+    }
+    return Throughput(**{**values, **changes})
+
+
+def sample(**changes: Any) -> Report:
+    """The whole report, with some fields replaced."""
+    gain = 2.04
+    throughput = throughput_of(gain)
     values: dict[str, Any] = {
         "run_id": "20261121-071900-gpt-oss-tiny-a3f1",
         "created": "2026-11-21T07:19:00+00:00",
@@ -335,9 +356,88 @@ def sample(**changes: Any) -> Report:
             fallbacks={"tokens=256: not supported": 34},
         ),
         "quality_receipt": Receipt(calls={"fused_add_rms_norm tokens=8": 512}),
-        "calls_per_step": 16,
+        "reconciliation": reconcile([patched_kernel()], throughput),
         "decision": decision("accept", gain),
         "reverted_identical": True,
         "environment": ENVIRONMENT,
     }
     return Report(**{**values, **changes})
+
+
+def patched(profile: Profile, old: str = "fused_add_rms_norm", share: float = 0.6) -> Profile:
+    """A real profile as if one op's kernels took that share of their time."""
+
+    def shrink(spot: Hotspot) -> Hotspot:
+        if spot.op != old or spot.kind != "kernel":
+            return spot
+        name = f"patcher_{old}({spot.rank})"
+        times = {key: int(getattr(spot, key) * share) for key in ("total_ns", "exposed_ns")}
+        return spot.model_copy(update={"name": name, **times})
+
+    return profile.model_copy(
+        update={"source": "after.sqlite", "hotspots": tuple(map(shrink, profile.hotspots))}
+    )
+
+
+def in_processes(taken: tuple[Window, ...], pairs: int) -> tuple[Window, ...]:
+    """The windows as if fresh processes began every so many pairs, arms swapped in turn."""
+    return tuple(
+        one.model_copy(update={"process": one.pair // pairs, "swapped": one.pair // pairs % 2 == 1})
+        for one in taken
+    )
+
+
+def elsewhere() -> Elsewhere:
+    points = [
+        OtherPoint(batch=batch, context=context, comparison=comparison(gain, 0.4, 12))
+        for batch, context, gain in ((1, 1024, 0.3), (32, 1024, 1.1), (8, 8192, -0.2))
+    ]
+    memory = PeakMemory(baseline_bytes=61_203_283_968, patched_bytes=61_270_392_832)
+    return Elsewhere(points=tuple(points), memory=memory)
+
+
+def sets() -> BestSet:
+    found = {("norm",): 2.0, ("rope",): 0.9, ("norm", "rope"): 2.8}
+    return best_set(
+        [
+            Combination(patches=names, comparison=comparison(gain, 0.2, 30, p_value=1e-5))
+            for names, gain in found.items()
+        ]
+    )
+
+
+def word(said: Said = "reject", reason: str | None = "nobody can maintain this source") -> Word:
+    return Word(
+        time="2026-11-21T08:00:00+00:00",
+        word=said,
+        reason=reason,
+        by=None,
+        rule="accept",
+        patch_id="fused_add_rms_norm-9f2c7b1e",
+        digest="d" * 64,
+    )
+
+
+def full(before: Profile) -> Report:
+    """Everything that a report can hold, around a real profile."""
+    taken = [
+        one.model_copy(update={"sm_clock_mhz": 1965, "temperature_c": 40 + one.pair % 9})
+        for one in in_processes(windows(2.04), 8)
+    ]
+    throughput = throughput_of(windows=tuple(taken))
+    lit = evaluation()
+    timings = [
+        one.model_copy(update={"light_pct": 8.0 + 6 * index})
+        for index, one in enumerate(lit.timings)
+    ]
+    after = patched(before)
+    return sample(
+        best=lit.model_copy(update={"timings": tuple(timings)}),
+        throughput=throughput,
+        profile=before.model_dump(mode="json"),
+        profile_after=after.model_dump(mode="json"),
+        reconciliation=reconcile([patched_kernel()], throughput, before, after),
+        elsewhere=elsewhere(),
+        best_set=sets(),
+        words=(word(),),
+    )

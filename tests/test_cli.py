@@ -45,12 +45,15 @@ def test_help_names_every_command_with_an_example(tmp_path: Path) -> None:
     assert whole.returncode == 0
     names = (
         "doctor profile evaluate bundle optimize run demo resume throughput report patches apply "
-        "verify receipts"
+        "verify receipts review accept reject"
     )
     for name in [*names.split(), "revert", "export", "import", "config", "ops", "models"]:
         assert name in whole.stdout
     for name in ("profile", "evaluate", "throughput", "verify", "receipts", "export", "import"):
         assert f"$ patcher {name}" in patcher(name, "--help", cwd=tmp_path).stdout
+
+
+VLLM = ["throughput", "gpt-oss-20b", "--engine", "vllm", "--patch", "p"]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +69,15 @@ def test_help_names_every_command_with_an_example(tmp_path: Path) -> None:
         (["throughput", "gpt-oss-tiny", "--json"], 2, "usage"),
         (["throughput", "gpt-oss-tiny", "--patch", "nowhere", "--json"], 2, "usage"),
         (["throughput", "gpt-oss-tiny", "--patch", "p", "--self-test", "--json"], 2, "usage"),
+        ([*VLLM, "--weights", "dummy", "--json"], 2, "usage"),
+        ([*VLLM, "--processes", "0", "--json"], 2, "usage"),
+        ([*VLLM, "--processes", "2", "--json"], 2, "usage"),
+        ([*VLLM, "--preset", "slow", "--json"], 2, "usage"),
+        ([*VLLM, "--engine-arg", "moe_backend", "--json"], 2, "usage"),
+        (["throughput", "gpt-oss-tiny", "--patch", "p", "--tune-baseline", "--json"], 2, "usage"),
         (["resume", "--json"], 2, "usage"),
+        (["review", "--json"], 2, "usage"),
+        (["accept", "nowhere", "--json"], 2, "usage"),
         (["report", "nope", "--json"], 2, "usage"),
         (["apply", "nowhere", "--json"], 2, "usage"),
         (["optimize", "fused_add_rms_norm", "--model", "oracle", "--json"], 2, "usage"),

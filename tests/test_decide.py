@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from test_dispatch import Graph, made, tensors
 from test_measure import comparison, evidence
 
 from bench import Outcome, Window
 from integrate import Receipt
+from integrate.counts import GraphWatch
 from patcher.decide import Decision, decide
 from patcher.proof import Proof
 
@@ -61,6 +64,46 @@ def test_what_was_timed_must_have_been_compared() -> None:
     assert any("never ran what was timed: op tokens=8" in line for line in missed.reasons)
     more = receipt("op tokens=8", "op tokens=256", "op tokens=1")
     assert decide(**evidence(receipt=timed, quality_receipt=more)).verdict == "accept"
+
+
+def test_what_was_timed_in_graphs_must_have_been_compared_in_graphs() -> None:
+    eager = receipt("op tokens=8", "op tokens=256")
+    timed = eager.model_copy(update={"replayed": {"op tokens=8": 3}})
+    missed = decide(**evidence(receipt=timed, quality_receipt=eager))
+    assert missed.verdict == "reject"
+    [reason] = missed.reasons
+    assert reason.startswith("timed in CUDA graphs")
+    assert reason.endswith("only outside of them: op tokens=8")
+    assert decide(**evidence(receipt=timed, quality_receipt=timed)).verdict == "accept"
+    assert decide(**evidence(receipt=eager, quality_receipt=timed)).verdict == "accept"
+
+
+@torch.inference_mode()
+def test_receipts_of_graphs_cover_what_graphs_replayed() -> None:
+    """The counters themselves: real dispatch by shape bucket, a double for the graphs alone."""
+
+    def ran(rows: int, *, graph: bool) -> Receipt:
+        dispatch = made()
+        with GraphWatch([dispatch.book], Graph):
+            one = Graph()
+            if graph:
+                one.capture_begin()
+            dispatch(*tensors(rows), 1e-5)
+            if graph:
+                one.capture_end()
+                one.replay()
+        return Receipt.of(dispatch.book)
+
+    recorded = ran(300, graph=True)
+    bucket = "op tokens=<=512 hidden=8 float32"
+    assert recorded.calls == recorded.replayed == {bucket: 1}
+    same_bucket = decide(**evidence(receipt=recorded, quality_receipt=ran(400, graph=True)))
+    assert same_bucket.verdict == "accept"
+    eager = decide(**evidence(receipt=recorded, quality_receipt=ran(300, graph=False)))
+    assert any(bucket in line and "CUDA graphs" in line for line in eager.reasons)
+    other = decide(**evidence(receipt=recorded, quality_receipt=ran(8, graph=True)))
+    assert any(bucket in line and "never ran what was timed" in line for line in other.reasons)
+    assert {eager.verdict, other.verdict} == {"reject"}
 
 
 @pytest.mark.parametrize(

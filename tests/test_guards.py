@@ -135,7 +135,7 @@ def test_exact_inputs_forgive_nothing() -> None:
     point = LINEAR.sweep("cpu").points()[0]
     sizes = point.axes
     right = torch.randint(0, 9, (sizes["tokens"], sizes["n"])).double()
-    expected = Expected({"out": right}, {"out": right.float()})
+    expected = Expected({"out": right}, {"out": right.float()}, {}, {})
     nearly = right.float() * (1 + 2**-23)
     for regime, forgiven in (("normal", True), (EXACT, False)):
         problem = value_problem(LINEAR, [Case(point, regime, 1, ())], [expected], [{"out": nearly}])

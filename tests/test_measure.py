@@ -17,7 +17,8 @@ from bench.engines import Decoding, Generation, open_engine
 from bench.environment import describe
 from bench.quality import assess, greedy_identical
 from bench.stats import compare, look_confidences, pairs_needed, read_samples
-from bench.throughput import measure, turn_lengths
+from bench.throughput import measure
+from bench.windows import turn_lengths
 from integrate import Receipt
 from patcher.decide import decide
 
@@ -112,6 +113,7 @@ class FakeNvml:
     """A double for NVML, which needs a driver: it can refuse, lie, and die."""
 
     NVML_CLOCK_SM = 1
+    NVML_CLOCK_MEM = 2
     NVML_TEMPERATURE_GPU = 0
 
     class NVMLError(Exception):
@@ -136,7 +138,10 @@ class FakeNvml:
     def nvmlDeviceGetClockInfo(self, handle: int, kind: int) -> int:
         if self.dead:
             raise self.NVMLError("GPU is lost")
-        return self.locked or self.clock
+        return 3201 if kind == self.NVML_CLOCK_MEM else self.locked or self.clock
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        return 402_500
 
     def nvmlDeviceGetMaxClockInfo(self, handle: int, kind: int) -> int:
         return self.ceiling
@@ -245,6 +250,12 @@ class ScriptedEngine:
 
     def synchronize(self) -> None:
         return
+
+    def release(self, decoding: Decoding) -> None:
+        return
+
+    def peak_memory_bytes(self) -> int:
+        return 1 << 20
 
     def close(self) -> None:
         return

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from test_measure import TINY
 
 from bench import Quality
+from bench.comparison import LogitError
 from bench.engines import Engine, open_engine
-from bench.quality import assess, served_logits
+from bench.logits import served_logits
+from bench.quality import assess, compare_logits
+from patcher.show_quality import quality_lines
 
 STEPS = 6
 
@@ -95,6 +102,107 @@ def test_a_baseline_that_is_not_finite_is_no_yardstick(engine: Engine) -> None:
     broken = patched(engine, lambda hidden: hidden * math.nan)
     found = assess(engine, {"baseline": broken, "patched": broken}, 1, STEPS)
     assert not found.passed
+
+
+def test_an_engine_that_repeats_itself_has_a_floor_of_zero(engine: Engine) -> None:
+    found = assessed(engine, patched(engine, lambda hidden: hidden * (1 + 1e-5)))
+    assert found.floor == LogitError(rmse=0, max_error=0, mean_kl=0, p99_kl=0, max_kl=0, flips=0)
+    assert found.between is not None
+    assert found.between.max_error > 0
+    shown = printed(found)
+    assert "bit-identical" in shown
+    assert "no task score: the weights are random" in shown
+
+
+def test_an_engine_that_does_not_repeat_itself_has_its_own_floor(engine: Engine) -> None:
+    """Noise of 1e-4 in the baseline: a patch as noisy passes, one a hundred times so does not."""
+    torch.manual_seed(0)
+
+    def noisy(by: float) -> Any:
+        return patched(engine, lambda hidden: hidden * (1 + by * torch.randn_like(hidden)))
+
+    def found(by: float) -> Quality:
+        return assess(engine, {"baseline": noisy(1e-4), "patched": noisy(by)}, 1, STEPS)
+
+    same, worse = found(1e-4), found(1e-2)
+    assert same.floor is not None
+    assert same.between is not None
+    assert 0 < same.floor.mean_kl <= same.floor.p99_kl <= same.floor.max_kl
+    assert 0.5 < same.between.rmse / same.floor.rmse < 2
+    assert "bit-identical" not in printed(same)
+    assert same.passed, same.reason
+    assert not worse.passed
+
+
+def logits(positions: int = 200) -> torch.Tensor:
+    return torch.randn(
+        positions, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+
+
+def noise(by: float, seed: int) -> torch.Tensor:
+    return by * torch.randn(200, 50, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def test_the_worst_positions_are_told_apart_from_the_mean() -> None:
+    reference = logits()
+    baseline, hurt = reference + noise(1e-2, 1), reference + noise(1e-2, 2)
+    hurt[17] += noise(4e-2, 3)[17]  # one position of 200
+    found = compare_logits(baseline, baseline, hurt, reference, "float64")
+    assert found.patched_max_kl is not None
+    assert found.baseline_max_kl is not None
+    assert found.baseline_p99_kl is not None
+    assert found.patched_mean_kl < 1.3 * found.baseline_mean_kl
+    assert found.baseline_mean_kl < found.baseline_p99_kl <= found.baseline_max_kl
+    assert found.patched_max_kl > 4 * found.baseline_max_kl
+    assert "largest KL" in found.reason
+    assert "mean KL" not in found.reason
+    exact = found.between
+    assert exact is not None
+    truth, guess = baseline.log_softmax(-1), hurt.log_softmax(-1)
+    assert exact.max_kl == pytest.approx(float((truth.exp() * (truth - guess)).sum(-1).max()))
+
+
+def test_near_ties_are_counted_and_a_pick_across_a_wide_gap_fails() -> None:
+    reference = logits()
+    baseline = reference + noise(1e-2, 1)
+    top = reference.topk(2, dim=-1)
+    near = top.values[:, 0] - top.values[:, 1] < 5e-3
+    swapped = baseline.clone()
+    rows = near.nonzero().flatten()
+    assert len(rows) > 0
+    for row in rows:  # the two best change places
+        first, second = top.indices[row]
+        swapped[row, [first, second]] = baseline[row, [second, first]]
+    found = compare_logits(baseline, baseline, swapped, reference, "float64")
+    assert found.between is not None
+    assert found.between.flips == found.near_tie_flips == len(rows)
+    assert found.passed, found.reason
+    assert f"{len(rows)} near ties, largest margin" in printed(found)
+    wide = swapped.clone()
+    far = int((top.values[:, 0] - top.values[:, 1]).argmax())
+    wide[far, top.indices[far, 1]] = wide[far, top.indices[far, 0]] + 1e-3
+    worse = compare_logits(baseline, baseline, wide, reference, "float64")
+    assert worse.near_tie_flips == len(rows)
+    assert worse.between is not None
+    assert worse.between.flips == len(rows) + 1
+    assert not worse.passed
+    assert "gap at a changed pick" in worse.reason
+
+
+def test_a_record_of_before_the_floor_still_reads_and_shows() -> None:
+    folder = Path(__file__).parent.parent / "bench/results/h200-transformers"
+    for file in sorted(folder.glob("throughput-*.json")):
+        recorded = json.loads(file.read_text(encoding="utf-8"))["measured"]["quality"]
+        quality = Quality.model_validate(recorded)
+        assert quality.floor is None
+        assert len(quality_lines(quality)) == 1
+
+
+def printed(quality: Quality) -> str:
+    console = Console(width=160, file=io.StringIO())
+    console.print(*quality_lines(quality), sep="\n")
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_reference_puts_back_a_forward_of_the_instances_own(engine: Engine) -> None:

@@ -7,8 +7,9 @@ import re
 
 import pytest
 from report_page import Page
-from report_sample import decision, evaluation, profile, sample
+from report_sample import decision, evaluation, profile, sample, word
 
+from patcher.reconcile import Reconciliation
 from patcher.report import Receipt, Report, render_html, render_markdown, wording
 
 HOSTILE = (
@@ -56,7 +57,17 @@ def hostile_report(text: str) -> Report:
         decision=decision("reject", reasons=(text,)),
         environment=base.environment.model_copy(update={"device": text, "packages": {text: text}}),
         throughput=base.throughput.model_copy(update={"clocks": text, "patch": text}),
+        reconciliation=hostile_reconciliation(text),
+        words=(word(reason=text).model_copy(update={"by": text}),),
     )
+
+
+def hostile_reconciliation(text: str) -> Reconciliation:
+    found = sample().reconciliation
+    assert found is not None
+    update = {"name": text, "shape": text, "note": text}
+    rows = tuple(row.model_copy(update=update) for row in found.rows)
+    return found.model_copy(update={"rows": rows, "caveats": (text,), "said": text})
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text)[:24])
@@ -68,7 +79,7 @@ def test_hostile_text_is_shown_and_not_obeyed(text: str) -> None:
     assert page.named("script")[0]["type"] == "application/json"
     assert page.named("img") == []
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
-    assert len(page.named("svg")) == 12
+    assert len(page.named("svg")) == 16
     assert not set(page.data) & set("<>&\u2028")
     assert json.loads(page.data) == report.model_dump(mode="json")
     assert not re.search("[\x00-\x08\x0b-\x1f\u2028\u2029\u202a-\u202e]", rendered)
@@ -90,7 +101,7 @@ def test_markdown_cells_hold() -> None:
         if line.startswith("|")
     ]
     widths = {len(re.findall(r"(?<!\\)\|", row)) for row in rows}
-    assert widths == {6, 8, 11}
+    assert widths == {6, 7, 8, 11}
     assert "@someone" not in re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", "\n".join(rows))
 
 

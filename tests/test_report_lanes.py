@@ -244,7 +244,7 @@ def test_names_are_shown_and_not_obeyed() -> None:
 def test_the_page_and_the_pull_request_hold_the_same_rows() -> None:
     report = sample(profile=record(decode()))
     page, markdown = Page(render_html(report)), render_markdown(report)
-    assert len(page.named("svg")) == 14
+    assert len(page.named("svg")) == 18
     ids = [attributes["id"] for _, attributes in page.tags if attributes.get("id")]
     assert len(ids) == len(set(ids))
     for row in views.hotspot_rows(report.profile)[:16]:

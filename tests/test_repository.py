@@ -25,8 +25,10 @@ SEES = {
 """kernels (data) <- bench <- hotspot, integrate <- patcher."""
 PUBLIC = {
     "bench": {
-        *("clocks", "comparison", "corpus", "engines", "environment", "installed", "judge"),
+        *("clock_blocks", "clocks", "cloze", "comparison", "corpus", "engines", "environment"),
+        *("installed", "judge", "logits"),
         *("mutations", "planted", "quality", "scorecard", "stats", "throughput", "toolchains"),
+        *("latency", "process_pairs", "traffic", "tuning", "windows"),
     },
     "hotspot": set(),
     "integrate": set(),
@@ -118,6 +120,7 @@ def test_the_wheel_holds_the_kernel_library_and_no_package_called_kernels(tmp_pa
     [wheel] = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "patcher/kernel_library/fused_add_rms_norm/op.toml" in names
+    assert {"bench/cloze.toml", "bench/clock_watchdog.py"} <= set(names)
     solution = "patcher/kernel_library/fused_add_rms_norm/solutions/cuda_row"
     assert f"{solution}/fused_add_rms_norm.cu" in names
     assert "patcher/recordings/demo.jsonl" in names

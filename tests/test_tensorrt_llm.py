@@ -254,7 +254,7 @@ def test_older_versions_send_classes(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not HAS_MPI, reason="mpi4py or mpiexec is not installed")
 def test_a_patch_reaches_the_workers_that_mpi_spawns(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, f"{MPIEXEC} -n 1 {sys.executable}")
+    setup = Setup(tmp_path, MPIEXEC, "-n", "1", sys.executable)
     setup.run("run", ranks=2, TRTLLM_DOUBLE_WAY="classes", TRTLLM_DOUBLE_POOL="mpi4py")
     assert check_workers(setup.receipts, [setup.digest], 2) == {0: CALLS, 1: CALLS}
     assert len(read_receipts(setup.receipts)) == 3

@@ -186,13 +186,16 @@ def test_a_run_that_cannot_be_is_told_in_a_sentence(tmp_path: Path) -> None:
         run_benchmark(RUN, tmp_path / "run", nothing)
     assert error.value.exit_code == 3
     program = tmp_path / "trtllm-bench"
-    program.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('CUDA out of memory')\n")
+    program.write_text("#!/bin/sh\necho CUDA out of memory >&2\nexit 1\n")
     program.chmod(0o755)
     with pytest.raises(bench.PatcherError, match="ended with status 1: CUDA out of memory"):
         run_benchmark(RUN, tmp_path / "run", nothing)
-    program.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(60)\n")
+    program.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
     with pytest.raises(bench.PatcherError, match=r"did not end in 0\.2 s"):
         run_benchmark(RUN, tmp_path / "run", nothing, timeout_s=0.2)
+    program.write_text("#!/nowhere/python\n")
+    with pytest.raises(bench.MissingError, match="cannot be run"):
+        run_benchmark(RUN, tmp_path / "run", nothing)
     empty = RUN.model_copy(update={"module_folders": (tmp_path,)})
     with pytest.raises(bench.UsageError, match="is no Python package"):
         run_benchmark(empty, tmp_path / "run", nothing)

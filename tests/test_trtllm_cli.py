@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from test_cli import error_of, patcher
-from trtllm_sample import CALLS, DOUBLE, RUN, installed, make_patch
+from trtllm_sample import CALLS, DOUBLE, RUN, installed, make_patch, write_program
 
 from integrate import Store
 
@@ -26,11 +27,12 @@ def environment(tmp_path: Path) -> dict[str, str]:
         patch = make_patch(tmp_path / "patch")
         Store(tmp_path / "home").apply(patch.folder)
     path = os.pathsep.join([str(DOUBLE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    write_program(tmp_path / "bin/trtllm-bench", sys.executable)
     return {
         "PATCHER_HOME": str(tmp_path / "home"),
         "PYTHONPATH": path,
-        "PATH": f"{DOUBLE / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "TLLM_WORKER_USE_SINGLE_PROCESS": "1",
+        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "TRTLLM_DOUBLE_POOL": "subprocess",  # MPI has tests of its own
     }
 
 

@@ -677,8 +677,9 @@ def test_a_worker_has_what_is_switched_on_and_its_compiled_code_knows(
     assert hooked.plugin._swap.original is started
     # what is left of a worker where there is no device: the wrapper itself is the real one
     worker = WorkerWrapperBase.__new__(WorkerWrapperBase)
-    worker.vllm_config = config
+    worker.vllm_config, worker.global_rank = config, 3
     worker.worker = SimpleNamespace(init_device=lambda: None)
+    monkeypatch.setenv("PATCHER_RANK", "")  # so that it is put back
     try:
         worker.init_device()
         worker.init_device()
@@ -689,7 +690,8 @@ def test_a_worker_has_what_is_switched_on_and_its_compiled_code_knows(
         norm(torch.randn(2, 64), torch.randn(2, 64))
         hooked.plugin.active.writer.write()
         [receipt] = (tmp_path / "receipts").glob("*.json")
-        assert sum(json.loads(receipt.read_text())["calls"].values()) == 1
+        told = json.loads(receipt.read_text())
+        assert (sum(told["calls"].values()), told["rank"]) == (1, 3)
 
         monkeypatch.setenv("PATCHER_PATCHES", "off")
         worker.init_device()

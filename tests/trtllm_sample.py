@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,19 +60,26 @@ def make_patch(folder: Path) -> Patch:
     )
 
 
+def write_program(path: Path, *start: str) -> None:
+    """The double's trtllm-bench, run by this Python, whatever PATH says."""
+    path.parent.mkdir(parents=True)
+    line = shlex.join([*start, str(DOUBLE / "bin/trtllm-bench")])
+    path.write_text(f'#!/bin/sh\nexec {line} "$@"\n')
+    path.chmod(0o755)
+
+
 class Setup:
     """A store with the patch applied, the generated package, an environment, a program."""
 
-    def __init__(self, folder: Path, start: str = sys.executable) -> None:
+    def __init__(self, folder: Path, *start: str) -> None:
+        """`start`: the command that starts the program; this Python by default."""
         self.folder, self.receipts, self.home = folder, folder / "receipts", folder / "home"
         with installed():
             self.digest = make_patch(folder / "patch").digest
             Store(self.home).apply(folder / "patch")
         self.module = write_module(folder / "module")
         program = folder / "bin/trtllm-bench"
-        program.parent.mkdir()
-        program.write_text(f'#!/bin/sh\nexec {start} {DOUBLE / "bin/trtllm-bench"} "$@"\n')
-        program.chmod(0o755)
+        write_program(program, *(start or [sys.executable]))
         # OMPI and PRTE: how Open MPI is told that it may run as root, or start more than cores
         kept = re.compile("(PATH|HOME|PATCHER_CACHE|OMPI_.*|PRTE_.*)")
         self.environment = {k: v for k, v in os.environ.items() if kept.fullmatch(k)}

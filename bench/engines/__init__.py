@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import resource
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -50,6 +53,22 @@ def random_prompts(workload: Workload, vocab_size: int, seed: int) -> torch.Tens
     return torch.randint(0, vocab_size, (workload.batch, workload.input_len), generator=generator)
 
 
+def peak_memory_bytes(device: str) -> int:
+    """The most that torch took of the GPU, or this process of the host."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.max_memory_reserved())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def entropy_pct(counts: torch.Tensor) -> float:
+    """Mean entropy of the experts picked [layers, experts], in percent of uniform."""
+    share = counts / counts.sum(dim=1, keepdim=True)
+    entropy = -(share * share.clamp_min(1e-12).log()).sum(dim=1)
+    return float(entropy.mean() / math.log(counts.shape[1]) * 100)
+
+
 class Decoder(Protocol):
     """Decodes with one loaded model: what profiling needs."""
 
@@ -68,21 +87,39 @@ class Decoder(Protocol):
         """Greedy, exactly `steps` more steps, end of sequence ignored; adds to `decode_s`."""
         ...
 
+    def release(self, decoding: Decoding) -> None:
+        """No more steps will be taken of it: its place is free for another batch."""
+        ...
+
     def synchronize(self) -> None: ...
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory that was held until now: of the device, on a CPU of the process."""
+        ...
 
     def close(self) -> None:
         """Free the model's memory."""
         ...
 
 
-class Engine(Decoder, Protocol):
-    """Drives one loaded model: what measuring needs, too."""
+class Measurable(Decoder, Protocol):
+    """What an arm of an A/B needs, whether patches come and go in it or not."""
 
-    model: torch.nn.Module
+    def routing_entropy_pct(self, prompts: torch.Tensor, steps: int) -> float | None:
+        """Mean entropy of the experts picked in decode, in percent of uniform; None without
+        experts.
+        """
+        ...
 
     def generate(self, prompts: torch.Tensor, steps: int) -> Generation:
         """Greedy, exactly `steps` decode steps after prefill, end of sequence ignored."""
         ...
+
+
+class Engine(Measurable, Protocol):
+    """Whose model is at hand: patches come and go in it."""
+
+    model: torch.nn.Module
 
     def logits(self, tokens: torch.Tensor, keep: int = 0) -> torch.Tensor:
         """Teacher-forced logits [batch, length, vocabulary] in float32 on the CPU.
@@ -93,12 +130,6 @@ class Engine(Decoder, Protocol):
 
     def reference_logits(self, tokens: torch.Tensor, keep: int = 0) -> tuple[torch.Tensor, str]:
         """As `logits`, in higher precision from the same weights; and how, in words."""
-        ...
-
-    def routing_entropy_pct(self, prompts: torch.Tensor, steps: int) -> float | None:
-        """Mean entropy of the experts picked in decode, in percent of uniform; None without
-        experts.
-        """
         ...
 
 
@@ -114,17 +145,48 @@ def open_engine(workload: Workload) -> Engine:
 
         return TransformersEngine(workload)
     if workload.engine == "vllm":
-        raise UsageError("vLLM is profiled, not measured yet", "use --engine transformers")
+        raise UsageError(
+            "vLLM is patched when a process starts, not while it runs",
+            "measure it with a process for each arm: --processes 3",
+        )
     raise UsageError(f"unknown engine {workload.engine!r}", f"engines are: {', '.join(ENGINES)}")
+
+
+def open_measurable(
+    workload: Workload, arguments: Mapping[str, Any] | None = None, memory_share: float = 0.6
+) -> Measurable:
+    """Load the workload's model in a process of its own.
+
+    Args:
+        arguments: of the engine, over those that the workload asks for.
+        memory_share: of the device's memory, where the engine takes it in advance.
+
+    Raises:
+        UsageError: as `open_engine`, or arguments for an engine that has none.
+    """
+    if workload.engine == "vllm":
+        from bench.engines.vllm import VllmEngine
+
+        share = {"gpu_memory_utilization": memory_share}
+        return VllmEngine(workload, {**share, **(arguments or {})})
+    if arguments:
+        raise UsageError(f"{workload.engine} takes no arguments of its own here", "leave them out")
+    return open_engine(workload)
 
 
 def open_decoder(workload: Workload) -> Decoder:
     """Load the workload's model for decoding alone. Raises like `open_engine`."""
-    if workload.engine == "vllm":
-        from bench.engines.vllm import VllmEngine
-
-        return VllmEngine(workload)
-    return open_engine(workload)
+    return open_measurable(workload)
 
 
-__all__ = ["ENGINES", "Decoder", "Engine", "Generation", "open_decoder", "open_engine"]
+__all__ = [
+    "ENGINES",
+    "Decoder",
+    "Decoding",
+    "Engine",
+    "Generation",
+    "Measurable",
+    "open_decoder",
+    "open_engine",
+    "open_measurable",
+]

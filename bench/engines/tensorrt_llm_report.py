@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bench.comparison import Arm, Window
+from bench.engines.tensorrt_llm_inputs import Benchmark
 from bench.errors import VerificationError
 from bench.records import SCHEMA_VERSION, Record
-
-if TYPE_CHECKING:
-    from bench.engines.tensorrt_llm import Benchmark
 
 AGREEMENT = 0.01
 """How far the report's own figures may be from one another, as a share."""

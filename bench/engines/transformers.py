@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +12,15 @@ from typing import Any, cast
 import torch
 from packaging.version import Version
 
-from bench.engines import Decoding, Generation, random_prompts
+from bench.engines import (
+    Decoding,
+    Generation,
+    entropy_pct,
+    peak_memory_bytes,
+    random_prompts,
+)
 from bench.errors import MissingError, UsageError
-from bench.workload import Preset, Workload, presets
+from bench.workload import Workload, presets, weights_id
 
 OLDEST = Version("5.17")
 
@@ -56,6 +61,9 @@ class TransformersEngine:
             decoding.picked.append(token)
         self.synchronize()
         decoding.decode_s += time.perf_counter() - begin
+
+    def release(self, decoding: Decoding) -> None:
+        decoding.cache = None
 
     def generate(self, prompts: torch.Tensor, steps: int) -> Generation:
         decoding = self.prefill(prompts)
@@ -110,13 +118,14 @@ class TransformersEngine:
         finally:
             for handle in handles:
                 handle.remove()
-        share = counts / counts.sum(dim=1, keepdim=True)
-        entropy = -(share * share.clamp_min(1e-12).log()).sum(dim=1)
-        return float(entropy.mean() / math.log(experts) * 100)
+        return entropy_pct(counts)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def peak_memory_bytes(self) -> int:
+        return peak_memory_bytes(self.device.type)
 
     def close(self) -> None:
         del self.model
@@ -164,7 +173,7 @@ def _load_model(workload: Workload) -> Any:
             model = auto.from_config(config, dtype=dtype)
         _randomise(model, workload.seed)
     else:
-        name = _weights_id(workload, preset)
+        name = weights_id(workload)
         local = workload.weights == "local"
         try:
             model = auto.from_pretrained(name, dtype=dtype, local_files_only=local)
@@ -175,14 +184,6 @@ def _load_model(workload: Workload) -> Any:
                 "check the id or folder, or use --weights random",
             ) from error
     return model.eval()
-
-
-def _weights_id(workload: Workload, preset: Preset | None) -> str:
-    if preset is None:
-        return workload.model
-    if preset.hub_id is None:
-        raise UsageError(f"{preset.name} has no published weights", "use --weights random")
-    return preset.hub_id
 
 
 @torch.no_grad()

@@ -1,6 +1,8 @@
 """vLLM as it serves: compiled, under CUDA graphs, in this process, one decode step at a time.
 
-Read against vLLM 0.25.1: `LLM`, `LLMEngine.add_request` and `step`, `register_model_loader`.
+Read against vLLM 0.25.1: `LLM` (entrypoints/llm.py), `LLMEngine.add_request`, `step` and
+`abort_request` (v1/engine/llm_engine.py), `EngineCore.step_with_batch_queue` (v1/engine/core.py),
+`register_model_loader`.
 """
 
 from __future__ import annotations
@@ -11,21 +13,34 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.engines import Decoding, random_prompts
+from bench.engines import Decoding, Generation, peak_memory_bytes, random_prompts, vllm_logits
 from bench.errors import MissingError, UsageError
 from bench.workload import Workload, presets
 
 LOAD_FORMAT = "patcher_random"
 MXFP4_SCALE = 120
 """Biased exponent of a block of MXFP4 weights: 2^-7, so that they spread like normal(0, 0.02)."""
+REQUEST = "patcher-"
 SPARE_TOKENS = 2048
 """Room for decode beyond what the workload asks for."""
 MEMORY_SHARE = 0.6
+OPTIONS: tuple[tuple[dict[str, Any], ...], ...] = (
+    tuple({"moe_backend": name} for name in ("triton", "marlin", "flashinfer_cutlass")),
+    tuple({"attention_backend": name} for name in ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")),
+    tuple(
+        {"compilation_config": {"cudagraph_mode": mode}}
+        for mode in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE")
+    ),
+)
+"""What a baseline is tuned by: `MoEBackend` (config/kernel.py), `AttentionBackendEnum`
+(v1/attention/backends/registry.py), `CUDAGraphMode` (config/compilation.py). vLLM refuses what does
+not go with the model or the GPU."""
 
 
 class VllmEngine:
@@ -50,30 +65,35 @@ class VllmEngine:
         if not torch.cuda.is_available():
             raise MissingError("vLLM needs a GPU here", "run it on a GPU host")
         self.workload = workload
-        self._vllm = vllm
+        self._sampling: Any = importlib.import_module("vllm.sampling_params")
         self._folder = tempfile.TemporaryDirectory()
         chosen = _arguments(workload, Path(self._folder.name)) | (arguments or {})
+        refuse_dummy(chosen)
+        self._eager = bool(chosen.get("enforce_eager"))
         self._llm: Any = vllm.LLM(**chosen)
         self._engine = self._llm.llm_engine
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
-        self._requests = 0
+        self.requests = 0
+        """Until now; they are numbered."""
 
     def prompts(self, seed: int) -> torch.Tensor:
         return random_prompts(self.workload, self.vocab_size, seed)
 
     def prefill(self, prompts: torch.Tensor) -> Decoding:
-        parameters = self._vllm.SamplingParams(
+        parameters = self._sampling.SamplingParams(
             temperature=0.0,
             ignore_eos=True,
             detokenize=False,
             max_tokens=self.workload.output_len + SPARE_TOKENS,
+            # what is new, and not all tokens again at every step
+            output_kind=self._sampling.RequestOutputKind.DELTA,
         )
         self.synchronize()
         begin = time.perf_counter()
         names = []
         for prompt in prompts.tolist():
-            names.append(f"patcher-{self._requests}")
-            self._requests += 1
+            names.append(f"{REQUEST}{self.requests}")
+            self.requests += 1
             self._engine.add_request(names[-1], {"prompt_token_ids": prompt}, parameters)
         tokens: dict[str, list[int]] = {name: [] for name in names}
         while not all(tokens.values()):
@@ -82,16 +102,57 @@ class VllmEngine:
         return Decoding(tokens, [_column(tokens, 0)], time.perf_counter() - begin)
 
     def decode(self, decoding: Decoding, steps: int) -> None:
-        """`steps` steps of the engine; a step is not waited for beyond what the engine waits."""
+        """Until every sequence has `steps` tokens more.
+
+        Scheduling asynchronously, vLLM has the next step under way when it gives a token, so that
+        a step of the engine may give none; see `synchronize`.
+        """
+        tokens, goal = decoding.cache, len(decoding.picked) + steps
         begin = time.perf_counter()
-        for _ in range(steps):
-            self._step(decoding.cache)
+        while min(map(len, tokens.values())) < goal:
+            self._step(tokens)
         decoding.decode_s += time.perf_counter() - begin
-        ready = min(map(len, decoding.cache.values()))
-        for index in range(len(decoding.picked), ready):
-            decoding.picked.append(_column(decoding.cache, index))
+        decoding.picked += [_column(tokens, index) for index in range(goal - steps, goal)]
+
+    def generate(self, prompts: torch.Tensor, steps: int) -> Generation:
+        decoding = self.prefill(prompts)
+        self.decode(decoding, steps)
+        self.release(decoding)
+        return Generation(decoding.tokens(), decoding.prefill_s, decoding.decode_s)
+
+    def release(self, decoding: Decoding) -> None:
+        """Abort its requests, since they are told to go on for longer than anyone asks."""
+        self._engine.abort_request(list(decoding.cache))
+        self.synchronize()
+
+    def routing_entropy_pct(self, prompts: torch.Tensor, steps: int) -> float | None:
+        """None without experts, and where the model is compiled: its routers are not called."""
+        if not self._eager:
+            return None
+        return vllm_logits.routing_entropy_pct(self, prompts, steps)
+
+    def served_logits(self, prompts: torch.Tensor, forced: torch.Tensor) -> torch.Tensor:
+        """See `bench.engines.vllm_logits.served_logits`."""
+        return vllm_logits.served_logits(self, prompts, forced)
+
+    @property
+    def how(self) -> str:
+        """How its logits are computed, in words."""
+        return "the same engine without compilation or graphs" if self._eager else "as served"
+
+    @property
+    def runner(self) -> Any:
+        """`GPUModelRunner` of this process, v1/worker/gpu_model_runner.py."""
+        return self._engine.model_executor.driver_worker.model_runner
+
+    def peak_memory_bytes(self) -> int:
+        """Without the KV cache, which takes whatever is left of the engine's share."""
+        stores = {each.untyped_storage().data_ptr(): each for each in self.runner.kv_caches}
+        cache: int = sum(each.untyped_storage().nbytes() for each in stores.values())
+        return peak_memory_bytes("cuda") - cache
 
     def synchronize(self) -> None:
+        """Also the step that the engine has under way already."""
         torch.cuda.synchronize()
 
     def close(self) -> None:
@@ -103,7 +164,7 @@ class VllmEngine:
     def _step(self, tokens: dict[str, list[int]]) -> None:
         for output in self._engine.step():
             if output.request_id in tokens:
-                tokens[output.request_id] = list(output.outputs[0].token_ids)
+                tokens[output.request_id] += output.outputs[0].token_ids
 
 
 def _column(tokens: dict[str, list[int]], index: int) -> torch.Tensor:
@@ -136,6 +197,18 @@ def _arguments(workload: Workload, folder: Path) -> dict[str, Any]:
     (folder / "config.json").write_text(json.dumps({**config, **known.published}))
     _register_loader()
     return {"model": str(folder), "load_format": LOAD_FORMAT, **arguments}
+
+
+def refuse_dummy(arguments: Mapping[str, Any]) -> None:
+    """Raises:
+    UsageError: the engine would make up weights that say nothing of its speed.
+    """
+    if str(arguments.get("load_format")).rsplit(".", 1)[-1].lower() == "dummy":
+        raise UsageError(
+            "vLLM's dummy weights are near zero: all tokens pick the same experts, decode reads a "
+            "fraction of the model, and the faster backend can even change",
+            "use --weights random, whose routing is spread out",
+        )
 
 
 def _register_loader() -> None:

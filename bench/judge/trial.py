@@ -31,6 +31,8 @@ AFTER = 6
 """Correctness cases that come again, on other seeds, after the timed calls."""
 SOAKED = 16
 """Calls a block after the timed ones."""
+SOAKED_BYTES = 1 << 30
+"""What such a block holds at most: fewer calls where weights are part of each input set."""
 LATE = ("triton", "torch")
 """Languages that compile at the first call of a shape."""
 
@@ -206,9 +208,10 @@ class Trial:
         for point in itertools.cycle(self.sweep.points()):
             if self.calls >= self.settings.calls and time.monotonic() >= until:
                 return
-            cases = fresh(op, point, SOAKED, self.draw)
-            inputs = [cases_.make_inputs(op, case, device) for case in cases]
             plan = cases_.tensors_of(op, point)
+            sets = max(min(SOAKED, SOAKED_BYTES // plan.set_bytes), 1)
+            cases = fresh(op, point, sets, self.draw)
+            inputs = [cases_.make_inputs(op, case, device) for case in cases]
             data = cases_.packed(op, plan, inputs)
             left = self._called(cases[0], plan, data)
             expected = [cases_.expect(op, *each) for each in zip(cases, inputs, strict=True)]

@@ -21,7 +21,8 @@ import torch
 
 from integrate.dispatch import Dispatcher
 from integrate.points import source_digest
-from integrate.transformers.forwards import Forward, GptOssPoint, Onlookers, Seam, Swap, check_kinds
+from integrate.transformers.forwards import Forward, GptOssPoint, Onlookers, Seam, Swap
+from integrate.transformers.parts import check_kinds
 
 
 class GptOssDecoderLayers(GptOssPoint):

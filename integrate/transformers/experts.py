@@ -17,14 +17,8 @@ import torch
 from bench import UsageError, VerificationError
 from integrate.dispatch import Dispatcher
 from integrate.points import source_digest
-from integrate.transformers.forwards import (
-    Forward,
-    GptOssPoint,
-    Seam,
-    Swap,
-    check_kinds,
-    written_by_transformers,
-)
+from integrate.transformers.forwards import Forward, GptOssPoint, Seam, Swap
+from integrate.transformers.parts import check_kinds, written_by_transformers
 
 Function = Callable[..., torch.Tensor]
 

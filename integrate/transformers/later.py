@@ -16,10 +16,11 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from bench import PatcherError, VerificationError
+from integrate.transformers.parts import written_by_transformers
 
 if TYPE_CHECKING:
     from integrate.dispatch import Dispatcher
-    from integrate.transformers.forwards import GptOssPoint
+    from integrate.points import PatchPoint
 
 log = logging.getLogger("patcher")
 
@@ -29,10 +30,10 @@ _CONSTRUCTORS = threading.Lock()
 class ModelsBuiltLater:
     """Puts a patch point into each gpt-oss that is built, however it is, until it is removed."""
 
-    def __init__(self, point: type[GptOssPoint], kernel: Dispatcher) -> None:
+    def __init__(self, point: type[PatchPoint], kernel: Dispatcher) -> None:
         self._point, self._kernel = point, kernel
         self._active = False
-        self._patched: list[weakref.ref[GptOssPoint]] = []
+        self._patched: list[weakref.ref[PatchPoint]] = []
         """The forwards of a model hold its point: when it goes, its point goes."""
 
     @staticmethod
@@ -43,8 +44,6 @@ class ModelsBuiltLater:
             VerificationError: someone else has put a constructor on transformers' body.
         """
         from transformers.models.gpt_oss.modeling_gpt_oss import GptOssModel
-
-        from integrate.transformers.forwards import written_by_transformers
 
         constructor: Any = GptOssModel.__init__
         while hasattr(constructor, "handed_to"):

@@ -17,14 +17,8 @@ import torch
 from bench import VerificationError
 from integrate.dispatch import Dispatcher
 from integrate.points import source_digest
-from integrate.transformers.forwards import (
-    Forward,
-    GptOssPoint,
-    Onlookers,
-    Seam,
-    Swap,
-    check_kinds,
-)
+from integrate.transformers.forwards import Forward, GptOssPoint, Onlookers, Seam, Swap
+from integrate.transformers.parts import check_kinds
 
 _FUNCTION = "apply_rotary_pos_emb"
 

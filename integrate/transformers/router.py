@@ -13,7 +13,8 @@ import torch
 
 from integrate.dispatch import Dispatcher
 from integrate.points import source_digest
-from integrate.transformers.forwards import Forward, GptOssPoint, Seam, Swap, check_kinds
+from integrate.transformers.forwards import Forward, GptOssPoint, Seam, Swap
+from integrate.transformers.parts import check_kinds
 
 
 class GptOssRouters(GptOssPoint):

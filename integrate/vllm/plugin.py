@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from bench import PatcherError
@@ -30,6 +31,7 @@ class Plugin:
 
         def init_device(worker: Any) -> None:
             original(worker)
+            os.environ["PATCHER_RANK"] = str(worker.global_rank)  # for the receipts
             self.enter(worker.vllm_config.parallel_config.tensor_parallel_size)
 
         init_device.plugin = self  # type: ignore[attr-defined]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
+from bench import VerificationError
+from integrate.vllm import sources
 from integrate.vllm.matmul import Down, GateUp
 from integrate.vllm.moe import Reduce, Routing
 from integrate.vllm.norm import AddRmsNorm
@@ -10,3 +14,16 @@ from integrate.vllm.rope import RopeKvUpdate
 POINTS: dict[str, type[AddRmsNorm | RopeKvUpdate | Routing | Reduce | GateUp | Down]] = {
     point.name: point for point in (AddRmsNorm, RopeKvUpdate, Routing, Reduce, GateUp, Down)
 }
+
+
+def main() -> None:
+    """`python -m integrate.vllm.points`: the digests of the vLLM that is installed, once read."""
+    names = sorted({name for point in POINTS.values() for name in point.parts})
+    if gone := [name for name in names if not sources.text(name)]:
+        raise VerificationError(f"this vLLM has no {', '.join(gone)}", "read how it does that now")
+    digests = {name: sources.short(name) for name in names}
+    sources.DIGESTS.write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """Parts of vLLM's source text that the patch points replace or rely on, and whether they changed.
 
 Every name is `module:attribute`, read in vLLM 0.25.1's wheel. When another version has been read
-and found to be the same in what matters, `python -m integrate.vllm.sources` writes its digests.
+and found to be the same in what matters, `python -m integrate.vllm.points` writes its digests.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from bench import MissingError, VerificationError
 
 _USER = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
 
+DIGESTS = Path(__file__).with_name("sources.json")
 READ = "0.25.1"
 """The version that the adapter was read against; `sources.json` holds its digests."""
 
@@ -79,7 +80,7 @@ def fingerprint(names: tuple[str, ...]) -> str:
 
 def changes(names: tuple[str, ...]) -> list[str]:
     """The parts whose source text is not that of `READ`."""
-    known: dict[str, str] = json.loads(Path(__file__).with_name("sources.json").read_text())
+    known: dict[str, str] = json.loads(DIGESTS.read_text(encoding="utf-8"))
     return [name for name in names if known.get(name) != short(name)]
 
 
@@ -101,18 +102,3 @@ def must_be_as_read(point: str, names: tuple[str, ...]) -> None:
             f"which the adapter of {point} was written for",
             f"serve with vLLM {READ}, or bring the adapter up to date",
         )
-
-
-def main() -> None:
-    from integrate.vllm.points import POINTS
-
-    names = sorted({name for point in POINTS.values() for name in point.parts})
-    if gone := [name for name in names if not text(name)]:
-        raise VerificationError(f"this vLLM has no {', '.join(gone)}", "read how it does that now")
-    digests = {name: short(name) for name in names}
-    path = Path(__file__).with_name("sources.json")
-    path.write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

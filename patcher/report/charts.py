@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from bench import Comparison
 from patcher.report import wording
+from patcher.report.samples import pair_scale, process_runs, where
 from patcher.report.svg import Canvas, Scale, linear, log_ticks, logarithmic, padded, ticks
 from patcher.report.views import AttemptRow, PairRow, SweepRow
 
@@ -61,10 +62,12 @@ def ab(
     share = 1.0 if control is None else 0.66
     split = left + (width - left) * share
     canvas.line(left, y(0), width, y(0), "zero")
-    _ab_panel(canvas, pairs, comparison, left, split - (0 if control is None else 14), y, "cand")
+    ends = top - 4, height - bottom
+    end = split - (0 if control is None else 14)
+    _ab_panel(canvas, pairs, comparison, left, end, y, ends, "cand")
     heading = "A/A control" if narrow else "A/A control: baseline on both sides"
     if control is not None:
-        _ab_panel(canvas, control_pairs, control, split + 14, width, y, "base")
+        _ab_panel(canvas, control_pairs, control, split + 14, width, y, ends, "base")
         canvas.text(split + 14, 16, heading, "t strong")
         canvas.line(split, 6, split, height - bottom + 4, "axis")
     canvas.text(left, 16, "A/B" if narrow else "A/B: patched against baseline", "t strong")
@@ -81,23 +84,30 @@ def _ab_panel(
     left: float,
     right: float,
     y: Scale,
+    floor: tuple[float, float],
     css: str,
 ) -> None:
     top, bottom = y(found.gain_high_pct), y(found.gain_low_pct)
     canvas.rect(left, top, right - left, max(bottom - top, 1.5), f"band {css}")
     canvas.line(left, y(found.gain_pct), right, y(found.gain_pct), f"mean {css}")
-    x = linear(0, max(len(pairs) - 1, 1), left + 8, right - 8)
+    x = pair_scale(len(pairs), left, right)
+    for *_, last in process_runs(pairs)[:-1]:  # fresh processes begin behind each line
+        edge = (x(last) + x(last + 1)) / 2
+        canvas.line(edge, floor[0], edge, floor[1], "process-edge")
     radius = 3.6 if len(pairs) <= 60 else 2.4
     for index, row in enumerate(pairs):
-        tip = f"pair {row.pair}: {wording.signed_percent(row.gain_pct)}"
+        tip = f"pair {row.pair}: {wording.signed_percent(row.gain_pct)}{where(row)}"
         canvas.dot(x(index), y(row.gain_pct), radius, f"dot {css}", tip)
 
 
 def sweep_times(rows: Sequence[SweepRow], axis: str, width: float) -> Canvas:
-    """Time of one call, candidate and baseline, over the sweep."""
+    """Time of one call, candidate, baseline and speed of light, over the sweep."""
     height, left, right, top, bottom = 250.0, 58.0, 12.0, 30.0, 42.0
     canvas = Canvas(width, height)
+    light = [row.light_us or 0.0 for row in rows]
+    lit = all(value > 0 for value in light)
     values = [value for row in rows for value in (row.candidate_us, row.baseline_us)]
+    values += light if lit else []
     x = linear(0, max(len(rows) - 1, 1), left + 14, width - right - 14)
     if max(values) > 8 * min(values):
         low, high = min(values) / 1.25, max(values) * 1.25
@@ -119,7 +129,14 @@ def sweep_times(rows: Sequence[SweepRow], axis: str, width: float) -> Canvas:
         for index, value in enumerate(times):
             tip = f"{axis} {rows[index].label}: {wording.microseconds(value)}"
             canvas.dot(x(index), y(value), 3.6, f"dot solid {css}", tip)
-    _legend(canvas, (("base", "baseline"), ("cand", "candidate")), left, 14)
+    entries = [("base", "baseline"), ("cand", "candidate")]
+    if lit:
+        points = [(x(index), y(value)) for index, value in enumerate(light)]
+        if len(points) == 1:
+            points = [(points[0][0] - 12, points[0][1]), (points[0][0] + 12, points[0][1])]
+        canvas.path(points, "series sol")
+        entries.append(("sol", "speed of light"))
+    _legend(canvas, entries, left, 14)
     if width >= 500:
         canvas.text(width - right, 14, note, "t", "end")
     return canvas

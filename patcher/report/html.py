@@ -17,8 +17,9 @@ from markupsafe import Markup, escape
 from patcher.report import charts, views, wording
 from patcher.report.bars import bars
 from patcher.report.lanes import lanes
-from patcher.report.reconcile import reconcile
+from patcher.report.reconciled import reconciled
 from patcher.report.record import Report
+from patcher.report.samples import process_runs, samples
 from patcher.report.step import Step, read_step, short, why_not
 from patcher.report.svg import Canvas
 
@@ -32,7 +33,8 @@ TEXT_LIMIT = 4000
 def render_html(report: Report) -> str:
     """One self-contained page; every part that the report lacks says so."""
     hotspots = views.hotspot_rows(report.profile)
-    step = read_step(report.profile)
+    step, step_after = read_step(report.profile), read_step(report.profile_after)
+    span = max(one.wall_us for one in (step, step_after) if one) if step or step_after else None
     attempts = views.attempt_rows(report)
     throughput = report.throughput
     pairs = views.pair_rows(throughput.windows, "ab") if throughput else []
@@ -49,12 +51,19 @@ def render_html(report: Report) -> str:
         dropped=max(0, len(pairs) - throughput.comparison.pairs) if throughput else 0,
         groups=groups,
         attempts=attempts,
-        reconciliation=reconcile(report),
+        reconciliation=report.reconciliation,
+        reconciled_chart=_reconciled(report),
+        samples_chart=_samples(pairs),
         source_lines=(report.candidate_source or "").removesuffix("\n").split("\n"),
         strip_chart=_strip(report),
         ab_chart=_ab(report, pairs, control_pairs),
-        step_chart=_lanes(step),
+        step_chart=_lanes("step", step, span),
+        step_after_chart=_lanes("step-after", step_after, span),
         no_step=why_not(report.profile) if report.profile and not step else "",
+        no_step_after=why_not(report.profile_after)
+        if report.profile_after and not step_after
+        else "",
+        clocks=views.clock_facts(throughput),
         hotspot_chart=_hotspots(hotspots),
         group_charts=[_group(index, group) for index, group in enumerate(groups)],
         attempts_chart=_attempts(attempts),
@@ -84,6 +93,7 @@ def _template() -> Template:
         clip=wording.clip,
         number=wording.number,
         count=wording.count,
+        count_whole=lambda value: wording.count(round(value)),
         percent=wording.percent,
         signed=wording.signed_percent,
         us=wording.microseconds,
@@ -114,7 +124,8 @@ def _whole(line: str) -> Markup:
 def _css() -> str:
     folder = resources.files("patcher.report")
     return "".join(
-        folder.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "picture.css")
+        folder.joinpath(name).read_text(encoding="utf-8")
+        for name in ("report.css", "evidence.css", "picture.css")
     )
 
 
@@ -170,14 +181,32 @@ def _hotspots(rows: list[views.HotspotRow]) -> Markup | None:
     return _figure("hot", "Hotspots by share", description, lambda width: bars(rows, width))
 
 
-def _lanes(step: Step | None) -> Markup | None:
+def _lanes(name: str, step: Step | None, span_us: float | None) -> Markup | None:
     if step is None:
         return None
     description = (
         f"{len(step.launches)} launches in {wording.microseconds(step.wall_us)}; "
         f"{len(step.chains)} fusion chains; idle {wording.microseconds(step.gap_us)}."
     )
-    return _figure("step", "One decode step", description, lambda width: lanes(step, width))
+    title = "One decode step" + (", patched" if name == "step-after" else "")
+    return _figure(name, title, description, lambda width: lanes(step, width, span_us))
+
+
+def _samples(pairs: list[views.PairRow]) -> Markup | None:
+    if not pairs:
+        return None
+    numbers = {process for process, *_ in process_runs(pairs)} - {None}
+    where = f" in {len(numbers)} process pairs" if numbers else ""
+    description = f"Tokens per second of both windows of {len(pairs)} pairs{where}."
+    return _figure("samples", "Every window", description, lambda width: samples(pairs, width))
+
+
+def _reconciled(report: Report) -> Markup | None:
+    found = report.reconciliation
+    if found is None or found.expected_us is None:
+        return None
+    title = "Expected and measured saving of a step"
+    return _figure("reconciled", title, found.said, lambda width: reconciled(found, width))
 
 
 def _group(index: int, group: views.SweepGroup) -> Markup | None:

@@ -40,8 +40,13 @@ class _Frame:
         canvas.text(end, y, time, "t", "end")
 
 
-def lanes(step: Step, width: float) -> Canvas:
-    """The whole step above, some layers of it below; the band says where they lie."""
+def lanes(step: Step, width: float, span_us: float | None = None) -> Canvas:
+    """The whole step above, some layers of it below; the band says where they lie.
+
+    Args:
+        span_us: how much time the width stands for, where two steps are to be compared.
+    """
+    span = max(span_us or 0.0, step.wall_us)
     frame = _Frame(width)
     view = window(step, 1 if frame.narrow else 2)
     head, axis = 26.0, 44.0
@@ -59,7 +64,7 @@ def lanes(step: Step, width: float) -> Canvas:
     canvas = Canvas(width, zoom_top + 8 + zoom_rows * frame.pitch + 24)
     _title(canvas, step, width)
     draw_legend(canvas, entries, head, width)
-    x = linear(0, step.wall_us, frame.left, frame.right)
+    x = linear(0, span, frame.left, frame.right)
     band = x(view.start_us), x(view.end_us)
     canvas.rect(band[0], top - 4, max(band[1] - band[0], 1), bottom - top + 4, "window")
     canvas.area(
@@ -71,7 +76,7 @@ def lanes(step: Step, width: float) -> Canvas:
         ],
         "window",
     )
-    _axis(canvas, frame, x, (0.0, step.wall_us), bottom)
+    _axis(canvas, frame, x, (0.0, span), bottom)
     _whole(canvas, frame, step, x, top)
     part = f"{view.words}: {wording.microseconds(view.end_us - view.start_us)}"
     canvas.text(0, zoom_top - 12, part[0].upper() + part[1:], "t strong")

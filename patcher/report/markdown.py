@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from patcher.report import views, wording
+from patcher.report.evidence import elsewhere, person, reconciliation
 from patcher.report.markup import code, fence, plain, table
 from patcher.report.profiled import hotspots
-from patcher.report.reconcile import reconcile
 from patcher.report.record import Report
 
 
@@ -13,7 +13,9 @@ def render_markdown(report: Report) -> str:
     """GitHub Markdown; hostile names cannot leave their cell, open markup or notify a person."""
     parts = [
         _verdict(report),
+        person(report),
         _comparison(report),
+        elsewhere(report),
         hotspots(report.profile),
         _sweep(report),
         _attempts(report),
@@ -85,23 +87,7 @@ def _comparison(report: Report) -> str:
             ]
         )
     head = ["", "Gain", "Interval", "Baseline tok/s", "Patched tok/s", "Pairs", "Verdict"]
-    return "### End to end\n\n" + table(head, rows, " rrrrr") + "\n\n" + _reconciliation(report)
-
-
-def _reconciliation(report: Report) -> str:
-    found = reconcile(report)
-    if isinstance(found, str):
-        return f"Micro gain and measured gain were not reconciled. {plain(found)}"
-    word = "explains" if found.explained else "**does not explain**"
-    low, high = (
-        wording.microseconds(found.measured_low_us),
-        wording.microseconds(found.measured_high_us),
-    )
-    return (
-        f"The micro gain {word} the measured one: "
-        f"{wording.microseconds(found.predicted_us)} a step predicted, "
-        f"{wording.microseconds(found.measured_us)} measured ({low} to {high})."
-    )
+    return "### End to end\n\n" + table(head, rows, " rrrrr") + "\n\n" + reconciliation(report)
 
 
 def _sweep(report: Report) -> str:
@@ -119,11 +105,12 @@ def _sweep(report: Report) -> str:
                 wording.microseconds(row.baseline_us),
                 wording.times(row.speedup),
                 f"{wording.times(row.speedup_low)} to {wording.times(row.speedup_high)}",
+                wording.percent(row.light_pct, 0),
             ]
             for row in group.rows
         ]
         head = [plain(group.axis), "Candidate", "Baseline", "Speedup", "95 % interval"]
-        blocks.append(table(head, rows, "rrrrr"))
+        blocks.append(table([*head, "Speed of light"], rows, "rrrrrr"))
     if report.best.geomean_speedup is not None:
         blocks.append(f"Geometric mean {wording.times(report.best.geomean_speedup)}.")
     return "\n\n".join(blocks)

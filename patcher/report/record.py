@@ -16,7 +16,11 @@ from bench import (
     Workload,
 )
 from patcher.attempts import Attempt
+from patcher.best_set import BestSet
 from patcher.decide import Decision
+from patcher.elsewhere import Elsewhere
+from patcher.reconcile import Reconciliation
+from patcher.word import Word
 
 
 class Receipt(Record):
@@ -45,6 +49,9 @@ class Report(Record):
     recorded_note: str | None = None
     """Where the recording comes from."""
     profile: dict[str, Any] | None = None
+    """Of the unpatched engine."""
+    profile_after: dict[str, Any] | None = None
+    """Of the patched one."""
     attempts: tuple[Attempt, ...] = ()
     best: Evaluation | None = None
     candidate_source: str | None = None
@@ -56,9 +63,16 @@ class Report(Record):
     """Of the A/B."""
     quality_receipt: Receipt | None = None
     """Of the quality run, which must cover the shapes of the A/B."""
-    calls_per_step: float | None = Field(default=None, gt=0)
-    """Calls of the op in one decode step: with it, micro gain and measured gain are reconciled."""
+    reconciliation: Reconciliation | None = None
+    """Whether the kernel's own gain explains the measured one."""
+    elsewhere: Elsewhere | None = None
+    """Other traffic and memory."""
+    best_set: BestSet | None = None
+    """Several patches: each alone and together."""
     decision: Decision | None = None
+    """The rule's."""
+    words: tuple[Word, ...] = ()
+    """What persons said, oldest first; the rule's decision stays what it is."""
     reverted_identical: bool | None = None
     """Whether greedy output after the revert is bit-identical to before; None when not tried."""
     environment: Environment | None = None

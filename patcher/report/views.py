@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from bench import Outcome, Timing, Window
+from bench import Outcome, Throughput, Timing, Window
 from bench.comparison import Verdict
 from patcher.report import wording
 from patcher.report.record import Report
@@ -23,6 +23,9 @@ class PairRow:
     """Output tokens per second."""
     patched: float
     gain_pct: float
+    process: int | None = None
+    """The process pair that it ran in."""
+    swapped: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,12 @@ class SweepRow:
     speedup_high: float
     pairs: int
     calls: int
+    light_pct: float | None = None
+
+    @property
+    def light_us(self) -> float | None:
+        """The time of one call at the speed of light."""
+        return None if self.light_pct is None else self.candidate_us * self.light_pct / 100
 
 
 @dataclass(frozen=True)
@@ -125,17 +134,18 @@ class Headline:
 
 def pair_rows(windows: Iterable[Window], kind: Literal["ab", "aa"]) -> list[PairRow]:
     """Complete pairs in the order measured; a pair that lost a window has no gain."""
-    sides: dict[int, dict[str, float]] = {}
+    sides: dict[int, dict[str, Window]] = {}
     for window in windows:
         if window.kind == kind and window.decode_s > 0 and window.tokens > 0:
-            sides.setdefault(window.pair, {})[window.arm] = window.tokens_per_s
-    return [
-        PairRow(
-            pair, arms["baseline"], arms["patched"], (arms["patched"] / arms["baseline"] - 1) * 100
-        )
-        for pair, arms in sides.items()
-        if len(arms) == 2
-    ]
+            sides.setdefault(window.pair, {})[window.arm] = window
+    rows = []
+    for pair, arms in sides.items():
+        if len(arms) == 2:
+            first, second = arms["baseline"], arms["patched"]
+            rates = first.tokens_per_s, second.tokens_per_s
+            gain = (rates[1] / rates[0] - 1) * 100
+            rows.append(PairRow(pair, *rates, gain, first.process, first.swapped))
+    return rows
 
 
 def hotspot_rows(profile: dict[str, Any] | None) -> list[HotspotRow]:
@@ -282,6 +292,23 @@ def stages(report: Report) -> list[Stage]:
         ),
         _stage("Revert", "quality", report.reverted_identical, "bit-identical", "output differs"),
     ]
+
+
+def clock_facts(throughput: Throughput | None) -> list[tuple[str, str]]:
+    """What the windows saw of the device's clock and temperature, where anybody looked."""
+    windows = throughput.windows if throughput else ()
+    facts = []
+    for name, unit, values in (
+        ("SM clock", "MHz", [one.sm_clock_mhz for one in windows]),
+        ("Temperature", "\N{DEGREE SIGN}C", [one.temperature_c for one in windows]),
+    ):
+        seen = [value for value in values if value is not None]
+        if seen:
+            facts.append((name, f"{min(seen):,} to {max(seen):,} {unit}"))
+    if facts:
+        slowed = sum(bool(one.throttle_reasons) for one in windows)
+        facts.append(("Throttled", f"{slowed} of {len(windows)} windows"))
+    return facts
 
 
 def _stage(label: str, anchor: str, passed: bool | None, good: str, bad: str) -> Stage:

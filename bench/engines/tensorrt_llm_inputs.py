@@ -1,0 +1,137 @@
+"""What `trtllm-bench throughput` is given: dataset, options, command line.
+
+Read in NVIDIA/TensorRT-LLM: bench/benchmark/throughput.py (5685103), commands/bench.py (0c9a37d),
+bench/utils/data.py (04276b4).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from bench.errors import UsageError
+from bench.records import Record
+
+
+class Benchmark(Record):
+    """One `trtllm-bench throughput`: requests of one length, kept at one concurrency."""
+
+    model: str
+    """Hugging Face id; a folder goes into `model_path`, since a folder as id is refused there."""
+    model_path: Path | None = None
+    vocab_size: int = Field(ge=2)
+    requests: int = Field(ge=1)
+    concurrency: int = Field(ge=1)
+    """Requests under way at once, and the largest batch."""
+    input_len: int = Field(ge=1)
+    output_tokens: int = Field(ge=2)
+    """A request, the one that comes from prefill counted."""
+    seed: int = 0
+    warmup: int = Field(default=2, ge=0)
+    """Requests before the timed ones."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    max_num_tokens: int = Field(default=8192, ge=1)
+    kv_cache_share: float = Field(default=0.9, gt=0, le=1)
+    """Of the memory that is free once the model is loaded."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    moe_backend: Literal["AUTO", "CUTLASS", "TRTLLM", "TRITON"] = "AUTO"
+    separate_finalize: bool = False
+    """Keeps MoE finalize a kernel of its own, where the CUTLASS backend would fuse it."""
+    module_folders: tuple[Path, ...] = ()
+    """For `--custom_module_dirs`: what carries patches into the workers."""
+
+
+def write_dataset(path: Path, run: Benchmark) -> None:
+    """One request a line, of fixed lengths; prompts differ, and are the same for the same seed.
+
+    Raises:
+        UsageError: there are not so many prompts of that length.
+    """
+    # each prompt begins with its own number, written in tokens: none is another's beginning
+    digits = 1
+    while run.vocab_size**digits < run.requests:
+        digits += 1
+    if digits > run.input_len:
+        raise UsageError(
+            f"there are no {run.requests} different prompts of {run.input_len} tokens "
+            f"out of {run.vocab_size}",
+            "ask for fewer requests or a longer input",
+        )
+    rng = random.Random(run.seed)
+    with path.open("w", encoding="utf-8") as stream:
+        for index in range(run.requests):
+            number = [index // run.vocab_size**place % run.vocab_size for place in range(digits)]
+            rest = [rng.randrange(run.vocab_size) for _ in range(run.input_len - digits)]
+            row = {
+                "task_id": index,
+                "input_ids": number + rest,
+                "output_tokens": run.output_tokens,
+            }
+            stream.write(json.dumps(row) + "\n")
+
+
+def options(run: Benchmark) -> dict[str, Any]:
+    """What goes into the YAML file: what else differs from run to run is switched off."""
+    moe: dict[str, Any] = {"backend": run.moe_backend}
+    if run.separate_finalize:
+        moe["disable_finalize_fusion"] = True
+    return {
+        "enable_autotuner": False,
+        "cuda_graph_config": {"max_batch_size": run.concurrency, "enable_padding": True},
+        "load_format": run.load_format,
+        "moe_config": moe,
+        "kv_cache_config": {
+            "enable_block_reuse": False,
+            "free_gpu_memory_fraction": run.kv_cache_share,
+        },
+    }
+
+
+def write_inputs(run: Benchmark, folder: Path) -> None:
+    """Dataset and options into the folder.
+
+    Raises:
+        UsageError: it cannot be written, or see `write_dataset`.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_dataset(folder / "dataset.jsonl", run)
+        # every JSON document is YAML, too
+        text = json.dumps(options(run), indent=2) + "\n"
+        (folder / "options.yaml").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {folder}: {error.strerror}", "choose another folder"
+        ) from error
+
+
+def command(run: Benchmark, folder: Path, program: str = "trtllm-bench") -> list[str]:
+    """The command line; dataset, options and report lie in `folder`."""
+    line = [program, "--model", run.model]
+    if run.model_path is not None:
+        line += ["--model_path", str(run.model_path)]
+    line += ["--workspace", str(folder / "workspace"), "throughput", "--backend", "pytorch"]
+    given = {
+        "dataset": folder / "dataset.jsonl",
+        "num_requests": run.requests,
+        "concurrency": run.concurrency,
+        "warmup": run.warmup,
+        "eos_id": -1,
+        "tp": run.tensor_parallel,
+        "max_batch_size": run.concurrency,
+        "max_num_tokens": run.max_num_tokens,
+        "max_seq_len": run.input_len + run.output_tokens,
+        "kv_cache_free_gpu_mem_fraction": run.kv_cache_share,
+        # newer versions call it --config and still take this name
+        "extra_llm_api_options": folder / "options.yaml",
+        "report_json": folder / "report.json",
+    }
+    for name, value in given.items():
+        line += [f"--{name}", str(value)]
+    for module in run.module_folders:
+        line += ["--custom_module_dirs", str(module)]
+    return line

@@ -1,0 +1,223 @@
+"""One pair of windows: both sides decode the same prompts and take turns.
+
+A side's engine may run in this process (`LocalSide`) or in one of its own; what a pair is, is the
+same for both.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+from bench.clock_blocks import block_clocks
+from bench.clocks import ClockMonitor, ClockSample
+from bench.comparison import Arm, Window
+from bench.errors import PatcherError
+from bench.workload import Workload
+
+if TYPE_CHECKING:
+    from bench.engines import Decoding, Engine
+
+TURN_STEPS = 8
+"""Decode steps an arm takes before the other has its turn; the first of them is not timed."""
+
+Arms = Mapping[Arm, Callable[[], AbstractContextManager[object]]]
+"""What puts the engine into each arm's state and takes it out again."""
+Kind = Literal["ab", "aa"]
+
+
+class Taken(NamedTuple):
+    """What one side gave in one window."""
+
+    tokens: list[list[int]]
+    """[batch][1 + steps]: prefill's first."""
+    decode_s: float
+    """Of the timed steps: all but the first of each turn."""
+    prefill_s: float
+    kernel_calls: int | None
+
+
+class Side(Protocol):
+    """One arm's window under way."""
+
+    def prefill(self, seed: int) -> None:
+        """Begin a window over the prompts of that seed."""
+        ...
+
+    def turn(self, steps: int) -> None:
+        """One step that is not timed, since caches still hold the other arm's code, then the
+        rest.
+        """
+        ...
+
+    def end(self) -> Taken:
+        """What came of it; the engine is free for the next window."""
+        ...
+
+
+class Pair(NamedTuple):
+    """Which pair it is."""
+
+    number: int
+    kind: Kind
+    order: tuple[Arm, Arm]
+    process: int | None = None
+    swapped: bool | None = None
+
+
+def abba(rng: random.Random) -> Iterator[tuple[Arm, Arm]]:
+    """Two pairs: one order and its mirror, which comes first drawn at random."""
+    first: tuple[Arm, Arm] = ("baseline", "patched")
+    second: tuple[Arm, Arm] = ("patched", "baseline")
+    yield from (first, second) if rng.random() < 0.5 else (second, first)
+
+
+def prompt_seed(seed: int, pair: int) -> int:
+    """Of a pair's prompts: no two pairs of a sitting share theirs."""
+    return seed * 1_000_003 + pair + 1
+
+
+def take_pair(
+    pair: Pair,
+    sides: Mapping[Arm, Side],
+    workload: Workload,
+    vocab_size: int,
+    seed: int,
+    clocks: ClockMonitor,
+) -> list[Window]:
+    """Two windows over the same prompts, a few steps at a time in ABBA order.
+
+    Raises:
+        PatcherError: a side gave other tokens than asked for.
+    """
+    turns = turn_lengths(workload.output_len)
+    seen: dict[Arm, list[ClockSample]] = {arm: [] for arm in pair.order}
+    for arm in pair.order:
+        sides[arm].prefill(prompt_seed(seed, pair.number))
+    with no_gc():
+        for index, steps in enumerate(turns):
+            for arm in pair.order if index % 2 == 0 else pair.order[::-1]:
+                sides[arm].turn(steps)
+                seen[arm].append(clocks.sample())
+    return [
+        window_of(pair, arm, sides[arm].end(), seen[arm], workload, vocab_size)
+        for arm in pair.order
+    ]
+
+
+def take_alone(
+    pair: Pair, arm: Arm, side: Side, workload: Workload, vocab_size: int, seed: int,
+    clocks: ClockMonitor,
+) -> Window:  # fmt: skip
+    """One side of a pair whose other side runs at another time, cut into the same turns."""
+    seen = []
+    side.prefill(prompt_seed(seed, pair.number))
+    with no_gc():
+        for steps in turn_lengths(workload.output_len):
+            side.turn(steps)
+            seen.append(clocks.sample())
+    return window_of(pair, arm, side.end(), seen, workload, vocab_size)
+
+
+def window_of(
+    pair: Pair,
+    arm: Arm,
+    taken: Taken,
+    clocks: list[ClockSample],
+    workload: Workload,
+    vocab_size: int,
+) -> Window:
+    """The window as it was; its clocks are those after each of its turns."""
+    return Window(
+        pair=pair.number,
+        arm=arm,
+        kind=pair.kind,
+        tokens=count_tokens(taken.tokens, workload, vocab_size),
+        decode_s=taken.decode_s,
+        prefill_s=taken.prefill_s,
+        **block_clocks(clocks),
+        kernel_calls=taken.kernel_calls,
+        process=pair.process,
+        swapped=pair.swapped,
+    )
+
+
+def turn_lengths(steps: int) -> list[int]:
+    """Steps cut into turns; a short last one joins the turn before."""
+    whole = max(steps // TURN_STEPS, 1)
+    return [TURN_STEPS] * (whole - 1) + [steps - TURN_STEPS * (whole - 1)]
+
+
+def count_tokens(tokens: list[list[int]], workload: Workload, vocab_size: int) -> int:
+    """Timed tokens as the caller counts them: without prefill's and the first of each turn.
+
+    Raises:
+        PatcherError: not as many as asked for, or an id outside the vocabulary.
+    """
+    asked = (workload.batch, workload.output_len + 1)
+    shape = (len(tokens), *sorted({len(row) for row in tokens}))
+    if shape != asked:
+        raise PatcherError(f"the engine gave tokens {shape}, {asked} was asked for")
+    if any(not 0 <= token < vocab_size for row in tokens for token in row):
+        raise PatcherError("the engine gave a token id outside the vocabulary")
+    return workload.batch * (workload.output_len - len(turn_lengths(workload.output_len)))
+
+
+class LocalSide:
+    """A side in this process: `enter` puts the engine into its state while it has its turn."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        enter: Callable[[], AbstractContextManager[object]],
+        kernel_calls: Callable[[], int] | None = None,
+    ) -> None:
+        self._engine, self._enter, self._count = engine, enter, kernel_calls
+        self._decoding: Decoding | None = None
+        self._calls = 0
+
+    def prefill(self, seed: int) -> None:
+        prompts = self._engine.prompts(seed)
+        self._calls = 0
+        with self._entered():
+            self._decoding = self._engine.prefill(prompts)
+
+    def turn(self, steps: int) -> None:
+        assert self._decoding is not None
+        with self._entered():
+            before = self._decoding.decode_s
+            self._engine.decode(self._decoding, 1)
+            self._decoding.decode_s = before
+            self._engine.decode(self._decoding, steps - 1)
+
+    def end(self) -> Taken:
+        assert self._decoding is not None
+        decoding, self._decoding = self._decoding, None
+        self._engine.release(decoding)
+        calls = None if self._count is None else self._calls
+        return Taken(decoding.tokens().tolist(), decoding.decode_s, decoding.prefill_s, calls)
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """In this side's state of the engine, the patched kernel's calls counted."""
+        count = self._count or int
+        before = count()
+        with self._enter():
+            yield
+        self._calls += count() - before
+
+
+@contextmanager
+def no_gc() -> Iterator[None]:
+    """Collections happen between windows, not in them."""
+    on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()

@@ -1,0 +1,110 @@
+"""Several patches: each alone and together, and the best set by what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from bench import SCHEMA_VERSION, Comparison, Record, UsageError
+from bench.stats import holm
+
+
+class Combination(Record):
+    """Some patches at once against the baseline without any."""
+
+    patches: tuple[str, ...] = Field(min_length=1)
+    comparison: Comparison
+
+
+class BestSet(Record):
+    """Which patches to keep, and why."""
+
+    schema_version: int = SCHEMA_VERSION
+    patches: tuple[str, ...]
+    """Sorted; empty: none is accepted."""
+    reason: str
+    combinations: tuple[Combination, ...]
+    """As measured, with the verdicts that hold among all of them (Holm)."""
+    missing: tuple[str, ...] = ()
+    """What was not measured, so that another set may be better."""
+
+
+def best_set(combinations: Sequence[Combination], confidence_pct: float = 95.0) -> BestSet:
+    """The set with the largest gain; of those that are as good as far as can be told, the smallest.
+
+    Gains are never added up: a set counts by its own comparison only. A patch is kept in it when it
+    shows, so of a set and a part of it the part wins where the intervals allow that both are equal.
+    The winner's gain is the largest of several and so reads a little high: measure it once more.
+
+    Raises:
+        UsageError: nothing given, a patch or a set twice, or a comparison without a p-value.
+    """
+    if not combinations:
+        raise UsageError("no measured combination", "measure each patch alone, and all together")
+    sets = [frozenset(one.patches) for one in combinations]
+    if any(len(one.patches) != len(own) for one, own in zip(combinations, sets, strict=True)):
+        raise UsageError("a combination names a patch twice", "name each once")
+    if len(set(sets)) != len(sets):
+        raise UsageError("a combination was given twice", "give the comparison that counts")
+    corrected = holm([one.comparison for one in combinations], confidence_pct)
+    judged = {
+        own: one.model_copy(update={"comparison": found})
+        for own, one, found in zip(sets, combinations, corrected, strict=True)
+    }
+    accepted = [own for own in sets if judged[own].comparison.verdict == "accept"]
+    chosen, reason = _choose(judged, accepted)
+    return BestSet(
+        patches=tuple(sorted(chosen)),
+        reason=reason,
+        combinations=tuple(judged.values()),
+        missing=tuple(_missing(sets, accepted)),
+    )
+
+
+def _choose(
+    judged: dict[frozenset[str], Combination], accepted: list[frozenset[str]]
+) -> tuple[frozenset[str], str]:
+    if not accepted:
+        return frozenset(), f"none of {len(judged)} combinations is accepted among all of them"
+    largest = max(accepted, key=lambda own: judged[own].comparison.gain_pct)
+    chosen = min(
+        (own for own in accepted if own <= largest and _as_good(judged[own], judged[largest])),
+        key=lambda own: (len(own), -judged[own].comparison.gain_pct),
+    )
+    gain = _figures(judged[chosen].comparison)
+    if chosen == largest:
+        return (
+            chosen,
+            f"keep {_named(chosen)}: {gain}, the largest gain of {len(judged)} combinations",
+        )
+    rest = _named(largest - chosen)
+    return chosen, (
+        f"keep {_named(chosen)}: {gain}; with {rest} it is {_figures(judged[largest].comparison)}, "
+        "no more than the intervals allow for the same"
+    )
+
+
+def _as_good(part: Combination, whole: Combination) -> bool:
+    """Whether the intervals allow that a part gains what the whole does."""
+    first, second = part.comparison, whole.comparison
+    half = math.hypot(first.gain_high_pct - first.gain_pct, second.gain_pct - second.gain_low_pct)
+    return second.gain_pct - first.gain_pct <= half
+
+
+def _missing(sets: list[frozenset[str]], accepted: list[frozenset[str]]) -> list[str]:
+    every = sorted(frozenset[str]().union(*sets))
+    found = [f"{name} alone" for name in every if frozenset({name}) not in sets]
+    good = sorted(name for name in every if frozenset({name}) in accepted)
+    if len(good) > 1 and frozenset(good) not in sets:
+        found.append(f"{_named(frozenset(good))} together, each accepted alone")
+    return found
+
+
+def _named(patches: frozenset[str]) -> str:
+    return " + ".join(sorted(patches))
+
+
+def _figures(found: Comparison) -> str:
+    return f"{found.gain_pct:+.2f} % [{found.gain_low_pct:+.2f}, {found.gain_high_pct:+.2f}]"

@@ -1,0 +1,91 @@
+"""What a profile before and one after say beside the patched kernels: which rows moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hotspot import Profile, ProfileComparison, compare
+
+_LEAST_PCT = 0.05
+"""Of the step: rows that moved by less are added up in one line."""
+_OVERLAP_PCT = 2.0
+_STEP_APART_PCT = 20.0
+"""A profiler costs time; with more than this it is another step, and its rows are not counted."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The fields of a `GainRow`."""
+
+    name: str
+    launches: float | None
+    saved_us: float
+    counted: bool
+    note: str
+
+
+def moved_rows(
+    before: Profile, after: Profile, ops: Sequence[str], step_us: float
+) -> tuple[list[Moved], list[str]]:
+    """Rows that moved otherwise, the largest first, and what the patched ops' own rows show.
+
+    Chains are left out, since their time is in their kernels' rows.
+    """
+    found = compare(before, after)
+    apart = [words for one in (before, after) for words in _apart(one, step_us)]
+    if found.unit != "decode step":
+        return [], ["a profile does not know its decode steps: what moved in it is not counted"]
+    own = _names(found, ops)
+    rows: list[Moved] = []
+    small = shown = 0.0
+    few = 0
+    for row in found.rows:
+        saved = -row.delta_ns / 1e3
+        if row.kind == "chain" or not saved:
+            continue
+        if row.name in own:
+            shown += saved
+        elif row.change == "same" or abs(saved) < _LEAST_PCT * step_us / 100:
+            small += saved
+            few += 1
+        else:
+            launches = row.after_launches or row.before_launches
+            rows.append(Moved(row.name, launches, saved, not apart, row.change))
+    if own:
+        said = "what the profiles show for it, to compare with its micro gain"
+        rows.append(Moved(", ".join(ops), None, shown, False, said))
+    if few:
+        rows.append(Moved(f"{few} rows that hardly moved", None, small, False, "within noise"))
+    caveat = "a row of a profile is one recording before and one after: it has no interval"
+    return rows, [caveat, *apart]
+
+
+def _names(found: ProfileComparison, ops: Sequence[str]) -> set[str]:
+    return {name for one in found.ops if one.op in ops for name in (*one.before, *one.after)}
+
+
+def overlap_caveat(profile: Profile | None) -> list[str]:
+    """That kernels run beside each other, where they do."""
+    if profile is None or not profile.busy_ns:
+        return []
+    share = 100 * (profile.total_kernel_ns / profile.busy_ns - 1)
+    if share < _OVERLAP_PCT:
+        return []
+    return [
+        f"kernels overlap ({share:.0f} % more kernel time than busy time: several streams or "
+        "dependent launches), so a step need not get shorter by what a kernel saves alone"
+    ]
+
+
+def _apart(profile: Profile, step_us: float) -> list[str]:
+    """That the profiled step is another than the measured one, where it is."""
+    if not profile.steps or not profile.wall_ns:
+        return []
+    profiled = profile.wall_ns / profile.steps / 1e3
+    if abs(profiled / step_us - 1) * 100 <= _STEP_APART_PCT:
+        return []
+    return [
+        f"a step takes {profiled:,.0f} us in {profile.source} and {step_us:,.0f} us in the A/B, so "
+        "what moved in the profile is not to scale and not in the sum"
+    ]

@@ -1,0 +1,240 @@
+"""An arm as a real process: gpt-oss-tiny in transformers on the CPU, and what the pipe refuses."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from patch_sample import LAYERS, OP, evaluation
+from pydantic import ValidationError
+
+import bench
+from bench import Language, Workload
+from bench.clocks import ClockMonitor
+from bench.comparison import Arm
+from bench.windows import Pair, Side, take_pair
+from integrate import Patch, Receipt
+from patcher import arm_protocol as say
+from patcher.arm import serve
+from patcher.arm_process import ArmProcess, arm_environment
+from patcher.measure_pairs import PatchSitting, difference, identical, measure_pairs, merged
+from patcher.measured import Job
+
+WORKLOAD = Workload(
+    model="gpt-oss-tiny",
+    device="cpu",
+    dtype="float32",
+    batch=2,
+    input_len=8,
+    output_len=10,
+    threads=1,
+)
+
+
+@pytest.fixture(scope="module")
+def patch(tmp_path_factory: pytest.TempPathFactory) -> Patch:
+    [candidate] = [one for info, one in OP.solutions() if info.language == Language.CPP]
+    folder = tmp_path_factory.mktemp("bundle") / "patch"
+    return Patch.create(
+        folder, OP, candidate, evaluation(candidate), engine="transformers", made_by="test"
+    )
+
+
+@pytest.fixture(scope="module")
+def sitting(patch: Patch) -> PatchSitting:
+    return PatchSitting(Job(workload=WORKLOAD, process_pairs=3, quality_steps=4), patch)
+
+
+@pytest.fixture(scope="module")
+def arms(sitting: PatchSitting) -> Iterator[dict[Arm, ArmProcess]]:
+    """A process for each arm, started side by side; with a key in the environment."""
+    names: tuple[Arm, Arm] = ("baseline", "patched")
+    with pytest.MonkeyPatch.context() as environment, ThreadPoolExecutor() as pool:
+        environment.setenv("ANTHROPIC_API_KEY", "sk-secret")
+        environment.setenv("HF_TOKEN", "secret")
+        made = dict(zip(names, pool.map(lambda arm: sitting.start(arm, 0.4), names), strict=True))
+    yield made
+    for process in made.values():
+        process.close()
+
+
+def environ(process: ArmProcess) -> dict[str, str]:
+    text = Path(f"/proc/{process.pid}/environ").read_text()
+    return dict(line.split("=", 1) for line in text.split("\0") if line)
+
+
+def test_an_arm_has_its_own_switches_and_no_key(arms: dict[Arm, ArmProcess], patch: Patch) -> None:
+    base, patched = environ(arms["baseline"]), environ(arms["patched"])
+    assert (base["PATCHER_PATCHES"], patched["PATCHER_PATCHES"]) == ("off", "on")
+    assert base["PATCHER_STRICT"] == patched["PATCHER_STRICT"] == "1"
+    assert base["PATCHER_HOME"] != patched["PATCHER_HOME"]
+    assert Path(patched["PATCHER_HOME"], "patches", patch.manifest.id).is_dir()
+    assert not {"ANTHROPIC_API_KEY", "HF_TOKEN"} & (base.keys() | patched.keys())
+
+
+def test_a_pair_of_windows_in_two_processes(arms: dict[Arm, ArmProcess]) -> None:
+    sides: dict[Arm, Side] = {arm: process.side() for arm, process in arms.items()}
+    pair = Pair(0, "ab", ("patched", "baseline"), process=1, swapped=True)
+    vocab = arms["baseline"].vocab_size
+    for _ in range(2):
+        windows = take_pair(pair, sides, WORKLOAD, vocab, 7, ClockMonitor("cpu"))
+        assert [window.arm for window in windows] == ["patched", "baseline"]
+        assert {(window.process, window.swapped) for window in windows} == {(1, True)}
+        # one turn, whose first step is not timed
+        assert {window.tokens for window in windows} == {2 * 9}
+        # prefill, then ten steps, two norms a layer but for what the point leaves out
+        calls = {window.arm: window.kernel_calls for window in windows}
+        assert calls["baseline"] == 0
+        assert calls["patched"] == 11 * arm_calls(arms["patched"])
+
+
+def arm_calls(process: ArmProcess) -> int:
+    """Calls of the patched kernel in one forward."""
+    [before] = process.receipts()
+    process.ask(say.Generate(seed=1, steps=1), say.Generated)
+    [after] = process.receipts()
+    made = difference(after, before).total_calls
+    assert made % 2 == 0
+    assert made // 2 in (2 * LAYERS, 2 * LAYERS - 1)
+    return made // 2
+
+
+def test_both_arms_are_asked_for_tokens_logits_and_memory(
+    arms: dict[Arm, ArmProcess], sitting: PatchSitting
+) -> None:
+    first = Pair(0, "aa", ("baseline", "patched"))
+    sitting.visit(first, "baseline", arms["baseline"])
+    assert not sitting.reverted_identical
+    sitting.visit(first, "patched", arms["baseline"])
+    later = Pair(1, "ab", ("baseline", "patched"))
+    for arm, process in arms.items():
+        sitting.visit(later, arm, process)
+        memory = process.memory()
+        assert memory.free > memory.held == memory.peak > 1 << 20
+        assert len(process.in_steps(3)) == WORKLOAD.output_len - 1
+    assert sitting.reverted_identical
+    logits = sitting._logits
+    assert logits["baseline"].shape == (2 * 5, 1024)
+    assert not torch.equal(logits["baseline"], logits["patched"])
+    assert torch.allclose(logits["baseline"], logits["patched"], atol=1e-4)
+    # prefill is of another shape
+    assert len(sitting.quality_receipt.calls) == 2
+    assert sitting.quality_receipt.total_calls == 5 * arm_calls(arms["patched"])
+    assert sitting.receipt.total_calls > 0
+    assert sitting.receipt.calls.keys() <= sitting.quality_receipt.calls.keys()
+
+
+def test_a_reference_is_of_higher_precision(arms: dict[Arm, ArmProcess], tmp_path: Path) -> None:
+    process = arms["baseline"]
+    forced = process.ask(say.Generate(seed=5, steps=3), say.Generated).tokens
+    path = tmp_path / "wide.npy"
+    wrote = process.ask(
+        say.Logits(seed=5, forced=forced, path=str(path), reference=True), say.Wrote
+    )
+    assert "float64" in wrote.how
+    assert np.load(path, allow_pickle=False).shape == (2 * 4, 1024)
+    entropy = process.ask(say.Routing(seed=0, steps=4), say.Entropy).percent
+    assert entropy is not None
+    assert 40 < entropy <= 100
+
+
+def test_what_is_no_command_is_refused_and_the_process_lives(
+    arms: dict[Arm, ArmProcess],
+) -> None:
+    process = arms["baseline"]
+
+    class Odd(bench.Record):
+        do: str = "run"
+        code: str = "print(1)"
+
+    with pytest.raises(bench.UsageError, match="not a command"):
+        process.ask(Odd(), say.Done)
+    with pytest.raises(bench.UsageError, match="no window is under way"):
+        process.ask(say.Decode(steps=1), say.Done)
+    process.ask(say.Prefill(seed=1, context=3), say.Done)
+    with pytest.raises(bench.UsageError, match="a window is under way"):
+        process.ask(say.Prefill(seed=1), say.Done)
+    process.ask(say.End(), say.Ended)
+
+
+def test_a_process_that_dies_is_an_error_with_how_it_died(arms: dict[Arm, ArmProcess]) -> None:
+    process = arms["patched"]
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(bench.PatcherError, match="patched process ended") as caught:
+        process.ask(say.AskMemory(), say.MemoryUse)
+    assert "killed by SIGKILL" in caught.value.message
+    with pytest.raises(bench.PatcherError, match="has ended"):
+        process.memory()
+    process.close()
+
+
+def test_a_close_takes_the_whole_group_with_it(arms: dict[Arm, ArmProcess]) -> None:
+    process = arms["baseline"]
+    process.close()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    process.close()
+
+
+def test_a_load_that_fails_says_why(patch: Patch) -> None:
+    too_big = WORKLOAD.model_copy(update={"model": "gpt-oss-20b"})
+    with pytest.raises(bench.MissingError, match="does not fit a CPU"):
+        ArmProcess("baseline", say.Load(workload=too_big, memory_share=0.4))
+
+
+def test_a_changed_bundle_starts_nothing(patch: Patch, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "patch"
+    shutil.copytree(patch.folder, copy)
+    damaged = Patch.load(copy)
+    next(copy.glob("*/*.cpp"), next(copy.rglob("*.cpp"))).write_text("// other\n")
+    with pytest.raises(bench.VerificationError):
+        arm_environment(tmp_path, (damaged,))
+
+
+def test_without_anyone_who_asks_an_arm_ends() -> None:
+    replies = io.BytesIO()
+    asked = b'\xff\n{"do": "load"}\n{"do": "memory"}\n'
+    assert serve(io.BytesIO(asked), replies) == 1
+    told = [say.REPLY.validate_json(line) for line in replies.getvalue().splitlines()]
+    assert [reply.error["kind"] for reply in told if isinstance(reply, say.Failed)] == ["usage"] * 3
+
+
+def test_a_patch_of_another_engine_starts_nothing(patch: Patch) -> None:
+    job = Job(workload=WORKLOAD.model_copy(update={"engine": "vllm"}), process_pairs=3)
+    with pytest.raises(bench.UsageError, match="is for transformers, not for vllm"):
+        measure_pairs(job, patch, lambda *told: None)
+
+
+def test_replies_are_checked() -> None:
+    assert isinstance(say.REPLY.validate_json('{"kind": "done"}'), say.Done)
+    for line in ("{}", "[]", "x", '{"kind": "done", "more": 1}', '{"kind": "loaded"}'):
+        with pytest.raises(ValidationError):
+            say.REPLY.validate_json(line)
+
+
+def test_identical_is_as_far_as_two_stock_processes_agree() -> None:
+    before = [[1, 2, 3], [4, 5, 6]]
+    assert identical(before, before, before)
+    assert not identical(before, before, [[1, 2, 3], [4, 5, 0]])
+    assert identical(before, [[1, 2, 3], [4, 5, 9]], [[1, 2, 3], [4, 5, 0]])
+    assert not identical(before, [[1, 2, 3], [4, 5, 9]], [[1, 2, 3], [4, 0, 6]])
+    assert not identical(before, [[0, 2, 3], [0, 5, 6]], before)
+    assert not identical(before, before, before[:1])
+    assert not identical([], [], [])
+
+
+def test_receipts_of_several_processes_are_one() -> None:
+    first = Receipt(patch_id="p", digest="d", pid=1, calls={"a": 2}, fallbacks={"r": 1})
+    second = Receipt(patch_id="p", digest="d", pid=2, calls={"a": 3, "b": 1}, replayed={"b": 1})
+    both = merged([first, second])
+    assert (both.calls, both.fallbacks, both.replayed) == ({"a": 5, "b": 1}, {"r": 1}, {"b": 1})
+    assert difference(both, second).calls == {"a": 2}

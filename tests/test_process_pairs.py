@@ -1,0 +1,349 @@
+"""Process pairs, with doubles for processes whose speed, bias and memory are known."""
+
+from __future__ import annotations
+
+import gc
+import io
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from pydantic import JsonValue
+from rich.console import Console
+from test_measure import WORKLOAD
+
+import bench
+from bench import Throughput
+from bench.clocks import ClockMonitor
+from bench.comparison import Arm
+from bench.process_pairs import SHARE_ALONE, SHARE_BESIDE, Memory, Plan, measure_processes
+from bench.traffic import traffic, traffics
+from bench.tuning import options_of, tune
+from bench.windows import Pair, Taken, turn_lengths
+from patcher.show_throughput import throughput_lines
+from patcher.throughput_job import Asked, argument, job_of
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def quick_collections() -> Iterator[None]:
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Host:
+    """A double for a machine: what its processes take of its memory, and what differs by process.
+
+    `gain_pct` is the patch's; every process has a constant of its own, of SD `bias_pct`.
+    """
+
+    def __init__(
+        self, gain_pct: float = 3.0, bias_pct: float = 0.1, size: int = 10 * GIB, total: int = 100
+    ) -> None:
+        self.gain_pct, self.bias_pct, self.size, self.total = gain_pct, bias_pct, size, total * GIB
+        self.rng = random.Random(1)
+        self.started: list[tuple[Arm, float]] = []
+        self.open: list[ScriptedProcess] = []
+        self.most = 0
+        self.dies_after: int | None = None
+
+    def start(self, arm: Arm, share: float) -> ScriptedProcess:
+        self.started.append((arm, share))
+        speed = 1 + self.rng.gauss(0, self.bias_pct) / 100
+        made = ScriptedProcess(self, arm, speed * (1 + self.gain_pct / 100 * (arm == "patched")))
+        self.open.append(made)
+        self.most = max(self.most, len(self.open))
+        return made
+
+
+class ScriptedProcess:
+    vocab_size = 100
+
+    def __init__(self, host: Host, arm: Arm, speed: float) -> None:
+        self.host, self.arm, self.speed = host, arm, speed
+        self.windows = 0
+
+    def side(self) -> ScriptedSide:
+        return ScriptedSide(self)
+
+    def warm_up(self, seed: int, steps: int) -> None:
+        return
+
+    def in_steps(self, seed: int) -> list[float]:
+        return [0.01 / self.speed] * 9 + [0.02]
+
+    def memory(self) -> Memory:
+        free = self.host.total - len(self.host.open) * self.host.size
+        return Memory(self.host.size, self.host.size + (self.arm == "patched"), free)
+
+    def close(self) -> None:
+        if self in self.host.open:
+            self.host.open.remove(self)
+
+
+class ScriptedSide:
+    seeds: list[tuple[int, Arm]] = []  # noqa: RUF012
+
+    def __init__(self, process: ScriptedProcess) -> None:
+        self.process = process
+
+    def prefill(self, seed: int) -> None:
+        self.seeds.append((seed, self.process.arm))
+        self.process.windows += 1
+        self.decode_s, self.steps = 0.0, 0
+        # the first window of a process is slow
+        self.slow = 3.0 if self.process.windows == 1 else 1.0
+
+    def turn(self, steps: int) -> None:
+        host = self.process.host
+        if host.dies_after is not None and len(self.seeds) > host.dies_after:
+            raise bench.PatcherError("the patched process ended (killed by SIGKILL): last words")
+        noise = 1 + host.rng.gauss(0, 0.0005)
+        self.decode_s += self.slow * (steps - 1) * 0.01 * noise / self.process.speed
+        self.steps += steps
+
+    def end(self) -> Taken:
+        tokens = [[1] * (1 + self.steps)] * WORKLOAD.batch
+        calls = self.steps if self.process.arm == "patched" else 0
+        return Taken(tokens, self.decode_s, 0.1, calls)
+
+
+def run(host: Host, plan: Plan | None = None, **options: Any) -> Throughput:
+    ScriptedSide.seeds = []
+    asked: dict[str, Any] = {"margin_pct": 0.5, "patch_id": "p", "clocks": ClockMonitor("cpu")}
+    return measure_processes(host.start, WORKLOAD, plan or Plan(pairs=9), **asked | options)
+
+
+def test_a_gain_is_found_and_bias_between_processes_is_in_the_interval() -> None:
+    said: list[tuple[str, int, int]] = []
+    host = Host(bias_pct=0.05)
+    found = run(host, progress=lambda *told: said.append(told))
+    assert found.comparison.verdict == "accept"
+    assert found.comparison.process_pairs == 3
+    assert found.comparison.block_pairs == 0
+    assert found.comparison.gain_low_pct < 3.0 < found.comparison.gain_high_pct
+    wide = run(Host(gain_pct=0.4, bias_pct=0.3))
+    assert wide.comparison.verdict != "accept"
+    assert not host.open
+    assert host.most == 2
+    assert said[-1][1] == said[-1][2]
+    assert {stage.partition(" (")[0] for stage, _, _ in said} == {"pairs in processes"}
+    assert said[-1][0].endswith("])")
+
+
+def test_processes_are_fresh_swapped_and_warm() -> None:
+    host = Host()
+    found = run(host)
+    # the control's two, of which one goes on; then a fresh one for each arm, swapped
+    assert [arm for arm, _ in host.started] == [
+        *("baseline", "baseline", "patched"),
+        *("patched", "baseline", "baseline", "patched"),
+    ]
+    assert {share for _, share in host.started} == {SHARE_BESIDE}
+    swaps = {(window.process, window.kind): window.swapped for window in found.windows}
+    assert swaps == {(0, "aa"): False, (1, "ab"): False, (2, "ab"): True, (3, "ab"): False}
+    # nine pairs and the warm-up pair, in each of three
+    assert (found.comparison.pairs, found.comparison.dropped_pairs) == (27, 3)
+    assert found.control is not None
+    assert found.control.dropped_pairs == 1
+    assert abs(found.control.gain_pct) < 1
+    for arm in ("baseline", "patched"):
+        orders = [w.arm for w in found.windows if w.kind == "ab"][::2]
+        assert orders.count(arm) == 15, "as often first as second"
+
+
+def test_both_windows_of_a_pair_run_the_same_prompts_and_no_two_pairs_do() -> None:
+    run(Host())
+    by_seed: dict[int, list[str]] = {}
+    for seed, arm in ScriptedSide.seeds:
+        by_seed.setdefault(seed, []).append(arm)
+    assert {tuple(sorted(arms)) for arms in by_seed.values()} == {
+        ("baseline", "baseline"),
+        ("baseline", "patched"),
+    }
+
+
+@pytest.mark.parametrize("host", [Host(total=15), Host(bias_pct=0.02, total=15)])
+def test_where_two_do_not_fit_one_is_loaded_at_a_time(host: Host) -> None:
+    found = run(host)
+    assert host.most == 1
+    assert found.residency.startswith("one arm loaded at a time: one takes 10.0 GiB, 5.0 GiB")
+    assert {share for _, share in host.started[1:]} == {SHARE_ALONE}
+    assert [arm for arm, _ in host.started[1:]] == [
+        *("baseline", "baseline"),
+        *("baseline", "patched", "patched", "baseline", "baseline", "patched"),
+    ]
+    assert found.comparison.pairs == 27
+    assert found.comparison.gain_pct == pytest.approx(3.0, abs=0.3)
+
+
+def test_half_of_the_memory_may_be_too_little_to_start() -> None:
+    class Small(Host):
+        def start(self, arm: Arm, share: float) -> ScriptedProcess:
+            if share < 0.5:
+                raise bench.PatcherError("out of memory")
+            return super().start(arm, share)
+
+    found = run(Small())
+    assert "half of the memory it does not start: out of memory" in found.residency
+
+    class Missing(Host):
+        def start(self, arm: Arm, share: float) -> ScriptedProcess:
+            raise bench.MissingError("vllm is not installed")
+
+    with pytest.raises(bench.MissingError):
+        run(Missing())
+
+
+def test_what_was_asked_is_not_looked_for() -> None:
+    host = Host()
+    found = run(host, Plan(pairs=9, together=False))
+    assert host.most == 1
+    assert found.residency == "one arm loaded at a time: as asked"
+
+
+def test_latency_and_memory_are_told_by_arm() -> None:
+    found = run(Host())
+    base, patched = found.latency["baseline"], found.latency["patched"]
+    assert base.first_token_ms == pytest.approx(100)
+    assert patched.per_token_ms < base.per_token_ms
+    assert base.steps == 30
+    assert base.between_ms["p50"] == pytest.approx(10, rel=0.02)
+    assert base.between_ms["p99"] == base.between_ms["max"] == 20
+    assert found.peak_memory_bytes == {"baseline": 10 * GIB, "patched": 10 * GIB + 1}
+    cv = found.repeat_cv_pct("baseline")
+    assert cv is not None
+    assert 0 < cv < 0.5
+    assert Throughput.model_validate_json(found.model_dump_json()) == found
+
+
+def test_no_process_outlives_one_that_dies() -> None:
+    host = Host()
+    host.dies_after = 30
+    with pytest.raises(bench.PatcherError, match="last words"):
+        run(host)
+    assert not host.open
+
+
+def test_each_process_is_visited_after_its_pairs() -> None:
+    seen: list[tuple[str, str, int | None]] = []
+
+    def visit(pair: Pair, arm: Arm, process: ScriptedProcess) -> None:
+        seen.append((pair.kind, arm, pair.process))
+        assert process in process.host.open
+
+    run(Host(), visit=visit)
+    assert seen[:2] == [("aa", "baseline", 0), ("aa", "patched", 0)]
+    assert len(seen) == 8
+    run(Host(total=15), visit=visit)
+    assert len(seen) == 16
+
+
+def test_too_few_process_pairs_are_refused() -> None:
+    with pytest.raises(bench.UsageError, match="2 process pairs"):
+        run(Host(), Plan(process_pairs=2))
+
+
+def test_the_presets_of_traffic_are_what_they_say() -> None:
+    kforge = traffic("kforge")
+    assert (kforge.requests, kforge.input_len, kforge.output_len) == (512, 1024, 8192)
+    assert (kforge.batch, kforge.runs) == (8, 7)
+    assert kforge.plan() == Plan(process_pairs=7, pairs=64)
+    assert set(traffics()) == {"kforge", "quick"}
+    with pytest.raises(bench.UsageError, match="unknown preset") as caught:
+        traffic("slow")
+    assert "kforge" in caught.value.hint
+
+
+def asked(**given: Any) -> Asked:
+    fields = ("preset", "batch", "input_len", "output_len", "pairs", "processes")
+    return Asked(**{name: given.get(name) for name in fields})
+
+
+def test_what_is_asked_for_is_the_job_that_is_done() -> None:
+    vllm = WORKLOAD.model_copy(update={"engine": "vllm"})
+    plain = job_of(asked(), WORKLOAD, False, [], 0.5, 32)
+    assert plain.process_pairs == 0
+    served = job_of(asked(), vllm, True, ["moe_backend=marlin", "max_num_seqs=8"], 0.5, 32)
+    assert (served.process_pairs, served.pairs_each, served.tune) == (3, 22, True)
+    assert served.arguments == {"moe_backend": "marlin", "max_num_seqs": 8}
+    kforge = asked(preset="kforge", output_len=512)
+    assert kforge.shape == (8, 1024, 512)
+    found = job_of(kforge, vllm, False, [], 0.5, 32)
+    assert (found.process_pairs, found.pairs_each) == (7, 64)
+    fewer = job_of(asked(processes=4, pairs=30), WORKLOAD, False, [], 0.5, 32)
+    assert (fewer.process_pairs, fewer.pairs_each) == (4, 8)
+    nested = argument('compilation_config={"cudagraph_mode": "PIECEWISE"}')
+    assert nested == ("compilation_config", {"cudagraph_mode": "PIECEWISE"})
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    vllm = WORKLOAD.model_copy(update={"engine": "vllm"})
+    for given, workload, tune_it, args, said in (
+        ({"processes": 0}, vllm, False, [], "when a process starts"),
+        ({"processes": 2}, vllm, False, [], "2 process pairs"),
+        ({}, vllm, False, ["moe_backend"], "--engine-arg"),
+        ({}, WORKLOAD, True, [], "no options of its own"),
+        ({}, WORKLOAD, False, ["a=b"], "no options of its own"),
+    ):
+        with pytest.raises(bench.UsageError, match=said):
+            job_of(asked(**given), workload, tune_it, args, 0.5, 32)
+
+
+def test_what_was_measured_is_shown() -> None:
+    found = run(Host())
+    tuning = tuned([[{"moe": "broken"}, {"moe": "b"}]])
+    update = {"tuning": tuning, "engine_arguments": tuning.chosen, "routing_entropy_pct": 97.5}
+    console = Console(width=160, record=True, file=io.StringIO())
+    for shown in throughput_lines(found.model_copy(update=update)):
+        console.print(shown)
+    text = console.export_text()
+    for said in (
+        *("patch: accept", "A/A control", "CV of repeats", "first token ms", "p99"),
+        *("3 process pairs: both arms loaded at once", "routing entropy: 97.5 % of uniform"),
+        *("tried moe=broken: ValueError: not for this GPU", "baseline: moe=b", "clocks: "),
+    ):
+        assert said in text, said
+
+
+RATES = {"a": 1.02, "b": 1.05, "c": 0.9, "close": 1.051}
+
+
+def tuned(options: list[list[Mapping[str, JsonValue]]]) -> Any:
+    host = Host(bias_pct=0)
+
+    def start(arguments: Mapping[str, JsonValue]) -> ScriptedProcess:
+        if arguments.get("moe") == "broken":
+            raise bench.PatcherError("Traceback\n  File x\nValueError: not for this GPU")
+        made = host.start("baseline", SHARE_BESIDE)
+        made.speed = RATES.get(str(arguments.get("moe")), 1.0)
+        made.speed *= RATES.get(str(arguments.get("attention")), 1.0)
+        return made
+
+    ScriptedSide.seeds = []
+    found = tune(start, WORKLOAD, options, ClockMonitor("cpu"))
+    assert not host.open
+    return found
+
+
+def test_the_best_stock_configuration_is_the_baseline() -> None:
+    moe: list[Mapping[str, JsonValue]] = [{"moe": name} for name in ("a", "broken", "b", "close")]
+    attention: list[Mapping[str, JsonValue]] = [{"attention": "c"}, {"attention": "a"}]
+    found = tuned([moe, attention])
+    assert found.chosen == {"moe": "b", "attention": "a"}
+    assert found.trials[0].arguments == {}
+    assert found.trials[2].failure == "ValueError: not for this GPU"
+    assert found.trials[2].tokens_per_s is None
+    assert found.trials[-1].arguments == {"moe": "b", "attention": "a"}
+    assert tuned([[{"attention": "c"}]]).chosen == {}
+    with pytest.raises(bench.UsageError, match="no options to tune"):
+        options_of("transformers")
+
+
+def test_turns_are_cut_alike_for_both_ways_of_taking_turns() -> None:
+    found = run(Host())
+    timed = WORKLOAD.output_len - len(turn_lengths(WORKLOAD.output_len))
+    assert {window.tokens for window in found.windows} == {WORKLOAD.batch * timed}

@@ -1,0 +1,308 @@
+"""The vLLM driver, against a double of its engine, and its names against the real vLLM 0.25.1.
+
+The double stands for what needs a GPU: it gives tokens as `EngineCore.step_with_batch_queue` does
+when it schedules asynchronously (one batch ahead, a step may give nothing), with `RequestOutput`s
+of new tokens alone.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import sys
+from collections import deque
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bench
+from bench import Workload
+from bench.engines import open_engine, open_measurable
+from bench.engines.vllm import OPTIONS, VllmEngine, refuse_dummy
+
+VOCAB = 31
+WORKLOAD = Workload(
+    model="gpt-oss-20b",
+    engine="vllm",
+    device="cuda",
+    dtype="bfloat16",
+    batch=3,
+    input_len=5,
+    output_len=12,
+    weights="hub",
+)
+
+
+class Kind(Enum):
+    CUMULATIVE = 0
+    DELTA = 1
+
+
+class Router(torch.nn.Module):
+    """Four experts, picked by the token."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(tokens % 4, 4) + 0.1 * torch.arange(4.0)
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.num_experts, self.experts_per_token = Router(), 4, 2
+
+
+class Model(torch.nn.Module):
+    """The next token is a function of the sum of all before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def compute_logits(self, sums: torch.Tensor) -> torch.Tensor:
+        self.block.router(sums)
+        return torch.nn.functional.one_hot((sums * 7 + 3) % VOCAB, VOCAB).float()
+
+
+class AsyncEngine:
+    """`LLMEngine` and its runner. `budget`: prompt tokens read in a step."""
+
+    def __init__(self, budget: int = 1000) -> None:
+        self.budget = budget
+        self.requests: dict[str, dict[str, Any]] = {}
+        self.queue: deque[list[tuple[str, int]]] = deque()
+        self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=self))
+        self.model, self.kv_caches = Model(), [torch.zeros(4)]
+        self.input_batch = SimpleNamespace(req_ids=[])
+        self.discard_request_mask = SimpleNamespace(np=np.zeros(8, dtype=bool))
+        self.most = 0
+
+    def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> str:
+        assert params.ignore_eos
+        assert params.temperature == 0
+        assert params.output_kind is Kind.DELTA
+        assert request_id not in self.requests
+        tokens = list(prompt["prompt_token_ids"])
+        self.requests[request_id] = {"tokens": tokens, "unread": len(tokens)}
+        self.most = max(self.most, len(self.requests))
+        return f"{request_id}-0a1b2c3d"
+
+    def abort_request(self, request_ids: list[str], internal: bool = False) -> None:
+        for name in request_ids:
+            del self.requests[name]
+
+    def step(self) -> list[Any]:
+        if self.requests:
+            self.queue.appendleft(self._execute())
+            if len(self.queue) < 2:
+                return []
+        batch = self.queue.pop()
+        return [
+            SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[token])])
+            for name, token in batch
+            if name in self.requests
+        ]
+
+    def _execute(self) -> list[tuple[str, int]]:
+        left = self.budget
+        # not in the order in which they came
+        names = sorted(self.requests, reverse=True)
+        for row, name in enumerate(names):
+            read = min(left, self.requests[name]["unread"])
+            self.requests[name]["unread"] -= read
+            left -= read
+            self.discard_request_mask.np[row] = self.requests[name]["unread"] > 0
+        self.input_batch.req_ids = [f"{name}-0a1b2c3d" for name in names]
+        sums = torch.tensor([sum(self.requests[name]["tokens"]) for name in names])
+        picked = self.model.compute_logits(sums).argmax(-1).tolist()
+        made = []
+        for row, (name, token) in enumerate(zip(names, picked, strict=True)):
+            if not self.discard_request_mask.np[row]:
+                self.requests[name]["tokens"].append(token)
+                made.append((name, token))
+        return made
+
+
+@pytest.fixture(params=[1000, 7], ids=["whole prompts", "in chunks"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
+    inner = AsyncEngine(request.param)
+
+    def llm(**arguments: Any) -> Any:
+        assert arguments["max_num_seqs"] == 3
+        assert arguments["gpu_memory_utilization"] == 0.42
+        config = SimpleNamespace(get_vocab_size=lambda: VOCAB)
+        return SimpleNamespace(llm_engine=inner, model_config=config, arguments=arguments)
+
+    sampling: Any = ModuleType("vllm.sampling_params")
+    sampling.SamplingParams, sampling.RequestOutputKind = SimpleNamespace, Kind
+    vllm: Any = ModuleType("vllm")
+    vllm.LLM = llm
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", sampling)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    made = open_measurable(WORKLOAD, {"enforce_eager": True}, 0.42)
+    assert isinstance(made, VllmEngine)
+    return made
+
+
+def expected(prompts: torch.Tensor, steps: int) -> list[list[int]]:
+    rows = []
+    for prompt in prompts.tolist():
+        tokens = list(prompt)
+        for _ in range(steps + 1):
+            tokens.append((sum(tokens) * 7 + 3) % VOCAB)
+        rows.append(tokens[len(prompt) :])
+    return rows
+
+
+def test_every_token_is_counted_though_the_engine_runs_ahead(engine: VllmEngine) -> None:
+    prompts = engine.prompts(1)
+    decoding = engine.prefill(prompts)
+    for steps in (1, 7, 4):
+        engine.decode(decoding, steps)
+    assert decoding.tokens().tolist() == expected(prompts, 12)
+    assert decoding.prefill_s > 0
+    assert decoding.decode_s > 0
+
+
+def test_a_window_leaves_room_for_the_next(engine: VllmEngine) -> None:
+    for seed in range(3):
+        prompts = engine.prompts(seed)
+        assert engine.generate(prompts, 5).tokens.tolist() == expected(prompts, 5)
+    inner: Any = engine.runner
+    assert inner.requests == {}
+    assert inner.most == 3
+
+
+def test_logits_are_those_over_the_forced_tokens(engine: VllmEngine) -> None:
+    engine.generate(engine.prompts(9), 2)
+    prompts = engine.prompts(2)
+    forced = torch.tensor([[4, 9, 1, 30], [0, 0, 2, 8], [5, 6, 7, 8]])
+    logits = engine.served_logits(prompts, forced)
+    assert logits.shape == (3, 4, VOCAB)
+    whole = torch.cat([prompts, forced], dim=1)
+    for column in range(4):
+        sums = whole[:, : 5 + column].sum(dim=1)
+        assert logits[:, column].argmax(-1).tolist() == ((sums * 7 + 3) % VOCAB).tolist()
+    assert bool(logits.isfinite().all())
+    # and it decodes by itself again
+    assert engine.generate(prompts, 3).tokens.tolist() == expected(prompts, 3)
+    assert "compute_logits" not in vars(engine.runner.model)
+    assert "without compilation" in engine.how
+
+
+def test_routing_is_counted_in_an_engine_that_is_not_compiled(engine: VllmEngine) -> None:
+    entropy = engine.routing_entropy_pct(engine.prompts(3), 8)
+    assert entropy is not None
+    assert 40 < entropy <= 100
+    assert not engine.runner.model.block.router._forward_hooks
+    engine._eager = False
+    assert engine.routing_entropy_pct(engine.prompts(3), 8) is None
+
+
+def test_dummy_weights_are_refused_with_the_reason() -> None:
+    for name in ("dummy", "DUMMY", "LoadFormat.DUMMY"):
+        with pytest.raises(bench.UsageError, match="all tokens pick the same experts"):
+            refuse_dummy({"load_format": name})
+    refuse_dummy({"load_format": "auto"})
+    refuse_dummy({})
+
+
+def test_vllm_is_not_measured_in_one_process() -> None:
+    with pytest.raises(bench.UsageError, match="when a process starts") as caught:
+        open_engine(WORKLOAD)
+    assert "--processes" in caught.value.hint
+
+
+# ---- from here on: the real vLLM
+
+
+def installed() -> str | None:
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+needs_vllm = pytest.mark.skipif(
+    installed() != "0.25.1", reason=f"needs vLLM 0.25.1, here is {installed() or 'none'}"
+)
+
+
+@needs_vllm
+def test_what_is_called_takes_what_it_is_called_with() -> None:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    # its optional packages may not be installed
+    engine = pytest.importorskip("vllm.v1.engine.llm_engine", exc_type=ImportError)
+    LLM, LLMEngine = pytest.importorskip("vllm").LLM, engine.LLMEngine
+    inspect.signature(LLMEngine.add_request).bind(None, "a", {"prompt_token_ids": [1]}, None)
+    inspect.signature(LLMEngine.abort_request).bind(None, ["a"])
+    inspect.signature(LLMEngine.step).bind(None)
+    inspect.signature(LLM.__init__).bind(None, model="m", gpu_memory_utilization=0.4)
+    parameters = SamplingParams(
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        max_tokens=10,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    assert parameters.sampling_type.name == "GREEDY"
+
+
+@needs_vllm
+def test_the_options_that_are_tried_are_known_to_vllm() -> None:
+    from typing import get_args
+
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.config.kernel import MoEBackend
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    moe, attention, graphs = OPTIONS
+    assert {way["moe_backend"] for way in moe} <= set(get_args(MoEBackend))
+    names = set(AttentionBackendEnum.__members__)
+    assert {way["attention_backend"] for way in attention} <= names
+    modes = {way["compilation_config"]["cudagraph_mode"] for way in graphs}
+    assert modes <= set(CUDAGraphMode.__members__)
+    fields = set(inspect.signature(EngineArgs).parameters)
+    assert {name for ways in OPTIONS for way in ways for name in way} <= fields
+    config = EngineArgs(model="m", **graphs[0]).compilation_config
+    assert getattr(config, "cudagraph_mode", config) is not None
+
+
+@needs_vllm
+def test_the_output_processor_gives_new_tokens_alone() -> None:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    processor = OutputProcessor(None, log_stats=False)
+    parameters = SamplingParams(
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        max_tokens=10,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    wanted = inspect.signature(EngineCoreRequest).parameters
+    fields: dict[str, Any] = dict.fromkeys(wanted)
+    fields |= {"request_id": "patcher-0-0a1b2c3d", "external_req_id": "patcher-0"}
+    fields |= {"prompt_token_ids": [1, 2], "sampling_params": parameters, "arrival_time": 0.0}
+    request = EngineCoreRequest(**fields)
+    processor.add_request(request, None, None, 0)
+    got: list[int] = []
+    for token in (5, 6, 7):
+        output = EngineCoreOutput(request_id=request.request_id, new_token_ids=[token])
+        [given] = processor.process_outputs([output]).request_outputs
+        assert given.request_id == "patcher-0"
+        got += given.outputs[0].token_ids
+    assert got == [5, 6, 7]
+    # as `LLMEngine.abort_request` calls it
+    assert processor.abort_requests(["patcher-0"], internal=False) == [request.request_id]
+    assert not processor.has_unfinished_requests()
