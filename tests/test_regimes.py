@@ -117,3 +117,15 @@ def test_what_is_not_finite_must_be_where_the_reference_has_it(value: float) -> 
         changed = honest.clone()
         changed[2, 5] = wrong
         assert "non-finite" in str(explain_mismatch(changed, honest, reference, 64))
+
+
+def test_a_constant_tensor_is_tried_where_many_rows_are() -> None:
+    """Of one row all outputs are one sum; small by chance, it would accuse an honest order."""
+    op = Op(Path(__file__).parent / "corpus/ops/linear")
+    sweep = op.sweep("cpu")
+    middle = sweep.values[len(sweep.values) // 2]
+    for seed in range(20):
+        cases = correctness_cases(op, sweep, Secrets(seed))
+        alone = [case for case in cases if case.only and case.regime == "ones"]
+        assert alone
+        assert all(case.point.axes[sweep.axis] >= middle for case in alone)
