@@ -80,7 +80,7 @@ def correctness_cases(op: Op, sweep: Sweep, draw: Secrets, rounds: int = 1) -> l
         for regime in names:
             add(draw.random.choice(points[len(points) // 2 :]), regime)
             for only in regimes.targets(op, regime):
-                # a constant tensor can make all outputs of a row the same sum, which may be small by
+                # a constant tensor can make all outputs of a row one sum, which may be small by
                 # chance while its terms are not: then many rows must say how large sums are
                 few, many = points[: len(points) // 2 + 1], points[len(points) // 2 :]
                 add(draw.random.choice(many if regime == "ones" else few), regime, only=only)
