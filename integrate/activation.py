@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from bench import PatcherError
+from bench import Contract, PatcherError
 from integrate.counts import Book, GraphWatch
 from integrate.dispatch import AxisGuard, Dispatcher, Guards, TensorGuard
 from integrate.manifest import Manifest
@@ -95,9 +95,29 @@ def prepare(
 
 def guards_of(manifest: Manifest) -> Guards:
     """What a bundle says of its kernel, as the dispatcher checks it."""
-    guards, contract = manifest.guards, manifest.contract
+    guards = manifest.guards
+    return replace(
+        contract_guards(manifest.contract, guards.device, guards.dtypes),
+        axes={
+            axis: AxisGuard(guard.minimum, guard.maximum, guard.multiple_of)
+            for axis, guard in guards.axes.items()
+        },
+        capabilities=tuple(
+            (int(major), int(minor))
+            for major, minor in (name.split(".") for name in guards.capabilities)
+        ),
+        graph_safe=guards.graph_safe,
+    )
+
+
+def contract_guards(contract: Contract, device: str, dtypes: Iterable[Mapping[str, str]]) -> Guards:
+    """What a contract says of a call on a device.
+
+    Args:
+        dtypes: combinations by symbol, torch's names.
+    """
     return Guards(
-        device=guards.device,
+        device=device,
         tensors=tuple(
             TensorGuard(
                 tensor.name,
@@ -113,18 +133,8 @@ def guards_of(manifest: Manifest) -> Guards:
             (scalar.name, int if scalar.type == "int" else float) for scalar in contract.scalars
         ),
         dtypes=tuple(
-            {symbol: getattr(torch, name) for symbol, name in choice.items()}
-            for choice in guards.dtypes
+            {symbol: getattr(torch, name) for symbol, name in choice.items()} for choice in dtypes
         ),
-        axes={
-            axis: AxisGuard(guard.minimum, guard.maximum, guard.multiple_of)
-            for axis, guard in guards.axes.items()
-        },
-        capabilities=tuple(
-            (int(major), int(minor))
-            for major, minor in (name.split(".") for name in guards.capabilities)
-        ),
-        graph_safe=guards.graph_safe,
         solve=contract.axes_of,
     )
 
@@ -258,6 +268,7 @@ __all__: Sequence[str] = (
     "Installed",
     "Switches",
     "activate",
+    "contract_guards",
     "guards_of",
     "prepare",
     "variable",

@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,8 @@ from patch_sample import kernel as add_norm
 
 import bench
 from integrate import Book, Patch, Store
-from integrate.dispatch import Dispatcher, Guards, TensorGuard
+from integrate.activation import contract_guards
+from integrate.dispatch import Dispatcher, Guards
 from integrate.points import find_point
 from integrate.vllm.points import POINTS
 
@@ -150,18 +152,10 @@ def dispatcher(name: str, kernel: Any, guards: Guards) -> Dispatcher:
 
 
 def guards_of(op: str, **dtypes: torch.dtype) -> Guards:
-    """What a bundle of the op has, on the CPU."""
-    contract = bench.load_op(op).contract
-    return Guards(
-        device="cpu",
-        tensors=tuple(
-            TensorGuard(t.name, t.shape, t.dtype, t.access != "read", rows=t.layout == "rows")
-            for t in contract.tensors
-        ),
-        scalars=(),
-        dtypes=(dtypes,),
-        solve=contract.axes_of,
-    )
+    """What a bundle of the op has, on the CPU; wherever the tensors begin."""
+    guards = contract_guards(bench.load_op(op).contract, "cpu", [])
+    tensors = tuple(replace(tensor, alignment=1) for tensor in guards.tensors)
+    return replace(guards, tensors=tensors, scalars=(), dtypes=(dtypes,))
 
 
 def nothing(*args: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 from bench import VerificationError
 from integrate.dispatch import Dispatcher
 from integrate.vllm import sources
+from integrate.vllm.point import VllmPoint
 from integrate.vllm.swap import Swap, remove_all
 
 _MATMUL = "triton_kernels.matmul_ogs"
@@ -23,12 +24,9 @@ _LAYOUT = "triton_kernels.tensor_details.layout_details"
 _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
 
 
-class _Matmul:
+class _Matmul(VllmPoint):
     """One of the two calls."""
 
-    engine: ClassVar[str] = "vllm"
-    name: ClassVar[str]
-    op: ClassVar[str]
     parts: ClassVar[tuple[str, ...]] = (
         f"{_MATMUL}:matmul_ogs",
         f"{_MATMUL}:init_allocation",
@@ -54,12 +52,8 @@ class _Matmul:
     )
 
     def __init__(self, target: Any = None) -> None:
-        """Takes no target: the function is looked up at every call."""
+        super().__init__(target)
         self._in = False
-
-    @classmethod
-    def fingerprint(cls) -> str:
-        return sources.fingerprint(cls.parts)
 
     def find(self) -> str:
         sources.must_be_as_read(self.name, self.parts)

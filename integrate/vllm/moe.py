@@ -8,35 +8,26 @@ original's tensors do.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
 
 from integrate.dispatch import Dispatcher
 from integrate.vllm import sources
-from integrate.vllm.swap import Swap, remove_all
+from integrate.vllm.point import VllmPoint
+from integrate.vllm.swap import Swap
 
 _ROUTING = "triton_kernels.routing"
 _MATMUL = "triton_kernels.matmul_ogs"
 _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
 
 
-class _Function:
-    """A patch point that is one function of one module."""
+class _Function(VllmPoint):
+    """A patch point that is one function of one module, which is looked up at every call."""
 
-    engine: ClassVar[str] = "vllm"
-    name: ClassVar[str]
     module: ClassVar[str]
     function: ClassVar[str]
-    parts: ClassVar[tuple[str, ...]]
-
-    def __init__(self, target: Any = None) -> None:
-        """Takes no target: the function is looked up at every call."""
-        self._swaps: list[Swap] = []
-
-    @classmethod
-    def fingerprint(cls) -> str:
-        return sources.fingerprint(cls.parts)
 
     def find(self) -> str:
         sources.must_be_as_read(self.name, self.parts)
@@ -49,12 +40,9 @@ class _Function:
         swap.install(self._replacement(kernel, swap.original))
         self._swaps = [swap]
 
-    def remove(self) -> None:
-        swaps, self._swaps = self._swaps, []
-        remove_all(swaps)
-
+    @abstractmethod
     def _replacement(self, kernel: Dispatcher, original: Any) -> Any:
-        raise NotImplementedError
+        """What stands in the function's place."""
 
 
 class Routing(_Function):

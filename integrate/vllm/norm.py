@@ -18,35 +18,26 @@ import torch
 from bench import VerificationError
 from integrate.dispatch import Dispatcher
 from integrate.vllm import sources
-from integrate.vllm.swap import Swap, remove_all
+from integrate.vllm.point import VllmPoint
+from integrate.vllm.swap import Swap
 
 _LAYERNORM = "vllm.model_executor.layers.layernorm"
-_PARTS = (
-    f"{_LAYERNORM}:RMSNorm",
-    "vllm.model_executor.custom_op:CustomOp",
-    "vllm.ir.ops.layernorm:fused_add_rms_norm",
-    "vllm.kernels.vllm_c:fused_add_rms_norm",
-)
 
 
-class AddRmsNorm:
+class AddRmsNorm(VllmPoint):
     """Every `RMSNorm` with a residual, a weight and all of the row in its mean."""
 
-    engine: ClassVar[str] = "vllm"
     name: ClassVar[str] = "layernorm.rms_norm"
     op: ClassVar[str] = "fused_add_rms_norm"
-    parts: ClassVar[tuple[str, ...]] = _PARTS
-
-    def __init__(self, target: Any = None) -> None:
-        """Takes no target: the class is patched, before models are built of it."""
-        self._swaps: list[Swap] = []
-
-    @classmethod
-    def fingerprint(cls) -> str:
-        return sources.fingerprint(_PARTS)
+    parts: ClassVar[tuple[str, ...]] = (
+        f"{_LAYERNORM}:RMSNorm",
+        "vllm.model_executor.custom_op:CustomOp",
+        "vllm.ir.ops.layernorm:fused_add_rms_norm",
+        "vllm.kernels.vllm_c:fused_add_rms_norm",
+    )
 
     def find(self) -> str:
-        sources.must_be_as_read(self.name, _PARTS)
+        sources.must_be_as_read(self.name, self.parts)
         Swap(sources.module(_LAYERNORM).RMSNorm, "forward").must_be_the_engines()
         replaced = sources.module("vllm.model_executor.custom_op").op_registry_oot
         if "RMSNorm" in replaced:
@@ -79,10 +70,6 @@ class AddRmsNorm:
 
         swap.install(forward)
         self._swaps = [swap]
-
-    def remove(self) -> None:
-        swaps, self._swaps = self._swaps, []
-        remove_all(swaps)
 
 
 def engines_own() -> Callable[..., None]:

@@ -9,9 +9,10 @@ from integrate.vllm import sources
 from integrate.vllm.matmul import Down, GateUp
 from integrate.vllm.moe import Reduce, Routing
 from integrate.vllm.norm import AddRmsNorm
+from integrate.vllm.point import VllmPoint
 from integrate.vllm.rope import RopeKvUpdate
 
-POINTS: dict[str, type[AddRmsNorm | RopeKvUpdate | Routing | Reduce | GateUp | Down]] = {
+POINTS: dict[str, type[VllmPoint]] = {
     point.name: point for point in (AddRmsNorm, RopeKvUpdate, Routing, Reduce, GateUp, Down)
 }
 

@@ -20,6 +20,7 @@ import torch
 
 from integrate.dispatch import Dispatcher
 from integrate.vllm import sources
+from integrate.vllm.point import VllmPoint
 from integrate.vllm.swap import Swap, remove_all
 
 _MODEL = "vllm.model_executor.models.gpt_oss"
@@ -28,40 +29,33 @@ _FLASH = "vllm.v1.attention.backends.flash_attn"
 _ROTARY = "vllm.model_executor.layers.rotary_embedding.base"
 _BACKENDS = "vllm.compilation.backends"
 _WRITE = "vllm::unified_kv_cache_update"
-_PARTS = (
-    f"{_MODEL}:OAIAttention",
-    f"{_ATTENTION}:Attention",
-    f"{_ATTENTION}:get_attention_context",
-    f"{_ATTENTION}:unified_kv_cache_update",
-    f"{_ATTENTION}:unified_attention_with_output",
-    f"{_FLASH}:FlashAttentionImpl.do_kv_cache_update",
-    f"{_ROTARY}:RotaryEmbeddingBase",
-    f"{_ROTARY}:RotaryEmbedding",
-    f"{_BACKENDS}:split_graph",
-    "vllm.compilation.partition_rules:should_split",
-    "vllm.config:CompilationConfig.set_splitting_ops_for_v1",
-)
 
 
-class RopeKvUpdate:
+class RopeKvUpdate(VllmPoint):
     """Layers of `OAIAttention` that are built while it is in, on FlashAttention's own cache."""
 
-    engine: ClassVar[str] = "vllm"
     name: ClassVar[str] = "gpt_oss.attention"
     op: ClassVar[str] = "rope_kv_update"
-    parts: ClassVar[tuple[str, ...]] = _PARTS
+    parts: ClassVar[tuple[str, ...]] = (
+        f"{_MODEL}:OAIAttention",
+        f"{_ATTENTION}:Attention",
+        f"{_ATTENTION}:get_attention_context",
+        f"{_ATTENTION}:unified_kv_cache_update",
+        f"{_ATTENTION}:unified_attention_with_output",
+        f"{_FLASH}:FlashAttentionImpl.do_kv_cache_update",
+        f"{_ROTARY}:RotaryEmbeddingBase",
+        f"{_ROTARY}:RotaryEmbedding",
+        f"{_BACKENDS}:split_graph",
+        "vllm.compilation.partition_rules:should_split",
+        "vllm.config:CompilationConfig.set_splitting_ops_for_v1",
+    )
 
     def __init__(self, target: Any = None) -> None:
-        """Takes no target: the class is patched, before models are built of it."""
-        self._swaps: list[Swap] = []
+        super().__init__(target)
         self._library: Any = None
 
-    @classmethod
-    def fingerprint(cls) -> str:
-        return sources.fingerprint(_PARTS)
-
     def find(self) -> str:
-        sources.must_be_as_read(self.name, _PARTS)
+        sources.must_be_as_read(self.name, self.parts)
         for swap in self._targets():
             swap.must_be_the_engines()
         return f"{_MODEL}.OAIAttention.forward"

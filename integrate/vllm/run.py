@@ -16,8 +16,9 @@ import torch
 
 from bench import Record, Workload, load_op
 from bench.engines import Decoding
+from integrate.activation import contract_guards
 from integrate.counts import Book, GraphWatch
-from integrate.dispatch import Dispatcher, Guards, TensorGuard
+from integrate.dispatch import Dispatcher
 from integrate.receipts import Receipt
 from integrate.vllm import sources
 from integrate.vllm.moe import Reduce
@@ -150,33 +151,15 @@ class _own:
         self._book = Book(OWN, "0" * 64)
         self._watch = GraphWatch([self._book])
         self._point = Reduce()
-        self._point.install(
-            Dispatcher(Reduce.op, kernel, own_guards(), self._book, watch=self._watch)
-        )
+        contract = load_op(Reduce.op).contract
+        guards = contract_guards(contract, "cuda", contract.dtype_choices())
+        self._point.install(Dispatcher(Reduce.op, kernel, guards, self._book, watch=self._watch))
         self._watch.install()
         return self._book
 
     def __exit__(self, *exc: object) -> None:
         self._watch.remove()
         self._point.remove()
-
-
-def own_guards() -> Guards:
-    """What the contract of `moe_reduce` says of its tensors, in bfloat16."""
-    contract = load_op(Reduce.op).contract
-    return Guards(
-        device="cuda",
-        tensors=tuple(
-            TensorGuard(t.name, t.shape, t.dtype, t.access != "read", rows=t.layout == "rows")
-            for t in contract.tensors
-        ),
-        scalars=(),
-        dtypes=tuple(
-            {symbol: getattr(torch, name) for symbol, name in choice.items()}
-            for choice in contract.dtype_choices()
-        ),
-        solve=contract.axes_of,
-    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,39 @@
+"""What every patch point of vLLM is: a name, the parts that were read, and functions replaced."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from integrate.dispatch import Dispatcher
+from integrate.vllm import sources
+from integrate.vllm.swap import Swap, remove_all
+
+
+class VllmPoint(ABC):
+    """A patch point; see `integrate.points.PatchPoint` for the methods."""
+
+    engine: ClassVar[str] = "vllm"
+    name: ClassVar[str]
+    op: ClassVar[str]
+    parts: ClassVar[tuple[str, ...]]
+    """Source text that it replaces or relies on: `module:attribute`."""
+
+    def __init__(self, target: Any = None) -> None:
+        """Takes no target: classes and modules are patched, before models are built of them."""
+        self._swaps: list[Swap] = []
+        """What is in."""
+
+    @classmethod
+    def fingerprint(cls) -> str:
+        return sources.fingerprint(cls.parts)
+
+    @abstractmethod
+    def find(self) -> str: ...
+
+    @abstractmethod
+    def install(self, kernel: Dispatcher) -> None: ...
+
+    def remove(self) -> None:
+        swaps, self._swaps = self._swaps, []
+        remove_all(swaps)
