@@ -10,7 +10,16 @@ import torch
 import bench
 from bench.judge import regimes
 from bench.judge.accuracy import explain_mismatch
-from bench.judge.cases import Secrets, correctness_cases, placements, tensors_of
+from bench.judge.cases import (
+    Case,
+    Secrets,
+    correctness_cases,
+    expect,
+    make_inputs,
+    placements,
+    tensors_of,
+    value_problem,
+)
 from bench.op import Op
 from bench.scorecard import corpus_folder
 
@@ -129,3 +138,19 @@ def test_a_constant_tensor_is_tried_where_many_rows_are() -> None:
         alone = [case for case in cases if case.only and case.regime == "ones"]
         assert alone
         assert all(case.point.axes[sweep.axis] >= middle for case in alone)
+
+
+def test_a_plain_sum_is_not_accused_where_a_constant_tensor_meets_many_rows() -> None:
+    """At one row some are (3 of 400 where this was written), so that is not tried."""
+    op = Op(Path(__file__).parent / "corpus/ops/linear")
+
+    def accused(point: bench.Point, seed: int) -> bool:
+        case = Case(point, "ones", seed, (), only="weight")
+        inputs = make_inputs(op, case, "cpu")
+        out = torch.zeros(len(inputs["x"]), len(inputs["weight"]))
+        for k in range(inputs["x"].shape[1]):
+            out += inputs["x"][:, k : k + 1] * inputs["weight"][:, k]
+        return value_problem(op, [case], [expect(op, case, inputs)], [{"out": out}]) is not None
+
+    tried = op.sweep("cpu").points()[1:]
+    assert [sum(accused(point, seed) for seed in range(400)) for point in tried] == [0, 0]
