@@ -26,7 +26,7 @@ from bench.errors import MissingError, PatcherError, UsageError
 from bench.intervals import DEFAULT_PAIRS, MIN_PROCESS_PAIRS, Look, first_decided, look_confidences
 from bench.latency import latency_of
 from bench.throughput import check_window, decide_on, so_far, unusable
-from bench.windows import Kind, Pair, Side, abba, prompt_seed, take_alone, take_pair
+from bench.windows import Kind, Pair, Side, abba, prompt_seed, take_pair
 from bench.workload import Workload
 
 SHARE_BESIDE = 0.42
@@ -218,8 +218,8 @@ class Sitting(Generic[Process]):
             process = self._open(kind, arm, SHARE_ALONE)
             side = process.side()
             for pair in pairs:
-                found[pair.number, arm] = take_alone(
-                    pair, arm, side, self.workload, process.vocab_size, self.seed, self.clocks
+                [found[pair.number, arm]] = take_pair(
+                    pair, {arm: side}, self.workload, process.vocab_size, self.seed, self.clocks
                 )
             self._look_at(pairs[-1], arm, process)
             process.close()

@@ -23,7 +23,7 @@ from typing import Any, Self
 import numpy as np
 
 from bench.ceilings import Ceilings
-from bench.clocks import ClockMonitor
+from bench.clocks import TOLERANCE, ClockMonitor
 from bench.contract import Point
 from bench.errors import MissingError
 from bench.evaluation import Timing
@@ -47,8 +47,6 @@ SINGLES = 4
 HEARINGS = 5
 """A point is measured so often before its clocks are called false: a busy machine looks so once."""
 COLD_CALLS = 12
-DRIFT = 0.02
-"""A pair whose SM clock is further than this from the median is dropped."""
 METHODS = {
     "cpu": "per call, performance counter, median of a block; interleaved ABBA pairs, "
     "the other arm stopped; caches warm from the copy-in",
@@ -334,4 +332,4 @@ def _steady(clocks: list[int | None]) -> list[bool]:
     if not seen:
         return [clock is not None for clock in clocks]
     middle = statistics.median(seen)
-    return [clock is not None and abs(clock - middle) <= DRIFT * middle for clock in clocks]
+    return [clock is not None and abs(clock - middle) <= TOLERANCE * middle for clock in clocks]

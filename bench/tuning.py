@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pydantic import JsonValue
 
 from bench.clocks import ClockMonitor
-from bench.comparison import Trial, Tuning
+from bench.comparison import Arm, Trial, Tuning
 from bench.errors import PatcherError, UsageError
 from bench.process_pairs import ArmProcess
-from bench.windows import Pair, prompt_seed, take_alone
+from bench.windows import Pair, Side, prompt_seed, take_pair
 from bench.workload import Workload
 
 WINDOWS = 5
@@ -85,18 +85,11 @@ def _rate(
     try:
         process.warm_up(prompt_seed(seed, -1), workload.output_len)
         side = process.side()
-        windows = [
-            take_alone(
-                Pair(number, "aa", ("baseline", "patched")),
-                "baseline",
-                side,
-                workload,
-                process.vocab_size,
-                seed,
-                clocks,
-            )
-            for number in range(WINDOWS)
-        ]
+        windows = []
+        for number in range(WINDOWS):
+            pair = Pair(number, "aa", ("baseline", "patched"))
+            sides: dict[Arm, Side] = {"baseline": side}
+            windows += take_pair(pair, sides, workload, process.vocab_size, seed, clocks)
     finally:
         process.close()
     rates = [window.tokens_per_s for window in windows[1:]]

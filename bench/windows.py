@@ -88,38 +88,25 @@ def take_pair(
     seed: int,
     clocks: ClockMonitor,
 ) -> list[Window]:
-    """Two windows over the same prompts, a few steps at a time in ABBA order.
+    """Two windows over the same prompts, a few steps at a time in ABBA order; one window, cut into
+    the same turns, where the other side runs at another time and is not among `sides`.
 
     Raises:
         PatcherError: a side gave other tokens than asked for.
     """
     turns = turn_lengths(workload.output_len)
-    seen: dict[Arm, list[ClockSample]] = {arm: [] for arm in pair.order}
-    for arm in pair.order:
+    order = [arm for arm in pair.order if arm in sides]
+    seen: dict[Arm, list[ClockSample]] = {arm: [] for arm in order}
+    for arm in order:
         sides[arm].prefill(prompt_seed(seed, pair.number))
     with no_gc():
         for index, steps in enumerate(turns):
-            for arm in pair.order if index % 2 == 0 else pair.order[::-1]:
+            for arm in order if index % 2 == 0 else order[::-1]:
                 sides[arm].turn(steps)
                 seen[arm].append(clocks.sample())
     return [
-        window_of(pair, arm, sides[arm].end(), seen[arm], workload, vocab_size)
-        for arm in pair.order
+        window_of(pair, arm, sides[arm].end(), seen[arm], workload, vocab_size) for arm in order
     ]
-
-
-def take_alone(
-    pair: Pair, arm: Arm, side: Side, workload: Workload, vocab_size: int, seed: int,
-    clocks: ClockMonitor,
-) -> Window:  # fmt: skip
-    """One side of a pair whose other side runs at another time, cut into the same turns."""
-    seen = []
-    side.prefill(prompt_seed(seed, pair.number))
-    with no_gc():
-        for steps in turn_lengths(workload.output_len):
-            side.turn(steps)
-            seen.append(clocks.sample())
-    return window_of(pair, arm, side.end(), seen, workload, vocab_size)
 
 
 def window_of(

@@ -84,7 +84,8 @@ def decide(
             f"the patched kernel ran {receipt.total_calls:,} times, "
             f"{sum(receipt.fallbacks.values()):,} calls fell back",
             f"same model: {quality.reason}",
-            "after the revert the greedy output is bit-identical to before",
+            "after the revert the greedy output is bit-identical to before"
+            + (", as far as two stock processes repeat it" if comparison.process_pairs else ""),
         ]
         if elsewhere is not None and elsewhere.unknown:
             verdict = "inconclusive" if verdict == "accept" else verdict

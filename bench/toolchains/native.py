@@ -16,6 +16,7 @@ import subprocess
 import sysconfig
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 from bench.candidate import Candidate, Language
@@ -53,7 +54,7 @@ def binds_with_torch(source: str) -> bool:
     return bool(_TORCH_INCLUDE.search(source))
 
 
-class _Native:
+class _Native(ABC):
     """What C++ and CUDA share: unit, cache, run."""
 
     language: Language
@@ -63,8 +64,8 @@ class _Native:
     def missing(self) -> str | None:
         return None if shutil.which(self.compiler) else f"{self.compiler} is not on PATH"
 
-    def flags(self) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def flags(self) -> list[str]: ...
 
     def torch_flags(self) -> list[str]:
         return []
