@@ -24,6 +24,8 @@ from bench.errors import MissingError, UsageError
 from bench.workload import Workload, presets
 
 LOAD_FORMAT = "patcher_random"
+RANDOM_WEIGHTS = "PATCHER_RANDOM_WEIGHTS"
+"""The variable that asks a process of vLLM's to know that format."""
 MXFP4_SCALE = 120
 """Biased exponent of a block of MXFP4 weights: 2^-7, so that they spread like normal(0, 0.02)."""
 REQUEST = "patcher-"
@@ -195,7 +197,8 @@ def _arguments(workload: Workload, folder: Path) -> dict[str, Any]:
     config = transformers.GptOssConfig(**known.config).to_dict()
     config |= {"architectures": ["GptOssForCausalLM"], "torch_dtype": workload.dtype}
     (folder / "config.json").write_text(json.dumps({**config, **known.published}))
-    _register_loader()
+    register_loader()
+    os.environ[RANDOM_WEIGHTS] = "1"
     return {"model": str(folder), "load_format": LOAD_FORMAT, **arguments}
 
 
@@ -211,8 +214,9 @@ def refuse_dummy(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _register_loader() -> None:
-    """Seeded random weights with spread-out routing, as vLLM's public registry takes loaders.
+def register_loader() -> None:
+    """Seeded random weights with spread-out routing, as vLLM's public registry takes loaders. The
+    plugin does it in vLLM's other processes, where `RANDOM_WEIGHTS` is set.
 
     vLLM's own `dummy` weights are near zero: all tokens pick the same experts, and decode reads a
     fraction of what a real model reads.
