@@ -17,6 +17,7 @@ from bench import (
     SCHEMA_VERSION,
     Evaluation,
     Language,
+    Op,
     Record,
     UsageError,
     Workload,
@@ -30,15 +31,18 @@ from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
 from bench.toolchains import build
 from hotspot import Profile, capture
 from integrate import Patch
-from patcher.agent import optimize
+from patcher.agent import Judge, Rules, optimize
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
+from patcher.counting import with_counters
 from patcher.decide import Decision
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
 from patcher.models import Model, open_model
+from patcher.prompt_room import PROMPT_TOKENS
 from patcher.reconcile import Reconciliation
 from patcher.run import Run
+from patcher.searching import Search
 from patcher.settings import Settings
 
 DEMO = "replay:demo"
@@ -64,6 +68,9 @@ class Plan(Record):
     quality_steps: int = 32
     threads: int | None = None
     judge_pairs: int = 12
+    search: Search = Search()
+    counters: bool = True
+    """Whether the analyst reads hardware counters, where ncu works."""
 
 
 class Made(Record):
@@ -158,7 +165,7 @@ def execute(run: Run, report: Report, say: Say, profile_file: Path | None = None
     if op_name is None:
         raise UsageError("no op to work on", "name one, or run the whole path of a model")
 
-    optimisation = _optimise(run, plan, op_name, report, say)
+    optimisation = _optimise(run, plan, op_name, profile, report, say)
     made = decision = None
     if optimisation.best_iteration is None:
         say("no candidate is right and faster: nothing to patch")
@@ -210,7 +217,9 @@ def _first_covered(profile: Profile) -> str:
     )
 
 
-def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> Optimisation:
+def _optimise(
+    run: Run, plan: Plan, op_name: str, profile: Profile | None, report: Report, say: Say
+) -> Optimisation:
     settings = run.config.settings
     op = load_op(op_name)
     device = run.config.workload.device if run.config.workload else None
@@ -223,7 +232,11 @@ def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> O
         policy=Policy.model_validate(settings.get("tripwires", {})),
     )
     model = resolve_model(settings["model"], run)
-    analyst = resolve_model(settings["analyst"], run) if settings["analyst"] else None
+    others = {
+        role: resolve_model(settings[role], run) if settings.get(role) else None
+        for role in ("analyst", "diagnoser")
+    }
+    rules = {name: settings[name] for name in ("light_pct", "reverts") if name in settings}
 
     def told(progress: LoopProgress) -> None:
         report(f"{op_name}: {progress.stage}", progress.iteration, progress.iterations)
@@ -232,19 +245,34 @@ def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> O
             say(f"  candidate {tried.iteration} ({tried.phase}): {tried.outcome}, {tried.detail}")
 
     with open_judge(judge_settings) as judge:  # one for all: what it trusts is started once
-        return optimize(
+        evaluate: Judge = lambda candidate: judge.evaluate(candidate, report)  # noqa: E731
+        found = optimize(
             run,
             op,
             language,
             model,
-            lambda candidate: judge.evaluate(candidate, report),
+            with_counters(evaluate, plan.sweep, say) if plan.counters else evaluate,
             settings["iterations"],
             device_facts(kind),
-            analyst=analyst,
+            analyst=others["analyst"],
+            diagnoser=others["diagnoser"],
+            strategy=plan.search.open(),
+            rules=Rules(**rules, margin_pct=settings["margin_pct"], share_pct=_share(profile, op)),
             sweep=op.sweep(kind, plan.sweep),
             budget_usd=settings["budget_usd"],
+            prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
+            elsewhere=plan.search.elsewhere,
+            prepare=judge.build_ahead,
             on_event=told,
         )
+    say(f"the loop ended ({found.stopped}): {found.stopped_detail}")
+    return found
+
+
+def _share(profile: Profile | None, op: Op) -> float | None:
+    """Percent of the profile that the op takes; None without a profile, or when it is not in it."""
+    shares = [spot.share_pct for spot in profile.hotspots if spot.op == op.name] if profile else []
+    return sum(shares) if shares else None
 
 
 def resolve_model(spec: str, run: Run) -> Model:
