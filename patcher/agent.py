@@ -25,8 +25,8 @@ from bench import (
 )
 from patcher.attempts import Attempt, Optimisation, Phase, Progress, Recommendation, Stage, Stop
 from patcher.extract import Failure, extract_json, extract_source, unusable
-from patcher.models import Asked, Model, Request, Role, Usage
-from patcher.models.budget import ask
+from patcher.models import TOKENS_CEILING, Asked, Model, Request, Role, Usage
+from patcher.models.budget import Budget
 from patcher.models.replay import RecordingEndedError
 from patcher.prompting import Prompts
 from patcher.run import Run
@@ -37,8 +37,7 @@ MAX_REPAIRS = 1
 """Functional passes spent on an optimised candidate that broke, before going back to the best
 one."""
 MAX_TOKENS: dict[Role, int] = {"generate": 32_000, "analyse": 16_000}
-"""Room for a reply, thinking included; doubled after a reply that was cut off."""
-TOKENS_CEILING = 128_000
+"""Room for a reply, thinking included; more after a reply that was cut off."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def optimize(
     *,
     analyst: Model | None = None,
     sweep: Sweep | None = None,
-    budget_usd: float | None = None,
+    budget: Budget | None = None,
     on_event: Callable[[Progress], None] | None = None,
 ) -> Optimisation:
     """Ask for at most `iterations` candidates and keep the best.
@@ -77,7 +76,7 @@ def optimize(
         device: what the agents should know of the hardware, in words.
         analyst: the model that analyses; None is `model`.
         sweep: the timed points; None is the op's first for the language's kind of device.
-        budget_usd: ceiling on what the models of this run may cost, all ops together.
+        budget: pays for calls and judgements; None is one by the run's own ceilings.
 
     Raises:
         BudgetError, WaitingError, ModelError, MissingError: the run stops here and can be resumed.
@@ -86,7 +85,16 @@ def optimize(
     kind = "cpu" if language is Language.CPP else "cuda"
     prompts = Prompts(op, language, device, sweep or op.sweep(kind))
     loop = _Loop(
-        run, op, language, prompts, model, analyst or model, judge, iterations, budget_usd, on_event
+        run,
+        op,
+        language,
+        prompts,
+        model,
+        analyst or model,
+        judge,
+        iterations,
+        budget or Budget(run),
+        on_event,
     )
     stopped: Stop = "iterations"
     for iteration in range(iterations):
@@ -147,7 +155,7 @@ class _Loop:
     analyst: Model
     judge: Callable[[Candidate], Evaluation]
     iterations: int
-    budget_usd: float | None
+    budget: Budget
     on_event: Callable[[Progress], None] | None
     attempts: list[Attempt] = field(default_factory=list)
     judged: dict[str, _Tried] = field(default_factory=dict)
@@ -282,9 +290,10 @@ class _Loop:
         folder = self._folder(iteration)
         if not self.run.done(step):
             self.run.write(f"{folder}/{role}.prompt.md", _shown(request))
-        asked = ask(self.run, model, request, self.budget_usd)
+        asked = self.budget.ask(model, request)
         self.run.write(f"{folder}/{role}.prompt.md", _shown(asked.request))
         self.run.write(f"{folder}/{role}.reply.md", asked.reply.text)
+        self.room[role] = asked.request.max_tokens  # more than before, if a reply was cut off
         if asked.reply.truncated:
             self.room[role] = min(2 * asked.request.max_tokens, TOKENS_CEILING)
         return asked
@@ -294,7 +303,7 @@ class _Loop:
         if candidate.digest in self.judged:
             return self.judged[candidate.digest]
         step = f"{self.op.name}/{iteration}/evaluate"
-        evaluation = self.run.step(step, lambda: self.judge(candidate), Evaluation)
+        evaluation = self.budget.judge(step, lambda: self.judge(candidate))
         if (evaluation.op, evaluation.digest) != (self.op.name, candidate.digest):
             raise VerificationError(
                 f"the evaluation of iteration {iteration} is of another candidate",

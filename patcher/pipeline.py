@@ -37,9 +37,10 @@ from patcher.decide import Decision
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
 from patcher.models import Model, open_model
+from patcher.models.budget import Budget
 from patcher.reconcile import Reconciliation
 from patcher.run import Run
-from patcher.settings import Settings
+from patcher.settings import Settings, resolve
 
 DEMO = "replay:demo"
 """The recorded conversation that ships with patcher."""
@@ -242,7 +243,7 @@ def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> O
             device_facts(kind),
             analyst=analyst,
             sweep=op.sweep(kind, plan.sweep),
-            budget_usd=settings["budget_usd"],
+            budget=Budget(run, judge_on_gpu=kind != "cpu", say=say),
             on_event=told,
         )
 
@@ -253,7 +254,8 @@ def resolve_model(spec: str, run: Run) -> Model:
         file = resources.files("patcher").joinpath("recordings", "demo.jsonl")
         with resources.as_file(file) as path:
             return open_model(f"replay:{path}", run.path)
-    return open_model(spec, run.path)
+    # where servers are is this machine's business, so it is looked up now, not kept in the run
+    return open_model(spec, run.path, resolve().models)
 
 
 def device_facts(kind: str) -> str:
