@@ -31,6 +31,27 @@ class Killed(BaseException):
     """The process is gone: nothing more is written."""
 
 
+def killed(run: Run) -> None:
+    run.close()
+    raise Killed
+
+
+def dying(run: Run, after: int, written: bool) -> None:
+    """Kill at a later note of the journal: before it, or once it is there."""
+    note, left = run.note, [after]
+
+    def counted(*words: Any, **data: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0 and not written:
+            killed(run)
+        found = note(*words, **data)
+        if left[0] == 0:
+            killed(run)
+        return found
+
+    run.note = counted  # type: ignore[method-assign]
+
+
 class World:
     """What truly happened: time passes only in calls, pauses and judgements."""
 
@@ -103,10 +124,10 @@ def ceilings() -> st.SearchStrategy[dict[str, float | None]]:
 
     return st.fixed_dictionaries(
         {
-            "budget_usd": one(0.0, 0.05, 0.5, 3.0),
-            "budget_tokens": one(0, 20_000, 300_000),
-            "budget_minutes": one(0.0, 2.0, 60.0, 300.0),
-            "budget_gpu_minutes": one(0.0, 1.0, 30.0),
+            "budget_usd": one(0.05, 0.5, 3.0, 10.0),
+            "budget_tokens": one(0, 50_000, 300_000),
+            "budget_minutes": one(2.0, 60.0, 300.0),
+            "budget_gpu_minutes": one(1.0, 30.0, 90.0),
         }
     )
 
@@ -132,8 +153,7 @@ def test_no_ceiling_is_ever_crossed(
     most = Ceilings.of_run(given_, ())
 
     def kill() -> None:
-        run.close()
-        raise Killed
+        killed(run)
 
     def judge() -> Evaluation:
         world.pass_(draw(st.sampled_from([0.0, 50.0, 900.0, 5000.0])), gpu=True)
@@ -143,21 +163,6 @@ def test_no_ceiling_is_ever_crossed(
         if end == "error":
             raise MissingError("no GPU")
         return EVALUATION
-
-    def dying(run: Run, after: int, written: bool) -> None:
-        """Kill at a later note of the journal: before it, or once it is there."""
-        note, left = run.note, [after]
-
-        def counted(*words: Any, **data: Any) -> Any:
-            left[0] -= 1
-            if left[0] == 0 and not written:
-                kill()
-            found = note(*words, **data)
-            if left[0] == 0:
-                kill()
-            return found
-
-        run.note = counted  # type: ignore[method-assign]
 
     try:
         for number in range(draw(st.integers(1, 6))):
@@ -236,6 +241,41 @@ def test_what_was_used_is_what_was_noted(run: Run) -> None:
     assert budget.account.spent == Amount(tokens=300, wall_s=60.0, gpu_s=40.0)
 
 
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("at", range(1, 8))
+def test_killed_at_each_note_nothing_is_forgotten(tmp_path: Path, at: int, written: bool) -> None:
+    """A failure that may have been billed, a pause, a reply, a judgement: seven notes."""
+    world = World()
+    run = Run.create(tmp_path, command="optimize", settings={"budget_minutes": 600.0})
+    troubles = [ModelError("broke off", trouble="broken", charged=True)]
+
+    class Failing(Steady):
+        def _stream(self, request: Request) -> Reply:
+            self.fails = troubles.pop() if troubles else None
+            world.used += Amount(tokens=300)
+            return super()._stream(request)
+
+    def judge() -> Evaluation:
+        world.pass_(40.0, gpu=True)
+        return EVALUATION
+
+    def work() -> Budget:
+        ceilings = Ceilings(minutes=600.0, gpu_minutes=60.0)
+        budget = Budget(run, ceilings, judge_on_gpu=True, clock=world.clock(0.5))
+        budget.ask(Failing(world, 20.0), question("a"))
+        budget.judge("b", judge)
+        return budget
+
+    dying(run, at, written)
+    with pytest.raises((Killed, ValueError)):
+        work()
+    with Run.open(run.path) as run:
+        account = work().account
+        assert not account.reserved
+        for name in RESOURCES:
+            assert getattr(account.spent, name) >= getattr(world.used, name), name
+
+
 def test_a_judgement_is_stopped_at_the_ceiling_and_resumed_with_more(run: Run) -> None:
     world = World()
 
@@ -250,6 +290,7 @@ def test_a_judgement_is_stopped_at_the_ceiling_and_resumed_with_more(run: Run) -
         budget.judge("op/0/evaluate", judge)
     assert "--budget-gpu-minutes" in caught.value.hint
     assert world.used.gpu_s == 60.0
+    assert budget.account.spent == Amount(wall_s=60.0, gpu_s=60.0)
     run.note(RAISED, gpu_minutes=4.0)
     again = Budget(run, judge_on_gpu=True, clock=world.clock(0.5))
     assert again.judge("op/0/evaluate", judge) == EVALUATION
@@ -263,7 +304,7 @@ def test_no_pause_is_begun_that_would_cross_the_ceiling(run: Run) -> None:
     budget = Budget(run, Ceilings(minutes=3.0), clock=world.clock(0.5))
     with pytest.raises(BudgetError, match="pause"):
         budget.ask(Steady(world, 10.0, busy), question("a"))
-    assert world.now == 10.0
+    assert world.now == budget.account.committed.wall_s == 10.0
     with pytest.raises(BudgetError, match="stopped"):
         budget.ask(Steady(world, 1000.0), question("b"))
     assert world.now == 180.0
