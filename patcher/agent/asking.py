@@ -3,15 +3,17 @@ that a person can open."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from patcher.models import TOKENS_CEILING, Model, Reply, Request, Role, Usage
 from patcher.models.budget import Budget
 from patcher.prompting import Prompts
 from patcher.run import Run
 
-MAX_TOKENS: dict[Role, int] = {"generate": 32_000, "analyse": 16_000}
+MAX_TOKENS: dict[Role, int] = {"generate": 32_000, "analyse": 16_000, "diagnose": 8_000}
 """Room for a reply, thinking included; doubled after a reply that was cut off."""
+Adapt = Callable[[Role, int, str], str]
+"""A user's last word on the prompt of this role in this iteration: what comes back is asked."""
 
 
 class Asking:
@@ -27,12 +29,14 @@ class Asking:
         prompts: Prompts,
         models: Mapping[Role, Model],
         budget: Budget,
+        adapt: Adapt | None = None,
     ) -> None:
         self.usage = Usage()
         self._run = run
         self._prompts = prompts
         self._models = models
         self._budget = budget
+        self._adapt = adapt
         self._room = dict(MAX_TOKENS)
 
     def __call__(self, iteration: int, role: Role, prompt: str) -> Reply:
@@ -47,7 +51,7 @@ class Asking:
             step=f"{name}/{iteration}/ask-{role}",
             role=role,
             system=self._prompts.system(role),
-            prompt=prompt,
+            prompt=self._adapt(role, iteration, prompt) if self._adapt else prompt,
             max_tokens=self._room[role],
         )
         if not self._run.done(request.step):

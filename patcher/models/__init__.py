@@ -12,7 +12,7 @@ from bench import SCHEMA_VERSION, PatcherError, Record, UsageError, Verification
 if TYPE_CHECKING:
     from patcher.models.registry import Entry
 
-Role = Literal["generate", "analyse"]
+Role = Literal["generate", "analyse", "diagnose"]
 
 
 TOKENS_CEILING = 128_000
