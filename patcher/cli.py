@@ -12,11 +12,13 @@ from rich.console import Console
 from bench import MissingError, PatcherError, UsageError
 from patcher import (  # noqa: F401 (importing them registers them)
     commands,
+    evaluating,
     exporting,
     patching,
     profiling,
     reviewing,
     selftesting,
+    serving,
     trtllm,
 )
 from patcher.console import app

@@ -23,13 +23,23 @@ from bench import (
 )
 from bench.engines import ENGINES
 from bench.stats import DEFAULT_PAIRS
-from patcher.console import Device, Engine, Json, Output, app, examples, pick_device, runs_dir
+from patcher.console import (
+    Device,
+    Engine,
+    Json,
+    JudgeSpec,
+    Output,
+    Threads,
+    app,
+    examples,
+    pick_device,
+    runs_dir,
+)
 
 Batch = Annotated[int | None, typer.Option(help="Sequences decoded together.", min=1)]
 Prompt = Annotated[int | None, typer.Option("--input-len", help="Prompt tokens.", min=1)]
 Steps = Annotated[int | None, typer.Option("--output-len", help="Decode steps.", min=1)]
 Weights = Annotated[str, typer.Option(help="random (seeded, spread-out routing), hub or local.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1)]
 ModelSpec = Annotated[
     str | None,
     typer.Option(
@@ -117,73 +127,6 @@ def ops_show(name: Annotated[str, typer.Argument(help="An op.")], as_json: Json 
 
 @app.command()
 @examples(
-    "patcher evaluate fused_add_rms_norm kernel.cpp",
-    "patcher evaluate fused_add_rms_norm kernel.cu --sweep bf16-fp32-weight",
-    "patcher evaluate fused_add_rms_norm kernel.py --language triton --json",
-    "patcher evaluate fused_add_rms_norm kernel.cu --sanitize --counters",
-)
-def evaluate(
-    op: Annotated[str, typer.Argument(help="An op of the library.")],
-    source: Annotated[Path, typer.Argument(help="One source file.")],
-    language: Annotated[Language | None, typer.Option(help="Default: by the file's name.")] = None,
-    baseline: Annotated[
-        str | None, typer.Option(help="Compare with this one, not the strongest.")
-    ] = None,
-    sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
-    device: Device = None,
-    pairs: Annotated[int, typer.Option(help="Pairs of timed blocks a point.", min=3)] = 12,
-    timeout: Annotated[float, typer.Option(help="Seconds one call may take.", min=0.1)] = 30.0,
-    threads: Threads = None,
-    tripwires: Annotated[bool, typer.Option(help="Whether the source is looked at.")] = True,
-    sanitize: Annotated[
-        bool, typer.Option("--sanitize", help="CUDA: it must pass compute-sanitizer, too.")
-    ] = False,
-    counters: Annotated[
-        bool, typer.Option("--counters", help="CUDA: what Nsight Compute counts in its kernels.")
-    ] = False,
-    as_json: Json = False,
-) -> int:
-    """Judge one candidate in processes of its own: is it right, is it faster?
-
-    Exit code 0: right and faster; 1: anything else that was judged.
-    """
-    from bench import judge
-    from bench.judge.counters import counted, require_ncu
-    from patcher.settings import resolve
-    from patcher.show import counters_table, print_evaluation
-
-    candidate = Candidate.from_file(load_op(op).name, source, language)
-    if counters:
-        if candidate.language is Language.CPP or pick_device(device) == "cpu":
-            raise UsageError("--counters is for CUDA kernels on a CUDA device", "drop it")
-        require_ncu()
-    settings = judge.JudgeSettings(
-        device=device,
-        sweep=sweep,
-        baseline=baseline,
-        pairs=pairs,
-        timeout_s=timeout,
-        threads=threads,
-        tripwires=tripwires,
-        policy=resolve().tripwires,
-        sanitize=sanitize,
-    )
-    output = Output(as_json)
-    with output.progress() as bar:
-        evaluation = judge.evaluate(candidate, settings, bar)
-    if not as_json:
-        print_evaluation(output.out, evaluation)
-    if counters:
-        evaluation = counted(candidate, evaluation, sweep)
-    if as_json:
-        output.emit(evaluation)
-    elif evaluation.counters:
-        output.out.print(counters_table(evaluation.counters))
-    return 0 if evaluation.outcome is Outcome.CORRECT else 1
-
-
-@app.command()
-@examples(
     "patcher bundle fused_add_rms_norm kernel.cu norm-patch --sweep bf16-fp32-weight",
     "patcher bundle fused_add_rms_norm kernel.cu norm-patch.zip --tensor-parallel 1,2",
 )
@@ -231,6 +174,7 @@ def bundle(
 @examples(
     "patcher optimize fused_add_rms_norm --language cpp --model exchange:prompts",
     "patcher optimize fused_add_rms_norm --language cuda --iterations 6 --budget-usd 5",
+    "patcher optimize fused_add_rms_norm --language cuda --judge exchange:jobs",
 )
 def optimize(
     op: Annotated[str, typer.Argument(help="An op of the library.")],
@@ -243,6 +187,7 @@ def optimize(
     budget_usd: Annotated[
         float | None, typer.Option("--budget-usd", help="Ceiling on what models may cost.", min=0)
     ] = None,
+    judge: JudgeSpec = None,
     sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
     threads: Threads = None,
     as_json: Json = False,
@@ -252,7 +197,13 @@ def optimize(
     from patcher.settings import resolve
 
     settings = resolve(
-        {"model": model, "analyst": analyst, "iterations": iterations, "budget_usd": budget_usd}
+        {
+            "model": model,
+            "analyst": analyst,
+            "iterations": iterations,
+            "budget_usd": budget_usd,
+            "judge": judge,
+        }
     )
     plan = pipeline.Plan(
         op=load_op(op).name, language=language, sweep=sweep, whole=False, threads=threads
@@ -273,6 +224,7 @@ def run(
     model: ModelSpec = None,
     iterations: Annotated[int | None, typer.Option(min=1)] = None,
     budget_usd: Annotated[float | None, typer.Option("--budget-usd", min=0)] = None,
+    judge: JudgeSpec = None,
     source: Annotated[Path | None, typer.Option("--from", help="A profile to start from.")] = None,
     device: Device = None,
     engine: Engine = "transformers",
@@ -295,6 +247,7 @@ def run(
             "model": model,
             "iterations": iterations,
             "budget_usd": budget_usd,
+            "judge": judge,
             "margin_pct": margin_pct,
         }
     )
@@ -320,7 +273,7 @@ def demo(as_json: Json = False) -> int:
     from patcher import pipeline
     from patcher.settings import resolve
 
-    settings = resolve({"model": pipeline.DEMO, "iterations": 3})
+    settings = resolve({"model": pipeline.DEMO, "iterations": 3, "judge": "local"})
     workload = pipeline.workload_for("gpt-oss-tiny", "cpu", threads=1)
     plan = pipeline.Plan(language=Language.CPP, pairs=40, threads=1, judge_pairs=8)
     begun = pipeline.start(settings, "demo", "gpt-oss-tiny", workload, plan)
@@ -335,18 +288,25 @@ def demo(as_json: Json = False) -> int:
 
 
 @app.command()
-@examples("patcher resume", "patcher resume 20260101-120000-gpt-oss-tiny-1a2b")
+@examples(
+    "patcher resume",
+    "patcher resume 20260101-120000-gpt-oss-tiny-1a2b",
+    "patcher resume --judge exchange:jobs",
+)
 def resume(
     which: Annotated[str, typer.Argument(metavar="RUN", help="Folder, id or `latest`.")] = "latest",
+    judge: JudgeSpec = None,
     as_json: Json = False,
 ) -> int:
     """Go on with a run that was stopped, killed, or waits for a reply."""
     from patcher.run import Run
 
-    return _execute(Run.open(Run.find(runs_dir(), which)), Output(as_json))
+    return _execute(Run.open(Run.find(runs_dir(), which)), Output(as_json), judge=judge)
 
 
-def _execute(run: Any, output: Output, profile_file: Path | None = None) -> int:
+def _execute(
+    run: Any, output: Output, profile_file: Path | None = None, judge: str | None = None
+) -> int:
     """Run or resume, show the result, give the exit code."""
     from patcher import pipeline
     from patcher.gather import write_report
@@ -357,7 +317,7 @@ def _execute(run: Any, output: Output, profile_file: Path | None = None) -> int:
             output.err.print(Text(f"run {run.id} in {run.path}", style="dim"))
         try:
             with output.progress() as bar:
-                result = pipeline.execute(run, bar, bar.say, profile_file)
+                result = pipeline.execute(run, bar, bar.say, profile_file, judge)
         except WaitingError as error:
             raise WaitingError(error.message, f"{error.hint} {run.id}") from None
         files = write_report(run, ("html", "md", "json"))

@@ -33,6 +33,11 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: what is here.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1)]
+JudgeSpec = Annotated[
+    str | None,
+    typer.Option("--judge", help="local, or exchange:DIR, served by `patcher worker DIR`."),
+]
 Engine = Annotated[str, typer.Option(help="The engine that runs the model.")]
 
 

@@ -6,7 +6,6 @@ once: resuming a run is calling `execute` again.
 
 from __future__ import annotations
 
-import platform
 import tempfile
 from collections.abc import Callable
 from importlib import resources
@@ -25,7 +24,7 @@ from bench import (
     presets,
 )
 from bench.environment import describe
-from bench.judge import JudgeSettings, Policy, open_judge
+from bench.judge import JudgeSettings, Policy
 from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
 from bench.toolchains import build
 from hotspot import Profile, capture
@@ -34,6 +33,7 @@ from patcher.agent import optimize
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
 from patcher.decide import Decision
+from patcher.judges import LOCAL, facts, open_judges
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
 from patcher.models import Model, open_model
@@ -72,6 +72,12 @@ class Made(Record):
     folder: str
     id: str
     digest: str
+
+
+class Hardware(Record):
+    """What the agents are told of the hardware: settled once, so that a prompt stays the same."""
+
+    words: str
 
 
 class Result(Record):
@@ -135,8 +141,15 @@ def start(
     )
 
 
-def execute(run: Run, report: Report, say: Say, profile_file: Path | None = None) -> Result:
-    """Do what is left of the run.
+def execute(
+    run: Run,
+    report: Report,
+    say: Say,
+    profile_file: Path | None = None,
+    judge: str | None = None,
+) -> Result:
+    """Do what is left of the run; `judge` is where candidates are judged from now on, None where
+    the run's settings say.
 
     Raises:
         PatcherError: an expected failure; the run can be resumed.
@@ -158,7 +171,8 @@ def execute(run: Run, report: Report, say: Say, profile_file: Path | None = None
     if op_name is None:
         raise UsageError("no op to work on", "name one, or run the whole path of a model")
 
-    optimisation = _optimise(run, plan, op_name, report, say)
+    judge = judge or settings.get("judge", LOCAL)
+    optimisation = _optimise(run, plan, op_name, judge, report, say)
     made = decision = None
     if optimisation.best_iteration is None:
         say("no candidate is right and faster: nothing to patch")
@@ -210,7 +224,9 @@ def _first_covered(profile: Profile) -> str:
     )
 
 
-def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> Optimisation:
+def _optimise(
+    run: Run, plan: Plan, op_name: str, where: str, report: Report, say: Say
+) -> Optimisation:
     settings = run.config.settings
     op = load_op(op_name)
     device = run.config.workload.device if run.config.workload else None
@@ -231,15 +247,17 @@ def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> O
             tried = progress.attempt
             say(f"  candidate {tried.iteration} ({tried.phase}): {tried.outcome}, {tried.detail}")
 
-    with open_judge(judge_settings) as judge:  # one for all: what it trusts is started once
+    hardware = run.step("hardware", lambda: Hardware(words=facts(where, kind)), Hardware)
+    # one for all: what it trusts is started once
+    with open_judges(where, judge_settings, run.id, report) as judges:
         return optimize(
             run,
             op,
             language,
             model,
-            lambda candidate: judge.evaluate(candidate, report),
+            lambda candidate: judges([candidate])[0],
             settings["iterations"],
-            device_facts(kind),
+            hardware.words,
             analyst=analyst,
             sweep=op.sweep(kind, plan.sweep),
             budget_usd=settings["budget_usd"],
@@ -254,26 +272,6 @@ def resolve_model(spec: str, run: Run) -> Model:
         with resources.as_file(file) as path:
             return open_model(f"replay:{path}", run.path)
     return open_model(spec, run.path)
-
-
-def device_facts(kind: str) -> str:
-    """What the agents should know of the hardware, in words."""
-    if kind == "cpu":
-        return (
-            f"one thread of {describe('cpu').device} ({platform.machine()}); called from Python, "
-            "so the fixed cost of a call counts. The same source must also compile and run on "
-            "x86-64 without AVX-512 and on 64-bit Arm"
-        )
-    import torch
-
-    device = torch.cuda.get_device_properties(0)
-    major, minor = torch.cuda.get_device_capability()
-    return (
-        f"{device.name}: compute capability {major}.{minor}, {device.multi_processor_count} "
-        f"multiprocessors, {device.total_memory / 2**30:.0f} GiB, L2 {device.L2_cache_size >> 20} "
-        "MiB. Timed as one call per buffer set inside a CUDA graph: no allocation, no "
-        "synchronisation and no default-stream launch in a call; the launch itself is microseconds"
-    )
 
 
 def make_patch(run: Run, optimisation: Optimisation, workload: Workload) -> Made:

@@ -30,6 +30,8 @@ class Settings(Record):
     """Candidates asked for, at most, per op."""
     budget_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
     """Ceiling on what models may cost, per run; None is no ceiling."""
+    judge: str = Field("local", min_length=1)
+    """Where candidates are judged: `local`, or `exchange:DIR`, served by `patcher worker DIR`."""
     runs_dir: Path = Path("patcher-runs")
     margin_pct: float = Field(0.5, ge=0, le=100, allow_inf_nan=False)
     """End-to-end gain in percent that the interval's lower end must exceed."""

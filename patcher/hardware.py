@@ -1,0 +1,27 @@
+"""What the agents should know of the hardware that their kernels are judged on."""
+
+from __future__ import annotations
+
+import platform
+
+from bench.environment import describe
+
+
+def device_facts(kind: str) -> str:
+    """What the agents should know of the hardware, in words."""
+    if kind == "cpu":
+        return (
+            f"one thread of {describe('cpu').device} ({platform.machine()}); called from Python, "
+            "so the fixed cost of a call counts. The same source must also compile and run on "
+            "x86-64 without AVX-512 and on 64-bit Arm"
+        )
+    import torch
+
+    device = torch.cuda.get_device_properties(0)
+    major, minor = torch.cuda.get_device_capability()
+    return (
+        f"{device.name}: compute capability {major}.{minor}, {device.multi_processor_count} "
+        f"multiprocessors, {device.total_memory / 2**30:.0f} GiB, L2 {device.L2_cache_size >> 20} "
+        "MiB. Timed as one call per buffer set inside a CUDA graph: no allocation, no "
+        "synchronisation and no default-stream launch in a call; the launch itself is microseconds"
+    )
