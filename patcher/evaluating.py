@@ -105,7 +105,7 @@ def evaluate(
                 result = rewarded(given.judge, candidate, settings, TICKET, bar)
             else:
                 with open_judges(given.judge, settings, TICKET, bar) as judges:
-                    [evaluation] = judges([candidate])
+                    [evaluation] = judges.evaluate([candidate])
     except WaitingError as error:
         hint = error.hint.replace("patcher resume", "the same command again")
         raise WaitingError(error.message, hint) from None

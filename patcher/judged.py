@@ -58,7 +58,7 @@ def rewarded(
         for name, one in zip(names, each, strict=True):
             try:
                 with open_judges(where, one, ticket, report) as judges:
-                    [found[name]] = judges([candidate])
+                    [found[name]] = judges.evaluate([candidate])
             except MissingError as error:
                 if not found:
                     raise

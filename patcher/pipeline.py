@@ -255,12 +255,13 @@ def _optimise(
             op,
             language,
             model,
-            lambda candidate: judges([candidate])[0],
+            lambda candidate: judges.evaluate([candidate])[0],
             settings["iterations"],
             hardware.words,
             analyst=analyst,
             sweep=op.sweep(kind, plan.sweep),
             budget_usd=settings["budget_usd"],
+            prepare=judges.prepare,
             on_event=told,
         )
 

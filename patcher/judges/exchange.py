@@ -30,6 +30,11 @@ class ExchangeJudge:
         self.settings = settings
         self.ticket = ticket
 
+    def prepare(self, candidates: Sequence[Candidate]) -> None:
+        """Write the jobs."""
+        for candidate in candidates:
+            self.submit(candidate)
+
     def evaluate(self, candidates: Sequence[Candidate]) -> list[Evaluation]:
         """The verdicts, once all are there.
 
