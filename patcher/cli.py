@@ -14,6 +14,7 @@ from patcher import (  # noqa: F401 (importing them registers them)
     commands,
     evaluating,
     exporting,
+    outside,
     patching,
     profiling,
     reviewing,

@@ -100,6 +100,10 @@ class Prompts:
             history=history,
         )
 
+    def skill(self, **context: object) -> str:
+        """`SKILL.md` of a workspace for an agent from outside; the language's rules come last."""
+        return self._render("skill.md.j2", **context)
+
     def table(self, evaluation: Evaluation) -> str:
         """Timings as a Markdown table; bandwidth counts the bytes that any implementation must
         move."""

@@ -1,0 +1,226 @@
+"""The folder that a coding agent works in: laid out once, and held against its digests whenever it
+is used.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+import secrets
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from pydantic import ValidationError
+
+from bench import (
+    SCHEMA_VERSION,
+    Candidate,
+    Language,
+    Op,
+    Record,
+    UsageError,
+    VerificationError,
+    load_op,
+)
+from bench.toolchains import cache_root
+from patcher.judges import facts
+from patcher.prompting import Prompts
+from patcher.reward import AGAINST
+from patcher.workspace.ledger import Ledger, Stage
+
+MANIFEST = "workspace.json"
+_FENCED = re.compile(r"^```(?!text)\w+\n(?P<source>.*?)^```$", re.MULTILINE | re.DOTALL)
+_MOST_BYTES = 1 << 20
+
+
+class Workspace(Record):
+    """`workspace.json`: what is judged, how, and the digests of all that an agent must not edit."""
+
+    schema_version: int = SCHEMA_VERSION
+    id: str
+    op: str
+    op_digest: str
+    language: Language
+    file: str
+    """Of the candidate."""
+    sweep: str
+    threads: int | None
+    judge: str
+    protected: dict[str, str]
+    """File to sha256."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A workspace whose files are as they were laid out."""
+
+    folder: Path
+    workspace: Workspace
+    ledger: Ledger
+
+    def candidate(self) -> Candidate:
+        """The candidate as it is now.
+
+        Raises:
+            UsageError: it is no plain file of text, or too long.
+        """
+        path = self.folder / self.workspace.file
+        if path.is_symlink() or (path.is_file() and path.stat().st_size > _MOST_BYTES):
+            raise UsageError(
+                f"{path.name} is a link or longer than {_MOST_BYTES:,} bytes",
+                "write the source into a plain file",
+            )
+        return Candidate.from_file(self.workspace.op, path, self.workspace.language)
+
+
+def lay_out(
+    op: Op,
+    folder: Path,
+    language: Language,
+    *,
+    sweep: str | None = None,
+    threads: int | None = None,
+    judge: str = "local",
+) -> Opened:
+    """Make the workspace.
+
+    Raises:
+        UsageError: the folder holds something, or the op has no such sweep.
+    """
+    kind = "cpu" if language is Language.CPP else "cuda"
+    timed = op.sweep(kind, sweep)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} is not empty", "give a new folder")
+    missing = {name: "the op has none" for name in AGAINST if name not in op.baselines}
+    against = [name for name in AGAINST if name not in missing]
+    file = Candidate(op=op.name, language=language, source="").file_name
+    right = language is Language.TORCH
+    skill = Prompts(op, language, facts(judge, kind), timed).skill(
+        file=file,
+        against=against,
+        missing=missing,
+        beginning="right and slow as it is" if right else "an example for another op as it is",
+    )
+    files = {
+        "SKILL.md": skill,
+        **{name: (op.folder / name).read_text("utf-8") for name in ("op.toml", "reference.py")},
+        **{stage: _script(stage) for stage in get_args(Stage)},
+    }
+    workspace = Workspace(
+        id=secrets.token_hex(8),
+        op=op.name,
+        op_digest=op.digest,
+        language=language,
+        file=file,
+        sweep=timed.name,
+        threads=threads,
+        judge=judge,
+        protected={name: _sha256(text.encode()) for name, text in files.items()},
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in {**files, MANIFEST: workspace.model_dump_json(indent=1) + "\n"}.items():
+            path = folder / name
+            path.write_text(text, encoding="utf-8")
+            path.chmod(0o555 if name in get_args(Stage) else 0o444)
+        source = _from_reference(op) if right else _example(skill, op)
+        (folder / file).write_text(source, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {folder}: {error.strerror}", "give another folder"
+        ) from None
+    ledger, _ = _ledger(folder)
+    ledger.begin()
+    return Opened(folder, workspace, ledger)
+
+
+def open_workspace(folder: Path) -> Opened:
+    """A workspace that nothing was done to but what may be.
+
+    Raises:
+        UsageError: it is no workspace.
+        VerificationError: a protected file was changed (which one), or this machine's op.
+    """
+    try:
+        ledger, copy = _ledger(folder)
+        workspace = Workspace.model_validate_json((folder / MANIFEST).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise UsageError(
+            f"{folder} is no workspace", "lay one out: patcher workspace OP DIR"
+        ) from error
+    again = "lay out a new workspace, and take your kernel with you"
+    if not copy.is_file():
+        raise VerificationError(
+            f"{MANIFEST} was changed, or was laid out on another machine (or PATCHER_CACHE)", again
+        )
+    changed = [
+        name
+        for name, digest in workspace.protected.items()
+        if not (folder / name).is_file() or _sha256((folder / name).read_bytes()) != digest
+    ]
+    if changed:
+        raise VerificationError(
+            f"changed or missing, and not yours to edit: {', '.join(changed)}",
+            f"restore {'it' if len(changed) == 1 else 'them'}, or {again}",
+        )
+    if load_op(workspace.op).digest != workspace.op_digest:
+        raise VerificationError(f"the library's op {workspace.op} is another one by now", again)
+    return Opened(folder, workspace, ledger)
+
+
+def _ledger(folder: Path) -> tuple[Ledger, Path]:
+    """Named by the digest of `workspace.json`: one that was edited has none."""
+    genesis = _sha256((folder / MANIFEST).read_bytes())
+    copy = cache_root() / "workspaces" / f"{genesis}.jsonl"
+    return Ledger(copy, folder / "results.jsonl", genesis), copy
+
+
+def _script(stage: str) -> str:
+    python = shlex.quote(sys.executable)
+    folder = '"$(dirname -- "$0")"'
+    return f'#!/bin/sh\nexec {python} -P -m patcher attempt {folder} {stage} "$@"\n'
+
+
+def _example(skill: str, op: Op) -> str:
+    """The example of the language's rules, which come last."""
+    *_, last = _FENCED.finditer(skill)
+    return last["source"]
+
+
+def _from_reference(op: Op) -> str:
+    """A right and slow candidate in PyTorch: the reference, and its values copied to where they
+    belong.
+    """
+    text = (op.folder / "reference.py").read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    contract = op.contract
+    kept = "kept" in defined
+    dropped = {"control", *(set() if kept else {"kept"})}
+    body = [
+        node
+        for node in tree.body
+        if not (isinstance(node, ast.FunctionDef) and node.name in dropped)
+    ]
+    names = [*(each.name for each in contract.tensors), *(each.name for each in contract.scalars)]
+    given = ", ".join(f"{name}={name}" for name in names)
+    lines = [f"def {op.name}({', '.join(names)}):", f"    found = reference({given})"]
+    if kept:
+        lines.append(f"    stays = kept({given})")
+    for tensor in contract.tensors:
+        if tensor.access == "read":
+            continue
+        value = f'found["{tensor.name}"].to({tensor.name}.dtype)'
+        if kept:
+            mask = f'stays["{tensor.name}"]'
+            value = f'torch.where({mask}, {tensor.name}, {value}) if "{tensor.name}" in stays else {value}'
+        lines.append(f"    {tensor.name}.copy_({value})")
+    return ast.unparse(ast.Module(body, [])) + "\n\n\n" + "\n".join(lines) + "\n"
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
