@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import platform
 
+from bench import MissingError
 from bench.environment import describe
 
 
 def device_facts(kind: str) -> str:
-    """What the agents should know of the hardware, in words."""
+    """What the agents should know of this machine's `cpu` or `cuda`, in words.
+
+    Raises:
+        MissingError: there is no CUDA device.
+    """
     if kind == "cpu":
         return (
             f"one thread of {describe('cpu').device} ({platform.machine()}); called from Python, "
@@ -17,6 +22,11 @@ def device_facts(kind: str) -> str:
         )
     import torch
 
+    if not torch.cuda.is_available():
+        raise MissingError(
+            "this machine has no CUDA device to judge on",
+            "use a GPU host, or have it judged on one: --judge exchange:DIR",
+        )
     device = torch.cuda.get_device_properties(0)
     major, minor = torch.cuda.get_device_capability()
     return (

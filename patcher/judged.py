@@ -12,6 +12,7 @@ from bench import (
     MissingError,
     Outcome,
     Record,
+    UsageError,
     load_op,
 )
 from bench.judge import JudgeSettings, Progress
@@ -39,6 +40,7 @@ def rewarded(
     and so as many times the cost. A wrong one is judged once.
 
     Raises:
+        UsageError: the op has none of the baselines.
         WaitingError: the judge is elsewhere; all jobs are written.
         PatcherError: as `bench.judge.evaluate`; that torch.compile does not run here is no error.
     """
@@ -47,6 +49,10 @@ def rewarded(
         name: f"{op.name} has no such baseline" for name in against if name not in op.baselines
     }
     names = [name for name in against if name in op.baselines]
+    if not names:
+        raise UsageError(
+            f"{op.name} has no baseline of {', '.join(against)}", "add one to its baselines.py"
+        )
     each = [dataclasses.replace(settings, baseline=name) for name in names]
     found: dict[str, Evaluation] = {}
     folder = exchange_folder(where)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.text import Text
 
 from bench import SCHEMA_VERSION, Language, WaitingError, load_op
-from patcher.console import Json, JudgeSpec, Output, Threads, app, examples
+from patcher.console import (
+    Device,
+    Json,
+    JudgeSpec,
+    Output,
+    Threads,
+    app,
+    examples,
+    pick_device,
+)
 
+if TYPE_CHECKING:  # every other command starts without the prompts
+    from patcher.workspace import Line
 
-class Command(StrEnum):
-    COMPILE = "compile"
-    VERIFY = "verify"
-    PROFILE = "profile"
-    RESULTS = "results"
+Command = Literal["compile", "verify", "profile", "results"]
 
 
 @app.command()
@@ -32,6 +38,7 @@ def workspace(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
     language: Annotated[Language, typer.Option(help="What to write it in.")] = Language.CUDA,
     sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
+    device: Device = None,
     threads: Threads = None,
     judge: JudgeSpec = None,
     as_json: Json = False,
@@ -51,7 +58,18 @@ def workspace(
     where = resolve({"judge": judge}).judge
     if (elsewhere := exchange_folder(where)) is not None:
         where = f"exchange:{elsewhere.resolve()}"  # the commands run in another folder
-    opened = lay_out(load_op(op), folder, language, sweep=sweep, threads=threads, judge=where)
+    native: dict[Language, Literal["cpu", "cuda"]] = {Language.CPP: "cpu"}
+    if language is Language.TORCH:
+        native[language] = pick_device(device)
+    opened = lay_out(
+        load_op(op),
+        folder,
+        language,
+        native.get(language, "cuda"),
+        sweep=sweep,
+        threads=threads,
+        judge=where,
+    )
     Output(as_json).emit(
         opened.workspace,
         Text(f"{folder}: edit {opened.workspace.file}; read {folder / 'SKILL.md'} first"),
@@ -87,19 +105,19 @@ def attempt(
 
     output = Output(as_json)
     opened = open_workspace(folder)
-    if command is Command.RESULTS:
+    if command == "results":
         lines = opened.ledger.lines()
         told = [line.model_dump(mode="json") for line in lines]
         output.emit({"schema_version": SCHEMA_VERSION, "results": told}, *map(_shown, lines))
         return 0
     try:
         with output.progress() as bar:
-            tried = carried_out(opened, command.value, resolve().tripwires, bar)
+            tried = carried_out(opened, command, resolve().tripwires, bar)
     except WaitingError as error:
         hint = error.hint.replace("patcher resume", "the same command again")
         raise WaitingError(error.message, hint) from None
     if not as_json:
-        show = print_evaluation if command is Command.PROFILE else print_checks
+        show = print_evaluation if command == "profile" else print_checks
         for evaluation in tried.evaluations:
             show(output.out, evaluation)
         if tried.log and not tried.evaluations:
@@ -108,7 +126,7 @@ def attempt(
     return 0 if tried.good else 1
 
 
-def _shown(line: Any) -> Text:
+def _shown(line: Line) -> Text:
     what = "built" if line.built else "did not build"
     reward = f"reward {line.reward.value}: {line.reward.why}" if line.reward else what
     return Text(f"{line.seq} {line.stage} {line.digest[:12]}: {reward}")

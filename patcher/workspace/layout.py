@@ -12,7 +12,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 from pydantic import ValidationError
 
@@ -47,6 +47,7 @@ class Workspace(Record):
     language: Language
     file: str
     """Of the candidate."""
+    device: Literal["cpu", "cuda"]
     sweep: str
     threads: int | None
     judge: str
@@ -81,6 +82,7 @@ def lay_out(
     op: Op,
     folder: Path,
     language: Language,
+    device: Literal["cpu", "cuda"],
     *,
     sweep: str | None = None,
     threads: int | None = None,
@@ -91,15 +93,14 @@ def lay_out(
     Raises:
         UsageError: the folder holds something, or the op has no such sweep.
     """
-    kind = "cpu" if language is Language.CPP else "cuda"
-    timed = op.sweep(kind, sweep)
+    timed = op.sweep(device, sweep)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is not empty", "give a new folder")
     missing = {name: "the op has none" for name in AGAINST if name not in op.baselines}
     against = [name for name in AGAINST if name not in missing]
     file = Candidate(op=op.name, language=language, source="").file_name
     right = language is Language.TORCH
-    skill = Prompts(op, language, facts(judge, kind), timed).skill(
+    skill = Prompts(op, language, facts(judge, device), timed).skill(
         file=file,
         against=against,
         missing=missing,
@@ -116,6 +117,7 @@ def lay_out(
         op_digest=op.digest,
         language=language,
         file=file,
+        device=device,
         sweep=timed.name,
         threads=threads,
         judge=judge,
@@ -127,7 +129,7 @@ def lay_out(
             path = folder / name
             path.write_text(text, encoding="utf-8")
             path.chmod(0o555 if name in get_args(Stage) else 0o444)
-        source = _from_reference(op) if right else _example(skill, op)
+        source = _from_reference(op) if right else _example(skill)
         (folder / file).write_text(source, encoding="utf-8")
     except OSError as error:
         raise UsageError(
@@ -185,7 +187,7 @@ def _script(stage: str) -> str:
     return f'#!/bin/sh\nexec {python} -P -m patcher attempt {folder} {stage} "$@"\n'
 
 
-def _example(skill: str, op: Op) -> str:
+def _example(skill: str) -> str:
     """The example of the language's rules, which come last."""
     *_, last = _FENCED.finditer(skill)
     return last["source"]
@@ -195,31 +197,27 @@ def _from_reference(op: Op) -> str:
     """A right and slow candidate in PyTorch: the reference, and its values copied to where they
     belong.
     """
-    text = (op.folder / "reference.py").read_text(encoding="utf-8")
-    tree = ast.parse(text)
-    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    contract = op.contract
-    kept = "kept" in defined
-    dropped = {"control", *(set() if kept else {"kept"})}
-    body = [
+    tree = ast.parse((op.folder / "reference.py").read_text(encoding="utf-8"))
+    tree.body = [
         node
         for node in tree.body
-        if not (isinstance(node, ast.FunctionDef) and node.name in dropped)
+        if not (isinstance(node, ast.FunctionDef) and node.name == "control")
     ]
+    partly = any(isinstance(node, ast.FunctionDef) and node.name == "kept" for node in tree.body)
+    contract = op.contract
     names = [*(each.name for each in contract.tensors), *(each.name for each in contract.scalars)]
     given = ", ".join(f"{name}={name}" for name in names)
-    lines = [f"def {op.name}({', '.join(names)}):", f"    found = reference({given})"]
-    if kept:
-        lines.append(f"    stays = kept({given})")
-    for tensor in contract.tensors:
-        if tensor.access == "read":
-            continue
-        value = f'found["{tensor.name}"].to({tensor.name}.dtype)'
-        if kept:
-            mask = f'stays["{tensor.name}"]'
-            value = f'torch.where({mask}, {tensor.name}, {value}) if "{tensor.name}" in stays else {value}'
-        lines.append(f"    {tensor.name}.copy_({value})")
-    return ast.unparse(ast.Module(body, [])) + "\n\n\n" + "\n".join(lines) + "\n"
+    lines = [
+        f"def {op.name}({', '.join(names)}):",
+        f"    stays = {f'kept({given})' if partly else '{}'}",
+        f"    for name, value in reference({given}).items():",
+        f"        tensor = {{{', '.join(f'{name!r}: {name}' for name in names)}}}[name]",
+        "        value = value.to(tensor.dtype)",
+        "        if name in stays:",
+        "            value = torch.where(stays[name], tensor, value)",
+        "        tensor.copy_(value)",
+    ]
+    return ast.unparse(tree) + "\n\n\n" + "\n".join(lines) + "\n"
 
 
 def _sha256(content: bytes) -> str:

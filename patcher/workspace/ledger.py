@@ -28,7 +28,8 @@ _SHOWN = 300
 class Summary(Record):
     """What an evaluation comes to."""
 
-    outcome: Outcome
+    outcome: str
+    """As `bench.Outcome`; `right` where it was not timed for a verdict."""
     failed: tuple[str, ...]
     """Checks that failed, and why."""
     baseline: str | None
@@ -39,8 +40,9 @@ class Summary(Record):
     @classmethod
     def of(cls, evaluation: Evaluation, timed: bool) -> Summary:
         checks = evaluation.failed_checks
+        right = evaluation.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
         return cls(
-            outcome=evaluation.outcome,
+            outcome=evaluation.outcome if timed or not right else "right",
             failed=tuple(f"{check.name}: {check.detail}"[:_SHOWN] for check in checks),
             baseline=evaluation.baseline,
             geomean_speedup=evaluation.geomean_speedup if timed else None,
@@ -86,7 +88,7 @@ class Ledger:
         """Make both files, empty."""
         self._copy.parent.mkdir(parents=True, exist_ok=True)
         self._copy.touch()
-        self._results.touch()
+        self._show(b"")
 
     def lines(self) -> list[Line]:
         """Every line. What is missing at the end of `results.jsonl` is written again.
@@ -111,7 +113,7 @@ class Ledger:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-            self._results.write_bytes(content)
+            self._show(content)
         return line
 
     def _held(self, content: bytes, truncate: Callable[[int], object]) -> tuple[list[Line], bytes]:
@@ -129,8 +131,15 @@ class Ledger:
                 f"remove {RESULTS}: the next command writes it again",
             )
         if shown != whole:
-            self._results.write_bytes(whole)
+            self._show(whole)
         return parse(whole, self._genesis), whole
+
+    def _show(self, content: bytes) -> None:
+        staged = self._results.with_name(f".{self._results.name}.tmp")
+        staged.unlink(missing_ok=True)
+        staged.write_bytes(content)
+        staged.chmod(0o444)
+        staged.replace(self._results)
 
 
 def parse(content: bytes, genesis: str) -> list[Line]:

@@ -45,8 +45,11 @@ def attempt(opened: Opened, stage: Stage, policy: Policy, report: Progress) -> T
     candidate = opened.candidate()
     evaluations, log, worth = _found(opened, candidate, stage, policy, report)
     file = PurePath(TRIED, f"{candidate.digest[:16]}{PurePath(candidate.file_name).suffix}")
-    (opened.folder / TRIED).mkdir(exist_ok=True)
-    (opened.folder / file).write_text(candidate.source, encoding="utf-8")
+    kept = opened.folder / file
+    kept.parent.mkdir(exist_ok=True)
+    kept.unlink(missing_ok=True)
+    kept.write_bytes(candidate.source.encode())  # as text, line ends could change, and the digest
+    kept.chmod(0o444)
     line = opened.ledger.append(
         lambda seq, prev: Line(
             seq=seq,
@@ -69,7 +72,12 @@ def _found(
     opened: Opened, candidate: Candidate, stage: Stage, policy: Policy, report: Progress
 ) -> tuple[tuple[Evaluation, ...], str, Reward | None]:
     workspace = opened.workspace
-    settings = JudgeSettings(sweep=workspace.sweep, threads=workspace.threads, policy=policy)
+    settings = JudgeSettings(
+        device=workspace.device,
+        sweep=workspace.sweep,
+        threads=workspace.threads,
+        policy=policy,
+    )
     if stage == "profile":
         judged = rewarded(workspace.judge, candidate, settings, workspace.id, report)
         return tuple(judged.evaluations.values()), "", judged.reward
