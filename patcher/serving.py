@@ -45,7 +45,7 @@ def worker(
     served: list[Served] = []
     incomplete: tuple[str, ...] = ()
     interrupted = False
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as by Ctrl-C
     with output.progress() as bar:
 
         def say(job: Served) -> None:

@@ -9,12 +9,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import bench
 from bench import (
@@ -22,14 +26,16 @@ from bench import (
     Evaluation,
     Language,
     Outcome,
+    PatcherError,
     UsageError,
     VerificationError,
     WaitingError,
 )
 from bench.judge import JudgeSettings
 from bench.judge.tree import descendants
+from patcher.cli import app
 from patcher.judges import ExchangeJudge, facts
-from patcher.judges.jobs import JobResult, JobSettings, Machine, Posted, this_machine
+from patcher.judges.jobs import JobResult, JobSettings, Machine, Posted, read_job, this_machine
 from patcher.judges.sealed import MANIFEST, seal, unsealed
 from patcher.judges.worker import MOST_ATTEMPTS, Served, Worker
 
@@ -100,8 +106,8 @@ def test_a_job_is_self_contained_and_names_nothing_of_this_machine(
 def test_a_job_carries_every_setting_of_the_judge() -> None:
     names = {field.name for field in dataclasses.fields(JudgeSettings)}
     assert set(JobSettings.model_fields) == names
-    settings = dataclasses.replace(QUICK, sweep="x", sanitize=True, device="cpu")
-    assert JobSettings.of(settings).settings() == settings
+    other = dataclasses.replace(QUICK, sweep="x", sanitize=True, device="cpu")
+    assert JobSettings.of(other).settings() == other
 
 
 def test_what_asks_for_too_much_is_no_job(tmp_path: Path) -> None:
@@ -185,12 +191,12 @@ def rewrite(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
-def resealed(folder: Path, **changes: object) -> None:
-    """The job with other fields, sealed and named as if it were right."""
-    job = {**json.loads((folder / "job.json").read_text()), **changes}
+def resealed(folder: Path, text: str = "", **changes: object) -> None:
+    """The job with other fields, or other text, sealed and named as if it were right."""
+    job = text or json.dumps({**json.loads((folder / "job.json").read_text()), **changes})
     source = (folder / "fused_add_rms_norm.cpp").read_text()
     shutil.rmtree(folder)
-    seal(folder, {"job.json": json.dumps(job), "fused_add_rms_norm.cpp": source})
+    seal(folder, {"job.json": job, "fused_add_rms_norm.cpp": source})
     sealed = unsealed(folder, 1 << 20)
     assert sealed is not None
     folder.rename(folder.with_name(f"fused_add_rms_norm-{sealed.digest[:16]}"))
@@ -253,6 +259,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: resealed(f, candidate_digest="0" * 64),
         "not the job",
     ),
+    "endless nesting": (lambda f: resealed(f, "[" * 100_000), "job.json"),
+    "no JSON": (lambda f: resealed(f, "void main() {}"), "job.json"),
     "a path for a device": (lambda f: resealed(f, settings={"device": "/dev"}), "settings"),
     "another job's name": (
         lambda f: f.rename(f.with_name("fused_add_rms_norm-" + "0" * 16)),
@@ -297,25 +305,39 @@ def test_a_refusal_reaches_the_loop_with_its_reason_and_the_way_on(tmp_path: Pat
     assert judge.evaluate([NO_ENTRY])[0].outcome is Outcome.GENERATION_FAILURE
 
 
-def test_a_worker_of_another_op_library_refuses_with_the_reason(tmp_path: Path) -> None:
-    """A real worker whose `PATCHER_OPS` has the op with one letter changed."""
+def test_a_worker_of_another_op_library_refuses_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posted = submitted(tmp_path / "exchange")
     shutil.copytree(OP.folder, tmp_path / "ops" / OP.name)
     rewrite(tmp_path / "ops" / OP.name / "reference.py", '"""', '""" ')
-    posted = submitted(tmp_path / "exchange")
-    result = subprocess.run(
-        [sys.executable, "-P", "-m", "patcher", "worker", "exchange", "--once", "--json"],
-        cwd=tmp_path,
-        env={**os.environ, "PATCHER_OPS": str(tmp_path / "ops")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    [job] = json.loads(result.stdout)["jobs"]
-    assert (job["job"], job["outcome"]) == (posted.name, "refused")
+    with monkeypatch.context() as patch:
+        patch.setenv("PATCHER_OPS", str(tmp_path / "ops"))
+        [job], _ = serve(tmp_path / "exchange")
+    assert (job.job, job.outcome) == (posted.name, "refused")
     with pytest.raises(VerificationError, match="reference, inputs or baselines differ") as caught:
         ExchangeJudge(tmp_path / "exchange", QUICK, "r1").evaluate([NO_ENTRY])
     assert "install the same patcher" in caught.value.hint
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_changed_byte_of_a_job_is_ever_taken(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        posted = submitted(Path(folder))
+        job = Path(folder) / "jobs" / posted.name
+        path = data.draw(st.sampled_from(sorted(job.iterdir())))
+        whole = path.read_bytes()
+        at = data.draw(st.integers(0, len(whole) - 1))
+        length = data.draw(st.integers(0, 3))
+        put = data.draw(st.binary(max_size=4))
+        changed = whole[:at] + put + whole[at + length :]
+        path.write_bytes(changed)
+        try:
+            read = read_job(job)
+        except PatcherError:
+            read = None
+        assert read == (posted if changed == whole else None)
 
 
 def test_an_edited_or_foreign_result_is_refused(tmp_path: Path, machine: Machine) -> None:
@@ -351,13 +373,14 @@ def test_an_edited_or_foreign_result_is_refused(tmp_path: Path, machine: Machine
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can judge it")
-def test_what_this_machine_cannot_judge_is_left_to_others(tmp_path: Path) -> None:
+def test_what_this_machine_cannot_judge_is_left_to_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cuda = Candidate(op=OP.name, language=Language.CUDA, source="void fused_add_rms_norm() {}")
     first, second = submitted(tmp_path, cuda), submitted(tmp_path)
-    worker = start_worker(tmp_path, "--once")
-    out, _ = worker.communicate(timeout=120)
-    assert worker.returncode == 3
-    outcomes = {job["job"]: job["outcome"] for job in json.loads(out)["jobs"]}
+    assert app(["worker", str(tmp_path), "--once", "--json"], standalone_mode=False) == 3
+    told = json.loads(capsys.readouterr().out)
+    outcomes = {job["job"]: job["outcome"] for job in told["jobs"]}
     assert outcomes == {first.name: "left", second.name: "generation_failure"}
     assert [path.name for path in (tmp_path / "results").iterdir()] == [second.name]
 
@@ -449,7 +472,7 @@ def test_the_loop_stops_for_the_judge_and_takes_its_word_up(tmp_path: Path) -> N
 
     # the folder goes to the other machine and back, under another name
     shutil.copytree(tmp_path / "jobs here", tmp_path / "host")
-    assert patcher("worker", "host", "--once").returncode == 0
+    serve(tmp_path / "host")
     shutil.copytree(tmp_path / "host/results", tmp_path / "back/results")
     ended = patcher("resume", "--judge", "exchange:back")
     assert ended.returncode == 1, ended.stderr
@@ -470,3 +493,10 @@ def test_the_agents_are_told_of_the_machine_that_was_seen_last(
     assert facts(spec, "cpu") == "machine a"
     with pytest.raises(UsageError, match="unknown judge"):
         facts("elsewhere", "cpu")
+
+
+def test_help_has_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("worker", "workspace", "attempt", "evaluate"):
+        shown = CliRunner().invoke(app, [name, "--help"]).stdout
+        assert f"$ patcher {name}" in shown

@@ -35,6 +35,7 @@ def test_flag_over_variable_over_file_over_default(tmp_path: Path) -> None:
         "analyst": "default",
         "iterations": "PATCHER_ITERATIONS",
         "budget_usd": "patcher.toml",
+        "judge": "default",
         "runs_dir": "flag --runs-dir",
         "margin_pct": "patcher.toml",
         "tripwires": "default",

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import bench
 from bench import Language, UsageError, VerificationError
 from bench.judge import Policy
 from bench.toolchains import cache_root
+from patcher.judges.worker import Worker
 from patcher.workspace import RESULTS, Opened, attempt, lay_out, open_workspace, parse
 
 OPS = bench.load_ops()
@@ -115,7 +115,7 @@ def run(folder: Path, command: str, **env: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_the_commands_ask_the_judge_and_write_its_word_down(tmp_path: Path) -> None:
-    """Real scripts; the judge of `profile` is a real worker behind a folder."""
+    """Real scripts; the judge of `profile` is a worker behind a folder."""
     spec = f"exchange:{tmp_path / 'jobs'}"
     opened = lay_out(OP, tmp_path / "a task", Language.CPP, "cpu", threads=1, judge=spec)
     folder, kernel = opened.folder, opened.folder / "fused_add_rms_norm.cpp"
@@ -124,15 +124,15 @@ def test_the_commands_ask_the_judge_and_write_its_word_down(tmp_path: Path) -> N
     assert (code, told["line"]["reward"]["value"]) == (1, -1)
     assert "broken" in told["log"]
     kernel.write_text(GOOD)
-    code, told = run(folder, "compile")
-    assert (code, told["line"]["reward"], told["line"]["built"]) == (0, None, True)
+    built = attempt(opened, "compile", Policy(), lambda *_: None)
+    assert (built.good, built.line.reward, built.line.built) == (True, None, True)
 
     kernel.write_text(BROKEN)
     code, told = run(folder, "profile")
     assert (code, told["error"]["kind"]) == (6, "waiting")
     assert "2 of 2" in told["error"]["message"]
-    serve = [sys.executable, "-P", "-m", "patcher", "worker", tmp_path / "jobs", "--once"]
-    subprocess.run(serve, check=True, capture_output=True)
+    with Worker(tmp_path / "jobs", lambda *_: None, lambda _: None) as worker:
+        worker.serve()
     code, told = run(folder, "profile")
     assert code == 1
     assert told["line"]["evaluations"][0]["outcome"] == "compilation_failure"

@@ -177,4 +177,9 @@ class Worker:
         return self._judge.evaluate(posted.candidate, self._report)
 
     def _write(self, name: str, result: JobResult) -> None:
-        seal(self.root / "results" / name, result.files())
+        try:
+            seal(self.root / "results" / name, result.files())
+        except OSError as error:
+            raise UsageError(
+                f"cannot write the result of {name}: {error.strerror}", "mend it and start again"
+            ) from error
