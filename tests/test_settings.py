@@ -45,6 +45,7 @@ def test_flag_over_variable_over_file_over_default(tmp_path: Path) -> None:
         "analyst": None,
         "iterations": 3,
         "budget_usd": 3.5,
+        "judge": "local",
         "margin_pct": 1.0,
         "tripwires": {"banned": [], "required": [], "ignore": []},
     }
