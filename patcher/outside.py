@@ -48,8 +48,10 @@ def workspace(
 
     Everything but the kernel is read-only and hashed; a command refuses to run when it was changed.
     results.jsonl has a line for each command, with the reward (see `patcher evaluate --help`).
-    Its lines are chained and held against the judge's own copy in PATCHER_CACHE: let the agent
-    write to DIR and not there.
+    Its lines are chained and held against the judge's own copy in PATCHER_CACHE. An agent that
+    writes there, too, could forge both: before you rely on a reward, have the kernel judged by
+    yourself (`patcher evaluate OP FILE --reward`), or from the start by another user or machine
+    (--judge exchange:DIR).
     """
     from patcher.judges import exchange_folder
     from patcher.settings import resolve

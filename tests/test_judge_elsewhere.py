@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,12 @@ from bench import (
     VerificationError,
     WaitingError,
 )
-from bench.judge import JudgeSettings
+from bench.judge import JudgeSettings, open_judge
+from bench.judge.judge import Judge
 from bench.judge.tree import descendants
 from patcher.cli import app
 from patcher.judges import ExchangeJudge, facts
+from patcher.judges import worker as worker_
 from patcher.judges.jobs import JobResult, JobSettings, Machine, Posted, read_job, this_machine
 from patcher.judges.sealed import MANIFEST, seal, unsealed
 from patcher.judges.worker import MOST_ATTEMPTS, Served, Worker
@@ -133,6 +136,26 @@ def test_every_job_is_written_before_the_loop_waits_and_then_taken_up(tmp_path: 
     assert serve(tmp_path) == ([], ()), "nothing is judged twice"
     with pytest.raises(WaitingError):
         ExchangeJudge(tmp_path, QUICK, "r2").evaluate([NO_ENTRY])
+
+
+def test_one_judge_is_kept_open_while_jobs_ask_for_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[JudgeSettings] = []
+
+    def counting(judge_settings: JudgeSettings) -> AbstractContextManager[Judge]:
+        opened.append(judge_settings)
+        return open_judge(judge_settings)
+
+    monkeypatch.setattr(worker_, "open_judge", counting)
+    other = dataclasses.replace(QUICK, pairs=4)
+    for number in range(6):
+        asked = QUICK if number < 4 else other
+        ExchangeJudge(tmp_path, asked, "r1").submit(cpp(f"int other{number};"))
+        time.sleep(0.001)  # the oldest is served first
+    jobs, _ = serve(tmp_path)
+    assert [job.outcome for job in jobs] == ["generation_failure"] * 6
+    assert opened == [QUICK, other]
 
 
 def damaged_copies(folder: Path, into: Path) -> list[Path]:
