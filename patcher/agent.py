@@ -97,6 +97,9 @@ def optimize(
                 raise
             stopped = "recording_ended"
             break
+        if loop.attempts[-1].outcome is Outcome.COMPILED:
+            stopped = "compiled"  # nothing here can say more of it
+            break
         if loop.failures >= MAX_FUNCTIONAL_FAILURES:
             stopped = "functional_failures"
             break

@@ -11,7 +11,7 @@ from patcher.models import Usage
 
 Phase = Literal["functional", "optimisation"]
 Stage = Literal["analyse", "generate", "evaluate", "done"]
-Stop = Literal["iterations", "functional_failures", "recording_ended"]
+Stop = Literal["iterations", "functional_failures", "recording_ended", "compiled"]
 
 
 class Recommendation(Record):

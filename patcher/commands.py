@@ -121,6 +121,7 @@ def ops_show(name: Annotated[str, typer.Argument(help="An op.")], as_json: Json 
     "patcher evaluate fused_add_rms_norm kernel.cu --sweep bf16-fp32-weight",
     "patcher evaluate fused_add_rms_norm kernel.py --language triton --json",
     "patcher evaluate fused_add_rms_norm kernel.cu --sanitize --counters",
+    "patcher evaluate fused_add_rms_norm kernel.hip",
 )
 def evaluate(
     op: Annotated[str, typer.Argument(help="An op of the library.")],
@@ -145,7 +146,8 @@ def evaluate(
 ) -> int:
     """Judge one candidate in processes of its own: is it right, is it faster?
 
-    Exit code 0: right and faster; 1: anything else that was judged.
+    Exit code 0: right and faster; 1: anything else that was judged. A hip, sycl or metal kernel is
+    compiled, and neither run nor timed: its outcome is `compiled` at best.
     """
     from bench import judge
     from bench.judge.counters import counted, require_ncu
@@ -154,7 +156,8 @@ def evaluate(
 
     candidate = Candidate.from_file(load_op(op).name, source, language)
     if counters:
-        if candidate.language is Language.CPP or pick_device(device) == "cpu":
+        never = candidate.language is Language.CPP or candidate.language.compile_only
+        if never or pick_device(device) == "cpu":
             raise UsageError("--counters is for CUDA kernels on a CUDA device", "drop it")
         require_ncu()
     settings = judge.JudgeSettings(

@@ -6,7 +6,6 @@ once: resuming a run is calling `execute` again.
 
 from __future__ import annotations
 
-import platform
 import tempfile
 from collections.abc import Callable
 from importlib import resources
@@ -34,6 +33,7 @@ from patcher.agent import optimize
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
 from patcher.decide import Decision
+from patcher.languages import device_facts, device_kind, require_here, require_sense
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
 from patcher.models import Model, open_model
@@ -124,7 +124,12 @@ def workload_for(
 def start(
     settings: Settings, command: str, model: str | None, workload: Workload | None, plan: Plan
 ) -> Run:
-    """Make the run's folder; `execute` then does the work."""
+    """Make the run's folder; `execute` then does the work.
+
+    Raises:
+        UsageError: the plan asks for what its language cannot have.
+    """
+    require_sense(plan.language, whole=plan.whole, sweep=plan.sweep)
     return Run.create(
         settings.runs_dir,
         command=command,
@@ -160,7 +165,9 @@ def execute(run: Run, report: Report, say: Say, profile_file: Path | None = None
 
     optimisation = _optimise(run, plan, op_name, report, say)
     made = decision = None
-    if optimisation.best_iteration is None:
+    if optimisation.stopped == "compiled":
+        say(f"it compiles; a {optimisation.language} kernel is neither run nor timed here")
+    elif optimisation.best_iteration is None:
         say("no candidate is right and faster: nothing to patch")
     elif plan.whole:
         assert workload is not None
@@ -215,7 +222,8 @@ def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> O
     op = load_op(op_name)
     device = run.config.workload.device if run.config.workload else None
     language = plan.language or (Language.CUDA if device == "cuda" else Language.CPP)
-    kind = "cpu" if language is Language.CPP else "cuda"
+    require_here(language)
+    kind = device_kind(language)
     judge_settings = JudgeSettings(
         sweep=plan.sweep,
         threads=plan.threads,
@@ -239,7 +247,7 @@ def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> O
             model,
             lambda candidate: judge.evaluate(candidate, report),
             settings["iterations"],
-            device_facts(kind),
+            device_facts(language),
             analyst=analyst,
             sweep=op.sweep(kind, plan.sweep),
             budget_usd=settings["budget_usd"],
@@ -254,26 +262,6 @@ def resolve_model(spec: str, run: Run) -> Model:
         with resources.as_file(file) as path:
             return open_model(f"replay:{path}", run.path)
     return open_model(spec, run.path)
-
-
-def device_facts(kind: str) -> str:
-    """What the agents should know of the hardware, in words."""
-    if kind == "cpu":
-        return (
-            f"one thread of {describe('cpu').device} ({platform.machine()}); called from Python, "
-            "so the fixed cost of a call counts. The same source must also compile and run on "
-            "x86-64 without AVX-512 and on 64-bit Arm"
-        )
-    import torch
-
-    device = torch.cuda.get_device_properties(0)
-    major, minor = torch.cuda.get_device_capability()
-    return (
-        f"{device.name}: compute capability {major}.{minor}, {device.multi_processor_count} "
-        f"multiprocessors, {device.total_memory / 2**30:.0f} GiB, L2 {device.L2_cache_size >> 20} "
-        "MiB. Timed as one call per buffer set inside a CUDA graph: no allocation, no "
-        "synchronisation and no default-stream launch in a call; the launch itself is microseconds"
-    )
 
 
 def make_patch(run: Run, optimisation: Optimisation, workload: Workload) -> Made:

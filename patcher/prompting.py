@@ -7,9 +7,10 @@ import ast
 import re
 from collections.abc import Sequence
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, DictLoader, Environment, PackageLoader, StrictUndefined
 
 from bench import Evaluation, Language, Op, Outcome, Point, Sweep
+from bench.toolchains import toolchain
 from patcher.attempts import Attempt, Recommendation
 from patcher.extract import TAGS, Failure
 from patcher.models import Role
@@ -27,8 +28,9 @@ class Prompts:
     def __init__(self, op: Op, language: Language, device: str, sweep: Sweep) -> None:
         self.op = op
         self.sweep = sweep
+        rules = {f"rules_{language}.md.j2": toolchain(language).hints}
         self._environment = Environment(
-            loader=PackageLoader("patcher", "prompts"),
+            loader=ChoiceLoader([PackageLoader("patcher", "prompts"), DictLoader(rules)]),
             undefined=StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,

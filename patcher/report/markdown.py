@@ -174,7 +174,9 @@ def _source(report: Report) -> str:
     if report.candidate_source is None:
         return ""
     language = report.candidate_language or ""
-    tag = {"cuda": "cpp", "triton": "python", "torch": "python"}.get(language, language)
+    tag = {"cuda": "cpp", "hip": "cpp", "sycl": "cpp"} | dict.fromkeys(
+        ("triton", "torch", "cutedsl"), "python"
+    ).get(language, language)
     block = fence(report.candidate_source, tag)
     return f"<details>\n<summary>The candidate's source</summary>\n\n{block}\n\n</details>"
 
