@@ -154,7 +154,8 @@ def compiler_version(name: str) -> str | None:
     found = shutil.which(name)
     if found is None:
         return None
-    output = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
+    option = "--acpp-version" if name == "acpp" else "--version"  # acpp passes that one on
+    output = subprocess.run([found, option], capture_output=True, text=True, check=False)
     # hipcc beside a CUDA toolkit also tells nvcc's release
     forms = (r"HIP version: (\d+\.\d+\.\d+)", r"release (\d+\.\d+)", r"(\d+\.\d+\.\d+)")
     version = next(filter(None, (re.search(form, output.stdout) for form in forms)), None)

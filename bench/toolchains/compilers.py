@@ -13,6 +13,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from pydantic import Field
+
 from bench.candidate import Candidate
 from bench.environment import cpu_instructions
 from bench.records import Record
@@ -36,7 +38,7 @@ class Job(Record):
     """The command for people, without paths of this machine."""
     version: str
     """Of the compiler, as far as a result depends on it."""
-    environment: dict[str, str] = {}
+    environment: dict[str, str] = Field(default_factory=dict)
     """What the compiler is told besides its search path."""
 
 
@@ -46,14 +48,16 @@ def compiled(candidate: Candidate, job: Job, folder: Path) -> Built:
     parts = [candidate.digest, repr(told), job.version, cpu_instructions(), *job.command]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     done = folder / key
-    built = {
-        "language": candidate.language,
-        "binding": job.binding,
-        "command": job.shown,
-    }
     if (done / job.product).is_file():
-        log = (done / "build.log").read_text(encoding="utf-8")
-        return Built(path=done / job.product, log=log, seconds=0.0, cached=True, **built)
+        return Built(
+            language=candidate.language,
+            path=done / job.product,
+            binding=job.binding,
+            command=job.shown,
+            log=(done / "build.log").read_text(encoding="utf-8"),
+            seconds=0.0,
+            cached=True,
+        )
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"{key}.", dir=folder) as scratch:
         work = Path(scratch)
@@ -68,11 +72,13 @@ def compiled(candidate: Candidate, job: Job, folder: Path) -> Built:
             if not done.exists():
                 _keep(work, done, {job.product, "build.log", candidate.file_name})
     return Built(
+        language=candidate.language,
         path=path,
+        binding=job.binding,
+        command=job.shown,
         log=log if path else log or f"{job.command[0]} exited with {code} and no message",
         seconds=time.monotonic() - begin,
         cached=False,
-        **built,
     )
 
 

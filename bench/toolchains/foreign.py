@@ -11,6 +11,7 @@ import os
 import tempfile
 from abc import abstractmethod
 from pathlib import Path
+from typing import ClassVar
 
 from bench.candidate import Candidate, Language
 from bench.contract import Contract
@@ -35,7 +36,7 @@ class _CompileOnly(Toolchain):
     suffix: str
     product: str = "candidate.o"
     lack: Missing
-    environment: dict[str, str] = {}
+    environment: ClassVar[dict[str, str]] = {}
 
     @abstractmethod
     def compiler(self) -> list[str]:
@@ -76,7 +77,9 @@ class HipToolchain(_CompileOnly):
         reason="hipcc is not on PATH or in ROCM_PATH",
         fix="install ROCm's hipcc (on Debian and Ubuntu: apt install hipcc), or set ROCM_PATH",
     )
-    environment = {"HIP_PLATFORM": "amd"}  # beside a CUDA toolkit hipcc would take nvcc
+    environment: ClassVar[dict[str, str]] = {
+        "HIP_PLATFORM": "amd"
+    }  # beside a CUDA toolkit hipcc would take nvcc
 
     def compiler(self) -> list[str]:
         return ["hipcc"] if find("hipcc") else []
