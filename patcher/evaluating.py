@@ -29,6 +29,7 @@ TICKET = "evaluate"
     "patcher evaluate fused_add_rms_norm kernel.cu --sweep bf16-fp32-weight",
     "patcher evaluate fused_add_rms_norm kernel.py --language triton --json",
     "patcher evaluate fused_add_rms_norm kernel.cu --sanitize --counters",
+    "patcher evaluate fused_add_rms_norm kernel.hip",
     "patcher evaluate fused_add_rms_norm kernel.cpp --reward --json",
     "patcher evaluate fused_add_rms_norm kernel.cu --judge exchange:jobs",
 )
@@ -68,7 +69,8 @@ def evaluate(
     torch.compile, too, by the lower ends of the intervals; and the measured speedups.
 
     Exit code 0: right and faster (a reward of 2 or 3); 1: anything else that was judged; 6: the
-    judge is elsewhere and has not answered yet: the same command takes the verdict up.
+    judge is elsewhere and has not answered yet: the same command takes the verdict up. A hip, sycl
+    or metal kernel is compiled, and neither run nor timed: its outcome is `compiled` at best.
     """
     from bench.judge import JudgeSettings
     from bench.judge.counters import counted, require_ncu
@@ -82,7 +84,8 @@ def evaluate(
     if counters:
         if given.judge != LOCAL:
             raise UsageError("--counters needs the judge on this machine", "drop it, or --judge")
-        if candidate.language is Language.CPP or pick_device(device) == "cpu":
+        never = candidate.language is Language.CPP or candidate.language.compile_only
+        if never or pick_device(device) == "cpu":
             raise UsageError("--counters is for CUDA kernels on a CUDA device", "drop it")
         require_ncu()
     if for_reward and (baseline or counters):

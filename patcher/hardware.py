@@ -8,7 +8,7 @@ from bench import MissingError
 from bench.environment import describe
 
 
-def device_facts(kind: str) -> str:
+def hardware_facts(kind: str) -> str:
     """What the agents should know of this machine's `cpu` or `cuda`, in words.
 
     Raises:

@@ -40,7 +40,7 @@ def rewarded(
     and so as many times the cost. A wrong one is judged once.
 
     Raises:
-        UsageError: the op has none of the baselines.
+        UsageError: the op has none of the baselines, or the language is only compiled here.
         WaitingError: the judge is elsewhere; all jobs are written.
         PatcherError: as `bench.judge.evaluate`; that torch.compile does not run here is no error.
     """
@@ -49,6 +49,11 @@ def rewarded(
         name: f"{op.name} has no such baseline" for name in against if name not in op.baselines
     }
     names = [name for name in against if name in op.baselines]
+    if candidate.language.compile_only:
+        raise UsageError(
+            f"a {candidate.language} kernel is only compiled here: it has no reward",
+            "evaluate it without --reward",
+        )
     if not names:
         raise UsageError(
             f"{op.name} has no baseline of {', '.join(against)}", "add one to its baselines.py"

@@ -10,14 +10,12 @@ from rich.text import Text
 
 from bench import SCHEMA_VERSION, Language, WaitingError, load_op
 from patcher.console import (
-    Device,
     Json,
     JudgeSpec,
     Output,
     Threads,
     app,
     examples,
-    pick_device,
 )
 
 if TYPE_CHECKING:  # every other command starts without the prompts
@@ -38,7 +36,6 @@ def workspace(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
     language: Annotated[Language, typer.Option(help="What to write it in.")] = Language.CUDA,
     sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
-    device: Device = None,
     threads: Threads = None,
     judge: JudgeSpec = None,
     as_json: Json = False,
@@ -60,18 +57,7 @@ def workspace(
     where = resolve({"judge": judge}).judge
     if (elsewhere := exchange_folder(where)) is not None:
         where = f"exchange:{elsewhere.resolve()}"  # the commands run in another folder
-    native: dict[Language, Literal["cpu", "cuda"]] = {Language.CPP: "cpu"}
-    if language is Language.TORCH:
-        native[language] = pick_device(device)
-    opened = lay_out(
-        load_op(op),
-        folder,
-        language,
-        native.get(language, "cuda"),
-        sweep=sweep,
-        threads=threads,
-        judge=where,
-    )
+    opened = lay_out(load_op(op), folder, language, sweep=sweep, threads=threads, judge=where)
     Output(as_json).emit(
         opened.workspace,
         Text(f"{folder}: edit {opened.workspace.file}; read {folder / 'SKILL.md'} first"),

@@ -33,7 +33,8 @@ from patcher.agent import optimize
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
 from patcher.decide import Decision
-from patcher.judges import LOCAL, facts, open_judges
+from patcher.judges import LOCAL, facts, judged_on, open_judges
+from patcher.languages import require_here, require_sense
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
 from patcher.models import Model, open_model
@@ -130,7 +131,12 @@ def workload_for(
 def start(
     settings: Settings, command: str, model: str | None, workload: Workload | None, plan: Plan
 ) -> Run:
-    """Make the run's folder; `execute` then does the work."""
+    """Make the run's folder; `execute` then does the work.
+
+    Raises:
+        UsageError: the plan asks for what its language cannot have.
+    """
+    require_sense(plan.language, whole=plan.whole, sweep=plan.sweep)
     return Run.create(
         settings.runs_dir,
         command=command,
@@ -174,7 +180,9 @@ def execute(
     judge = judge or settings.get("judge", LOCAL)
     optimisation = _optimise(run, plan, op_name, judge, report, say)
     made = decision = None
-    if optimisation.best_iteration is None:
+    if optimisation.stopped == "compiled":
+        say(f"it compiles; a {optimisation.language} kernel is neither run nor timed here")
+    elif optimisation.best_iteration is None:
         say("no candidate is right and faster: nothing to patch")
     elif plan.whole:
         assert workload is not None
@@ -231,7 +239,9 @@ def _optimise(
     op = load_op(op_name)
     device = run.config.workload.device if run.config.workload else None
     language = plan.language or (Language.CUDA if device == "cuda" else Language.CPP)
-    kind = "cpu" if language is Language.CPP else "cuda"
+    if where == LOCAL:
+        require_here(language)
+    kind = judged_on(where, language)
     judge_settings = JudgeSettings(
         sweep=plan.sweep,
         threads=plan.threads,
@@ -247,7 +257,7 @@ def _optimise(
             tried = progress.attempt
             say(f"  candidate {tried.iteration} ({tried.phase}): {tried.outcome}, {tried.detail}")
 
-    hardware = run.step("hardware", lambda: Hardware(words=facts(where, kind)), Hardware)
+    hardware = run.step("hardware", lambda: Hardware(words=facts(where, language)), Hardware)
     # one for all: what it trusts is started once
     with open_judges(where, judge_settings, run.id, report) as judges:
         return optimize(

@@ -58,10 +58,12 @@ def reward(
         against: eager and compile, in this order; empty: whether it is right, and no more.
 
     Raises:
-        ValueError: none, of different candidates, or two against one baseline.
+        ValueError: none, of different candidates, two against one baseline, or only compiled.
     """
     if len({(each.op, each.digest) for each in evaluations}) != 1:
         raise ValueError("a reward is of one candidate")
+    if any(each.outcome is Outcome.COMPILED for each in evaluations):
+        raise ValueError("what was only compiled is neither right nor wrong")
     first = evaluations[0]
     wrong = [each for each in evaluations if not _right(each)]
     if wrong:

@@ -507,15 +507,15 @@ def test_the_agents_are_told_of_the_machine_that_was_seen_last(
     tmp_path: Path, machine: Machine
 ) -> None:
     spec = f"exchange:{tmp_path}"
-    assert "has not told" in facts(spec, "cpu")
+    assert "has not told" in facts(spec, Language.CPP)
     (tmp_path / "machines").mkdir()
     for name, seen in (("a", "2026-01-02"), ("b", "2026-01-01")):
         told = machine.model_copy(update={"seen": seen, "words": {"cpu": f"machine {name}"}})
         (tmp_path / f"machines/{name}.json").write_text(told.model_dump_json())
     (tmp_path / "machines/c.json").write_text(machine.model_dump_json()[:100])
-    assert facts(spec, "cpu") == "machine a"
+    assert facts(spec, Language.CPP) == "machine a"
     with pytest.raises(UsageError, match="unknown judge"):
-        facts("elsewhere", "cpu")
+        facts("elsewhere", Language.CPP)
 
 
 def test_help_has_examples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_all_points_count_together() -> None:
 
 @pytest.mark.parametrize(
     "outcome",
-    [each for each in Outcome if each not in (Outcome.CORRECT, Outcome.TOO_SLOW)],
+    [each for each in Outcome if each not in (Outcome.CORRECT, Outcome.TOO_SLOW, Outcome.COMPILED)],
 )
 def test_wrong_once_is_wrong(outcome: Outcome) -> None:
     found = reward([evaluation("eager", FAST), wrong(outcome)])
@@ -98,6 +98,9 @@ def test_what_was_not_judged_or_does_not_run_is_said_and_not_won() -> None:
 
 
 def test_a_reward_is_of_one_candidate() -> None:
+    compiled = Evaluation(op=OP, language="hip", digest="a" * 64, outcome=Outcome.COMPILED)
+    with pytest.raises(ValueError, match="neither right nor wrong"):
+        reward([compiled])
     with pytest.raises(ValueError, match="one candidate"):
         reward([])
     with pytest.raises(ValueError, match="one candidate"):

@@ -17,9 +17,17 @@ import torch
 import bench
 from bench import Language, UsageError, VerificationError
 from bench.judge import Policy
-from bench.toolchains import cache_root
+from bench.toolchains import cache_root, toolchain
 from patcher.judges.worker import Worker
-from patcher.workspace import RESULTS, Opened, attempt, lay_out, open_workspace, parse
+from patcher.workspace import (
+    RESULTS,
+    Opened,
+    attempt,
+    lay_out,
+    open_workspace,
+    parse,
+    starting_point,
+)
 
 OPS = bench.load_ops()
 OP = OPS["fused_add_rms_norm"]
@@ -30,7 +38,7 @@ BROKEN = "void fused_add_rms_norm() { broken }\n"
 @pytest.fixture(scope="module")
 def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Opened]]:
     """Workspaces with three results, made once and copied: they share the judge's copy."""
-    made = lay_out(OP, tmp_path_factory.mktemp("made") / "task", Language.CPP, "cpu", threads=1)
+    made = lay_out(OP, tmp_path_factory.mktemp("made") / "task", Language.CPP, threads=1)
     (made.folder / made.workspace.file).write_text(BROKEN)
     for _ in range(3):
         attempt(made, "compile", Policy(), lambda *_: None)
@@ -51,7 +59,7 @@ def genesis_of(folder: Path) -> str:
 
 
 def test_a_workspace_has_all_that_an_agent_needs(tmp_path: Path) -> None:
-    opened = lay_out(OP, tmp_path / "task", Language.CPP, "cpu")
+    opened = lay_out(OP, tmp_path / "task", Language.CPP)
     folder = opened.folder
     protected = {"SKILL.md", "op.toml", "reference.py", "compile", "verify", "profile"}
     assert set(opened.workspace.protected) == protected
@@ -65,25 +73,27 @@ def test_a_workspace_has_all_that_an_agent_needs(tmp_path: Path) -> None:
     skill = (folder / "SKILL.md").read_text()
     for words in ("# Rules", "# Workflow", "# Priorities", "# Success", "TensorView", "./profile"):
         assert words in skill
-    assert "TensorView" in (folder / "fused_add_rms_norm.cpp").read_text()
+    example = (folder / "fused_add_rms_norm.cpp").read_text()
+    assert example == toolchain(Language.CPP).example
     with pytest.raises(UsageError, match="not empty"):
-        lay_out(OP, folder, Language.CPP, "cpu")
+        lay_out(OP, folder, Language.CPP)
+    with pytest.raises(UsageError, match="only compiled here"):
+        lay_out(OP, tmp_path / "another", Language.HIP)
 
 
 def test_a_level_of_the_reward_that_an_op_cannot_give_is_said(tmp_path: Path) -> None:
     spec = f"exchange:{tmp_path}"
-    lay_out(OPS["moe_matmul_down"], tmp_path / "task", Language.TRITON, "cuda", judge=spec)
+    lay_out(OPS["moe_matmul_down"], tmp_path / "task", Language.TRITON, judge=spec)
     skill = (tmp_path / "task/SKILL.md").read_text()
     assert "torch.compile cannot be held against here: the op has none" in skill
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_the_starting_point_in_pytorch_is_right(name: str, tmp_path: Path) -> None:
+def test_the_starting_point_in_pytorch_is_right(name: str) -> None:
     op = OPS[name]
-    kind = next(iter({sweep.device: None for sweep in op.contract.sweeps}))
-    lay_out(op, tmp_path / "task", Language.TORCH, kind)
+    kind = op.contract.sweeps[0].device
     scope: dict[str, Any] = {}
-    exec((tmp_path / "task" / f"{name}.py").read_text(), scope)
+    exec(starting_point(op, Language.TORCH), scope)
     point = op.sweep(kind).points()[0]
     given = op.inputs.make(point, torch.Generator().manual_seed(3), "normal")
     scalars = {scalar.name: scalar.value for scalar in op.contract.scalars}
@@ -117,7 +127,7 @@ def run(folder: Path, command: str, **env: str) -> tuple[int, dict[str, Any]]:
 def test_the_commands_ask_the_judge_and_write_its_word_down(tmp_path: Path) -> None:
     """Real scripts; the judge of `profile` is a worker behind a folder."""
     spec = f"exchange:{tmp_path / 'jobs'}"
-    opened = lay_out(OP, tmp_path / "a task", Language.CPP, "cpu", threads=1, judge=spec)
+    opened = lay_out(OP, tmp_path / "a task", Language.CPP, threads=1, judge=spec)
     folder, kernel = opened.folder, opened.folder / "fused_add_rms_norm.cpp"
     kernel.write_text(BROKEN)
     code, told = run(folder, "compile")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -20,10 +19,11 @@ from bench.evaluation import Evaluation, Outcome, geomean
 from bench.judge import JudgeSettings, Progress
 from bench.judge import cases as cases_
 from bench.judge.baselines import LOAD_S, Strongest, strongest
+from bench.judge.building import begin, compile_check
 from bench.judge.cases import Secrets
 from bench.judge.process import Limits, Runner
 from bench.judge.trial import AFTER, State, Trial, Wrong, reseeded
-from bench.judge.tripwires import Tripwires, look
+from bench.judge.tripwires import Tripwires
 from bench.judge.zygote import RunnerFailure, Zygote
 from bench.op import Op, load_op
 from bench.toolchains import Built, build, cache_root, toolchain
@@ -69,34 +69,19 @@ class Judge:
         """
         settings = self.settings
         op = load_op(candidate.op)
+        if candidate.language.compile_only:
+            return compile_check(candidate, op, settings, report)
         device = _device(candidate, settings)
         sweep = _sweep(op, device, settings)
         if settings.baseline not in (None, "honest", *op.baselines):
             known = ", ".join(op.baselines)
             raise UsageError(f"{op.name} has no baseline {settings.baseline!r}", f"it has: {known}")
         state = State(candidate, device)
-        if not re.search(rf"\b{re.escape(op.name)}\b", candidate.source):
-            state.check("entry", False, f"the source defines no {op.name}")
-            return state.verdict(
-                Outcome.GENERATION_FAILURE, f"the source must define {op.contract.signature()}"
-            )
-        seen = look(candidate, settings.tripwires, settings.policy)
-        state.tripwires = seen.said()
-        if seen.refused:
-            state.check("tripwires", False, "; ".join(seen.refused))
-            return state.verdict(Outcome.GUARD_VIOLATION)
-        if reason := toolchain(candidate.language).missing():
-            language = candidate.language
-            raise MissingError(f"cannot build {language} here: {reason}", "see `patcher doctor`")
-        report("build", 0, 1)
-        state.build = built = build(candidate, op.contract)
-        if not built.ok:
-            state.check("build", False, f"{built.command} failed")
-            return state.verdict(Outcome.COMPILATION_FAILURE, built.log)
-        took = "cached" if built.cached else f"{built.seconds:.1f} s"
-        state.check("build", True, f"{built.command} ({took})")
+        begun = begin(state, op, settings, report)
+        if isinstance(begun, Evaluation):
+            return begun
         with _held(device):
-            return self._run(state, op, sweep, built, seen, report, Secrets(seed))
+            return self._run(state, op, sweep, begun.built, begun.seen, report, Secrets(seed))
 
     def _run(
         self,
@@ -225,7 +210,7 @@ def _sweep(op: Op, device: str, settings: JudgeSettings) -> Sweep:
 
 
 def _device(candidate: Candidate, settings: JudgeSettings) -> str:
-    native = {"cpp": "cpu", "cuda": "cuda", "triton": "cuda"}.get(candidate.language)
+    native = {"cpp": "cpu", "torch": None}.get(candidate.language, "cuda")
     device = settings.device or native or ("cuda" if torch.cuda.is_available() else "cpu")
     if native and device != native:
         raise UsageError(

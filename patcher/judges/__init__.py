@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from bench import Candidate, Evaluation, UsageError
+from bench import Candidate, Evaluation, Language, UsageError
 from bench.judge import JudgeSettings, Progress, open_judge
-from patcher.hardware import device_facts
 from patcher.judges.exchange import ExchangeJudge
+from patcher.languages import device_facts, device_kind
 
 if TYPE_CHECKING:  # it brings torch
     from bench.judge.judge import Judge
@@ -74,14 +74,23 @@ class _LocalJudges:
         return [self.judge.evaluate(candidate, self.report) for candidate in candidates]
 
 
-def facts(spec: str, kind: str) -> str:
-    """What the agents should know of the hardware on which `--judge` judges; `kind` is `cpu` or
-    `cuda`.
+def judged_on(spec: str, language: Language) -> Literal["cpu", "cuda"]:
+    """The kind of device that `--judge` judges the language on."""
+    if spec != LOCAL and language is Language.TORCH:
+        return "cuda"  # what this machine has says nothing of the other one
+    return device_kind(language)
+
+
+def facts(spec: str, language: Language) -> str:
+    """What the agents should know of the hardware on which `--judge` judges.
+
+    Raises:
+        MissingError: it is this machine, and it has no device for the language.
     """
     folder = exchange_folder(spec)
-    if folder is None:
-        return device_facts(kind)
-    return ExchangeJudge.facts(folder, kind)
+    if folder is None or language.compile_only:
+        return device_facts(language)
+    return ExchangeJudge.facts(folder, judged_on(spec, language))
 
 
 def exchange_folder(spec: str) -> Path | None:
@@ -98,4 +107,13 @@ def exchange_folder(spec: str) -> Path | None:
     return Path(folder)
 
 
-__all__ = ["JUDGES", "LOCAL", "ExchangeJudge", "Judges", "exchange_folder", "facts", "open_judges"]
+__all__ = [
+    "JUDGES",
+    "LOCAL",
+    "ExchangeJudge",
+    "Judges",
+    "exchange_folder",
+    "facts",
+    "judged_on",
+    "open_judges",
+]

@@ -37,7 +37,7 @@ from bench import (
 )
 from bench.environment import describe
 from bench.judge import JudgeSettings, Policy
-from patcher.hardware import device_facts
+from patcher.hardware import hardware_facts
 from patcher.judges.sealed import Sealed, digest_of, unsealed
 
 MOST_JOB_BYTES = 2 << 20
@@ -220,7 +220,7 @@ def this_machine() -> Machine:
     return Machine(
         patcher=importlib.metadata.version("patcher"),
         environments={kind: describe(kind) for kind in kinds},
-        words={kind: device_facts(kind) for kind in kinds},
+        words={kind: hardware_facts(kind) for kind in kinds},
         seen=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 

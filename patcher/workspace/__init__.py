@@ -1,6 +1,6 @@
 """A folder for any coding agent: it edits one file, and the judge alone says what that is worth."""
 
-from patcher.workspace.layout import Opened, Workspace, lay_out, open_workspace
+from patcher.workspace.layout import Opened, Workspace, lay_out, open_workspace, starting_point
 from patcher.workspace.ledger import RESULTS, Line, Stage, parse
 from patcher.workspace.trying import Tried, attempt
 
@@ -15,4 +15,5 @@ __all__ = [
     "lay_out",
     "open_workspace",
     "parse",
+    "starting_point",
 ]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import re
 import secrets
 import shlex
 import sys
@@ -26,14 +25,13 @@ from bench import (
     VerificationError,
     load_op,
 )
-from bench.toolchains import cache_root
-from patcher.judges import facts
+from bench.toolchains import cache_root, toolchain
+from patcher.judges import facts, judged_on
 from patcher.prompting import Prompts
 from patcher.reward import AGAINST
 from patcher.workspace.ledger import Ledger, Stage
 
 MANIFEST = "workspace.json"
-_FENCED = re.compile(r"^```(?!text)\w+\n(?P<source>.*?)^```$", re.MULTILINE | re.DOTALL)
 _MOST_BYTES = 1 << 20
 
 
@@ -82,7 +80,6 @@ def lay_out(
     op: Op,
     folder: Path,
     language: Language,
-    device: Literal["cpu", "cuda"],
     *,
     sweep: str | None = None,
     threads: int | None = None,
@@ -91,8 +88,15 @@ def lay_out(
     """Make the workspace.
 
     Raises:
-        UsageError: the folder holds something, or the op has no such sweep.
+        UsageError: the folder holds something, the op has no such sweep, or the language is only
+            compiled here.
     """
+    if language.compile_only:
+        raise UsageError(
+            f"a {language} kernel is only compiled here: a judge cannot say what it is worth",
+            "choose another --language",
+        )
+    device = judged_on(judge, language)
     timed = op.sweep(device, sweep)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is not empty", "give a new folder")
@@ -100,7 +104,7 @@ def lay_out(
     against = [name for name in AGAINST if name not in missing]
     file = Candidate(op=op.name, language=language, source="").file_name
     right = language is Language.TORCH
-    skill = Prompts(op, language, facts(judge, device), timed).skill(
+    skill = Prompts(op, language, facts(judge, language), timed).skill(
         file=file,
         against=against,
         missing=missing,
@@ -129,8 +133,7 @@ def lay_out(
             path = folder / name
             path.write_text(text, encoding="utf-8")
             path.chmod(0o555 if name in get_args(Stage) else 0o444)
-        source = _from_reference(op) if right else _example(skill)
-        (folder / file).write_text(source, encoding="utf-8")
+        (folder / file).write_text(starting_point(op, language), encoding="utf-8")
     except OSError as error:
         raise UsageError(
             f"cannot write {folder}: {error.strerror}", "give another folder"
@@ -187,16 +190,12 @@ def _script(stage: str) -> str:
     return f'#!/bin/sh\nexec {python} -P -m patcher attempt {folder} {stage} "$@"\n'
 
 
-def _example(skill: str) -> str:
-    """The example of the language's rules, which come last."""
-    *_, last = _FENCED.finditer(skill)
-    return last["source"]
-
-
-def _from_reference(op: Op) -> str:
-    """A right and slow candidate in PyTorch: the reference, and its values copied to where they
-    belong.
+def starting_point(op: Op, language: Language) -> str:
+    """In PyTorch a right and slow candidate: the reference, and its values copied to where they
+    belong. Else the toolchain's example, a whole source for another op.
     """
+    if language is not Language.TORCH:
+        return toolchain(language).example
     tree = ast.parse((op.folder / "reference.py").read_text(encoding="utf-8"))
     tree.body = [
         node
