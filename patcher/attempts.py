@@ -11,7 +11,8 @@ from patcher.models import Usage
 
 Phase = Literal["functional", "optimisation"]
 Stage = Literal["analyse", "generate", "evaluate", "done"]
-Stop = Literal["iterations", "functional_failures", "recording_ended"]
+Stop = Literal["iterations", "functional_failures", "recording_ended", "asked_all"]
+"""Why a loop ended: `asked_all` is that its strategy had nothing more to ask."""
 
 
 class Recommendation(Record):
@@ -27,7 +28,11 @@ class Attempt(Record):
     """One iteration."""
 
     iteration: int
+    round: int = 0
+    """What was asked together has one number."""
     phase: Phase
+    parents: tuple[int, ...] = ()
+    """Iterations whose candidates were in the prompt, to be repaired or improved."""
     digest: str | None
     """`Candidate.digest`; None when the reply held no source."""
     outcome: Outcome
