@@ -118,5 +118,6 @@ def _on_disk(name: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise MissingError(
-            f"cannot write {name}: {error.strerror}", "make room there, then: patcher resume"
+            f"cannot write {name}: {error.strerror}",
+            "see that there is room and permission, then: patcher resume",
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,7 +39,9 @@ def write_report(run: Run, formats: tuple[str, ...], after: Profile | None = Non
         raise UsageError(
             f"unknown report format {', '.join(unknown)}", f"formats are: {', '.join(FORMATS)}"
         )
-    return write(gather(run, after), run.path, formats)
+    # the process that works on the run may be writing its own just now
+    beside = f".{os.getpid()}" if run.read_only else ""
+    return write(gather(run, after), run.path, formats, beside)
 
 
 def gather(run: Run, after: Profile | None = None) -> Report:

@@ -100,7 +100,7 @@ class Journal:
                 durable.cut(self._file, self._size)
             if not content:
                 durable.sync_folder(path.parent)
-            durable.write_whole(_owner_file(path), _identity(os.getpid()))
+            _owner_file(path).write_text(_identity(os.getpid()), encoding="utf-8")
         except BaseException:
             os.close(self._file)
             raise

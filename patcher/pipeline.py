@@ -7,6 +7,7 @@ once: resuming a run is calling `execute` again.
 from __future__ import annotations
 
 import platform
+import shutil
 import tempfile
 from collections.abc import Callable
 from importlib import resources
@@ -289,6 +290,8 @@ def make_patch(run: Run, optimisation: Optimisation, workload: Workload) -> Made
     if candidate.digest != evaluation.digest:
         raise UsageError("the best candidate's file was changed", "start a new run")
     attempt = optimisation.iterations[optimisation.best_iteration or 0]
+    for rest in run.path.glob(".patch-*"):  # of a bundle that a kill left unfinished
+        shutil.rmtree(rest)
     patch = Patch.create(
         run.path / "patch",
         op,

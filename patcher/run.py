@@ -80,7 +80,9 @@ class Run:
             versions=versions or {},
         )
         path = root / config.id
-        durable.make_folder(path)
+        durable.make_folder(root)
+        path.mkdir()  # never another run's
+        durable.sync_folder(root)
         text = _json(config)
         durable.write_whole(path / "run.json", text)
         run = cls(path, config, Journal(path / JOURNAL))
@@ -165,6 +167,10 @@ class Run:
         return read_events(path) if path.exists() else ()  # killed before its first line
 
     @property
+    def read_only(self) -> bool:
+        return self._journal is None
+
+    @property
     def written(self) -> bool:
         """Whether a process works on this run now, this one or another."""
         return self._journal is not None or is_written(self.path / JOURNAL)
@@ -200,6 +206,7 @@ class Run:
             journal.append("result", name, {**_result(file, text, record_type), "recovered": True})
             return record
         durable.remove(self.path / file)
+        durable.make_folder((self.path / file).parent)  # now: a reply goes to the disk at once
         journal.append("intent", name)
         try:
             record = function()
