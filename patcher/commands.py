@@ -351,6 +351,7 @@ def _execute(run: Any, output: Output, profile_file: Path | None = None) -> int:
     from patcher import pipeline
     from patcher.gather import write_report
     from patcher.show import attempts_table
+    from patcher.stopping import Interrupted
 
     with run:
         if not output.as_json:
@@ -360,6 +361,8 @@ def _execute(run: Any, output: Output, profile_file: Path | None = None) -> int:
                 result = pipeline.execute(run, bar, bar.say, profile_file)
         except WaitingError as error:
             raise WaitingError(error.message, f"{error.hint} {run.id}") from None
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted", f"go on with: patcher resume {run.id}") from None
         files = write_report(run, ("html", "md", "json"))
         result = result.model_copy(update={"reports": tuple(path.name for path in files)})
     shown: list[Any] = []
