@@ -335,18 +335,32 @@ def demo(as_json: Json = False) -> int:
 
 
 @app.command()
-@examples("patcher resume", "patcher resume 20260101-120000-gpt-oss-tiny-1a2b")
+@examples(
+    "patcher resume",
+    "patcher resume 20260101-120000-gpt-oss-tiny-1a2b",
+    "patcher resume latest --machine-changed",
+)
 def resume(
     which: Annotated[str, typer.Argument(metavar="RUN", help="Folder, id or `latest`.")] = "latest",
+    machine_changed: Annotated[
+        bool,
+        typer.Option(
+            "--machine-changed",
+            help="On another machine or driver: judge and measure all of it again, keep replies.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Go on with a run that was stopped, killed, or waits for a reply."""
     from patcher.run import Run
 
-    return _execute(Run.open(Run.find(runs_dir(), which)), Output(as_json))
+    run = Run.open(Run.find(runs_dir(), which))
+    return _execute(run, Output(as_json), machine_changed=machine_changed)
 
 
-def _execute(run: Any, output: Output, profile_file: Path | None = None) -> int:
+def _execute(
+    run: Any, output: Output, profile_file: Path | None = None, machine_changed: bool = False
+) -> int:
     """Run or resume, show the result, give the exit code."""
     from patcher import pipeline
     from patcher.gather import write_report
@@ -358,7 +372,9 @@ def _execute(run: Any, output: Output, profile_file: Path | None = None) -> int:
             output.err.print(Text(f"run {run.id} in {run.path}", style="dim"))
         try:
             with output.progress() as bar:
-                result = pipeline.execute(run, bar, bar.say, profile_file)
+                result = pipeline.execute(
+                    run, bar, bar.say, profile_file, machine_changed=machine_changed
+                )
         except WaitingError as error:
             raise WaitingError(error.message, f"{error.hint} {run.id}") from None
         except KeyboardInterrupt:

@@ -51,23 +51,34 @@ class State(Record):
     pending: tuple[str, ...]
     """Steps begun and not finished: the process died, was interrupted, or the step failed."""
     notes: tuple[Event, ...]
+    machine: dict[str, str] | None = None
+    """The machine on which the run started over, where it did."""
+
+
+START_OVER = "start-over"
+"""The note after which only results of the kinds that it keeps count."""
 
 
 def fold(events: Iterable[Event]) -> State:
     """The state after these events."""
     results: dict[str, dict[str, Any]] = {}
-    pending: dict[str, None] = {}
+    pending: dict[str, str | None] = {}
     notes: list[Event] = []
+    machine = None
     for event in events:
         match event.kind:
             case "intent":
-                pending[event.step] = None
+                pending[event.step] = event.data.get("record")
             case "result":
                 pending.pop(event.step, None)
                 results[event.step] = event.data
             case "note":
                 notes.append(event)
-    return State(results=results, pending=tuple(pending), notes=tuple(notes))
+                if event.step == START_OVER:
+                    kept, machine = event.data["kept"], event.data["machine"]
+                    results = {step: a for step, a in results.items() if a["record"] in kept}
+                    pending = {step: kind for step, kind in pending.items() if kind in kept}
+    return State(results=results, pending=tuple(pending), notes=tuple(notes), machine=machine)
 
 
 def read_events(path: Path) -> list[Event]:

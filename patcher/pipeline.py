@@ -25,7 +25,7 @@ from bench import (
     preset,
     presets,
 )
-from bench.environment import describe
+from bench.environment import describe, facts
 from bench.judge import JudgeSettings, Policy, open_judge
 from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
 from bench.toolchains import build
@@ -35,6 +35,7 @@ from patcher.agent import optimize
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
 from patcher.decide import Decision
+from patcher.machine import same_machine
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
 from patcher.models import Model, open_model
@@ -65,6 +66,12 @@ class Plan(Record):
     quality_steps: int = 32
     threads: int | None = None
     judge_pairs: int = 12
+
+    def measured_on(self, workload: Workload | None) -> Literal["cpu", "cuda"]:
+        """The kind of device whose figures the run is about."""
+        if workload is not None:
+            return workload.device
+        return "cpu" if self.language in (None, Language.CPP) else "cuda"
 
 
 class Made(Record):
@@ -133,18 +140,32 @@ def start(
         workload=workload,
         settings={**settings.for_run(), "plan": plan.model_dump(mode="json")},
         versions=describe("cpu").packages,
+        machine=facts(plan.measured_on(workload)),
     )
 
 
-def execute(run: Run, report: Report, say: Say, profile_file: Path | None = None) -> Result:
+def execute(
+    run: Run,
+    report: Report,
+    say: Say,
+    profile_file: Path | None = None,
+    *,
+    machine_changed: bool = False,
+) -> Result:
     """Do what is left of the run.
 
+    Args:
+        machine_changed: on another machine, judge and measure all again instead of refusing.
+
     Raises:
+        VerificationError: figures of this run come from another machine.
         PatcherError: an expected failure; the run can be resumed.
     """
     settings = run.config.settings
     plan = Plan.model_validate(settings["plan"])
     workload = run.config.workload
+    for change in same_machine(run, plan.measured_on(workload), machine_changed):
+        say(f"judging and measuring again: {change}")
     op_name = plan.op
     profile: Profile | None = None
     if plan.whole:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,15 @@ from pydantic import BaseModel, ValidationError
 
 from bench import SCHEMA_VERSION, PatcherError, Record, UsageError, VerificationError, Workload
 from patcher import durable
-from patcher.journal import Event, Journal, State, fold, is_written, read_events
+from patcher.journal import (
+    START_OVER,
+    Event,
+    Journal,
+    State,
+    fold,
+    is_written,
+    read_events,
+)
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
 JOURNAL = "journal.jsonl"
@@ -42,6 +50,8 @@ class RunConfig(Record):
     workload: Workload | None
     settings: dict[str, Any]
     versions: dict[str, str]
+    machine: dict[str, str] | None = None
+    """What its figures depend on: see `bench.environment.facts`."""
 
 
 class Run:
@@ -63,6 +73,7 @@ class Run:
         workload: Workload | None = None,
         settings: dict[str, Any] | None = None,
         versions: dict[str, str] | None = None,
+        machine: dict[str, str] | None = None,
     ) -> Run:
         """Make the folder `root/<id>` and open it for writing; the id is date-time, model and a
         random part."""
@@ -78,6 +89,7 @@ class Run:
             workload=workload,
             settings=settings or {},
             versions=versions or {},
+            machine=machine,
         )
         path = root / config.id
         durable.make_folder(root)
@@ -207,7 +219,7 @@ class Run:
             return record
         durable.remove(self.path / file)
         durable.make_folder((self.path / file).parent)  # now: a reply goes to the disk at once
-        journal.append("intent", name)
+        journal.append("intent", name, {"record": record_type.__name__})
         try:
             record = function()
         except PatcherError as error:
@@ -263,6 +275,12 @@ class Run:
                 f"the artefact of step {name} was changed after it was written", _RESTORE
             )
         return _parse(text, record_type, name)
+
+    def start_over(self, machine: dict[str, str], kept: Iterable[type[BaseModel]]) -> None:
+        """From now on only results of these kinds count; all others are made again, on this
+        machine."""
+        names = [kind.__name__ for kind in kept]
+        self.note(START_OVER, machine=machine, kept=names)
 
     def note(self, subject: str, /, **data: Any) -> Event:
         """Add a remark to the journal."""

@@ -18,9 +18,8 @@ from bench.clocks import ClockMonitor
 from bench.contract import Sweep
 from bench.errors import MissingError, UsageError, VerificationError
 from bench.evaluation import Evaluation, Outcome, geomean
-from bench.judge import JudgeSettings, Progress
+from bench.judge import JudgeSettings, Progress, tree
 from bench.judge import cases as cases_
-from bench.judge import tree
 from bench.judge.baselines import LOAD_S, Strongest, strongest
 from bench.judge.cases import Secrets
 from bench.judge.process import Limits, Runner
