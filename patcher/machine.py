@@ -1,5 +1,5 @@
-"""A run's figures come from one machine: resumed on another, or after an update of its driver or its
-compilers, it is refused, or what was measured is measured again."""
+"""A run's figures come from one machine: resumed on another, or after an update of its driver or
+its compilers, it is refused, or what was measured is measured again."""
 
 from __future__ import annotations
 
