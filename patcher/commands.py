@@ -366,14 +366,17 @@ def _execute(
     from patcher.gather import write_report
     from patcher.show import attempts_table
     from patcher.stopping import Interrupted
+    from patcher.watching import Watch
 
     with run:
         if not output.as_json:
             output.err.print(Text(f"run {run.id} in {run.path}", style="dim"))
         try:
-            with output.progress() as bar:
+            with Watch(output.err, quiet=output.as_json) as watch:
                 result = pipeline.execute(
-                    run, bar, bar.say, profile_file, machine_changed=machine_changed
+                    *(run, watch, watch.say, profile_file),
+                    machine_changed=machine_changed,
+                    told=watch.hear,
                 )
         except WaitingError as error:
             raise WaitingError(error.message, f"{error.hint} {run.id}") from None
@@ -524,11 +527,16 @@ def report(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """The report of a run: one HTML file, Markdown for a pull request, JSON for machines."""
+    """The report of a run: one HTML file, Markdown for a pull request, JSON for machines.
+
+    Also of a run that another process works on, or that was killed: it says so, and where.
+    """
     from patcher.gather import write_report
     from patcher.run import Run
+    from patcher.status import status
 
     run = Run.open(Run.find(runs_dir(), which), read_only=True)
+    now = status(run)
     after = None
     if patched is not None:
         from hotspot import read
@@ -536,8 +544,8 @@ def report(
         after = read(patched, run.config.model or "the model")
     files = write_report(run, tuple(part.strip() for part in formats.split(",")), after)
     names = [str(path) for path in files]
-    document = {"schema_version": SCHEMA_VERSION, "run": run.id, "files": names}
-    Output(as_json).emit(document, *(Text(name) for name in names))
+    document = {**now.model_dump(mode="json"), "files": names}
+    Output(as_json).emit(document, Text(now.sentence()), *(Text(name) for name in names))
     return 0
 
 

@@ -32,9 +32,10 @@ from bench.toolchains import build
 from hotspot import Profile, capture
 from integrate import Patch
 from patcher.agent import optimize
-from patcher.attempts import Optimisation
+from patcher.attempts import Attempt, Optimisation
 from patcher.attempts import Progress as LoopProgress
 from patcher.decide import Decision
+from patcher.index import attempts_page
 from patcher.machine import same_machine
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
@@ -49,6 +50,7 @@ DEMO = "replay:demo"
 Report = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
 Say = Callable[[str], None]
+Told = Callable[[LoopProgress], None]
 
 
 class Plan(Record):
@@ -151,10 +153,12 @@ def execute(
     profile_file: Path | None = None,
     *,
     machine_changed: bool = False,
+    told: Told | None = None,
 ) -> Result:
     """Do what is left of the run.
 
     Args:
+        told: hears of each candidate as it goes through the loop.
         machine_changed: on another machine, judge and measure all again instead of refusing.
 
     Raises:
@@ -180,7 +184,7 @@ def execute(
     if op_name is None:
         raise UsageError("no op to work on", "name one, or run the whole path of a model")
 
-    optimisation = _optimise(run, plan, op_name, report, say)
+    optimisation = _optimise(run, plan, op_name, report, told)
     made = decision = None
     if optimisation.best_iteration is None:
         say("no candidate is right and faster: nothing to patch")
@@ -232,7 +236,9 @@ def _first_covered(profile: Profile) -> str:
     )
 
 
-def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> Optimisation:
+def _optimise(
+    run: Run, plan: Plan, op_name: str, report: Report, told: Told | None
+) -> Optimisation:
     settings = run.config.settings
     op = load_op(op_name)
     device = run.config.workload.device if run.config.workload else None
@@ -247,11 +253,16 @@ def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> O
     model = resolve_model(settings["model"], run)
     analyst = resolve_model(settings["analyst"], run) if settings["analyst"] else None
 
-    def told(progress: LoopProgress) -> None:
+    attempts: list[Attempt] = []
+
+    def heard(progress: LoopProgress) -> None:
         report(f"{op_name}: {progress.stage}", progress.iteration, progress.iterations)
         if progress.attempt:
-            tried = progress.attempt
-            say(f"  candidate {tried.iteration} ({tried.phase}): {tried.outcome}, {tried.detail}")
+            attempts.append(progress.attempt)
+            page = attempts_page(op_name, attempts, run.path / "ops" / op_name)
+            run.write(f"ops/{op_name}/attempts.md", page)
+        if told:
+            told(progress)
 
     with open_judge(judge_settings) as judge:  # one for all: what it trusts is started once
         return optimize(
@@ -265,7 +276,7 @@ def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> O
             analyst=analyst,
             sweep=op.sweep(kind, plan.sweep),
             budget_usd=settings["budget_usd"],
-            on_event=told,
+            on_event=heard,
         )
 
 
