@@ -105,10 +105,11 @@ class Journal:
         self._file = _open_locked(path)
         try:
             content = _read(path)
-            events, self._size, self._prev = _parse(content)
+            events, size, prev = _parse(content)
             self.events: list[Event] = events
-            if self._size < len(content):
-                durable.cut(self._file, self._size)
+            self._end = size, prev, len(events)
+            if size < len(content):
+                durable.cut(self._file, size)
             if not content:
                 durable.sync_folder(path.parent)
             _owner_file(path).write_text(_identity(os.getpid()), encoding="utf-8")
@@ -122,19 +123,21 @@ class Journal:
         Raises:
             MissingError: the disk is full; the journal is as it was.
         """
+        size, prev, seq = self._end
         event = Event(
-            seq=len(self.events),
+            seq=seq,
             time=datetime.now(UTC).isoformat(timespec="milliseconds"),
             kind=kind,
             step=step,
             data=data or {},
-            prev=self._prev,
+            prev=prev,
         )
         line = json.dumps(
             event.model_dump(mode="json"), ensure_ascii=False, allow_nan=False
         ).encode()
-        self._size = durable.append(self._file, line + b"\n", self._size)
-        self._prev = hashlib.sha256(line).hexdigest()
+        size = durable.append(self._file, line + b"\n", size)
+        # at once: whoever is interrupted before this goes on from where the last line ended
+        self._end = size, hashlib.sha256(line).hexdigest(), seq + 1
         self.events.append(event)
         return event
 

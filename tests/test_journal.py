@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import patcher.durable
+import patcher.journal
 from bench import UsageError, VerificationError
 from patcher.journal import GENESIS, Journal, fold, is_written, read_events
 
@@ -231,3 +237,48 @@ def test_same_process_cannot_write_twice_either(tmp_path: Path) -> None:
     with Journal(path), pytest.raises(UsageError, match=str(os.getpid())):
         Journal(path)
     Journal(path).close()
+
+
+def test_interrupted_while_appending_the_next_line_still_follows(tmp_path: Path) -> None:
+    """Ctrl-C after each line of code of an append: what is appended then, while the command
+    unwinds, belongs to the chain."""
+    for lines in itertools.count(1):
+        path = tmp_path / f"{lines}/journal.jsonl"
+        path.parent.mkdir()
+        with Journal(path) as journal:
+            journal.append("intent", "first")
+            interrupted = False
+            try:
+                sys.settrace(interrupt_after(lines))
+                journal.append("result", "second")
+            except KeyboardInterrupt:
+                interrupted = True
+            finally:
+                sys.settrace(None)
+            journal.append("note", "third")
+        names = [event.step for event in read_events(path)]
+        assert names in (["first", "third"], ["first", "second", "third"])
+        if not interrupted:
+            break
+    assert lines > 20
+
+
+def interrupt_after(lines: int) -> Callable[..., Any]:
+    """A trace function that raises at the given line of code of the journal's own files."""
+    left = lines
+
+    def trace(frame: FrameType, kind: str, _argument: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in (journal_file, durable_file):
+            return None
+        if kind == "line":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+journal_file, durable_file = patcher.journal.__file__, patcher.durable.__file__
