@@ -292,34 +292,56 @@ def demo(as_json: Json = False) -> int:
     "patcher resume",
     "patcher resume 20260101-120000-gpt-oss-tiny-1a2b",
     "patcher resume --judge exchange:jobs",
+    "patcher resume latest --machine-changed",
 )
 def resume(
     which: Annotated[str, typer.Argument(metavar="RUN", help="Folder, id or `latest`.")] = "latest",
     judge: JudgeSpec = None,
+    machine_changed: Annotated[
+        bool,
+        typer.Option(
+            "--machine-changed",
+            help="On another machine or driver: judge and measure all of it again, keep replies.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Go on with a run that was stopped, killed, or waits for a reply."""
     from patcher.run import Run
 
-    return _execute(Run.open(Run.find(runs_dir(), which)), Output(as_json), judge=judge)
+    run = Run.open(Run.find(runs_dir(), which))
+    return _execute(run, Output(as_json), judge=judge, machine_changed=machine_changed)
 
 
 def _execute(
-    run: Any, output: Output, profile_file: Path | None = None, judge: str | None = None
+    run: Any,
+    output: Output,
+    profile_file: Path | None = None,
+    judge: str | None = None,
+    machine_changed: bool = False,
 ) -> int:
     """Run or resume, show the result, give the exit code."""
     from patcher import pipeline
     from patcher.gather import write_report
     from patcher.show import attempts_table
+    from patcher.stopping import Interrupted
+    from patcher.watching import Watch
 
     with run:
         if not output.as_json:
             output.err.print(Text(f"run {run.id} in {run.path}", style="dim"))
         try:
-            with output.progress() as bar:
-                result = pipeline.execute(run, bar, bar.say, profile_file, judge)
+            with Watch(output.err, quiet=output.as_json) as watch:
+                result = pipeline.execute(
+                    *(run, watch, watch.say, profile_file),
+                    judge=judge,
+                    machine_changed=machine_changed,
+                    told=watch.hear,
+                )
         except WaitingError as error:
             raise WaitingError(error.message, f"{error.hint} {run.id}") from None
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted", f"go on with: patcher resume {run.id}") from None
         files = write_report(run, ("html", "md", "json"))
         result = result.model_copy(update={"reports": tuple(path.name for path in files)})
     shown: list[Any] = []
@@ -465,11 +487,16 @@ def report(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """The report of a run: one HTML file, Markdown for a pull request, JSON for machines."""
+    """The report of a run: one HTML file, Markdown for a pull request, JSON for machines.
+
+    Also of a run that another process works on, or that was killed: it says so, and where.
+    """
     from patcher.gather import write_report
     from patcher.run import Run
+    from patcher.status import status
 
     run = Run.open(Run.find(runs_dir(), which), read_only=True)
+    now = status(run)
     after = None
     if patched is not None:
         from hotspot import read
@@ -477,8 +504,8 @@ def report(
         after = read(patched, run.config.model or "the model")
     files = write_report(run, tuple(part.strip() for part in formats.split(",")), after)
     names = [str(path) for path in files]
-    document = {"schema_version": SCHEMA_VERSION, "run": run.id, "files": names}
-    Output(as_json).emit(document, *(Text(name) for name in names))
+    document = {**now.model_dump(mode="json"), "files": names}
+    Output(as_json).emit(document, Text(now.sentence()), *(Text(name) for name in names))
     return 0
 
 

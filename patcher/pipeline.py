@@ -6,6 +6,7 @@ once: resuming a run is calling `execute` again.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable
 from importlib import resources
@@ -24,17 +25,21 @@ from bench import (
     presets,
 )
 from bench.environment import describe
+from bench.environment import facts as machine_facts
 from bench.judge import JudgeSettings, Policy
 from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
 from bench.toolchains import build
 from hotspot import Profile, capture
 from integrate import Patch
 from patcher.agent import optimize
-from patcher.attempts import Optimisation
+from patcher.attempts import Attempt, Optimisation
 from patcher.attempts import Progress as LoopProgress
 from patcher.decide import Decision
+from patcher.index import attempts_page
 from patcher.judges import LOCAL, facts, judged_on, open_judges
+from patcher.judges.one_device import hold
 from patcher.languages import require_here, require_sense
+from patcher.machine import same_machine
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
 from patcher.models import Model, open_model
@@ -48,6 +53,7 @@ DEMO = "replay:demo"
 Report = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
 Say = Callable[[str], None]
+Told = Callable[[LoopProgress], None]
 
 
 class Plan(Record):
@@ -65,6 +71,12 @@ class Plan(Record):
     quality_steps: int = 32
     threads: int | None = None
     judge_pairs: int = 12
+
+    def measured_on(self, workload: Workload | None) -> Literal["cpu", "cuda"]:
+        """The kind of device whose figures the run is about."""
+        if workload is not None:
+            return workload.device
+        return "cpu" if self.language in (None, Language.CPP) else "cuda"
 
 
 class Made(Record):
@@ -144,6 +156,7 @@ def start(
         workload=workload,
         settings={**settings.for_run(), "plan": plan.model_dump(mode="json")},
         versions=describe("cpu").packages,
+        machine=machine_facts(plan.measured_on(workload)),
     )
 
 
@@ -152,17 +165,29 @@ def execute(
     report: Report,
     say: Say,
     profile_file: Path | None = None,
+    *,
     judge: str | None = None,
+    machine_changed: bool = False,
+    told: Told | None = None,
 ) -> Result:
-    """Do what is left of the run; `judge` is where candidates are judged from now on, None where
-    the run's settings say.
+    """Do what is left of the run.
+
+    Args:
+        judge: where candidates are judged from now on; None: where the run's settings say.
+        told: hears of each candidate as it goes through the loop.
+        machine_changed: on another machine, judge and measure all again instead of refusing.
 
     Raises:
+        VerificationError: figures of this run come from another machine.
         PatcherError: an expected failure; the run can be resumed.
     """
     settings = run.config.settings
     plan = Plan.model_validate(settings["plan"])
     workload = run.config.workload
+    judge = judge or settings.get("judge", LOCAL)
+    if plan.whole or judge == LOCAL:  # else no figure is made here
+        for change in same_machine(run, plan.measured_on(workload), machine_changed):
+            say(f"judging and measuring again: {change}")
     op_name = plan.op
     profile: Profile | None = None
     if plan.whole:
@@ -177,8 +202,7 @@ def execute(
     if op_name is None:
         raise UsageError("no op to work on", "name one, or run the whole path of a model")
 
-    judge = judge or settings.get("judge", LOCAL)
-    optimisation = _optimise(run, plan, op_name, judge, report, say)
+    optimisation = _optimise(run, plan, op_name, judge, report, told)
     made = decision = None
     if optimisation.stopped == "compiled":
         say(f"it compiles; a {optimisation.language} kernel is neither run nor timed here")
@@ -233,7 +257,7 @@ def _first_covered(profile: Profile) -> str:
 
 
 def _optimise(
-    run: Run, plan: Plan, op_name: str, where: str, report: Report, say: Say
+    run: Run, plan: Plan, op_name: str, where: str, report: Report, told: Told | None
 ) -> Optimisation:
     settings = run.config.settings
     op = load_op(op_name)
@@ -251,11 +275,16 @@ def _optimise(
     model = resolve_model(settings["model"], run)
     analyst = resolve_model(settings["analyst"], run) if settings["analyst"] else None
 
-    def told(progress: LoopProgress) -> None:
+    attempts: list[Attempt] = []
+
+    def heard(progress: LoopProgress) -> None:
         report(f"{op_name}: {progress.stage}", progress.iteration, progress.iterations)
         if progress.attempt:
-            tried = progress.attempt
-            say(f"  candidate {tried.iteration} ({tried.phase}): {tried.outcome}, {tried.detail}")
+            attempts.append(progress.attempt)
+            page = attempts_page(op_name, attempts, run.path / "ops" / op_name)
+            run.write(f"ops/{op_name}/attempts.md", page)
+        if told:
+            told(progress)
 
     hardware = run.step("hardware", lambda: Hardware(words=facts(where, language)), Hardware)
     # one for all: what it trusts is started once
@@ -265,14 +294,14 @@ def _optimise(
             op,
             language,
             model,
-            lambda candidate: judges.evaluate([candidate])[0],
+            lambda candidate: hold(run, judges.evaluate([candidate])[0]),
             settings["iterations"],
             hardware.words,
             analyst=analyst,
             sweep=op.sweep(kind, plan.sweep),
             budget_usd=settings["budget_usd"],
             prepare=judges.prepare,
-            on_event=told,
+            on_event=heard,
         )
 
 
@@ -298,6 +327,8 @@ def make_patch(run: Run, optimisation: Optimisation, workload: Workload) -> Made
     if candidate.digest != evaluation.digest:
         raise UsageError("the best candidate's file was changed", "start a new run")
     attempt = optimisation.iterations[optimisation.best_iteration or 0]
+    for rest in run.path.glob(".patch-*"):  # of a bundle that a kill left unfinished
+        shutil.rmtree(rest)
     patch = Patch.create(
         run.path / "patch",
         op,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from pathlib import Path
 from typing import Annotated
@@ -45,7 +44,6 @@ def worker(
     served: list[Served] = []
     incomplete: tuple[str, ...] = ()
     interrupted = False
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as by Ctrl-C
     with output.progress() as bar:
 
         def say(job: Served) -> None:

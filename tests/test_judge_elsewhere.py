@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 import bench
 from bench import (
     Candidate,
+    Environment,
     Evaluation,
     Language,
     Outcome,
@@ -39,8 +40,10 @@ from patcher.cli import app
 from patcher.judges import ExchangeJudge, facts
 from patcher.judges import worker as worker_
 from patcher.judges.jobs import JobResult, JobSettings, Machine, Posted, read_job, this_machine
+from patcher.judges.one_device import hold
 from patcher.judges.sealed import MANIFEST, seal, unsealed
 from patcher.judges.worker import MOST_ATTEMPTS, Served, Worker
+from patcher.run import Run
 
 OP = bench.load_op("fused_add_rms_norm")
 GOOD = next(candidate for info, candidate in OP.solutions() if info.name == "cpu_simd").source
@@ -501,6 +504,29 @@ def test_the_loop_stops_for_the_judge_and_takes_its_word_up(tmp_path: Path) -> N
     assert ended.returncode == 1, ended.stderr
     [attempt] = json.loads(ended.stdout)["optimisation"]["iterations"]
     assert attempt["outcome"] == "compilation_failure"
+
+
+def test_a_run_is_judged_on_one_kind_of_device(tmp_path: Path) -> None:
+    def on(device: str, driver: str | None = None) -> Evaluation:
+        environment = Environment(
+            device=device, device_kind="cuda", python="3", packages={}, driver=driver
+        )
+        return Evaluation(
+            op=OP.name,
+            language="cuda",
+            digest="a" * 64,
+            outcome=Outcome.RUNTIME_ERROR,
+            environment=environment,
+        )
+
+    nowhere = on("H200").model_copy(update={"environment": None})
+    with Run.create(tmp_path, command="optimize") as run:
+        for number, known in enumerate((nowhere, on("H200", "580"), on("H200", "580"))):
+            run.step(f"x/{number}/evaluate", lambda known=known: hold(run, known), Evaluation)
+        for other in (on("H100", "580"), on("H200", "590")):
+            with pytest.raises(VerificationError, match="judged on H200, driver 580, and"):
+                hold(run, other)
+        assert hold(run, nowhere) == nowhere
 
 
 def test_the_agents_are_told_of_the_machine_that_was_seen_last(
