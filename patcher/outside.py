@@ -54,10 +54,19 @@ def workspace(
     from patcher.settings import resolve
     from patcher.workspace import lay_out
 
-    where = resolve({"judge": judge}).judge
+    settings = resolve({"judge": judge})
+    where = settings.judge
     if (elsewhere := exchange_folder(where)) is not None:
         where = f"exchange:{elsewhere.resolve()}"  # the commands run in another folder
-    opened = lay_out(load_op(op), folder, language, sweep=sweep, threads=threads, judge=where)
+    opened = lay_out(
+        load_op(op),
+        folder,
+        language,
+        sweep=sweep,
+        threads=threads,
+        judge=where,
+        policy=settings.tripwires,
+    )
     Output(as_json).emit(
         opened.workspace,
         Text(f"{folder}: edit {opened.workspace.file}; read {folder / 'SKILL.md'} first"),
@@ -86,7 +95,6 @@ def attempt(
     Exit code 0: it built, is right, is over 5 % faster than eager; 1: it is not; 5: a protected
     file or a line of results.jsonl was changed; 6: the judge is elsewhere: run it again later.
     """
-    from patcher.settings import resolve
     from patcher.show import print_checks, print_evaluation
     from patcher.workspace import attempt as carried_out
     from patcher.workspace import open_workspace
@@ -100,7 +108,7 @@ def attempt(
         return 0
     try:
         with output.progress() as bar:
-            tried = carried_out(opened, command, resolve().tripwires, bar)
+            tried = carried_out(opened, command, bar)
     except WaitingError as error:
         hint = error.hint.replace("patcher resume", "the same command again")
         raise WaitingError(error.message, hint) from None

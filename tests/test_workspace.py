@@ -18,6 +18,7 @@ import bench
 from bench import Language, UsageError, VerificationError
 from bench.judge import Policy
 from bench.toolchains import cache_root, toolchain
+from patcher.cli import app
 from patcher.judges.worker import Worker
 from patcher.workspace import (
     RESULTS,
@@ -41,7 +42,7 @@ def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Pat
     made = lay_out(OP, tmp_path_factory.mktemp("made") / "task", Language.CPP, threads=1)
     (made.folder / made.workspace.file).write_text(BROKEN)
     for _ in range(3):
-        attempt(made, "compile", Policy(), lambda *_: None)
+        attempt(made, "compile", lambda *_: None)
     copy = cache_root() / "workspaces" / f"{genesis_of(made.folder)}.jsonl"
     kept = copy.read_bytes()
 
@@ -134,7 +135,7 @@ def test_the_commands_ask_the_judge_and_write_its_word_down(tmp_path: Path) -> N
     assert (code, told["line"]["reward"]["value"]) == (1, -1)
     assert "broken" in told["log"]
     kernel.write_text(GOOD)
-    built = attempt(opened, "compile", Policy(), lambda *_: None)
+    built = attempt(opened, "compile", lambda *_: None)
     assert (built.good, built.line.reward, built.line.built) == (True, None, True)
 
     kernel.write_text(BROKEN)
@@ -163,12 +164,25 @@ def test_a_right_kernel_is_worth_one_to_verify(
 ) -> None:
     opened = laid_out(tmp_path / "task")
     (opened.folder / opened.workspace.file).write_text(GOOD)
-    tried = attempt(opened, "verify", Policy(), lambda *_: None)
+    tried = attempt(opened, "verify", lambda *_: None)
     assert tried.good
     assert tried.line.reward is not None
     assert tried.line.reward.value == 1
     assert tried.line.evaluations[0].outcome == "right"
     assert tried.line.evaluations[0].geomean_speedup is None
+
+
+def test_the_policy_is_that_of_the_day_it_was_laid_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Policy(banned=("broken",))
+    opened = lay_out(OP, tmp_path / "task", Language.CPP, threads=1, policy=policy)
+    (opened.folder / opened.workspace.file).write_text(BROKEN)
+    (opened.folder / "patcher.toml").write_text("[tripwires]\nbanned = []\n")
+    monkeypatch.chdir(opened.folder)
+    assert app(["attempt", ".", "verify", "--json"], standalone_mode=False) == 1
+    [line] = opened.ledger.lines()
+    assert line.evaluations[0].outcome == "guard_violation"
 
 
 def rewrite(path: Path, old: str, new: str) -> None:
@@ -237,7 +251,7 @@ def test_an_edit_of_the_results_is_found(
     results.chmod(0o644)
     results.write_text(edit(results.read_text()))
     with pytest.raises(VerificationError, match=f"line {line} is not what the judge wrote"):
-        attempt(opened, "compile", Policy(), lambda *_: None)
+        attempt(opened, "compile", lambda *_: None)
 
 
 @pytest.mark.parametrize("length", [0, 10, -1, None])

@@ -25,6 +25,7 @@ from bench import (
     VerificationError,
     load_op,
 )
+from bench.judge import Policy
 from bench.toolchains import cache_root, toolchain
 from patcher.judges import facts, judged_on
 from patcher.prompting import Prompts
@@ -49,6 +50,8 @@ class Workspace(Record):
     sweep: str
     threads: int | None
     judge: str
+    policy: Policy
+    """What the judge bans, requires and ignores in a source; settings found later do not count."""
     protected: dict[str, str]
     """File to sha256."""
 
@@ -84,6 +87,7 @@ def lay_out(
     sweep: str | None = None,
     threads: int | None = None,
     judge: str = "local",
+    policy: Policy | None = None,
 ) -> Opened:
     """Make the workspace.
 
@@ -125,6 +129,7 @@ def lay_out(
         sweep=timed.name,
         threads=threads,
         judge=judge,
+        policy=policy or Policy(),
         protected={name: _sha256(text.encode()) for name, text in files.items()},
     )
     try:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import PurePath
 
 from bench import SCHEMA_VERSION, Candidate, Evaluation, Outcome, Record, load_op
-from bench.judge import JudgeSettings, Policy, Progress
+from bench.judge import JudgeSettings, Progress
 from bench.toolchains import build
 from patcher.judged import rewarded
 from patcher.judges import open_judges
@@ -35,7 +35,7 @@ class Tried(Record):
         return self.line.built if worth is None else worth.value >= least
 
 
-def attempt(opened: Opened, stage: Stage, policy: Policy, report: Progress) -> Tried:
+def attempt(opened: Opened, stage: Stage, report: Progress) -> Tried:
     """Judge the candidate as it is now and add a line to the results.
 
     Raises:
@@ -43,7 +43,7 @@ def attempt(opened: Opened, stage: Stage, policy: Policy, report: Progress) -> T
     """
     opened.ledger.lines()  # what was edited is found before the work, not after
     candidate = opened.candidate()
-    evaluations, log, worth = _found(opened, candidate, stage, policy, report)
+    evaluations, log, worth = _found(opened, candidate, stage, report)
     file = PurePath(TRIED, f"{candidate.digest[:16]}{PurePath(candidate.file_name).suffix}")
     kept = opened.folder / file
     kept.parent.mkdir(exist_ok=True)
@@ -69,14 +69,14 @@ def attempt(opened: Opened, stage: Stage, policy: Policy, report: Progress) -> T
 
 
 def _found(
-    opened: Opened, candidate: Candidate, stage: Stage, policy: Policy, report: Progress
+    opened: Opened, candidate: Candidate, stage: Stage, report: Progress
 ) -> tuple[tuple[Evaluation, ...], str, Reward | None]:
     workspace = opened.workspace
     settings = JudgeSettings(
         device=workspace.device,
         sweep=workspace.sweep,
         threads=workspace.threads,
-        policy=policy,
+        policy=workspace.policy,
     )
     if stage == "profile":
         judged = rewarded(workspace.judge, candidate, settings, workspace.id, report)
