@@ -64,6 +64,13 @@ def evaluation_table(evaluation: Evaluation) -> Table:
 
 
 def print_evaluation(console: Console, evaluation: Evaluation) -> None:
+    print_checks(console, evaluation)
+    console.print(evaluation_table(evaluation))
+    console.print(f"sandbox: {evaluation.sandbox}", style="dim", highlight=False)
+
+
+def print_checks(console: Console, evaluation: Evaluation) -> None:
+    """What was looked at, without what was timed."""
     for check in evaluation.checks:
         mark = "[green]ok  [/]" if check.passed else "[red]fail[/]"
         console.print(mark, f"{check.name}:", Text(check.detail))
@@ -73,8 +80,6 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
         console.print("      baseline", f"{name}:", Text(detail))
     if evaluation.log and not evaluation.timings:
         console.print(Text(evaluation.log[-3000:], style="dim"))
-    console.print(evaluation_table(evaluation))
-    console.print(f"sandbox: {evaluation.sandbox}", style="dim", highlight=False)
 
 
 def counters_table(kernels: Sequence[KernelCounters]) -> Table:

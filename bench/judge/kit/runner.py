@@ -45,7 +45,8 @@ def zygote(control: socket.socket, modules: list[str]) -> None:
         job = json.loads(message)
         if job["do"] == "reap":
             ended, status = os.waitpid(job["pid"], os.WNOHANG)
-            control.send(json.dumps({"status": status if ended else None}).encode())
+            answer = {"number": job["number"], "status": status if ended else None}
+            control.send(json.dumps(answer).encode())
             continue
         pid = os.fork()
         if pid == 0:
@@ -58,7 +59,7 @@ def zygote(control: socket.socket, modules: list[str]) -> None:
             os._exit(70)
         for descriptor in descriptors:
             os.close(descriptor)
-        control.send(json.dumps({"pid": pid}).encode())
+        control.send(json.dumps({"number": job["number"], "pid": pid}).encode())
 
 
 def runner(job: dict[str, Any], descriptors: list[int]) -> None:
@@ -278,6 +279,13 @@ class Session:
         """Once. The fingerprint is of what the buffers held when the reply was written."""
         times = self.captured.launch()
         return {"times_ns": times, "fingerprint": self.captured.fingerprint()}
+
+    def do_spans(self, order: list[int]) -> dict[str, Any]:
+        """One more launch, as CUPTI saw it over all streams: [name, begin, end] in nanoseconds."""
+        self._fill(self.captured.arena)
+        self.captured.compose("whole", order)
+        times, spans = self.captured.launch_traced()
+        return {"times_ns": times, "spans": spans}
 
     def do_collect(self) -> dict[str, Any]:
         self.captured.collect(self.outputs)
