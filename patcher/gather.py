@@ -10,7 +10,7 @@ from bench import Evaluation, Record, UsageError, load_op
 from hotspot import Profile
 from integrate import Patch
 from integrate import Receipt as FullReceipt
-from patcher.attempts import Attempt
+from patcher.attempts import Attempt, Stopped
 from patcher.decide import Decision
 from patcher.measure import explain_measured
 from patcher.measured import Measured
@@ -79,6 +79,7 @@ def gather(run: Run, after: Profile | None = None) -> Report:
         profile=profile.model_dump(mode="json") if profile else None,
         profile_after=after.model_dump(mode="json") if after else None,
         attempts=found,
+        loop_ended=_loop_ended(run),
         best=evaluation,
         candidate_source=source,
         candidate_language=str(evaluation.language) if evaluation else None,
@@ -102,6 +103,12 @@ def _stored(run: Run, step: str, record_type: type[RecordT]) -> RecordT | None:
 
 def _receipt(receipt: FullReceipt) -> Receipt:
     return Receipt(calls=receipt.calls, fallbacks=receipt.fallbacks)
+
+
+def _loop_ended(run: Run) -> Stopped | None:
+    """Of the run's op; the last one where there are several."""
+    steps = [name for name in run.state.results if name.endswith("/stopped")]
+    return run.load(steps[-1], Stopped) if steps else None
 
 
 def _best(found: tuple[Attempt, ...]) -> Attempt | None:
@@ -168,12 +175,18 @@ def _command(run: Run, plan: Plan) -> str:
         "--op": plan.op if plan.whole else None,
         "--language": plan.language,
         "--model": settings.get("model"),
+        "--strategy": plan.search.strategy if plan.search.strategy != "refine" else None,
+        "--width": plan.search.width,
+        "--islands": plan.search.islands,
+        "--seed": plan.search.seed if plan.search.strategy == "evolve" else None,
         "--iterations": settings.get("iterations"),
         "--sweep": plan.sweep,
         "--threads": plan.threads,
         "--pairs": plan.pairs if plan.whole else None,
         "--margin-pct": settings.get("margin_pct") if plan.whole else None,
     }
+    for kernel in plan.search.elsewhere:
+        words += ["--from-solution", kernel.name]
     if config.workload:
         load = config.workload
         options |= {

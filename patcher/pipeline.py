@@ -11,18 +11,17 @@ import tempfile
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from bench import (
     SCHEMA_VERSION,
     Evaluation,
     Language,
+    Op,
     Record,
     UsageError,
     Workload,
     load_op,
-    preset,
-    presets,
 )
 from bench.environment import describe
 from bench.environment import facts as machine_facts
@@ -31,7 +30,7 @@ from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
 from bench.toolchains import build
 from hotspot import Profile, capture
 from integrate import Patch
-from patcher.agent import optimize
+from patcher.agent import Rules, optimize
 from patcher.attempts import Attempt, Optimisation
 from patcher.attempts import Progress as LoopProgress
 from patcher.decide import Decision
@@ -43,8 +42,10 @@ from patcher.machine import same_machine
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
 from patcher.models import Model, open_model
+from patcher.prompt_room import PROMPT_TOKENS
 from patcher.reconcile import Reconciliation
 from patcher.run import Run
+from patcher.searching import Search
 from patcher.settings import Settings
 
 DEMO = "replay:demo"
@@ -71,6 +72,9 @@ class Plan(Record):
     quality_steps: int = 32
     threads: int | None = None
     judge_pairs: int = 12
+    search: Search = Search()
+    counters: bool = True
+    """Whether the analyst reads hardware counters, where ncu works."""
 
     def measured_on(self, workload: Workload | None) -> Literal["cpu", "cuda"]:
         """The kind of device whose figures the run is about."""
@@ -104,40 +108,6 @@ class Result(Record):
     decision: Decision | None
     reports: tuple[str, ...] = ()
     """File names in the run's folder, once written."""
-
-
-def workload_for(
-    model: str,
-    device: Literal["cpu", "cuda"],
-    *,
-    batch: int | None = None,
-    input_len: int | None = None,
-    output_len: int | None = None,
-    engine: Literal["transformers", "vllm"] = "transformers",
-    weights: Literal["random", "hub", "local"] = "random",
-    threads: int | None = None,
-) -> Workload:
-    """The preset's traffic with what was asked for instead.
-
-    Raises:
-        UsageError: unknown preset (a folder or hub id needs --weights hub or local).
-    """
-    if model in presets() or weights == "random":
-        known = preset(model)
-        defaults: dict[str, Any] = {
-            "dtype": known.dtype,
-            "batch": known.batch,
-            "input_len": known.input_len,
-            "output_len": known.output_len,
-        }
-    else:
-        dtype = "bfloat16" if device == "cuda" else "float32"
-        defaults = {"dtype": dtype, "batch": 8, "input_len": 128, "output_len": 64}
-    asked = {"batch": batch, "input_len": input_len, "output_len": output_len}
-    chosen = {**defaults, **{name: size for name, size in asked.items() if size is not None}}
-    return Workload(
-        model=model, engine=engine, device=device, weights=weights, threads=threads, **chosen
-    )
 
 
 def start(
@@ -202,7 +172,7 @@ def execute(
     if op_name is None:
         raise UsageError("no op to work on", "name one, or run the whole path of a model")
 
-    optimisation = _optimise(run, plan, op_name, judge, report, told)
+    optimisation = _optimise(run, plan, op_name, judge, profile, report, say, told)
     made = decision = None
     if optimisation.stopped == "compiled":
         say(f"it compiles; a {optimisation.language} kernel is neither run nor timed here")
@@ -257,7 +227,14 @@ def _first_covered(profile: Profile) -> str:
 
 
 def _optimise(
-    run: Run, plan: Plan, op_name: str, where: str, report: Report, told: Told | None
+    run: Run,
+    plan: Plan,
+    op_name: str,
+    where: str,
+    profile: Profile | None,
+    report: Report,
+    say: Say,
+    told: Told | None,
 ) -> Optimisation:
     settings = run.config.settings
     op = load_op(op_name)
@@ -273,7 +250,11 @@ def _optimise(
         policy=Policy.model_validate(settings.get("tripwires", {})),
     )
     model = resolve_model(settings["model"], run)
-    analyst = resolve_model(settings["analyst"], run) if settings["analyst"] else None
+    others = {
+        role: resolve_model(settings[role], run) if settings.get(role) else None
+        for role in ("analyst", "diagnoser")
+    }
+    rules = {name: settings[name] for name in ("light_pct", "reverts") if name in settings}
 
     attempts: list[Attempt] = []
 
@@ -288,8 +269,10 @@ def _optimise(
 
     hardware = run.step("hardware", lambda: Hardware(words=facts(where, language)), Hardware)
     # one for all: what it trusts is started once
-    with open_judges(where, judge_settings, run.id, report) as judges:
-        return optimize(
+    with open_judges(
+        where, judge_settings, run.id, report, counters=plan.counters, say=say
+    ) as judges:
+        found = optimize(
             run,
             op,
             language,
@@ -297,12 +280,25 @@ def _optimise(
             lambda candidate: hold(run, judges.evaluate([candidate])[0]),
             settings["iterations"],
             hardware.words,
-            analyst=analyst,
+            analyst=others["analyst"],
+            diagnoser=others["diagnoser"],
+            strategy=plan.search.open(),
+            rules=Rules(**rules, margin_pct=settings["margin_pct"], share_pct=_share(profile, op)),
             sweep=op.sweep(kind, plan.sweep),
             budget_usd=settings["budget_usd"],
+            prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
+            elsewhere=plan.search.elsewhere,
             prepare=judges.prepare,
             on_event=heard,
         )
+    say(f"the loop ended ({found.stopped}): {found.stopped_detail}")
+    return found
+
+
+def _share(profile: Profile | None, op: Op) -> float | None:
+    """Percent of the profile that the op takes; None without a profile, or when it is not in it."""
+    shares = [spot.share_pct for spot in profile.hotspots if spot.op == op.name] if profile else []
+    return sum(shares) if shares else None
 
 
 def resolve_model(spec: str, run: Run) -> Model:

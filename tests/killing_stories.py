@@ -81,6 +81,7 @@ def whole(root: Path, effect: Effect) -> None:
     """Profile, loop, patch, A/B, decision, report."""
     import integrate.patch
     from patcher import gather, pipeline
+    from patcher.workloads import workload_for
 
     profile, measured, built = _canned()
 
@@ -97,7 +98,7 @@ def whole(root: Path, effect: Effect) -> None:
     asked = {
         "command": "run",
         "model": "gpt-oss-tiny",
-        "workload": pipeline.workload_for("gpt-oss-tiny", "cpu"),
+        "workload": workload_for("gpt-oss-tiny", "cpu"),
         "settings": {"margin_pct": 0.5, "model": "scripted", "plan": plan.model_dump(mode="json")},
     }
     with begun(root, **asked) as run:
