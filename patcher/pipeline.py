@@ -32,17 +32,18 @@ from bench.toolchains import build
 from hotspot import Profile, capture
 from integrate import Patch
 from patcher.agent import optimize
-from patcher.attempts import Attempt, Optimisation
+from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
 from patcher.decide import Decision
-from patcher.index import attempts_page
+from patcher.index import AttemptsPage
 from patcher.machine import same_machine
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
 from patcher.models import Model, open_model
+from patcher.models.budget import Budget
 from patcher.reconcile import Reconciliation
 from patcher.run import Run
-from patcher.settings import Settings
+from patcher.settings import Settings, resolve
 
 DEMO = "replay:demo"
 """The recorded conversation that ships with patcher."""
@@ -184,7 +185,7 @@ def execute(
     if op_name is None:
         raise UsageError("no op to work on", "name one, or run the whole path of a model")
 
-    optimisation = _optimise(run, plan, op_name, report, told)
+    optimisation = _optimise(run, plan, op_name, report, say, told)
     made = decision = None
     if optimisation.best_iteration is None:
         say("no candidate is right and faster: nothing to patch")
@@ -237,7 +238,7 @@ def _first_covered(profile: Profile) -> str:
 
 
 def _optimise(
-    run: Run, plan: Plan, op_name: str, report: Report, told: Told | None
+    run: Run, plan: Plan, op_name: str, report: Report, say: Say, told: Told | None
 ) -> Optimisation:
     settings = run.config.settings
     op = load_op(op_name)
@@ -253,14 +254,11 @@ def _optimise(
     model = resolve_model(settings["model"], run)
     analyst = resolve_model(settings["analyst"], run) if settings["analyst"] else None
 
-    attempts: list[Attempt] = []
+    page = AttemptsPage(run, op_name)
 
     def heard(progress: LoopProgress) -> None:
         report(f"{op_name}: {progress.stage}", progress.iteration, progress.iterations)
-        if progress.attempt:
-            attempts.append(progress.attempt)
-            page = attempts_page(op_name, attempts, run.path / "ops" / op_name)
-            run.write(f"ops/{op_name}/attempts.md", page)
+        page.hear(progress)
         if told:
             told(progress)
 
@@ -275,7 +273,7 @@ def _optimise(
             device_facts(kind),
             analyst=analyst,
             sweep=op.sweep(kind, plan.sweep),
-            budget_usd=settings["budget_usd"],
+            budget=Budget(run, judge_on_gpu=kind != "cpu", say=say),
             on_event=heard,
         )
 
@@ -286,7 +284,8 @@ def resolve_model(spec: str, run: Run) -> Model:
         file = resources.files("patcher").joinpath("recordings", "demo.jsonl")
         with resources.as_file(file) as path:
             return open_model(f"replay:{path}", run.path)
-    return open_model(spec, run.path)
+    # where servers are is this machine's business, so it is looked up now, not kept in the run
+    return open_model(spec, run.path, resolve().models)
 
 
 def device_facts(kind: str) -> str:
