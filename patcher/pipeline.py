@@ -31,10 +31,10 @@ from bench.toolchains import build
 from hotspot import Profile, capture
 from integrate import Patch
 from patcher.agent import Rules, optimize
-from patcher.attempts import Attempt, Optimisation
+from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
 from patcher.decide import Decision
-from patcher.index import attempts_page
+from patcher.index import AttemptsPage
 from patcher.judges import LOCAL, facts, judged_on, open_judges
 from patcher.judges.one_device import hold
 from patcher.languages import require_here, require_sense
@@ -42,11 +42,12 @@ from patcher.machine import same_machine
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
 from patcher.models import Model, open_model
+from patcher.models.budget import Budget
 from patcher.prompt_room import PROMPT_TOKENS
 from patcher.reconcile import Reconciliation
 from patcher.run import Run
 from patcher.searching import Search
-from patcher.settings import Settings
+from patcher.settings import Settings, resolve
 
 DEMO = "replay:demo"
 """The recorded conversation that ships with patcher."""
@@ -256,14 +257,11 @@ def _optimise(
     }
     rules = {name: settings[name] for name in ("light_pct", "reverts") if name in settings}
 
-    attempts: list[Attempt] = []
+    page = AttemptsPage(run, op_name)
 
     def heard(progress: LoopProgress) -> None:
         report(f"{op_name}: {progress.stage}", progress.iteration, progress.iterations)
-        if progress.attempt:
-            attempts.append(progress.attempt)
-            page = attempts_page(op_name, attempts, run.path / "ops" / op_name)
-            run.write(f"ops/{op_name}/attempts.md", page)
+        page.hear(progress)
         if told:
             told(progress)
 
@@ -285,7 +283,7 @@ def _optimise(
             strategy=plan.search.open(),
             rules=Rules(**rules, margin_pct=settings["margin_pct"], share_pct=_share(profile, op)),
             sweep=op.sweep(kind, plan.sweep),
-            budget_usd=settings["budget_usd"],
+            budget=Budget(run, judge_on_gpu=kind != "cpu", say=say),
             prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
             elsewhere=plan.search.elsewhere,
             prepare=judges.prepare,
@@ -307,7 +305,8 @@ def resolve_model(spec: str, run: Run) -> Model:
         file = resources.files("patcher").joinpath("recordings", "demo.jsonl")
         with resources.as_file(file) as path:
             return open_model(f"replay:{path}", run.path)
-    return open_model(spec, run.path)
+    # where servers are is this machine's business, so it is looked up now, not kept in the run
+    return open_model(spec, run.path, resolve().models)
 
 
 def make_patch(run: Run, optimisation: Optimisation, workload: Workload) -> Made:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from bench import SCHEMA_VERSION, Outcome, Record
 from patcher.attempts import Attempt
-from patcher.models.budget import account
+from patcher.models.ceilings import account
 from patcher.run import Run
 
 

@@ -16,6 +16,8 @@ from bench import Candidate, Check, Evaluation, Language, Outcome, Timing, load_
 from patcher.agent import loop as agent
 from patcher.agent import optimize
 from patcher.models import Reply, Request, Usage
+from patcher.models.budget import Budget
+from patcher.models.ceilings import Ceilings
 from patcher.prompting import Prompts
 from patcher.run import Run
 from patcher.strategies import Refine
@@ -157,7 +159,7 @@ def work(run: Run, effect: Effect, iterations: int) -> Any:
         iterations,
         "a CPU",
         strategy=Pairs(),
-        budget_usd=100.0,
+        budget=Budget(run, Ceilings(usd=100.0, tokens=10_000_000, minutes=60)),
     )
 
 

@@ -211,6 +211,10 @@ def test_a_report_of_a_run_that_goes_on_and_of_one_that_was_killed(tmp_path: Pat
             assert running["spent_usd"] > 0  # what the question may cost
             shown = tmp_path / page
             assert "the run is going on" in shown.read_text().lower()
+            second = Stage(tmp_path, "resume")  # two processes cannot write one run
+            said, _ = second.process.communicate(timeout=LIMIT_S)
+            assert second.process.returncode == 2
+            assert f"written by process {stage.process.pid}" in json.loads(said)["error"]["message"]
             stage.stop(signal.SIGKILL, "alone")
     stopped = report()
     assert (stopped["state"], stopped["step"]) == ("stopped", f"{OP}/0/ask-generate")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from bench import Candidate, Evaluation, VerificationError
 from patcher.agent.waiting import Waiting
+from patcher.models.budget import Budget
 from patcher.run import Run
 
 Judge = Callable[[Candidate], Evaluation]
@@ -19,8 +20,11 @@ Prepare = Callable[[Sequence[Candidate]], None]
 class Judging:
     """The judge behind the loop on one op."""
 
-    def __init__(self, run: Run, op_name: str, judge: Judge, prepare: Prepare | None) -> None:
+    def __init__(
+        self, run: Run, op_name: str, judge: Judge, prepare: Prepare | None, budget: Budget
+    ) -> None:
         self._run = run
+        self._budget = budget
         self._op_name = op_name
         self._judge = judge
         self._prepare = prepare
@@ -52,7 +56,7 @@ class Judging:
         return f"{self._op_name}/{iteration}/evaluate"
 
     def _verdict(self, iteration: int, candidate: Candidate) -> Evaluation:
-        found = self._run.step(self._step(iteration), lambda: self._judge(candidate), Evaluation)
+        found = self._budget.judge(self._step(iteration), lambda: self._judge(candidate))
         if (found.op, found.digest) != (self._op_name, candidate.digest):
             raise VerificationError(
                 f"the evaluation of iteration {iteration} is of another candidate",

@@ -21,6 +21,7 @@ from patcher.agent.writing import Extra, Writing, Written
 from patcher.attempts import Attempt, Optimisation, Phase, Progress, Stage, Stopped
 from patcher.extract import Failure
 from patcher.models import Model, Role
+from patcher.models.budget import Budget
 from patcher.models.replay import RecordingEndedError
 from patcher.prompt_room import PROMPT_TOKENS
 from patcher.prompting import Prompts, Working
@@ -44,7 +45,7 @@ def optimize(
     strategy: Strategy | None = None,
     rules: Rules | None = None,
     sweep: Sweep | None = None,
-    budget_usd: float | None = None,
+    budget: Budget | None = None,
     prompt_tokens: int = PROMPT_TOKENS,
     elsewhere: Sequence[Working] = (),
     extra: Extra | None = None,
@@ -62,7 +63,7 @@ def optimize(
         strategy: decides what to ask next; None is iterative refinement.
         rules: when to leave the op before its iterations are used.
         sweep: the timed points; None is the op's first for the language's kind of device.
-        budget_usd: ceiling on what the models of this run may cost, all ops together.
+        budget: pays for calls and judgements; None is one by the run's own ceilings.
         prompt_tokens: room of a prompt, estimated.
         elsewhere: kernels for this op that work in another language or on another device.
         extra: further text for one question, cut with the rest when a prompt's room is short.
@@ -74,6 +75,7 @@ def optimize(
         WaitingError, ModelError, MissingError: the run stops here and can be resumed.
         VerificationError: a stored artefact was changed.
     """
+    budget = budget or Budget(run)
     kind = "cpu" if language is Language.CPP else "cuda"
     points = sweep or op.sweep(kind)
     prompts = Prompts(op, language, device, points, tokens=prompt_tokens, elsewhere=elsewhere)
@@ -82,7 +84,7 @@ def optimize(
         "analyse": analyst or model,
         "diagnose": diagnoser or model,
     }
-    ask = Asking(run, prompts, models, budget_usd, adapt)
+    ask = Asking(run, prompts, models, budget, adapt)
     tell = _Teller(op.name, iterations, on_event)
     loop = _Loop(
         run=run,
@@ -90,7 +92,7 @@ def optimize(
         language=language,
         ask=ask,
         write=Writing(prompts, ask, extra, tell),
-        judge=Judging(run, op.name, judge, prepare),
+        judge=Judging(run, op.name, judge, prepare, budget),
         strategy=strategy or Refine(),
         rules=rules or Rules(),
         iterations=iterations,
