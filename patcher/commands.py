@@ -70,7 +70,7 @@ def workload_of(
     weights: str,
     threads: int | None = None,
 ) -> Workload:
-    from patcher.pipeline import workload_for
+    from patcher.workloads import workload_for
 
     if engine not in ENGINES:
         raise UsageError(f"engine {engine!r} is not driven yet", f"engines: {', '.join(ENGINES)}")
@@ -333,9 +333,10 @@ def demo(as_json: Json = False) -> int:
     """
     from patcher import pipeline
     from patcher.settings import resolve
+    from patcher.workloads import workload_for
 
     settings = resolve({"model": pipeline.DEMO, "iterations": 3, "judge": "local"})
-    workload = pipeline.workload_for("gpt-oss-tiny", "cpu", threads=1)
+    workload = workload_for("gpt-oss-tiny", "cpu", threads=1)
     plan = pipeline.Plan(language=Language.CPP, pairs=40, threads=1, judge_pairs=8)
     begun = pipeline.start(settings, "demo", "gpt-oss-tiny", workload, plan)
     output = Output(as_json)

@@ -81,13 +81,13 @@ def evaluate(
 
     given = resolve({"judge": judge})
     candidate = Candidate.from_file(load_op(op).name, source, language)
+    here = given.judge == LOCAL
     if counters:
-        if given.judge != LOCAL:
-            raise UsageError("--counters needs the judge on this machine", "drop it, or --judge")
         never = candidate.language is Language.CPP or candidate.language.compile_only
-        if never or pick_device(device) == "cpu":
+        if never or (here and pick_device(device) == "cpu"):
             raise UsageError("--counters is for CUDA kernels on a CUDA device", "drop it")
-        require_ncu()
+        if here:
+            require_ncu()
     if for_reward and (baseline or counters):
         raise UsageError("--reward has baselines of its own", "drop --baseline and --counters")
     settings = JudgeSettings(
@@ -107,7 +107,8 @@ def evaluate(
             if for_reward:
                 result = rewarded(given.judge, candidate, settings, TICKET, bar)
             else:
-                with open_judges(given.judge, settings, TICKET, bar) as judges:
+                asked = counters and not here
+                with open_judges(given.judge, settings, TICKET, bar, counters=asked) as judges:
                     [evaluation] = judges.evaluate([candidate])
     except WaitingError as error:
         hint = error.hint.replace("patcher resume", "the same command again")
@@ -120,7 +121,7 @@ def evaluate(
         return 0 if result.reward.value > 1 else 1
     if not as_json:
         print_evaluation(output.out, evaluation)
-    if counters:
+    if counters and here:
         evaluation = counted(candidate, evaluation, sweep)
     if as_json:
         output.emit(evaluation)

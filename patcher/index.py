@@ -5,11 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from patcher.attempts import Attempt
+from patcher.attempts import Attempt, Progress
 from patcher.models import Usage
 from patcher.report.markup import code, plain, table
 from patcher.report.wording import clip, times
+from patcher.run import Run
 from patcher.status import best_of
+
+
+class AttemptsPage:
+    """Kept up to date as the loop goes."""
+
+    def __init__(self, run: Run, op: str) -> None:
+        self._run, self._op = run, op
+        self._attempts: list[Attempt] = []
+
+    def hear(self, progress: Progress) -> None:
+        if progress.attempt:
+            self._attempts.append(progress.attempt)
+            folder = f"ops/{self._op}"
+            page = attempts_page(self._op, self._attempts, self._run.path / folder)
+            self._run.write(f"{folder}/attempts.md", page)
 
 
 def attempts_page(op: str, attempts: Sequence[Attempt], folder: Path) -> str:

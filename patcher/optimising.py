@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import resources
 
-from bench import Candidate, Evaluation, Language, Op, Record
+from bench import Language, Op, Record
 from bench.judge import JudgeSettings
 from patcher.agent import Rules, optimize
-from patcher.attempts import Attempt, Optimisation, Progress
-from patcher.counting import with_counters
-from patcher.index import attempts_page
+from patcher.attempts import Optimisation, Progress
+from patcher.index import AttemptsPage
 from patcher.judges import LOCAL, facts, judged_on, open_judges
 from patcher.judges.one_device import hold
 from patcher.languages import require_here
@@ -64,31 +63,23 @@ def optimise(
         for role in ("analyst", "diagnoser")
     }
     rules = {name: settings[name] for name in ("light_pct", "reverts") if name in settings}
-    attempts: list[Attempt] = []
+    page = AttemptsPage(run, op.name)
 
     def heard(progress: Progress) -> None:
         report(f"{op.name}: {progress.stage}", progress.iteration, progress.iterations)
-        if progress.attempt:
-            attempts.append(progress.attempt)
-            page = attempts_page(op.name, attempts, run.path / "ops" / op.name)
-            run.write(f"ops/{op.name}/attempts.md", page)
+        page.hear(progress)
         if told:
             told(progress)
 
     hardware = run.step("hardware", lambda: Hardware(words=facts(where, language)), Hardware)
     # one for all: what it trusts is started once
-    with open_judges(where, judge_settings, run.id, report) as judges:
-
-        def judge(candidate: Candidate) -> Evaluation:
-            return hold(run, judges.evaluate([candidate])[0])
-
-        counted = counters and where == LOCAL
+    with open_judges(where, judge_settings, run.id, report, counters=counters, say=say) as judges:
         found = optimize(
             run,
             op,
             language,
             resolve_model(settings["model"], run),
-            with_counters(judge, judge_settings.sweep, say) if counted else judge,
+            lambda candidate: hold(run, judges.evaluate([candidate])[0]),
             settings["iterations"],
             hardware.words,
             analyst=models["analyst"],

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from bench import SCHEMA_VERSION, PatcherError, Record, UsageError, VerificationError, Workload
-from patcher import durable
+from patcher import durable, run_folders
 from patcher.journal import (
     START_OVER,
     Event,
@@ -123,48 +123,9 @@ class Run:
             raise
         return run
 
-    @staticmethod
-    def latest(root: Path) -> Path:
-        """The folder of the newest run.
-
-        Raises:
-            UsageError: there is none.
-        """
-        found = Run.list(root)
-        if not found:
-            raise UsageError(f"no runs in {root}", "start one: patcher demo")
-        return found[-1]
-
-    @staticmethod
-    def list(root: Path) -> Sequence[Path]:
-        """Folders of every run under the root, oldest first."""
-        found = [path.parent for path in root.glob("*/run.json")]
-        # An id begins with its second; runs of the same second are told apart by their files.
-        return sorted(
-            found, key=lambda path: (path.name[:15], (path / "run.json").stat().st_mtime_ns)
-        )
-
-    @staticmethod
-    def find(root: Path, text: str) -> Path:
-        """The run that a person means by a folder, an id, the unique beginning of an id, or
-        `latest`.
-
-        Raises:
-            UsageError: no run or several fit.
-        """
-        if text == "latest":
-            return Run.latest(root)
-        if (Path(text) / "run.json").is_file():
-            return Path(text)
-        known = Run.list(root)
-        fitting = [path for path in known if path.name == text] or [
-            path for path in known if path.name.startswith(text)
-        ]
-        if len(fitting) == 1:
-            return fitting[0]
-        if fitting:
-            raise UsageError(f"several runs begin with {text!r}", "give more of the id")
-        raise UsageError(f"no run {text!r} in {root}", "give a run's folder or id, or `latest`")
+    list = staticmethod(run_folders.every)
+    latest = staticmethod(run_folders.latest)
+    find = staticmethod(run_folders.find)
 
     @property
     def id(self) -> str:

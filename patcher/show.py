@@ -22,6 +22,7 @@ from rich.text import Text
 from bench import Comparison, Evaluation, KernelCounters, Op, Outcome
 from patcher.attempts import Attempt, Optimisation
 from patcher.doctor import Finding
+from patcher.report.wording import visible
 
 if TYPE_CHECKING:  # it imports torch
     from bench.planted import PlantedGains
@@ -118,7 +119,7 @@ def attempts_table(attempts: tuple[Attempt, ...]) -> Table:
             attempt.phase,
             str(attempt.outcome),
             "-" if speedup is None else f"{speedup:.3f}x",
-            Text(attempt.detail[:100]),
+            Text(visible(attempt.detail[:100])),
         )
     return table
 

@@ -32,7 +32,7 @@ from killing_stories import COST_USD, STORIES, WORST_USD
 
 from patcher import durable, journal
 from patcher.journal import fold, read_events
-from patcher.models.budget import account
+from patcher.models.ceilings import account
 from patcher.run import JOURNAL, Run
 
 PARALLEL = 2
@@ -209,7 +209,7 @@ class Trial:
         money = account(read_events(run / JOURNAL))
         # who died between a reservation and its reply cannot know whether it was billed
         most = paid + len(self.died) * WORST_USD
-        if money.reserved_usd or not paid - 1e-9 <= money.spent_usd <= most + 1e-9:
+        if money.reserved or not paid - 1e-9 <= money.spent_usd <= most + 1e-9:
             self.wrong.append(f"{money} in the journal, {paid} paid")
 
 

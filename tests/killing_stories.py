@@ -16,6 +16,8 @@ from bench import Candidate, Check, Evaluation, Language, Outcome, Timing, load_
 from patcher.agent import loop as agent
 from patcher.agent import optimize
 from patcher.models import Reply, Request, Usage
+from patcher.models.budget import Budget
+from patcher.models.ceilings import Ceilings
 from patcher.prompting import Prompts
 from patcher.run import Run
 from patcher.strategies import Refine
@@ -81,6 +83,7 @@ def whole(root: Path, effect: Effect) -> None:
     """Profile, loop, patch, A/B, decision, report."""
     import integrate.patch
     from patcher import gather, pipeline
+    from patcher.workloads import workload_for
 
     profile, measured, built = _canned()
 
@@ -97,7 +100,7 @@ def whole(root: Path, effect: Effect) -> None:
     asked = {
         "command": "run",
         "model": "gpt-oss-tiny",
-        "workload": pipeline.workload_for("gpt-oss-tiny", "cpu"),
+        "workload": workload_for("gpt-oss-tiny", "cpu"),
         "settings": {"margin_pct": 0.5, "model": "scripted", "plan": plan.model_dump(mode="json")},
     }
     with begun(root, **asked) as run:
@@ -156,7 +159,7 @@ def work(run: Run, effect: Effect, iterations: int) -> Any:
         iterations,
         "a CPU",
         strategy=Pairs(),
-        budget_usd=100.0,
+        budget=Budget(run, Ceilings(usd=100.0, tokens=10_000_000, minutes=60)),
     )
 
 

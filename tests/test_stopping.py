@@ -27,6 +27,7 @@ from patcher.models import Reply, Usage
 from patcher.models.replay import Recorded, ReplayModel
 from patcher.run import Run
 from patcher.settings import resolve
+from patcher.workloads import workload_for
 
 ROOT = Path(__file__).resolve().parent.parent
 OP = "fused_add_rms_norm"
@@ -314,7 +315,7 @@ def judged(folder: Path) -> None:
     file = folder / "recording.jsonl"
     model = recorded(file, GOOD)
     settings = resolve({"model": model, "iterations": 1, "runs_dir": folder / "patcher-runs"})
-    workload = pipeline.workload_for("gpt-oss-tiny", "cpu", threads=1)
+    workload = workload_for("gpt-oss-tiny", "cpu", threads=1)
     plan = pipeline.Plan(op=OP, language=Language.CPP, threads=1, pairs=6)
     with pipeline.start(settings, "run", "gpt-oss-tiny", workload, plan) as run:
         found = read(ROOT / "tests/data/nsys/decode.sqlite", "gpt-oss-20b")

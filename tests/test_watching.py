@@ -24,6 +24,7 @@ from patcher.attempts import Attempt, Phase, Progress
 from patcher.attempts import Stage as Doing
 from patcher.index import attempts_page
 from patcher.models import Usage
+from patcher.show import attempts_table
 from patcher.watching import Watch
 
 
@@ -107,6 +108,7 @@ def test_what_a_model_wrote_cannot_steer_the_terminal() -> None:
     plain = Console(file=io.StringIO(), width=200)
     with Watch(plain, quiet=False) as watch:
         watch.hear(event(0, "done", hostile))
+    plain.print(attempts_table((hostile,)))  # at the end, on stdout
     assert isinstance(plain.file, io.StringIO)
     assert "\x1b" not in plain.file.getvalue()
     assert "<U+001B>[2Jgone" in plain.file.getvalue()
@@ -211,6 +213,10 @@ def test_a_report_of_a_run_that_goes_on_and_of_one_that_was_killed(tmp_path: Pat
             assert running["spent_usd"] > 0  # what the question may cost
             shown = tmp_path / page
             assert "the run is going on" in shown.read_text().lower()
+            second = Stage(tmp_path, "resume")  # two processes cannot write one run
+            said, _ = second.process.communicate(timeout=LIMIT_S)
+            assert second.process.returncode == 2
+            assert f"written by process {stage.process.pid}" in json.loads(said)["error"]["message"]
             stage.stop(signal.SIGKILL, "alone")
     stopped = report()
     assert (stopped["state"], stopped["step"]) == ("stopped", f"{OP}/0/ask-generate")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from bench import Candidate, Evaluation, Language, UsageError
 from bench.judge import JudgeSettings, Progress, open_judge
+from patcher.agent import Judge as OneJudge
+from patcher.counting import with_counters
 from patcher.judges.exchange import ExchangeJudge
 from patcher.languages import device_facts, device_kind
 
@@ -41,23 +43,34 @@ class Judges(Protocol):
 
 @contextmanager
 def open_judges(
-    spec: str, settings: JudgeSettings, ticket: str, report: Progress
+    spec: str,
+    settings: JudgeSettings,
+    ticket: str,
+    report: Progress,
+    *,
+    counters: bool = False,
+    say: Callable[[str], None] | None = None,
 ) -> Iterator[Judges]:
     """The judge that `--judge` names: `local`, or `exchange:DIR`, whose verdicts are those that a
     `patcher worker DIR` wrote.
 
     Args:
         ticket: who asks, as a run's id; a job with the same ticket is judged once.
+        counters: whether right verdicts carry hardware counters, where they can be read.
+        say: told why they cannot.
 
     Raises:
         UsageError: no such judge.
     """
     folder = exchange_folder(spec)
     if folder is not None:
-        yield ExchangeJudge(folder, settings, ticket)
+        yield ExchangeJudge(folder, settings, ticket, counters)
         return
     with open_judge(settings) as judge:
-        yield _LocalJudges(judge, report)
+        one: OneJudge = lambda candidate: judge.evaluate(candidate, report)  # noqa: E731
+        if counters:
+            one = with_counters(one, settings.sweep, say or (lambda _: None))
+        yield _LocalJudges(judge, one)
 
 
 @dataclass(frozen=True)
@@ -65,13 +78,13 @@ class _LocalJudges:
     """One judge of this machine: what it trusts is started once."""
 
     judge: Judge
-    report: Progress
+    one: OneJudge
 
     def prepare(self, candidates: Sequence[Candidate]) -> None:
         self.judge.build_ahead(candidates)
 
     def evaluate(self, candidates: Sequence[Candidate]) -> list[Evaluation]:
-        return [self.judge.evaluate(candidate, self.report) for candidate in candidates]
+        return [self.one(candidate) for candidate in candidates]
 
 
 def judged_on(spec: str, language: Language) -> Literal["cpu", "cuda"]:

@@ -25,10 +25,13 @@ _MOST_WORDS = 2000
 class ExchangeJudge:
     """Jobs go to `jobs/`, results come from `results/`; the same question finds its job again."""
 
-    def __init__(self, folder: Path, settings: JudgeSettings, ticket: str) -> None:
+    def __init__(
+        self, folder: Path, settings: JudgeSettings, ticket: str, counters: bool = False
+    ) -> None:
         self.folder = folder
         self.settings = settings
         self.ticket = ticket
+        self.counters = counters
 
     def prepare(self, candidates: Sequence[Candidate]) -> None:
         """Write the jobs."""
@@ -47,7 +50,8 @@ class ExchangeJudge:
 
     def submit(self, candidate: Candidate, settings: JudgeSettings | None = None) -> Posted:
         """Write the job, unless it is there."""
-        posted = post(load_op(candidate.op), candidate, settings or self.settings, self.ticket)
+        asked = settings or self.settings
+        posted = post(load_op(candidate.op), candidate, asked, self.ticket, self.counters)
         try:
             seal(self.folder / "jobs" / posted.name, posted.job.files(candidate))
         except OSError as error:

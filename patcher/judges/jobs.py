@@ -87,6 +87,8 @@ class Job(Record):
     language: Language
     candidate_digest: str = Field(pattern="^[0-9a-f]{64}$")
     settings: JobSettings
+    counters: bool = False
+    """Whether the verdict should carry hardware counters, where the worker can read them."""
 
     def files(self, candidate: Candidate) -> dict[str, str]:
         return {"job.json": _line(self), candidate.file_name: candidate.source}
@@ -150,7 +152,9 @@ class JobResult(Record):
         return {"result.json": _line(self)}
 
 
-def post(op: Op, candidate: Candidate, settings: JudgeSettings, ticket: str) -> Posted:
+def post(
+    op: Op, candidate: Candidate, settings: JudgeSettings, ticket: str, counters: bool = False
+) -> Posted:
     """The job for a candidate.
 
     Raises:
@@ -164,6 +168,7 @@ def post(op: Op, candidate: Candidate, settings: JudgeSettings, ticket: str) -> 
             language=candidate.language,
             candidate_digest=candidate.digest,
             settings=JobSettings.of(settings),
+            counters=counters,
         )
     except ValidationError as error:
         raise UsageError(f"this cannot be a job: {_first(error)}", "give another value") from None

@@ -16,8 +16,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
 
-from bench import SCHEMA_VERSION, Evaluation, MissingError, PatcherError, Record, UsageError
+from bench import (
+    SCHEMA_VERSION,
+    Evaluation,
+    MissingError,
+    PatcherError,
+    Record,
+    UsageError,
+)
 from bench.judge import Progress, open_judge
+from patcher.agent import Judge
+from patcher.counting import with_counters
 from patcher.judges.jobs import (
     FOLDER_NAME,
     JobResult,
@@ -174,7 +183,13 @@ class Worker:
             self._close()
             self._judge = self._open.enter_context(open_judge(posted.job.settings.settings()))
             self._settings = posted.job.settings
-        return self._judge.evaluate(posted.candidate, self._report)
+        evaluate: Judge = lambda candidate: self._judge.evaluate(candidate, self._report)  # noqa: E731
+        if posted.job.counters:
+            evaluate = with_counters(evaluate, posted.job.settings.sweep, self._no_counters)
+        return evaluate(posted.candidate)
+
+    def _no_counters(self, why: str) -> None:
+        self._report(f"judging ({why})", 0, 1)
 
     def _write(self, name: str, result: JobResult) -> None:
         try:
