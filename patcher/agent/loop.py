@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from bench import BudgetError, Candidate, Evaluation, Language, Op, Outcome, Sweep
 from patcher.agent.asking import Adapt, Asking
+from patcher.agent.ended import ended, stops
 from patcher.agent.judging import Judge, Judging, Prepare
 from patcher.agent.moving_on import Rules, move_on
 from patcher.agent.waiting import Waiting
@@ -48,9 +49,11 @@ def optimize(
     budget: Budget | None = None,
     prompt_tokens: int = PROMPT_TOKENS,
     elsewhere: Sequence[Working] = (),
+    pictures: Sequence[str] = (),
     extra: Extra | None = None,
     adapt: Adapt | None = None,
     prepare: Prepare | None = None,
+    final: bool = False,
     on_event: Callable[[Progress], None] | None = None,
 ) -> Optimisation:
     """Ask for at most `iterations` candidates and keep the best.
@@ -66,9 +69,11 @@ def optimize(
         budget: pays for calls and judgements; None is one by the run's own ceilings.
         prompt_tokens: room of a prompt, estimated.
         elsewhere: kernels for this op that work in another language or on another device.
+        pictures: PNG files of the run that go to an analyst that sees.
         extra: further text for one question, cut with the rest when a prompt's room is short.
         adapt: the caller's last word on a prompt.
         prepare: told of a round's candidates before they are judged.
+        final: what comes after the loop has begun, so that its end stands whatever is given.
 
     Raises:
         BudgetError: nothing is right and faster yet; the run can be resumed with a larger budget.
@@ -84,7 +89,7 @@ def optimize(
         "analyse": analyst or model,
         "diagnose": diagnoser or model,
     }
-    ask = Asking(run, prompts, models, budget, adapt)
+    ask = Asking(run, prompts, models, budget, adapt, pictures)
     tell = _Teller(op.name, iterations, on_event)
     loop = _Loop(
         run=run,
@@ -96,6 +101,7 @@ def optimize(
         rules=rules or Rules(),
         iterations=iterations,
         tell=tell,
+        final=final,
     )
     found = loop.optimisation(loop.work())
     run.write(f"ops/{op.name}/optimisation.json", found.model_dump_json(indent=1) + "\n")
@@ -137,6 +143,7 @@ class _Loop:
     rules: Rules
     iterations: int
     tell: _Teller
+    final: bool
 
     @property
     def tried(self) -> list[Tried]:
@@ -193,8 +200,8 @@ class _Loop:
         step = f"{self.op.name}/round-{number}"
         if self.run.done(step):
             return self.run.load(step, Round).asks
-        if self.ended:
-            return self.ended
+        if ended := self._ended():
+            return ended
         if stopped := move_on(self.tried, self.rules):
             return self._stop(stopped)
         left = self.iterations - len(self.tried)
@@ -206,21 +213,20 @@ class _Loop:
             return self._stop(Stopped(reason="asked_all", detail=detail))
         return self.run.step(step, lambda: Round(asks=asks), Round).asks
 
-    @property
-    def ended(self) -> Stopped | None:
-        """The end that the journal holds."""
-        step = f"{self.op.name}/stopped"
-        return self.run.load(step, Stopped) if self.run.done(step) else None
+    def _ended(self) -> Stopped | None:
+        return ended(self.run, self.op.name, final=self.final)
 
     def _stop(self, stopped: Stopped) -> Stopped:
         done = stopped.model_copy(update={"iterations": len(self.tried)})
-        return self.run.step(f"{self.op.name}/stopped", lambda: done, Stopped)
+        before = len(stops(self.run, self.op.name))
+        step = f"{self.op.name}/stopped" + (f"-{before + 1}" if before else "")
+        return self.run.step(step, lambda: done, Stopped)
 
     def _round(self, number: int, asks: Sequence[Ask]) -> None:
         """Ask for all, then judge all. Every prompt is written before a reply is waited for."""
         waiting, written = Waiting(), list[Written]()
         spent: BudgetError | None = None
-        ended = self.ended
+        ended = self._ended()
         for iteration, ask in enumerate(asks, len(self.tried)):
             if ended and iteration >= ended.iterations:
                 break  # it ended in the midst of this round
