@@ -165,7 +165,7 @@ def evaluate(
         timeout_s=timeout,
         threads=threads,
         tripwires=tripwires,
-        policy=resolve().tripwires,
+        policy=resolve().tripwires.for_op(candidate.op),
         sanitize=sanitize,
     )
     output = Output(as_json)
@@ -213,7 +213,9 @@ def bundle(
     candidate = Candidate.from_file(load_op(op).name, source, language)
     output = Output(as_json)
     with output.progress() as bar:
-        settings = judge.JudgeSettings(sweep=sweep, threads=threads, policy=resolve().tripwires)
+        settings = judge.JudgeSettings(
+            sweep=sweep, threads=threads, policy=resolve().tripwires.for_op(candidate.op)
+        )
         evaluation = judge.evaluate(candidate, settings, bar)
     if evaluation.outcome is not Outcome.CORRECT:
         if as_json:

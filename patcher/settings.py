@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from bench import Record, UsageError
-from bench.judge import Policy
+from patcher.levers import AuxiliaryLever, PromptLever, ScoreLever, Tripwires
 
 CONFIG_FILE = "patcher.toml"
 PREFIX = "PATCHER_"
@@ -33,12 +33,20 @@ class Settings(Record):
     runs_dir: Path = Path("patcher-runs")
     margin_pct: float = Field(0.5, ge=0, le=100, allow_inf_nan=False)
     """End-to-end gain in percent that the interval's lower end must exceed."""
-    tripwires: Policy = Policy()
+    memory: str = Field("on", min_length=1)
+    """What is remembered across runs: `on` (in `PATCHER_HOME`), `off`, or a folder."""
+    tripwires: Tripwires = Tripwires()
     """What a candidate's source must not or must have; JSON in `PATCHER_TRIPWIRES`."""
+    prompts: tuple[PromptLever, ...] = ()
+    """Text for prompts, after ours or instead of it; JSON in `PATCHER_PROMPTS`."""
+    auxiliary: tuple[AuxiliaryLever, ...] = ()
+    """Sources of the user's that the agents read; JSON in `PATCHER_AUXILIARY`."""
+    score: ScoreLever | None = None
+    """The user's own measure of right candidates; JSON in `PATCHER_SCORE`."""
     origins: dict[str, str] = Field(default_factory=dict)
     """Where each value comes from: `flag --model`, `PATCHER_MODEL`, `patcher.toml` or `default`."""
 
-    @field_validator("tripwires", mode="before")
+    @field_validator("tripwires", "prompts", "auxiliary", "score", mode="before")
     @classmethod
     def _from_variable(cls, value: object) -> object:
         return json.loads(value) if isinstance(value, str) else value
@@ -85,9 +93,10 @@ def resolve(
         return Settings.model_validate({**values, "origins": origins})
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0])
+        name, *inside = (str(part) for part in first["loc"])
+        value: Any = first["input"] if inside else values[name]
         raise UsageError(
-            f"{name} = {values[name]!r} ({origins[name]}): {first['msg']}",
+            f"{'.'.join([name, *inside])} = {value!r} ({origins[name]}): {first['msg']}",
             f"give another value for {name}",
         ) from error
 

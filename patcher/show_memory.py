@@ -40,7 +40,7 @@ def memory_lines(folder: Path, rules: Sequence[Rule], techniques: Sequence[Gain]
             text = gain.text + (" (muted)" if gain.muted else "")
             cells = (gain.id, text, gain.family, gain.shapes, gain.device, gain.language or "any")
             worth = (f"{gain.gain:.3f}", f"{gain.spread_pct:.1f} %") if gain.count else ("-", "-")
-            counts = (str(gain.count), str(gain.failed))
-            table.add_row(*(escape(str(cell)) for cell in cells), *worth, *counts)
+            outcomes = (str(gain.count), str(gain.failed))
+            table.add_row(*(escape(str(cell)) for cell in cells), *worth, *outcomes)
         yield table
     yield Text(f"files: {folder}", style="dim")

@@ -37,7 +37,11 @@ def test_flag_over_variable_over_file_over_default(tmp_path: Path) -> None:
         "budget_usd": "patcher.toml",
         "runs_dir": "flag --runs-dir",
         "margin_pct": "patcher.toml",
+        "memory": "default",
         "tripwires": "default",
+        "prompts": "default",
+        "auxiliary": "default",
+        "score": "default",
     }
     assert found.for_run() == {
         "model": "replay:flag",
@@ -45,7 +49,11 @@ def test_flag_over_variable_over_file_over_default(tmp_path: Path) -> None:
         "iterations": 3,
         "budget_usd": 3.5,
         "margin_pct": 1.0,
-        "tripwires": {"banned": [], "required": [], "ignore": []},
+        "memory": "on",
+        "tripwires": {"banned": [], "required": [], "ignore": [], "ops": {}},
+        "prompts": [],
+        "auxiliary": [],
+        "score": None,
     }
 
 
