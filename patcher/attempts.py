@@ -11,7 +11,8 @@ from patcher.models import Usage
 
 Phase = Literal["functional", "optimisation"]
 Stage = Literal["analyse", "generate", "evaluate", "done"]
-Stop = Literal["iterations", "functional_failures", "recording_ended"]
+Stop = Literal["iterations", "functional_failures", "recording_ended", "asked_all"]
+"""Why a loop ended: `asked_all` is that its strategy had nothing more to ask."""
 
 
 class Recommendation(Record):
@@ -27,11 +28,17 @@ class Attempt(Record):
     """One iteration."""
 
     iteration: int
+    round: int = 0
+    """What was asked together has one number."""
     phase: Phase
+    parents: tuple[int, ...] = ()
+    """Iterations whose candidates were in the prompt, to be repaired or improved."""
     digest: str | None
     """`Candidate.digest`; None when the reply held no source."""
     outcome: Outcome
     geomean_speedup: float | None = None
+    score: float | None = None
+    """By the user's own measure, where there is one; it ranks in place of the speedup."""
     detail: str
     """What went wrong, or the gain, in one line."""
     usage: Usage

@@ -322,7 +322,8 @@ def demo(as_json: Json = False) -> int:
     from patcher import pipeline
     from patcher.settings import resolve
 
-    settings = resolve({"model": pipeline.DEMO, "iterations": 3})
+    # a recorded conversation: it neither needs what was learned nor teaches
+    settings = resolve({"model": pipeline.DEMO, "iterations": 3, "memory": "off"})
     workload = pipeline.workload_for("gpt-oss-tiny", "cpu", threads=1)
     plan = pipeline.Plan(language=Language.CPP, pairs=40, threads=1, judge_pairs=8)
     begun = pipeline.start(settings, "demo", "gpt-oss-tiny", workload, plan)

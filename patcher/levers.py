@@ -190,13 +190,14 @@ def load_levers(settings: Mapping[str, Any], folder: Path | None = None) -> Leve
                 name=lever.file.name, says=lever.says, text=text, digest=digest, **_where(lever)
             )
         )
-    total = sum(len(each.text.encode()) for each in (*words, *auxiliary))
+    texts = [each.text for each in words] + [each.text for each in auxiliary]
+    total = sum(len(text.encode()) for text in texts)
     if total > LARGEST:
         raise UsageError(
             f"prompts and auxiliary sources hold {total:,} bytes; at most {LARGEST:,} may be sent",
             "leave out what the agents need not read",
         )
-    for text in (each.text for each in (*words, *auxiliary)):
+    for text in texts:
         if name := _holds_secret(text):
             raise UsageError(
                 f"a text for prompts holds the value of {name}", "take it out: models are others'"

@@ -25,7 +25,7 @@ from bench import (
     presets,
 )
 from bench.environment import describe
-from bench.judge import JudgeSettings, Policy, open_judge
+from bench.judge import JudgeSettings, open_judge
 from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
 from bench.toolchains import build
 from hotspot import Profile, capture
@@ -34,11 +34,15 @@ from patcher.agent import optimize
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
 from patcher.decide import Decision
+from patcher.levers import Levers, ScoreLever, load_levers
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
-from patcher.models import Model, open_model
+from patcher.memory import open_memory
+from patcher.models import Model, Role, open_model
 from patcher.reconcile import Reconciliation
+from patcher.remembered import recalled, take_up
 from patcher.run import Run
+from patcher.scoring import Scorer
 from patcher.settings import Settings
 
 DEMO = "replay:demo"
@@ -124,8 +128,13 @@ def workload_for(
 def start(
     settings: Settings, command: str, model: str | None, workload: Workload | None, plan: Plan
 ) -> Run:
-    """Make the run's folder; `execute` then does the work."""
-    return Run.create(
+    """Make the run's folder; `execute` then does the work.
+
+    Raises:
+        UsageError: what the settings name cannot be read.
+    """
+    levers = load_levers(settings.for_run())
+    run = Run.create(
         settings.runs_dir,
         command=command,
         model=model,
@@ -133,6 +142,8 @@ def start(
         settings={**settings.for_run(), "plan": plan.model_dump(mode="json")},
         versions=describe("cpu").packages,
     )
+    run.step("levers", lambda: levers, Levers)
+    return run
 
 
 def execute(run: Run, report: Report, say: Say, profile_file: Path | None = None) -> Result:
@@ -216,11 +227,15 @@ def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> O
     device = run.config.workload.device if run.config.workload else None
     language = plan.language or (Language.CUDA if device == "cuda" else Language.CPP)
     kind = "cpu" if language is Language.CPP else "cuda"
+    levers = run.step("levers", lambda: load_levers(settings), Levers)
+    memory = open_memory(settings.get("memory", "off"))
+    earlier = recalled(run, memory, op, language, kind)
+    score = settings.get("score")
     judge_settings = JudgeSettings(
         sweep=plan.sweep,
         threads=plan.threads,
         pairs=plan.judge_pairs,
-        policy=Policy.model_validate(settings.get("tripwires", {})),
+        policy=levers.tripwires.for_op(op_name),
     )
     model = resolve_model(settings["model"], run)
     analyst = resolve_model(settings["analyst"], run) if settings["analyst"] else None
@@ -231,8 +246,11 @@ def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> O
             tried = progress.attempt
             say(f"  candidate {tried.iteration} ({tried.phase}): {tried.outcome}, {tried.detail}")
 
+    def edit(prompt: str, role: Role, iteration: int) -> str:
+        return levers.prompt(prompt, op_name, role, iteration, earlier.text)
+
     with open_judge(judge_settings) as judge:  # one for all: what it trusts is started once
-        return optimize(
+        found = optimize(
             run,
             op,
             language,
@@ -243,8 +261,12 @@ def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> O
             analyst=analyst,
             sweep=op.sweep(kind, plan.sweep),
             budget_usd=settings["budget_usd"],
+            edit=edit,
+            score=Scorer(run, ScoreLever.model_validate(score)) if score else None,
             on_event=told,
         )
+    take_up(run, memory, op, found, say)
+    return found
 
 
 def resolve_model(spec: str, run: Run) -> Model:

@@ -55,10 +55,10 @@ class Scorer:
     def __init__(self, run: Run, lever: ScoreLever) -> None:
         self._run, self._lever = run, lever
 
-    def score(
-        self, step: str, evaluation: Evaluation, iteration: int, artefacts: Mapping[str, str]
-    ) -> Score:
-        """A step of the run: asked once.
+    def __call__(
+        self, iteration: int, evaluation: Evaluation, artefacts: Mapping[str, str]
+    ) -> float:
+        """What a right candidate is worth: a step of the run, so asked once.
 
         Args:
             artefacts: files of the run that the script may read, by what they are, relative to it.
@@ -67,7 +67,9 @@ class Scorer:
             UsageError: the script is missing, fails, takes too long, or prints no score.
             VerificationError: the script that the run keeps was changed.
         """
-        return self._run.step(step, lambda: self._ask(evaluation, iteration, artefacts), Score)
+        step = f"{evaluation.op}/{iteration}/score"
+        found = self._run.step(step, lambda: self._ask(evaluation, iteration, artefacts), Score)
+        return found.score
 
     def _ask(self, evaluation: Evaluation, iteration: int, artefacts: Mapping[str, str]) -> Score:
         text, digest, first = self._script()

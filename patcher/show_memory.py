@@ -26,9 +26,9 @@ def memory_lines(folder: Path, rules: Sequence[Rule], techniques: Sequence[Gain]
         for rule in sorted(rules, key=lambda rule: -rule.count):
             told = "muted" if rule.muted else "yes" if rule.promoted else "no"
             families = ", ".join(rule.families) or "any"
-            cells = (rule.id, rule.text, rule.language or "any", families)
+            told_of = (rule.id, rule.text, rule.language or "any", families)
             counts = (str(rule.count), str(rule.runs), told)
-            table.add_row(*(escape(str(cell)) for cell in cells), *counts)
+            table.add_row(*(escape(str(cell)) for cell in told_of), *counts)
         yield table
     if techniques:
         table = Table(title="techniques (gain: time before the change over time after it)")

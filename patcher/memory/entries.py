@@ -106,7 +106,7 @@ class Gain(_Entry):
     """By the bytes that a call must move, see `shapes_of`."""
     device: str
     architecture: str
-    """`sm_90`, or the processor's instruction set."""
+    """`sm_90`, or `cpu`."""
     count: int = Field(0, ge=0)
     """Candidates that were right, and so measured."""
     gain: float = Field(1.0, gt=0, allow_inf_nan=False)

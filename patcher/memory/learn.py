@@ -47,19 +47,23 @@ class Where(Record):
 
     family: str
     language: Language
-    device: str
-    architecture: str
+    device: str = "unknown"
+    architecture: str = "unknown"
 
     @classmethod
     def of(cls, contract: Contract, language: Language, environment: Environment | None) -> Where:
         # An op may be the user's own: only a public word of it is kept.
         family = contract.operation if contract.operation.lower() in vocabulary() else "other"
-        capability = environment.capability if environment else None
+        if environment is None:
+            return cls(family=family, language=language)
+        capability = environment.capability
         return cls(
             family=family,
             language=language,
-            device=environment.device if environment else "unknown",
-            architecture=f"sm_{capability.replace('.', '')}" if capability else "cpu",
+            device=environment.device,
+            architecture=f"sm_{capability.replace('.', '')}"
+            if capability
+            else environment.device_kind,
         )
 
 

@@ -1,0 +1,70 @@
+"""Asking a model as a step of the run: once, ever, with the question and the answer kept as files
+that a person can open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from patcher.models import Model, Reply, Request, Role, Usage
+from patcher.models.budget import ask
+from patcher.prompting import Prompts
+from patcher.run import Run
+
+MAX_TOKENS: dict[Role, int] = {"generate": 32_000, "analyse": 16_000}
+"""Room for a reply, thinking included; doubled after a reply that was cut off."""
+TOKENS_CEILING = 128_000
+Edit = Callable[[str, Role, int], str]
+"""The user's say on a prompt: (text, role, iteration) to what is sent."""
+
+
+class Asking:
+    """The models behind the loop on one op, by role.
+
+    Attributes:
+        usage: of every reply so far.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        prompts: Prompts,
+        models: Mapping[Role, Model],
+        budget_usd: float | None,
+        edit: Edit | None = None,
+    ) -> None:
+        self.usage = Usage()
+        self._run = run
+        self._prompts = prompts
+        self._models = models
+        self._budget_usd = budget_usd
+        self._edit = edit
+        self._room = dict(MAX_TOKENS)
+
+    def __call__(self, iteration: int, role: Role, prompt: str) -> Reply:
+        """The reply, stored now or in an earlier process.
+
+        Raises:
+            BudgetError, WaitingError, ModelError, MissingError: the step stays open.
+        """
+        name = self._prompts.op.name
+        folder = f"ops/{name}/{iteration}"
+        request = Request(
+            step=f"{name}/{iteration}/ask-{role}",
+            role=role,
+            system=self._prompts.system(role),
+            prompt=self._edit(prompt, role, iteration) if self._edit else prompt,
+            max_tokens=self._room[role],
+        )
+        if not self._run.done(request.step):
+            self._run.write(f"{folder}/{role}.prompt.md", _shown(request))
+        asked = ask(self._run, self._models[role], request, self._budget_usd)
+        self._run.write(f"{folder}/{role}.prompt.md", _shown(asked.request))
+        self._run.write(f"{folder}/{role}.reply.md", asked.reply.text)
+        if asked.reply.truncated:
+            self._room[role] = min(2 * asked.request.max_tokens, TOKENS_CEILING)
+        self.usage += asked.reply.usage
+        return asked.reply
+
+
+def _shown(request: Request) -> str:
+    return f"<!-- system -->\n{request.system}\n<!-- prompt -->\n{request.prompt}"
