@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from bench import SCHEMA_VERSION, Record, UsageError, load_op
 from bench.judge import Policy
@@ -38,6 +38,12 @@ def _iterations(value: object) -> object:
     return value
 
 
+def _forwards(text: str) -> str:
+    if any(last is not None and last < first for first, last in _spans(text)):
+        raise ValueError("a span ends before it begins")
+    return text
+
+
 def _ops(names: object) -> object:
     for name in names if isinstance(names, list | tuple | dict) else ():
         load_op(str(name))
@@ -48,6 +54,7 @@ Iterations = Annotated[
     str,
     BeforeValidator(_iterations),
     Field(pattern=r"^\d{1,6}(-(\d{1,6})?)?(, ?\d{1,6}(-(\d{1,6})?)?)*$"),
+    AfterValidator(_forwards),
 ]
 """From 0: `"0"`, `"0, 2-4"`, `"3-"`."""
 Ops = Annotated[tuple[str, ...], BeforeValidator(_ops)]
@@ -64,7 +71,13 @@ class _Where(Record):
         return (
             (not self.ops or op in self.ops)
             and (not self.agents or role in self.agents)
-            and (self.iterations is None or iteration in _Spans(self.iterations))
+            and (
+                self.iterations is None
+                or any(
+                    first <= iteration and (last is None or iteration <= last)
+                    for first, last in _spans(self.iterations)
+                )
+            )
         )
 
 
@@ -217,18 +230,13 @@ def before_task(prompt: str, sections: Iterable[str]) -> str:
     return f"{head.rstrip()}\n{added}{task}{tail}" if task else f"{added.lstrip()}\n{prompt}"
 
 
-class _Spans:
-    def __init__(self, text: str) -> None:
-        self._spans = []
-        for part in text.split(","):
-            first, dash, last = part.strip().partition("-")
-            self._spans.append((int(first), int(last) if last else None if dash else int(first)))
-
-    def __contains__(self, iteration: int) -> bool:
-        return any(
-            first <= iteration and (last is None or iteration <= last)
-            for first, last in self._spans
-        )
+def _spans(text: str) -> list[tuple[int, int | None]]:
+    """First and last iteration of each part; a last of None is no end."""
+    found: list[tuple[int, int | None]] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        found.append((int(first), int(last) if last else None if dash else int(first)))
+    return found
 
 
 def _where(lever: _Where) -> dict[str, Any]:

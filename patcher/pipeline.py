@@ -34,7 +34,7 @@ from patcher.agent import optimize
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
 from patcher.decide import Decision
-from patcher.levers import Levers, ScoreLever, load_levers
+from patcher.levers import Levers, load_levers
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
 from patcher.memory import open_memory
@@ -230,7 +230,6 @@ def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> O
     levers = run.step("levers", lambda: load_levers(settings), Levers)
     memory = open_memory(settings.get("memory", "off"))
     earlier = recalled(run, memory, op, language, kind)
-    score = settings.get("score")
     judge_settings = JudgeSettings(
         sweep=plan.sweep,
         threads=plan.threads,
@@ -262,7 +261,7 @@ def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> O
             sweep=op.sweep(kind, plan.sweep),
             budget_usd=settings["budget_usd"],
             edit=edit,
-            score=Scorer(run, ScoreLever.model_validate(score)) if score else None,
+            score=Scorer.of(run, settings),
             on_event=told,
         )
     take_up(run, memory, op, found, say)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from pydantic import Field, ValidationError
 
@@ -54,6 +54,12 @@ class Scorer:
 
     def __init__(self, run: Run, lever: ScoreLever) -> None:
         self._run, self._lever = run, lever
+
+    @classmethod
+    def of(cls, run: Run, settings: Mapping[str, Any]) -> Scorer | None:
+        """The script that a run's settings name, if they do."""
+        lever = settings.get("score")
+        return cls(run, ScoreLever.model_validate(lever)) if lever else None
 
     def __call__(
         self, iteration: int, evaluation: Evaluation, artefacts: Mapping[str, str]
