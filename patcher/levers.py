@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -157,15 +157,19 @@ class Levers(Record):
     auxiliary: tuple[Auxiliary, ...] = ()
     tripwires: Tripwires = Tripwires()
 
-    def prompt(self, text: str, op: str, role: Role, iteration: int, memory: str = "") -> str:
-        """The prompt that is sent in place of `text`."""
-        where = (op, role, iteration)
-        sections = [f"# What earlier runs learned\n{memory}"] if memory else []
+    def extra(self, op: str, role: Role, iteration: int, memory: str = "") -> str:
+        """What a prompt carries besides: sources of the user's, then what earlier runs learned. It
+        is cut from its end where a prompt's room is short."""
+        sections = [_shown(each) for each in self.auxiliary if each.covers(op, role, iteration)]
+        if memory:
+            sections.append(f"# What earlier runs learned\n{memory}")
+        return "\n\n".join(sections)
+
+    def adapt(self, op: str, role: Role, iteration: int, text: str) -> str:
+        """The prompt that is sent in place of `text`; nothing of it is cut."""
         if role == "generate":
-            sections += _rules_of(self.tripwires.for_op(op))
-        sections += [_shown(each) for each in self.auxiliary if each.covers(*where)]
-        text = before_task(text, sections)
-        fitting = [each for each in self.words if each.covers(*where)]
+            text = before_task(text, _rules_of(self.tripwires.for_op(op)))
+        fitting = [each for each in self.words if each.covers(op, role, iteration)]
         for each in fitting:
             if each.how == "override":
                 text = each.text.replace(PROMPT, text)
@@ -221,13 +225,12 @@ def load_levers(settings: Mapping[str, Any], folder: Path | None = None) -> Leve
     return Levers(words=tuple(words), auxiliary=tuple(auxiliary), tripwires=tripwires)
 
 
-def before_task(prompt: str, sections: Iterable[str]) -> str:
-    """The prompt with these sections before its task, which stays last."""
-    added = "".join(f"\n{section.strip()}\n" for section in sections)
-    if not added:
+def before_task(prompt: str, section: str) -> str:
+    """The prompt with a section before its task, which stays last."""
+    if not section:
         return prompt
     head, task, tail = prompt.rpartition(_TASK)
-    return f"{head.rstrip()}\n{added}{task}{tail}" if task else f"{added.lstrip()}\n{prompt}"
+    return f"{head.rstrip()}\n\n{section}\n{task}{tail}" if task else f"{section}\n\n{prompt}"
 
 
 def _spans(text: str) -> list[tuple[int, int | None]]:
@@ -243,11 +246,11 @@ def _where(lever: _Where) -> dict[str, Any]:
     return {name: getattr(lever, name) for name in _Where.model_fields}
 
 
-def _rules_of(policy: Policy) -> list[str]:
+def _rules_of(policy: Policy) -> str:
     lines = [f"- It must not match `{pattern}`." for pattern in policy.banned]
     lines += [f"- It must match `{pattern}`." for pattern in policy.required]
     head = "# The user's rules\nRegular expressions over the source without its comments:\n"
-    return [head + "\n".join(lines)] if lines else []
+    return head + "\n".join(lines) if lines else ""
 
 
 def _shown(auxiliary: Auxiliary) -> str:

@@ -38,7 +38,7 @@ from patcher.levers import Levers, load_levers
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
 from patcher.memory import open_memory
-from patcher.models import Model, Role, open_model
+from patcher.models import Model, open_model
 from patcher.reconcile import Reconciliation
 from patcher.remembered import recalled, take_up
 from patcher.run import Run
@@ -245,9 +245,6 @@ def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> O
             tried = progress.attempt
             say(f"  candidate {tried.iteration} ({tried.phase}): {tried.outcome}, {tried.detail}")
 
-    def edit(prompt: str, role: Role, iteration: int) -> str:
-        return levers.prompt(prompt, op_name, role, iteration, earlier.text)
-
     with open_judge(judge_settings) as judge:  # one for all: what it trusts is started once
         found = optimize(
             run,
@@ -260,7 +257,8 @@ def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> O
             analyst=analyst,
             sweep=op.sweep(kind, plan.sweep),
             budget_usd=settings["budget_usd"],
-            edit=edit,
+            extra=lambda role, at: levers.extra(op_name, role, at, earlier.text),
+            adapt=lambda role, at, prompt: levers.adapt(op_name, role, at, prompt),
             score=Scorer.of(run, settings),
             on_event=told,
         )

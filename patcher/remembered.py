@@ -48,6 +48,11 @@ def take_up(
 
 def experiences(run: Run, found: Optimisation) -> Iterator[Experience]:
     """Every candidate of a loop that was judged, once each."""
+    causes = {
+        attempt.parents[0]: attempt.diagnosis.critical_issue
+        for attempt in found.iterations
+        if attempt.diagnosis and attempt.parents
+    }
     for attempt in found.iterations:
         if attempt.file is None or attempt.duplicate_of is not None:
             continue
@@ -61,6 +66,7 @@ def experiences(run: Run, found: Optimisation) -> Iterator[Experience]:
             source=(run.path / attempt.file).read_bytes().decode(),
             parent=parent,
             change=change,
+            cause=causes.get(attempt.iteration),
         )
 
 

@@ -13,7 +13,8 @@ from bench import Candidate, Evaluation, Outcome, Record
 from patcher.attempts import Phase
 from patcher.extract import Failure
 
-Kind = Literal["generate", "repair", "optimise"]
+Kind = Literal["generate", "repair", "optimise", "combine"]
+"""`generate` begins anew; `combine` makes one candidate of two."""
 
 
 class Ask(Record):
@@ -24,10 +25,17 @@ class Ask(Record):
     """Iterations whose candidates go into the prompt: what is repaired or improved."""
     after: int | None = None
     """The iteration whose reply could not be used and which this one makes up for."""
+    unlike: tuple[int, ...] = ()
+    """`generate`: iterations whose designs are known; another one is wanted."""
+    draw: int | None = None
+    """`generate`: which of several independent answers to the same question."""
+    island: int | None = None
+    why: str = ""
+    """Of draws: what was drawn from what."""
 
     @property
     def phase(self) -> Phase:
-        return "optimisation" if self.kind == "optimise" else "functional"
+        return "optimisation" if self.kind in ("optimise", "combine") else "functional"
 
 
 class Round(Record):

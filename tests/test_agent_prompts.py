@@ -67,7 +67,7 @@ def test_a_generation_prompt_holds_the_contract(language: Language) -> None:
 
 def test_templates_are_strict() -> None:
     with pytest.raises(UndefinedError):
-        prompts(Language.CPP)._render("generate.md.j2")
+        prompts(Language.CPP)._render("generate.md.j2", {})
 
 
 def test_quoted_text_cannot_close_its_block_or_run_as_a_template() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from bench import UsageError
 from patcher.levers import LARGEST, LARGEST_FILE, Levers, before_task, load_levers
+from patcher.models import Role
 from patcher.settings import Settings, resolve
 
 OP = "fused_add_rms_norm"
@@ -67,24 +68,32 @@ def levers_of(folder: Path) -> Levers:
 
 def test_each_lever_is_pulled_where_it_says(folder: Path) -> None:
     levers = levers_of(folder)
-    first = levers.prompt(OURS, OP, "generate", 0)
-    assert first.endswith("# Your task\nWrite it.\n\nPrefer 128-bit loads.\n")
-    assert "# A source of the user's: `helpers.cuh`\nOur reductions.\n````cuh\nfloat sum" in first
-    assert first.index("helpers.cuh") < first.index("# Your task")
-    assert "- It must not match `\\bgoto\\b`." in first
-    later = levers.prompt(OURS, OP, "generate", 3)
-    assert "helpers.cuh" not in later
+    more = levers.extra(OP, "generate", 1, memory="- You cannot fly.")
+    assert more == (
+        "# A source of the user's: `helpers.cuh`\nOur reductions.\n"
+        "````cuh\nfloat sum(float x); // ```\n````\n\n"
+        "# What earlier runs learned\n- You cannot fly."
+    )
+    assert levers.extra(OP, "generate", 2) == ""
+    rules = "# The user's rules\nRegular expressions over the source without its comments:\n"
+    first = levers.adapt(OP, "generate", 0, OURS)
+    assert first == (
+        f"# Contract\nwords\n\n{rules}- It must not match `\\bgoto\\b`.\n\n"
+        "# Your task\nWrite it.\n\nPrefer 128-bit loads.\n"
+    )
+    later = levers.adapt(OP, "generate", 3, OURS)
     assert later.endswith("Prefer 128-bit loads.\n\nIt is late.\n")
-    assert levers.prompt(OURS, OP, "analyse", 2) == OURS, "no lever, not a byte changed"
+    assert levers.adapt(OP, "analyse", 2, OURS) == OURS, "no lever, not a byte changed"
 
 
 def test_an_override_may_hold_our_prompt(folder: Path) -> None:
     levers = levers_of(folder)
-    text = levers.prompt(OURS, "rope", "analyse", 2)
-    assert text == f"Before.\n{OURS}\nAfter."
-    assert levers.prompt(OURS, "rope", "analyse", 1).startswith("# Contract")
+    assert levers.adapt("rope", "analyse", 2, OURS) == f"Before.\n{OURS}\nAfter."
+    assert levers.adapt("rope", "analyse", 1, OURS) == OURS
     (folder / "patcher.toml").write_text('[[prompts]]\noverride = "Nothing else."\n')
-    assert levers_of(folder).prompt(OURS, OP, "generate", 0, "memory") == "Nothing else."
+    roles: tuple[Role, ...] = ("generate", "analyse", "diagnose")
+    for role in roles:
+        assert levers_of(folder).adapt(OP, role, 0, OURS) == "Nothing else."
 
 
 def test_patterns_of_one_op_add_to_those_of_all(folder: Path) -> None:
@@ -92,25 +101,22 @@ def test_patterns_of_one_op_add_to_those_of_all(folder: Path) -> None:
     assert tripwires.for_op(OP).banned == (r"\bgoto\b",)
     assert tripwires.for_op("rope").banned == (r"\bgoto\b", r"\bsinf?\b")
     assert tripwires.for_op("rope").required == ("rotate",)
-    text = levers_of(folder).prompt(OURS, "rope", "generate", 9)
+    text = levers_of(folder).adapt("rope", "generate", 9, OURS)
     assert "- It must match `rotate`." in text
 
 
-def test_memory_comes_before_the_task() -> None:
-    text = Levers().prompt(OURS, OP, "generate", 0, memory="- You cannot fly.")
-    assert text == (
-        "# Contract\nwords\n\n# What earlier runs learned\n- You cannot fly.\n\n"
-        "# Your task\nWrite it.\n"
-    )
-    assert before_task("no such heading\n", ["# More"]) == "# More\n\nno such heading\n"
+def test_the_task_stays_last() -> None:
+    text = "# Your task\nof an older one\n\n# Your task\nWrite.\n"
+    assert before_task(text, "# More").endswith("one\n\n# More\n\n# Your task\nWrite.\n")
+    assert before_task("no such heading\n", "# More") == "# More\n\nno such heading\n"
 
 
 def test_what_files_held_is_what_the_run_keeps(folder: Path) -> None:
     kept = Levers.model_validate_json(levers_of(folder).model_dump_json())
     (folder / "late.md").write_text("changed")
     (folder / "vendor/helpers.cuh").unlink()
-    assert "It is late." in kept.prompt(OURS, OP, "generate", 3)
-    assert "float sum" in kept.prompt(OURS, OP, "generate", 0)
+    assert "It is late." in kept.adapt(OP, "generate", 3, OURS)
+    assert "float sum" in kept.extra(OP, "generate", 0)
     assert len(kept.auxiliary[0].digest) == 64
     assert str(folder) not in kept.model_dump_json()
 

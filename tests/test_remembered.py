@@ -143,11 +143,14 @@ def test_prompts_carry_memory_and_levers_where_they_should(tmp_path: Path) -> No
     }
     levers = load_levers(settings, tmp_path)
 
-    def edit(text: str, role: Role, iteration: int) -> str:
-        return levers.prompt(text, OP, role, iteration, "- You cannot sing.")
+    def extra(role: Role, iteration: int) -> str:
+        return levers.extra(OP, role, iteration, "- You cannot sing.")
+
+    def adapt(role: Role, iteration: int, prompt: str) -> str:
+        return levers.adapt(OP, role, iteration, prompt)
 
     run = new_run(tmp_path)
-    ask_for(run, tmp_path, edit=edit)
+    ask_for(run, tmp_path, extra=extra, adapt=adapt)
     prompts = {
         path.parent.name + "/" + path.name.partition(".")[0]: path.read_text()
         for path in run.path.glob(f"ops/{OP}/*/*.prompt.md")

@@ -10,11 +10,11 @@ from patcher.models.budget import ask
 from patcher.prompting import Prompts
 from patcher.run import Run
 
-MAX_TOKENS: dict[Role, int] = {"generate": 32_000, "analyse": 16_000}
+MAX_TOKENS: dict[Role, int] = {"generate": 32_000, "analyse": 16_000, "diagnose": 8_000}
 """Room for a reply, thinking included; doubled after a reply that was cut off."""
 TOKENS_CEILING = 128_000
-Edit = Callable[[str, Role, int], str]
-"""The user's say on a prompt: (text, role, iteration) to what is sent."""
+Adapt = Callable[[Role, int, str], str]
+"""A user's last word on the prompt of this role in this iteration: what comes back is asked."""
 
 
 class Asking:
@@ -30,14 +30,14 @@ class Asking:
         prompts: Prompts,
         models: Mapping[Role, Model],
         budget_usd: float | None,
-        edit: Edit | None = None,
+        adapt: Adapt | None = None,
     ) -> None:
         self.usage = Usage()
         self._run = run
         self._prompts = prompts
         self._models = models
         self._budget_usd = budget_usd
-        self._edit = edit
+        self._adapt = adapt
         self._room = dict(MAX_TOKENS)
 
     def __call__(self, iteration: int, role: Role, prompt: str) -> Reply:
@@ -52,7 +52,7 @@ class Asking:
             step=f"{name}/{iteration}/ask-{role}",
             role=role,
             system=self._prompts.system(role),
-            prompt=self._edit(prompt, role, iteration) if self._edit else prompt,
+            prompt=self._adapt(role, iteration, prompt) if self._adapt else prompt,
             max_tokens=self._room[role],
         )
         if not self._run.done(request.step):

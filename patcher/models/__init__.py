@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Protocol
 
 from bench import SCHEMA_VERSION, PatcherError, Record, UsageError
 
-Role = Literal["generate", "analyse"]
+Role = Literal["generate", "analyse", "diagnose"]
 
 
 class Request(Record):

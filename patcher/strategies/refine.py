@@ -13,9 +13,13 @@ one."""
 
 
 class Refine:
-    """One candidate a round: repair what is broken, begin, or improve the best."""
+    """One candidate a round: repair what is broken, begin, or improve the best.
 
-    name = "refine"
+    Translation goes the same way: what it begins from is in the prompts.
+    """
+
+    def __init__(self, name: str = "refine") -> None:
+        self.name = name
 
     def next(self, tried: Sequence[Tried], left: int) -> tuple[Ask, ...]:
         now = standing(tried)
