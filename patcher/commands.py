@@ -526,11 +526,21 @@ def report(
 
 
 @app.command()
-@examples("patcher config")
-def config(as_json: Json = False) -> int:
+@examples("patcher config", "patcher config --example > patcher.toml")
+def config(
+    example: Annotated[
+        bool, typer.Option("--example", help="A patcher.toml with every setting, explained.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
     """Each setting, its value and where it comes from."""
-    from patcher.settings import NAMES, resolve
+    from patcher.settings import NAMES, example_file, resolve
 
+    if example:
+        text = example_file()
+        shown = Text(text.rstrip("\n"), no_wrap=True, overflow="ignore")
+        Output(as_json).emit({"schema_version": SCHEMA_VERSION, "example": text}, shown)
+        return 0
     settings = resolve()
     values = settings.model_dump(mode="json")
     rows = {name: {"value": values[name], "origin": settings.origins[name]} for name in NAMES}

@@ -6,6 +6,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,11 @@ def resolve(
             f"{'.'.join([name, *inside])} = {value!r} ({origins[name]}): {first['msg']}",
             f"give another value for {name}",
         ) from error
+
+
+def example_file() -> str:
+    """A `patcher.toml` with every setting, explained."""
+    return resources.files("patcher").joinpath("example.toml").read_text("utf-8")
 
 
 def _read(file: Path) -> dict[str, Any]:

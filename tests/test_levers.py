@@ -11,7 +11,7 @@ import pytest
 from bench import UsageError
 from patcher.levers import LARGEST, LARGEST_FILE, Levers, before_task, load_levers
 from patcher.models import Role
-from patcher.settings import Settings, resolve
+from patcher.settings import Settings, example_file, resolve
 
 OP = "fused_add_rms_norm"
 OURS = "# Contract\nwords\n\n# Your task\nWrite it.\n"
@@ -191,3 +191,17 @@ def test_the_whole_example_is_json_too(folder: Path) -> None:
     settings = settings_of(folder).for_run()
     assert json.loads(json.dumps(settings)) == settings
     assert resolve(environ={"PATCHER_SCORE": json.dumps(settings["score"])}).score is not None
+
+
+def test_the_example_holds_every_setting_and_works(tmp_path: Path) -> None:
+    text = example_file()
+    (tmp_path / "patcher.toml").write_text(text)
+    for name in ("prompts/analyst.md", "vendor/reductions.cuh", "score.py"):
+        assert f'"{name}"' in text
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x {{ prompt }} y")
+    settings = settings_of(tmp_path)
+    assert set(settings.origins.values()) == {"patcher.toml"}, "each setting has its example"
+    levers = levers_of(tmp_path)
+    assert levers.adapt(OP, "analyse", 3, OURS) == f"x {OURS} y"
+    assert "reductions.cuh" in levers.extra("rope", "generate", 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_agent import DEVICE, OP, Judge, Line, advice, code, recording
+from test_agent import DEVICE, OP, Judge, Line, advice, code, diagnosis, recording
 from test_memory import HONEYTOKEN, broken
 
 from bench import Candidate, Environment, Evaluation, Language, Outcome, UsageError, load_op
@@ -47,6 +47,7 @@ def secret_code(marker: str) -> str:
 
 LINES: list[Line] = [
     ("0/generate", secret_code("typo")),
+    ("1/diagnose", diagnosis(f"The helper of {HONEYTOKEN} is used and never declared")),
     ("1/generate", secret_code("fixed")),
     ("2/analyse", advice(f"Vectorise the loads of {HONEYTOKEN}", 3.0)),
     ("2/generate", secret_code("vector")),
@@ -75,7 +76,7 @@ def test_a_loop_teaches_gains_between_parent_and_child_and_no_text_of_its_own(
     tmp_path: Path,
 ) -> None:
     run, memory = new_run(tmp_path), Memory(tmp_path / "memory")
-    found = ask_for(run, tmp_path)
+    found = ask_for(run, tmp_path, extra=lambda role, at: HONEYTOKEN)
     said: list[str] = []
     take_up(run, memory, load_op(OP), found, said.append)
     gains = {gain.technique: gain.gain for gain in memory.techniques()}
@@ -83,6 +84,8 @@ def test_a_loop_teaches_gains_between_parent_and_child_and_no_text_of_its_own(
     assert {gain.architecture for gain in memory.techniques()} == {"cpu"}
     [rule] = memory.rules()
     assert (rule.failure, rule.count) == ("undeclared name", 1)
+    assert rule.text.endswith("(once: the helper of ... is used and never declared)")
+    assert HONEYTOKEN in (run.path / f"ops/{OP}/0/generate.prompt.md").read_text()
     for path in memory.folder.iterdir():
         assert HONEYTOKEN not in path.read_text()
     assert said == [f"memory: 1 rules, {len(memory.techniques())} techniques in {memory.folder}"]
@@ -92,8 +95,11 @@ def test_a_loop_teaches_gains_between_parent_and_child_and_no_text_of_its_own(
 
 
 def test_a_duplicate_teaches_nothing_more(tmp_path: Path) -> None:
-    lines: list[Line] = [("0/generate", code("a")), *LINES[2:3], ("1/generate", code("a"))]
-    lines[1] = ("1/analyse", lines[1][1])
+    lines: list[Line] = [
+        ("0/generate", code("a")),
+        ("1/analyse", advice("unroll")),
+        ("1/generate", code("a")),
+    ]
     run = new_run(tmp_path)
     judge = Timed({"a": 1.5})
     model = recording(tmp_path, lines)
@@ -189,8 +195,8 @@ def test_a_score_makes_nothing_right(tmp_path: Path) -> None:
     script = score_by({"typo": 1e9, "fixed": 1.0, "slow": 1e9}, tmp_path)
     scorer = Scorer.of(run, {"score": {"script": str(script)}})
     lines = [
-        *LINES[:2],
-        ("2/analyse", LINES[2][1]),
+        *LINES[:3],
+        ("2/analyse", LINES[3][1]),
         ("2/generate", secret_code("slow")),
     ]
     judge = Timed({**VERDICTS, "slow": 0.9})

@@ -285,7 +285,11 @@ class _Loop:
             outcome=evaluation.outcome if evaluation else Outcome.GENERATION_FAILURE,
             geomean_speedup=evaluation.geomean_speedup if evaluation else None,
             score=tried.score,
-            detail=_detail(evaluation) if evaluation else failure.detail if failure else "",
+            detail=_detail(evaluation, tried.score)
+            if evaluation
+            else failure.detail
+            if failure
+            else "",
             usage=one.advice.usage + one.reply.usage,
             model=one.reply.model,
             reply_source=one.reply.source,
@@ -304,9 +308,10 @@ class _Loop:
         self.tell(one.iteration, "done", one.ask.phase, attempt)
 
 
-def _detail(evaluation: Evaluation) -> str:
+def _detail(evaluation: Evaluation, score: float | None) -> str:
     if evaluation.geomean_speedup is not None:
-        return f"{evaluation.geomean_speedup:.3f} x {evaluation.baseline}"
+        own = "" if score is None else f", score {score:g}"
+        return f"{evaluation.geomean_speedup:.3f} x {evaluation.baseline}{own}"
     failed = evaluation.failed_checks
     return (
         f"{failed[0].name}: {failed[0].detail}" if failed else evaluation.outcome.replace("_", " ")

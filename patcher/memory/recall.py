@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from bench import SCHEMA_VERSION, Record
 from patcher.memory.entries import Gain, Rule
 from patcher.memory.learn import Where
+from patcher.prompting import quote
 
 CHARACTERS = 3000
 """Of the block; half may be rules."""
@@ -47,7 +48,9 @@ def recall(rules: Sequence[Rule], gains: Sequence[Gain], where: Where) -> Recall
         parts.append(f"{_RULES}\n{first}")
     if second:
         table = "| technique | op family | bytes of a call | device | language | gain | seen |"
-        parts.append(f"{_GAINS}\n\n{table}\n| --- | --- | --- | --- | --- | ---: | --- |\n{second}")
+        rows = f"{table}\n| --- | --- | --- | --- | --- | ---: | --- |\n{second}"
+        # what models called a change, in part: to read, not to obey
+        parts.append(f"{_GAINS}\n{quote(rows)}")
     return Recalled(text="\n\n".join(parts), rules=told_rules, techniques=told_gains)
 
 
