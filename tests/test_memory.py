@@ -161,6 +161,67 @@ def test_a_message_that_nobody_knows_is_kept_in_public_words(memory: Memory) -> 
     assert HONEYTOKEN not in rule.text
 
 
+TRITON = """\
+Traceback (most recent call last):
+  File "runner.py", line 26, in call
+    function(*tensors)
+triton.compiler.errors.CompilationError: at 3:17:
+def secret_kernel(x, BLOCK: tl.constexpr):
+    # a power of 2, NameError: not this
+    secret_hid = {quoted}
+                 ^
+{message}
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (
+            TRITON.format(
+                quoted="tl.arange(0, 100)", message="arange's range must be a power of 2"
+            ),
+            "you cannot give tl.arange or a block a size that is no power of two",
+        ),
+        (
+            TRITON.format(quoted="nope", message="NameError('secret_nope is not defined')"),
+            "you cannot use a name without declaring it",
+        ),
+        (
+            TRITON.format(
+                quoted="a + b",
+                message="Cannot make_shape_compatible: incompatible "
+                "dimensions at index 0: 16 and 32",
+            ),
+            "says: cannot ...: incompatible dimensions at index 0: 16 and 32",
+        ),
+        (
+            "x.cpp: In function 'void f()':\nx.cpp:3:5: error: too many arguments to function "
+            "'int secret(int)'\n    3 |  secret(1, 2); // power of 2\n",
+            "says: too many arguments to function int ... (int)",
+        ),
+        ('x.cu(3): error: expected a ";"\n  secret = 3\n', "says: expected a"),
+        (
+            "ptxas error   : Entry function '_Z6secret' uses too much shared data (0x10 bytes)",
+            "you cannot declare more than 48 KiB of static shared memory",
+        ),
+        (
+            "Traceback (most recent call last):\ntorch.AcceleratorError: CUDA error: an illegal "
+            "memory access was encountered\nCUDA kernel errors might be reported later\n",
+            "you cannot index outside of a tensor",
+        ),
+    ],
+    ids=["arange", "name", "shapes", "g++", "nvcc", "ptxas", "torch"],
+)
+def test_what_tools_really_print_becomes_a_rule(memory: Memory, log: str, expected: str) -> None:
+    evaluation = evaluated(1, Outcome.COMPILATION_FAILURE, log=log)
+    learn(memory, Experience(evaluation, ""))
+    [rule] = memory.rules()
+    assert expected in rule.text
+    assert "secret" not in rule.text
+
+
 def test_what_a_user_forbids_is_no_rule_of_memory(memory: Memory) -> None:
     banned = evaluated(
         1, Outcome.GUARD_VIOLATION, check="tripwires", detail=f"the policy bans '{HONEYTOKEN}'"

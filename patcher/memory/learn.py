@@ -13,17 +13,21 @@ from patcher.memory.entries import Gain, Rule, Sighting, identifier, shapes_of
 from patcher.memory.known import failure_in, technique_in
 from patcher.memory.screen import phrase, significant, vocabulary
 
+_LONGEST_LOG = 20_000
+"""Characters; candidates write into logs, too."""
 ALIKE = 0.5
 """Share of their words that two causes of the same failed check have in common if they are one."""
 _RIGHT = (Outcome.CORRECT, Outcome.TOO_SLOW)
 _PYTHON = re.compile(r"^(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception|Resources|Construct)\b.*)$", re.M)
+_TRITON = re.compile(r"^[\w.]*CompilationError: at \d+:\d+:\n(?:.*\n)*? *\^ *\n(.+)$", re.M)
+"""The line after the source that it quotes and the mark under it."""
 _COMPILER = re.compile(
     r"\berror\s*(?:#?[\w-]+)?\s*:\s*(.+)$|.*(\bundefined (?:reference|symbol).*)$", re.M
 )
 _SAYS = {
-    Outcome.COMPILATION_FAILURE: "the compiler says",
-    Outcome.RUNTIME_ERROR: "the call ends with",
-    Outcome.GUARD_VIOLATION: "the judge says",
+    Outcome.COMPILATION_FAILURE: ("build such a source", "the compiler says"),
+    Outcome.RUNTIME_ERROR: ("run such a kernel", "the call ends with"),
+    Outcome.GUARD_VIOLATION: ("pass with such a kernel", "the judge says"),
 }
 _UNEXPLAINED = "you cannot do this: {cause}, because the check of {check} fails"
 
@@ -155,6 +159,10 @@ def _ratios(contract: Contract, parent: Evaluation, child: Evaluation) -> dict[s
 
 def _messages(log: str) -> list[str]:
     """What the tools say in a log, without the sources that they quote; the cause first."""
+    log = log[-_LONGEST_LOG:]
+    triton = [match[1] for match in _TRITON.finditer(log)]
+    if triton:
+        return [triton[-1]]
     python = [match[1] for match in _PYTHON.finditer(log)]
     if python:
         return [python[-1]]

@@ -13,14 +13,14 @@ from collections.abc import Iterable
 from functools import cache
 from importlib import resources
 
-LONGEST = 200
+LONGEST = 160
 """Characters of a phrase."""
 KNOWN_SHARE = 0.6
 """Of a phrase's words that must be on the list; with fewer, it says nothing without the rest."""
 REPEATED = 6
 """Words in a row that a phrase may not share with a source, comments included."""
 _LEFT_OUT = "..."
-_TOKEN = re.compile(r"[A-Za-z_][\w]*(?:(?:\.|::|-)\w+)*|\d[\w.]*|[,;:()%+/*=<>-]")
+_TOKEN = re.compile(r"[A-Za-z_][\w]*(?:(?:\.|::|-)\w+)*|\d[\w.]*|[,;:()]")
 _WORD = re.compile(r"[a-z]+|\d+")
 _LETTERS = ("a", "K", "k", "n")
 _NUMBERS = {
@@ -111,6 +111,6 @@ def _stems(word: str) -> Iterable[str]:
 
 def _spaced(tokens: list[str]) -> str:
     text = " ".join(tokens)
-    text = re.sub(r" ([,;:)%])", r"\1", text).replace("( ", "(")
+    text = re.sub(r" ([,;:)])", r"\1", text).replace("( ", "(")
     text = re.sub(r"\( ?\)", "", text)
-    return re.sub(r" +", " ", text).strip(" ,;:-+/*=<>(")
+    return re.sub(r" +", " ", text).strip(" ,;:(")
