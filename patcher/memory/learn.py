@@ -87,10 +87,9 @@ def rule_after(
         identity = identifier(known.name, where.language)
     elif evaluation.outcome in _SAYS and (said := phrase(messages[0], [seen.source])):
         name = failed.name
-        because = f"because {_SAYS[evaluation.outcome]}: {said}"
-        text = (
-            f"you cannot do this: {cause}, {because}" if cause else f"you cannot go on, {because}"
-        )
+        what, says = _SAYS[evaluation.outcome]
+        what = f"do this: {cause}" if cause else what
+        text = f"you cannot {what}, because {says}: {said}"
         words = " ".join(sorted(significant(said)))
         identity = identifier(failed.name, where.language, words)
     elif cause:
