@@ -290,6 +290,31 @@ def test_edits_survive_and_a_deleted_entry_is_gone(memory: Memory) -> None:
     assert "# mine" in path.read_text()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[[rule]]\ntext = "a"',
+        '[[rule]]\r\ntext = "a"  # mine\r\n',
+        "# nothing yet",
+        '# top\n\n  [[ rule ]]\n  text = "a"   # why\n\n\n# end\n',
+        '[[rule]]\ncount = 2\ntext = "a"\nseen = [\n  "x-y", # one\n]\n\n[[rule]]\ntext = "b"\n',
+    ],
+)
+def test_whatever_a_person_wrote_can_be_added_to(memory: Memory, text: str) -> None:
+    memory.folder.mkdir()
+    path = memory.folder / "rules.toml"
+    path.write_bytes(text.encode())
+    before = memory.rules()
+    for number in range(2):
+        learn(memory, broken(number, 'identifier "x" is undefined'))
+    assert memory.rules()[:-1] == before
+    assert memory.rules()[-1].count == 2
+    for comment in re.findall(r"#[^\r\n]*", text):
+        assert comment in path.read_text()
+    memory.forget([memory.rules()[-1].id])
+    assert memory.rules() == before
+
+
 def test_a_rule_by_hand_needs_only_its_text_and_a_muted_one_is_not_shown(memory: Memory) -> None:
     memory.folder.mkdir()
     path = memory.folder / "rules.toml"

@@ -271,6 +271,7 @@ class _Loop:
         tried = Tried(one.iteration, number, one.ask, candidate, evaluation, failure)
         if self.score and tried.right and candidate and evaluation and given_in is not None:
             files = {
+                "run": ".",
                 "candidate": self._file(given_in, candidate),
                 "evaluation": f"ops/{self.op.name}/{given_in}/evaluation.json",
             }

@@ -54,7 +54,17 @@ class Shelf:
             before = self._parse(text, kind)
             after = _pruned(change(before))
             if after != before:
-                self._write(self._rewritten(text, before, after))
+                # tomlkit would write on where the last line has no end
+                ended = text if not text or text.endswith("\n") else text + "\n"
+                written = self._rewritten(ended, before, after)
+                if {entry.id: entry for entry in self._parse(written, kind)} != {
+                    entry.id: entry for entry in after
+                }:
+                    raise UsageError(
+                        f"{self.path} is written in a way that cannot be added to",
+                        f"write each entry as [[{self.table}]] and one value a line",
+                    )
+                self._write(written)
 
     def _text(self) -> str:
         try:
