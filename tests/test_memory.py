@@ -8,6 +8,7 @@ import multiprocessing
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -429,6 +430,32 @@ def test_runs_at_the_same_time_lose_nothing(memory: Memory) -> None:
     [rule] = memory.rules()
     assert (rule.count, rule.runs) == (16, 4)
     assert not list(memory.folder.glob(".rules*")), "nothing half-written is left"
+
+
+def _endless_learner(folder: str, told: Any) -> None:
+    number = 0
+    while True:
+        learn(Memory(Path(folder)), broken(number, 'identifier "x" is undefined'))
+        number += 1
+        told.send(number)
+
+
+def test_kill_leaves_a_whole_file_and_no_lock(memory: Memory) -> None:
+    context = multiprocessing.get_context("fork")
+    for at in range(1, 6):
+        ours, theirs = context.Pipe()
+        worker = context.Process(target=_endless_learner, args=(str(memory.folder), theirs))
+        worker.start()
+        learned = [ours.recv() for _ in range(2 * at)][-1]
+        worker.kill()
+        worker.join(60)
+        assert worker.exitcode == -9
+        [rule] = memory.rules()
+        assert rule.count >= learned
+        learn(memory, broken(100_000 + at, 'identifier "x" is undefined'))
+        assert memory.rules()[0].count == rule.count + 1
+        memory.forget([rule.id])
+    assert [path.name for path in memory.folder.glob(".*")] == [".lock"]
 
 
 def test_a_link_stays_a_link(memory: Memory, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ class Shelf:
     def _write(self, text: str) -> None:
         # A link stays a link: what it points to is replaced.
         target = self.path.resolve()
-        staged = target.with_name(f".{target.name}.{os.getpid()}")
+        staged = target.with_name(f".{target.name}.tmp")  # one writer at a time: the lock's holder
         try:
             with staged.open("w", encoding="utf-8") as file:
                 file.write(text)
