@@ -36,6 +36,24 @@ ModelSpec = Annotated[
         "--model", help="anthropic[:MODEL], exchange:DIR or replay:FILE; default from settings."
     ),
 ]
+Strategy = Annotated[
+    str, typer.Option(help="refine, single, sample, beam, evolve or translate; see the README.")
+]
+Width = Annotated[
+    int | None,
+    typer.Option(help="Candidates a round, for sample, beam and evolve (default 4).", min=1),
+]
+Islands = Annotated[
+    int | None, typer.Option(help="Populations of evolve (default 2).", min=1, max=64)
+]
+FromSolution = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--from-solution",
+        metavar="NAME",
+        help="A kernel that works elsewhere goes into the prompts: a solution's name, or a file.",
+    ),
+]
 ops_app = typer.Typer(help="The kernel library.", invoke_without_command=True)
 app.add_typer(ops_app, name="ops")
 
@@ -233,6 +251,9 @@ def bundle(
 @examples(
     "patcher optimize fused_add_rms_norm --language cpp --model exchange:prompts",
     "patcher optimize fused_add_rms_norm --language cuda --iterations 6 --budget-usd 5",
+    "patcher optimize fused_add_rms_norm --language cuda --strategy beam --width 4",
+    "patcher optimize fused_add_rms_norm --language triton --strategy translate "
+    "--from-solution cuda_row",
 )
 def optimize(
     op: Annotated[str, typer.Argument(help="An op of the library.")],
@@ -241,23 +262,51 @@ def optimize(
     analyst: Annotated[
         str | None, typer.Option(help="Another model for the analysis agent.")
     ] = None,
+    diagnoser: Annotated[
+        str | None, typer.Option(help="Another model for the judge of failures.")
+    ] = None,
+    strategy: Strategy = "refine",
+    width: Width = None,
+    islands: Islands = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of evolve's draws; without one it is drawn and kept.")
+    ] = None,
+    from_solution: FromSolution = None,
     iterations: Annotated[int | None, typer.Option(help="Candidates at most.", min=1)] = None,
     budget_usd: Annotated[
         float | None, typer.Option("--budget-usd", help="Ceiling on what models may cost.", min=0)
     ] = None,
     sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
+    counters: Annotated[
+        bool, typer.Option(help="CUDA: whether the analyst reads Nsight Compute's counters.")
+    ] = True,
     threads: Threads = None,
     as_json: Json = False,
 ) -> int:
     """The agent loop on one op: generation and analysis agents under the judge's feedback."""
     from patcher import pipeline
+    from patcher.searching import Search
     from patcher.settings import resolve
 
     settings = resolve(
-        {"model": model, "analyst": analyst, "iterations": iterations, "budget_usd": budget_usd}
+        {
+            "model": model,
+            "analyst": analyst,
+            "diagnoser": diagnoser,
+            "iterations": iterations,
+            "budget_usd": budget_usd,
+        }
     )
+    known, language = load_op(op), language or Language.CPP
+    numbers = {"width": width, "islands": islands, "seed": seed}
     plan = pipeline.Plan(
-        op=load_op(op).name, language=language, sweep=sweep, whole=False, threads=threads
+        op=known.name,
+        language=language,
+        sweep=sweep,
+        whole=False,
+        threads=threads,
+        search=Search.of(known, language, strategy, from_solution or (), **numbers),
+        counters=counters,
     )
     run = pipeline.start(settings, "optimize", None, None, plan)
     return _execute(run, Output(as_json))
@@ -273,6 +322,8 @@ def run(
     op: Annotated[str | None, typer.Option(help="Default: the first hotspot covered.")] = None,
     language: Annotated[Language | None, typer.Option(help="What to write it in.")] = None,
     model: ModelSpec = None,
+    strategy: Strategy = "refine",
+    width: Width = None,
     iterations: Annotated[int | None, typer.Option(min=1)] = None,
     budget_usd: Annotated[float | None, typer.Option("--budget-usd", min=0)] = None,
     source: Annotated[Path | None, typer.Option("--from", help="A profile to start from.")] = None,
@@ -290,6 +341,7 @@ def run(
 ) -> int:
     """The whole path: profile, agent loop, patch, end-to-end A/B, decision, report."""
     from patcher import pipeline
+    from patcher.searching import Search
     from patcher.settings import resolve
 
     settings = resolve(
@@ -307,6 +359,7 @@ def run(
         sweep=sweep,
         pairs=pairs,
         threads=threads,
+        search=Search.of(load_op(op) if op else None, language, strategy, width=width),
     )
     begun = pipeline.start(settings, "run", served, workload, plan)
     return _execute(begun, Output(as_json), source)
@@ -353,7 +406,7 @@ def _execute(run: Any, output: Output, profile_file: Path | None = None) -> int:
     """Run or resume, show the result, give the exit code."""
     from patcher import pipeline
     from patcher.gather import write_report
-    from patcher.show import attempts_table
+    from patcher.show import attempts_table, ended_line
 
     with run:
         if not output.as_json:
@@ -368,6 +421,7 @@ def _execute(run: Any, output: Output, profile_file: Path | None = None) -> int:
     shown: list[Any] = []
     if result.optimisation:
         shown.append(attempts_table(result.optimisation.iterations))
+        shown.append(ended_line(result.optimisation))
     if result.decision:
         shown += _decision_lines(result.decision)
     shown += [Text(f"report: {run.path / name}") for name in result.reports]

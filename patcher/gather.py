@@ -9,7 +9,7 @@ from bench import Evaluation, Record, UsageError, load_op
 from hotspot import Profile
 from integrate import Patch
 from integrate import Receipt as FullReceipt
-from patcher.attempts import Attempt
+from patcher.attempts import Attempt, Stopped
 from patcher.decide import Decision
 from patcher.measure import explain_measured
 from patcher.measured import Measured
@@ -75,6 +75,7 @@ def gather(run: Run, after: Profile | None = None) -> Report:
         profile=profile.model_dump(mode="json") if profile else None,
         profile_after=after.model_dump(mode="json") if after else None,
         attempts=attempts,
+        loop_ended=_loop_ended(run),
         best=evaluation,
         candidate_source=source,
         candidate_language=str(evaluation.language) if evaluation else None,
@@ -103,6 +104,12 @@ def _receipt(receipt: FullReceipt) -> Receipt:
 def _attempts(run: Run) -> tuple[Attempt, ...]:
     files = sorted(run.path.glob("ops/*/*/attempt.json"), key=lambda path: int(path.parent.name))
     return tuple(Attempt.model_validate_json(path.read_text(encoding="utf-8")) for path in files)
+
+
+def _loop_ended(run: Run) -> Stopped | None:
+    """Of the run's op; the last one where there are several."""
+    steps = [name for name in run.state.results if name.endswith("/stopped")]
+    return run.load(steps[-1], Stopped) if steps else None
 
 
 def _best(attempts: tuple[Attempt, ...]) -> Attempt | None:
@@ -161,12 +168,18 @@ def _command(run: Run, plan: Plan) -> str:
         "--op": plan.op if plan.whole else None,
         "--language": plan.language,
         "--model": settings.get("model"),
+        "--strategy": plan.search.strategy if plan.search.strategy != "refine" else None,
+        "--width": plan.search.width,
+        "--islands": plan.search.islands,
+        "--seed": plan.search.seed if plan.search.strategy == "evolve" else None,
         "--iterations": settings.get("iterations"),
         "--sweep": plan.sweep,
         "--threads": plan.threads,
         "--pairs": plan.pairs if plan.whole else None,
         "--margin-pct": settings.get("margin_pct") if plan.whole else None,
     }
+    for kernel in plan.search.elsewhere:
+        words += ["--from-solution", kernel.name]
     if config.workload:
         load = config.workload
         options |= {

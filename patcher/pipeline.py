@@ -17,6 +17,7 @@ from bench import (
     SCHEMA_VERSION,
     Evaluation,
     Language,
+    Op,
     Record,
     UsageError,
     Workload,
@@ -30,19 +31,20 @@ from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
 from bench.toolchains import build
 from hotspot import Profile, capture
 from integrate import Patch
-from patcher.agent import optimize
+from patcher.agent import Judge, Rules, optimize
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
+from patcher.carried import Carried, kept_levers
+from patcher.counting import with_counters
 from patcher.decide import Decision
-from patcher.levers import Levers, load_levers
+from patcher.levers import load_levers
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
-from patcher.memory import open_memory
 from patcher.models import Model, open_model
+from patcher.prompt_room import PROMPT_TOKENS
 from patcher.reconcile import Reconciliation
-from patcher.remembered import recalled, take_up
 from patcher.run import Run
-from patcher.scoring import Scorer
+from patcher.searching import Search
 from patcher.settings import Settings
 
 DEMO = "replay:demo"
@@ -68,6 +70,9 @@ class Plan(Record):
     quality_steps: int = 32
     threads: int | None = None
     judge_pairs: int = 12
+    search: Search = Search()
+    counters: bool = True
+    """Whether the analyst reads hardware counters, where ncu works."""
 
 
 class Made(Record):
@@ -133,7 +138,7 @@ def start(
     Raises:
         UsageError: what the settings name cannot be read.
     """
-    levers = load_levers(settings.for_run())
+    load_levers(settings.for_run())  # before there is a run
     run = Run.create(
         settings.runs_dir,
         command=command,
@@ -142,7 +147,7 @@ def start(
         settings={**settings.for_run(), "plan": plan.model_dump(mode="json")},
         versions=describe("cpu").packages,
     )
-    run.step("levers", lambda: levers, Levers)
+    kept_levers(run)
     return run
 
 
@@ -169,7 +174,7 @@ def execute(run: Run, report: Report, say: Say, profile_file: Path | None = None
     if op_name is None:
         raise UsageError("no op to work on", "name one, or run the whole path of a model")
 
-    optimisation = _optimise(run, plan, op_name, report, say)
+    optimisation = _optimise(run, plan, op_name, profile, report, say)
     made = decision = None
     if optimisation.best_iteration is None:
         say("no candidate is right and faster: nothing to patch")
@@ -221,23 +226,27 @@ def _first_covered(profile: Profile) -> str:
     )
 
 
-def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> Optimisation:
+def _optimise(
+    run: Run, plan: Plan, op_name: str, profile: Profile | None, report: Report, say: Say
+) -> Optimisation:
     settings = run.config.settings
     op = load_op(op_name)
     device = run.config.workload.device if run.config.workload else None
     language = plan.language or (Language.CUDA if device == "cuda" else Language.CPP)
     kind = "cpu" if language is Language.CPP else "cuda"
-    levers = run.step("levers", lambda: load_levers(settings), Levers)
-    memory = open_memory(settings.get("memory", "off"))
-    earlier = recalled(run, memory, op, language, kind)
+    carried = Carried(run, op, language, kind)
     judge_settings = JudgeSettings(
         sweep=plan.sweep,
         threads=plan.threads,
         pairs=plan.judge_pairs,
-        policy=levers.tripwires.for_op(op_name),
+        policy=carried.policy,
     )
     model = resolve_model(settings["model"], run)
-    analyst = resolve_model(settings["analyst"], run) if settings["analyst"] else None
+    others = {
+        role: resolve_model(settings[role], run) if settings.get(role) else None
+        for role in ("analyst", "diagnoser")
+    }
+    rules = {name: settings[name] for name in ("light_pct", "reverts") if name in settings}
 
     def told(progress: LoopProgress) -> None:
         report(f"{op_name}: {progress.stage}", progress.iteration, progress.iterations)
@@ -246,24 +255,38 @@ def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> O
             say(f"  candidate {tried.iteration} ({tried.phase}): {tried.outcome}, {tried.detail}")
 
     with open_judge(judge_settings) as judge:  # one for all: what it trusts is started once
+        evaluate: Judge = lambda candidate: judge.evaluate(candidate, report)  # noqa: E731
         found = optimize(
             run,
             op,
             language,
             model,
-            lambda candidate: judge.evaluate(candidate, report),
+            with_counters(evaluate, plan.sweep, say) if plan.counters else evaluate,
             settings["iterations"],
             device_facts(kind),
-            analyst=analyst,
+            analyst=others["analyst"],
+            diagnoser=others["diagnoser"],
+            strategy=plan.search.open(),
+            rules=Rules(**rules, margin_pct=settings["margin_pct"], share_pct=_share(profile, op)),
             sweep=op.sweep(kind, plan.sweep),
             budget_usd=settings["budget_usd"],
-            extra=lambda role, at: levers.extra(op_name, role, at, earlier.text),
-            adapt=lambda role, at, prompt: levers.adapt(op_name, role, at, prompt),
-            score=Scorer.of(run, settings),
+            prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
+            elsewhere=plan.search.elsewhere,
+            extra=carried.extra,
+            adapt=carried.adapt,
+            prepare=judge.build_ahead,
+            score=carried.score,
             on_event=told,
         )
-    take_up(run, memory, op, found, say)
+    say(f"the loop ended ({found.stopped}): {found.stopped_detail}")
+    carried.learn(found, say)
     return found
+
+
+def _share(profile: Profile | None, op: Op) -> float | None:
+    """Percent of the profile that the op takes; None without a profile, or when it is not in it."""
+    shares = [spot.share_pct for spot in profile.hotspots if spot.op == op.name] if profile else []
+    return sum(shares) if shares else None
 
 
 def resolve_model(spec: str, run: Run) -> Model:

@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from bench import Record, UsageError
 from patcher.levers import AuxiliaryLever, PromptLever, ScoreLever, Tripwires
+from patcher.prompt_room import PROMPT_TOKENS
 
 CONFIG_FILE = "patcher.toml"
 PREFIX = "PATCHER_"
@@ -27,6 +28,8 @@ class Settings(Record):
     """The generation agent: see `patcher.models.PROVIDERS`."""
     analyst: str | None = Field(None, min_length=1)
     """The performance-analysis agent; None is the same model."""
+    diagnoser: str | None = Field(None, min_length=1)
+    """Who judges failures before a repair; None is the same model."""
     iterations: int = Field(8, ge=1, le=1000)
     """Candidates asked for, at most, per op."""
     budget_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
@@ -34,6 +37,12 @@ class Settings(Record):
     runs_dir: Path = Path("patcher-runs")
     margin_pct: float = Field(0.5, ge=0, le=100, allow_inf_nan=False)
     """End-to-end gain in percent that the interval's lower end must exceed."""
+    light_pct: float = Field(90, gt=0, allow_inf_nan=False)
+    """Share of the speed of light at which the loop leaves an op."""
+    reverts: int = Field(5, ge=1)
+    """Optimisation rounds in a row without a gain after which it does."""
+    prompt_tokens: int = Field(PROMPT_TOKENS, ge=2000)
+    """Room of a prompt, estimated; what is optional is cut to fit."""
     memory: str = Field("on", min_length=1)
     """What is remembered across runs: `on` (in `PATCHER_HOME`), `off`, or a folder."""
     tripwires: Tripwires = Tripwires()

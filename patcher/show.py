@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench import Comparison, Evaluation, KernelCounters, Op, Outcome
-from patcher.attempts import Attempt
+from patcher.attempts import Attempt, Optimisation
 from patcher.doctor import Finding
 
 if TYPE_CHECKING:  # it imports torch
@@ -116,6 +116,13 @@ def attempts_table(attempts: tuple[Attempt, ...]) -> Table:
             Text(attempt.detail[:100]),
         )
     return table
+
+
+def ended_line(optimisation: Optimisation) -> Text:
+    """Why the loop ended."""
+    words = optimisation.stopped.replace("_", " ")
+    detail = f": {optimisation.stopped_detail}" if optimisation.stopped_detail else ""
+    return Text(f"{optimisation.strategy} ended by {words}{detail}", style="dim")
 
 
 def comparison_lines(name: str, comparison: Comparison) -> Text:
