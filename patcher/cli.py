@@ -12,6 +12,7 @@ from rich.console import Console
 from bench import MissingError, PatcherError, UsageError
 from patcher import (  # noqa: F401 (importing them registers them)
     commands,
+    configuring,
     exporting,
     patching,
     profiling,

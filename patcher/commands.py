@@ -23,7 +23,20 @@ from bench import (
 )
 from bench.engines import ENGINES
 from bench.stats import DEFAULT_PAIRS
-from patcher.console import Device, Engine, Json, Output, app, examples, pick_device, runs_dir
+from patcher.console import (
+    BudgetGpuMinutes,
+    BudgetMinutes,
+    BudgetTokens,
+    BudgetUsd,
+    Device,
+    Engine,
+    Json,
+    Output,
+    app,
+    examples,
+    pick_device,
+    runs_dir,
+)
 
 Batch = Annotated[int | None, typer.Option(help="Sequences decoded together.", min=1)]
 Prompt = Annotated[int | None, typer.Option("--input-len", help="Prompt tokens.", min=1)]
@@ -33,7 +46,9 @@ Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1)]
 ModelSpec = Annotated[
     str | None,
     typer.Option(
-        "--model", help="anthropic[:MODEL], exchange:DIR or replay:FILE; default from settings."
+        "--model",
+        help="anthropic[:MODEL], openai:MODEL, exchange:DIR, replay:FILE or a NAME of "
+        "`patcher models`; default from settings.",
     ),
 ]
 Strategy = Annotated[
@@ -254,6 +269,7 @@ def bundle(
     "patcher optimize fused_add_rms_norm --language cuda --strategy beam --width 4",
     "patcher optimize fused_add_rms_norm --language triton --strategy translate "
     "--from-solution cuda_row",
+    "patcher optimize fused_add_rms_norm --language cuda --dry-run",
 )
 def optimize(
     op: Annotated[str, typer.Argument(help="An op of the library.")],
@@ -273,9 +289,13 @@ def optimize(
     ] = None,
     from_solution: FromSolution = None,
     iterations: Annotated[int | None, typer.Option(help="Candidates at most.", min=1)] = None,
-    budget_usd: Annotated[
-        float | None, typer.Option("--budget-usd", help="Ceiling on what models may cost.", min=0)
-    ] = None,
+    budget_usd: BudgetUsd = None,
+    budget_tokens: BudgetTokens = None,
+    budget_minutes: BudgetMinutes = None,
+    budget_gpu_minutes: BudgetGpuMinutes = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Estimate what it would take; ask nobody.")
+    ] = False,
     sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
     counters: Annotated[
         bool, typer.Option(help="CUDA: whether the analyst reads Nsight Compute's counters.")
@@ -295,9 +315,19 @@ def optimize(
             "diagnoser": diagnoser,
             "iterations": iterations,
             "budget_usd": budget_usd,
+            "budget_tokens": budget_tokens,
+            "budget_minutes": budget_minutes,
+            "budget_gpu_minutes": budget_gpu_minutes,
         }
     )
     known, language = load_op(op), language or Language.CPP
+    if dry_run:
+        from patcher.estimate import estimate
+        from patcher.show_models import estimate_lines
+
+        found = estimate(known, language, settings, sweep)
+        Output(as_json).emit(found, *estimate_lines(found))
+        return 0
     numbers = {"width": width, "islands": islands, "seed": seed}
     plan = pipeline.Plan(
         op=known.name,
@@ -325,7 +355,10 @@ def run(
     strategy: Strategy = "refine",
     width: Width = None,
     iterations: Annotated[int | None, typer.Option(min=1)] = None,
-    budget_usd: Annotated[float | None, typer.Option("--budget-usd", min=0)] = None,
+    budget_usd: BudgetUsd = None,
+    budget_tokens: BudgetTokens = None,
+    budget_minutes: BudgetMinutes = None,
+    budget_gpu_minutes: BudgetGpuMinutes = None,
     source: Annotated[Path | None, typer.Option("--from", help="A profile to start from.")] = None,
     device: Device = None,
     engine: Engine = "transformers",
@@ -349,6 +382,9 @@ def run(
             "model": model,
             "iterations": iterations,
             "budget_usd": budget_usd,
+            "budget_tokens": budget_tokens,
+            "budget_minutes": budget_minutes,
+            "budget_gpu_minutes": budget_gpu_minutes,
             "margin_pct": margin_pct,
         }
     )
@@ -391,15 +427,33 @@ def demo(as_json: Json = False) -> int:
 
 
 @app.command()
-@examples("patcher resume", "patcher resume 20260101-120000-gpt-oss-tiny-1a2b")
+@examples(
+    "patcher resume",
+    "patcher resume 20260101-120000-gpt-oss-tiny-1a2b",
+    "patcher resume latest --budget-usd 20",
+)
 def resume(
     which: Annotated[str, typer.Argument(metavar="RUN", help="Folder, id or `latest`.")] = "latest",
+    budget_usd: BudgetUsd = None,
+    budget_tokens: BudgetTokens = None,
+    budget_minutes: BudgetMinutes = None,
+    budget_gpu_minutes: BudgetGpuMinutes = None,
     as_json: Json = False,
 ) -> int:
-    """Go on with a run that was stopped, killed, or waits for a reply."""
+    """Go on with a run that was stopped, killed, or waits for a reply, perhaps with new ceilings
+    on the whole of it."""
+    from patcher.models.ceilings import Ceilings
     from patcher.run import Run
 
-    return _execute(Run.open(Run.find(runs_dir(), which)), Output(as_json))
+    run = Run.open(Run.find(runs_dir(), which))
+    given = Ceilings(
+        usd=budget_usd,
+        tokens=budget_tokens,
+        minutes=budget_minutes,
+        gpu_minutes=budget_gpu_minutes,
+    )
+    given.note_in(run)
+    return _execute(run, Output(as_json))
 
 
 def _execute(run: Any, output: Output, profile_file: Path | None = None) -> int:
@@ -580,34 +634,20 @@ def report(
 
 
 @app.command()
-@examples("patcher config", "patcher config --example > patcher.toml")
-def config(
-    example: Annotated[
-        bool, typer.Option("--example", help="A patcher.toml with every setting, explained.")
-    ] = False,
-    as_json: Json = False,
-) -> int:
-    """Each setting, its value and where it comes from."""
-    from patcher.settings import NAMES, example_file, resolve
-
-    if example:
-        text = example_file()
-        shown = Text(text.rstrip("\n"), no_wrap=True, overflow="ignore")
-        Output(as_json).emit({"schema_version": SCHEMA_VERSION, "example": text}, shown)
-        return 0
-    settings = resolve()
-    values = settings.model_dump(mode="json")
-    rows = {name: {"value": values[name], "origin": settings.origins[name]} for name in NAMES}
-    lines = (Text(f"{name} = {row['value']}  ({row['origin']})") for name, row in rows.items())
-    Output(as_json).emit({"schema_version": SCHEMA_VERSION, "settings": rows}, *lines)
-    return 0
-
-
-@app.command()
 @examples("patcher models")
 def models(as_json: Json = False) -> int:
-    """Presets of served models."""
+    """Presets of served models, and the language models that can be asked; of a key, yes or no."""
+    from patcher.models.registry import listed
+    from patcher.settings import resolve
+    from patcher.show_models import models_table
+
     rows = {name: preset(name).summary for name in presets()}
-    document = {"schema_version": SCHEMA_VERSION, "models": rows}
-    Output(as_json).emit(document, *(Text(f"{name}: {text}") for name, text in rows.items()))
+    asked = listed(resolve().models)
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "models": rows,
+        "language_models": [row.model_dump(mode="json") for row in asked],
+    }
+    served = (Text(f"{name}: {text}") for name, text in rows.items())
+    Output(as_json).emit(document, Text("served models"), *served, Text(), models_table(asked))
     return 0

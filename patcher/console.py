@@ -32,6 +32,20 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+BudgetUsd = Annotated[
+    float | None, typer.Option("--budget-usd", help="Ceiling on what models may cost.", min=0)
+]
+BudgetTokens = Annotated[
+    int | None, typer.Option("--budget-tokens", help="Ceiling on tokens, in and out.", min=0)
+]
+BudgetMinutes = Annotated[
+    float | None,
+    typer.Option("--budget-minutes", help="Ceiling on the time to ask and judge.", min=0),
+]
+BudgetGpuMinutes = Annotated[
+    float | None,
+    typer.Option("--budget-gpu-minutes", help="Ceiling on the judge's time on the GPU.", min=0),
+]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: what is here.")]
 Engine = Annotated[str, typer.Option(help="The engine that runs the model.")]
 

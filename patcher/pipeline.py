@@ -41,11 +41,12 @@ from patcher.levers import load_levers
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
 from patcher.models import Model, open_model
+from patcher.models.budget import Budget
 from patcher.prompt_room import PROMPT_TOKENS
 from patcher.reconcile import Reconciliation
 from patcher.run import Run
 from patcher.searching import Search
-from patcher.settings import Settings
+from patcher.settings import Settings, resolve
 
 DEMO = "replay:demo"
 """The recorded conversation that ships with patcher."""
@@ -269,13 +270,13 @@ def _optimise(
             strategy=plan.search.open(),
             rules=Rules(**rules, margin_pct=settings["margin_pct"], share_pct=_share(profile, op)),
             sweep=op.sweep(kind, plan.sweep),
-            budget_usd=settings["budget_usd"],
             prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
             elsewhere=plan.search.elsewhere,
             extra=carried.extra,
             adapt=carried.adapt,
             prepare=judge.build_ahead,
             score=carried.score,
+            budget=Budget(run, judge_on_gpu=kind != "cpu", say=say),
             on_event=told,
         )
     say(f"the loop ended ({found.stopped}): {found.stopped_detail}")
@@ -295,7 +296,8 @@ def resolve_model(spec: str, run: Run) -> Model:
         file = resources.files("patcher").joinpath("recordings", "demo.jsonl")
         with resources.as_file(file) as path:
             return open_model(f"replay:{path}", run.path)
-    return open_model(spec, run.path)
+    # where servers are is this machine's business, so it is looked up now, not kept in the run
+    return open_model(spec, run.path, resolve().models)
 
 
 def device_facts(kind: str) -> str:

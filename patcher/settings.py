@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from bench import Record, UsageError
 from patcher.levers import AuxiliaryLever, PromptLever, ScoreLever, Tripwires
+from patcher.models.registry import Entry, Name
 from patcher.prompt_room import PROMPT_TOKENS
 
 CONFIG_FILE = "patcher.toml"
@@ -34,6 +35,12 @@ class Settings(Record):
     """Candidates asked for, at most, per op."""
     budget_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
     """Ceiling on what models may cost, per run; None is no ceiling."""
+    budget_tokens: int | None = Field(None, ge=0)
+    """Ceiling on tokens, input and output together, per run."""
+    budget_minutes: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Ceiling on the time that the agent loop asks and judges, per run."""
+    budget_gpu_minutes: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Ceiling on the time that the judge has the GPU, per run."""
     runs_dir: Path = Path("patcher-runs")
     margin_pct: float = Field(0.5, ge=0, le=100, allow_inf_nan=False)
     """End-to-end gain in percent that the interval's lower end must exceed."""
@@ -53,17 +60,19 @@ class Settings(Record):
     """Sources of the user's that the agents read; JSON in `PATCHER_AUXILIARY`."""
     score: ScoreLever | None = None
     """The user's own measure of right candidates; JSON in `PATCHER_SCORE`."""
+    models: dict[Name, Entry] = Field(default_factory=dict)
+    """Models of your own; JSON in `PATCHER_MODELS`. `--model NAME` uses one."""
     origins: dict[str, str] = Field(default_factory=dict)
     """Where each value comes from: `flag --model`, `PATCHER_MODEL`, `patcher.toml` or `default`."""
 
-    @field_validator("tripwires", "prompts", "auxiliary", "score", mode="before")
+    @field_validator("tripwires", "prompts", "auxiliary", "score", "models", mode="before")
     @classmethod
     def _from_variable(cls, value: object) -> object:
         return json.loads(value) if isinstance(value, str) else value
 
     def for_run(self) -> dict[str, Any]:
-        """The settings that a run records: all but where runs lie on this machine."""
-        return self.model_dump(mode="json", exclude={"runs_dir", "origins"})
+        """The settings that a run records: all but where runs and servers are on this machine."""
+        return self.model_dump(mode="json", exclude={"runs_dir", "models", "origins"})
 
 
 NAMES = tuple(name for name in Settings.model_fields if name != "origins")
@@ -104,6 +113,13 @@ def resolve(
     except ValidationError as error:
         first = error.errors()[0]
         name, *inside = (str(part) for part in first["loc"])
+        if name == "models":  # never its values: someone may have put a key there
+            where = ".".join(str(part) for part in first["loc"] if part != "[key]")
+            raise UsageError(
+                f"{where} ({origins[name]}): {first['msg']}",
+                "an entry has: " + ", ".join(Entry.model_fields) + "; a key stays in the "
+                "environment variable that key_variable names",
+            ) from None
         value: Any = first["input"] if inside else values[name]
         raise UsageError(
             f"{'.'.join([name, *inside])} = {value!r} ({origins[name]}): {first['msg']}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -117,8 +118,15 @@ echo '{{"score": 7}}'
 """
     assert scorer(run, script, tmp_path, "score.sh")(0, evaluation(), FILES) == 7
     pid = int((tmp_path / "pid").read_text())
-    state = Path(f"/proc/{pid}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+    for _ in range(600):  # it is killed, and gone as soon as the kernel has come to it
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if state in "ZX":
+            return
+        time.sleep(0.05)
+    pytest.fail("what the script started still runs")
 
 
 def test_a_script_says_how_it_is_run(run: Run, tmp_path: Path) -> None:
