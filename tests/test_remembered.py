@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,16 @@ import pytest
 from test_agent import DEVICE, OP, Judge, Line, advice, code, diagnosis, recording
 from test_memory import HONEYTOKEN, broken
 
-from bench import Candidate, Environment, Evaluation, Language, Outcome, UsageError, load_op
+from bench import (
+    Candidate,
+    Environment,
+    Evaluation,
+    Language,
+    Outcome,
+    UsageError,
+    WaitingError,
+    load_op,
+)
 from patcher import pipeline
 from patcher.agent import optimize
 from patcher.attempts import Optimisation
@@ -228,13 +238,14 @@ def test_a_failing_score_stops_the_run_and_not_the_candidate(tmp_path: Path) -> 
 BROKEN = "```cpp\nvoid {op}() {{ {name}(); }} // {name}\n```\n"
 
 
-def worked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """One iteration of `patcher optimize` on a recorded reply, with the real compiler."""
-    monkeypatch.chdir(tmp_path)
-    recording(tmp_path, [("0/generate", BROKEN.format(op=OP, name=HONEYTOKEN))])
-    settings = resolve({"model": "replay:recording.jsonl", "iterations": 1})
+def worked(model: str) -> Run:
+    """One iteration of `patcher optimize`, with the real compiler."""
+    settings = resolve({"model": model, "iterations": 1})
     plan = pipeline.Plan(op=OP, language=Language.CPP, whole=False)
-    with pipeline.start(settings, "optimize", None, None, plan) as run:
+    with (
+        pipeline.start(settings, "optimize", None, None, plan) as run,
+        contextlib.suppress(WaitingError),
+    ):
         pipeline.execute(run, lambda *told: None, lambda text: None)
     return run
 
@@ -250,7 +261,9 @@ def test_what_one_run_learned_is_in_the_next_runs_prompts(
     memory = Memory(tmp_path / "team")
     earlier = [broken(number, 'identifier "x" is undefined') for number in range(2)]
     memory.learn("earlier", load_op(OP).contract, Language.CPP, earlier)
-    run = worked(tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    recording(tmp_path, [("0/generate", BROKEN.format(op=OP, name=HONEYTOKEN))])
+    run = worked("replay:recording.jsonl")
     [rule] = memory.rules()
     assert (rule.count, rule.runs, rule.promoted) == (3, 2, True)
     assert rule.failure == "undeclared name"
@@ -258,7 +271,7 @@ def test_what_one_run_learned_is_in_the_next_runs_prompts(
         assert HONEYTOKEN not in path.read_text()
 
     (tmp_path / "patcher.toml").write_text('memory = "team"\n')
-    again = worked(tmp_path, monkeypatch)
+    again = worked("exchange:letters")
     first, second = (
         (each.path / f"ops/{OP}/0/generate.prompt.md").read_text() for each in (run, again)
     )
@@ -268,7 +281,6 @@ def test_what_one_run_learned_is_in_the_next_runs_prompts(
     assert "Mind the tail." not in second
     assert HONEYTOKEN not in second
     assert again.load(f"{OP}/recall", Recalled).rules == (rule.id,)
-    assert [rule.count for rule in memory.rules()] == [3], "the same candidate counts once"
 
 
 @pytest.fixture

@@ -89,23 +89,23 @@ def test_a_script_that_failed_may_be_corrected(run: Run, tmp_path: Path) -> None
     ("script", "problem"),
     [
         ("", "printed no score"),
-        ("print('fast')", "printed no score"),
-        ('print(\'{"score": "1"}\')', "score: Input should be a valid number"),
-        ("print('{\"score\": true}')", "score"),
-        ("print('{\"score\": NaN}')", "score"),
-        ("print('{\"score\": 1e999}')", "score: Input should be a finite number"),
-        ('print(\'{"score": 1, "speedup": 2}\')', "speedup: Extra inputs"),
-        ("print('[1]')", "printed no score"),
-        ("import time; time.sleep(60)", "no answer in 1 s"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "exit code -9"),
+        ("echo fast", "printed no score"),
+        ('echo \'{"score": "1"}\'', "score: Input should be a valid number"),
+        ("echo '{\"score\": true}'", "score"),
+        ("echo '{\"score\": NaN}'", "score"),
+        ("echo '{\"score\": 1e999}'", "score: Input should be a finite number"),
+        ('echo \'{"score": 1, "speedup": 2}\'', "speedup: Extra inputs"),
+        ("echo '[1]'", "printed no score"),
+        ("sleep 60", "no answer in 1 s"),
+        ("kill -9 $$", "exit code -9"),
     ],
 )
 def test_what_is_no_score_is_one_clear_error(
     run: Run, tmp_path: Path, script: str, problem: str
 ) -> None:
     with pytest.raises(UsageError, match=problem) as caught:
-        scorer(run, script, tmp_path, timeout_s=1)(0, evaluation(), FILES)
-    assert "score.py" in caught.value.message
+        scorer(run, script, tmp_path, "score.sh", timeout_s=1)(0, evaluation(), FILES)
+    assert "score.sh" in caught.value.message
     assert caught.value.hint
     assert not run.done(f"{OP}/0/score"), "the step stays open"
 
