@@ -20,8 +20,10 @@ Stop = Literal[
     "end_to_end_ceiling",
     "budget",
     "recording_ended",
+    "compiled",
 ]
-"""Why a loop ended; `asked_all`: its strategy had nothing more to ask."""
+"""Why a loop ended; `asked_all`: its strategy had nothing more to ask;
+`compiled`: of a language that nothing here runs, and a candidate compiles."""
 
 
 class Stopped(Record):

@@ -28,6 +28,9 @@ def kept_levers(run: Run) -> Levers:
 class Carried:
     """For one op.
 
+    `kind` is the kind of device that candidates are timed on here; None when they are judged
+    elsewhere.
+
     Attributes:
         policy: what the judge refuses on sight.
         score: the user's own measure, if there is one.
@@ -36,7 +39,7 @@ class Carried:
         UsageError: a file of the levers or of the memory cannot be read.
     """
 
-    def __init__(self, run: Run, op: Op, language: Language, kind: str) -> None:
+    def __init__(self, run: Run, op: Op, language: Language, kind: str | None) -> None:
         settings = run.config.settings
         self._run, self._op = run, op
         self._levers = kept_levers(run)

@@ -11,8 +11,13 @@ from patcher.memory import Experience, Learned, Memory, Recalled, Where
 from patcher.run import Run
 
 
-def recalled(run: Run, memory: Memory | None, op: Op, language: Language, kind: str) -> Recalled:
+def recalled(
+    run: Run, memory: Memory | None, op: Op, language: Language, kind: str | None
+) -> Recalled:
     """What earlier runs know of such work, as it was when this run began.
+
+    Args:
+        kind: of the device here; None when candidates are judged elsewhere.
 
     Raises:
         UsageError: a file of the memory was edited into something that cannot be read.
@@ -75,8 +80,10 @@ def _evaluation(run: Run, found: Optimisation, attempt: Attempt) -> Evaluation:
     return run.load(f"{found.op}/{at}/evaluate", Evaluation)
 
 
-def _environment(kind: str) -> Environment | None:
-    """Where candidates will be timed; None where the GPU is elsewhere."""
+def _environment(kind: str | None) -> Environment | None:
+    """Where candidates will be timed; None where that is not here."""
+    if kind is None:
+        return None
     if kind == "cuda":
         import torch
 

@@ -22,6 +22,7 @@ from rich.text import Text
 from bench import Comparison, Evaluation, KernelCounters, Op, Outcome
 from patcher.attempts import Attempt, Optimisation
 from patcher.doctor import Finding
+from patcher.report.wording import visible
 
 if TYPE_CHECKING:  # it imports torch
     from bench.planted import PlantedGains
@@ -64,6 +65,13 @@ def evaluation_table(evaluation: Evaluation) -> Table:
 
 
 def print_evaluation(console: Console, evaluation: Evaluation) -> None:
+    print_checks(console, evaluation)
+    console.print(evaluation_table(evaluation))
+    console.print(f"sandbox: {evaluation.sandbox}", style="dim", highlight=False)
+
+
+def print_checks(console: Console, evaluation: Evaluation) -> None:
+    """What was looked at, without what was timed."""
     for check in evaluation.checks:
         mark = "[green]ok  [/]" if check.passed else "[red]fail[/]"
         console.print(mark, f"{check.name}:", Text(check.detail))
@@ -73,8 +81,6 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
         console.print("      baseline", f"{name}:", Text(detail))
     if evaluation.log and not evaluation.timings:
         console.print(Text(evaluation.log[-3000:], style="dim"))
-    console.print(evaluation_table(evaluation))
-    console.print(f"sandbox: {evaluation.sandbox}", style="dim", highlight=False)
 
 
 def counters_table(kernels: Sequence[KernelCounters]) -> Table:
@@ -113,7 +119,7 @@ def attempts_table(attempts: tuple[Attempt, ...]) -> Table:
             attempt.phase,
             str(attempt.outcome),
             "-" if speedup is None else f"{speedup:.3f}x",
-            Text(attempt.detail[:100]),
+            Text(visible(attempt.detail[:100])),
         )
     return table
 

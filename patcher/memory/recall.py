@@ -65,6 +65,8 @@ def _within(room: int, lines: Iterable[tuple[str, str]]) -> tuple[tuple[str, ...
 
 
 def _same_kind(gain: Gain, where: Where) -> bool:
+    if where.architecture == "unknown":  # judged elsewhere
+        return gain.language == where.language
     return (gain.architecture == "cpu") == (where.architecture == "cpu")
 
 
