@@ -12,11 +12,13 @@ from rich.console import Console
 from bench import MissingError, PatcherError, UsageError
 from patcher import (  # noqa: F401 (importing them registers them)
     commands,
+    configuring,
     evaluating,
     exporting,
     outside,
     patching,
     profiling,
+    remembering,
     reviewing,
     selftesting,
     serving,

@@ -4,6 +4,7 @@ settings."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
 
 from bench import Language, Op, Record
@@ -11,6 +12,7 @@ from bench.judge import JudgeSettings
 from hotspot import Profile
 from patcher.agent import Rules, optimize
 from patcher.attempts import Optimisation, Progress
+from patcher.carried import Carried
 from patcher.index import AttemptsPage
 from patcher.judges import LOCAL, facts, judged_on, open_judges
 from patcher.judges.one_device import hold
@@ -70,6 +72,8 @@ def optimise(
     if where == LOCAL:
         require_here(language)
     kind = judged_on(where, language)
+    carried = Carried(run, op, language, kind if where == LOCAL else None)
+    judge_settings = replace(judge_settings, policy=carried.policy)
     models = {
         role: resolve_model(settings[role], run) if settings.get(role) else None
         for role in ("analyst", "diagnoser")
@@ -114,12 +118,16 @@ def optimise(
             prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
             elsewhere=search.elsewhere,
             pictures=pictures,
+            extra=carried.extra,
+            adapt=carried.adapt,
             prepare=judges.prepare,
+            score=carried.score,
             final=run.done("patch"),
             budget=Budget(run, judge_on_gpu=kind != "cpu", say=say),
             on_event=heard,
         )
     say(f"the loop ended ({found.stopped}): {found.stopped_detail}")
+    carried.learn(found, say)
     return found
 
 

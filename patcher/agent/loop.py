@@ -9,8 +9,8 @@ recommendation. What is asked together is a round, which a strategy decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from bench import BudgetError, Candidate, Evaluation, Language, Op, Outcome, Sweep
 from patcher.agent.asking import Adapt, Asking
@@ -30,6 +30,10 @@ from patcher.run import Run
 from patcher.strategies import Refine, Strategy
 from patcher.structure import structure
 from patcher.tried import Ask, Round, Tried, best_of
+
+Score = Callable[[int, Evaluation, Mapping[str, str]], float]
+"""A user's own measure of a right candidate: (iteration, evaluation, files of the run by what they
+are); higher is better."""
 
 
 def optimize(
@@ -54,6 +58,7 @@ def optimize(
     adapt: Adapt | None = None,
     prepare: Prepare | None = None,
     final: bool = False,
+    score: Score | None = None,
     on_event: Callable[[Progress], None] | None = None,
 ) -> Optimisation:
     """Ask for at most `iterations` candidates and keep the best.
@@ -74,6 +79,7 @@ def optimize(
         adapt: the caller's last word on a prompt.
         prepare: told of a round's candidates before they are judged.
         final: what comes after the loop has begun, so that its end stands whatever is given.
+        score: ranks right candidates; None is by speedup.
 
     Raises:
         BudgetError: nothing is right and faster yet; the run can be resumed with a larger budget.
@@ -100,6 +106,7 @@ def optimize(
         strategy=strategy or Refine(),
         rules=rules or Rules(),
         iterations=iterations,
+        score=score,
         tell=tell,
         final=final,
     )
@@ -142,6 +149,7 @@ class _Loop:
     strategy: Strategy
     rules: Rules
     iterations: int
+    score: Score | None
     tell: _Teller
     final: bool
 
@@ -270,7 +278,15 @@ class _Loop:
         """The iteration as it stays."""
         given_in, evaluation = verdict or (None, None)
         failure = one.source if isinstance(one.source, Failure) else None
-        self.tried.append(Tried(one.iteration, number, one.ask, candidate, evaluation, failure))
+        tried = Tried(one.iteration, number, one.ask, candidate, evaluation, failure)
+        if self.score and tried.right and candidate and evaluation and given_in is not None:
+            files = {
+                "run": ".",
+                "candidate": self._file(given_in, candidate),
+                "evaluation": f"ops/{self.op.name}/{given_in}/evaluation.json",
+            }
+            tried = replace(tried, score=self.score(given_in, evaluation, files))
+        self.tried.append(tried)
         attempt = Attempt(
             iteration=one.iteration,
             round=number,
@@ -279,7 +295,12 @@ class _Loop:
             digest=candidate.digest if candidate else None,
             outcome=evaluation.outcome if evaluation else Outcome.GENERATION_FAILURE,
             geomean_speedup=evaluation.geomean_speedup if evaluation else None,
-            detail=_detail(evaluation) if evaluation else failure.detail if failure else "",
+            score=tried.score,
+            detail=_detail(evaluation, tried.score)
+            if evaluation
+            else failure.detail
+            if failure
+            else "",
             usage=one.advice.usage + one.reply.usage,
             model=one.reply.model,
             reply_source=one.reply.source,
@@ -298,9 +319,10 @@ class _Loop:
         self.tell(one.iteration, "done", one.ask.phase, attempt)
 
 
-def _detail(evaluation: Evaluation) -> str:
+def _detail(evaluation: Evaluation, score: float | None) -> str:
     if evaluation.geomean_speedup is not None:
-        return f"{evaluation.geomean_speedup:.3f} x {evaluation.baseline}"
+        own = "" if score is None else f", score {score:g}"
+        return f"{evaluation.geomean_speedup:.3f} x {evaluation.baseline}{own}"
     failed = evaluation.failed_checks
     return (
         f"{failed[0].name}: {failed[0].detail}" if failed else evaluation.outcome.replace("_", " ")
