@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from bench import SCHEMA_VERSION, Outcome, Record
+from patcher.agent import ended
 from patcher.attempts import Attempt
 from patcher.models.ceilings import account
 from patcher.run import Run
@@ -89,6 +90,7 @@ def best_of(found: tuple[Attempt, ...]) -> Attempt | None:
 
 def _loop_ended(run: Run, best: Attempt | None) -> bool:
     """Whether nothing comes after the loop: it was all that was asked for, or found nothing."""
-    ended = any(step.endswith("/stopped") for step in run.state.results)
+    ops = {step.rsplit("/", 1)[0] for step in run.state.results if "/stopped" in step}
+    over = any(ended(run, name) for name in ops)
     whole = run.config.settings.get("plan", {}).get("whole", True)
-    return ended and (best is None or not whole)
+    return over and (best is None or not whole)
