@@ -26,6 +26,9 @@ class Outcome(StrEnum):
     """Right, and no faster than the strongest baseline."""
     CORRECT = "correct"
     """Right and faster."""
+    COMPILED = "compiled"
+    """It compiles, and that is all: nothing here runs its language, so it is neither judged nor
+    timed, and never accepted or bundled."""
 
 
 class Check(Record):
@@ -150,6 +153,9 @@ class Evaluation(Record):
             raise ValueError(f"outcome {self.outcome} needs timings and a geomean speedup")
         if right and not all(check.passed for check in self.checks):
             raise ValueError(f"outcome {self.outcome} with a failed check")
+        ran = self.timings or self.geomean_speedup is not None or self.baseline is not None
+        if self.outcome is Outcome.COMPILED and ran:
+            raise ValueError("outcome compiled says that nothing was run or timed")
         return self
 
     @property

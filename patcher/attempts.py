@@ -20,8 +20,10 @@ Stop = Literal[
     "end_to_end_ceiling",
     "budget",
     "recording_ended",
+    "compiled",
 ]
-"""Why a loop ended; `asked_all`: its strategy had nothing more to ask."""
+"""Why a loop ended; `asked_all`: its strategy had nothing more to ask;
+`compiled`: of a language that nothing here runs, and a candidate compiles."""
 
 
 class Stopped(Record):
@@ -30,6 +32,8 @@ class Stopped(Record):
     reason: Stop
     detail: str
     """In a sentence, with the figures."""
+    iterations: int = 0
+    """Done by then: a round may have been cut short."""
 
 
 class Recommendation(Record):

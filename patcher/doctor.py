@@ -115,21 +115,16 @@ def _clocks() -> Finding:
 
 
 def _compiler(language: Language) -> Callable[[], Finding]:
-    needs_gpu = language in (Language.CUDA, Language.TRITON)
+    needed = language in (Language.CPP, Language.TORCH)
 
     def check() -> Finding:
         name = f"toolchain {language}"
-        try:
-            missing = toolchain(language).missing()
-        except PatcherError as error:
-            missing = error.message
+        missing = toolchain(language).missing()
         if missing is None:
-            return Finding(name=name, status="ok", detail="ready")
-        fix = {"cpp": "install g++", "cuda": "install the CUDA toolkit"}.get(
-            language, f"pip install {language}"
-        )
-        status: Status = "warn" if needs_gpu else "fail"
-        return Finding(name=name, status=status, detail=missing, fix=fix)
+            only = ": compiles only, nothing here runs it" if language.compile_only else ""
+            return Finding(name=name, status="ok", detail=f"ready{only}")
+        status: Status = "fail" if needed else "warn"
+        return Finding(name=name, status=status, detail=missing.reason, fix=missing.fix)
 
     return check
 

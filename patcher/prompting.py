@@ -7,9 +7,10 @@ import ast
 import re
 from collections.abc import Mapping, Sequence
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, DictLoader, Environment, PackageLoader, StrictUndefined
 
 from bench import Candidate, Evaluation, Language, Op, Outcome, Record, Sweep
+from bench.toolchains import toolchain
 from patcher.attempts import Attempt, Diagnosis, Recommendation
 from patcher.baseline_source import baseline_source
 from patcher.expectations import expectations, verdict
@@ -56,9 +57,10 @@ class Prompts:
         self.op = op
         self.language = language
         self.sweep = sweep
+        rules = {f"rules_{language}.md.j2": toolchain(language).hints}
         self.room = characters(tokens)
         self._environment = Environment(
-            loader=PackageLoader("patcher", "prompts"),
+            loader=ChoiceLoader([PackageLoader("patcher", "prompts"), DictLoader(rules)]),
             undefined=StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
@@ -191,6 +193,10 @@ class Prompts:
             verdict=verdict(found),
             pictures=pictures,
         )
+
+    def skill(self, **context: object) -> str:
+        """`SKILL.md` of a workspace for an agent from outside; the language's rules come last."""
+        return self._template("skill.md.j2", **context)
 
     def diagnose(self, source: str, evaluation: Evaluation, *, extra: str = "") -> str:
         """The question to who judges failures."""

@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, field_validator
 from bench import Record, UsageError
 from bench.judge import Policy
 from patcher.models.registry import Entry, Name
+from patcher.prompt_room import PROMPT_TOKENS
 
 CONFIG_FILE = "patcher.toml"
 PREFIX = "PATCHER_"
@@ -27,6 +28,8 @@ class Settings(Record):
     """The generation agent: see `patcher.models.PROVIDERS`."""
     analyst: str | None = Field(None, min_length=1)
     """The performance-analysis agent; None is the same model."""
+    diagnoser: str | None = Field(None, min_length=1)
+    """Who judges failures before a repair; None is the same model."""
     iterations: int = Field(8, ge=1, le=1000)
     """Candidates asked for, at most, per op."""
     budget_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
@@ -37,9 +40,17 @@ class Settings(Record):
     """Ceiling on the time that the agent loop asks and judges, per run."""
     budget_gpu_minutes: float | None = Field(None, ge=0, allow_inf_nan=False)
     """Ceiling on the time that the judge has the GPU, per run."""
+    judge: str = Field("local", min_length=1)
+    """Where candidates are judged: `local`, or `exchange:DIR`, served by `patcher worker DIR`."""
     runs_dir: Path = Path("patcher-runs")
     margin_pct: float = Field(0.5, ge=0, le=100, allow_inf_nan=False)
     """End-to-end gain in percent that the interval's lower end must exceed."""
+    light_pct: float = Field(90, gt=0, allow_inf_nan=False)
+    """Share of the speed of light at which the loop leaves an op."""
+    reverts: int = Field(5, ge=1)
+    """Optimisation rounds in a row without a gain after which it does."""
+    prompt_tokens: int = Field(PROMPT_TOKENS, ge=2000)
+    """Room of a prompt, estimated; what is optional is cut to fit."""
     tripwires: Policy = Policy()
     """What a candidate's source must not or must have; JSON in `PATCHER_TRIPWIRES`."""
     models: dict[Name, Entry] = Field(default_factory=dict)

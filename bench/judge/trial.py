@@ -35,7 +35,7 @@ SOAKED = 16
 """Calls a block after the timed ones."""
 SOAKED_BYTES = 1 << 30
 """What such a block holds at most: fewer calls where weights are part of each input set."""
-LATE = ("triton", "torch")
+LATE = ("triton", "torch", "cutedsl")
 """Languages that compile at the first call of a shape."""
 
 
@@ -66,8 +66,13 @@ class State:
             outputs_sha256=self.outputs.hexdigest(),
             build_s=self.build.seconds if self.build else None,
             total_s=time.monotonic() - self.begin,
-            **{"environment": describe(self.device), **more},
+            **{"environment": describe(self.device, compiler=self._compiler()), **more},
         )
+
+    def _compiler(self) -> str | None:
+        """The compiler of a language that is only compiled, once it ran."""
+        only = self.build is not None and self.candidate.language.compile_only
+        return self.build.command.split()[0] if self.build and only else None
 
 
 class Wrong(Exception):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from bench import Evaluation, Record, geomean
+from bench import Evaluation, Outcome, Record, geomean
 from patcher.attempts import Stopped
 from patcher.tried import Tried, standing
 
@@ -31,6 +31,8 @@ class Rules(Record):
 
 def move_on(tried: Sequence[Tried], rules: Rules) -> Stopped | None:
     """Why to stop now, if so."""
+    if any(one.evaluation and one.evaluation.outcome is Outcome.COMPILED for one in tried):
+        return Stopped(reason="compiled", detail="it compiles, and nothing here can say more of it")
     now = standing(tried)
     if now.failures >= MAX_FUNCTIONAL_FAILURES:
         detail = f"{now.failures} rounds in a row gave nothing that is right"
