@@ -114,8 +114,9 @@ def _calls(settings: Settings, first: int) -> tuple[list[_Call], list[_Call]]:
         characters = first * (LATER_PROMPT if iteration else 1.0)
         if iteration:
             advice = [_question(entry, role, characters) for role, entry in advisers.items()]
-            expected.extend(max((usual for usual, _ in advice), key=_dearness))
-            worst.extend(max((longest for _, longest in advice), key=_dearness))
+            usual = max([usual for usual, _ in advice], key=_dearness)
+            longest = max([longest for _, longest in advice], key=_dearness)
+            expected, worst = expected + usual, worst + longest
         usual, longest = _question(writer, "generate", characters)
         expected += usual
         worst += longest
