@@ -29,6 +29,7 @@ from bench import (
     load_op,
 )
 from bench.judge import JudgeSettings, evaluate
+from bench.judge.sandbox import sandbox_description
 from bench.toolchains import EXAMPLE_OP, Built, build, compilers, load, toolchain
 from bench.toolchains.foreign import MetalToolchain, SyclToolchain
 from integrate import Patch
@@ -208,6 +209,23 @@ def test_cute_dsl_compiles_without_a_gpu_or_says_what_it_could_not_check(op: Op)
         unchecked = built(*NEEDS_A_GPU)
         assert unchecked.ok, "the runner decides"
         assert "not checked without a GPU" in unchecked.log
+
+
+def test_a_cute_dsl_file_is_compiled_in_confinement(
+    op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs(Language.CUTEDSL)
+    isolated, reason = sandbox_description()
+    if not isolated:
+        pytest.skip(reason)
+    monkeypatch.setenv("SOME_TOKEN", "secret")
+    look = (
+        f"import os\nprint('sees', os.path.exists({str(op.folder)!r}), "
+        "os.environ.get('SOME_TOKEN'))\n"
+    )
+    source = look + example(Language.CUTEDSL).source
+    built = build(Candidate(op=EXAMPLE_OP, language=Language.CUTEDSL, source=source), op.contract)
+    assert "sees False None" in built.log
 
 
 def test_a_cute_dsl_file_without_the_entry_is_refused_before_it_runs(op: Op) -> None:
