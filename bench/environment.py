@@ -72,6 +72,31 @@ def describe(
     )
 
 
+def facts(device_kind: str) -> dict[str, str]:
+    """What figures made on `cpu` or `cuda` depend on and another machine, or an update of this one,
+    may have otherwise.
+    """
+    found = {
+        "processor": cpu_name(),
+        "instructions": cpu_instructions(),
+        "python": platform.python_version(),
+        "g++": compiler_version("g++") or "not there",
+        **package_versions(),
+    }
+    if device_kind == "cuda":
+        import torch
+
+        found |= {
+            "driver": driver_version() or "not there",
+            "nvcc": compiler_version("nvcc") or "not there",
+            "CUDA of torch": torch.version.cuda or "none",
+            "GPU": "not there",
+        }
+        if torch.cuda.is_available():
+            found |= {"GPU": device_name("cuda"), "compute capability": device_capability()}
+    return found
+
+
 def device_name(device_kind: str) -> str:
     """Of the GPU or of the processor."""
     if device_kind == "cpu":

@@ -12,14 +12,18 @@ from rich.console import Console
 from bench import MissingError, PatcherError, UsageError
 from patcher import (  # noqa: F401 (importing them registers them)
     commands,
+    evaluating,
     exporting,
+    outside,
     patching,
     profiling,
     reviewing,
     selftesting,
+    serving,
     trtllm,
 )
 from patcher.console import app
+from patcher.stopping import Interrupted, Stopping
 
 CLICK_ERROR: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
@@ -30,32 +34,38 @@ CLICK_ERROR: type[Exception] = next(
 def main() -> None:
     """Run the command line and exit with its documented code."""
     as_json = "--json" in sys.argv[1:]
-    try:
-        code = app(standalone_mode=False)
-    except PatcherError as error:
-        _report(error, as_json)
-        sys.exit(error.exit_code)
-    except CLICK_ERROR as error:
-        if type(error).__name__ == "NoArgsIsHelpError":
-            sys.stderr.write(f"{error}\n")
-        else:
-            _report(UsageError(_message(error), _help_hint(error)), as_json)
-        sys.exit(2)
-    except (KeyboardInterrupt, typer.Abort):
-        _report(_Interrupted("interrupted", "go on with: patcher resume"), as_json)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(0)
-    except ImportError as error:
-        _report(MissingError(f"{error.name or error} is not installed", "pip install it"), as_json)
-        sys.exit(3)
+    with Stopping() as stopping:
+        try:
+            code = app(standalone_mode=False)
+        except BaseException as error:
+            if stopping.asked and not isinstance(error, Interrupted):
+                error = Interrupted("interrupted")  # whatever the unwinding ran into
+            code = _ended_by(error, as_json)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-class _Interrupted(PatcherError):
-    kind = "interrupted"
-    exit_code = 130
+def _ended_by(error: BaseException, as_json: bool) -> int:
+    """The exit code of an error that was told; one that nobody expected goes on."""
+    match error:
+        case PatcherError():
+            _report(error, as_json)
+            return error.exit_code
+        case CLICK_ERROR():
+            if type(error).__name__ == "NoArgsIsHelpError":
+                sys.stderr.write(f"{error}\n")
+            else:
+                _report(UsageError(_message(error), _help_hint(error)), as_json)
+            return 2
+        case KeyboardInterrupt() | typer.Abort():
+            return _ended_by(Interrupted("interrupted"), as_json)
+        case BrokenPipeError():
+            sys.stderr.close()
+            return 0
+        case ImportError():
+            name = error.name or error
+            _report(MissingError(f"{name} is not installed", "pip install it"), as_json)
+            return 3
+    raise error
 
 
 def _message(error: Any) -> str:

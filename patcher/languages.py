@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 from typing import Literal
 
 from bench import Language, MissingError, UsageError
-from bench.environment import describe
 from bench.toolchains import toolchain
+from patcher.hardware import hardware_facts
 
 _COMPILED = {
     Language.HIP: "an AMD GPU",
@@ -62,22 +61,11 @@ def device_kind(language: Language) -> Literal["cpu", "cuda"]:
 
 
 def device_facts(language: Language) -> str:
-    """What the agents should know of the hardware, in words."""
+    """What the agents should know of this machine, in words.
+
+    Raises:
+        MissingError: the language needs a CUDA device and there is none.
+    """
     if language.compile_only:
         return f"nothing: this machine only compiles. The kernel is for {_COMPILED[language]}"
-    if device_kind(language) == "cpu":
-        return (
-            f"one thread of {describe('cpu').device} ({platform.machine()}); called from Python, "
-            "so the fixed cost of a call counts. The same source must also compile and run on "
-            "x86-64 without AVX-512 and on 64-bit Arm"
-        )
-    import torch
-
-    device = torch.cuda.get_device_properties(0)
-    major, minor = torch.cuda.get_device_capability()
-    return (
-        f"{device.name}: compute capability {major}.{minor}, {device.multi_processor_count} "
-        f"multiprocessors, {device.total_memory / 2**30:.0f} GiB, L2 {device.L2_cache_size >> 20} "
-        "MiB. Timed as one call per buffer set inside a CUDA graph: no allocation, no "
-        "synchronisation and no default-stream launch in a call; the launch itself is microseconds"
-    )
+    return hardware_facts(device_kind(language))

@@ -24,6 +24,7 @@ from bench import (
     relayed,
 )
 from bench.environment import engine_environment
+from bench.leash import leashed
 from hotspot import Profile
 from integrate import Patch, Receipt
 from patcher.decide import Decision, decide
@@ -108,14 +109,10 @@ def measure_in_child(job: Job, patch_folder: Path, report: Report) -> Measured:
         (folder / "job.json").write_text(job.model_dump_json(), encoding="utf-8")
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "patcher.measure",
-                    str(folder),
-                    str(patch_folder.resolve()),
-                ],
+                leashed(
+                    *(sys.executable, "-P", "-m", "patcher.measure"),
+                    *(str(folder), str(patch_folder.resolve())),
+                ),
                 env=engine_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

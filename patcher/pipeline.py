@@ -6,9 +6,9 @@ once: resuming a run is calling `execute` again.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,29 +24,31 @@ from bench import (
     presets,
 )
 from bench.environment import describe
-from bench.judge import JudgeSettings, Policy, open_judge
+from bench.environment import facts as machine_facts
+from bench.judge import JudgeSettings, Policy
 from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
 from bench.toolchains import build
 from hotspot import Profile, capture
 from integrate import Patch
-from patcher.agent import optimize
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
 from patcher.decide import Decision
-from patcher.languages import device_facts, device_kind, require_here, require_sense
+from patcher.judges import LOCAL
+from patcher.languages import require_sense
+from patcher.machine import same_machine
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
-from patcher.models import Model, open_model
+from patcher.optimising import DEMO as DEMO
+from patcher.optimising import optimise
 from patcher.reconcile import Reconciliation
 from patcher.run import Run
+from patcher.searching import Search
 from patcher.settings import Settings
-
-DEMO = "replay:demo"
-"""The recorded conversation that ships with patcher."""
 
 Report = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
 Say = Callable[[str], None]
+Told = Callable[[LoopProgress], None]
 
 
 class Plan(Record):
@@ -64,6 +66,15 @@ class Plan(Record):
     quality_steps: int = 32
     threads: int | None = None
     judge_pairs: int = 12
+    search: Search = Search()
+    counters: bool = True
+    """Whether the analyst reads hardware counters, where ncu works."""
+
+    def measured_on(self, workload: Workload | None) -> Literal["cpu", "cuda"]:
+        """The kind of device whose figures the run is about."""
+        if workload is not None:
+            return workload.device
+        return "cpu" if self.language in (None, Language.CPP) else "cuda"
 
 
 class Made(Record):
@@ -137,18 +148,38 @@ def start(
         workload=workload,
         settings={**settings.for_run(), "plan": plan.model_dump(mode="json")},
         versions=describe("cpu").packages,
+        machine=machine_facts(plan.measured_on(workload)),
     )
 
 
-def execute(run: Run, report: Report, say: Say, profile_file: Path | None = None) -> Result:
+def execute(
+    run: Run,
+    report: Report,
+    say: Say,
+    profile_file: Path | None = None,
+    *,
+    judge: str | None = None,
+    machine_changed: bool = False,
+    told: Told | None = None,
+) -> Result:
     """Do what is left of the run.
 
+    Args:
+        judge: where candidates are judged from now on; None: where the run's settings say.
+        told: hears of each candidate as it goes through the loop.
+        machine_changed: on another machine, judge and measure all again instead of refusing.
+
     Raises:
+        VerificationError: figures of this run come from another machine.
         PatcherError: an expected failure; the run can be resumed.
     """
     settings = run.config.settings
     plan = Plan.model_validate(settings["plan"])
     workload = run.config.workload
+    judge = judge or settings.get("judge", LOCAL)
+    if plan.whole or judge == LOCAL:  # else no figure is made here
+        for change in same_machine(run, plan.measured_on(workload), machine_changed):
+            say(f"judging and measuring again: {change}")
     op_name = plan.op
     profile: Profile | None = None
     if plan.whole:
@@ -163,7 +194,7 @@ def execute(run: Run, report: Report, say: Say, profile_file: Path | None = None
     if op_name is None:
         raise UsageError("no op to work on", "name one, or run the whole path of a model")
 
-    optimisation = _optimise(run, plan, op_name, report, say)
+    optimisation = _optimise(run, plan, op_name, profile, judge, report, say, told)
     made = decision = None
     if optimisation.stopped == "compiled":
         say(f"it compiles; a {optimisation.language} kernel is neither run nor timed here")
@@ -217,51 +248,36 @@ def _first_covered(profile: Profile) -> str:
     )
 
 
-def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> Optimisation:
-    settings = run.config.settings
-    op = load_op(op_name)
+def _optimise(
+    run: Run,
+    plan: Plan,
+    op_name: str,
+    profile: Profile | None,
+    where: str,
+    report: Report,
+    say: Say,
+    told: Told | None,
+) -> Optimisation:
     device = run.config.workload.device if run.config.workload else None
-    language = plan.language or (Language.CUDA if device == "cuda" else Language.CPP)
-    require_here(language)
-    kind = device_kind(language)
-    judge_settings = JudgeSettings(
-        sweep=plan.sweep,
-        threads=plan.threads,
-        pairs=plan.judge_pairs,
-        policy=Policy.model_validate(settings.get("tripwires", {})),
+    shares = [spot.share_pct for spot in profile.hotspots if spot.op == op_name] if profile else []
+    return optimise(
+        run,
+        load_op(op_name),
+        plan.language or (Language.CUDA if device == "cuda" else Language.CPP),
+        plan.search,
+        JudgeSettings(
+            sweep=plan.sweep,
+            threads=plan.threads,
+            pairs=plan.judge_pairs,
+            policy=Policy.model_validate(run.config.settings.get("tripwires", {})),
+        ),
+        where,
+        report,
+        say,
+        told,
+        counters=plan.counters,
+        share_pct=sum(shares) if shares else None,
     )
-    model = resolve_model(settings["model"], run)
-    analyst = resolve_model(settings["analyst"], run) if settings["analyst"] else None
-
-    def told(progress: LoopProgress) -> None:
-        report(f"{op_name}: {progress.stage}", progress.iteration, progress.iterations)
-        if progress.attempt:
-            tried = progress.attempt
-            say(f"  candidate {tried.iteration} ({tried.phase}): {tried.outcome}, {tried.detail}")
-
-    with open_judge(judge_settings) as judge:  # one for all: what it trusts is started once
-        return optimize(
-            run,
-            op,
-            language,
-            model,
-            lambda candidate: judge.evaluate(candidate, report),
-            settings["iterations"],
-            device_facts(language),
-            analyst=analyst,
-            sweep=op.sweep(kind, plan.sweep),
-            budget_usd=settings["budget_usd"],
-            on_event=told,
-        )
-
-
-def resolve_model(spec: str, run: Run) -> Model:
-    """`open_model`, with `replay:demo` for the recording that ships."""
-    if spec == DEMO:
-        file = resources.files("patcher").joinpath("recordings", "demo.jsonl")
-        with resources.as_file(file) as path:
-            return open_model(f"replay:{path}", run.path)
-    return open_model(spec, run.path)
 
 
 def make_patch(run: Run, optimisation: Optimisation, workload: Workload) -> Made:
@@ -277,6 +293,8 @@ def make_patch(run: Run, optimisation: Optimisation, workload: Workload) -> Made
     if candidate.digest != evaluation.digest:
         raise UsageError("the best candidate's file was changed", "start a new run")
     attempt = optimisation.iterations[optimisation.best_iteration or 0]
+    for rest in run.path.glob(".patch-*"):  # of a bundle that a kill left unfinished
+        shutil.rmtree(rest)
     patch = Patch.create(
         run.path / "patch",
         op,

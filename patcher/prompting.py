@@ -194,6 +194,10 @@ class Prompts:
             pictures=pictures,
         )
 
+    def skill(self, **context: object) -> str:
+        """`SKILL.md` of a workspace for an agent from outside; the language's rules come last."""
+        return self._template("skill.md.j2", **context)
+
     def diagnose(self, source: str, evaluation: Evaluation, *, extra: str = "") -> str:
         """The question to who judges failures."""
         parts = {"log": self._log(evaluation), "extra": extra}

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench import Comparison, Evaluation, KernelCounters, Op, Outcome
-from patcher.attempts import Attempt
+from patcher.attempts import Attempt, Optimisation
 from patcher.doctor import Finding
 
 if TYPE_CHECKING:  # it imports torch
@@ -64,6 +64,13 @@ def evaluation_table(evaluation: Evaluation) -> Table:
 
 
 def print_evaluation(console: Console, evaluation: Evaluation) -> None:
+    print_checks(console, evaluation)
+    console.print(evaluation_table(evaluation))
+    console.print(f"sandbox: {evaluation.sandbox}", style="dim", highlight=False)
+
+
+def print_checks(console: Console, evaluation: Evaluation) -> None:
+    """What was looked at, without what was timed."""
     for check in evaluation.checks:
         mark = "[green]ok  [/]" if check.passed else "[red]fail[/]"
         console.print(mark, f"{check.name}:", Text(check.detail))
@@ -73,8 +80,6 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
         console.print("      baseline", f"{name}:", Text(detail))
     if evaluation.log and not evaluation.timings:
         console.print(Text(evaluation.log[-3000:], style="dim"))
-    console.print(evaluation_table(evaluation))
-    console.print(f"sandbox: {evaluation.sandbox}", style="dim", highlight=False)
 
 
 def counters_table(kernels: Sequence[KernelCounters]) -> Table:
@@ -116,6 +121,13 @@ def attempts_table(attempts: tuple[Attempt, ...]) -> Table:
             Text(attempt.detail[:100]),
         )
     return table
+
+
+def ended_line(optimisation: Optimisation) -> Text:
+    """Why the loop ended."""
+    words = optimisation.stopped.replace("_", " ")
+    detail = f": {optimisation.stopped_detail}" if optimisation.stopped_detail else ""
+    return Text(f"{optimisation.strategy} ended by {words}{detail}", style="dim")
 
 
 def comparison_lines(name: str, comparison: Comparison) -> Text:

@@ -37,16 +37,20 @@ class Structure:
         """0 for the same design, 1 for nothing in common."""
         if self.key == other.key:
             return 0.0
+        # A launch or tile size alone is a tuning of one design: features weigh less.
         skeleton = _jaccard(self.shingles, other.shingles)
-        return 1.0 - 0.6 * skeleton - 0.4 * _jaccard(self.features, other.features)
+        return 1.0 - 0.75 * skeleton - 0.25 * _jaccard(self.features, other.features)
+
+
+def structure(candidate: Candidate) -> Structure:
+    """The structure of a candidate; what does not parse goes by its tokens."""
+    return _structure(candidate.source, candidate.file_name.endswith(".py"))
 
 
 @lru_cache(maxsize=512)
-def structure(candidate: Candidate) -> Structure:
-    """The structure of a candidate; what does not parse goes by its tokens."""
-    source = candidate.source
+def _structure(source: str, python: bool) -> Structure:
     skeleton: Sequence[str] | None = None
-    if candidate.file_name.endswith(".py"):
+    if python:
         skeleton = _python_skeleton(source)
         features = frozenset(_features(_without_python_comments(source), _PYTHON))
     else:

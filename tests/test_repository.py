@@ -26,7 +26,7 @@ SEES = {
 PUBLIC = {
     "bench": {
         *("clock_blocks", "clocks", "cloze", "comparison", "corpus", "engines", "environment"),
-        *("installed", "judge", "logits"),
+        *("installed", "judge", "leash", "logits"),
         *("mutations", "planted", "quality", "scorecard", "stats", "throughput", "toolchains"),
         *("latency", "process_pairs", "traffic", "tuning", "windows"),
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,7 @@ from bench.clocks import ClockMonitor
 from bench.contract import Sweep
 from bench.errors import MissingError, UsageError, VerificationError
 from bench.evaluation import Evaluation, Outcome, geomean
-from bench.judge import JudgeSettings, Progress
+from bench.judge import JudgeSettings, Progress, tree
 from bench.judge import cases as cases_
 from bench.judge.baselines import LOAD_S, Strongest, strongest
 from bench.judge.building import begin, compile_check
@@ -53,13 +54,22 @@ class Judge:
         """Compile what is coming, on all processors, before the device is held; by content, so that
         `evaluate` finds it built.
         """
+        before = tree.descendants(os.getpid())
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for done in [
+            ahead = [
                 pool.submit(build, candidate, load_op(candidate.op).contract)
                 for candidate in {each.digest: each for each in candidates}.values()
                 if toolchain(candidate.language).missing() is None
-            ]:
-                done.result()
+            ]
+            try:
+                for done in ahead:
+                    done.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                while not all(each.done() for each in ahead):  # their threads wait for compilers
+                    tree.kill_all(tree.descendants(os.getpid()) - before)
+                    time.sleep(0.01)
+                raise
 
     def evaluate(
         self, candidate: Candidate, report: Progress, seed: int | None = None

@@ -5,38 +5,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from patcher.models import Model, Reply, Request, Role, Usage
-from patcher.models.budget import ask
+from patcher.models import TOKENS_CEILING, Model, Reply, Request, Role
+from patcher.models.budget import Budget
 from patcher.prompting import Prompts
 from patcher.run import Run
 
 MAX_TOKENS: dict[Role, int] = {"generate": 32_000, "analyse": 16_000, "diagnose": 8_000}
 """Room for a reply, thinking included; doubled after a reply that was cut off."""
-TOKENS_CEILING = 128_000
 Adapt = Callable[[Role, int, str], str]
 """A user's last word on the prompt of this role in this iteration: what comes back is asked."""
 
 
 class Asking:
-    """The models behind the loop on one op, by role.
-
-    Attributes:
-        usage: of every reply so far.
-    """
+    """The models behind the loop on one op, by role."""
 
     def __init__(
         self,
         run: Run,
         prompts: Prompts,
         models: Mapping[Role, Model],
-        budget_usd: float | None,
+        budget: Budget,
         adapt: Adapt | None = None,
     ) -> None:
-        self.usage = Usage()
         self._run = run
         self._prompts = prompts
         self._models = models
-        self._budget_usd = budget_usd
+        self._budget = budget
         self._adapt = adapt
         self._room = dict(MAX_TOKENS)
 
@@ -57,12 +51,12 @@ class Asking:
         )
         if not self._run.done(request.step):
             self._run.write(f"{folder}/{role}.prompt.md", _shown(request))
-        asked = ask(self._run, self._models[role], request, self._budget_usd)
+        asked = self._budget.ask(self._models[role], request)
         self._run.write(f"{folder}/{role}.prompt.md", _shown(asked.request))
         self._run.write(f"{folder}/{role}.reply.md", asked.reply.text)
+        self._room[role] = asked.request.max_tokens  # more than before, if a reply was cut off
         if asked.reply.truncated:
             self._room[role] = min(2 * asked.request.max_tokens, TOKENS_CEILING)
-        self.usage += asked.reply.usage
         return asked.reply
 
 

@@ -20,7 +20,8 @@ from patcher.agent.waiting import Waiting
 from patcher.agent.writing import Extra, Writing, Written
 from patcher.attempts import Attempt, Optimisation, Phase, Progress, Stage, Stopped
 from patcher.extract import Failure
-from patcher.models import Model, Role
+from patcher.models import Model, Role, Usage
+from patcher.models.budget import Budget
 from patcher.models.replay import RecordingEndedError
 from patcher.prompt_room import PROMPT_TOKENS
 from patcher.prompting import Prompts, Working
@@ -44,7 +45,7 @@ def optimize(
     strategy: Strategy | None = None,
     rules: Rules | None = None,
     sweep: Sweep | None = None,
-    budget_usd: float | None = None,
+    budget: Budget | None = None,
     prompt_tokens: int = PROMPT_TOKENS,
     elsewhere: Sequence[Working] = (),
     extra: Extra | None = None,
@@ -62,7 +63,7 @@ def optimize(
         strategy: decides what to ask next; None is iterative refinement.
         rules: when to leave the op before its iterations are used.
         sweep: the timed points; None is the op's first for the language's kind of device.
-        budget_usd: ceiling on what the models of this run may cost, all ops together.
+        budget: pays for calls and judgements; None is one by the run's own ceilings.
         prompt_tokens: room of a prompt, estimated.
         elsewhere: kernels for this op that work in another language or on another device.
         extra: further text for one question, cut with the rest when a prompt's room is short.
@@ -74,6 +75,7 @@ def optimize(
         WaitingError, ModelError, MissingError: the run stops here and can be resumed.
         VerificationError: a stored artefact was changed.
     """
+    budget = budget or Budget(run)
     kind = "cpu" if language is Language.CPP else "cuda"
     points = sweep or op.sweep(kind)
     prompts = Prompts(op, language, device, points, tokens=prompt_tokens, elsewhere=elsewhere)
@@ -82,15 +84,14 @@ def optimize(
         "analyse": analyst or model,
         "diagnose": diagnoser or model,
     }
-    ask = Asking(run, prompts, models, budget_usd, adapt)
+    ask = Asking(run, prompts, models, budget, adapt)
     tell = _Teller(op.name, iterations, on_event)
     loop = _Loop(
         run=run,
         op=op,
         language=language,
-        ask=ask,
         write=Writing(prompts, ask, extra, tell),
-        judge=Judging(run, op.name, judge, prepare),
+        judge=Judging(run, op.name, judge, prepare, budget),
         strategy=strategy or Refine(),
         rules=rules or Rules(),
         iterations=iterations,
@@ -130,7 +131,6 @@ class _Loop:
     run: Run
     op: Op
     language: Language
-    ask: Asking
     write: Writing
     judge: Judging
     strategy: Strategy
@@ -177,7 +177,7 @@ class _Loop:
             best_iteration=best.iteration if best else None,
             best_speedup=evaluation.geomean_speedup if evaluation else None,
             best_file=self.attempts[best.iteration].file if best else None,
-            usage=self.ask.usage,
+            usage=sum((attempt.usage for attempt in self.attempts), Usage()),
             strategy=self.strategy.name,
             stopped=stopped.reason,
             stopped_detail=stopped.detail,
@@ -213,7 +213,8 @@ class _Loop:
         return self.run.load(step, Stopped) if self.run.done(step) else None
 
     def _stop(self, stopped: Stopped) -> Stopped:
-        return self.run.step(f"{self.op.name}/stopped", lambda: stopped, Stopped)
+        done = stopped.model_copy(update={"iterations": len(self.tried)})
+        return self.run.step(f"{self.op.name}/stopped", lambda: done, Stopped)
 
     def _round(self, number: int, asks: Sequence[Ask]) -> None:
         """Ask for all, then judge all. Every prompt is written before a reply is waited for."""
@@ -221,7 +222,7 @@ class _Loop:
         spent: BudgetError | None = None
         ended = self.ended
         for iteration, ask in enumerate(asks, len(self.tried)):
-            if ended and not self.run.done(f"{self.op.name}/{iteration}/ask-generate"):
+            if ended and iteration >= ended.iterations:
                 break  # it ended in the midst of this round
             try:
                 with waiting.begun():
@@ -237,8 +238,11 @@ class _Loop:
                 candidates[one.iteration] = self._candidate(one.iteration, one.source)
         verdicts = self.judge(candidates)
         for one in written:
-            self._done(number, one, candidates.get(one.iteration), verdicts.get(one.iteration))
-        if spent:
+            verdict = verdicts.found.get(one.iteration)
+            if one.iteration in candidates and verdict is None:
+                break
+            self._done(number, one, candidates.get(one.iteration), verdict)
+        if spent := spent or verdicts.spent:
             raise spent
 
     def _candidate(self, iteration: int, source: str) -> Candidate:

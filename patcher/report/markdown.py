@@ -135,7 +135,10 @@ def _attempts(report: Report) -> str:
     ]
     if not rows:
         return ""
-    return "### Iterations\n\n" + table(["#", "Pass", "Outcome", "Speedup", "Detail"], rows, "r  r")
+    ended = report.loop_ended
+    why = f"\n\nEnded by {ended.reason.replace('_', ' ')}: {plain(ended.detail)}." if ended else ""
+    head = ["#", "Pass", "Outcome", "Speedup", "Detail"]
+    return "### Iterations\n\n" + table(head, rows, "r  r") + why
 
 
 def _checks(report: Report) -> str:
