@@ -192,9 +192,7 @@ class Judge:
                 digest = self._sing(device)
             except (RunnerFailure, MissingError) as failure:
                 if not last:
-                    time.sleep(
-                        CANARY_PAUSE_S
-                    )  # memory of a process that was killed comes back late
+                    time.sleep(CANARY_PAUSE_S)
                     continue
                 raise MissingError(
                     f"the GPU does not answer after a candidate failed: {failure.message}",
