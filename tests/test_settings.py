@@ -38,7 +38,7 @@ def test_flag_over_variable_over_file_over_default(tmp_path: Path) -> None:
         "margin_pct": "patcher.toml",
     }
     recorded = found.for_run()
-    assert set(recorded) == set(NAMES) - {"runs_dir"}
+    assert set(recorded) == set(NAMES) - {"runs_dir", "models"}
     assert (
         recorded.items()
         >= {
