@@ -32,6 +32,8 @@ class Stopped(Record):
     reason: Stop
     detail: str
     """In a sentence, with the figures."""
+    iterations: int = 0
+    """Done by then: a round may have been cut short."""
 
 
 class Recommendation(Record):

@@ -24,12 +24,20 @@ from bench import (
 from bench.engines import ENGINES
 from bench.stats import DEFAULT_PAIRS
 from patcher.console import (
+    BudgetGpuMinutes,
+    BudgetMinutes,
+    BudgetTokens,
+    BudgetUsd,
     Device,
     Engine,
+    FromSolution,
+    Islands,
     Json,
     JudgeSpec,
     Output,
+    Strategy,
     Threads,
+    Width,
     app,
     examples,
     pick_device,
@@ -43,25 +51,9 @@ Weights = Annotated[str, typer.Option(help="random (seeded, spread-out routing),
 ModelSpec = Annotated[
     str | None,
     typer.Option(
-        "--model", help="anthropic[:MODEL], exchange:DIR or replay:FILE; default from settings."
-    ),
-]
-Strategy = Annotated[
-    str, typer.Option(help="refine, single, sample, beam, evolve or translate; see the README.")
-]
-Width = Annotated[
-    int | None,
-    typer.Option(help="Candidates a round, for sample, beam and evolve (default 4).", min=1),
-]
-Islands = Annotated[
-    int | None, typer.Option(help="Populations of evolve (default 2).", min=1, max=64)
-]
-FromSolution = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--from-solution",
-        metavar="NAME",
-        help="A kernel that works elsewhere goes into the prompts: a solution's name, or a file.",
+        "--model",
+        help="anthropic[:MODEL], openai:MODEL, exchange:DIR, replay:FILE or a NAME of "
+        "`patcher models`; default from settings.",
     ),
 ]
 ops_app = typer.Typer(help="The kernel library.", invoke_without_command=True)
@@ -192,10 +184,11 @@ def bundle(
 @examples(
     "patcher optimize fused_add_rms_norm --language cpp --model exchange:prompts",
     "patcher optimize fused_add_rms_norm --language cuda --iterations 6 --budget-usd 5",
-    "patcher optimize fused_add_rms_norm --language cuda --judge exchange:jobs",
     "patcher optimize fused_add_rms_norm --language cuda --strategy beam --width 4",
     "patcher optimize fused_add_rms_norm --language triton --strategy translate "
     "--from-solution cuda_row",
+    "patcher optimize fused_add_rms_norm --language cuda --dry-run",
+    "patcher optimize fused_add_rms_norm --language cuda --judge exchange:jobs",
 )
 def optimize(
     op: Annotated[str, typer.Argument(help="An op of the library.")],
@@ -215,9 +208,13 @@ def optimize(
     ] = None,
     from_solution: FromSolution = None,
     iterations: Annotated[int | None, typer.Option(help="Candidates at most.", min=1)] = None,
-    budget_usd: Annotated[
-        float | None, typer.Option("--budget-usd", help="Ceiling on what models may cost.", min=0)
-    ] = None,
+    budget_usd: BudgetUsd = None,
+    budget_tokens: BudgetTokens = None,
+    budget_minutes: BudgetMinutes = None,
+    budget_gpu_minutes: BudgetGpuMinutes = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Estimate what it would take; ask nobody.")
+    ] = False,
     judge: JudgeSpec = None,
     sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
     counters: Annotated[
@@ -238,10 +235,20 @@ def optimize(
             "diagnoser": diagnoser,
             "iterations": iterations,
             "budget_usd": budget_usd,
+            "budget_tokens": budget_tokens,
+            "budget_minutes": budget_minutes,
+            "budget_gpu_minutes": budget_gpu_minutes,
             "judge": judge,
         }
     )
     known, language = load_op(op), language or Language.CPP
+    if dry_run:
+        from patcher.estimate import estimate
+        from patcher.show_models import estimate_lines
+
+        found = estimate(known, language, settings, sweep)
+        Output(as_json).emit(found, *estimate_lines(found))
+        return 0
     numbers = {"width": width, "islands": islands, "seed": seed}
     plan = pipeline.Plan(
         op=known.name,
@@ -269,7 +276,10 @@ def run(
     strategy: Strategy = "refine",
     width: Width = None,
     iterations: Annotated[int | None, typer.Option(min=1)] = None,
-    budget_usd: Annotated[float | None, typer.Option("--budget-usd", min=0)] = None,
+    budget_usd: BudgetUsd = None,
+    budget_tokens: BudgetTokens = None,
+    budget_minutes: BudgetMinutes = None,
+    budget_gpu_minutes: BudgetGpuMinutes = None,
     judge: JudgeSpec = None,
     source: Annotated[Path | None, typer.Option("--from", help="A profile to start from.")] = None,
     device: Device = None,
@@ -294,6 +304,9 @@ def run(
             "model": model,
             "iterations": iterations,
             "budget_usd": budget_usd,
+            "budget_tokens": budget_tokens,
+            "budget_minutes": budget_minutes,
+            "budget_gpu_minutes": budget_gpu_minutes,
             "judge": judge,
             "margin_pct": margin_pct,
         }
@@ -340,11 +353,16 @@ def demo(as_json: Json = False) -> int:
 @examples(
     "patcher resume",
     "patcher resume 20260101-120000-gpt-oss-tiny-1a2b",
+    "patcher resume latest --budget-usd 20",
     "patcher resume --judge exchange:jobs",
     "patcher resume latest --machine-changed",
 )
 def resume(
     which: Annotated[str, typer.Argument(metavar="RUN", help="Folder, id or `latest`.")] = "latest",
+    budget_usd: BudgetUsd = None,
+    budget_tokens: BudgetTokens = None,
+    budget_minutes: BudgetMinutes = None,
+    budget_gpu_minutes: BudgetGpuMinutes = None,
     judge: JudgeSpec = None,
     machine_changed: Annotated[
         bool,
@@ -355,10 +373,19 @@ def resume(
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Go on with a run that was stopped, killed, or waits for a reply."""
+    """Go on with a run that was stopped, killed, or waits for a reply, perhaps with new ceilings
+    on the whole of it."""
+    from patcher.models.ceilings import Ceilings
     from patcher.run import Run
 
     run = Run.open(Run.find(runs_dir(), which))
+    given = Ceilings(
+        usd=budget_usd,
+        tokens=budget_tokens,
+        minutes=budget_minutes,
+        gpu_minutes=budget_gpu_minutes,
+    )
+    given.note_in(run)
     return _execute(run, Output(as_json), judge=judge, machine_changed=machine_changed)
 
 
@@ -576,8 +603,18 @@ def config(as_json: Json = False) -> int:
 @app.command()
 @examples("patcher models")
 def models(as_json: Json = False) -> int:
-    """Presets of served models."""
+    """Presets of served models, and the language models that can be asked; of a key, yes or no."""
+    from patcher.models.registry import listed
+    from patcher.settings import resolve
+    from patcher.show_models import models_table
+
     rows = {name: preset(name).summary for name in presets()}
-    document = {"schema_version": SCHEMA_VERSION, "models": rows}
-    Output(as_json).emit(document, *(Text(f"{name}: {text}") for name, text in rows.items()))
+    asked = listed(resolve().models)
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "models": rows,
+        "language_models": [row.model_dump(mode="json") for row in asked],
+    }
+    served = (Text(f"{name}: {text}") for name, text in rows.items())
+    Output(as_json).emit(document, Text("served models"), *served, Text(), models_table(asked))
     return 0

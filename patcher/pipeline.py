@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +16,6 @@ from bench import (
     SCHEMA_VERSION,
     Evaluation,
     Language,
-    Op,
     Record,
     UsageError,
     Workload,
@@ -30,27 +28,20 @@ from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
 from bench.toolchains import build
 from hotspot import Profile, capture
 from integrate import Patch
-from patcher.agent import Rules, optimize
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
 from patcher.decide import Decision
-from patcher.index import AttemptsPage
-from patcher.judges import LOCAL, facts, judged_on, open_judges
-from patcher.judges.one_device import hold
-from patcher.languages import require_here, require_sense
+from patcher.judges import LOCAL
+from patcher.languages import require_sense
 from patcher.machine import same_machine
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
-from patcher.models import Model, open_model
-from patcher.models.budget import Budget
-from patcher.prompt_room import PROMPT_TOKENS
+from patcher.optimising import DEMO as DEMO
+from patcher.optimising import optimise
 from patcher.reconcile import Reconciliation
 from patcher.run import Run
 from patcher.searching import Search
-from patcher.settings import Settings, resolve
-
-DEMO = "replay:demo"
-"""The recorded conversation that ships with patcher."""
+from patcher.settings import Settings
 
 Report = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
@@ -90,12 +81,6 @@ class Made(Record):
     folder: str
     id: str
     digest: str
-
-
-class Hardware(Record):
-    """What the agents are told of the hardware: settled once, so that a prompt stays the same."""
-
-    words: str
 
 
 class Result(Record):
@@ -173,7 +158,7 @@ def execute(
     if op_name is None:
         raise UsageError("no op to work on", "name one, or run the whole path of a model")
 
-    optimisation = _optimise(run, plan, op_name, judge, profile, report, say, told)
+    optimisation = _optimise(run, plan, op_name, profile, judge, report, say, told)
     made = decision = None
     if optimisation.stopped == "compiled":
         say(f"it compiles; a {optimisation.language} kernel is neither run nor timed here")
@@ -231,82 +216,32 @@ def _optimise(
     run: Run,
     plan: Plan,
     op_name: str,
-    where: str,
     profile: Profile | None,
+    where: str,
     report: Report,
     say: Say,
     told: Told | None,
 ) -> Optimisation:
-    settings = run.config.settings
-    op = load_op(op_name)
     device = run.config.workload.device if run.config.workload else None
-    language = plan.language or (Language.CUDA if device == "cuda" else Language.CPP)
-    if where == LOCAL:
-        require_here(language)
-    kind = judged_on(where, language)
-    judge_settings = JudgeSettings(
-        sweep=plan.sweep,
-        threads=plan.threads,
-        pairs=plan.judge_pairs,
-        policy=Policy.model_validate(settings.get("tripwires", {})),
+    shares = [spot.share_pct for spot in profile.hotspots if spot.op == op_name] if profile else []
+    return optimise(
+        run,
+        load_op(op_name),
+        plan.language or (Language.CUDA if device == "cuda" else Language.CPP),
+        plan.search,
+        JudgeSettings(
+            sweep=plan.sweep,
+            threads=plan.threads,
+            pairs=plan.judge_pairs,
+            policy=Policy.model_validate(run.config.settings.get("tripwires", {})),
+        ),
+        where,
+        report,
+        say,
+        told,
+        counters=plan.counters,
+        share_pct=sum(shares) if shares else None,
     )
-    model = resolve_model(settings["model"], run)
-    others = {
-        role: resolve_model(settings[role], run) if settings.get(role) else None
-        for role in ("analyst", "diagnoser")
-    }
-    rules = {name: settings[name] for name in ("light_pct", "reverts") if name in settings}
-
-    page = AttemptsPage(run, op_name)
-
-    def heard(progress: LoopProgress) -> None:
-        report(f"{op_name}: {progress.stage}", progress.iteration, progress.iterations)
-        page.hear(progress)
-        if told:
-            told(progress)
-
-    hardware = run.step("hardware", lambda: Hardware(words=facts(where, language)), Hardware)
-    # one for all: what it trusts is started once
-    with open_judges(
-        where, judge_settings, run.id, report, counters=plan.counters, say=say
-    ) as judges:
-        found = optimize(
-            run,
-            op,
-            language,
-            model,
-            lambda candidate: hold(run, judges.evaluate([candidate])[0]),
-            settings["iterations"],
-            hardware.words,
-            analyst=others["analyst"],
-            diagnoser=others["diagnoser"],
-            strategy=plan.search.open(),
-            rules=Rules(**rules, margin_pct=settings["margin_pct"], share_pct=_share(profile, op)),
-            sweep=op.sweep(kind, plan.sweep),
-            budget=Budget(run, judge_on_gpu=kind != "cpu", say=say),
-            prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
-            elsewhere=plan.search.elsewhere,
-            prepare=judges.prepare,
-            on_event=heard,
-        )
-    say(f"the loop ended ({found.stopped}): {found.stopped_detail}")
-    return found
-
-
-def _share(profile: Profile | None, op: Op) -> float | None:
-    """Percent of the profile that the op takes; None without a profile, or when it is not in it."""
-    shares = [spot.share_pct for spot in profile.hotspots if spot.op == op.name] if profile else []
-    return sum(shares) if shares else None
-
-
-def resolve_model(spec: str, run: Run) -> Model:
-    """`open_model`, with `replay:demo` for the recording that ships."""
-    if spec == DEMO:
-        file = resources.files("patcher").joinpath("recordings", "demo.jsonl")
-        with resources.as_file(file) as path:
-            return open_model(f"replay:{path}", run.path)
-    # where servers are is this machine's business, so it is looked up now, not kept in the run
-    return open_model(spec, run.path, resolve().models)
 
 
 def make_patch(run: Run, optimisation: Optimisation, workload: Workload) -> Made:

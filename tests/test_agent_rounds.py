@@ -27,6 +27,8 @@ from bench import (
 from patcher.agent import Extra, Rules, optimize
 from patcher.attempts import Optimisation, Stopped
 from patcher.models import Reply, Request, Usage
+from patcher.models.budget import Budget
+from patcher.models.ceilings import Ceilings
 from patcher.models.exchange import ExchangeModel
 from patcher.run import Run
 from patcher.strategies import STRATEGIES, open_strategy
@@ -142,6 +144,7 @@ def test_a_loop_of_each_strategy(name: str, tmp_path: Path) -> None:
         assert len(world.judged) == len(set(world.judged))
         stopped = run.load(f"{OP}/stopped", Stopped)
         assert (stopped.reason, stopped.detail) == (found.stopped, found.stopped_detail)
+        assert stopped.iterations == len(found.iterations)
         rounds = found.iterations[-1].round + 1
         asks = [run.load(f"{OP}/round-{n}", Round).asks for n in range(rounds)]
     assert sum(map(len, asks)) == len(found.iterations)
@@ -265,7 +268,7 @@ def poor(run: Run, world: Poor, budget: float, verdicts: float | Outcome) -> Opt
     strategy = open_strategy("sample", width=4)
     return optimize(
         run, load_op(OP), Language.CPP, world, judge, 8, "a CPU",
-        strategy=strategy, budget_usd=budget,
+        strategy=strategy, budget=Budget(run, Ceilings(usd=budget)),
     )  # fmt: skip
 
 
@@ -275,11 +278,42 @@ def test_a_spent_budget_ends_a_loop_that_has_something_worth_a_patch(tmp_path: P
     with Run.create(tmp_path, command="optimize") as run:
         found = poor(run, world, 6.0, 1.5)
         assert (found.stopped, len(found.iterations)) == ("budget", 6)
-        assert "budget of $6.00" in found.stopped_detail
+        assert "$6.00" in found.stopped_detail
         assert found.best_digest is not None
         assert found.usage.cost_usd == 6.0
     with Run.open(run.path) as run:
         assert poor(run, Poor(seed=1), 100.0, 1.5) == found
+
+
+def test_a_budget_that_ends_between_verdicts(tmp_path: Path) -> None:
+    """The candidates of a round that are judged count, the others do not, now and ever after."""
+
+    class Clocked(Budget):
+        def judge(self, step: str, function: Callable[[], Evaluation]) -> Evaluation:
+            if not run.done(step) and len(seen) == 3:
+                raise BudgetError("no time is left for a judgement", "give it more")
+            seen.append(step)
+            return super().judge(step, function)
+
+    def go() -> Optimisation:
+        def judge(candidate: Candidate) -> Evaluation:
+            return judged(1.5, candidate.source).model_copy(update={"digest": candidate.digest})
+
+        strategy, world = open_strategy("sample", width=4), Poor(seed=1)
+        return optimize(
+            run, load_op(OP), Language.CPP, world, judge, 8, "a CPU",
+            strategy=strategy, budget=Clocked(run, Ceilings()),
+        )  # fmt: skip
+
+    seen: list[str] = []
+    with Run.create(tmp_path, command="optimize") as run:
+        found = go()
+        assert found.stopped == "budget"
+        done = len(found.iterations)
+        assert 3 <= done < 8
+    seen.clear()
+    with Run.open(run.path) as run:
+        assert go() == found
 
 
 def test_a_spent_budget_with_nothing_to_show_waits_for_more(tmp_path: Path) -> None:

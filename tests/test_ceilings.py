@@ -19,7 +19,7 @@ from bench import BudgetError, Evaluation, Language, MissingError, Outcome, Patc
 from patcher.models import ModelError, Reply, Request, Trouble
 from patcher.models.api import ApiModel
 from patcher.models.budget import SHORTEST_S, Budget
-from patcher.models.ceilings import RAISED, RESOURCES, Amount, Ceilings
+from patcher.models.ceilings import RESOURCES, Amount, Ceilings
 from patcher.models.registry import Entry
 from patcher.models.retry import Clock, TimeUp, alarm
 from patcher.run import Run
@@ -291,7 +291,7 @@ def test_a_judgement_is_stopped_at_the_ceiling_and_resumed_with_more(run: Run) -
     assert "--budget-gpu-minutes" in caught.value.hint
     assert world.used.gpu_s == 60.0
     assert budget.account.spent == Amount(wall_s=60.0, gpu_s=60.0)
-    run.note(RAISED, gpu_minutes=4.0)
+    Ceilings(gpu_minutes=4.0).note_in(run)
     again = Budget(run, judge_on_gpu=True, clock=world.clock(0.5))
     assert again.judge("op/0/evaluate", judge) == EVALUATION
     on_cpu = Budget(run, Ceilings(gpu_minutes=0.0), clock=world.clock(0.5))

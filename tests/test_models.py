@@ -11,7 +11,7 @@ from model_servers import Slept
 from bench import BudgetError, MissingError, UsageError, VerificationError, WaitingError
 from patcher.models import Asked, ModelError, Reply, Request, Usage, open_model
 from patcher.models.budget import Budget
-from patcher.models.ceilings import RAISED, Ceilings
+from patcher.models.ceilings import Ceilings
 from patcher.models.exchange import ExchangeModel
 from patcher.models.prices import price, prices
 from patcher.models.registry import Entry, listed
@@ -213,7 +213,7 @@ class TestBudget:
             nothing = Budget(run, Ceilings(usd=0.0))
             assert nothing.ask(model, question("a")).reply.text == "done"  # paid already
         with Run.open(run.path) as again:
-            again.note(RAISED, usd=1.0)
+            Ceilings(usd=1.0).note_in(again)
             budget = Budget(again)
             budget.ask(model, question("c"))
             assert budget.account.committed_usd == pytest.approx(0.9)

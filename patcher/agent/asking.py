@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from patcher.models import TOKENS_CEILING, Model, Reply, Request, Role, Usage
+from patcher.models import TOKENS_CEILING, Model, Reply, Request, Role
 from patcher.models.budget import Budget
 from patcher.prompting import Prompts
 from patcher.run import Run
@@ -17,11 +17,7 @@ Adapt = Callable[[Role, int, str], str]
 
 
 class Asking:
-    """The models behind the loop on one op, by role.
-
-    Attributes:
-        usage: of every reply so far.
-    """
+    """The models behind the loop on one op, by role."""
 
     def __init__(
         self,
@@ -31,7 +27,6 @@ class Asking:
         budget: Budget,
         adapt: Adapt | None = None,
     ) -> None:
-        self.usage = Usage()
         self._run = run
         self._prompts = prompts
         self._models = models
@@ -62,7 +57,6 @@ class Asking:
         self._room[role] = asked.request.max_tokens  # more than before, if a reply was cut off
         if asked.reply.truncated:
             self._room[role] = min(2 * asked.request.max_tokens, TOKENS_CEILING)
-        self.usage += asked.reply.usage
         return asked.reply
 
 

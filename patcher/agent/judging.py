@@ -4,8 +4,9 @@ over before the loop waits for any."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from bench import Candidate, Evaluation, VerificationError
+from bench import BudgetError, Candidate, Evaluation, VerificationError
 from patcher.agent.waiting import Waiting
 from patcher.models.budget import Budget
 from patcher.run import Run
@@ -15,6 +16,17 @@ Judge = Callable[[Candidate], Evaluation]
 `WaitingError` until its verdict has come."""
 Prepare = Callable[[Sequence[Candidate]], None]
 """Told of a round's new candidates before the first is judged: to build them side by side."""
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """Of one round."""
+
+    found: dict[int, tuple[int, Evaluation]]
+    """For each iteration the verdict, and the iteration that it was given in: an earlier one, where
+    the source is the same."""
+    spent: BudgetError | None
+    """Why the last ones have none."""
 
 
 class Judging:
@@ -30,9 +42,8 @@ class Judging:
         self._prepare = prepare
         self._judged: dict[str, tuple[int, Evaluation]] = {}
 
-    def __call__(self, candidates: Mapping[int, Candidate]) -> dict[int, tuple[int, Evaluation]]:
-        """For each iteration the verdict, and the iteration that it was given in: an earlier one,
-        where the source is the same.
+    def __call__(self, candidates: Mapping[int, Candidate]) -> Verdicts:
+        """The verdicts on a round's candidates, by iteration.
 
         Raises:
             WaitingError: a verdict has not come yet; all candidates were handed over.
@@ -45,12 +56,17 @@ class Judging:
         open_ = [one for at, one in new.values() if not self._run.done(self._step(at))]
         if self._prepare and len(open_) > 1:
             self._prepare(open_)
-        waiting = Waiting()
+        waiting, spent = Waiting(), None
         for digest, (iteration, candidate) in new.items():
-            with waiting.begun():
-                self._judged[digest] = iteration, self._verdict(iteration, candidate)
+            try:
+                with waiting.begun():
+                    self._judged[digest] = iteration, self._verdict(iteration, candidate)
+            except BudgetError as error:
+                spent = error
+                break
         waiting.settle()
-        return {at: self._judged[candidate.digest] for at, candidate in candidates.items()}
+        judged = {at: self._judged.get(one.digest) for at, one in candidates.items()}
+        return Verdicts({at: found for at, found in judged.items() if found}, spent)
 
     def _step(self, iteration: int) -> str:
         return f"{self._op_name}/{iteration}/evaluate"

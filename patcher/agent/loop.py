@@ -20,7 +20,7 @@ from patcher.agent.waiting import Waiting
 from patcher.agent.writing import Extra, Writing, Written
 from patcher.attempts import Attempt, Optimisation, Phase, Progress, Stage, Stopped
 from patcher.extract import Failure
-from patcher.models import Model, Role
+from patcher.models import Model, Role, Usage
 from patcher.models.budget import Budget
 from patcher.models.replay import RecordingEndedError
 from patcher.prompt_room import PROMPT_TOKENS
@@ -90,7 +90,6 @@ def optimize(
         run=run,
         op=op,
         language=language,
-        ask=ask,
         write=Writing(prompts, ask, extra, tell),
         judge=Judging(run, op.name, judge, prepare, budget),
         strategy=strategy or Refine(),
@@ -132,7 +131,6 @@ class _Loop:
     run: Run
     op: Op
     language: Language
-    ask: Asking
     write: Writing
     judge: Judging
     strategy: Strategy
@@ -179,7 +177,7 @@ class _Loop:
             best_iteration=best.iteration if best else None,
             best_speedup=evaluation.geomean_speedup if evaluation else None,
             best_file=self.attempts[best.iteration].file if best else None,
-            usage=self.ask.usage,
+            usage=sum((attempt.usage for attempt in self.attempts), Usage()),
             strategy=self.strategy.name,
             stopped=stopped.reason,
             stopped_detail=stopped.detail,
@@ -215,7 +213,8 @@ class _Loop:
         return self.run.load(step, Stopped) if self.run.done(step) else None
 
     def _stop(self, stopped: Stopped) -> Stopped:
-        return self.run.step(f"{self.op.name}/stopped", lambda: stopped, Stopped)
+        done = stopped.model_copy(update={"iterations": len(self.tried)})
+        return self.run.step(f"{self.op.name}/stopped", lambda: done, Stopped)
 
     def _round(self, number: int, asks: Sequence[Ask]) -> None:
         """Ask for all, then judge all. Every prompt is written before a reply is waited for."""
@@ -223,7 +222,7 @@ class _Loop:
         spent: BudgetError | None = None
         ended = self.ended
         for iteration, ask in enumerate(asks, len(self.tried)):
-            if ended and not self.run.done(f"{self.op.name}/{iteration}/ask-generate"):
+            if ended and iteration >= ended.iterations:
                 break  # it ended in the midst of this round
             try:
                 with waiting.begun():
@@ -239,8 +238,11 @@ class _Loop:
                 candidates[one.iteration] = self._candidate(one.iteration, one.source)
         verdicts = self.judge(candidates)
         for one in written:
-            self._done(number, one, candidates.get(one.iteration), verdicts.get(one.iteration))
-        if spent:
+            verdict = verdicts.found.get(one.iteration)
+            if one.iteration in candidates and verdict is None:
+                break
+            self._done(number, one, candidates.get(one.iteration), verdict)
+        if spent := spent or verdicts.spent:
             raise spent
 
     def _candidate(self, iteration: int, source: str) -> Candidate:

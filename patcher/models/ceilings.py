@@ -9,6 +9,7 @@ from pydantic import Field
 
 from bench import Record
 from patcher.journal import Event
+from patcher.run import Run
 
 Resource = Literal["usd", "tokens", "wall_s", "gpu_s"]
 RESOURCES: tuple[Resource, ...] = ("usd", "tokens", "wall_s", "gpu_s")
@@ -75,6 +76,11 @@ class Ceilings(Record):
             if event.kind == "note" and event.step == RAISED:
                 given |= event.data
         return cls.model_validate(given)
+
+    def note_in(self, run: Run) -> None:
+        """Give a run new ceilings on the whole of it; what is None stays as it was."""
+        if given := self.model_dump(exclude_none=True):
+            run.note(RAISED, **given)
 
 
 class Account(Record):
