@@ -140,8 +140,8 @@ def execute(
     settings = run.config.settings
     plan = Plan.model_validate(settings["plan"])
     workload = run.config.workload
-    judge = judge or settings.get("judge", LOCAL)
-    if plan.whole or judge == LOCAL:  # else no figure is made here
+    where: str = judge or settings.get("judge", LOCAL)
+    if plan.whole or where == LOCAL:  # else no figure is made here
         for change in same_machine(run, plan.measured_on(workload), machine_changed):
             say(f"judging and measuring again: {change}")
     op_name = plan.op
@@ -158,7 +158,7 @@ def execute(
     if op_name is None:
         raise UsageError("no op to work on", "name one, or run the whole path of a model")
 
-    optimisation = _optimise(run, plan, op_name, profile, judge, report, say, told)
+    optimisation = _optimise(run, plan, op_name, profile, where, report, say, told)
     made = decision = None
     if optimisation.stopped == "compiled":
         say(f"it compiles; a {optimisation.language} kernel is neither run nor timed here")
