@@ -66,6 +66,8 @@ class Attempt(Record):
     """`Candidate.digest`; None when the reply held no source."""
     outcome: Outcome
     geomean_speedup: float | None = None
+    score: float | None = None
+    """By the user's own measure, where there is one; it ranks in place of the speedup."""
     detail: str
     """What went wrong, or the gain, in one line."""
     usage: Usage

@@ -12,11 +12,13 @@ from rich.console import Console
 from bench import MissingError, PatcherError, UsageError
 from patcher import (  # noqa: F401 (importing them registers them)
     commands,
+    configuring,
     evaluating,
     exporting,
     outside,
     patching,
     profiling,
+    remembering,
     reviewing,
     selftesting,
     serving,
@@ -31,6 +33,10 @@ CLICK_ERROR: type[Exception] = next(
 """Wrong usage as typer raises it, whether it brings its own click or uses the installed one."""
 
 
+_RUNS = ("run", "optimize", "demo", "resume")
+_RESUME = "go on with: patcher resume"
+
+
 def main() -> None:
     """Run the command line and exit with its documented code."""
     as_json = "--json" in sys.argv[1:]
@@ -39,7 +45,9 @@ def main() -> None:
             code = app(standalone_mode=False)
         except BaseException as error:
             if stopping.asked and not isinstance(error, Interrupted):
-                error = Interrupted("interrupted")  # whatever the unwinding ran into
+                # what was interrupted may have made another error of it: an import does
+                resumable = any(word in _RUNS for word in sys.argv[1:2])
+                error = Interrupted("interrupted", _RESUME if resumable else "")
             code = _ended_by(error, as_json)
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -166,7 +166,9 @@ def bundle(
     candidate = Candidate.from_file(load_op(op).name, source, language)
     output = Output(as_json)
     with output.progress() as bar:
-        settings = judge.JudgeSettings(sweep=sweep, threads=threads, policy=resolve().tripwires)
+        settings = judge.JudgeSettings(
+            sweep=sweep, threads=threads, policy=resolve().tripwires.for_op(candidate.op)
+        )
         evaluation = judge.evaluate(candidate, settings, bar)
     if evaluation.outcome is not Outcome.CORRECT:
         if as_json:
@@ -335,7 +337,9 @@ def demo(as_json: Json = False) -> int:
     from patcher.settings import resolve
     from patcher.workloads import workload_for
 
-    settings = resolve({"model": pipeline.DEMO, "iterations": 3, "judge": "local"})
+    # a recorded conversation: it neither needs what was learned nor teaches
+    asked = {"model": pipeline.DEMO, "iterations": 3, "judge": "local", "memory": "off"}
+    settings = resolve(asked)
     workload = workload_for("gpt-oss-tiny", "cpu", threads=1)
     plan = pipeline.Plan(language=Language.CPP, pairs=40, threads=1, judge_pairs=8)
     begun = pipeline.start(settings, "demo", "gpt-oss-tiny", workload, plan)
@@ -583,20 +587,6 @@ def report(
     names = [str(path) for path in files]
     document = {**now.model_dump(mode="json"), "files": names}
     Output(as_json).emit(document, Text(now.sentence()), *(Text(name) for name in names))
-    return 0
-
-
-@app.command()
-@examples("patcher config")
-def config(as_json: Json = False) -> int:
-    """Each setting, its value and where it comes from."""
-    from patcher.settings import NAMES, resolve
-
-    settings = resolve()
-    values = settings.model_dump(mode="json")
-    rows = {name: {"value": values[name], "origin": settings.origins[name]} for name in NAMES}
-    lines = (Text(f"{name} = {row['value']}  ({row['origin']})") for name, row in rows.items())
-    Output(as_json).emit({"schema_version": SCHEMA_VERSION, "settings": rows}, *lines)
     return 0
 
 

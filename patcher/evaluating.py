@@ -100,7 +100,7 @@ def evaluate(
         timeout_s=timeout,
         threads=threads,
         tripwires=tripwires,
-        policy=given.tripwires,
+        policy=given.tripwires.for_op(candidate.op),
         sanitize=sanitize,
     )
     output = Output(as_json)

@@ -10,6 +10,7 @@ from bench import Evaluation, Record, UsageError, load_op
 from hotspot import Profile
 from integrate import Patch
 from integrate import Receipt as FullReceipt
+from patcher.agent import ended
 from patcher.attempts import Attempt, Stopped
 from patcher.decide import Decision
 from patcher.measure import explain_measured
@@ -79,7 +80,7 @@ def gather(run: Run, after: Profile | None = None) -> Report:
         profile=profile.model_dump(mode="json") if profile else None,
         profile_after=after.model_dump(mode="json") if after else None,
         attempts=found,
-        loop_ended=_loop_ended(run),
+        loop_ended=_loop_ended(run, found),
         best=evaluation,
         candidate_source=source,
         candidate_language=str(evaluation.language) if evaluation else None,
@@ -105,10 +106,10 @@ def _receipt(receipt: FullReceipt) -> Receipt:
     return Receipt(calls=receipt.calls, fallbacks=receipt.fallbacks)
 
 
-def _loop_ended(run: Run) -> Stopped | None:
-    """Of the run's op; the last one where there are several."""
-    steps = [name for name in run.state.results if name.endswith("/stopped")]
-    return run.load(steps[-1], Stopped) if steps else None
+def _loop_ended(run: Run, attempts: tuple[Attempt, ...]) -> Stopped | None:
+    """Of the op that was worked on."""
+    ops = {Path(one.file).parts[1] for one in attempts if one.file}
+    return next((found for name in sorted(ops) if (found := ended(run, name))), None)
 
 
 def _best(found: tuple[Attempt, ...]) -> Attempt | None:

@@ -65,7 +65,7 @@ def workspace(
         sweep=sweep,
         threads=threads,
         judge=where,
-        policy=settings.tripwires,
+        policy=settings.tripwires.for_op(op),
     )
     Output(as_json).emit(
         opened.workspace,

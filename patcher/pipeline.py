@@ -23,16 +23,18 @@ from bench import (
 )
 from bench.environment import describe
 from bench.environment import facts as machine_facts
-from bench.judge import JudgeSettings, Policy
+from bench.judge import JudgeSettings
 from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
 from bench.toolchains import build
 from hotspot import Profile, capture
 from integrate import Patch
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
+from patcher.carried import kept_levers
 from patcher.decide import Decision
 from patcher.judges import LOCAL
 from patcher.languages import require_sense
+from patcher.levers import load_levers
 from patcher.machine import same_machine
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
@@ -102,10 +104,12 @@ def start(
     """Make the run's folder; `execute` then does the work.
 
     Raises:
-        UsageError: the plan asks for what its language cannot have.
+        UsageError: the plan asks for what its language cannot have, or a file that the settings
+        name cannot be read.
     """
     require_sense(plan.language, whole=plan.whole, sweep=plan.sweep)
-    return Run.create(
+    load_levers(settings.for_run())  # before there is a run
+    run = Run.create(
         settings.runs_dir,
         command=command,
         model=model,
@@ -114,6 +118,8 @@ def start(
         versions=describe("cpu").packages,
         machine=machine_facts(plan.measured_on(workload)),
     )
+    kept_levers(run)
+    return run
 
 
 def execute(
@@ -223,24 +229,18 @@ def _optimise(
     told: Told | None,
 ) -> Optimisation:
     device = run.config.workload.device if run.config.workload else None
-    shares = [spot.share_pct for spot in profile.hotspots if spot.op == op_name] if profile else []
     return optimise(
         run,
         load_op(op_name),
         plan.language or (Language.CUDA if device == "cuda" else Language.CPP),
         plan.search,
-        JudgeSettings(
-            sweep=plan.sweep,
-            threads=plan.threads,
-            pairs=plan.judge_pairs,
-            policy=Policy.model_validate(run.config.settings.get("tripwires", {})),
-        ),
+        JudgeSettings(sweep=plan.sweep, threads=plan.threads, pairs=plan.judge_pairs),
         where,
         report,
         say,
         told,
         counters=plan.counters,
-        share_pct=sum(shares) if shares else None,
+        profile=profile,
     )
 
 

@@ -6,13 +6,14 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
 from bench import Record, UsageError
-from bench.judge import Policy
+from patcher.levers import AuxiliaryLever, PromptLever, ScoreLever, Tripwires
 from patcher.models.registry import Entry, Name
 from patcher.prompt_room import PROMPT_TOKENS
 
@@ -51,14 +52,22 @@ class Settings(Record):
     """Optimisation rounds in a row without a gain after which it does."""
     prompt_tokens: int = Field(PROMPT_TOKENS, ge=2000)
     """Room of a prompt, estimated; what is optional is cut to fit."""
-    tripwires: Policy = Policy()
+    memory: str = Field("on", min_length=1)
+    """What is remembered across runs: `on` (in `PATCHER_HOME`), `off`, or a folder."""
+    tripwires: Tripwires = Tripwires()
     """What a candidate's source must not or must have; JSON in `PATCHER_TRIPWIRES`."""
+    prompts: tuple[PromptLever, ...] = ()
+    """Text for prompts, after ours or instead of it; JSON in `PATCHER_PROMPTS`."""
+    auxiliary: tuple[AuxiliaryLever, ...] = ()
+    """Sources of the user's that the agents read; JSON in `PATCHER_AUXILIARY`."""
+    score: ScoreLever | None = None
+    """The user's own measure of right candidates; JSON in `PATCHER_SCORE`."""
     models: dict[Name, Entry] = Field(default_factory=dict)
     """Models of your own; JSON in `PATCHER_MODELS`. `--model NAME` uses one."""
     origins: dict[str, str] = Field(default_factory=dict)
     """Where each value comes from: `flag --model`, `PATCHER_MODEL`, `patcher.toml` or `default`."""
 
-    @field_validator("tripwires", "models", mode="before")
+    @field_validator("tripwires", "prompts", "auxiliary", "score", "models", mode="before")
     @classmethod
     def _from_variable(cls, value: object) -> object:
         return json.loads(value) if isinstance(value, str) else value
@@ -105,7 +114,7 @@ def resolve(
         return Settings.model_validate({**values, "origins": origins})
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0])
+        name, *inside = (str(part) for part in first["loc"])
         if name == "models":  # never its values: someone may have put a key there
             where = ".".join(str(part) for part in first["loc"] if part != "[key]")
             raise UsageError(
@@ -113,10 +122,16 @@ def resolve(
                 "an entry has: " + ", ".join(Entry.model_fields) + "; a key stays in the "
                 "environment variable that key_variable names",
             ) from None
+        value: Any = first["input"] if inside else values[name]
         raise UsageError(
-            f"{name} = {values[name]!r} ({origins[name]}): {first['msg']}",
+            f"{'.'.join([name, *inside])} = {value!r} ({origins[name]}): {first['msg']}",
             f"give another value for {name}",
         ) from error
+
+
+def example_file() -> str:
+    """A `patcher.toml` with every setting, explained."""
+    return resources.files("patcher").joinpath("example.toml").read_text("utf-8")
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from rich.text import Text
 from bench import Comparison, Evaluation, KernelCounters, Op, Outcome
 from patcher.attempts import Attempt, Optimisation
 from patcher.doctor import Finding
+from patcher.report.wording import visible
 
 if TYPE_CHECKING:  # it imports torch
     from bench.planted import PlantedGains
@@ -73,13 +74,13 @@ def print_checks(console: Console, evaluation: Evaluation) -> None:
     """What was looked at, without what was timed."""
     for check in evaluation.checks:
         mark = "[green]ok  [/]" if check.passed else "[red]fail[/]"
-        console.print(mark, f"{check.name}:", Text(check.detail))
+        console.print(mark, f"{check.name}:", Text(visible(check.detail)))
     for said in evaluation.tripwires:
-        console.print("      source:", Text(said))
+        console.print("      source:", Text(visible(said)))
     for name, detail in evaluation.baselines.items():
-        console.print("      baseline", f"{name}:", Text(detail))
+        console.print("      baseline", f"{name}:", Text(visible(detail)))
     if evaluation.log and not evaluation.timings:
-        console.print(Text(evaluation.log[-3000:], style="dim"))
+        console.print(Text(visible(evaluation.log[-3000:]), style="dim"))
 
 
 def counters_table(kernels: Sequence[KernelCounters]) -> Table:
@@ -118,7 +119,7 @@ def attempts_table(attempts: tuple[Attempt, ...]) -> Table:
             attempt.phase,
             str(attempt.outcome),
             "-" if speedup is None else f"{speedup:.3f}x",
-            Text(attempt.detail[:100]),
+            Text(visible(attempt.detail[:100])),
         )
     return table
 

@@ -56,6 +56,8 @@ class Tried:
     evaluation: Evaluation | None
     failure: Failure | None = None
     """Why the reply could not be used."""
+    score: float | None = None
+    """By the user's own measure."""
 
     @property
     def right(self) -> bool:
@@ -69,8 +71,10 @@ class Tried:
         """Greater is better, among those that are right."""
         if self.evaluation is None:
             return False, 0.0
-        speedup = self.evaluation.geomean_speedup or 0.0
-        return self.evaluation.outcome is Outcome.CORRECT, speedup
+        worth = self.evaluation.geomean_speedup or 0.0
+        if self.score is not None:
+            worth = self.score
+        return self.evaluation.outcome is Outcome.CORRECT, worth
 
 
 @dataclass(frozen=True)

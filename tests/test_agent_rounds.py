@@ -285,6 +285,49 @@ def test_a_spent_budget_ends_a_loop_that_has_something_worth_a_patch(tmp_path: P
         assert poor(run, Poor(seed=1), 100.0, 1.5) == found
 
 
+def test_an_end_by_budget_stands_until_the_run_is_given_more(tmp_path: Path) -> None:
+    first, second = Poor(seed=1), Poor(seed=1)
+    with Run.create(tmp_path, command="optimize") as run:
+        poor(run, first, 6.0, 1.5)
+        Ceilings(usd=7.0).note_in(run)
+        found = poor(run, second, 7.0, 1.5)
+        assert (found.stopped, len(found.iterations)) == ("budget", 7)
+        Ceilings(usd=70.0).note_in(run)
+        whole = poor(run, second, 70.0, 1.5)
+        assert (whole.stopped, len(whole.iterations)) == ("iterations", 8)
+        Ceilings(usd=700.0).note_in(run)
+        assert poor(run, Poor(seed=1), 700.0, 1.5) == whole
+    asked = first.asked + second.asked
+    assert len(asked) == len(set(asked)) == 8
+
+
+def test_pictures_go_to_an_analyst_that_sees(tmp_path: Path) -> None:
+    class Seeing(World):
+        images = True
+
+        def ask(self, request: Request) -> Reply:
+            if request.images:
+                shown.append((request.role, [image.file for image in request.images]))
+            return super().ask(request)
+
+    shown: list[tuple[str, list[str]]] = []
+    head = b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + b"\0\0\0\x02" * 2
+    prompts = []
+    for model in (Seeing(seed=3), World(seed=3)):
+        with Run.create(tmp_path, command="optimize") as run:
+            (run.path / "profile.png").write_bytes(head)
+            optimize(
+                run, load_op(OP), Language.CPP, model, model.judge, 4, "a CPU",
+                pictures=["profile.png"],
+            )  # fmt: skip
+            found = [path.read_text() for path in run.path.glob("ops/*/*/analyse.prompt.md")]
+            prompts.append(all("The pictures show" in text for text in found) and bool(found))
+    assert prompts == [True, False]
+    assert shown
+    assert {role for role, _ in shown} == {"analyse"}
+    assert all(files == ["profile.png"] for _, files in shown)
+
+
 def test_a_budget_that_ends_between_verdicts(tmp_path: Path) -> None:
     """The candidates of a round that are judged count, the others do not, now and ever after."""
 

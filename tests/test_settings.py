@@ -49,7 +49,7 @@ def test_flag_over_variable_over_file_over_default(tmp_path: Path) -> None:
             "margin_pct": 1.0,
         }.items()
     )
-    assert recorded["tripwires"] == {"banned": [], "required": [], "ignore": []}
+    assert recorded["tripwires"] == {"banned": [], "required": [], "ignore": [], "ops": {}}
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from patcher.attempts import Attempt, Phase, Progress
 from patcher.attempts import Stage as Doing
 from patcher.index import attempts_page
 from patcher.models import Usage
+from patcher.show import attempts_table
 from patcher.watching import Watch
 
 
@@ -107,6 +108,7 @@ def test_what_a_model_wrote_cannot_steer_the_terminal() -> None:
     plain = Console(file=io.StringIO(), width=200)
     with Watch(plain, quiet=False) as watch:
         watch.hear(event(0, "done", hostile))
+    plain.print(attempts_table((hostile,)))  # at the end, on stdout
     assert isinstance(plain.file, io.StringIO)
     assert "\x1b" not in plain.file.getvalue()
     assert "<U+001B>[2Jgone" in plain.file.getvalue()

@@ -5,6 +5,7 @@
 
 from patcher.agent.asking import MAX_TOKENS, Adapt
 from patcher.agent.best import best_candidate
+from patcher.agent.ended import ended
 from patcher.agent.judging import Judge, Prepare
 from patcher.agent.loop import optimize
 from patcher.agent.moving_on import MAX_FUNCTIONAL_FAILURES, Rules
@@ -19,5 +20,6 @@ __all__ = [
     "Prepare",
     "Rules",
     "best_candidate",
+    "ended",
     "optimize",
 ]

@@ -3,9 +3,9 @@ that a person can open."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from patcher.models import TOKENS_CEILING, Model, Reply, Request, Role
+from patcher.models import TOKENS_CEILING, Image, Model, Reply, Request, Role, sees_images
 from patcher.models.budget import Budget
 from patcher.prompting import Prompts
 from patcher.run import Run
@@ -26,13 +26,22 @@ class Asking:
         models: Mapping[Role, Model],
         budget: Budget,
         adapt: Adapt | None = None,
+        pictures: Sequence[str] = (),
     ) -> None:
+        self._images: dict[Role, tuple[Image, ...]] = {}
+        if sees_images(models["analyse"]):
+            self._images["analyse"] = tuple(Image.of(run.path, file) for file in pictures)
         self._run = run
         self._prompts = prompts
         self._models = models
         self._budget = budget
         self._adapt = adapt
         self._room = dict(MAX_TOKENS)
+
+    @property
+    def pictures(self) -> int:
+        """How many go with a question to the analyst."""
+        return len(self._images.get("analyse", ()))
 
     def __call__(self, iteration: int, role: Role, prompt: str) -> Reply:
         """The reply, stored now or in an earlier process.
@@ -48,6 +57,7 @@ class Asking:
             system=self._prompts.system(role),
             prompt=self._adapt(role, iteration, prompt) if self._adapt else prompt,
             max_tokens=self._room[role],
+            images=self._images.get(role, ()),
         )
         if not self._run.done(request.step):
             self._run.write(f"{folder}/{role}.prompt.md", _shown(request))

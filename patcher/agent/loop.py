@@ -9,11 +9,12 @@ recommendation. What is asked together is a round, which a strategy decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from bench import BudgetError, Candidate, Evaluation, Language, Op, Outcome, Sweep
 from patcher.agent.asking import Adapt, Asking
+from patcher.agent.ended import ended, stops
 from patcher.agent.judging import Judge, Judging, Prepare
 from patcher.agent.moving_on import Rules, move_on
 from patcher.agent.waiting import Waiting
@@ -29,6 +30,10 @@ from patcher.run import Run
 from patcher.strategies import Refine, Strategy
 from patcher.structure import structure
 from patcher.tried import Ask, Round, Tried, best_of
+
+Score = Callable[[int, Evaluation, Mapping[str, str]], float]
+"""A user's own measure of a right candidate: (iteration, evaluation, files of the run by what they
+are); higher is better."""
 
 
 def optimize(
@@ -48,9 +53,12 @@ def optimize(
     budget: Budget | None = None,
     prompt_tokens: int = PROMPT_TOKENS,
     elsewhere: Sequence[Working] = (),
+    pictures: Sequence[str] = (),
     extra: Extra | None = None,
     adapt: Adapt | None = None,
     prepare: Prepare | None = None,
+    final: bool = False,
+    score: Score | None = None,
     on_event: Callable[[Progress], None] | None = None,
 ) -> Optimisation:
     """Ask for at most `iterations` candidates and keep the best.
@@ -66,9 +74,12 @@ def optimize(
         budget: pays for calls and judgements; None is one by the run's own ceilings.
         prompt_tokens: room of a prompt, estimated.
         elsewhere: kernels for this op that work in another language or on another device.
+        pictures: PNG files of the run that go to an analyst that sees.
         extra: further text for one question, cut with the rest when a prompt's room is short.
         adapt: the caller's last word on a prompt.
         prepare: told of a round's candidates before they are judged.
+        final: what comes after the loop has begun, so that its end stands whatever is given.
+        score: ranks right candidates; None is by speedup.
 
     Raises:
         BudgetError: nothing is right and faster yet; the run can be resumed with a larger budget.
@@ -84,7 +95,7 @@ def optimize(
         "analyse": analyst or model,
         "diagnose": diagnoser or model,
     }
-    ask = Asking(run, prompts, models, budget, adapt)
+    ask = Asking(run, prompts, models, budget, adapt, pictures)
     tell = _Teller(op.name, iterations, on_event)
     loop = _Loop(
         run=run,
@@ -95,7 +106,9 @@ def optimize(
         strategy=strategy or Refine(),
         rules=rules or Rules(),
         iterations=iterations,
+        score=score,
         tell=tell,
+        final=final,
     )
     found = loop.optimisation(loop.work())
     run.write(f"ops/{op.name}/optimisation.json", found.model_dump_json(indent=1) + "\n")
@@ -136,7 +149,9 @@ class _Loop:
     strategy: Strategy
     rules: Rules
     iterations: int
+    score: Score | None
     tell: _Teller
+    final: bool
 
     @property
     def tried(self) -> list[Tried]:
@@ -193,8 +208,8 @@ class _Loop:
         step = f"{self.op.name}/round-{number}"
         if self.run.done(step):
             return self.run.load(step, Round).asks
-        if self.ended:
-            return self.ended
+        if ended := self._ended():
+            return ended
         if stopped := move_on(self.tried, self.rules):
             return self._stop(stopped)
         left = self.iterations - len(self.tried)
@@ -206,21 +221,20 @@ class _Loop:
             return self._stop(Stopped(reason="asked_all", detail=detail))
         return self.run.step(step, lambda: Round(asks=asks), Round).asks
 
-    @property
-    def ended(self) -> Stopped | None:
-        """The end that the journal holds."""
-        step = f"{self.op.name}/stopped"
-        return self.run.load(step, Stopped) if self.run.done(step) else None
+    def _ended(self) -> Stopped | None:
+        return ended(self.run, self.op.name, final=self.final)
 
     def _stop(self, stopped: Stopped) -> Stopped:
         done = stopped.model_copy(update={"iterations": len(self.tried)})
-        return self.run.step(f"{self.op.name}/stopped", lambda: done, Stopped)
+        before = len(stops(self.run, self.op.name))
+        step = f"{self.op.name}/stopped" + (f"-{before + 1}" if before else "")
+        return self.run.step(step, lambda: done, Stopped)
 
     def _round(self, number: int, asks: Sequence[Ask]) -> None:
         """Ask for all, then judge all. Every prompt is written before a reply is waited for."""
         waiting, written = Waiting(), list[Written]()
         spent: BudgetError | None = None
-        ended = self.ended
+        ended = self._ended()
         for iteration, ask in enumerate(asks, len(self.tried)):
             if ended and iteration >= ended.iterations:
                 break  # it ended in the midst of this round
@@ -264,7 +278,15 @@ class _Loop:
         """The iteration as it stays."""
         given_in, evaluation = verdict or (None, None)
         failure = one.source if isinstance(one.source, Failure) else None
-        self.tried.append(Tried(one.iteration, number, one.ask, candidate, evaluation, failure))
+        tried = Tried(one.iteration, number, one.ask, candidate, evaluation, failure)
+        if self.score and tried.right and candidate and evaluation and given_in is not None:
+            files = {
+                "run": ".",
+                "candidate": self._file(given_in, candidate),
+                "evaluation": f"ops/{self.op.name}/{given_in}/evaluation.json",
+            }
+            tried = replace(tried, score=self.score(given_in, evaluation, files))
+        self.tried.append(tried)
         attempt = Attempt(
             iteration=one.iteration,
             round=number,
@@ -273,7 +295,12 @@ class _Loop:
             digest=candidate.digest if candidate else None,
             outcome=evaluation.outcome if evaluation else Outcome.GENERATION_FAILURE,
             geomean_speedup=evaluation.geomean_speedup if evaluation else None,
-            detail=_detail(evaluation) if evaluation else failure.detail if failure else "",
+            score=tried.score,
+            detail=_detail(evaluation, tried.score)
+            if evaluation
+            else failure.detail
+            if failure
+            else "",
             usage=one.advice.usage + one.reply.usage,
             model=one.reply.model,
             reply_source=one.reply.source,
@@ -292,9 +319,10 @@ class _Loop:
         self.tell(one.iteration, "done", one.ask.phase, attempt)
 
 
-def _detail(evaluation: Evaluation) -> str:
+def _detail(evaluation: Evaluation, score: float | None) -> str:
     if evaluation.geomean_speedup is not None:
-        return f"{evaluation.geomean_speedup:.3f} x {evaluation.baseline}"
+        own = "" if score is None else f", score {score:g}"
+        return f"{evaluation.geomean_speedup:.3f} x {evaluation.baseline}{own}"
     failed = evaluation.failed_checks
     return (
         f"{failed[0].name}: {failed[0].detail}" if failed else evaluation.outcome.replace("_", " ")

@@ -64,7 +64,9 @@ class Writing:
             self._tell(iteration, "analyse", ask.phase)
             source, evaluation = self._parent(ask.parents[0])
             extra = self._more("analyse", iteration)
-            prompt = self._prompts.analyse(source, evaluation, self.attempts, extra=extra)
+            prompt = self._prompts.analyse(
+                source, evaluation, self.attempts, pictures=self._ask.pictures, extra=extra
+            )
             return recommended(self._ask, iteration, prompt)
         if ask.kind == "repair":
             self._tell(iteration, "diagnose", ask.phase)
