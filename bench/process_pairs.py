@@ -11,7 +11,7 @@ what two differ by. Its first process goes on as the baseline of the first A/B p
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
@@ -27,7 +27,7 @@ from bench.intervals import DEFAULT_PAIRS, MIN_PROCESS_PAIRS, Look, first_decide
 from bench.latency import latency_of
 from bench.throughput import check_window, decide_on, so_far, unusable
 from bench.windows import Kind, Pair, Side, abba, prompt_seed, take_pair
-from bench.workload import Workload
+from bench.workload import Shape, Workload
 
 SHARE_BESIDE = 0.42
 """Of the device's memory for each of two engines that take theirs in advance."""
@@ -52,7 +52,9 @@ class ArmProcess(Protocol):
 
     vocab_size: int
 
-    def side(self) -> Side: ...
+    def side(self, shape: Shape | None = None) -> Side:
+        """For windows of that traffic, else of the workload's."""
+        ...
 
     def warm_up(self, seed: int, steps: int) -> None:
         """A window that nobody times."""
@@ -74,6 +76,9 @@ Start = Callable[[Arm, float], Process]
 """Starts an arm's process with that share of the device's memory and waits until it is loaded."""
 Visit = Callable[[Pair, Arm, Process], None]
 """Called with each process after its pairs, and the last of them: what else is asked of it."""
+Also = Callable[[Pair, Mapping[Arm, Process]], None]
+"""Called with the processes of an A/B process pair that are loaded, after its last pair and the
+visits: what else is measured between them. One by one where only one is loaded at a time."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,7 @@ def measure_processes(
     clocks: ClockMonitor,
     seed: int = 0,
     visit: Visit[Process] | None = None,
+    also: Also[Process] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Throughput:
     """Measure until a look decides or all process pairs are taken; no process outlives this.
@@ -124,6 +130,8 @@ def measure_processes(
         sitting = Sitting(start, workload, plan, margin_pct, clocks, seed, total, stack)
         if visit is not None:
             sitting.visit = visit
+        if also is not None:
+            sitting.also = also
         if progress is not None:
             sitting.progress = progress
         sitting.process_pair("aa", swapped=False)
@@ -171,6 +179,7 @@ class Sitting(Generic[Process]):
     total: int
     stack: ExitStack
     visit: Visit[Process] = lambda pair, arm, process: None
+    also: Also[Process] = lambda pair, processes: None
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
     taken: int = 0
     """A/B process pairs."""
@@ -205,8 +214,8 @@ class Sitting(Generic[Process]):
             vocab = arms["baseline"].vocab_size
             self.windows += take_pair(pair, sides, self.workload, vocab, self.seed, self.clocks)
             self._tell()
+        self._look_at(pairs[-1], arms)
         for arm, process in arms.items():
-            self._look_at(pairs[-1], arm, process)
             if kind == "aa" and arm == "baseline":
                 self._kept = process
             else:
@@ -221,7 +230,7 @@ class Sitting(Generic[Process]):
                 [found[pair.number, arm]] = take_pair(
                     pair, {arm: side}, self.workload, process.vocab_size, self.seed, self.clocks
                 )
-            self._look_at(pairs[-1], arm, process)
+            self._look_at(pairs[-1], {arm: process})
             process.close()
         self.windows += [found[pair.number, arm] for pair in pairs for arm in pair.order]
         self._tell()
@@ -270,13 +279,16 @@ class Sitting(Generic[Process]):
         self._kept = first
         return True, ""
 
-    def _look_at(self, last: Pair, arm: Arm, process: Process) -> None:
+    def _look_at(self, last: Pair, processes: Mapping[Arm, Process]) -> None:
         """Latency and memory, after the pairs, and what else is asked."""
+        for arm, process in processes.items():
+            if last.kind == "ab":
+                own = self.steps.setdefault(arm, [])
+                own += process.in_steps(prompt_seed(self.seed + 1, last.number))
+                self.peak[arm] = max(self.peak.get(arm, 0), process.memory().peak)
+            self.visit(last, arm, process)
         if last.kind == "ab":
-            own = self.steps.setdefault(arm, [])
-            own += process.in_steps(prompt_seed(self.seed + 1, last.number))
-            self.peak[arm] = max(self.peak.get(arm, 0), process.memory().peak)
-        self.visit(last, arm, process)
+            self.also(last, processes)
 
     def _tell(self, note: str = "") -> None:
         done = len({(window.pair, window.kind) for window in self.windows})

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 
-from bench import PatcherError, Record, relayed
+from bench import PatcherError, Record, Shape, relayed
 from bench.environment import engine_environment
 from bench.process_pairs import Memory
 from bench.windows import Taken
@@ -28,7 +28,8 @@ from patcher import arm_protocol as say
 
 LOAD_S = 900.0
 REPLY_S = 600.0
-CLOSE_S = 30.0
+CLOSE_S = 10.0
+"""What it measured is known by then; an engine that takes longer to end is killed."""
 _TAIL = 1500
 _REPLY_LIMIT = 1 << 26
 
@@ -103,8 +104,8 @@ class ArmProcess:
         """Also the number of its process group."""
         return self._process.pid
 
-    def side(self) -> PipeSide:
-        return PipeSide(self)
+    def side(self, shape: Shape | None = None) -> PipeSide:
+        return PipeSide(self, shape)
 
     def warm_up(self, seed: int, steps: int) -> None:
         self.ask(say.Generate(seed=seed, steps=steps), say.Generated)
@@ -211,13 +212,13 @@ class ArmProcess:
 class PipeSide:
     """A side whose engine is in a process of its own; see `bench.windows.Side`."""
 
-    def __init__(self, process: ArmProcess) -> None:
-        self._process = process
+    def __init__(self, process: ArmProcess, shape: Shape | None = None) -> None:
+        self._process, self._shape = process, shape
         self._decode_s = self._prefill_s = 0.0
 
     def prefill(self, seed: int) -> None:
         self._decode_s = 0.0
-        self._prefill_s = self._timed(say.Prefill(seed=seed))
+        self._prefill_s = self._timed(say.Prefill(seed=seed, shape=self._shape))
 
     def turn(self, steps: int) -> None:
         self._timed(say.Decode(steps=1))

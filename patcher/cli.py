@@ -13,6 +13,7 @@ from bench import MissingError, PatcherError, UsageError
 from patcher import (  # noqa: F401 (importing them registers them)
     commands,
     exporting,
+    measuring,
     patching,
     profiling,
     reviewing,

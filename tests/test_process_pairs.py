@@ -66,7 +66,7 @@ class ScriptedProcess:
         self.host, self.arm, self.speed = host, arm, speed
         self.windows = 0
 
-    def side(self) -> ScriptedSide:
+    def side(self, shape: bench.Shape | None = None) -> ScriptedSide:
         return ScriptedSide(self)
 
     def warm_up(self, seed: int, steps: int) -> None:
