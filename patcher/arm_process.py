@@ -58,8 +58,14 @@ def arm_environment(folder: Path, patches: tuple[Patch, ...]) -> dict[str, str]:
 class ArmProcess:
     """One arm; see `bench.process_pairs.ArmProcess`."""
 
-    def __init__(self, name: str, load: say.Load, patches: tuple[Patch, ...] = ()) -> None:
-        """Start it and wait until it is loaded.
+    def __init__(
+        self,
+        name: str,
+        load: say.Load,
+        patches: tuple[Patch, ...] = (),
+        load_s: float = LOAD_S,
+    ) -> None:
+        """Start it and wait until it is loaded, so many seconds at most.
 
         Raises:
             PatcherError: it does not load, or has other patches in than it should.
@@ -81,7 +87,7 @@ class ArmProcess:
                 bufsize=0,
             )
         try:
-            loaded = self.ask(load, say.Loaded, LOAD_S)
+            loaded = self.ask(load, say.Loaded, load_s)
             wanted = {patch.manifest.id: patch.digest for patch in patches}
             if loaded.patches != wanted:
                 raise PatcherError(
@@ -116,6 +122,10 @@ class ArmProcess:
     def memory(self) -> Memory:
         found = self.ask(say.AskMemory(), say.MemoryUse)
         return Memory(found.held, found.peak, found.free)
+
+    def delay(self, seconds: float) -> None:
+        """Make each of its decode steps take so much longer from now on."""
+        self.ask(say.Delay(seconds=seconds), say.Done)
 
     def receipts(self) -> tuple[Receipt, ...]:
         return self.ask(say.AskReceipts(), say.Receipts).receipts
