@@ -20,8 +20,8 @@ from pydantic import Field
 
 from bench import SCHEMA_VERSION, Comparison, Record, Window, Workload
 from bench.clocks import ClockMonitor
-from bench.intervals import MIN_PROCESS_PAIRS
 from bench.process_pairs import ArmProcess
+from bench.stats import MIN_PROCESS_PAIRS
 from bench.throughput import decide_on
 from bench.windows import Pair, abba, take_pair
 
@@ -218,7 +218,7 @@ class Summary(Record):
 
 def summarise(trials: Sequence[Trial], repeats: Sequence[Repeats]) -> Summary:
     """Of all that was taken until now."""
-    kinds = {
+    kinds: dict[Kind, Kinds] = {
         kind: _kind([trial for trial in trials if trial.kind == kind])
         for kind in dict.fromkeys(trial.kind for trial in trials)
     }
