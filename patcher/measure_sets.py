@@ -18,6 +18,7 @@ from patcher.best_set import BestSet, Combination, best_set
 from patcher.decide import Decision
 from patcher.measure import decide_on, measure_together
 from patcher.measured import Job, Measured, Report
+from patcher.report import Report as Shown
 
 Measure = Callable[[Job, Sequence[Path], Report], tuple[Measured, ...]]
 """As `patcher.measure.measure_together`."""
@@ -86,6 +87,34 @@ def measure_sets(
         take(list(combinations(names, len(names) - 1)))
     measured = tuple(done.values())
     return Sets(best=best_set([one.combination for one in measured]), measured=measured)
+
+
+def report_of(found: Sets, name: str, created: str, command: str) -> Shown:
+    """What `patcher.report` shows of it: the figures of the best set, or of all at once where none
+    is accepted.
+    """
+    chosen = frozenset(found.best.patches)
+    by_set = {frozenset(one.patches): one for one in found.measured}
+    shown = by_set.get(chosen) or max(found.measured, key=lambda one: len(one.patches))
+    first, decision = shown.measured[0], shown.decisions[0]
+    for other in shown.decisions:
+        decision = other if other.verdict != "accept" else decision
+    return Shown(
+        run_id=name,
+        created=created,
+        title=first.throughput.workload.model,
+        commands=(command,),
+        model=first.throughput.workload.model,
+        workload=first.throughput.workload,
+        patch_id=first.throughput.patch,
+        throughput=first.throughput,
+        quality=first.quality,
+        elsewhere=first.elsewhere,
+        best_set=found.best,
+        decision=decision,
+        reverted_identical=first.reverted_identical,
+        environment=first.throughput.environment,
+    )
 
 
 def keep_name(job: Job, folders: Sequence[Path]) -> str:

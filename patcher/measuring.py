@@ -161,9 +161,11 @@ def throughput(
 def _best_set(job: Any, patches: list[Path], out: Path | None, output: Output) -> int:
     """Measure the combinations, and name the best; 0 where one is accepted."""
     from contextlib import ExitStack
+    from datetime import UTC, datetime
 
-    from integrate import unpacked
-    from patcher.measure_sets import keep_name, measure_sets
+    from integrate import Patch, unpacked
+    from patcher.measure_sets import keep_name, measure_sets, report_of
+    from patcher.report import write
     from patcher.show_throughput import best_set_lines
 
     with ExitStack() as stack:
@@ -172,7 +174,11 @@ def _best_set(job: Any, patches: list[Path], out: Path | None, output: Output) -
         output.err.print(Text(f"each combination is kept in {keep}", style="dim"))
         bar = stack.enter_context(output.progress())
         found = measure_sets(job, folders, keep, bar)
+        names = " ".join(f"--patch {Patch.load(folder).manifest.id}" for folder in folders)
     if out is not None:
         out.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    output.emit(found.best, *best_set_lines(found.best))
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    command = f"patcher throughput {job.workload.model} {names} --best-set"
+    files = write(report_of(found, keep.name, now, command), keep)
+    output.emit(found.best, *best_set_lines(found.best), Text(f"report: {files[0]}"))
     return 0 if found.best.patches else 1

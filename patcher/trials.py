@@ -218,10 +218,12 @@ class Summary(Record):
 
 def summarise(trials: Sequence[Trial], repeats: Sequence[Repeats]) -> Summary:
     """Of all that was taken until now."""
-    kinds: dict[Kind, Kinds] = {
-        kind: _kind([trial for trial in trials if trial.kind == kind])
-        for kind in dict.fromkeys(trial.kind for trial in trials)
-    }
+    by_kind: dict[Kind, list[Trial]] = {}
+    for trial in trials:
+        by_kind.setdefault(trial.kind, []).append(trial)
+    kinds: dict[Kind, Kinds] = {}
+    for kind, own in by_kind.items():
+        kinds[kind] = _kind(own)
     aa = kinds.get("aa")
     limit = None
     if aa is not None and aa.trials and not aa.verdicts.get("accept"):

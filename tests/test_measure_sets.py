@@ -14,8 +14,9 @@ from test_measure import WORKLOAD, evidence
 import bench
 from bench import Candidate, Language
 from integrate import Patch
-from patcher.measure_sets import keep_name, measure_sets
+from patcher.measure_sets import keep_name, measure_sets, report_of
 from patcher.measured import Job, Measured
+from patcher.report import write
 from patcher.show_throughput import best_set_lines
 
 JOB = Job(workload=WORKLOAD)
@@ -84,6 +85,14 @@ def test_each_alone_and_all_together(bundles: list[Path], tmp_path: Path) -> Non
     assert all(one.comparison.p_holm is not None for one in found.best.combinations)
     assert len(found.measured[2].measured) == len(found.measured[2].decisions) == 2
     assert len(best_set_lines(found.best)) == 2
+    shown = report_of(found, "best-set-1", "2026-11-21T08:00:00+00:00", "patcher throughput")
+    assert shown.throughput is not None
+    assert shown.throughput.comparison.gain_pct == 3.0
+    assert shown.decision is not None
+    assert shown.decision.verdict == "accept"
+    [page, text, _] = write(shown, tmp_path / "report")
+    assert "Several patches" in text.read_text()
+    assert "fused_add_rms_norm" in page.read_text()
 
 
 def test_where_together_is_worse_all_but_one_are_tried(bundles: list[Path], tmp_path: Path) -> None:
