@@ -37,6 +37,7 @@ from patcher.decide import Decision
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
 from patcher.models import Model, open_model
+from patcher.other_traffic import shapes_of
 from patcher.reconcile import Reconciliation
 from patcher.run import Run
 from patcher.settings import Settings
@@ -173,6 +174,8 @@ def execute(run: Run, report: Report, say: Say, profile_file: Path | None = None
             quality_steps=plan.quality_steps,
             # vLLM is patched when a process starts
             process_pairs=MIN_PROCESS_PAIRS if workload.engine == "vllm" else 0,
+            # on a CPU the other points would take longer than all the rest
+            elsewhere=shapes_of(workload, None, None) if workload.device == "cuda" else (),
         )
         folder = run.path / made.folder
         measured = run.step("measure", lambda: measure_in_child(job, folder, report), Measured)

@@ -234,7 +234,9 @@ def test_there_is_room_for_other_traffic() -> None:
     shapes = (Shape(batch=64, context=5), Shape(batch=3, context=900))
     plain, roomy = driver._arguments(WORKLOAD), driver._arguments(WORKLOAD, shapes)
     assert (plain["max_num_seqs"], roomy["max_num_seqs"]) == (3, 64)
-    assert roomy["max_model_len"] - plain["max_model_len"] == 900 - WORKLOAD.input_len
+    assert (plain["max_model_len"], roomy["max_model_len"]) == (3072, 3072)
+    far = driver._arguments(WORKLOAD, [Shape(batch=3, context=8192)])
+    assert far["max_model_len"] >= 8192 + WORKLOAD.output_len + driver.SPARE_TOKENS
     less = driver._arguments(WORKLOAD, (Shape(batch=1, context=1),))
     assert less == plain
 

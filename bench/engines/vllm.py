@@ -31,6 +31,8 @@ MXFP4_SCALE = 120
 REQUEST = "patcher-"
 SPARE_TOKENS = 2048
 """Room for decode beyond what the workload asks for."""
+LENGTH_STEP = 1024
+"""What the longest sequence is rounded up to."""
 MEMORY_SHARE = 0.6
 OPTIONS: tuple[tuple[dict[str, Any], ...], ...] = (
     tuple({"moe_backend": name} for name in ("triton", "marlin", "flashinfer_cutlass")),
@@ -177,9 +179,11 @@ def _column(tokens: dict[str, list[int]], index: int) -> torch.Tensor:
 def _arguments(workload: Workload, room: Sequence[Shape] = ()) -> dict[str, Any]:
     """Stock vLLM, but for what makes a run repeatable: no prefix cache, greedy, this batch."""
     longest = max(workload.input_len, *(shape.context for shape in room), 1)
+    needed = longest + workload.output_len + SPARE_TOKENS
     arguments = {
         "max_num_seqs": max(workload.batch, *(shape.batch for shape in room), 1),
-        "max_model_len": longest + workload.output_len + SPARE_TOKENS,
+        # it enters the hash of compiled code, which windows of another length need not change
+        "max_model_len": -(-needed // LENGTH_STEP) * LENGTH_STEP,
         "dtype": workload.dtype,
         "seed": workload.seed,
         "enable_prefix_caching": False,
