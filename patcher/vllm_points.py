@@ -5,19 +5,20 @@ the kernel by name, and of the engine's own; the fallback on a shape that the gu
 same greedy tokens after it was reverted; a worker that was started anew; and A/A, the dispatcher
 with the engine's own kernel behind it. The points are in together, since a start of vLLM takes
 most of a minute; `--ops` names fewer. Each run is a process and leaves a file in OUT, which a
-second start does not make again; `summary.json` is made of them at the end.
+second start does not make again; `summary.json` is made of them at the end. `--jobs 3` starts
+three at once, each with a share of the GPU's memory: nothing is timed but A/A, which runs alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,46 +26,17 @@ from bench import AxisGuard, Candidate, Op, Outcome, PatcherError, Workload, loa
 from bench.environment import engine_environment
 from hotspot import NSYS_OPTIONS, find_nsys, nsys_environment, read
 from integrate import Patch, Store, read_receipts
+from patcher.vllm_cases import CASES, Case, check, counted, of_patch
 
 MODES = ("full", "piecewise", "eager")
 MODEL = "gpt-oss-20b"
 TIMEOUT_S = 900
 OWN_ROUNDS = 3
 """Pairs of processes of the A/A comparison, each with its arms in another order."""
+MEMORY_SHARE = 0.8
+"""Of the GPU's, for all processes that run at once."""
 WINDOWS = 8
 """Of an A/A process; the first is left out."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One patch point."""
-
-    op: str
-    calls_per_layer: int
-    ours: str
-    """The new kernel's name in a profile, as a pattern."""
-    theirs: str
-    """What must be gone; Inductor's rotation has no name that says so."""
-
-
-CASES = (
-    Case(
-        "fused_add_rms_norm",
-        2,
-        r"^fused_add_rms_norm_kernel",
-        r"^triton_.*fused_add_rms_norm|vllm::fused_add_rms_norm",
-    ),
-    Case("rope_kv_update", 1, r"^rope_kv_update_kernel", r"reshape_and_cache_flash"),
-    Case(
-        "moe_route",
-        1,
-        r"^moe_route_kernel",
-        r"^_topk_forward|^_sum_bitmatrix_rows|^_combined_routing",
-    ),
-    Case("moe_reduce", 1, r"^moe_reduce_kernel", r"^_reduce_grouped"),
-    Case("moe_matmul_swiglu", 1, r"^moe_matmul_swiglu_kernel", r"^_matmul_ogs_.*_swiglu"),
-    Case("moe_matmul_down", 1, r"^moe_matmul_down_kernel", r"^_matmul_ogs_(?!.*_swiglu)"),
-)
 
 
 def main() -> int:
@@ -74,6 +46,9 @@ def main() -> int:
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--judge-only", action="store_true", help="make the bundles, start nothing")
+    parser.add_argument("--no-own", action="store_true", help="leave A/A out")
     arguments = parser.parse_args()
     workload = Workload(
         model=MODEL,
@@ -84,28 +59,32 @@ def main() -> int:
         input_len=128,
         output_len=256,
     )
-    proof = Proof(arguments.out, workload, arguments.steps)
+    proof = Proof(arguments.out, workload, arguments.steps, arguments.jobs)
     cases = [case for case in CASES if case.op in arguments.ops.split(",")]
     checks: list[dict[str, Any]] = []
     try:
+        if arguments.judge_only:
+            for case in cases:
+                print(case.op, proof.bundle(case).manifest.id, flush=True)
+            return 0
         checks += proof.prove(cases, arguments.modes.split(","))
-        if any(case.op == "moe_reduce" for case in cases):
+        if any(case.op == "moe_reduce" for case in cases) and not arguments.no_own:
             checks += proof.own("full")
     except PatcherError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    failed = [check for check in checks if not check["passed"]]
+    failed = [one for one in checks if not one["passed"]]
     (arguments.out / "summary.json").write_text(json.dumps(checks, indent=1) + "\n")
-    for check in checks:
-        print("ok  " if check["passed"] else "FAIL", check["what"], check["seen"])
+    for one in checks:
+        print("ok  " if one["passed"] else "FAIL", one["what"], one["seen"])
     return 5 if failed else 0
 
 
 class Proof:
     """Runs, each in a file of its own, and what they say."""
 
-    def __init__(self, out: Path, workload: Workload, steps: int) -> None:
-        self.out, self.workload, self.steps = out, workload, steps
+    def __init__(self, out: Path, workload: Workload, steps: int, jobs: int = 1) -> None:
+        self.out, self.workload, self.steps, self.jobs = out, workload, steps, jobs
         self.layers = preset(workload.model).layers
         out.mkdir(parents=True, exist_ok=True)
 
@@ -117,7 +96,19 @@ class Proof:
         """
         checks = []
         patches = {case.op: self.bundle(case) for case in cases}
-        name = "+".join(patches)
+        narrow = {case.op: self.bundle(case, widest=1) for case in cases}
+        name, mode = "+".join(patches), modes[0]
+        self.together(
+            *(partial(self.run, f"stock-{each}", each, profile=True) for each in modes),
+            *(
+                partial(self.run, f"{name}-{each}", each, [*patches.values()], profile=True)
+                for each in modes
+            ),
+            partial(self.run, f"{name}-{mode}-refused", mode, [*narrow.values()]),
+            partial(self.run, f"{name}-{mode}-reverted", mode),
+        )
+        # its workers are processes of their own: receipts tell
+        self.run(f"{name}-{mode}-restarted", mode, [*patches.values()], engines=2)
         for mode in modes:
             stock = self.run(f"stock-{mode}", mode, profile=True)
             patched = self.run(f"{name}-{mode}", mode, [*patches.values()], profile=True)
@@ -126,10 +117,7 @@ class Proof:
                 label = f"{case.op}, {mode}"
                 checks += counted(label, case, stock, found, self.steps, self.layers)
         mode = modes[0]
-        narrow = {case.op: self.bundle(case, widest=1) for case in cases}
         refused = self.run(f"{name}-{mode}-refused", mode, [*narrow.values()])
-        # its workers are processes of their own: receipts tell
-        self.run(f"{name}-{mode}-restarted", mode, [*patches.values()], engines=2)
         receipts = read_receipts(self.out / f"{name}-{mode}-restarted.receipts")
         for op, patch in patches.items():
             found = of_patch(refused, narrow[op].manifest.id)
@@ -145,6 +133,18 @@ class Proof:
         reverted = self.run(f"{name}-{mode}-reverted", mode)
         same = reverted["tokens"] == stock["tokens"]
         return [*checks, check(f"{mode}: reverted, the same greedy tokens", same, same)]
+
+    def together(self, *runs: Callable[[], object]) -> None:
+        """`jobs` at a time. All of a batch have ended before the next begins: vLLM refuses to
+        start where another process gives memory back meanwhile.
+
+        Raises:
+            PatcherError: one failed; the others of its batch were waited for.
+        """
+        for begin in range(0, len(runs), self.jobs):
+            with ThreadPoolExecutor(self.jobs) as pool:
+                for done in [pool.submit(run) for run in runs[begin : begin + self.jobs]]:
+                    done.result()
 
     def own(self, mode: str) -> list[dict[str, Any]]:
         """A/A: the ratio of medians against the spread between equal processes."""
@@ -219,6 +219,7 @@ class Proof:
             "workload": json.loads(self.workload.model_dump_json()),
             **{"mode": mode, "out": str(raw), "steps": self.steps, "windows": windows},
             **{"own": own, "engines": engines},
+            "memory_share": MEMORY_SHARE / (1 if own else self.jobs),
         }
         command = [sys.executable, "-P", "-m", "integrate.vllm.run", json.dumps(plan)]
         environment = nsys_environment() if profile else engine_environment()
@@ -259,47 +260,6 @@ class Proof:
             # a kernel that fails must show
             "PATCHER_STRICT": "1",
         }
-
-
-def of_patch(run: dict[str, Any], patch_id: str) -> dict[str, Any]:
-    """A run's calls and fallbacks, those of one patch alone."""
-    calls = {key: count for key, count in run["calls"].items() if key == patch_id}
-    start = f"{patch_id}: "
-    fallbacks = {key: count for key, count in run["fallbacks"].items() if key.startswith(start)}
-    return {**run, "calls": calls, "fallbacks": fallbacks}
-
-
-def counted(
-    name: str,
-    case: Case,
-    stock: dict[str, Any],
-    patched: dict[str, Any],
-    steps: int,
-    layers: int,
-) -> list[dict[str, Any]]:
-    """Receipts against nsys against what the model's code says."""
-    calls = sum(patched["calls"].values()) / steps
-    ours = matching(case.ours, patched["kernels"]) / steps
-    theirs = matching(case.theirs, patched["kernels"]) / steps
-    before = matching(case.theirs, stock["kernels"]) / steps
-    expected = case.calls_per_layer * layers
-    fallbacks = patched["fallbacks"]
-    return [
-        check(f"{name}: receipts, calls a step", calls == expected, calls),
-        check(f"{name}: no fallbacks in steady decode", not fallbacks, fallbacks),
-        check(f"{name}: nsys, launches of the new kernel a step", ours == calls, ours),
-        check(f"{name}: nsys, launches of the old ones a step", theirs == 0, theirs),
-        check(f"{name}: nsys, of the old ones before", before > 0, before),
-    ]
-
-
-def matching(pattern: str, kernels: dict[str, int]) -> int:
-    """Launches of the kernels whose name matches."""
-    return sum(count for name, count in kernels.items() if re.search(pattern, name))
-
-
-def check(what: str, passed: bool, seen: object) -> dict[str, Any]:
-    return {"what": what, "passed": passed, "seen": seen}
 
 
 def shipped(op: Op) -> Candidate:

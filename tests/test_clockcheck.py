@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bench.judge.clockcheck import Block, suspicious
+from bench.judge.clockcheck import Block, overran, shares, suspicious
 
 PAIRS = 12
 
@@ -69,3 +69,20 @@ def test_nothing_is_faster_than_the_machine() -> None:
     problem = suspicious(blocks(0.05, seed=6), THEIRS, alone(0.06), THEIRS_ALONE, 0.5)
     assert problem is not None
     assert "below what this machine can do" in problem
+
+
+def test_work_on_any_stream_is_inside_of_the_events() -> None:
+    spans = [("mine", 1_000, 51_000), ("mine", 60_000, 101_000)]
+    assert overran(spans, 100_000.0) is None
+    beside = [*spans, ("on another stream", 40_000, 400_000)]
+    problem = overran(beside, 100_000.0)
+    assert problem is not None
+    assert "CUPTI" in problem
+
+
+def test_whose_kernels_ran_is_said_by_time() -> None:
+    ampere = "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>(Params)"
+    said = shares([("mine", 0, 30), (ampere, 30, 100)], 2)
+    assert said.startswith("2 kernels and copies in 2 calls: ")
+    assert "its own 30 %" in said
+    assert "70 %" in said.split(",")[0]

@@ -21,7 +21,7 @@ from bench.judge.process import Limits, Runner
 from bench.judge.regimes import EXACT
 from bench.judge.zygote import RunnerFailure, Zygote
 from bench.op import Op
-from bench.timing import Arm
+from bench.timed_arm import Arm
 from bench.toolchains import build
 
 NORM = bench.load_op("fused_add_rms_norm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -62,7 +63,8 @@ def test_a_right_candidate_is_timed_against_a_named_baseline(judged: Judged) -> 
     [
         # a wrong epsilon: half a part in 10^5 on these inputs
         (("float(hidden) + epsilon", "float(hidden) + 1e-6f"), "mismatch", "values", "rmse"),
-        (("* load(weight + i)", ""), "mismatch", "values", "rmse"),
+        # the cases come in an order of the moment, and a NaN in the weight may be the first
+        (("* load(weight + i)", ""), "mismatch", "values", "rmse|error|exactly|non-finite"),
         # the second output is forgotten
         (("store(r + i, sum);", ""), "mismatch", "values", "residual"),
         # right at the shapes that are timed, wrong at others
@@ -114,7 +116,7 @@ def test_a_bad_candidate_has_the_right_outcome(
     assert evaluation.outcome == outcome
     [failed] = evaluation.failed_checks
     assert failed.name == check
-    assert detail in failed.detail
+    assert re.search(detail, failed.detail)
     assert evaluation.geomean_speedup is None
 
 

@@ -18,7 +18,7 @@ from bench.judge.process import Runner
 from bench.judge.zygote import RunnerFailure
 from bench.op import Op
 from bench.records import Record, remembered
-from bench.timing import Arm, Batch, block_sets
+from bench.timed_arm import Arm, Batch, block_sets
 from bench.toolchains import cache_root
 
 LOAD_S = 600.0

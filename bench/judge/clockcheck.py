@@ -11,8 +11,11 @@ forged clock shows in every block, a busy machine in some.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from bench.judge.tools import library_of
 
 HIDDEN = 0.15
 """Share of the baseline's time that the two clocks may differ by."""
@@ -21,6 +24,12 @@ ALONE = 0.5
 what it costs the baseline more."""
 NOISE_US = 25.0
 SPREADS = 4.0
+SPAN_EXCESS = 0.1
+SPAN_NOISE_NS = 20_000.0
+"""By how much work on the GPU may outlast the events around it."""
+
+Span = tuple[str, int, int]
+"""Name, begin and end in nanoseconds."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,28 @@ def suspicious(
                 f"{claimed:.3g} us: work is shared between calls"
             )
     return None
+
+
+def overran(spans: Sequence[Span], events_ns: float) -> str | None:
+    """What ran on any stream, by CUPTI, against the events around the same launch: what is wrong,
+    or None."""
+    seen = max(end for _, _, end in spans) - min(begin for _, begin, _ in spans)
+    if seen <= (1 + SPAN_EXCESS) * events_ns + SPAN_NOISE_NS:
+        return None
+    return (
+        f"CUPTI saw work on the GPU for {seen / 1e3:.3g} us over all streams, the events around it "
+        f"say {events_ns / 1e3:.3g} us"
+    )
+
+
+def shares(spans: Sequence[Span], calls: int) -> str:
+    """Whose kernels ran, in words: the candidate's own or a library's, by GPU time."""
+    busy: Counter[str] = Counter()
+    for name, begin, end in spans:
+        busy[library_of(name) or "its own"] += end - begin
+    total = busy.total()
+    parts = (f"{name} {100 * ns / total:.0f} %" for name, ns in busy.most_common())
+    return f"{len(spans)} kernels and copies in {calls} calls: {', '.join(parts)}"
 
 
 def _quartile(values: Sequence[float]) -> float:

@@ -6,7 +6,8 @@ import hashlib
 import itertools
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,8 @@ from bench.judge.process import Runner, placed
 from bench.judge.sanitizer import sanitize
 from bench.judge.zygote import RunnerFailure
 from bench.op import Op
-from bench.timing import Found, Precision, Sitting, fresh
+from bench.timed_arm import Found, fresh
+from bench.timing import Precision, Sitting
 from bench.toolchains import Built
 
 AFTER = 6
@@ -92,6 +94,8 @@ class Trial:
         self.settings, self.draw = settings, draw
         self.planted = self.rejected = self.compared = self.calls = 0
         self.begin = time.monotonic()
+        self.traced = ""
+        """What CUPTI saw, where it was asked."""
 
     def load(self, built: Built, cpus: list[int] | None) -> None:
         self.runner.start(self.settings.threads, cpus)
@@ -179,20 +183,11 @@ class Trial:
         points = self.sweep.points()
         for index, point in enumerate(points):
             report("time", index, len(points))
-            try:
+            with self._timed_at(point.label()):
                 timings.append(sitting.compare(point, settings.load_timeout_s))
-            except Found as found:
-                broken = (
-                    Outcome.MISMATCH if found.check == "timed outputs" else Outcome.GUARD_VIOLATION
-                )
-                raise Wrong(broken, found.check, f"{point.label()}: {found.detail}") from found
-            except RunnerFailure as failure:
-                detail = f"{point.label()}: {failure.message}"
-                if device == "cuda" and re.search("[Cc]aptur|ChildGraph", failure.message):
-                    # engines replay graphs: what cannot be captured, or allocates there, is no use
-                    wrong = Outcome.GUARD_VIOLATION
-                    raise Wrong(wrong, "capture", detail, _log(failure, self.runner)) from failure
-                raise self._failed(failure, "timed calls", detail) from failure
+        if device == "cuda":
+            with self._timed_at("under CUPTI"):
+                self.traced = sitting.spans(points, settings.load_timeout_s)
         report("time", len(points), len(points))
         self.calls = self.timed_calls = sitting.calls
         return {
@@ -200,6 +195,23 @@ class Trial:
             "timing_method": sitting.method,
             "environment": describe(device, settings.threads, clocks.description),
         }
+
+    @contextmanager
+    def _timed_at(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except Found as found:
+            timed = found.check == "timed outputs"
+            broken = Outcome.MISMATCH if timed else Outcome.GUARD_VIOLATION
+            raise Wrong(broken, found.check, f"{where}: {found.detail}") from found
+        except RunnerFailure as failure:
+            detail = f"{where}: {failure.message}"
+            on_gpu = self.state.device == "cuda"
+            if on_gpu and re.search("[Cc]aptur|ChildGraph", failure.message):
+                # engines replay graphs: what cannot be captured, or allocates there, is no use
+                wrong = Outcome.GUARD_VIOLATION
+                raise Wrong(wrong, "capture", detail, _log(failure, self.runner)) from failure
+            raise self._failed(failure, "timed calls", detail) from failure
 
     def soaked(self) -> None:
         """More calls, checked, until there were enough over a time that is long enough."""
@@ -258,7 +270,7 @@ class Trial:
         timed = f"the outputs of all {self.timed_calls} timed calls, each on values of its own"
         self.state.check("timed outputs", True, timed)
         clocks = "the runner's clock, the judge's, calls alone and the machine's floor agree"
-        self.state.check("clocks", True, clocks)
+        self.state.check("clocks", True, "; ".join(filter(None, (clocks, self.traced))))
 
     def _failed(self, failure: RunnerFailure, check: str, detail: str) -> Wrong:
         forged = failure.kind == "Protocol"

@@ -45,6 +45,8 @@ class Plan(Record):
     windows: int = 1
     own: bool = False
     """Dispatch the engine's own `reduce_grouped` as if it were a patch."""
+    memory_share: float = 0.6
+    """Of the GPU's memory, for weights, graphs and KV cache."""
     engines: int = 1
     """So many engines one after the other; more than one: each with a worker process of its own."""
 
@@ -76,7 +78,8 @@ def _run(plan: Plan, own: Book | None) -> Result:
     tokens, window_s = [], []
     before = after = {}
     for _ in range(plan.engines):
-        engine = VllmEngine(plan.workload, MODES[plan.mode], one_process=plan.engines == 1)
+        chosen = {**MODES[plan.mode], "gpu_memory_utilization": plan.memory_share}
+        engine = VllmEngine(plan.workload, chosen, one_process=plan.engines == 1)
         decoding = engine.prefill(engine.prompts(plan.workload.seed))
         engine.decode(decoding, WARM_UP_STEPS)
         before = _counts(own)

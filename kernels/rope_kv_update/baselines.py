@@ -39,7 +39,7 @@ def _write(key: Tensor, value: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
     source = torch.where(slots >= 0, torch.arange(len(slots), device=slots.device), best)
     target = slots[source] % (blocks * block_size)
     block, offset = target // block_size, target % block_size
-    some = (slots[best] >= 0).view(1, 1, 1)
+    some = (slots.max() >= 0).view(1, 1, 1)  # an index of no dimensions would be waited for
     for plane, new in enumerate((key, value)):
         old = kv_cache[block, plane, offset]
         kv_cache[block, plane, offset] = torch.where(some, new.view(old.shape)[source], old)

@@ -6,6 +6,9 @@ from typing import Any
 
 from . import cudart
 
+NAME_LIMIT = 200
+SPAN_LIMIT = 1000
+
 
 class Arena:
     """Buffer sets side by side in one allocation, and the tensors that a call is given."""
@@ -77,6 +80,20 @@ class Captured:
         self.cuda.synchronize()
         times = [self.cuda.elapsed_ns(*pair) for pair in self._used]
         return [times[0] / self._calls] if self._mode == "whole" else times
+
+    def launch_traced(self) -> tuple[list[float], list[list[Any]]]:
+        """Also what CUPTI saw of it: the longest spans."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            times = self.launch()
+        results: Any = seen.profiler.kineto_results
+        spans = [
+            [event.name()[:NAME_LIMIT], event.start_ns(), event.end_ns()]
+            for event in results.events()
+            if "CUDA" in str(event.device_type()) and event.duration_ns() > 0
+        ]
+        return times, sorted(spans, key=lambda span: span[1] - span[2])[:SPAN_LIMIT]
 
     def fingerprint(self) -> int:
         return int(self._sum(self._words[self._mode == "verified"]).item())
