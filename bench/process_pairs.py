@@ -11,7 +11,9 @@ what two differ by. Its first process goes on as the baseline of the first A/B p
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
@@ -92,6 +94,10 @@ class Plan:
     looks: int = 1
     together: bool | None = None
     """Whether both arms are loaded at once; None: where memory allows."""
+    stagger_s: float | None = None
+    """Seconds from one start to the next where a process pair needs two, which then load side by
+    side; None: the second starts when the first is loaded, as an engine needs that finds out by
+    itself how much memory it may take."""
 
     def taken(self, kind: Kind) -> int:
         """Pairs of a process pair with its warm-up pair."""
@@ -208,7 +214,7 @@ class Sitting(Generic[Process]):
         self._processes += 1
 
     def _beside(self, kind: Kind, begun: tuple[Arm, Arm], pairs: list[Pair]) -> None:
-        arms: dict[Arm, Process] = {arm: self._open(kind, arm, SHARE_BESIDE) for arm in begun}
+        arms = self._open_both(kind, begun)
         sides: dict[Arm, Side] = {arm: process.side() for arm, process in arms.items()}
         for pair in pairs:
             vocab = arms["baseline"].vocab_size
@@ -234,6 +240,16 @@ class Sitting(Generic[Process]):
             process.close()
         self.windows += [found[pair.number, arm] for pair in pairs for arm in pair.order]
         self._tell()
+
+    def _open_both(self, kind: Kind, begun: tuple[Arm, Arm]) -> dict[Arm, Process]:
+        first, second = begun
+        if self._kept is not None or self.plan.stagger_s is None:
+            return {arm: self._open(kind, arm, SHARE_BESIDE) for arm in begun}
+        with ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(self._open, kind, first, SHARE_BESIDE)
+            time.sleep(self.plan.stagger_s)  # the first has the first half of the memory
+            other = self._open(kind, second, SHARE_BESIDE)
+            return {first: loading.result(), second: other}
 
     def _open(self, kind: Kind, arm: Arm, share: float) -> Process:
         """A process for this arm, warm."""

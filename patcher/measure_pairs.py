@@ -32,6 +32,8 @@ from patcher.other_traffic import OtherTraffic, peak_memory
 REFERENCE: dict[str, dict[str, JsonValue]] = {"vllm": {"enforce_eager": True}}
 """Arguments under which an engine computes the same without compilation and graphs."""
 ROUTING_STEPS = 16
+STAGGER_S = 5.0
+"""So that the one that starts first is the first to take memory."""
 REVERT_STEPS = 256
 """Greedy tokens a sequence, at most, that must be the same before and after."""
 COUNTS = ("calls", "replayed", "fallbacks")
@@ -62,7 +64,12 @@ def measure_pairs(job: Job, patches: Sequence[Patch], report: Report) -> tuple[M
         throughput = measure_processes(
             sitting.start,
             job.workload,
-            Plan(process_pairs=job.process_pairs, pairs=job.pairs_each, looks=1),
+            Plan(
+                process_pairs=job.process_pairs,
+                pairs=job.pairs_each,
+                looks=1,
+                stagger_s=STAGGER_S if loads_beside(job) else None,
+            ),
             margin_pct=job.margin_pct,
             patch_id=" + ".join(patch.manifest.id for patch in patches),
             clocks=clocks,
@@ -86,6 +93,11 @@ def measure_pairs(job: Job, patches: Sequence[Patch], report: Report) -> tuple[M
         )
         for patch in patches
     )
+
+
+def loads_beside(job: Job) -> bool:
+    """Whether two may load at the same time: not while vLLM finds out what memory is left."""
+    return job.workload.engine != "vllm" or "kv_cache_memory_bytes" in job.arguments
 
 
 def elsewhere(other: OtherTraffic, last: Pair, processes: Mapping[Arm, ArmProcess]) -> None:

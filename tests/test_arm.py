@@ -24,7 +24,14 @@ from integrate import Patch, Receipt
 from patcher import arm_protocol as say
 from patcher.arm import serve
 from patcher.arm_process import ArmProcess, arm_environment
-from patcher.measure_pairs import PatchSitting, difference, identical, measure_pairs, merged
+from patcher.measure_pairs import (
+    PatchSitting,
+    difference,
+    identical,
+    loads_beside,
+    measure_pairs,
+    merged,
+)
 from patcher.measured import Job
 
 WORKLOAD = Workload(
@@ -225,6 +232,13 @@ def test_a_patch_of_another_engine_starts_nothing(patch: Patch) -> None:
     job = Job(workload=WORKLOAD.model_copy(update={"engine": "vllm"}), process_pairs=3)
     with pytest.raises(bench.UsageError, match="is for transformers, not for vllm"):
         measure_pairs(job, [patch], lambda *told: None)
+
+
+def test_vllm_loads_one_after_the_other_unless_its_cache_has_a_size() -> None:
+    job = Job(workload=WORKLOAD.model_copy(update={"engine": "vllm"}), process_pairs=3)
+    assert not loads_beside(job)
+    assert loads_beside(job.model_copy(update={"arguments": {"kv_cache_memory_bytes": 1 << 31}}))
+    assert loads_beside(Job(workload=WORKLOAD, process_pairs=3))
 
 
 def test_replies_are_checked() -> None:
