@@ -21,7 +21,6 @@ from bench import BudgetError, PatcherError, Workload, preset
 from integrate import Patch
 from patcher import arm_protocol as say
 from patcher.arm_process import LOAD_S, ArmProcess
-from patcher.throughput_job import argument
 from patcher.trials import Resident, Summary
 from patcher.trials_driver import Driver, StartProcess
 from patcher.trials_folder import Asked, Folder
@@ -101,6 +100,11 @@ def asked_of(given: argparse.Namespace, patch: Patch | None) -> Asked:
     engine: dict[str, JsonValue] = {}
     if given.engine == "vllm":
         engine["kv_cache_memory_bytes"] = round(given.kv_gib * 2**30)
+    if given.engine_arg:
+        # with it comes what reads profiles, which a GPU host may lack
+        from patcher.throughput_job import argument
+
+        engine |= dict(map(argument, given.engine_arg))
     return Asked(
         workload=Workload(
             model=given.model,
@@ -112,7 +116,7 @@ def asked_of(given: argparse.Namespace, patch: Patch | None) -> Asked:
             output_len=given.output_len,
             threads=given.threads,
         ),
-        arguments=engine | dict(map(argument, given.engine_arg)),
+        arguments=engine,
         patch=patch.digest if patch else None,
         processes=given.processes,
         trials=given.trials,
