@@ -87,10 +87,10 @@ class Captured:
 
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             times = self.launch()
-        results: Any = seen.profiler.kineto_results
+        profiler: Any = seen.profiler
         spans = [
             [event.name()[:NAME_LIMIT], event.start_ns(), event.end_ns()]
-            for event in results.events()
+            for event in profiler.kineto_results.events()
             if "CUDA" in str(event.device_type()) and event.duration_ns() > 0
         ]
         return times, sorted(spans, key=lambda span: span[1] - span[2])[:SPAN_LIMIT]
