@@ -7,12 +7,15 @@ from collections.abc import Mapping
 
 from bench import VerificationError
 from bench.environment import facts
+from patcher.levers import Levers
+from patcher.memory.recall import Recalled
 from patcher.models import Asked
 from patcher.run import Run
 from patcher.tried import Round
 
-KEPT = (Asked, Round)
-"""What does not depend on the machine: questions, and the replies that were paid for."""
+KEPT = (Asked, Round, Levers, Recalled)
+"""What does not depend on the machine: questions, replies that were paid for, and what the user and
+the memory gave to the prompts."""
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
