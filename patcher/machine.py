@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from bench import VerificationError
 from bench.environment import facts
 from patcher.levers import Levers
-from patcher.memory.recall import Recalled
+from patcher.memory import Recalled
 from patcher.models import Asked
 from patcher.run import Run
 from patcher.tried import Round
