@@ -26,7 +26,7 @@ from bench.evaluation import (
 from bench.op import Op, SolutionInfo, library, load_op, load_ops
 from bench.records import SCHEMA_VERSION, Record
 from bench.stats import compare, pairs_needed, read_samples
-from bench.workload import Preset, Workload, preset, presets
+from bench.workload import Preset, Shape, Workload, preset, presets
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -49,6 +49,7 @@ __all__ = [
     "Quality",
     "Record",
     "Sample",
+    "Shape",
     "SolutionInfo",
     "Sweep",
     "TensorSpec",

@@ -124,7 +124,7 @@ class Evaluation(Record):
     outcome: Outcome
     checks: tuple[Check, ...] = ()
     tripwires: tuple[str, ...] = ()
-    """What the source was noticed for; behaviour decided."""
+    """What it was noticed for: words of its source, and libraries whose kernels ran by CUPTI."""
     baseline: str | None = None
     """The strongest baseline that runs here, which every speedup is against."""
     baselines: dict[str, str] = Field(default_factory=dict)

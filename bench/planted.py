@@ -154,6 +154,53 @@ def step_seconds(engine: Engine, seed: int) -> float:
     return statistics.median(window.decode_s / steps for window in windows[1:])
 
 
+def runner_delay(runner: Any) -> Delay:
+    """Of vLLM, which has the next step under way before it waits for one, so that a host that
+    waits hides behind the GPU: the GPU itself spins before each forward, graphs or not.
+
+    Args:
+        runner: vLLM's `GPUModelRunner`, whose `_model_forward` is made to be overridden.
+    """
+
+    @contextmanager
+    def delayed(seconds: float) -> Iterator[None]:
+        cycles = round(seconds * spin_cycles_per_s())
+        original = runner._model_forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            _spin(cycles)
+            return original(*args, **kwargs)
+
+        runner._model_forward = forward
+        try:
+            yield
+        finally:
+            del runner._model_forward
+
+    return delayed
+
+
+def spin_cycles_per_s(cycles: int = 20_000_000, repeats: int = 5) -> float:
+    """What a spinning GPU counts in a second now, launches left out."""
+    event: Any = torch.cuda.Event
+    seconds: list[float] = []
+    for _ in range(repeats + 1):
+        marks = [event(enable_timing=True) for _ in range(3)]
+        marks[0].record()
+        _spin(cycles)
+        marks[1].record()
+        _spin(2 * cycles)
+        marks[2].record()
+        marks[2].synchronize()
+        seconds.append((marks[1].elapsed_time(marks[2]) - marks[0].elapsed_time(marks[1])) / 1e3)
+    return cycles / statistics.median(seconds[1:])
+
+
+def _spin(cycles: int) -> None:
+    sleep: Any = torch.cuda._sleep
+    sleep(cycles)
+
+
 def model_delay(model: torch.nn.Module) -> Delay:
     """Of an engine that calls `model` on the host once a decode step and waits for it: the host
     spins before each call. On a GPU that is busy meanwhile the delay would hide behind it.

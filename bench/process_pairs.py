@@ -11,7 +11,9 @@ what two differ by. Its first process goes on as the baseline of the first A/B p
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
@@ -27,7 +29,7 @@ from bench.intervals import DEFAULT_PAIRS, MIN_PROCESS_PAIRS, Look, first_decide
 from bench.latency import latency_of
 from bench.throughput import check_window, decide_on, so_far, unusable
 from bench.windows import Kind, Pair, Side, abba, prompt_seed, take_pair
-from bench.workload import Workload
+from bench.workload import Shape, Workload
 
 SHARE_BESIDE = 0.42
 """Of the device's memory for each of two engines that take theirs in advance."""
@@ -52,7 +54,9 @@ class ArmProcess(Protocol):
 
     vocab_size: int
 
-    def side(self) -> Side: ...
+    def side(self, shape: Shape | None = None) -> Side:
+        """For windows of that traffic, else of the workload's."""
+        ...
 
     def warm_up(self, seed: int, steps: int) -> None:
         """A window that nobody times."""
@@ -74,6 +78,9 @@ Start = Callable[[Arm, float], Process]
 """Starts an arm's process with that share of the device's memory and waits until it is loaded."""
 Visit = Callable[[Pair, Arm, Process], None]
 """Called with each process after its pairs, and the last of them: what else is asked of it."""
+Also = Callable[[Pair, Mapping[Arm, Process]], None]
+"""Called with the processes of an A/B process pair that are loaded, after its last pair and the
+visits: what else is measured between them. One by one where only one is loaded at a time."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,10 @@ class Plan:
     looks: int = 1
     together: bool | None = None
     """Whether both arms are loaded at once; None: where memory allows."""
+    stagger_s: float | None = None
+    """Seconds from one start to the next where a process pair needs two, which then load side by
+    side; None: the second starts when the first is loaded, as an engine needs that finds out by
+    itself how much memory it may take."""
 
     def taken(self, kind: Kind) -> int:
         """Pairs of a process pair with its warm-up pair."""
@@ -104,6 +115,7 @@ def measure_processes(
     clocks: ClockMonitor,
     seed: int = 0,
     visit: Visit[Process] | None = None,
+    also: Also[Process] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Throughput:
     """Measure until a look decides or all process pairs are taken; no process outlives this.
@@ -124,6 +136,8 @@ def measure_processes(
         sitting = Sitting(start, workload, plan, margin_pct, clocks, seed, total, stack)
         if visit is not None:
             sitting.visit = visit
+        if also is not None:
+            sitting.also = also
         if progress is not None:
             sitting.progress = progress
         sitting.process_pair("aa", swapped=False)
@@ -171,6 +185,7 @@ class Sitting(Generic[Process]):
     total: int
     stack: ExitStack
     visit: Visit[Process] = lambda pair, arm, process: None
+    also: Also[Process] = lambda pair, processes: None
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
     taken: int = 0
     """A/B process pairs."""
@@ -199,14 +214,14 @@ class Sitting(Generic[Process]):
         self._processes += 1
 
     def _beside(self, kind: Kind, begun: tuple[Arm, Arm], pairs: list[Pair]) -> None:
-        arms: dict[Arm, Process] = {arm: self._open(kind, arm, SHARE_BESIDE) for arm in begun}
+        arms = self._open_both(kind, begun)
         sides: dict[Arm, Side] = {arm: process.side() for arm, process in arms.items()}
         for pair in pairs:
             vocab = arms["baseline"].vocab_size
             self.windows += take_pair(pair, sides, self.workload, vocab, self.seed, self.clocks)
             self._tell()
+        self._look_at(pairs[-1], arms)
         for arm, process in arms.items():
-            self._look_at(pairs[-1], arm, process)
             if kind == "aa" and arm == "baseline":
                 self._kept = process
             else:
@@ -221,10 +236,20 @@ class Sitting(Generic[Process]):
                 [found[pair.number, arm]] = take_pair(
                     pair, {arm: side}, self.workload, process.vocab_size, self.seed, self.clocks
                 )
-            self._look_at(pairs[-1], arm, process)
+            self._look_at(pairs[-1], {arm: process})
             process.close()
         self.windows += [found[pair.number, arm] for pair in pairs for arm in pair.order]
         self._tell()
+
+    def _open_both(self, kind: Kind, begun: tuple[Arm, Arm]) -> dict[Arm, Process]:
+        first, second = begun
+        if self._kept is not None or self.plan.stagger_s is None:
+            return {arm: self._open(kind, arm, SHARE_BESIDE) for arm in begun}
+        with ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(self._open, kind, first, SHARE_BESIDE)
+            time.sleep(self.plan.stagger_s)  # the first has the first half of the memory
+            other = self._open(kind, second, SHARE_BESIDE)
+            return {first: loading.result(), second: other}
 
     def _open(self, kind: Kind, arm: Arm, share: float) -> Process:
         """A process for this arm, warm."""
@@ -270,13 +295,16 @@ class Sitting(Generic[Process]):
         self._kept = first
         return True, ""
 
-    def _look_at(self, last: Pair, arm: Arm, process: Process) -> None:
+    def _look_at(self, last: Pair, processes: Mapping[Arm, Process]) -> None:
         """Latency and memory, after the pairs, and what else is asked."""
+        for arm, process in processes.items():
+            if last.kind == "ab":
+                own = self.steps.setdefault(arm, [])
+                own += process.in_steps(prompt_seed(self.seed + 1, last.number))
+                self.peak[arm] = max(self.peak.get(arm, 0), process.memory().peak)
+            self.visit(last, arm, process)
         if last.kind == "ab":
-            own = self.steps.setdefault(arm, [])
-            own += process.in_steps(prompt_seed(self.seed + 1, last.number))
-            self.peak[arm] = max(self.peak.get(arm, 0), process.memory().peak)
-        self.visit(last, arm, process)
+            self.also(last, processes)
 
     def _tell(self, note: str = "") -> None:
         done = len({(window.pair, window.kind) for window in self.windows})

@@ -16,9 +16,11 @@ from bench.clock_blocks import block_clocks
 from bench.clocks import ClockMonitor, ClockSample
 from bench.comparison import Arm, Window
 from bench.errors import PatcherError
-from bench.workload import Workload
+from bench.workload import Shape, Workload
 
 if TYPE_CHECKING:
+    import torch
+
     from bench.engines import Decoding, Engine
 
 TURN_STEPS = 8
@@ -95,7 +97,7 @@ def take_pair(
         PatcherError: a side gave other tokens than asked for.
     """
     turns = turn_lengths(workload.output_len)
-    order = [arm for arm in pair.order if arm in sides]
+    order: list[Arm] = [arm for arm in pair.order if arm in sides]
     seen: dict[Arm, list[ClockSample]] = {arm: [] for arm in order}
     for arm in order:
         sides[arm].prefill(prompt_seed(seed, pair.number))
@@ -161,13 +163,15 @@ class LocalSide:
         engine: Engine,
         enter: Callable[[], AbstractContextManager[object]],
         kernel_calls: Callable[[], int] | None = None,
+        shape: Shape | None = None,
     ) -> None:
-        self._engine, self._enter, self._count = engine, enter, kernel_calls
+        """`shape`: traffic, if not the workload's."""
+        self._engine, self._enter, self._count, self._shape = engine, enter, kernel_calls, shape
         self._decoding: Decoding | None = None
         self._calls = 0
 
     def prefill(self, seed: int) -> None:
-        prompts = self._engine.prompts(seed)
+        prompts = self._prompts(seed)
         self._calls = 0
         with self._entered():
             self._decoding = self._engine.prefill(prompts)
@@ -186,6 +190,14 @@ class LocalSide:
         self._engine.release(decoding)
         calls = None if self._count is None else self._calls
         return Taken(decoding.tokens().tolist(), decoding.decode_s, decoding.prefill_s, calls)
+
+    def _prompts(self, seed: int) -> torch.Tensor:
+        if self._shape is None:
+            return self._engine.prompts(seed)
+        from bench.engines import random_prompts
+
+        engine = self._engine
+        return random_prompts(self._shape.of(engine.workload), engine.vocab_size, seed)
 
     @contextmanager
     def _entered(self) -> Iterator[None]:

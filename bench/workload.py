@@ -61,6 +61,17 @@ class Workload(Record):
     """CPU threads; None leaves the engine's default."""
 
 
+class Shape(Record):
+    """Other traffic on the same engine; all else is the workload's."""
+
+    batch: int = Field(ge=1)
+    context: int = Field(ge=1)
+    """Tokens of each sequence when its decode begins."""
+
+    def of(self, workload: Workload) -> Workload:
+        return workload.model_copy(update={"batch": self.batch, "input_len": self.context})
+
+
 @cache
 def presets() -> dict[str, Preset]:
     """Every preset shipped in `bench/workloads/`, by name."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -16,13 +17,14 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from bench import PatcherError, UsageError, Workload
+from bench import PatcherError, Shape, UsageError, Workload
 from bench.engines import Decoding, Measurable, open_measurable, random_prompts
 from bench.latency import in_steps
 from integrate import Receipt, activated, await_engine
 from patcher import arm_protocol as say
 
 if TYPE_CHECKING:
+    from bench.planted import Delay
     from integrate import Activation
 
 
@@ -36,13 +38,16 @@ class Arm:
         self.workload: Workload = load.workload
         free = free_bytes(self.workload.device)
         await_engine(self.workload.engine)
-        self.engine: Measurable = open_measurable(self.workload, load.arguments, load.memory_share)
+        self.engine: Measurable = open_measurable(
+            self.workload, load.arguments, load.memory_share, load.room
+        )
         self.active: Activation = activated(
             self.workload.engine, getattr(self.engine, "model", None)
         )
         self._free_before = free
         self._decoding: Decoding | None = None
         self._calls = 0
+        self._delay = ExitStack()
 
     def answer(self, command: say.Command) -> say.Reply:
         """Raises:
@@ -51,14 +56,18 @@ class Arm:
         match command:
             case say.Load():
                 raise UsageError("the engine is loaded already")
-            case say.Prefill(seed=seed, context=context):
-                return self._prefill(seed, context)
+            case say.Prefill(seed=seed, shape=shape):
+                return self._prefill(seed, shape)
             case say.Decode(steps=steps):
                 self.engine.decode(self._window(), steps)
             case say.Settle():
                 self.engine.synchronize()
             case say.End():
                 return self._end()
+            case say.Delay(seconds=seconds):
+                self._delay.close()
+                if seconds:
+                    self._delay.enter_context(delay_of(self.engine)(seconds))
             case say.InSteps(seed=seed):
                 return say.Steps(seconds=in_steps(self.engine, seed))
             case say.Generate(seed=seed, steps=steps):
@@ -76,6 +85,7 @@ class Arm:
                 books = (item.book for item in self.active.installed)
                 return say.Receipts(receipts=tuple(Receipt.of(book) for book in books))
             case say.Close():
+                self._delay.close()
                 self.active.close()
                 self.engine.close()
         return say.Done()
@@ -84,12 +94,11 @@ class Arm:
         patches = {item.book.patch_id: item.book.digest for item in self.active.installed}
         return say.Loaded(vocab_size=self.engine.vocab_size, patches=patches)
 
-    def _prefill(self, seed: int, context: int | None) -> say.Done:
+    def _prefill(self, seed: int, shape: Shape | None) -> say.Done:
         if self._decoding is not None:
             raise UsageError("a window is under way")
-        length = self.workload.input_len if context is None else context
-        shape = self.workload.model_copy(update={"input_len": length})
-        prompts = random_prompts(shape, self.engine.vocab_size, seed)
+        workload = self.workload if shape is None else shape.of(self.workload)
+        prompts = random_prompts(workload, self.engine.vocab_size, seed)
         gc.disable()
         self._calls = self._total_calls()
         self._decoding = self.engine.prefill(prompts)
@@ -125,6 +134,13 @@ class Arm:
         if self.workload.device == "cpu":
             held = self.engine.peak_memory_bytes()
         return say.MemoryUse(held=held, peak=self.engine.peak_memory_bytes(), free=free)
+
+
+def delay_of(engine: Any) -> Delay:
+    """How a step of this engine is made longer."""
+    from bench.planted import model_delay, runner_delay
+
+    return runner_delay(engine.runner) if hasattr(engine, "runner") else model_delay(engine.model)
 
 
 def _logits_of(

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 
-from bench import PatcherError, Record, relayed
+from bench import PatcherError, Record, Shape, relayed
 from bench.environment import engine_environment
 from bench.process_pairs import Memory
 from bench.windows import Taken
@@ -28,7 +28,8 @@ from patcher import arm_protocol as say
 
 LOAD_S = 900.0
 REPLY_S = 600.0
-CLOSE_S = 30.0
+CLOSE_S = 10.0
+"""What it measured is known by then; an engine that takes longer to end is killed."""
 _TAIL = 1500
 _REPLY_LIMIT = 1 << 26
 
@@ -57,8 +58,14 @@ def arm_environment(folder: Path, patches: tuple[Patch, ...]) -> dict[str, str]:
 class ArmProcess:
     """One arm; see `bench.process_pairs.ArmProcess`."""
 
-    def __init__(self, name: str, load: say.Load, patches: tuple[Patch, ...] = ()) -> None:
-        """Start it and wait until it is loaded.
+    def __init__(
+        self,
+        name: str,
+        load: say.Load,
+        patches: tuple[Patch, ...] = (),
+        load_s: float = LOAD_S,
+    ) -> None:
+        """Start it and wait until it is loaded, so many seconds at most.
 
         Raises:
             PatcherError: it does not load, or has other patches in than it should.
@@ -80,7 +87,7 @@ class ArmProcess:
                 bufsize=0,
             )
         try:
-            loaded = self.ask(load, say.Loaded, LOAD_S)
+            loaded = self.ask(load, say.Loaded, load_s)
             wanted = {patch.manifest.id: patch.digest for patch in patches}
             if loaded.patches != wanted:
                 raise PatcherError(
@@ -103,8 +110,8 @@ class ArmProcess:
         """Also the number of its process group."""
         return self._process.pid
 
-    def side(self) -> PipeSide:
-        return PipeSide(self)
+    def side(self, shape: Shape | None = None) -> PipeSide:
+        return PipeSide(self, shape)
 
     def warm_up(self, seed: int, steps: int) -> None:
         self.ask(say.Generate(seed=seed, steps=steps), say.Generated)
@@ -115,6 +122,10 @@ class ArmProcess:
     def memory(self) -> Memory:
         found = self.ask(say.AskMemory(), say.MemoryUse)
         return Memory(found.held, found.peak, found.free)
+
+    def delay(self, seconds: float) -> None:
+        """Make each of its decode steps take so much longer from now on."""
+        self.ask(say.Delay(seconds=seconds), say.Done)
 
     def receipts(self) -> tuple[Receipt, ...]:
         return self.ask(say.AskReceipts(), say.Receipts).receipts
@@ -211,13 +222,13 @@ class ArmProcess:
 class PipeSide:
     """A side whose engine is in a process of its own; see `bench.windows.Side`."""
 
-    def __init__(self, process: ArmProcess) -> None:
-        self._process = process
+    def __init__(self, process: ArmProcess, shape: Shape | None = None) -> None:
+        self._process, self._shape = process, shape
         self._decode_s = self._prefill_s = 0.0
 
     def prefill(self, seed: int) -> None:
         self._decode_s = 0.0
-        self._prefill_s = self._timed(say.Prefill(seed=seed))
+        self._prefill_s = self._timed(say.Prefill(seed=seed, shape=self._shape))
 
     def turn(self, steps: int) -> None:
         self._timed(say.Decode(steps=1))

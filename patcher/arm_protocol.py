@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, TypeAdapter
 
-from bench import Record, Workload
+from bench import Record, Shape, Workload
 from integrate import Receipt
 
 
@@ -23,6 +23,8 @@ class Load(Record):
     """Of the engine, over those that the workload asks for."""
     memory_share: float = Field(gt=0, le=1)
     """Of the device's memory, for engines that take theirs in advance."""
+    room: tuple[Shape, ...] = ()
+    """Other traffic that windows will be asked for."""
 
 
 class Prefill(Record):
@@ -30,8 +32,8 @@ class Prefill(Record):
 
     do: Literal["prefill"] = "prefill"
     seed: int
-    context: int | None = Field(default=None, ge=1)
-    """Prompt tokens; None: the workload's."""
+    shape: Shape | None = None
+    """Traffic; None: the workload's."""
 
 
 class Decode(Record):
@@ -51,6 +53,13 @@ class End(Record):
     """End the window. Reply: `Ended`."""
 
     do: Literal["end"] = "end"
+
+
+class Delay(Record):
+    """From now on each decode step takes so much longer: a planted loss. Reply: `Done`."""
+
+    do: Literal["delay"] = "delay"
+    seconds: float = Field(ge=0)
 
 
 class InSteps(Record):
@@ -114,6 +123,7 @@ Command = Annotated[
     | Decode
     | Settle
     | End
+    | Delay
     | InSteps
     | Generate
     | Logits

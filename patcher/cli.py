@@ -15,6 +15,7 @@ from patcher import (  # noqa: F401 (importing them registers them)
     configuring,
     evaluating,
     exporting,
+    measuring,
     outside,
     patching,
     profiling,

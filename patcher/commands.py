@@ -429,7 +429,7 @@ def _execute(
         shown.append(attempts_table(result.optimisation.iterations))
         shown.append(ended_line(result.optimisation))
     if result.decision:
-        shown += _decision_lines(result.decision)
+        shown += decision_lines(result.decision)
     shown += [Text(f"report: {run.path / name}") for name in result.reports]
     output.emit(result, *shown)
     if result.decision is None:
@@ -438,119 +438,12 @@ def _execute(
     return 0 if result.decision.verdict == "accept" else 1
 
 
-def _decision_lines(decision: Any) -> list[Text]:
+def decision_lines(decision: Any) -> list[Text]:
     from patcher.show import VERDICT_COLOURS
 
     colour = VERDICT_COLOURS[decision.verdict]
     lines = [Text(f"verdict: {decision.verdict}", style=f"bold {colour}")]
     return lines + [Text(f"  - {reason}") for reason in decision.reasons]
-
-
-@app.command()
-@examples(
-    "patcher throughput gpt-oss-tiny --patch patcher-runs/RUN/patch",
-    "patcher throughput gpt-oss-20b --patch norm-patch --batch 8 --input-len 1024",
-    "patcher throughput gpt-oss-20b --from samples.jsonl",
-    "patcher throughput gpt-oss-tiny --self-test --pairs 200",
-    "patcher throughput gpt-oss-20b --engine vllm --patch norm-patch --preset quick",
-    "patcher throughput gpt-oss-20b --engine vllm --patch P --preset kforge --tune-baseline",
-    "patcher throughput gpt-oss-tiny --patch norm-patch --processes 3",
-)
-def throughput(
-    model: Annotated[str, typer.Argument(help="Preset, Hugging Face id or folder.")],
-    patch: Annotated[Path | None, typer.Option(help="A patch bundle.")] = None,
-    samples: Annotated[
-        Path | None,
-        typer.Option("--from", help='JSONL of {"pair", "arm", "tokens_per_s"[, "process"]}.'),
-    ] = None,
-    self_test: Annotated[
-        bool, typer.Option("--self-test", help="Plant gains of +1, +0.5 and -1 %; are they found?")
-    ] = False,
-    engine: Engine = "transformers",
-    device: Device = None,
-    batch: Batch = None,
-    input_len: Prompt = None,
-    output_len: Steps = None,
-    weights: Weights = "random",
-    preset_name: Annotated[
-        str | None,
-        typer.Option("--preset", help="Traffic: kforge (hours) or quick (minutes)."),
-    ] = None,
-    pairs: Annotated[int | None, typer.Option(help="Pairs at most.", min=6)] = None,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            help="Process pairs, a process for each arm; 0: one process for both. Default: 3 for "
-            "vllm, which is patched when it starts, else 0.",
-            min=0,
-        ),
-    ] = None,
-    tune_baseline: Annotated[
-        bool,
-        typer.Option("--tune-baseline", help="vllm: the best stock configuration is the baseline."),
-    ] = False,
-    engine_args: Annotated[
-        list[str] | None,
-        typer.Option("--engine-arg", metavar="NAME=VALUE", help="vllm: an argument for both arms."),
-    ] = None,
-    margin_pct: Annotated[float | None, typer.Option("--margin-pct", min=0)] = None,
-    quality_steps: Annotated[
-        int, typer.Option(help="Decode steps compared for quality.", min=1)
-    ] = 32,
-    lock_mhz: Annotated[
-        int | None,
-        typer.Option(help="Lock the GPU's SM clock for the A/B (root; else monitored).", min=1),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the whole result here too.")] = None,
-    threads: Threads = None,
-    as_json: Json = False,
-) -> int:
-    """End-to-end A/B of a patch, interleaved, with interval and verdict; or decide on samples; or
-    test the measurement itself (exit code 0: every planted gain found, 1: not all, 5: one judged
-    the wrong way round).
-    """
-    from patcher.settings import resolve
-
-    output = Output(as_json)
-    margin = resolve({"margin_pct": margin_pct}).margin_pct
-    if sum((samples is not None, patch is not None, self_test)) > 1:
-        raise UsageError("several things to do", "give one of --patch, --from and --self-test")
-    if samples is not None:
-        from bench.stats import compare, read_samples
-        from patcher.show import comparison_lines
-
-        comparison = compare(read_samples(samples), margin_pct=margin)
-        output.emit(comparison, comparison_lines(model, comparison))
-        return 0 if comparison.verdict == "accept" else 1
-    if patch is None and not self_test:
-        raise UsageError("nothing to compare", "give --patch BUNDLE, --from SAMPLES or --self-test")
-    from integrate import unpacked
-    from patcher.measure import measure_and_decide, measure_planted
-    from patcher.show import planted_lines
-    from patcher.show_quality import quality_lines
-    from patcher.show_throughput import throughput_lines
-    from patcher.throughput_job import Asked, job_of
-
-    asked = Asked(preset_name, batch, input_len, output_len, pairs, processes)
-    workload = workload_of(model, device, engine, *asked.shape, weights, threads)
-    job = job_of(asked, workload, tune_baseline, engine_args or [], margin, quality_steps)
-    job = job.model_copy(update={"lock_mhz": lock_mhz})
-    if patch is None:
-        with output.progress() as bar:
-            planted = measure_planted(job, bar)
-        if out is not None:
-            out.write_text(planted.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        output.emit(planted, *planted_lines(planted))
-        return 5 if planted.wrong else int(not planted.all_found)
-    with output.progress() as bar, unpacked(patch) as folder:
-        result = measure_and_decide(job, folder, bar)
-    if out is not None:
-        out.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    measured = result.measured
-    shown: list[Any] = [*throughput_lines(measured.throughput), *quality_lines(measured.quality)]
-    shown.append(Text(f"receipt: {measured.receipt.total_calls:,} calls of the patched kernel"))
-    output.emit(result, *shown, *_decision_lines(result.decision))
-    return 0 if result.decision.verdict == "accept" else 1
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from bench import SCHEMA_VERSION, Comparison, Record
+from bench import SCHEMA_VERSION, Comparison, Record, Window
 from bench.stats import MIN_PAIRS
 
 LIMIT_PCT = 1.0
@@ -19,6 +19,9 @@ class OtherPoint(Record):
     context: int = Field(ge=1)
     """Tokens of each sequence when its decode begins."""
     comparison: Comparison
+    """Against a margin of what may be lost."""
+    windows: tuple[Window, ...] = ()
+    """As measured."""
 
     @property
     def label(self) -> str:
@@ -46,6 +49,8 @@ class Elsewhere(Record):
     schema_version: int = SCHEMA_VERSION
     points: tuple[OtherPoint, ...] = ()
     memory: PeakMemory | None = None
+    unusable: tuple[str, ...] = ()
+    """Points at which no pair could be used."""
     limit_pct: float = Field(default=LIMIT_PCT, ge=0)
     """Declared before."""
     memory_limit_pct: float = Field(default=MEMORY_LIMIT_PCT, ge=0)
@@ -83,7 +88,7 @@ class Elsewhere(Record):
             f"{_figures(point.comparison)}, {point.comparison.pairs} pairs"
             for point in self.points
             if self.standing(point) == "cannot be told"
-        ]
+        ] + [f"at {label} no pair can be used" for label in self.unusable]
 
     @property
     def said(self) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from typing import NamedTuple
 
 from bench import SCHEMA_VERSION, Language, Op, Record, UsageError
 from patcher.agent import MAX_TOKENS
@@ -49,13 +49,19 @@ class Estimate(Record):
     assumptions: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _Question:
-    """One question, with (input, output) tokens: as expected, and of each try in the worst case."""
+class _Call(NamedTuple):
+    """One call of a model; None is a file or a recording."""
 
     entry: Entry | None
-    expected: tuple[int, int]
-    worst: tuple[tuple[int, int], ...]
+    input_tokens: int
+    output_tokens: int
+
+    @property
+    def usd(self) -> float | None:
+        if self.entry is None:
+            return 0.0
+        price = self.entry.price
+        return price.cost_usd(self.input_tokens, self.output_tokens) if price else None
 
 
 def estimate(op: Op, language: Language, settings: Settings, sweep: str | None = None) -> Estimate:
@@ -68,7 +74,7 @@ def estimate(op: Op, language: Language, settings: Settings, sweep: str | None =
     prompts = Prompts(op, language, "", op.sweep(kind, sweep))
     first = len(prompts.system("generate") + prompts.generate(None))
     analyst = settings.analyst or settings.model
-    questions = list(_questions(settings, first))
+    expected, worst = _calls(settings, first)
     judged_s = 0.0 if kind == "cpu" else JUDGE_S
     limit_s = 0.0 if kind == "cpu" else JUDGE_LIMIT_S
     return Estimate(
@@ -77,19 +83,17 @@ def estimate(op: Op, language: Language, settings: Settings, sweep: str | None =
         model=settings.model,
         analyst=analyst,
         iterations=settings.iterations,
-        calls=Figure(
-            expected=len(questions), worst=sum(len(question.worst) for question in questions)
-        ),
-        tokens=_tokens(questions),
-        usd=_usd(questions),
+        calls=Figure(expected=len(expected), worst=len(worst)),
+        tokens=Figure(expected=_tokens(expected), worst=_tokens(worst)),
+        usd=Figure(expected=_usd(expected), worst=_usd(worst)),
         gpu_minutes=Figure(
             expected=settings.iterations * judged_s / 60, worst=settings.iterations * limit_s / 60
         ),
         ceilings=Ceilings.of_run(settings.for_run(), ()),
         assumptions=(
             "expected: every question is asked once and every iteration but the first asks for "
-            f"advice; a reply takes {USED_ROOM:.0%} of its room, a later prompt is "
-            f"{LATER_PROMPT:g} times the first; {JUDGE_S:g} s for a judgement on a GPU",
+            f"advice, of the dearer adviser; a reply takes {USED_ROOM:.0%} of its room, a later "
+            f"prompt is {LATER_PROMPT:g} times the first; {JUDGE_S:g} s for a judgement on a GPU",
             "worst: prompts fill their room at one token for each byte, every reply is cut off "
             f"until it has the most room, a judgement takes {JUDGE_LIMIT_S / 60:g} minutes",
             "calls that fail and may have been billed come on top; a ceiling holds for them, too",
@@ -97,27 +101,44 @@ def estimate(op: Op, language: Language, settings: Settings, sweep: str | None =
     )
 
 
-def _questions(settings: Settings, first: int) -> Iterator[_Question]:
+def _calls(settings: Settings, first: int) -> tuple[list[_Call], list[_Call]]:
+    """As expected, and in the worst case. Advice comes from the analyst or from the diagnoser: the
+    dearer one counts."""
     writer = _entry(settings.model, settings)
-    adviser = _entry(settings.analyst or settings.model, settings)
+    advisers: dict[Role, Entry | None] = {
+        "analyse": _entry(settings.analyst or settings.model, settings),
+        "diagnose": _entry(settings.diagnoser or settings.model, settings),
+    }
+    expected, worst = list[_Call](), list[_Call]()
     for iteration in range(settings.iterations):
         characters = first * (LATER_PROMPT if iteration else 1.0)
         if iteration:
-            yield _question(adviser, "analyse", characters)
-        yield _question(writer, "generate", characters)
+            advice = [_question(entry, role, characters) for role, entry in advisers.items()]
+            usual = max([usual for usual, _ in advice], key=_dearness)
+            longest = max([longest for _, longest in advice], key=_dearness)
+            expected, worst = expected + usual, worst + longest
+        usual, longest = _question(writer, "generate", characters)
+        expected += usual
+        worst += longest
+    return expected, worst
 
 
-def _question(entry: Entry | None, role: Role, characters: float) -> _Question:
+def _question(
+    entry: Entry | None, role: Role, characters: float
+) -> tuple[list[_Call], list[_Call]]:
+    """The calls for one question: one, as expected, or one for each room in the worst case."""
     room, most = MAX_TOKENS[role], entry.max_output_tokens if entry else MAX_TOKENS[role]
     rooms = [min(room, most)]
     while rooms[-1] < min(most, TOKENS_CEILING):
         rooms.append(min(2 * rooms[-1], most, TOKENS_CEILING))
-    longest = int(max(PROMPT_TOKENS * CHARACTERS_PER_TOKEN, characters)) + 500
-    return _Question(
-        entry=entry,
-        expected=(int(characters / CHARACTERS_PER_TOKEN), int(USED_ROOM * rooms[0])),
-        worst=tuple((longest, each) for each in rooms),
-    )
+    prompt = int(max(PROMPT_TOKENS * CHARACTERS_PER_TOKEN, characters)) + 500
+    usual = _Call(entry, int(characters / CHARACTERS_PER_TOKEN), int(USED_ROOM * rooms[0]))
+    return [usual], [_Call(entry, prompt, each) for each in rooms]
+
+
+def _dearness(calls: list[_Call]) -> tuple[float, int]:
+    usd = _usd(calls)
+    return math.inf if usd is None else usd, sum(call.output_tokens for call in calls)
 
 
 def _entry(spec: str, settings: Settings) -> Entry | None:
@@ -129,23 +150,12 @@ def _entry(spec: str, settings: Settings) -> Entry | None:
     return found
 
 
-def _tokens(questions: list[_Question]) -> Figure:
-    if any(question.entry is None for question in questions):
-        return Figure(expected=None, worst=None)
-    return Figure(
-        expected=sum(sum(question.expected) for question in questions),
-        worst=sum(sum(each) for question in questions for each in question.worst),
-    )
+def _tokens(calls: list[_Call]) -> int | None:
+    if any(call.entry is None for call in calls):
+        return None
+    return sum(call.input_tokens + call.output_tokens for call in calls)
 
 
-def _usd(questions: list[_Question]) -> Figure:
-    expected = worst = 0.0
-    for question in questions:
-        if question.entry is None:
-            continue
-        price = question.entry.price
-        if price is None:
-            return Figure(expected=None, worst=None)
-        expected += price.cost_usd(*question.expected)
-        worst += sum(price.cost_usd(*each) for each in question.worst)
-    return Figure(expected=expected, worst=worst)
+def _usd(calls: list[_Call]) -> float | None:
+    costs = [call.usd for call in calls]
+    return None if None in costs else sum(cost or 0.0 for cost in costs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -102,23 +104,21 @@ def evaluate(
         sanitize=sanitize,
     )
     output = Output(as_json)
-    try:
-        with output.progress() as bar:
-            if for_reward:
-                result = rewarded(given.judge, candidate, settings, TICKET, bar)
-            else:
-                asked = counters and not here
-                with open_judges(given.judge, settings, TICKET, bar, counters=asked) as judges:
-                    [evaluation] = judges.evaluate([candidate])
-    except WaitingError as error:
-        hint = error.hint.replace("patcher resume", "the same command again")
-        raise WaitingError(error.message, hint) from None
     if for_reward:
+        with _asked_again(), output.progress() as bar:
+            result = rewarded(given.judge, candidate, settings, TICKET, bar)
         if not as_json:
             for each in result.evaluations.values():
                 print_evaluation(output.out, each)
         output.emit(result, Text(f"reward {result.reward.value}: {result.reward.why}"))
         return 0 if result.reward.value > 1 else 1
+    asked = counters and not here
+    with (
+        _asked_again(),
+        output.progress() as bar,
+        open_judges(given.judge, settings, TICKET, bar, counters=asked) as judges,
+    ):
+        [evaluation] = judges.evaluate([candidate])
     if not as_json:
         print_evaluation(output.out, evaluation)
     if counters and here:
@@ -128,3 +128,13 @@ def evaluate(
     elif evaluation.counters:
         output.out.print(counters_table(evaluation.counters))
     return 0 if evaluation.outcome is Outcome.CORRECT else 1
+
+
+@contextmanager
+def _asked_again() -> Iterator[None]:
+    """There is no run to resume: the same command takes the verdict up."""
+    try:
+        yield
+    except WaitingError as error:
+        hint = error.hint.replace("patcher resume", "the same command again")
+        raise WaitingError(error.message, hint) from None

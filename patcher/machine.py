@@ -14,8 +14,8 @@ from patcher.run import Run
 from patcher.tried import Round
 
 KEPT = (Asked, Round, Levers, Recalled)
-"""What does not depend on the machine: questions, replies that were paid for, and what the user and
-the memory gave to the prompts."""
+"""What does not depend on the machine: questions, the replies that were paid for, and what the
+user and earlier runs gave the run to begin with."""
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""End-to-end A/B and quality of one patch, in a process of its own.
+"""End-to-end A/B and quality of a patch, or of several at once, in a process of its own.
 
 The patched kernel was written by a model: the process that runs it gets an environment by
 allow-list, so that no key is in its reach, and what comes back is schema-checked JSON.
@@ -12,10 +12,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from bench import (
     Contract,
@@ -34,6 +35,9 @@ from patcher.reconcile import Reconciliation
 
 if TYPE_CHECKING:
     from bench.planted import PlantedGains
+
+RESULT: TypeAdapter[tuple[Measured, ...]] = TypeAdapter(tuple[Measured, ...])
+"""What the measuring process leaves."""
 
 
 def measure_and_decide(job: Job, patch_folder: Path, report: Report) -> Judged:
@@ -92,26 +96,35 @@ def decide_on(
 
 
 def measure_in_child(job: Job, patch_folder: Path, report: Report) -> Measured:
+    """As `measure_together`, one patch."""
+    [measured] = measure_together(job, [patch_folder], report)
+    return measured
+
+
+def measure_together(
+    job: Job, patch_folders: Sequence[Path], report: Report
+) -> tuple[Measured, ...]:
     """Run `measure` in a process without keys, or each arm in one; killed as a group when
     interrupted.
 
     Raises:
         PatcherError: the process failed; its last lines are in the message.
     """
-    patch = Patch.load(patch_folder)
-    patch.verify_target()
+    patches = [Patch.load(folder) for folder in patch_folders]
+    for patch in patches:
+        patch.verify_target()
     if job.process_pairs:
         from patcher.measure_pairs import measure_pairs
 
-        return measure_pairs(job, patch, report)
+        return measure_pairs(job, patches, report)
     with tempfile.TemporaryDirectory(prefix="patcher-measure-") as scratch:
         folder = Path(scratch)
         (folder / "job.json").write_text(job.model_dump_json(), encoding="utf-8")
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
                 leashed(
-                    *(sys.executable, "-P", "-m", "patcher.measure"),
-                    *(str(folder), str(patch_folder.resolve())),
+                    *(sys.executable, "-P", "-m", "patcher.measure", str(folder)),
+                    *(str(each.resolve()) for each in patch_folders),
                 ),
                 env=engine_environment(),
                 stdin=subprocess.DEVNULL,
@@ -136,7 +149,7 @@ def measure_in_child(job: Job, patch_folder: Path, report: Report) -> Measured:
             tail = (folder / "log").read_text(encoding="utf-8", errors="replace")[-1500:]
             raise PatcherError(f"measuring failed (exit code {code}): {tail.strip()}")
         try:
-            return Measured.model_validate_json(result.read_text(encoding="utf-8"))
+            return RESULT.validate_json(result.read_bytes())
         except ValidationError as error:
             raise PatcherError(f"measuring gave no valid result: {error}") from error
 
@@ -149,53 +162,85 @@ def _relay(line: bytes, report: Report) -> None:
     report(str(stage), int(done), int(total))
 
 
-def measure(job: Job, patch: Patch, report: Report) -> Measured:
-    """The whole measurement in this process: A/B with control, quality, revert."""
-    from contextlib import nullcontext
+def measure(job: Job, patches: Sequence[Patch], report: Report) -> tuple[Measured, ...]:
+    """The whole measurement in this process: A/B with control, quality, revert; for each of the
+    patches, which are in together, with its own receipts.
+    """
+    from contextlib import ExitStack, contextmanager, nullcontext
 
     from bench.clocks import ClockMonitor
     from bench.engines import open_engine
     from bench.quality import assess, greedy_identical
     from bench.throughput import measure as measure_throughput
-    from bench.windows import Arms
+    from bench.windows import Arms, LocalSide
     from integrate import Book, prepare
+    from patcher.other_traffic import OtherTraffic, peak_memory, peak_of_arms
 
-    kernel = patch.kernel()
+    kernels = [patch.kernel() for patch in patches]
     report("load the model", 0, 1)
     engine = open_engine(job.workload)
-    book, quality_book = (Book(patch.manifest.id, patch.digest) for _ in range(2))
+    books, quality_books, other_books = (
+        [Book(patch.manifest.id, patch.digest) for patch in patches] for _ in range(3)
+    )
     prompts = engine.prompts(job.seed)
     steps = job.workload.output_len
     before = engine.generate(prompts, steps).tokens
 
-    def arms(receipts: Book) -> Arms:
-        patched = prepare(engine.model, patch, kernel=kernel, book=receipts)
-        return {"baseline": nullcontext, "patched": lambda: patched}
+    def arms(receipts: Sequence[Book]) -> Arms:
+        prepared = [
+            prepare(engine.model, patch, kernel=kernel, book=book)
+            for patch, kernel, book in zip(patches, kernels, receipts, strict=True)
+        ]
+
+        @contextmanager
+        def patched() -> Iterator[None]:
+            with ExitStack() as stack:
+                for one in prepared:
+                    stack.enter_context(one)
+                yield
+
+        return {"baseline": nullcontext, "patched": patched}
+
+    def calls_in(receipts: Sequence[Book]) -> int:
+        return sum(book.calls.total() for book in receipts)
 
     with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
         throughput = measure_throughput(
             engine,
-            arms(book),
+            arms(books),
             job.workload,
             margin_pct=job.margin_pct,
             max_pairs=job.max_pairs,
             looks=job.looks,
-            patch_id=patch.manifest.id,
+            patch_id=" + ".join(patch.manifest.id for patch in patches),
             seed=job.seed,
             clocks=clocks,
-            kernel_calls=lambda: book.calls.total(),
+            kernel_calls=lambda: calls_in(books),
             progress=report,
         )
+        other, elsewhere_arms = OtherTraffic(job, clocks, report), arms(other_books)
+        other.take(
+            lambda shape: {
+                arm: LocalSide(engine, enter, lambda: calls_in(other_books), shape)
+                for arm, enter in elsewhere_arms.items()
+            },
+            engine.vocab_size,
+        )
+        memory = peak_memory(peak_of_arms(engine, elsewhere_arms), job.workload.device)
     report("quality", 0, 1)
-    quality = assess(engine, arms(quality_book), job.seed + 1, job.quality_steps)
+    quality = assess(engine, arms(quality_books), job.seed + 1, job.quality_steps)
     report("revert", 0, 1)
     identical = greedy_identical(engine, before, prompts, steps)
-    return Measured(
-        throughput=throughput,
-        quality=quality,
-        receipt=Receipt.of(book),
-        quality_receipt=Receipt.of(quality_book),
-        reverted_identical=identical,
+    return tuple(
+        Measured(
+            throughput=throughput,
+            quality=quality,
+            receipt=Receipt.of(book),
+            quality_receipt=Receipt.of(quality_book),
+            reverted_identical=identical,
+            elsewhere=other.found(memory),
+        )
+        for book, quality_book in zip(books, quality_books, strict=True)
     )
 
 
@@ -222,8 +267,8 @@ def measure_planted(job: Job, report: Report) -> PlantedGains:
 
 
 def main() -> None:
-    """`python -P -m patcher.measure FOLDER PATCH`: job.json in, result.json or error.json out."""
-    folder, patch_folder = Path(sys.argv[1]), Path(sys.argv[2])
+    """`python -P -m patcher.measure FOLDER PATCH...`: job.json in, result or error.json out."""
+    folder, *patch_folders = map(Path, sys.argv[1:])
     job = Job.model_validate_json((folder / "job.json").read_text(encoding="utf-8"))
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what an engine prints goes to the log
@@ -232,11 +277,11 @@ def main() -> None:
         channel.write(json.dumps([stage, done, total]) + "\n")
 
     try:
-        measured = measure(job, Patch.load(patch_folder), report)
+        measured = measure(job, [Patch.load(each) for each in patch_folders], report)
     except PatcherError as error:
         (folder / "error.json").write_text(json.dumps(error.as_dict()), encoding="utf-8")
         sys.exit(error.exit_code)
-    (folder / "result.json").write_text(measured.model_dump_json(), encoding="utf-8")
+    (folder / "result.json").write_bytes(RESULT.dump_json(measured))
 
 
 if __name__ == "__main__":

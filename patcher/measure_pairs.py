@@ -1,4 +1,4 @@
-"""End-to-end A/B of a patch with a process for each arm: vLLM, and any engine that way.
+"""End-to-end A/B of patches with a process for each arm: vLLM, and any engine that way.
 
 One process more than the pairs take, the *reference*, gives what higher precision or the engine
 without compilation says, and how spread out the routing is.
@@ -8,70 +8,106 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from pydantic import JsonValue
 
-from bench import Quality, Throughput, UsageError, cloze
+from bench import Quality, Shape, Throughput, UsageError, cloze
 from bench.clocks import ClockMonitor
 from bench.comparison import Arm, Tuning
 from bench.process_pairs import SHARE_ALONE, SHARE_BESIDE, Plan, measure_processes
 from bench.quality import compare_logits
 from bench.tuning import options_of, tune
-from bench.windows import Pair
+from bench.windows import Pair, Side
 from integrate import Patch, Receipt
 from patcher import arm_protocol as say
 from patcher.arm_process import ArmProcess
 from patcher.measured import Job, Measured, Report
+from patcher.other_traffic import OtherTraffic, peak_memory
 
 REFERENCE: dict[str, dict[str, JsonValue]] = {"vllm": {"enforce_eager": True}}
 """Arguments under which an engine computes the same without compilation and graphs."""
 ROUTING_STEPS = 16
+STAGGER_S = 5.0
+"""So that the one that starts first is the first to take memory."""
 REVERT_STEPS = 256
 """Greedy tokens a sequence, at most, that must be the same before and after."""
 COUNTS = ("calls", "replayed", "fallbacks")
 """Of a receipt."""
 
 
-def measure_pairs(job: Job, patch: Patch, report: Report) -> Measured:
+def measure_pairs(job: Job, patches: Sequence[Patch], report: Report) -> tuple[Measured, ...]:
     """The whole measurement: best stock configuration, A/B with control, quality, revert.
 
+    Returns:
+        for each of the patches, which are in together, what was measured, with its own receipts.
+
     Raises:
-        UsageError: the patch is for another engine.
+        UsageError: a patch is for another engine.
         PatcherError: as `bench.process_pairs.measure_processes`.
     """
-    target = patch.manifest.target.engine
-    if target != job.workload.engine:
-        raise UsageError(
-            f"{patch.manifest.id} is for {target}, not for {job.workload.engine}",
-            f"say --engine {target}",
-        )
-    sitting = PatchSitting(job, patch)
+    for patch in patches:
+        target = patch.manifest.target.engine
+        if target != job.workload.engine:
+            raise UsageError(
+                f"{patch.manifest.id} is for {target}, not for {job.workload.engine}",
+                f"say --engine {target}",
+            )
+    sitting = PatchSitting(job, patches)
     tuning = sitting.tune(report) if job.tune else None
     with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
+        other = OtherTraffic(job, clocks, report)
         throughput = measure_processes(
             sitting.start,
             job.workload,
-            Plan(process_pairs=job.process_pairs, pairs=job.pairs_each, looks=1),
+            Plan(
+                process_pairs=job.process_pairs,
+                pairs=job.pairs_each,
+                looks=1,
+                stagger_s=STAGGER_S if loads_beside(job) else None,
+            ),
             margin_pct=job.margin_pct,
-            patch_id=patch.manifest.id,
+            patch_id=" + ".join(patch.manifest.id for patch in patches),
             clocks=clocks,
             seed=job.seed,
             visit=sitting.visit,
+            also=partial(elsewhere, other),
             progress=report,
         )
     report("quality", 0, 1)
     quality, entropy = sitting.finish()
-    return Measured(
-        throughput=_with(throughput, entropy, sitting.arguments, tuning),
-        quality=quality,
-        receipt=sitting.receipt,
-        quality_receipt=sitting.quality_receipt,
-        reverted_identical=sitting.reverted_identical,
+    throughput = _with(throughput, entropy, sitting.arguments, tuning)
+    memory = peak_memory(throughput.peak_memory_bytes, job.workload.device)
+    return tuple(
+        Measured(
+            throughput=throughput,
+            quality=quality,
+            receipt=sitting.receipt(patch),
+            quality_receipt=sitting.quality_receipt(patch),
+            reverted_identical=sitting.reverted_identical,
+            elsewhere=other.found(memory),
+        )
+        for patch in patches
     )
+
+
+def loads_beside(job: Job) -> bool:
+    """Whether two may load at the same time: not while vLLM finds out what memory is left."""
+    return job.workload.engine != "vllm" or "kv_cache_memory_bytes" in job.arguments
+
+
+def elsewhere(other: OtherTraffic, last: Pair, processes: Mapping[Arm, ArmProcess]) -> None:
+    """See `bench.process_pairs.Also`."""
+
+    def sides(shape: Shape) -> dict[Arm, Side]:
+        return {arm: process.side(shape) for arm, process in processes.items()}
+
+    vocab_size = next(iter(processes.values())).vocab_size
+    other.take(sides, vocab_size, last.process, last.swapped)
 
 
 def _with(
@@ -97,19 +133,20 @@ class PatchSitting:
     process shows what a revert leaves.
     """
 
-    def __init__(self, job: Job, patch: Patch) -> None:
-        self.job, self.patch = job, patch
+    def __init__(self, job: Job, patches: Sequence[Patch]) -> None:
+        self.job, self.patches = job, tuple(patches)
         self.arguments: dict[str, JsonValue] = dict(job.arguments)
         self._before: list[list[int]] = []
         self._repeated: list[list[int]] = []
         self._after: list[list[int]] = []
         self._logits: dict[Arm, torch.Tensor] = {}
         self._again: torch.Tensor | None = None
-        self._receipts: list[Receipt] = []
-        self._quality: Receipt | None = None
+        self._receipts: dict[str, list[Receipt]] = {}
+        """By patch id, of each process."""
+        self._quality: dict[str, Receipt] = {}
 
     def start(self, arm: Arm, memory_share: float) -> ArmProcess:
-        patches = (self.patch,) if arm == "patched" else ()
+        patches = self.patches if arm == "patched" else ()
         return self._started(arm, self.arguments, memory_share, patches)
 
     def tune(self, report: Report) -> Tuning:
@@ -142,11 +179,14 @@ class PatchSitting:
         elif arm == "baseline":
             self._after = self._greedy(process)
         else:
-            timed = process.receipts()
-            self._receipts += timed
+            timed = {one.patch_id: one for one in process.receipts()}
+            for name, one in timed.items():
+                self._receipts.setdefault(name, []).append(one)
             if arm not in self._logits:
                 self._logits[arm] = self._asked(process, steps)[0]
-                self._quality = difference(merged(process.receipts()), merged(timed))
+                self._quality = {
+                    one.patch_id: difference(one, timed[one.patch_id]) for one in process.receipts()
+                }
 
     def finish(self) -> tuple[Quality, float | None]:
         """Quality and routing entropy, with the help of one more process."""
@@ -163,14 +203,11 @@ class PatchSitting:
         refusal = cloze.refusal(workload) or "it is not taken where each arm is a process"
         return quality.model_copy(update={"task_refusal": refusal}), entropy
 
-    @property
-    def receipt(self) -> Receipt:
-        return merged(self._receipts)
+    def receipt(self, patch: Patch) -> Receipt:
+        return merged(self._receipts[patch.manifest.id])
 
-    @property
-    def quality_receipt(self) -> Receipt:
-        assert self._quality is not None
-        return self._quality
+    def quality_receipt(self, patch: Patch) -> Receipt:
+        return self._quality[patch.manifest.id]
 
     @property
     def reverted_identical(self) -> bool:
@@ -186,7 +223,12 @@ class PatchSitting:
         memory_share: float,
         patches: tuple[Patch, ...] = (),
     ) -> ArmProcess:
-        load = say.Load(workload=self.job.workload, arguments=arguments, memory_share=memory_share)
+        load = say.Load(
+            workload=self.job.workload,
+            arguments=arguments,
+            memory_share=memory_share,
+            room=self.job.elsewhere,
+        )
         return ArmProcess(name, load, patches)
 
     def _greedy(self, process: ArmProcess) -> list[list[int]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from pydantic import Field, JsonValue
 
-from bench import SCHEMA_VERSION, Quality, Record, Throughput, Workload
+from bench import SCHEMA_VERSION, Quality, Record, Shape, Throughput, Workload
 from bench.stats import DEFAULT_PAIRS, LOOKS, MIN_PROCESS_PAIRS
 from integrate import Receipt
 from patcher.decide import Decision
@@ -36,6 +36,8 @@ class Job(Record):
     """Of the engine in both arms, beside what the workload asks for; with process pairs."""
     tune: bool = False
     """Whether the best stock configuration is looked for first; with process pairs."""
+    elsewhere: tuple[Shape, ...] = ()
+    """Other traffic at which nothing may be lost."""
 
 
 class Measured(Record):

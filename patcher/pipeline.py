@@ -40,6 +40,7 @@ from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
 from patcher.optimising import DEMO as DEMO
 from patcher.optimising import optimise
+from patcher.other_traffic import shapes_of
 from patcher.reconcile import Reconciliation
 from patcher.run import Run
 from patcher.searching import Search
@@ -181,6 +182,8 @@ def execute(
             quality_steps=plan.quality_steps,
             # vLLM is patched when a process starts
             process_pairs=MIN_PROCESS_PAIRS if workload.engine == "vllm" else 0,
+            # on a CPU the other points would take longer than all the rest
+            elsewhere=shapes_of(workload, None, None) if workload.device == "cuda" else (),
         )
         folder = run.path / made.folder
         measured = run.step("measure", lambda: measure_in_child(job, folder, report), Measured)

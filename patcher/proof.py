@@ -21,6 +21,8 @@ _ANONYMOUS = {"(anonymous namespace)", "(anonymous)", "<unnamed>", "_NV_ANON_NAM
 _SPACE = r"(?:\(anonymous namespace\)|\(anonymous\)|<unnamed>|\w+)::"
 _BOUNDS = re.compile(r"__(?:launch_bounds|cluster_dims|maxnreg|block_size)__\s*\([^)]*\)")
 _GLOBAL = re.compile(r"__global__\s+[^()]*?(\w+)\s*\(")
+_MARKS = {Language.TRITON: r"\bjit\b", Language.CUTEDSL: r"\bkernel\b"}
+"""How a Python source marks its kernels."""
 _NAMESPACE = re.compile(r"\bnamespace\s+([\w:]+)\s*\{")
 
 
@@ -131,12 +133,13 @@ def kernel_names(patch: Patch) -> set[str]:
     names = {f"patcher::{manifest.entry}_{patch.digest[:12]}"}
     if candidate.language is Language.CUDA:
         return names | set(_GLOBAL.findall(_BOUNDS.sub("", candidate.source)))
-    if candidate.language is Language.TRITON:
+    if candidate.language in _MARKS:
+        mark = _MARKS[candidate.language]
         return names | {
             node.name
             for node in ast.walk(ast.parse(candidate.source))
             if isinstance(node, ast.FunctionDef)
-            and any(re.search(r"\bjit\b", ast.unparse(mark)) for mark in node.decorator_list)
+            and any(re.search(mark, ast.unparse(each)) for each in node.decorator_list)
         }
     return names
 
@@ -146,8 +149,12 @@ def _whose(shown: str, names: set[str], patch: Patch) -> str | None:
     spaces = {
         part for found in _NAMESPACE.findall(patch.candidate().source) for part in found.split("::")
     }
-    for name in names:
-        for match in re.finditer(rf"(?<![\w:])((?:{_SPACE})*){re.escape(name)}(?!\w)", shown):
+    cute = patch.candidate().language is Language.CUTEDSL
+    for name in sorted(names, key=len, reverse=True):
+        form = re.escape(name)
+        if cute:  # with the types of its arguments
+            form = rf"(?:{form}|kernel_cutlass_{form}_\w+)"
+        for match in re.finditer(rf"(?<![\w:])((?:{_SPACE})*){form}(?!\w)", shown):
             if set(match[1].split("::")[:-1]) <= spaces | _ANONYMOUS:
                 return name
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from bench import Environment, Evaluation, Language, Op, UsageError
+from bench import Environment, Evaluation, Language, MissingError, Op, UsageError
 from bench.environment import describe
 from patcher.attempts import Attempt, Optimisation
 from patcher.memory import Experience, Learned, Memory, Recalled, Where
@@ -44,7 +44,7 @@ def take_up(
         learned = run.step(
             step, lambda: memory.learn(run.id, op.contract, found.language, seen), Learned
         )
-    except UsageError as error:
+    except (UsageError, MissingError) as error:
         say(f"memory: nothing learned: {error.message}; {error.hint}")
     else:
         counts = f"{len(learned.rules)} rules, {len(learned.techniques)} techniques"

@@ -9,6 +9,8 @@ from rich.text import Text
 
 from bench import Throughput
 from bench.comparison import Arm, Tuning
+from patcher.best_set import BestSet
+from patcher.elsewhere import Elsewhere
 from patcher.show import comparison_lines
 from patcher.show_quality import clock_lines
 
@@ -54,6 +56,41 @@ def _arms_table(found: Throughput) -> Table:
             "-" if peak is None else f"{peak / 2**30:.2f}",
         )
     return table
+
+
+def elsewhere_lines(found: Elsewhere) -> list[Text | Table]:
+    """Each other point with its tokens/s and interval, and what that means."""
+    shown: list[Text | Table] = []
+    if found.points:
+        table = Table(title="elsewhere")
+        for name in ("batch", "context", "baseline tok/s", "patched", "gain %", "standing"):
+            table.add_column(name, justify="right")
+        for point in found.points:
+            one = point.comparison
+            table.add_row(
+                str(point.batch),
+                f"{point.context:,}",
+                f"{one.baseline_tokens_per_s:,.1f}",
+                f"{one.patched_tokens_per_s:,.1f}",
+                f"{one.gain_pct:+.2f} [{one.gain_low_pct:+.2f}, {one.gain_high_pct:+.2f}]",
+                found.standing(point),
+            )
+        shown.append(table)
+    words = found.failures + found.unknown or [found.said]
+    return shown + [Text(f"elsewhere: {word}") for word in words]
+
+
+def best_set_lines(found: BestSet) -> list[Text | Table]:
+    """Every combination with its word among all of them, and the one to keep."""
+    table = Table(title="combinations")
+    for name in ("patches", "gain %", "among all", "reason"):
+        table.add_column(name, justify="right" if name == "gain %" else "left")
+    for combination in found.combinations:
+        one = combination.comparison
+        gain = f"{one.gain_pct:+.2f} [{one.gain_low_pct:+.2f}, {one.gain_high_pct:+.2f}]"
+        table.add_row(" + ".join(combination.patches), gain, one.verdict, one.reason)
+    lines: list[Text | Table] = [table, Text(found.reason, style="bold")]
+    return lines + [Text(f"not measured: {what}", style="yellow") for what in found.missing]
 
 
 def tuning_lines(tuning: Tuning) -> list[Text]:

@@ -24,7 +24,14 @@ from integrate import Patch, Receipt
 from patcher import arm_protocol as say
 from patcher.arm import serve
 from patcher.arm_process import ArmProcess, arm_environment
-from patcher.measure_pairs import PatchSitting, difference, identical, measure_pairs, merged
+from patcher.measure_pairs import (
+    PatchSitting,
+    difference,
+    identical,
+    loads_beside,
+    measure_pairs,
+    merged,
+)
 from patcher.measured import Job
 
 WORKLOAD = Workload(
@@ -49,7 +56,7 @@ def patch(tmp_path_factory: pytest.TempPathFactory) -> Patch:
 
 @pytest.fixture(scope="module")
 def sitting(patch: Patch) -> PatchSitting:
-    return PatchSitting(Job(workload=WORKLOAD, process_pairs=3, quality_steps=4), patch)
+    return PatchSitting(Job(workload=WORKLOAD, process_pairs=3, quality_steps=4), [patch])
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +114,7 @@ def arm_calls(process: ArmProcess) -> int:
 
 
 def test_both_arms_are_asked_for_tokens_logits_and_memory(
-    arms: dict[Arm, ArmProcess], sitting: PatchSitting
+    arms: dict[Arm, ArmProcess], sitting: PatchSitting, patch: Patch
 ) -> None:
     first = Pair(0, "aa", ("baseline", "patched"))
     sitting.visit(first, "baseline", arms["baseline"])
@@ -125,10 +132,10 @@ def test_both_arms_are_asked_for_tokens_logits_and_memory(
     assert not torch.equal(logits["baseline"], logits["patched"])
     assert torch.allclose(logits["baseline"], logits["patched"], atol=1e-4)
     # prefill is of another shape
-    assert len(sitting.quality_receipt.calls) == 2
-    assert sitting.quality_receipt.total_calls == 5 * arm_calls(arms["patched"])
-    assert sitting.receipt.total_calls > 0
-    assert sitting.receipt.calls.keys() <= sitting.quality_receipt.calls.keys()
+    assert len(sitting.quality_receipt(patch).calls) == 2
+    assert sitting.quality_receipt(patch).total_calls == 5 * arm_calls(arms["patched"])
+    assert sitting.receipt(patch).total_calls > 0
+    assert sitting.receipt(patch).calls.keys() <= sitting.quality_receipt(patch).calls.keys()
 
 
 def test_a_reference_is_of_higher_precision(arms: dict[Arm, ArmProcess], tmp_path: Path) -> None:
@@ -145,6 +152,19 @@ def test_a_reference_is_of_higher_precision(arms: dict[Arm, ArmProcess], tmp_pat
     assert 40 < entropy <= 100
 
 
+def test_a_planted_delay_is_in_every_step_until_it_is_taken_out(
+    arms: dict[Arm, ArmProcess],
+) -> None:
+    process, steps = arms["baseline"], 2 * (WORKLOAD.output_len - 1)
+    process.ask(say.Delay(seconds=0.05), say.Done)
+    slow = process.in_steps(3) + process.in_steps(4)
+    assert len(slow) == steps
+    assert min(slow) >= 0.05
+    process.ask(say.Delay(seconds=0), say.Done)
+    with pytest.raises(bench.PatcherError):
+        process.ask(say.Delay.model_construct(seconds=-1.0), say.Done)
+
+
 def test_what_is_no_command_is_refused_and_the_process_lives(
     arms: dict[Arm, ArmProcess],
 ) -> None:
@@ -158,7 +178,7 @@ def test_what_is_no_command_is_refused_and_the_process_lives(
         process.ask(Odd(), say.Done)
     with pytest.raises(bench.UsageError, match="no window is under way"):
         process.ask(say.Decode(steps=1), say.Done)
-    process.ask(say.Prefill(seed=1, context=3), say.Done)
+    process.ask(say.Prefill(seed=1, shape=bench.Shape(batch=1, context=3)), say.Done)
     with pytest.raises(bench.UsageError, match="a window is under way"):
         process.ask(say.Prefill(seed=1), say.Done)
     process.ask(say.End(), say.Ended)
@@ -211,7 +231,14 @@ def test_without_anyone_who_asks_an_arm_ends() -> None:
 def test_a_patch_of_another_engine_starts_nothing(patch: Patch) -> None:
     job = Job(workload=WORKLOAD.model_copy(update={"engine": "vllm"}), process_pairs=3)
     with pytest.raises(bench.UsageError, match="is for transformers, not for vllm"):
-        measure_pairs(job, patch, lambda *told: None)
+        measure_pairs(job, [patch], lambda *told: None)
+
+
+def test_vllm_loads_one_after_the_other_unless_its_cache_has_a_size() -> None:
+    job = Job(workload=WORKLOAD.model_copy(update={"engine": "vllm"}), process_pairs=3)
+    assert not loads_beside(job)
+    assert loads_beside(job.model_copy(update={"arguments": {"kv_cache_memory_bytes": 1 << 31}}))
+    assert loads_beside(Job(workload=WORKLOAD, process_pairs=3))
 
 
 def test_replies_are_checked() -> None:

@@ -41,9 +41,10 @@ def test_one_candidate_is_one_question() -> None:
 
 def test_every_later_one_asks_for_advice_and_a_cut_reply_is_asked_for_again() -> None:
     found = estimate(OP, Language.CPP, settings(3))
-    # generate in 32k; twice advice in 16k and, cut off, in 32k, and a candidate in 32k
-    assert found.calls == Figure(expected=5, worst=7)
-    assert found.usd.worst == pytest.approx((32 + 2 * (16 + 32 + 32)) * 1000 / 1e6)
+    # a candidate in 32k; twice a diagnosis in 8k and, cut off, in 16k and 32k, and a candidate
+    assert found.calls == Figure(expected=5, worst=9)
+    assert found.usd.worst == pytest.approx((32 + 2 * (8 + 16 + 32 + 32)) * 1000 / 1e6)
+    assert found.usd.expected == pytest.approx((32 + 2 * (16 + 32)) / 4 * 1000 / 1e6)
     assert found.gpu_minutes == Figure(expected=0, worst=0)
 
 
@@ -55,6 +56,9 @@ def test_what_is_not_known_is_not_guessed() -> None:
     by_files = estimate(OP, Language.CPP, settings(2, model="exchange:letters"))
     assert by_files.tokens == Figure(expected=None, worst=None)
     assert by_files.usd == Figure(expected=0, worst=0)
+    dear = settings(2).model_copy(update={"diagnoser": "anthropic:claude-opus-5"})
+    cheap = estimate(OP, Language.CPP, settings(2)).usd.worst or 0.0
+    assert (estimate(OP, Language.CPP, dear).usd.worst or 0.0) > 10 * cheap
     with pytest.raises(UsageError, match="unknown model"):
         estimate(OP, Language.CPP, settings(2, model="oracle"))
 

@@ -506,6 +506,28 @@ def test_the_loop_stops_for_the_judge_and_takes_its_word_up(tmp_path: Path) -> N
     assert attempt["outcome"] == "compilation_failure"
 
 
+@pytest.mark.parametrize("reward", [False, True])
+def test_evaluate_asks_elsewhere_and_the_same_command_takes_the_verdict_up(
+    reward: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "kernel.cpp"
+    source.write_text(NO_ENTRY.source)
+    words = ["evaluate", OP.name, str(source), "--judge", f"exchange:{tmp_path}", "--json"]
+    words += ["--reward"] if reward else []
+    with pytest.raises(WaitingError, match="waiting for") as caught:
+        app(words, standalone_mode=False)
+    assert caught.value.hint.endswith("then: the same command again")
+    assert len(serve(tmp_path)[0]) == (2 if reward else 1)
+    capsys.readouterr()
+    assert app(words, standalone_mode=False) == 1
+    told = json.loads(capsys.readouterr().out)
+    if reward:
+        assert told["reward"]["value"] == -1
+        assert set(told["evaluations"]) == {"eager", "torch.compile"}
+    else:
+        assert told["outcome"] == "generation_failure"
+
+
 def test_a_run_is_judged_on_one_kind_of_device(tmp_path: Path) -> None:
     def on(device: str, driver: str | None = None) -> Evaluation:
         environment = Environment(

@@ -24,7 +24,7 @@ from patcher.models import Image, ModelError, Reply, Request, open_model
 from patcher.models.budget import REPHRASED, Budget
 from patcher.models.ceilings import Amount, Ceilings
 from patcher.models.registry import Entry
-from patcher.models.retry import TRIES
+from patcher.models.retry import TRIES, Clock, alarm
 from patcher.run import Run
 
 STEP = "op/0/ask-generate"
@@ -217,6 +217,27 @@ class TestRetries:
         notes = [event.data for event in run.events if "trouble" in event.data]
         assert [note["trouble"] for note in notes] == ["timeout", "broken"]
         assert {note["spent_usd"] for note in notes} == {model.worst_cost_usd(request())}
+
+    @pytest.mark.parametrize("status", [408, 502, 504])
+    def test_a_gateway_that_gave_up_may_have_been_billed(
+        self, api: Api, server: ApiServer, run: Run, status: int
+    ) -> None:
+        server.script = [Item(b"<html>Bad gateway</html>", status), api.reply()]
+        assert ask(run, api, server, Slept()).text == "Hello"
+        [note] = [event.data for event in run.events if "trouble" in event.data]
+        assert note["spent_usd"] == api.open(server).worst_cost_usd(request())
+
+    @pytest.mark.parametrize("begun", [0, 3])
+    def test_a_call_is_stopped_when_its_time_is_over(
+        self, api: Api, server: ApiServer, run: Run, begun: int
+    ) -> None:
+        """The alarm ends the SDK's wait for a socket; the time alone is shortened here."""
+        server.script = [Item(b"".join(api.events()[:begun]), then="silent")]
+        clock = Clock(alarm=lambda seconds: alarm(0.3))
+        budget = Budget(run, Ceilings(minutes=1.0), clock=clock)
+        with pytest.raises(BudgetError, match="stopped"):
+            budget.ask(api.open(server), request())
+        assert spent(run).usd == api.open(server).worst_cost_usd(request())
 
     @pytest.mark.parametrize("events", [0, 1, 3])
     def test_a_dropped_connection(self, api: Api, server: ApiServer, run: Run, events: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import random
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -66,7 +67,7 @@ class ScriptedProcess:
         self.host, self.arm, self.speed = host, arm, speed
         self.windows = 0
 
-    def side(self) -> ScriptedSide:
+    def side(self, shape: bench.Shape | None = None) -> ScriptedSide:
         return ScriptedSide(self)
 
     def warm_up(self, seed: int, steps: int) -> None:
@@ -178,6 +179,30 @@ def test_where_two_do_not_fit_one_is_loaded_at_a_time(host: Host) -> None:
     ]
     assert found.comparison.pairs == 27
     assert found.comparison.gain_pct == pytest.approx(3.0, abs=0.3)
+
+
+def test_two_may_load_side_by_side() -> None:
+    class Slow(Host):
+        """Where the second of two has begun before the first is loaded."""
+
+        loading = most_loading = 0
+
+        def start(self, arm: Arm, share: float) -> ScriptedProcess:
+            self.loading += 1
+            self.most_loading = max(self.most_loading, self.loading)
+            other.wait(0.05)
+            made = super().start(arm, share)
+            self.loading -= 1
+            return made
+
+    other = threading.Event()  # never set: a wait
+    one_by_one, beside = Slow(), Slow()
+    run(one_by_one)
+    found = run(beside, Plan(pairs=9, stagger_s=0.0))
+    assert (one_by_one.most_loading, beside.most_loading) == (1, 2)
+    assert sorted(beside.started) == sorted(one_by_one.started)
+    assert found.comparison.pairs == 27
+    assert not beside.open
 
 
 def test_half_of_the_memory_may_be_too_little_to_start() -> None:

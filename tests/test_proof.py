@@ -209,6 +209,22 @@ def test_a_namespace_of_the_source_is_its_own(stock: Profile, tmp_path: Path) ->
     assert prove([claims(patch, 10**6)], profile, patch).passed
 
 
+def test_cute_dsl_adds_its_arguments_types_to_a_name(stock: Profile, tmp_path: Path) -> None:
+    source = (
+        "import cutlass.cute as cute\n@cute.kernel\ndef add_norm(x):\n    pass\n"
+        "@cute.jit\ndef fused_add_rms_norm_host(x):\n    pass\ndef fused_add_rms_norm(x): pass\n"
+    )
+    candidate = Candidate(op=OP.name, language=Language.CUTEDSL, source=source)
+    patch = made(tmp_path / "patch", candidate)
+    for name, ours in (
+        ("kernel_cutlass_add_norm_tensorptrbf16gmemoi641_tensorptrbf16gmemoi641__0", True),
+        ("kernel_cutlass_other_tensorptrbf16gmemoi641__0", False),
+    ):
+        named = stock.kernels[0].model_copy(update={"name": name})
+        profile = stock.model_copy(update={"kernels": (named,), "layers": None})
+        assert prove([claims(patch, 10**6)], profile, patch).passed is ours
+
+
 def test_names_come_from_the_source(tmp_path: Path) -> None:
     triton, cuda = triton_patch(tmp_path / "t"), cuda_patch(tmp_path / "c")
     cpp = made(tmp_path / "p", CANDIDATE)

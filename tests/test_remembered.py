@@ -25,8 +25,10 @@ from bench import (
 from patcher import pipeline
 from patcher.agent import optimize
 from patcher.attempts import Optimisation
+from patcher.carried import kept_levers
 from patcher.cli import main
 from patcher.levers import load_levers
+from patcher.machine import KEPT
 from patcher.memory import Memory, Recalled
 from patcher.models import Role
 from patcher.remembered import experiences, recalled, take_up
@@ -134,6 +136,21 @@ def test_a_resumed_run_reads_the_memory_that_it_began_with(tmp_path: Path) -> No
         recalled(other, memory, op, Language.CPP, "cpu")
     with Run.create(tmp_path / "runs", command="optimize") as other:
         assert recalled(other, None, op, Language.CPP, "cpu") == Recalled()
+
+
+def test_on_another_machine_memory_and_levers_stay_and_scores_are_asked_again(
+    tmp_path: Path,
+) -> None:
+    run, memory = new_run(tmp_path), Memory(tmp_path / "memory")
+    recalled(run, memory, load_op(OP), Language.CPP, "cpu")
+    kept_levers(run)
+    script = score_by({"fixed": 5.0, "vector": 1.0, "slower": 9.0}, tmp_path)
+    ask_for(run, tmp_path, score=Scorer.of(run, {"score": {"script": str(script)}}))
+    assert run.done(f"{OP}/1/score")
+    run.start_over({"processor": "another"}, KEPT)
+    assert run.done(f"{OP}/recall")
+    assert run.done("levers")
+    assert not run.done(f"{OP}/1/score")
 
 
 def test_a_memory_that_broke_meanwhile_costs_the_run_nothing(tmp_path: Path) -> None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import json
 import sys
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,9 +23,11 @@ import pytest
 import torch
 
 import bench
-from bench import Workload
+from bench import Shape, Workload
 from bench.engines import open_engine, open_measurable
+from bench.engines import vllm as driver
 from bench.engines.vllm import OPTIONS, VllmEngine, refuse_dummy
+from patcher.arm import delay_of
 
 VOCAB = 31
 WORKLOAD = Workload(
@@ -117,13 +122,16 @@ class AsyncEngine:
             self.discard_request_mask.np[row] = self.requests[name]["unread"] > 0
         self.input_batch.req_ids = [f"{name}-0a1b2c3d" for name in names]
         sums = torch.tensor([sum(self.requests[name]["tokens"]) for name in names])
-        picked = self.model.compute_logits(sums).argmax(-1).tolist()
+        picked = self.model.compute_logits(self._model_forward(sums)).argmax(-1).tolist()
         made = []
         for row, (name, token) in enumerate(zip(names, picked, strict=True)):
             if not self.discard_request_mask.np[row]:
                 self.requests[name]["tokens"].append(token)
                 made.append((name, token))
         return made
+
+    def _model_forward(self, sums: torch.Tensor) -> torch.Tensor:
+        return sums
 
 
 @pytest.fixture(params=[1000, 7], ids=["whole prompts", "in chunks"])
@@ -205,6 +213,68 @@ def test_routing_is_counted_in_an_engine_that_is_not_compiled(engine: VllmEngine
     assert engine.routing_entropy_pct(engine.prompts(3), 8) is None
 
 
+def test_every_process_has_the_model_at_one_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The path enters vLLM's hash of what it compiled."""
+    monkeypatch.setenv("PATCHER_CACHE", str(tmp_path))
+    monkeypatch.setattr(driver, "register_loader", lambda: None)
+    random = WORKLOAD.model_copy(update={"weights": "random"})
+    driver._arguments(random)  # transformers imports lazily, and not in several threads at once
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda _: driver._arguments(random), range(8)))
+    assert len({each["model"] for each in made}) == 1
+    folder = Path(made[0]["model"])
+    config = json.loads((folder / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "mxfp4"
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+
+
+def test_there_is_room_for_other_traffic() -> None:
+    shapes = (Shape(batch=64, context=5), Shape(batch=3, context=900))
+    plain, roomy = driver._arguments(WORKLOAD), driver._arguments(WORKLOAD, shapes)
+    assert (plain["max_num_seqs"], roomy["max_num_seqs"]) == (3, 64)
+    assert (plain["max_model_len"], roomy["max_model_len"]) == (3072, 3072)
+    far = driver._arguments(WORKLOAD, [Shape(batch=3, context=8192)])
+    assert far["max_model_len"] >= 8192 + WORKLOAD.output_len + driver.SPARE_TOKENS
+    less = driver._arguments(WORKLOAD, (Shape(batch=1, context=1),))
+    assert less == plain
+
+
+def test_a_planted_delay_is_on_the_device_before_each_forward(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spun: list[int] = []
+
+    class Event:
+        """20 million cycles take 10 ms."""
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = sum(spun)
+
+        def synchronize(self) -> None:
+            return
+
+        def elapsed_time(self, later: Event) -> float:
+            return (later.at - self.at) / 2e6
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", spun.append, raising=False)
+    prompts = engine.prompts(1)
+    with delay_of(engine)(50e-6):
+        before = len(spun)
+        assert engine.generate(prompts, 5).tokens.tolist() == expected(prompts, 5)
+    steps = spun[before:]
+    assert len(steps) >= 6
+    assert set(steps) == {100_000}
+    assert "_model_forward" not in vars(engine.runner)
+    engine.generate(prompts, 2)
+    assert len(spun) == before + len(steps)
+
+
 def test_dummy_weights_are_refused_with_the_reason() -> None:
     for name in ("dummy", "DUMMY", "LoadFormat.DUMMY"):
         with pytest.raises(bench.UsageError, match="all tokens pick the same experts"):
@@ -244,6 +314,8 @@ def test_what_is_called_takes_what_it_is_called_with() -> None:
     inspect.signature(LLMEngine.add_request).bind(None, "a", {"prompt_token_ids": [1]}, None)
     inspect.signature(LLMEngine.abort_request).bind(None, ["a"])
     inspect.signature(LLMEngine.step).bind(None)
+    runner = pytest.importorskip("vllm.v1.worker.gpu_model_runner", exc_type=ImportError)
+    assert callable(runner.GPUModelRunner._model_forward)
     inspect.signature(LLM.__init__).bind(None, model="m", gpu_memory_utilization=0.4)
     parameters = SamplingParams(
         temperature=0.0,
@@ -272,6 +344,7 @@ def test_the_options_that_are_tried_are_known_to_vllm() -> None:
     assert modes <= set(CUDAGraphMode.__members__)
     fields = set(inspect.signature(EngineArgs).parameters)
     assert {name for ways in OPTIONS for way in ways for name in way} <= fields
+    assert set(driver._arguments(WORKLOAD)) | {"kv_cache_memory_bytes"} <= fields
     config = EngineArgs(model="m", **graphs[0]).compilation_config
     assert getattr(config, "cudagraph_mode", config) is not None
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bench.errors import UsageError
-from bench.workload import Workload
+from bench.workload import Shape, Workload
 
 if TYPE_CHECKING:
     import torch
@@ -153,13 +153,17 @@ def open_engine(workload: Workload) -> Engine:
 
 
 def open_measurable(
-    workload: Workload, arguments: Mapping[str, Any] | None = None, memory_share: float = 0.6
+    workload: Workload,
+    arguments: Mapping[str, Any] | None = None,
+    memory_share: float = 0.6,
+    room: Sequence[Shape] = (),
 ) -> Measurable:
     """Load the workload's model in a process of its own.
 
     Args:
         arguments: of the engine, over those that the workload asks for.
         memory_share: of the device's memory, where the engine takes it in advance.
+        room: other traffic that it must have room for, where that is said in advance.
 
     Raises:
         UsageError: as `open_engine`, or arguments for an engine that has none.
@@ -168,7 +172,7 @@ def open_measurable(
         from bench.engines.vllm import VllmEngine
 
         share = {"gpu_memory_utilization": memory_share}
-        return VllmEngine(workload, {**share, **(arguments or {})})
+        return VllmEngine(workload, {**share, **(arguments or {})}, room=room)
     if arguments:
         raise UsageError(f"{workload.engine} takes no arguments of its own here", "leave them out")
     return open_engine(workload)

@@ -8,12 +8,13 @@ Read against vLLM 0.25.1: `LLM` (entrypoints/llm.py), `LLMEngine.add_request`, `
 from __future__ import annotations
 
 import gc
+import hashlib
 import importlib
 import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,19 @@ import torch
 
 from bench.engines import Decoding, Generation, peak_memory_bytes, random_prompts, vllm_logits
 from bench.errors import MissingError, UsageError
-from bench.workload import Workload, presets
+from bench.toolchains import cache_root
+from bench.workload import Shape, Workload, presets
 
 LOAD_FORMAT = "patcher_random"
+RANDOM_WEIGHTS = "PATCHER_RANDOM_WEIGHTS"
+"""The variable that asks a process of vLLM's to know that format."""
 MXFP4_SCALE = 120
 """Biased exponent of a block of MXFP4 weights: 2^-7, so that they spread like normal(0, 0.02)."""
 REQUEST = "patcher-"
 SPARE_TOKENS = 2048
 """Room for decode beyond what the workload asks for."""
+LENGTH_STEP = 1024
+"""What the longest sequence is rounded up to."""
 MEMORY_SHARE = 0.6
 OPTIONS: tuple[tuple[dict[str, Any], ...], ...] = (
     tuple({"moe_backend": name} for name in ("triton", "marlin", "flashinfer_cutlass")),
@@ -52,8 +58,11 @@ class VllmEngine:
         arguments: dict[str, Any] | None = None,
         *,
         one_process: bool = True,
+        room: Sequence[Shape] = (),
     ) -> None:
-        """`arguments`: of vLLM's `LLM`, over those that the workload asks for."""
+        """`arguments`: of vLLM's `LLM`, over those that the workload asks for; `room`: other
+        traffic that there must be room for.
+        """
         # in one, nsys and NVTX ranges see all of it
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if one_process else "1"
         try:
@@ -66,8 +75,7 @@ class VllmEngine:
             raise MissingError("vLLM needs a GPU here", "run it on a GPU host")
         self.workload = workload
         self._sampling: Any = importlib.import_module("vllm.sampling_params")
-        self._folder = tempfile.TemporaryDirectory()
-        chosen = _arguments(workload, Path(self._folder.name)) | (arguments or {})
+        chosen = _arguments(workload, room) | (arguments or {})
         refuse_dummy(chosen)
         self._eager = bool(chosen.get("enforce_eager"))
         self._llm: Any = vllm.LLM(**chosen)
@@ -157,7 +165,6 @@ class VllmEngine:
 
     def close(self) -> None:
         del self._engine, self._llm
-        self._folder.cleanup()
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -171,11 +178,14 @@ def _column(tokens: dict[str, list[int]], index: int) -> torch.Tensor:
     return torch.tensor([[each[index]] for each in tokens.values()])
 
 
-def _arguments(workload: Workload, folder: Path) -> dict[str, Any]:
+def _arguments(workload: Workload, room: Sequence[Shape] = ()) -> dict[str, Any]:
     """Stock vLLM, but for what makes a run repeatable: no prefix cache, greedy, this batch."""
+    longest = max(workload.input_len, *(shape.context for shape in room), 1)
+    needed = longest + workload.output_len + SPARE_TOKENS
     arguments = {
-        "max_num_seqs": workload.batch,
-        "max_model_len": workload.input_len + workload.output_len + SPARE_TOKENS,
+        "max_num_seqs": max(workload.batch, *(shape.batch for shape in room), 1),
+        # it enters the hash of compiled code, which windows of another length need not change
+        "max_model_len": -(-needed // LENGTH_STEP) * LENGTH_STEP,
         "dtype": workload.dtype,
         "seed": workload.seed,
         "enable_prefix_caching": False,
@@ -194,9 +204,31 @@ def _arguments(workload: Workload, folder: Path) -> dict[str, Any]:
 
     config = transformers.GptOssConfig(**known.config).to_dict()
     config |= {"architectures": ["GptOssForCausalLM"], "torch_dtype": workload.dtype}
-    (folder / "config.json").write_text(json.dumps({**config, **known.published}))
-    _register_loader()
+    folder = _model_folder(json.dumps({**config, **known.published}, sort_keys=True))
+    register_loader()
+    os.environ[RANDOM_WEIGHTS] = "1"
     return {"model": str(folder), "load_format": LOAD_FORMAT, **arguments}
+
+
+def _model_folder(config: str) -> Path:
+    """A folder with that config.json, the same one in every process.
+
+    The model's path enters vLLM's hash of what it compiled (`ModelConfig.compute_hash`): from a
+    folder of its own each start would compile again, for a minute and a half.
+    """
+    name = hashlib.sha256(config.encode()).hexdigest()[:16]
+    folder = cache_root() / "vllm-models" / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # several processes may come here at once
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+            file.write(config)
+        Path(file.name).replace(folder / "config.json")
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {folder}: {error.strerror}", "set PATCHER_CACHE to a writable folder"
+        ) from error
+    return folder
 
 
 def refuse_dummy(arguments: Mapping[str, Any]) -> None:
@@ -211,8 +243,9 @@ def refuse_dummy(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _register_loader() -> None:
-    """Seeded random weights with spread-out routing, as vLLM's public registry takes loaders.
+def register_loader() -> None:
+    """Seeded random weights with spread-out routing, as vLLM's public registry takes loaders. The
+    plugin does it in vLLM's other processes, where `RANDOM_WEIGHTS` is set.
 
     vLLM's own `dummy` weights are near zero: all tokens pick the same experts, and decode reads a
     fraction of what a real model reads.

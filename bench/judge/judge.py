@@ -29,6 +29,9 @@ from bench.judge.zygote import RunnerFailure, Zygote
 from bench.op import Op, load_op
 from bench.toolchains import Built, build, cache_root, toolchain
 
+CANARY_PAUSE_S = 3.0
+"""Between tries: the memory of a process that was killed comes back late."""
+
 
 class Judge:
     """Judges candidates one after the other; the baselines' process is kept. A context manager."""
@@ -184,13 +187,17 @@ class Judge:
             return str(runner.command("canary")["digest"])
 
     def _prove_device(self, device: str) -> None:
-        try:
-            digest = self._sing(device)
-        except (RunnerFailure, MissingError) as failure:
-            raise MissingError(
-                f"the GPU does not answer after a candidate failed: {failure.message}",
-                "reset it (nvidia-smi --gpu-reset) or use another one",
-            ) from failure
+        for last in (False, False, True):
+            try:
+                digest = self._sing(device)
+            except (RunnerFailure, MissingError) as failure:
+                if not last:
+                    time.sleep(CANARY_PAUSE_S)
+                    continue
+                raise MissingError(
+                    f"the GPU does not answer after a candidate failed: {failure.message}",
+                    "reset it (nvidia-smi --gpu-reset), end what else fills it, or use another one",
+                ) from failure
         if digest != self._canary[device]:
             raise VerificationError(
                 "the GPU computes something else after a candidate failed", "reset it"

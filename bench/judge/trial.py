@@ -192,7 +192,12 @@ class Trial:
                 timings.append(sitting.compare(point, settings.load_timeout_s))
         if device == "cuda":
             with self._timed_at("under CUPTI"):
-                self.traced = sitting.spans(points, settings.load_timeout_s)
+                seen = sitting.traced(points, settings.load_timeout_s)
+            self.traced = seen.said
+            self.state.tripwires += tuple(
+                f"library: {share:.0f} % of its time on the GPU is {name}'s, by CUPTI"
+                for name, share in seen.libraries.items()
+            )
         report("time", len(points), len(points))
         self.calls = self.timed_calls = sitting.calls
         return {

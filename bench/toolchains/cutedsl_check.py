@@ -23,11 +23,15 @@ failed: list[str] = []
 
 
 def main(file: str, entry: str) -> int:
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    try:
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensorMode
 
-    kind = type(importlib.import_module("cutlass.cute").compile)
-    kind.__call__ = checked(kind.__call__)
+        kind = type(importlib.import_module("cutlass.cute").compile)
+        kind.__call__ = checked(kind.__call__)
+    except Exception as error:  # not the candidate's fault: the runner decides
+        print(f"not checked: this CuTe DSL cannot be watched: {type(error).__name__}: {error}")
+        return 0
     try:
         spec = importlib.util.spec_from_file_location("candidate", file)
         assert spec is not None

@@ -34,6 +34,7 @@ class Memory:
     Raises:
         UsageError: of every method: a file cannot be read or written, or an edit broke it; the line
         is named.
+        MissingError: the disk is full.
     """
 
     def __init__(self, folder: Path) -> None:

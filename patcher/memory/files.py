@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from tomlkit.items import AoT
 
 from bench import UsageError
+from patcher import durable
 from patcher.memory.entries import Gain, Rule
 
 MOST = 500
@@ -64,7 +65,8 @@ class Shelf:
                         f"{self.path} is written in a way that cannot be added to",
                         f"write each entry as [[{self.table}]] and one value a line",
                     )
-                self._write(written)
+                # a link stays a link: what it points to is replaced
+                durable.write_whole(self.path.resolve(), written)
 
     def _text(self) -> str:
         try:
@@ -135,20 +137,6 @@ class Shelf:
             table.update(_plain(entry))
             tables.append(table)
         return tomlkit.dumps(document)
-
-    def _write(self, text: str) -> None:
-        # A link stays a link: what it points to is replaced.
-        target = self.path.resolve()
-        staged = target.with_name(f".{target.name}.tmp")  # one writer at a time: the lock's holder
-        try:
-            with staged.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            staged.replace(target)
-        except OSError as error:
-            staged.unlink(missing_ok=True)
-            raise _unwritable(self.path, error) from error
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -39,8 +40,10 @@ class Amount(Record):
         )
 
     def noted(self, kind: str) -> dict[str, float]:
-        """As the journal's notes have it."""
+        """As the journal's notes have it; times in whole milliseconds, rounded up."""
         found = {f"{kind}_{name}": getattr(self, name) for name in RESOURCES}
+        for name in (f"{kind}_wall_s", f"{kind}_gpu_s"):
+            found[name] = math.ceil(1000 * found[name]) / 1000
         return {name: value for name, value in found.items() if value or name == f"{kind}_usd"}
 
     @classmethod

@@ -1,0 +1,142 @@
+"""Several patches, with a double for the measurement whose gains are known by set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from patch_sample import SOURCE, evaluation, make_patch
+from report_sample import comparison
+from test_measure import WORKLOAD, evidence
+
+import bench
+from bench import Candidate, Language
+from integrate import Patch
+from patcher.measure_sets import keep_name, measure_sets, report_of
+from patcher.measured import Job, Measured
+from patcher.report import write
+from patcher.show_throughput import best_set_lines
+
+JOB = Job(workload=WORKLOAD)
+OPS = ("fused_add_rms_norm", "rope", "moe_topk")
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("bundles")
+    made = []
+    for name in OPS:
+        candidate = Candidate(op=name, language=Language.CPP, source=SOURCE)
+        right = evaluation(candidate).model_copy(update={"op": name})
+        folder = root / name
+        Patch.create(
+            folder, bench.load_op(name), candidate, right, engine="transformers", made_by="test"
+        )
+        made.append(folder)
+    return made
+
+
+class Machine:
+    """A double for `measure_together`: the gain of each set of ops, in percent."""
+
+    def __init__(self, **gains: float) -> None:
+        self.gains = {frozenset(name.split("_AND_")): gain for name, gain in gains.items()}
+        self.asked: list[tuple[str, ...]] = []
+        self.broken: frozenset[str] = frozenset()
+        self.dies_at = 100
+
+    def __call__(self, job: Job, folders: Sequence[Path], report: Any) -> tuple[Measured, ...]:
+        if len(self.asked) == self.dies_at:
+            raise bench.PatcherError("the patched process ended")
+        ops = tuple(folder.name for folder in folders)
+        self.asked.append(ops)
+        report("A/B pairs", 1, 2)
+        gain = self.gains[frozenset(ops)]
+        verdict = "accept" if gain > 0.7 else "reject"
+        found = comparison(gain, 0.2, 30, p_value=1e-6 if gain > 0.7 else 0.9, verdict=verdict)
+        parts = evidence(same_model=frozenset(ops) != self.broken)
+        del parts["evaluation"]
+        parts["throughput"] = parts["throughput"].model_copy(update={"comparison": found})
+        return tuple(Measured(**parts) for _ in folders)
+
+
+def kept(found: Any) -> set[str]:
+    return {name.split("-")[0] for name in found.best.patches}
+
+
+def ids(bundles: Sequence[Path], *ops: str) -> tuple[str, ...]:
+    by_op = {folder.name: Patch.load(folder).manifest.id for folder in bundles}
+    return tuple(sorted(by_op[op] for op in ops))
+
+
+NORM, ROPE, ROUTE = OPS
+
+
+def test_each_alone_and_all_together(bundles: list[Path], tmp_path: Path) -> None:
+    machine = Machine(
+        **{NORM: 2.0, ROPE: 1.0, f"{NORM}_AND_{ROPE}": 3.0},
+    )
+    found = measure_sets(JOB, bundles[:2], tmp_path, lambda *told: None, machine)
+    assert machine.asked == [(NORM,), (ROPE,), (NORM, ROPE)]
+    assert found.best.patches == ids(bundles, NORM, ROPE)
+    assert not found.best.missing
+    assert all(one.comparison.p_holm is not None for one in found.best.combinations)
+    assert len(found.measured[2].measured) == len(found.measured[2].decisions) == 2
+    assert len(best_set_lines(found.best)) == 2
+    shown = report_of(found, "best-set-1", "2026-11-21T08:00:00+00:00", "patcher throughput")
+    assert shown.throughput is not None
+    assert shown.throughput.comparison.gain_pct == 3.0
+    assert shown.decision is not None
+    assert shown.decision.verdict == "accept"
+    [page, text, _] = write(shown, tmp_path / "report")
+    assert "Several patches" in text.read_text()
+    assert "fused_add_rms_norm" in page.read_text()
+
+
+def test_where_together_is_worse_all_but_one_are_tried(bundles: list[Path], tmp_path: Path) -> None:
+    machine = Machine(
+        **{NORM: 2.0, ROPE: 1.5, ROUTE: 1.0, "_AND_".join(OPS): 1.2},
+        **{f"{NORM}_AND_{ROPE}": 3.4, f"{NORM}_AND_{ROUTE}": 0.2, f"{ROPE}_AND_{ROUTE}": 2.4},
+    )
+    found = measure_sets(JOB, bundles, tmp_path, lambda *told: None, machine)
+    assert len(machine.asked) == 7
+    assert found.best.patches == ids(bundles, NORM, ROPE)
+    assert "largest gain of 7 combinations" in found.best.reason
+
+
+def test_a_set_that_is_another_model_is_not_kept(bundles: list[Path], tmp_path: Path) -> None:
+    machine = Machine(**{NORM: 2.0, ROPE: 1.0, f"{NORM}_AND_{ROPE}": 3.0})
+    machine.broken = frozenset({NORM, ROPE})
+    found = measure_sets(JOB, bundles[:2], tmp_path, lambda *told: None, machine)
+    assert found.best.patches == ids(bundles, NORM)
+    both = found.best.combinations[-1].comparison
+    assert both.verdict == "reject"
+    assert "no longer the same model" in both.reason
+
+
+def test_what_was_measured_is_not_measured_again(bundles: list[Path], tmp_path: Path) -> None:
+    gains = {NORM: 2.0, ROPE: 1.0, f"{NORM}_AND_{ROPE}": 3.0}
+    first, second = Machine(**gains), Machine(**gains)
+    first.dies_at = 2
+    with pytest.raises(bench.PatcherError, match="ended"):
+        measure_sets(JOB, bundles[:2], tmp_path, lambda *told: None, first)
+    found = measure_sets(JOB, bundles[:2], tmp_path, lambda *told: None, second)
+    assert second.asked == [(NORM, ROPE)]
+    assert found.best.patches == ids(bundles, NORM, ROPE)
+    other = JOB.model_copy(update={"margin_pct": 1.0})
+    assert keep_name(JOB, bundles) == keep_name(JOB, bundles[::-1]) != keep_name(other, bundles)
+
+
+def test_what_is_no_set_is_refused(bundles: list[Path], tmp_path: Path) -> None:
+    machine = Machine()
+    other = make_patch(tmp_path / "other")
+    for folders, said in (
+        (bundles[:1], "one patch is no set"),
+        ([bundles[0], bundles[0]], "given twice"),
+        ([bundles[0], other.folder], "given twice|one patch point"),
+    ):
+        with pytest.raises(bench.UsageError, match=said):
+            measure_sets(JOB, folders, tmp_path, lambda *told: None, machine)
+    assert not machine.asked

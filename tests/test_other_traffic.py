@@ -1,0 +1,188 @@
+"""Windows at other batch sizes and context lengths, in both kinds of sitting."""
+
+from __future__ import annotations
+
+import io
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from test_measure import WORKLOAD, ScriptedEngine, evidence
+from test_process_pairs import Host, ScriptedProcess, ScriptedSide, quick_collections
+
+import bench
+from bench import Shape
+from bench.clocks import ClockMonitor, ClockSample
+from bench.comparison import Arm
+from bench.process_pairs import Plan, measure_processes
+from bench.windows import LocalSide, Side, Taken
+from patcher.decide import decide
+from patcher.measure_pairs import elsewhere
+from patcher.measured import Job
+from patcher.other_traffic import OtherTraffic, other_shapes, peak_memory, peak_of_arms
+from patcher.show_throughput import elsewhere_lines
+
+__all__ = ("quick_collections",)  # a fixture of each test here
+SHAPES = (Shape(batch=1, context=4), Shape(batch=16, context=4), Shape(batch=2, context=64))
+JOB = Job(workload=WORKLOAD, elsewhere=SHAPES, process_pairs=3)
+
+
+class ShapedSide(ScriptedSide):
+    def __init__(self, process: ShapedProcess, shape: Shape | None) -> None:
+        super().__init__(process)
+        self.batch = WORKLOAD.batch if shape is None else shape.batch
+        # at many sequences the patched kernel is the slower one
+        self.penalty = 1.05 if self.batch > 8 and process.arm == "patched" else 1.0
+
+    def end(self) -> Taken:
+        taken = super().end()
+        return taken._replace(
+            tokens=[[1] * (1 + self.steps)] * self.batch, decode_s=taken.decode_s * self.penalty
+        )
+
+
+class ShapedProcess(ScriptedProcess):
+    def side(self, shape: Shape | None = None) -> ShapedSide:
+        return ShapedSide(self, shape)
+
+
+class ShapedHost(Host):
+    def start(self, arm: Arm, share: float) -> ShapedProcess:
+        made = super().start(arm, share)
+        made.__class__ = ShapedProcess
+        assert isinstance(made, ShapedProcess)
+        return made
+
+
+def measured(host: Host) -> OtherTraffic:
+    ScriptedSide.seeds = []
+    other = OtherTraffic(JOB, ClockMonitor("cpu"), lambda *told: None)
+    also: Any = partial(elsewhere, other)
+    found = measure_processes(
+        host.start,
+        WORKLOAD,
+        Plan(pairs=4),
+        margin_pct=0.5,
+        patch_id="p",
+        clocks=ClockMonitor("cpu"),
+        also=also,
+    )
+    assert {w.tokens for w in found.windows} == {WORKLOAD.batch * (WORKLOAD.output_len - 2)}
+    assert not host.open
+    return other
+
+
+@pytest.mark.parametrize("total", [100, 15], ids=["beside each other", "one at a time"])
+def test_a_loss_at_another_batch_is_found_in_process_pairs(total: int) -> None:
+    found = measured(ShapedHost(bias_pct=0.02, total=total)).found(None)
+    assert found is not None
+    assert [(one.batch, one.context) for one in found.points] == [(1, 4), (16, 4), (2, 64)]
+    assert [found.standing(one) for one in found.points] == ["within", "worse", "within"]
+    for point in found.points:
+        assert (point.comparison.pairs, point.comparison.process_pairs) == (12, 3)
+        assert point.comparison.dropped_pairs == 3
+        assert {window.tokens for window in point.windows} == {point.batch * 14}
+    decision = decide(**evidence(), elsewhere=found)
+    assert decision.verdict == "reject"
+    assert "slower at batch 16, context 4" in decision.reasons[0]
+    console = Console(width=160, record=True, file=io.StringIO())
+    for shown in elsewhere_lines(found):
+        console.print(shown)
+    text = console.export_text()
+    for said in ("batch", "worse", "it is slower at batch 16"):
+        assert said in text, said
+
+
+def test_no_prompts_of_the_workload_come_again_elsewhere() -> None:
+    measured(ShapedHost())
+    by_seed: dict[int, list[Arm]] = {}
+    for seed, arm in ScriptedSide.seeds:
+        by_seed.setdefault(seed, []).append(arm)
+    assert {len(arms) for arms in by_seed.values()} == {2}
+
+
+class ShapedEngine(ScriptedEngine):
+    """Tokens of the batch that it is given."""
+
+    def prefill(self, prompts: torch.Tensor) -> Any:
+        decoding = super().prefill(prompts)
+        return bench_decoding(decoding, prompts)
+
+    def decode(self, decoding: Any, steps: int) -> None:
+        begun = len(decoding.picked)
+        super().decode(decoding, steps)
+        rows = decoding.cache
+        decoding.picked[begun:] = [token[:1].expand(rows, 1) for token in decoding.picked[begun:]]
+
+
+def bench_decoding(decoding: Any, prompts: torch.Tensor) -> Any:
+    decoding.cache = len(prompts)
+    decoding.picked = [torch.zeros(len(prompts), 1, dtype=torch.long)]
+    return decoding
+
+
+def test_one_process_takes_the_same_points() -> None:
+    engine = ShapedEngine(3.0)
+    job = JOB.model_copy(update={"process_pairs": 0})
+    other = OtherTraffic(job, ClockMonitor("cpu"), lambda *told: None)
+    arms: dict[Arm, Any] = {"baseline": nullcontext, "patched": engine.patch}
+
+    def sides(shape: Shape) -> dict[Arm, Side]:
+        return {arm: LocalSide(engine, enter, None, shape) for arm, enter in arms.items()}
+
+    other.take(sides, engine.vocab_size)
+    found = other.found(None)
+    assert found is not None
+    assert not found.failures + found.unknown
+    for point in found.points:
+        assert point.comparison.pairs == 12
+        assert point.comparison.gain_pct == pytest.approx(3.0, abs=0.3)
+    assert peak_of_arms(engine, arms) == {}
+
+
+def test_points_without_a_usable_pair_keep_an_accept_back() -> None:
+    class Hot(ClockMonitor):
+        def sample(self) -> ClockSample:
+            return ClockSample(sm_mhz=1980, throttle=("power cap",))
+
+    engine = ShapedEngine(3.0)
+    other = OtherTraffic(JOB, Hot("cpu"), lambda *told: None)
+    arms: dict[Arm, Any] = {"baseline": nullcontext, "patched": engine.patch}
+    other.take(
+        lambda shape: {arm: LocalSide(engine, enter, None, shape) for arm, enter in arms.items()},
+        engine.vocab_size,
+    )
+    found = other.found(None)
+    assert found is not None
+    assert not found.points
+    assert found.unknown[0] == "at batch 1, context 4 no pair can be used"
+    assert decide(**evidence(), elsewhere=found).verdict == "inconclusive"
+
+
+def test_which_points_are_asked_for() -> None:
+    load = WORKLOAD.model_copy(update={"batch": 8, "input_len": 1024})
+    assert other_shapes(load, False, None, None) == ()
+    own = [(shape.batch, shape.context) for shape in other_shapes(load, True, None, None)]
+    assert own == [(1, 1024), (64, 1024), (8, 4096), (8, 8192)]
+    some = other_shapes(load, False, "1, 8,64", "1024,8192")
+    assert [(s.batch, s.context) for s in some] == [(1, 1024), (64, 1024), (8, 8192)]
+    assert [s.batch for s in other_shapes(load, False, "2", None)] == [2]
+    assert len(other_shapes(load, True, "2", None)) == 3
+    for text in ("two", "0", "1;2", "-1"):
+        with pytest.raises(bench.UsageError, match="--also-batch"):
+            other_shapes(load, False, text, None)
+
+
+def test_memory_is_told_of_a_gpu_alone() -> None:
+    both: dict[Arm, int] = {"baseline": 100, "patched": 103}
+    assert peak_memory(both, "cpu") is None
+    assert peak_memory({"baseline": 100}, "cuda") is None
+    found = OtherTraffic(Job(workload=WORKLOAD), ClockMonitor("cpu"), lambda *told: None).found(
+        peak_memory(both, "cuda")
+    )
+    assert found is not None
+    assert "peak memory grows by 3.00 %" in found.failures[0]
+    assert OtherTraffic(Job(workload=WORKLOAD), ClockMonitor("cpu"), print).found(None) is None
