@@ -13,6 +13,7 @@ from bench.environment import facts
 from patcher import machine, pipeline
 from patcher.agent import best_candidate, optimize
 from patcher.attempts import Optimisation
+from patcher.carried import kept_levers
 from patcher.gather import gather
 from patcher.run import Run
 from patcher.settings import resolve
@@ -93,6 +94,7 @@ def test_told_that_it_changed_all_is_judged_again_and_no_reply_is_paid_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with begin(tmp_path) as run:
+        levers = kept_levers(run)
         here = Bench([1.1, 2.0, 1.5])
         first = here.work(run)
     assert (first.best_iteration, here.judged) == (1, ["0", "1", "2"])
@@ -103,6 +105,8 @@ def test_told_that_it_changed_all_is_judged_again_and_no_reply_is_paid_twice(
         assert len(changed) == 1
         assert gather(again).attempts == ()  # no figure of the machine before is shown
         assert machine.same_machine(again, "cpu") == []  # from now on this is its machine
+        assert kept_levers(again) == levers
+        assert again.state.results["levers"]  # what the user asked for is not read anew
         second = there.work(again)
         assert best_candidate(again, second) is not None
     assert there.asked == []
