@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from enum import StrEnum
 from pathlib import Path
 
@@ -15,6 +16,21 @@ class Language(StrEnum):
     CUDA = "cuda"
     TRITON = "triton"
     TORCH = "torch"
+    CUTEDSL = "cutedsl"
+    """NVIDIA's CuTe DSL: Python, package nvidia-cutlass-dsl."""
+    HIP = "hip"
+    SYCL = "sycl"
+    METAL = "metal"
+
+    @property
+    def in_python(self) -> bool:
+        """Whether a source is a Python file that is loaded as it is."""
+        return self in (Language.TORCH, Language.TRITON, Language.CUTEDSL)
+
+    @property
+    def compile_only(self) -> bool:
+        """Whether the judge can only compile it: no device of its kind is driven here."""
+        return self in (Language.HIP, Language.SYCL, Language.METAL)
 
 
 SUFFIXES = {
@@ -22,6 +38,15 @@ SUFFIXES = {
     Language.CUDA: ".cu",
     Language.TRITON: ".py",
     Language.TORCH: ".py",
+    Language.CUTEDSL: ".py",
+    Language.HIP: ".hip",
+    Language.SYCL: ".cpp",
+    Language.METAL: ".metal",
+}
+_SYCL = re.compile(r"^\s*#\s*include\s*[<\"](?:sycl|CL)/sycl\.hpp", re.MULTILINE)
+_IMPORTS = {
+    Language.CUTEDSL: re.compile(r"^\s*(?:import|from) cutlass\b", re.MULTILINE),
+    Language.TRITON: re.compile(r"^\s*(?:import|from) triton\b", re.MULTILINE),
 }
 
 
@@ -66,14 +91,21 @@ class Candidate(Record):
 
 
 def guess_language(path: Path, source: str) -> Language:
-    """Tell the language by suffix, and Triton from PyTorch by its import."""
+    """Tell the language by suffix; SYCL from C++ by its header, Triton and CuTe DSL from PyTorch
+    by their imports.
+    """
     match path.suffix:
         case ".cu":
             return Language.CUDA
+        case ".hip":
+            return Language.HIP
+        case ".metal":
+            return Language.METAL
         case ".cpp" | ".cc" | ".cxx":
-            return Language.CPP
+            return Language.SYCL if _SYCL.search(source) else Language.CPP
         case ".py":
-            return Language.TRITON if "import triton" in source else Language.TORCH
+            found = (language for language, form in _IMPORTS.items() if form.search(source))
+            return next(found, Language.TORCH)
     raise UsageError(
-        f"cannot tell the language of {path.name}", "say it with --language cpp|cuda|triton|torch"
+        f"cannot tell the language of {path.name}", f"say it with --language {'|'.join(Language)}"
     )

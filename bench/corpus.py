@@ -222,15 +222,17 @@ def _result(
     failed = evaluation.failed_checks if evaluation else []
     check = failed[0].name if failed else ""
     fits = evaluation is not None and evaluation.outcome in entry.outcomes
-    said = " ".join(evaluation.tripwires) if evaluation else ""
+    labels = evaluation.tripwires if evaluation else ()
     told = evaluation.model_dump_json() if evaluation else failure
     leaked = token in told
-    if fits and entry.label and entry.label not in said:
+    labelled = [label for label in labels if entry.label in label]
+    if fits and not check and entry.label and not labelled:
         fits, failure = False, f"nothing says {entry.label!r} of it"
     kind_of_check = SAME.get(check, check)
     if fits and check and entry.caught and kind_of_check not in entry.caught:
         fits, failure = False, f"caught by {check}, not by {' or '.join(entry.caught)}"
-    layer = LAYER_OF.get(check, "judge") if check else "static" if entry.label and fits else ""
+    by_label = "static" if any("CUPTI" not in label for label in labelled) else "timing"
+    layer = LAYER_OF.get(check, "judge") if check else by_label if entry.label and fits else ""
     return Result(
         name=entry.name,
         kind=entry.kind,

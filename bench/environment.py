@@ -17,7 +17,10 @@ from pathlib import Path
 
 from bench.evaluation import Environment
 
-PACKAGES = ("torch", "triton", "transformers", "apache-tvm-ffi", "flashinfer-python", "vllm")
+PACKAGES = (
+    *("torch", "triton", "transformers", "apache-tvm-ffi", "nvidia-cutlass-dsl"),
+    *("flashinfer-python", "vllm"),
+)
 
 _KEPT = re.compile(
     r"(HOME|LANG|LC_ALL|LD_LIBRARY_PATH|PATCHER_CACHE|PATH|TMPDIR|XDG_CACHE_HOME|MKL_NUM_THREADS"
@@ -48,9 +51,14 @@ def python_path(first: Path) -> str:
 
 
 def describe(
-    device_kind: str, threads: int | None = None, clocks: str = "not recorded"
+    device_kind: str,
+    threads: int | None = None,
+    clocks: str = "not recorded",
+    compiler: str | None = None,
 ) -> Environment:
-    """The environment of a measurement on `cpu` or `cuda`."""
+    """The environment of a measurement on `cpu` or `cuda`; `compiler`: another than is usual for
+    the device.
+    """
     return Environment(
         device=device_name(device_kind),
         device_kind=device_kind,
@@ -58,10 +66,35 @@ def describe(
         python=platform.python_version(),
         packages=package_versions(),
         driver=driver_version() if device_kind == "cuda" else None,
-        compiler=compiler_version("nvcc" if device_kind == "cuda" else "g++"),
+        compiler=compiler_version(compiler or ("nvcc" if device_kind == "cuda" else "g++")),
         clocks=clocks,
         threads=threads,
     )
+
+
+def facts(device_kind: str) -> dict[str, str]:
+    """What figures made on `cpu` or `cuda` depend on and another machine, or an update of this one,
+    may have otherwise.
+    """
+    found = {
+        "processor": cpu_name(),
+        "instructions": cpu_instructions(),
+        "python": platform.python_version(),
+        "g++": compiler_version("g++") or "not there",
+        **package_versions(),
+    }
+    if device_kind == "cuda":
+        import torch
+
+        found |= {
+            "driver": driver_version() or "not there",
+            "nvcc": compiler_version("nvcc") or "not there",
+            "CUDA of torch": torch.version.cuda or "none",
+            "GPU": "not there",
+        }
+        if torch.cuda.is_available():
+            found |= {"GPU": device_name("cuda"), "compute capability": device_capability()}
+    return found
 
 
 def device_name(device_kind: str) -> str:
@@ -146,8 +179,9 @@ def compiler_version(name: str) -> str | None:
     found = shutil.which(name)
     if found is None:
         return None
-    output = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
-    version = re.search(r"release (\d+\.\d+)", output.stdout) or re.search(
-        r"(\d+\.\d+\.\d+)", output.stdout
-    )
+    option = "--acpp-version" if name == "acpp" else "--version"  # acpp passes that one on
+    output = subprocess.run([found, option], capture_output=True, text=True, check=False)
+    # hipcc beside a CUDA toolkit also tells nvcc's release
+    forms = (r"HIP version: (\d+\.\d+\.\d+)", r"release (\d+\.\d+)", r"(\d+\.\d+\.\d+)")
+    version = next(filter(None, (re.search(form, output.stdout) for form in forms)), None)
     return f"{name} {version[1]}" if version else name

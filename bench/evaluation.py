@@ -26,6 +26,9 @@ class Outcome(StrEnum):
     """Right, and no faster than the strongest baseline."""
     CORRECT = "correct"
     """Right and faster."""
+    COMPILED = "compiled"
+    """It compiles, and that is all: nothing here runs its language, so it is neither judged nor
+    timed, and never accepted or bundled."""
 
 
 class Check(Record):
@@ -121,7 +124,7 @@ class Evaluation(Record):
     outcome: Outcome
     checks: tuple[Check, ...] = ()
     tripwires: tuple[str, ...] = ()
-    """What the source was noticed for; behaviour decided."""
+    """What it was noticed for: words of its source, and libraries whose kernels ran by CUPTI."""
     baseline: str | None = None
     """The strongest baseline that runs here, which every speedup is against."""
     baselines: dict[str, str] = Field(default_factory=dict)
@@ -150,6 +153,9 @@ class Evaluation(Record):
             raise ValueError(f"outcome {self.outcome} needs timings and a geomean speedup")
         if right and not all(check.passed for check in self.checks):
             raise ValueError(f"outcome {self.outcome} with a failed check")
+        ran = self.timings or self.geomean_speedup is not None or self.baseline is not None
+        if self.outcome is Outcome.COMPILED and ran:
+            raise ValueError("outcome compiled says that nothing was run or timed")
         return self
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import sys
@@ -45,6 +46,15 @@ class Op:
     @property
     def name(self) -> str:
         return self.contract.name
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of all that decides a verdict: contract, reference, inputs and baselines."""
+        found = hashlib.sha256()
+        for name in ("op.toml", "reference.py", "inputs.py", "baselines.py"):
+            content = (self.folder / name).read_bytes()
+            found.update(f"{name}\0{len(content)}\0".encode() + content)
+        return found.hexdigest()
 
     @cached_property
     def reference(self) -> Callable[..., dict[str, Any]]:

@@ -26,7 +26,7 @@ from bench.contract import Point
 from bench.evaluation import Timing
 from bench.judge import cases as cases_
 from bench.judge.cases import Secrets
-from bench.judge.clockcheck import Block, overran, shares, suspicious
+from bench.judge.clockcheck import Block, Traced, overran, suspicious, traced
 from bench.judge.process import Runner
 from bench.judge.zygote import RunnerFailure
 from bench.op import Op
@@ -180,8 +180,8 @@ class Sitting:
             return self._checked(batch, order, mode)
         return arm.block(batch.data, order, mode)[0]
 
-    def spans(self, points: Sequence[Point], load_timeout_s: float) -> str:
-        """What CUPTI saw of one launch at one of these points, drawn now, in words.
+    def traced(self, points: Sequence[Point], load_timeout_s: float) -> Traced:
+        """What CUPTI saw of one launch at one of these points, drawn now.
 
         Last, since a process that was profiled is no longer as fast as the other.
 
@@ -198,13 +198,13 @@ class Sitting:
         except RunnerFailure as failure:
             if failure.fatal:
                 raise
-            return f"CUPTI cannot be asked here: {failure.message}"[:200]
+            return Traced(f"CUPTI cannot be asked here: {failure.message}"[:200], {})
         spans = [(str(name), int(begin), int(end)) for name, begin, end in reply["spans"]]
         if not spans:
-            return "CUPTI saw no kernel"
+            return Traced("CUPTI saw no kernel", {})
         if problem := overran(spans, float(reply["times_ns"][0]) * len(order)):
             raise Found("clocks", f"{point.label()}: {problem}")
-        return f"by CUPTI at {point.label()}: {shares(spans, len(order))}"
+        return traced(spans, len(order), point.label())
 
     def _served_otherwise(self, point: Point, sets: int) -> dict[str, float]:
         """Medians with L2 overwritten before each call, and outside of a graph."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bench import MissingError, PatcherError, Workload, presets, relayed
 from bench.environment import engine_environment
+from bench.leash import leashed
 from hotspot.nsys import export_sqlite, find_nsys, missing_libraries, nsys_environment
 from hotspot.profile import Profile, ProfileWarning
 from hotspot.rank import build_profile
@@ -121,7 +122,7 @@ def _target(workload: Workload, out: Path, steps: int, mode: str) -> list[str]:
 def _run(command: list[str], environment: dict[str, str]) -> None:
     """Run to the end; the whole group is killed on a timeout or an interrupt."""
     process = subprocess.Popen(
-        command,
+        leashed(*command),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

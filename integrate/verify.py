@@ -132,6 +132,6 @@ def _kernel(patch: Patch) -> str:
         known = ", ".join(binary.processor for binary in manifest.binaries) or "none"
         raise MissingError(
             f"{manifest.id} has no binary for this machine (it has: {known}), and {missing}",
-            "install the compiler, or make the patch again on this machine",
+            f"{missing.fix}, or make the patch again on this machine",
         )
     return f"built from {manifest.source} at first use"

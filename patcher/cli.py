@@ -12,15 +12,24 @@ from rich.console import Console
 from bench import MissingError, PatcherError, UsageError
 from patcher import (  # noqa: F401 (importing them registers them)
     commands,
+    configuring,
+    evaluating,
     exporting,
+<<<<<<< HEAD
     measuring,
+=======
+    outside,
+>>>>>>> d498f9526bcc8d1469fcdd83b244fbc0f773fbc9
     patching,
     profiling,
+    remembering,
     reviewing,
     selftesting,
+    serving,
     trtllm,
 )
 from patcher.console import app
+from patcher.stopping import Interrupted, Stopping
 
 CLICK_ERROR: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
@@ -28,35 +37,47 @@ CLICK_ERROR: type[Exception] = next(
 """Wrong usage as typer raises it, whether it brings its own click or uses the installed one."""
 
 
+_RUNS = ("run", "optimize", "demo", "resume")
+_RESUME = "go on with: patcher resume"
+
+
 def main() -> None:
     """Run the command line and exit with its documented code."""
     as_json = "--json" in sys.argv[1:]
-    try:
-        code = app(standalone_mode=False)
-    except PatcherError as error:
-        _report(error, as_json)
-        sys.exit(error.exit_code)
-    except CLICK_ERROR as error:
-        if type(error).__name__ == "NoArgsIsHelpError":
-            sys.stderr.write(f"{error}\n")
-        else:
-            _report(UsageError(_message(error), _help_hint(error)), as_json)
-        sys.exit(2)
-    except (KeyboardInterrupt, typer.Abort):
-        _report(_Interrupted("interrupted", "go on with: patcher resume"), as_json)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(0)
-    except ImportError as error:
-        _report(MissingError(f"{error.name or error} is not installed", "pip install it"), as_json)
-        sys.exit(3)
+    with Stopping() as stopping:
+        try:
+            code = app(standalone_mode=False)
+        except BaseException as error:
+            if stopping.asked and not isinstance(error, Interrupted):
+                # what was interrupted may have made another error of it: an import does
+                resumable = any(word in _RUNS for word in sys.argv[1:2])
+                error = Interrupted("interrupted", _RESUME if resumable else "")
+            code = _ended_by(error, as_json)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-class _Interrupted(PatcherError):
-    kind = "interrupted"
-    exit_code = 130
+def _ended_by(error: BaseException, as_json: bool) -> int:
+    """The exit code of an error that was told; one that nobody expected goes on."""
+    match error:
+        case PatcherError():
+            _report(error, as_json)
+            return error.exit_code
+        case CLICK_ERROR():
+            if type(error).__name__ == "NoArgsIsHelpError":
+                sys.stderr.write(f"{error}\n")
+            else:
+                _report(UsageError(_message(error), _help_hint(error)), as_json)
+            return 2
+        case KeyboardInterrupt() | typer.Abort():
+            return _ended_by(Interrupted("interrupted"), as_json)
+        case BrokenPipeError():
+            sys.stderr.close()
+            return 0
+        case ImportError():
+            name = error.name or error
+            _report(MissingError(f"{name} is not installed", "pip install it"), as_json)
+            return 3
+    raise error
 
 
 def _message(error: Any) -> str:

@@ -23,17 +23,37 @@ from bench import (
 )
 from bench.engines import ENGINES
 from bench.stats import DEFAULT_PAIRS
-from patcher.console import Device, Engine, Json, Output, app, examples, pick_device, runs_dir
+from patcher.console import (
+    BudgetGpuMinutes,
+    BudgetMinutes,
+    BudgetTokens,
+    BudgetUsd,
+    Device,
+    Engine,
+    FromSolution,
+    Islands,
+    Json,
+    JudgeSpec,
+    Output,
+    Strategy,
+    Threads,
+    Width,
+    app,
+    examples,
+    pick_device,
+    runs_dir,
+)
 
 Batch = Annotated[int | None, typer.Option(help="Sequences decoded together.", min=1)]
 Prompt = Annotated[int | None, typer.Option("--input-len", help="Prompt tokens.", min=1)]
 Steps = Annotated[int | None, typer.Option("--output-len", help="Decode steps.", min=1)]
 Weights = Annotated[str, typer.Option(help="random (seeded, spread-out routing), hub or local.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1)]
 ModelSpec = Annotated[
     str | None,
     typer.Option(
-        "--model", help="anthropic[:MODEL], exchange:DIR or replay:FILE; default from settings."
+        "--model",
+        help="anthropic[:MODEL], openai:MODEL, exchange:DIR, replay:FILE or a NAME of "
+        "`patcher models`; default from settings.",
     ),
 ]
 ops_app = typer.Typer(help="The kernel library.", invoke_without_command=True)
@@ -50,7 +70,7 @@ def workload_of(
     weights: str,
     threads: int | None = None,
 ) -> Workload:
-    from patcher.pipeline import workload_for
+    from patcher.workloads import workload_for
 
     if engine not in ENGINES:
         raise UsageError(f"engine {engine!r} is not driven yet", f"engines: {', '.join(ENGINES)}")
@@ -117,73 +137,6 @@ def ops_show(name: Annotated[str, typer.Argument(help="An op.")], as_json: Json 
 
 @app.command()
 @examples(
-    "patcher evaluate fused_add_rms_norm kernel.cpp",
-    "patcher evaluate fused_add_rms_norm kernel.cu --sweep bf16-fp32-weight",
-    "patcher evaluate fused_add_rms_norm kernel.py --language triton --json",
-    "patcher evaluate fused_add_rms_norm kernel.cu --sanitize --counters",
-)
-def evaluate(
-    op: Annotated[str, typer.Argument(help="An op of the library.")],
-    source: Annotated[Path, typer.Argument(help="One source file.")],
-    language: Annotated[Language | None, typer.Option(help="Default: by the file's name.")] = None,
-    baseline: Annotated[
-        str | None, typer.Option(help="Compare with this one, not the strongest.")
-    ] = None,
-    sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
-    device: Device = None,
-    pairs: Annotated[int, typer.Option(help="Pairs of timed blocks a point.", min=3)] = 12,
-    timeout: Annotated[float, typer.Option(help="Seconds one call may take.", min=0.1)] = 30.0,
-    threads: Threads = None,
-    tripwires: Annotated[bool, typer.Option(help="Whether the source is looked at.")] = True,
-    sanitize: Annotated[
-        bool, typer.Option("--sanitize", help="CUDA: it must pass compute-sanitizer, too.")
-    ] = False,
-    counters: Annotated[
-        bool, typer.Option("--counters", help="CUDA: what Nsight Compute counts in its kernels.")
-    ] = False,
-    as_json: Json = False,
-) -> int:
-    """Judge one candidate in processes of its own: is it right, is it faster?
-
-    Exit code 0: right and faster; 1: anything else that was judged.
-    """
-    from bench import judge
-    from bench.judge.counters import counted, require_ncu
-    from patcher.settings import resolve
-    from patcher.show import counters_table, print_evaluation
-
-    candidate = Candidate.from_file(load_op(op).name, source, language)
-    if counters:
-        if candidate.language is Language.CPP or pick_device(device) == "cpu":
-            raise UsageError("--counters is for CUDA kernels on a CUDA device", "drop it")
-        require_ncu()
-    settings = judge.JudgeSettings(
-        device=device,
-        sweep=sweep,
-        baseline=baseline,
-        pairs=pairs,
-        timeout_s=timeout,
-        threads=threads,
-        tripwires=tripwires,
-        policy=resolve().tripwires,
-        sanitize=sanitize,
-    )
-    output = Output(as_json)
-    with output.progress() as bar:
-        evaluation = judge.evaluate(candidate, settings, bar)
-    if not as_json:
-        print_evaluation(output.out, evaluation)
-    if counters:
-        evaluation = counted(candidate, evaluation, sweep)
-    if as_json:
-        output.emit(evaluation)
-    elif evaluation.counters:
-        output.out.print(counters_table(evaluation.counters))
-    return 0 if evaluation.outcome is Outcome.CORRECT else 1
-
-
-@app.command()
-@examples(
     "patcher bundle fused_add_rms_norm kernel.cu norm-patch --sweep bf16-fp32-weight",
     "patcher bundle fused_add_rms_norm kernel.cu norm-patch.zip --tensor-parallel 1,2",
 )
@@ -213,7 +166,9 @@ def bundle(
     candidate = Candidate.from_file(load_op(op).name, source, language)
     output = Output(as_json)
     with output.progress() as bar:
-        settings = judge.JudgeSettings(sweep=sweep, threads=threads, policy=resolve().tripwires)
+        settings = judge.JudgeSettings(
+            sweep=sweep, threads=threads, policy=resolve().tripwires.for_op(candidate.op)
+        )
         evaluation = judge.evaluate(candidate, settings, bar)
     if evaluation.outcome is not Outcome.CORRECT:
         if as_json:
@@ -231,6 +186,11 @@ def bundle(
 @examples(
     "patcher optimize fused_add_rms_norm --language cpp --model exchange:prompts",
     "patcher optimize fused_add_rms_norm --language cuda --iterations 6 --budget-usd 5",
+    "patcher optimize fused_add_rms_norm --language cuda --strategy beam --width 4",
+    "patcher optimize fused_add_rms_norm --language triton --strategy translate "
+    "--from-solution cuda_row",
+    "patcher optimize fused_add_rms_norm --language cuda --dry-run",
+    "patcher optimize fused_add_rms_norm --language cuda --judge exchange:jobs",
 )
 def optimize(
     op: Annotated[str, typer.Argument(help="An op of the library.")],
@@ -239,23 +199,67 @@ def optimize(
     analyst: Annotated[
         str | None, typer.Option(help="Another model for the analysis agent.")
     ] = None,
-    iterations: Annotated[int | None, typer.Option(help="Candidates at most.", min=1)] = None,
-    budget_usd: Annotated[
-        float | None, typer.Option("--budget-usd", help="Ceiling on what models may cost.", min=0)
+    diagnoser: Annotated[
+        str | None, typer.Option(help="Another model for the judge of failures.")
     ] = None,
+    strategy: Strategy = "refine",
+    width: Width = None,
+    islands: Islands = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of evolve's draws; without one it is drawn and kept.")
+    ] = None,
+    from_solution: FromSolution = None,
+    iterations: Annotated[int | None, typer.Option(help="Candidates at most.", min=1)] = None,
+    budget_usd: BudgetUsd = None,
+    budget_tokens: BudgetTokens = None,
+    budget_minutes: BudgetMinutes = None,
+    budget_gpu_minutes: BudgetGpuMinutes = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Estimate what it would take; ask nobody.")
+    ] = False,
+    judge: JudgeSpec = None,
     sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
+    counters: Annotated[
+        bool, typer.Option(help="CUDA: whether the analyst reads Nsight Compute's counters.")
+    ] = True,
     threads: Threads = None,
     as_json: Json = False,
 ) -> int:
     """The agent loop on one op: generation and analysis agents under the judge's feedback."""
     from patcher import pipeline
+    from patcher.searching import Search
     from patcher.settings import resolve
 
     settings = resolve(
-        {"model": model, "analyst": analyst, "iterations": iterations, "budget_usd": budget_usd}
+        {
+            "model": model,
+            "analyst": analyst,
+            "diagnoser": diagnoser,
+            "iterations": iterations,
+            "budget_usd": budget_usd,
+            "budget_tokens": budget_tokens,
+            "budget_minutes": budget_minutes,
+            "budget_gpu_minutes": budget_gpu_minutes,
+            "judge": judge,
+        }
     )
+    known, language = load_op(op), language or Language.CPP
+    if dry_run:
+        from patcher.estimate import estimate
+        from patcher.show_models import estimate_lines
+
+        found = estimate(known, language, settings, sweep)
+        Output(as_json).emit(found, *estimate_lines(found))
+        return 0
+    numbers = {"width": width, "islands": islands, "seed": seed}
     plan = pipeline.Plan(
-        op=load_op(op).name, language=language, sweep=sweep, whole=False, threads=threads
+        op=known.name,
+        language=language,
+        sweep=sweep,
+        whole=False,
+        threads=threads,
+        search=Search.of(known, language, strategy, from_solution or (), **numbers),
+        counters=counters,
     )
     run = pipeline.start(settings, "optimize", None, None, plan)
     return _execute(run, Output(as_json))
@@ -271,8 +275,14 @@ def run(
     op: Annotated[str | None, typer.Option(help="Default: the first hotspot covered.")] = None,
     language: Annotated[Language | None, typer.Option(help="What to write it in.")] = None,
     model: ModelSpec = None,
+    strategy: Strategy = "refine",
+    width: Width = None,
     iterations: Annotated[int | None, typer.Option(min=1)] = None,
-    budget_usd: Annotated[float | None, typer.Option("--budget-usd", min=0)] = None,
+    budget_usd: BudgetUsd = None,
+    budget_tokens: BudgetTokens = None,
+    budget_minutes: BudgetMinutes = None,
+    budget_gpu_minutes: BudgetGpuMinutes = None,
+    judge: JudgeSpec = None,
     source: Annotated[Path | None, typer.Option("--from", help="A profile to start from.")] = None,
     device: Device = None,
     engine: Engine = "transformers",
@@ -288,6 +298,7 @@ def run(
 ) -> int:
     """The whole path: profile, agent loop, patch, end-to-end A/B, decision, report."""
     from patcher import pipeline
+    from patcher.searching import Search
     from patcher.settings import resolve
 
     settings = resolve(
@@ -295,6 +306,10 @@ def run(
             "model": model,
             "iterations": iterations,
             "budget_usd": budget_usd,
+            "budget_tokens": budget_tokens,
+            "budget_minutes": budget_minutes,
+            "budget_gpu_minutes": budget_gpu_minutes,
+            "judge": judge,
             "margin_pct": margin_pct,
         }
     )
@@ -305,6 +320,7 @@ def run(
         sweep=sweep,
         pairs=pairs,
         threads=threads,
+        search=Search.of(load_op(op) if op else None, language, strategy, width=width),
     )
     begun = pipeline.start(settings, "run", served, workload, plan)
     return _execute(begun, Output(as_json), source)
@@ -319,9 +335,12 @@ def demo(as_json: Json = False) -> int:
     """
     from patcher import pipeline
     from patcher.settings import resolve
+    from patcher.workloads import workload_for
 
-    settings = resolve({"model": pipeline.DEMO, "iterations": 3})
-    workload = pipeline.workload_for("gpt-oss-tiny", "cpu", threads=1)
+    # a recorded conversation: it neither needs what was learned nor teaches
+    asked = {"model": pipeline.DEMO, "iterations": 3, "judge": "local", "memory": "off"}
+    settings = resolve(asked)
+    workload = workload_for("gpt-oss-tiny", "cpu", threads=1)
     plan = pipeline.Plan(language=Language.CPP, pairs=40, threads=1, judge_pairs=8)
     begun = pipeline.start(settings, "demo", "gpt-oss-tiny", workload, plan)
     output = Output(as_json)
@@ -335,36 +354,80 @@ def demo(as_json: Json = False) -> int:
 
 
 @app.command()
-@examples("patcher resume", "patcher resume 20260101-120000-gpt-oss-tiny-1a2b")
+@examples(
+    "patcher resume",
+    "patcher resume 20260101-120000-gpt-oss-tiny-1a2b",
+    "patcher resume latest --budget-usd 20",
+    "patcher resume --judge exchange:jobs",
+    "patcher resume latest --machine-changed",
+)
 def resume(
     which: Annotated[str, typer.Argument(metavar="RUN", help="Folder, id or `latest`.")] = "latest",
+    budget_usd: BudgetUsd = None,
+    budget_tokens: BudgetTokens = None,
+    budget_minutes: BudgetMinutes = None,
+    budget_gpu_minutes: BudgetGpuMinutes = None,
+    judge: JudgeSpec = None,
+    machine_changed: Annotated[
+        bool,
+        typer.Option(
+            "--machine-changed",
+            help="On another machine or driver: judge and measure all of it again, keep replies.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> int:
-    """Go on with a run that was stopped, killed, or waits for a reply."""
+    """Go on with a run that was stopped, killed, or waits for a reply, perhaps with new ceilings
+    on the whole of it."""
+    from patcher.models.ceilings import Ceilings
     from patcher.run import Run
 
-    return _execute(Run.open(Run.find(runs_dir(), which)), Output(as_json))
+    run = Run.open(Run.find(runs_dir(), which))
+    given = Ceilings(
+        usd=budget_usd,
+        tokens=budget_tokens,
+        minutes=budget_minutes,
+        gpu_minutes=budget_gpu_minutes,
+    )
+    given.note_in(run)
+    return _execute(run, Output(as_json), judge=judge, machine_changed=machine_changed)
 
 
-def _execute(run: Any, output: Output, profile_file: Path | None = None) -> int:
+def _execute(
+    run: Any,
+    output: Output,
+    profile_file: Path | None = None,
+    judge: str | None = None,
+    machine_changed: bool = False,
+) -> int:
     """Run or resume, show the result, give the exit code."""
     from patcher import pipeline
     from patcher.gather import write_report
-    from patcher.show import attempts_table
+    from patcher.show import attempts_table, ended_line
+    from patcher.stopping import Interrupted
+    from patcher.watching import Watch
 
     with run:
         if not output.as_json:
             output.err.print(Text(f"run {run.id} in {run.path}", style="dim"))
         try:
-            with output.progress() as bar:
-                result = pipeline.execute(run, bar, bar.say, profile_file)
+            with Watch(output.err, quiet=output.as_json) as watch:
+                result = pipeline.execute(
+                    *(run, watch, watch.say, profile_file),
+                    judge=judge,
+                    machine_changed=machine_changed,
+                    told=watch.hear,
+                )
         except WaitingError as error:
             raise WaitingError(error.message, f"{error.hint} {run.id}") from None
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted", f"go on with: patcher resume {run.id}") from None
         files = write_report(run, ("html", "md", "json"))
         result = result.model_copy(update={"reports": tuple(path.name for path in files)})
     shown: list[Any] = []
     if result.optimisation:
         shown.append(attempts_table(result.optimisation.iterations))
+        shown.append(ended_line(result.optimisation))
     if result.decision:
         shown += decision_lines(result.decision)
     shown += [Text(f"report: {run.path / name}") for name in result.reports]
@@ -398,11 +461,16 @@ def report(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """The report of a run: one HTML file, Markdown for a pull request, JSON for machines."""
+    """The report of a run: one HTML file, Markdown for a pull request, JSON for machines.
+
+    Also of a run that another process works on, or that was killed: it says so, and where.
+    """
     from patcher.gather import write_report
     from patcher.run import Run
+    from patcher.status import status
 
     run = Run.open(Run.find(runs_dir(), which), read_only=True)
+    now = status(run)
     after = None
     if patched is not None:
         from hotspot import read
@@ -410,30 +478,26 @@ def report(
         after = read(patched, run.config.model or "the model")
     files = write_report(run, tuple(part.strip() for part in formats.split(",")), after)
     names = [str(path) for path in files]
-    document = {"schema_version": SCHEMA_VERSION, "run": run.id, "files": names}
-    Output(as_json).emit(document, *(Text(name) for name in names))
-    return 0
-
-
-@app.command()
-@examples("patcher config")
-def config(as_json: Json = False) -> int:
-    """Each setting, its value and where it comes from."""
-    from patcher.settings import NAMES, resolve
-
-    settings = resolve()
-    values = settings.model_dump(mode="json")
-    rows = {name: {"value": values[name], "origin": settings.origins[name]} for name in NAMES}
-    lines = (Text(f"{name} = {row['value']}  ({row['origin']})") for name, row in rows.items())
-    Output(as_json).emit({"schema_version": SCHEMA_VERSION, "settings": rows}, *lines)
+    document = {**now.model_dump(mode="json"), "files": names}
+    Output(as_json).emit(document, Text(now.sentence()), *(Text(name) for name in names))
     return 0
 
 
 @app.command()
 @examples("patcher models")
 def models(as_json: Json = False) -> int:
-    """Presets of served models."""
+    """Presets of served models, and the language models that can be asked; of a key, yes or no."""
+    from patcher.models.registry import listed
+    from patcher.settings import resolve
+    from patcher.show_models import models_table
+
     rows = {name: preset(name).summary for name in presets()}
-    document = {"schema_version": SCHEMA_VERSION, "models": rows}
-    Output(as_json).emit(document, *(Text(f"{name}: {text}") for name, text in rows.items()))
+    asked = listed(resolve().models)
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "models": rows,
+        "language_models": [row.model_dump(mode="json") for row in asked],
+    }
+    served = (Text(f"{name}: {text}") for name, text in rows.items())
+    Output(as_json).emit(document, Text("served models"), *served, Text(), models_table(asked))
     return 0

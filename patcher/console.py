@@ -32,8 +32,45 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+BudgetUsd = Annotated[
+    float | None, typer.Option("--budget-usd", help="Ceiling on what models may cost.", min=0)
+]
+BudgetTokens = Annotated[
+    int | None, typer.Option("--budget-tokens", help="Ceiling on tokens, in and out.", min=0)
+]
+BudgetMinutes = Annotated[
+    float | None,
+    typer.Option("--budget-minutes", help="Ceiling on the time to ask and judge.", min=0),
+]
+BudgetGpuMinutes = Annotated[
+    float | None,
+    typer.Option("--budget-gpu-minutes", help="Ceiling on the judge's time on the GPU.", min=0),
+]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: what is here.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1)]
+JudgeSpec = Annotated[
+    str | None,
+    typer.Option("--judge", help="local, or exchange:DIR, served by `patcher worker DIR`."),
+]
 Engine = Annotated[str, typer.Option(help="The engine that runs the model.")]
+Strategy = Annotated[
+    str, typer.Option(help="refine, single, sample, beam, evolve or translate; see the README.")
+]
+Width = Annotated[
+    int | None,
+    typer.Option(help="Candidates a round, for sample, beam and evolve (default 4).", min=1),
+]
+Islands = Annotated[
+    int | None, typer.Option(help="Populations of evolve (default 2).", min=1, max=64)
+]
+FromSolution = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--from-solution",
+        metavar="NAME",
+        help="A kernel that works elsewhere goes into the prompts: a solution's name, or a file.",
+    ),
+]
 
 
 class Output:

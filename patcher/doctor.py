@@ -14,6 +14,8 @@ from bench.judge.sandbox import sandbox_description
 from bench.toolchains import cache_root, toolchain
 from hotspot import ncu_finding, nsys_finding
 from integrate import Switches, home_store
+from patcher.models.registry import listed
+from patcher.settings import resolve
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -113,21 +115,16 @@ def _clocks() -> Finding:
 
 
 def _compiler(language: Language) -> Callable[[], Finding]:
-    needs_gpu = language in (Language.CUDA, Language.TRITON)
+    needed = language in (Language.CPP, Language.TORCH)
 
     def check() -> Finding:
         name = f"toolchain {language}"
-        try:
-            missing = toolchain(language).missing()
-        except PatcherError as error:
-            missing = error.message
+        missing = toolchain(language).missing()
         if missing is None:
-            return Finding(name=name, status="ok", detail="ready")
-        fix = {"cpp": "install g++", "cuda": "install the CUDA toolkit"}.get(
-            language, f"pip install {language}"
-        )
-        status: Status = "warn" if needs_gpu else "fail"
-        return Finding(name=name, status=status, detail=missing, fix=fix)
+            only = ": compiles only, nothing here runs it" if language.compile_only else ""
+            return Finding(name=name, status="ok", detail=f"ready{only}")
+        status: Status = "fail" if needed else "warn"
+        return Finding(name=name, status=status, detail=missing.reason, fix=missing.fix)
 
     return check
 
@@ -159,13 +156,22 @@ def _package(name: str, package: str, fix: str, needed: bool) -> Callable[[], Fi
 
 
 def _key() -> Finding:
-    if os.environ.get("ANTHROPIC_API_KEY"):
-        return Finding(name="model key", status="ok", detail="ANTHROPIC_API_KEY is set")
+    """Yes or no for each key that could be used, never the key."""
+    try:
+        rows = [row for row in listed(resolve().models) if row.key_variable]
+    except PatcherError as error:
+        return Finding(name="model key", status="fail", detail=error.message, fix=error.hint)
+    said = {row.key_variable: "set" if row.has_key else "not set" for row in rows}
+    said.setdefault("OPENAI_API_KEY", "set" if os.environ.get("OPENAI_API_KEY") else "not set")
+    detail = ", ".join(f"{name} is {state}" for name, state in said.items())
+    if "set" in said.values():
+        return Finding(name="model key", status="ok", detail=detail)
     return Finding(
         name="model key",
         status="warn",
-        detail="ANTHROPIC_API_KEY is not set",
-        fix="set it, or use --model exchange:DIR or replay:FILE",
+        detail=detail,
+        fix="set one, name a server of your own in [models.NAME] of patcher.toml, or use "
+        "--model exchange:DIR or replay:FILE",
     )
 
 

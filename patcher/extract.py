@@ -15,6 +15,10 @@ TAGS: dict[Language, tuple[str, ...]] = {
     Language.CUDA: ("cuda", "cu", "cuda-cpp", "cpp", "c++", "c"),
     Language.TRITON: ("python", "py", "python3", "triton"),
     Language.TORCH: ("python", "py", "python3", "pytorch", "torch"),
+    Language.CUTEDSL: ("python", "py", "python3", "cutedsl", "cute"),
+    Language.HIP: ("cpp", "c++", "cc", "cxx", "c", "hip", "cuda", "cu"),
+    Language.SYCL: ("cpp", "c++", "cc", "cxx", "c", "sycl"),
+    Language.METAL: ("metal", "msl", "cpp", "c++", "c"),
 }
 """Fence tags under which models write each language."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TypeVar
 
@@ -9,7 +10,8 @@ from bench import Evaluation, Record, UsageError, load_op
 from hotspot import Profile
 from integrate import Patch
 from integrate import Receipt as FullReceipt
-from patcher.attempts import Attempt
+from patcher.agent import ended
+from patcher.attempts import Attempt, Stopped
 from patcher.decide import Decision
 from patcher.measure import explain_measured
 from patcher.measured import Measured
@@ -20,6 +22,7 @@ from patcher.report import FORMATS, Report, write
 from patcher.report.record import Receipt
 from patcher.review import run_words
 from patcher.run import Run
+from patcher.status import attempts, status
 
 RecordT = TypeVar("RecordT", bound=Record)
 
@@ -38,7 +41,9 @@ def write_report(run: Run, formats: tuple[str, ...], after: Profile | None = Non
         raise UsageError(
             f"unknown report format {', '.join(unknown)}", f"formats are: {', '.join(FORMATS)}"
         )
-    return write(gather(run, after), run.path, formats)
+    # the process that works on the run may be writing its own just now
+    beside = f".{os.getpid()}" if run.read_only else ""
+    return write(gather(run, after), run.path, formats, beside)
 
 
 def gather(run: Run, after: Profile | None = None) -> Report:
@@ -53,15 +58,15 @@ def gather(run: Run, after: Profile | None = None) -> Report:
     measured = _stored(run, "measure", Measured)
     made = _stored(run, "patch", Made)
     decision = _stored(run, "decision", Decision)
-    attempts = _attempts(run)
-    best = _best(attempts)
+    found = attempts(run)
+    best = _best(found)
     evaluation = source = None
     if best is not None and best.file is not None:
         op_name = Path(best.file).parts[1]
         evaluation = run.load(f"{op_name}/{best.iteration}/evaluate", Evaluation)
         source = (run.path / best.file).read_text(encoding="utf-8")
     model = str(run.config.settings.get("model"))
-    recorded = any(attempt.reply_source == "recorded" for attempt in attempts)
+    recorded = any(attempt.reply_source == "recorded" for attempt in found)
     return Report(
         run_id=run.id,
         created=run.config.created,
@@ -69,12 +74,13 @@ def gather(run: Run, after: Profile | None = None) -> Report:
         commands=(_command(run, plan), f"patcher report {run.id}"),
         model=run.config.model,
         workload=workload,
-        stopped=None if decision or not plan.whole else _stopped(run, attempts),
+        stopped=_stopped(run, plan),
         recorded_conversation=recorded,
         recorded_note=_recorded_note(model) if recorded else None,
         profile=profile.model_dump(mode="json") if profile else None,
         profile_after=after.model_dump(mode="json") if after else None,
-        attempts=attempts,
+        attempts=found,
+        loop_ended=_loop_ended(run, found),
         best=evaluation,
         candidate_source=source,
         candidate_language=str(evaluation.language) if evaluation else None,
@@ -100,13 +106,14 @@ def _receipt(receipt: FullReceipt) -> Receipt:
     return Receipt(calls=receipt.calls, fallbacks=receipt.fallbacks)
 
 
-def _attempts(run: Run) -> tuple[Attempt, ...]:
-    files = sorted(run.path.glob("ops/*/*/attempt.json"), key=lambda path: int(path.parent.name))
-    return tuple(Attempt.model_validate_json(path.read_text(encoding="utf-8")) for path in files)
+def _loop_ended(run: Run, attempts: tuple[Attempt, ...]) -> Stopped | None:
+    """Of the op that was worked on."""
+    ops = {Path(one.file).parts[1] for one in attempts if one.file}
+    return next((found for name in sorted(ops) if (found := ended(run, name))), None)
 
 
-def _best(attempts: tuple[Attempt, ...]) -> Attempt | None:
-    right = [a for a in attempts if a.geomean_speedup is not None and a.duplicate_of is None]
+def _best(found: tuple[Attempt, ...]) -> Attempt | None:
+    right = [a for a in found if a.geomean_speedup is not None and a.duplicate_of is None]
     return max(right, key=lambda attempt: attempt.geomean_speedup or 0.0, default=None)
 
 
@@ -137,12 +144,20 @@ def _seen_per_step(
     return max(rates, default=None)
 
 
-def _stopped(run: Run, attempts: tuple[Attempt, ...]) -> str:
-    pending = run.state.pending
-    if pending:
-        return f"the run stopped in its step {pending[-1]}; go on with: patcher resume {run.id}"
-    if attempts and _best(attempts) is None:
+def _stopped(run: Run, plan: Plan) -> str | None:
+    """Why there is no more to show, or None where this is all."""
+    now = status(run)
+    if run.read_only and now.state == "running":
+        where = f"in its step {now.step}" if now.step else "between two steps"
+        return f"the run is going on, {where}: what is shown is what it has so far"
+    if "decision" in run.state.results:
+        return None
+    if now.step:
+        return f"the run stopped in its step {now.step}; go on with: patcher resume {run.id}"
+    if now.candidates and now.best_iteration is None:
         return "no candidate was right and faster, so there was nothing to patch"
+    if not plan.whole:
+        return None
     return f"the run is not finished; go on with: patcher resume {run.id}"
 
 
@@ -161,12 +176,18 @@ def _command(run: Run, plan: Plan) -> str:
         "--op": plan.op if plan.whole else None,
         "--language": plan.language,
         "--model": settings.get("model"),
+        "--strategy": plan.search.strategy if plan.search.strategy != "refine" else None,
+        "--width": plan.search.width,
+        "--islands": plan.search.islands,
+        "--seed": plan.search.seed if plan.search.strategy == "evolve" else None,
         "--iterations": settings.get("iterations"),
         "--sweep": plan.sweep,
         "--threads": plan.threads,
         "--pairs": plan.pairs if plan.whole else None,
         "--margin-pct": settings.get("margin_pct") if plan.whole else None,
     }
+    for kernel in plan.search.elsewhere:
+        words += ["--from-solution", kernel.name]
     if config.workload:
         load = config.workload
         options |= {

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from bench import SCHEMA_VERSION, Record, UsageError, VerificationError
+from patcher import durable
 
 GENESIS = "0" * 64
 """`prev` of the first line."""
@@ -49,23 +51,34 @@ class State(Record):
     pending: tuple[str, ...]
     """Steps begun and not finished: the process died, was interrupted, or the step failed."""
     notes: tuple[Event, ...]
+    machine: dict[str, str] | None = None
+    """The machine on which the run started over, where it did."""
+
+
+START_OVER = "start-over"
+"""The note after which only results of the kinds that it keeps count."""
 
 
 def fold(events: Iterable[Event]) -> State:
     """The state after these events."""
     results: dict[str, dict[str, Any]] = {}
-    pending: dict[str, None] = {}
+    pending: dict[str, str | None] = {}
     notes: list[Event] = []
+    machine = None
     for event in events:
         match event.kind:
             case "intent":
-                pending[event.step] = None
+                pending[event.step] = event.data.get("record")
             case "result":
                 pending.pop(event.step, None)
                 results[event.step] = event.data
             case "note":
                 notes.append(event)
-    return State(results=results, pending=tuple(pending), notes=tuple(notes))
+                if event.step == START_OVER:
+                    kept, machine = event.data["kept"], event.data["machine"]
+                    results = {step: a for step, a in results.items() if a["record"] in kept}
+                    pending = {step: kind for step, kind in pending.items() if kind in kept}
+    return State(results=results, pending=tuple(pending), notes=tuple(notes), machine=machine)
 
 
 def read_events(path: Path) -> list[Event]:
@@ -80,56 +93,59 @@ def read_events(path: Path) -> list[Event]:
 
 
 class Journal:
-    """The one writer of a journal; holds a lock until closed.
+    """The one writer of a journal; holds a lock on it until closed.
 
     Raises:
-        UsageError: another process writes this journal.
+        UsageError: another process writes this journal, or its file system has no locks.
         VerificationError: the file is damaged beyond a torn last line.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = _acquire(path.with_suffix(".lock"))
+        self._file = _open_locked(path)
         try:
-            fresh = not path.exists()
-            content = b"" if fresh else _read(path)
-            events, whole, self._prev = _parse(content)
+            content = _read(path)
+            events, size, prev = _parse(content)
             self.events: list[Event] = events
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._end = size, prev, len(events)
+            if size < len(content):
+                durable.cut(self._file, size)
+            if not content:
+                durable.sync_folder(path.parent)
+            _owner_file(path).write_text(_identity(os.getpid()), encoding="utf-8")
         except BaseException:
-            os.close(self._lock)
+            os.close(self._file)
             raise
-        if whole < len(content):
-            os.ftruncate(self._file, whole)
-            os.fsync(self._file)
-        if fresh:
-            sync_folder(path.parent)
 
     def append(self, kind: Kind, step: str, data: dict[str, Any] | None = None) -> Event:
-        """Add one event and flush it to the disk."""
+        """Add one event and flush it to the disk.
+
+        Raises:
+            MissingError: the disk is full; the journal is as it was.
+        """
+        size, prev, seq = self._end
         event = Event(
-            seq=len(self.events),
+            seq=seq,
             time=datetime.now(UTC).isoformat(timespec="milliseconds"),
             kind=kind,
             step=step,
             data=data or {},
-            prev=self._prev,
+            prev=prev,
         )
         line = json.dumps(
             event.model_dump(mode="json"), ensure_ascii=False, allow_nan=False
         ).encode()
-        _write_all(self._file, line + b"\n")
-        os.fsync(self._file)
-        self._prev = hashlib.sha256(line).hexdigest()
+        size = durable.append(self._file, line + b"\n", size)
+        # at once: whoever is interrupted before this goes on from where the last line ended
+        self._end = size, hashlib.sha256(line).hexdigest(), seq + 1
         self.events.append(event)
         return event
 
     def close(self) -> None:
         """Release the lock. Closing twice is the same as once."""
-        if self._lock >= 0:
+        if self._file >= 0:
             os.close(self._file)
-            os.close(self._lock)
-            self._lock = -1
+            self._file = -1
 
     def __enter__(self) -> Journal:
         return self
@@ -143,18 +159,21 @@ class Journal:
         self.close()
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the folder's entries durable: a new or renamed file is lost in a power cut otherwise."""
-    handle = os.open(folder, os.O_RDONLY)
+def is_written(path: Path) -> bool:
+    """Whether some process writes this journal now, by the kernel's word."""
     try:
-        os.fsync(handle)
+        handle = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # without locks nobody writes either
     finally:
         os.close(handle)
-
-
-def _write_all(handle: int, content: bytes) -> None:
-    while content:
-        content = content[os.write(handle, content) :]
+    return False
 
 
 def _read(path: Path) -> bytes:
@@ -166,22 +185,60 @@ def _read(path: Path) -> bytes:
         ) from error
 
 
-def _acquire(path: Path) -> int:
-    """Lock the file, write our pid into it, return its handle. The kernel frees it when the process
-    dies."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        owner = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
+def _open_locked(path: Path) -> int:
+    """A handle to append with. The lock is the kernel's and on the journal itself: it goes with its
+    process however that dies, and no other file can be deleted to get around it."""
+    for _ in range(_TRIES):
+        handle = -1
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(handle), os.stat(path)):
+                return handle  # and not one that was put in its place meanwhile
+        except BlockingIOError:
+            time.sleep(0.02)  # who only looks holds it for a moment
+        except OSError as error:
+            if handle >= 0:
+                os.close(handle)
+            raise UsageError(
+                f"cannot write the run {path.parent.name}: {error.strerror}",
+                "keep runs on a local disk that can be written: set PATCHER_RUNS_DIR",
+            ) from error
         os.close(handle)
-        raise UsageError(
-            f"the run {path.parent.name} is being written by process {owner}",
-            f"wait for process {owner} to end, or stop it",
-        ) from error
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-    return handle
+    raise _written_by_another(path)
+
+
+_TRIES = 5
+
+
+def _written_by_another(path: Path) -> UsageError:
+    """Names the process only if it is the one that left its name: its number may be another's by
+    now."""
+    owner = "another process"
+    try:
+        said = _owner_file(path).read_text(encoding="utf-8")
+    except OSError:
+        said = ""
+    pid = said.partition(" ")[0]
+    if pid.isdigit() and said == _identity(int(pid)):
+        owner = f"process {pid}"
+    return UsageError(
+        f"the run {path.parent.name} is being written by {owner}",
+        f"wait for {owner} to end, or stop it",
+    )
+
+
+def _owner_file(path: Path) -> Path:
+    return path.with_suffix(".owner")
+
+
+def _identity(pid: int) -> str:
+    """The process by number and start, which together never repeat while the machine is up."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return f"{pid}\n"
+    return f"{pid} {stat.rpartition(')')[2].split()[19]}\n"
 
 
 def _parse(content: bytes) -> tuple[list[Event], int, str]:

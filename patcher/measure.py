@@ -25,6 +25,7 @@ from bench import (
     relayed,
 )
 from bench.environment import engine_environment
+from bench.leash import leashed
 from hotspot import Profile
 from integrate import Patch, Receipt
 from patcher.decide import Decision, decide
@@ -121,6 +122,7 @@ def measure_together(
         (folder / "job.json").write_text(job.model_dump_json(), encoding="utf-8")
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
+<<<<<<< HEAD
                 [
                     sys.executable,
                     "-P",
@@ -129,6 +131,12 @@ def measure_together(
                     str(folder),
                     *(str(each.resolve()) for each in patch_folders),
                 ],
+=======
+                leashed(
+                    *(sys.executable, "-P", "-m", "patcher.measure"),
+                    *(str(folder), str(patch_folder.resolve())),
+                ),
+>>>>>>> d498f9526bcc8d1469fcdd83b244fbc0f773fbc9
                 env=engine_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -6,12 +6,11 @@ once: resuming a run is calling `execute` again.
 
 from __future__ import annotations
 
-import platform
+import shutil
 import tempfile
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from bench import (
     SCHEMA_VERSION,
@@ -21,33 +20,40 @@ from bench import (
     UsageError,
     Workload,
     load_op,
-    preset,
-    presets,
 )
 from bench.environment import describe
-from bench.judge import JudgeSettings, Policy, open_judge
+from bench.environment import facts as machine_facts
+from bench.judge import JudgeSettings
 from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
 from bench.toolchains import build
 from hotspot import Profile, capture
 from integrate import Patch
-from patcher.agent import optimize
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
+from patcher.carried import kept_levers
 from patcher.decide import Decision
+from patcher.judges import LOCAL
+from patcher.languages import require_sense
+from patcher.levers import load_levers
+from patcher.machine import same_machine
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
+<<<<<<< HEAD
 from patcher.models import Model, open_model
 from patcher.other_traffic import shapes_of
+=======
+from patcher.optimising import DEMO as DEMO
+from patcher.optimising import optimise
+>>>>>>> d498f9526bcc8d1469fcdd83b244fbc0f773fbc9
 from patcher.reconcile import Reconciliation
 from patcher.run import Run
+from patcher.searching import Search
 from patcher.settings import Settings
-
-DEMO = "replay:demo"
-"""The recorded conversation that ships with patcher."""
 
 Report = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
 Say = Callable[[str], None]
+Told = Callable[[LoopProgress], None]
 
 
 class Plan(Record):
@@ -65,6 +71,15 @@ class Plan(Record):
     quality_steps: int = 32
     threads: int | None = None
     judge_pairs: int = 12
+    search: Search = Search()
+    counters: bool = True
+    """Whether the analyst reads hardware counters, where ncu works."""
+
+    def measured_on(self, workload: Workload | None) -> Literal["cpu", "cuda"]:
+        """The kind of device whose figures the run is about."""
+        if workload is not None:
+            return workload.device
+        return "cpu" if self.language in (None, Language.CPP) else "cuda"
 
 
 class Made(Record):
@@ -88,63 +103,58 @@ class Result(Record):
     """File names in the run's folder, once written."""
 
 
-def workload_for(
-    model: str,
-    device: Literal["cpu", "cuda"],
-    *,
-    batch: int | None = None,
-    input_len: int | None = None,
-    output_len: int | None = None,
-    engine: Literal["transformers", "vllm"] = "transformers",
-    weights: Literal["random", "hub", "local"] = "random",
-    threads: int | None = None,
-) -> Workload:
-    """The preset's traffic with what was asked for instead.
-
-    Raises:
-        UsageError: unknown preset (a folder or hub id needs --weights hub or local).
-    """
-    if model in presets() or weights == "random":
-        known = preset(model)
-        defaults: dict[str, Any] = {
-            "dtype": known.dtype,
-            "batch": known.batch,
-            "input_len": known.input_len,
-            "output_len": known.output_len,
-        }
-    else:
-        dtype = "bfloat16" if device == "cuda" else "float32"
-        defaults = {"dtype": dtype, "batch": 8, "input_len": 128, "output_len": 64}
-    asked = {"batch": batch, "input_len": input_len, "output_len": output_len}
-    chosen = {**defaults, **{name: size for name, size in asked.items() if size is not None}}
-    return Workload(
-        model=model, engine=engine, device=device, weights=weights, threads=threads, **chosen
-    )
-
-
 def start(
     settings: Settings, command: str, model: str | None, workload: Workload | None, plan: Plan
 ) -> Run:
-    """Make the run's folder; `execute` then does the work."""
-    return Run.create(
+    """Make the run's folder; `execute` then does the work.
+
+    Raises:
+        UsageError: the plan asks for what its language cannot have, or a file that the settings
+        name cannot be read.
+    """
+    require_sense(plan.language, whole=plan.whole, sweep=plan.sweep)
+    load_levers(settings.for_run())  # before there is a run
+    run = Run.create(
         settings.runs_dir,
         command=command,
         model=model,
         workload=workload,
         settings={**settings.for_run(), "plan": plan.model_dump(mode="json")},
         versions=describe("cpu").packages,
+        machine=machine_facts(plan.measured_on(workload)),
     )
+    kept_levers(run)
+    return run
 
 
-def execute(run: Run, report: Report, say: Say, profile_file: Path | None = None) -> Result:
+def execute(
+    run: Run,
+    report: Report,
+    say: Say,
+    profile_file: Path | None = None,
+    *,
+    judge: str | None = None,
+    machine_changed: bool = False,
+    told: Told | None = None,
+) -> Result:
     """Do what is left of the run.
 
+    Args:
+        judge: where candidates are judged from now on; None: where the run's settings say.
+        told: hears of each candidate as it goes through the loop.
+        machine_changed: on another machine, judge and measure all again instead of refusing.
+
     Raises:
+        VerificationError: figures of this run come from another machine.
         PatcherError: an expected failure; the run can be resumed.
     """
     settings = run.config.settings
     plan = Plan.model_validate(settings["plan"])
     workload = run.config.workload
+    where: str = judge or settings.get("judge", LOCAL)
+    if plan.whole or where == LOCAL:  # else no figure is made here
+        for change in same_machine(run, plan.measured_on(workload), machine_changed):
+            say(f"judging and measuring again: {change}")
     op_name = plan.op
     profile: Profile | None = None
     if plan.whole:
@@ -159,9 +169,11 @@ def execute(run: Run, report: Report, say: Say, profile_file: Path | None = None
     if op_name is None:
         raise UsageError("no op to work on", "name one, or run the whole path of a model")
 
-    optimisation = _optimise(run, plan, op_name, report, say)
+    optimisation = _optimise(run, plan, op_name, profile, where, report, say, told)
     made = decision = None
-    if optimisation.best_iteration is None:
+    if optimisation.stopped == "compiled":
+        say(f"it compiles; a {optimisation.language} kernel is neither run nor timed here")
+    elif optimisation.best_iteration is None:
         say("no candidate is right and faster: nothing to patch")
     elif plan.whole:
         assert workload is not None
@@ -213,69 +225,29 @@ def _first_covered(profile: Profile) -> str:
     )
 
 
-def _optimise(run: Run, plan: Plan, op_name: str, report: Report, say: Say) -> Optimisation:
-    settings = run.config.settings
-    op = load_op(op_name)
+def _optimise(
+    run: Run,
+    plan: Plan,
+    op_name: str,
+    profile: Profile | None,
+    where: str,
+    report: Report,
+    say: Say,
+    told: Told | None,
+) -> Optimisation:
     device = run.config.workload.device if run.config.workload else None
-    language = plan.language or (Language.CUDA if device == "cuda" else Language.CPP)
-    kind = "cpu" if language is Language.CPP else "cuda"
-    judge_settings = JudgeSettings(
-        sweep=plan.sweep,
-        threads=plan.threads,
-        pairs=plan.judge_pairs,
-        policy=Policy.model_validate(settings.get("tripwires", {})),
-    )
-    model = resolve_model(settings["model"], run)
-    analyst = resolve_model(settings["analyst"], run) if settings["analyst"] else None
-
-    def told(progress: LoopProgress) -> None:
-        report(f"{op_name}: {progress.stage}", progress.iteration, progress.iterations)
-        if progress.attempt:
-            tried = progress.attempt
-            say(f"  candidate {tried.iteration} ({tried.phase}): {tried.outcome}, {tried.detail}")
-
-    with open_judge(judge_settings) as judge:  # one for all: what it trusts is started once
-        return optimize(
-            run,
-            op,
-            language,
-            model,
-            lambda candidate: judge.evaluate(candidate, report),
-            settings["iterations"],
-            device_facts(kind),
-            analyst=analyst,
-            sweep=op.sweep(kind, plan.sweep),
-            budget_usd=settings["budget_usd"],
-            on_event=told,
-        )
-
-
-def resolve_model(spec: str, run: Run) -> Model:
-    """`open_model`, with `replay:demo` for the recording that ships."""
-    if spec == DEMO:
-        file = resources.files("patcher").joinpath("recordings", "demo.jsonl")
-        with resources.as_file(file) as path:
-            return open_model(f"replay:{path}", run.path)
-    return open_model(spec, run.path)
-
-
-def device_facts(kind: str) -> str:
-    """What the agents should know of the hardware, in words."""
-    if kind == "cpu":
-        return (
-            f"one thread of {describe('cpu').device} ({platform.machine()}); called from Python, "
-            "so the fixed cost of a call counts. The same source must also compile and run on "
-            "x86-64 without AVX-512 and on 64-bit Arm"
-        )
-    import torch
-
-    device = torch.cuda.get_device_properties(0)
-    major, minor = torch.cuda.get_device_capability()
-    return (
-        f"{device.name}: compute capability {major}.{minor}, {device.multi_processor_count} "
-        f"multiprocessors, {device.total_memory / 2**30:.0f} GiB, L2 {device.L2_cache_size >> 20} "
-        "MiB. Timed as one call per buffer set inside a CUDA graph: no allocation, no "
-        "synchronisation and no default-stream launch in a call; the launch itself is microseconds"
+    return optimise(
+        run,
+        load_op(op_name),
+        plan.language or (Language.CUDA if device == "cuda" else Language.CPP),
+        plan.search,
+        JudgeSettings(sweep=plan.sweep, threads=plan.threads, pairs=plan.judge_pairs),
+        where,
+        report,
+        say,
+        told,
+        counters=plan.counters,
+        profile=profile,
     )
 
 
@@ -292,6 +264,8 @@ def make_patch(run: Run, optimisation: Optimisation, workload: Workload) -> Made
     if candidate.digest != evaluation.digest:
         raise UsageError("the best candidate's file was changed", "start a new run")
     attempt = optimisation.iterations[optimisation.best_iteration or 0]
+    for rest in run.path.glob(".patch-*"):  # of a bundle that a kill left unfinished
+        shutil.rmtree(rest)
     patch = Patch.create(
         run.path / "patch",
         op,

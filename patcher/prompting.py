@@ -1,34 +1,66 @@
 """From an op's contract and what the judge said to the text that the agents read. Templates:
-`prompts/*.md.j2`."""
+`prompts/*.md.j2`; what is optional is cut to the room of a prompt (`prompt_room.py`)."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, DictLoader, Environment, PackageLoader, StrictUndefined
 
-from bench import Evaluation, Language, Op, Outcome, Point, Sweep
-from patcher.attempts import Attempt, Recommendation
+from bench import Candidate, Evaluation, Language, Op, Outcome, Record, Sweep
+from bench.toolchains import toolchain
+from patcher.attempts import Attempt, Diagnosis, Recommendation
+from patcher.baseline_source import baseline_source
+from patcher.expectations import expectations, verdict
 from patcher.extract import TAGS, Failure
 from patcher.models import Role
+from patcher.prompt_room import PROMPT_TOKENS, characters, fitted
+from patcher.prompt_tables import counters_table, roofline, timing_table
+from patcher.structure import structure
 
 LOG_LIMIT = 6000
 """Characters of compiler or run-time output that a prompt quotes: profiles and logs are long,
 signal is sparse."""
+SHOWN_EXPECTATIONS = 10
+"""Of the analyst, the latest; its average is over all."""
 
 _CPP_TYPES = {"float": "double", "int": "int64_t"}
 
 
-class Prompts:
-    """The prompts for one op in one language on one device."""
+class Working(Record):
+    """A kernel for the same op that works elsewhere: in another language, on another device."""
 
-    def __init__(self, op: Op, language: Language, device: str, sweep: Sweep) -> None:
+    name: str
+    language: Language
+    summary: str = ""
+    source: str
+
+
+class Prompts:
+    """The prompts for one op in one language on one device.
+
+    `extra` is text of the caller's for one question: memory of earlier runs, what a user adds.
+    """
+
+    def __init__(
+        self,
+        op: Op,
+        language: Language,
+        device: str,
+        sweep: Sweep,
+        *,
+        tokens: int = PROMPT_TOKENS,
+        elsewhere: Sequence[Working] = (),
+    ) -> None:
         self.op = op
+        self.language = language
         self.sweep = sweep
+        rules = {f"rules_{language}.md.j2": toolchain(language).hints}
+        self.room = characters(tokens)
         self._environment = Environment(
-            loader=PackageLoader("patcher", "prompts"),
+            loader=ChoiceLoader([PackageLoader("patcher", "prompts"), DictLoader(rules)]),
             undefined=StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
@@ -49,25 +81,59 @@ class Prompts:
             sweep=sweep,
             language=str(language),
             tag=TAGS[language][0],
+            tags=TAGS,
             reference=reference_source(op),
             cpp_signature=f"void {contract.name}({tensors}{scalars})",
             python_signature=f"def {contract.name}({', '.join(names)}{hints}) -> None",
         )
+        self._elsewhere = self._part("elsewhere", kernels=elsewhere)
 
     def system(self, role: Role) -> str:
-        return self._render("system.md.j2", role=role)
+        return self._template("system.md.j2", role=role)
 
-    def generate(self, failure: Failure | None) -> str:
-        """The first question; `failure` says why the reply before could not be used."""
-        return self._render("generate.md.j2", failure=failure)
+    def generate(
+        self,
+        failure: Failure | None,
+        *,
+        draw: int | None = None,
+        unlike: Sequence[tuple[Attempt, str]] = (),
+        extra: str = "",
+    ) -> str:
+        """A question that begins anew; `failure` says why the reply before could not be used.
 
-    def repair(self, source: str, evaluation: Evaluation, failure: Failure | None) -> str:
-        """A candidate that is not right, and what the judge said of it."""
+        Args:
+            draw: which of several independent answers this is.
+            unlike: attempts and sources of known designs; another one is wanted.
+        """
+        designs = [(one, self._features(source)) for one, source in unlike]
+        parts = {
+            "elsewhere": self._elsewhere,
+            "baseline": self._baseline(self.op.honest_baseline),
+            "unlike": self._part("unlike", designs=designs),
+            "extra": extra,
+        }
+        translate = bool(self._elsewhere)
+        return self._render(
+            "generate.md.j2", parts, failure=failure, draw=draw, translate=translate
+        )
+
+    def repair(
+        self,
+        source: str,
+        evaluation: Evaluation,
+        failure: Failure | None,
+        *,
+        diagnosis: Diagnosis | None = None,
+        extra: str = "",
+    ) -> str:
+        """A candidate that is not right, what the judge said of it, and what is at its root."""
+        parts = {"log": self._log(evaluation), "elsewhere": self._elsewhere, "extra": extra}
         return self._render(
             "repair.md.j2",
+            parts,
             source=source,
             evaluation=evaluation,
-            log=clip(evaluation.log, head=evaluation.outcome is Outcome.COMPILATION_FAILURE),
+            diagnosis=diagnosis,
             failure=failure,
         )
 
@@ -78,53 +144,106 @@ class Prompts:
         recommendation: Recommendation | None,
         history: Sequence[Attempt],
         failure: Failure | None,
+        *,
+        extra: str = "",
     ) -> str:
-        """The best candidate so far, its timings, and the one change to make."""
+        """A candidate that is right, its timings, and the one change to make."""
         return self._render(
             "optimise.md.j2",
+            self._measured(evaluation, history, extra),
             source=source,
             evaluation=evaluation,
             table=self.table(evaluation),
             recommendation=recommendation,
-            history=history,
             failure=failure,
         )
 
-    def analyse(self, source: str, evaluation: Evaluation, history: Sequence[Attempt]) -> str:
-        """The question to the performance analyst."""
+    def combine(
+        self,
+        kernels: Sequence[tuple[str, Evaluation]],
+        history: Sequence[Attempt],
+        failure: Failure | None,
+        *,
+        extra: str = "",
+    ) -> str:
+        """Sources and verdicts of several right candidates, of which one is to be made."""
+        shown = [(source, one, self.table(one)) for source, one in kernels]
+        parts = self._measured(kernels[0][1], history, extra)
+        return self._render("combine.md.j2", parts, kernels=shown, failure=failure)
+
+    def analyse(
+        self,
+        source: str,
+        evaluation: Evaluation,
+        history: Sequence[Attempt],
+        *,
+        pictures: int = 0,
+        extra: str = "",
+    ) -> str:
+        """The question to the performance analyst; `pictures` go with it."""
+        found = expectations(history)
         return self._render(
             "analyse.md.j2",
+            self._measured(evaluation, history, extra),
             source=source,
             evaluation=evaluation,
             table=self.table(evaluation),
-            history=history,
+            roofline=roofline(self.op, self.sweep, evaluation),
+            expectations=found[-SHOWN_EXPECTATIONS:],
+            verdict=verdict(found),
+            pictures=pictures,
         )
+
+    def skill(self, **context: object) -> str:
+        """`SKILL.md` of a workspace for an agent from outside; the language's rules come last."""
+        return self._template("skill.md.j2", **context)
+
+    def diagnose(self, source: str, evaluation: Evaluation, *, extra: str = "") -> str:
+        """The question to who judges failures."""
+        parts = {"log": self._log(evaluation), "extra": extra}
+        return self._render("diagnose.md.j2", parts, source=source, evaluation=evaluation)
 
     def table(self, evaluation: Evaluation) -> str:
-        """Timings as a Markdown table; bandwidth counts the bytes that any implementation must
-        move."""
-        rows = [
-            "| point | candidate us | baseline us | speedup (95 % interval) | candidate GB/s |",
-            "| --- | ---: | ---: | ---: | ---: |",
-        ]
-        for timing in evaluation.timings:
-            point = Point(axes=timing.axes, dtypes=self.sweep.dtypes)
-            axes = " ".join(f"{name}={size}" for name, size in timing.axes.items())
-            gb_s = self.op.contract.bytes_moved(point) / timing.candidate_us / 1e3
-            rows.append(
-                f"| {axes} | {timing.candidate_us:.2f} | {timing.baseline_us:.2f} "
-                f"| {timing.speedup:.3f} ({timing.speedup_low:.3f} to {timing.speedup_high:.3f}) "
-                f"| {gb_s:.1f} |"
-            )
-        return "\n".join(rows)
+        """Timings as a Markdown table."""
+        return timing_table(self.op, self.sweep, evaluation)
 
-    def _render(self, template: str, **context: object) -> str:
-        return (
-            re.sub(
-                r"\n{3,}", "\n\n", self._environment.get_template(template).render(context)
-            ).strip()
-            + "\n"
+    def _measured(
+        self, evaluation: Evaluation, history: Sequence[Attempt], extra: str
+    ) -> dict[str, str]:
+        counters = counters_table(evaluation.counters)
+        return {
+            "history": self._part("history", history=history),
+            "baseline": self._baseline(evaluation.baseline),
+            "counters": f"# Hardware counters (Nsight Compute)\n{counters}\n" if counters else "",
+            "extra": extra,
+        }
+
+    def _log(self, evaluation: Evaluation) -> str:
+        head = evaluation.outcome is Outcome.COMPILATION_FAILURE
+        log = clip(evaluation.log, head=head)
+        return f"Output:\n{quote(log)}\n" if log else ""
+
+    def _baseline(self, name: str | None) -> str:
+        source = baseline_source(self.op, name) if name else None
+        return self._part("baseline", baseline=name, source=source) if source else ""
+
+    def _features(self, source: str) -> list[str]:
+        candidate = Candidate(op=self.op.name, language=self.language, source=source)
+        return sorted(structure(candidate).features)
+
+    def _part(self, name: str, **context: object) -> str:
+        return self._template(f"{name}.md.j2", **context) if any(context.values()) else ""
+
+    def _render(self, template: str, parts: Mapping[str, str], **context: object) -> str:
+        return fitted(
+            lambda kept, cut: self._template(template, parts=kept, cut=cut, **context),
+            parts,
+            self.room,
         )
+
+    def _template(self, template: str, **context: object) -> str:
+        text = self._environment.get_template(template).render(context)
+        return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
 def reference_source(op: Op) -> str:

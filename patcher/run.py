@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -20,9 +19,19 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from bench import SCHEMA_VERSION, PatcherError, Record, UsageError, VerificationError, Workload
-from patcher.journal import Event, Journal, State, fold, read_events, sync_folder
+from patcher import durable, run_folders
+from patcher.journal import (
+    START_OVER,
+    Event,
+    Journal,
+    State,
+    fold,
+    is_written,
+    read_events,
+)
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
+JOURNAL = "journal.jsonl"
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
 
 
@@ -41,6 +50,8 @@ class RunConfig(Record):
     workload: Workload | None
     settings: dict[str, Any]
     versions: dict[str, str]
+    machine: dict[str, str] | None = None
+    """What its figures depend on: see `bench.environment.facts`."""
 
 
 class Run:
@@ -62,6 +73,7 @@ class Run:
         workload: Workload | None = None,
         settings: dict[str, Any] | None = None,
         versions: dict[str, str] | None = None,
+        machine: dict[str, str] | None = None,
     ) -> Run:
         """Make the folder `root/<id>` and open it for writing; the id is date-time, model and a
         random part."""
@@ -77,13 +89,15 @@ class Run:
             workload=workload,
             settings=settings or {},
             versions=versions or {},
+            machine=machine,
         )
         path = root / config.id
-        path.mkdir(parents=True)
-        sync_folder(root)
+        durable.make_folder(root)
+        path.mkdir()  # never another run's
+        durable.sync_folder(root)
         text = _json(config)
-        _write_atomically(path / "run.json", text)
-        run = cls(path, config, Journal(path / "journal.jsonl"))
+        durable.write_whole(path / "run.json", text)
+        run = cls(path, config, Journal(path / JOURNAL))
         run.note("run", created=config.id, config_digest=_digest(text))
         return run
 
@@ -101,7 +115,7 @@ class Run:
             config = RunConfig.model_validate_json(text)
         except (OSError, UnicodeDecodeError, ValidationError) as error:
             raise UsageError(f"{path} is not a run", "give a run's folder or id") from error
-        run = cls(path, config, None if read_only else Journal(path / "journal.jsonl"))
+        run = cls(path, config, None if read_only else Journal(path / JOURNAL))
         try:
             run._verify_config(text)
         except BaseException:
@@ -109,48 +123,9 @@ class Run:
             raise
         return run
 
-    @staticmethod
-    def latest(root: Path) -> Path:
-        """The folder of the newest run.
-
-        Raises:
-            UsageError: there is none.
-        """
-        found = Run.list(root)
-        if not found:
-            raise UsageError(f"no runs in {root}", "start one: patcher demo")
-        return found[-1]
-
-    @staticmethod
-    def list(root: Path) -> Sequence[Path]:
-        """Folders of every run under the root, oldest first."""
-        found = [path.parent for path in root.glob("*/run.json")]
-        # An id begins with its second; runs of the same second are told apart by their files.
-        return sorted(
-            found, key=lambda path: (path.name[:15], (path / "run.json").stat().st_mtime_ns)
-        )
-
-    @staticmethod
-    def find(root: Path, text: str) -> Path:
-        """The run that a person means by a folder, an id, the unique beginning of an id, or
-        `latest`.
-
-        Raises:
-            UsageError: no run or several fit.
-        """
-        if text == "latest":
-            return Run.latest(root)
-        if (Path(text) / "run.json").is_file():
-            return Path(text)
-        known = Run.list(root)
-        fitting = [path for path in known if path.name == text] or [
-            path for path in known if path.name.startswith(text)
-        ]
-        if len(fitting) == 1:
-            return fitting[0]
-        if fitting:
-            raise UsageError(f"several runs begin with {text!r}", "give more of the id")
-        raise UsageError(f"no run {text!r} in {root}", "give a run's folder or id, or `latest`")
+    list = staticmethod(run_folders.every)
+    latest = staticmethod(run_folders.latest)
+    find = staticmethod(run_folders.find)
 
     @property
     def id(self) -> str:
@@ -159,7 +134,19 @@ class Run:
     @property
     def events(self) -> Sequence[Event]:
         """Every event so far; read from the disk when the run is open read-only."""
-        return self._journal.events if self._journal else read_events(self.path / "journal.jsonl")
+        if self._journal:
+            return self._journal.events
+        path = self.path / JOURNAL
+        return read_events(path) if path.exists() else ()  # killed before its first line
+
+    @property
+    def read_only(self) -> bool:
+        return self._journal is None
+
+    @property
+    def written(self) -> bool:
+        """Whether a process works on this run now, this one or another."""
+        return self._journal is not None or is_written(self.path / JOURNAL)
 
     @property
     def state(self) -> State:
@@ -187,16 +174,13 @@ class Run:
         file = f"steps/{name}.json"
         if name in state.results:
             return self.load(name, record_type)
-        if name in state.pending and (self.path / file).is_file():
-            # Killed between the artefact and its result. The artefact is renamed into place whole,
-            # and stale ones are removed before an intent, so this one belongs to the open intent:
-            # never pay twice.
-            text = (self.path / file).read_text(encoding="utf-8")
+        if name in state.pending and (text := self._left_behind(file, record_type)) is not None:
             record = _parse(text, record_type, name)
             journal.append("result", name, {**_result(file, text, record_type), "recovered": True})
             return record
-        (self.path / file).unlink(missing_ok=True)
-        journal.append("intent", name)
+        durable.remove(self.path / file)
+        durable.make_folder((self.path / file).parent)  # now: a reply goes to the disk at once
+        journal.append("intent", name, {"record": record_type.__name__})
         try:
             record = function()
         except PatcherError as error:
@@ -210,6 +194,24 @@ class Run:
         self.write(file, text)
         journal.append("result", name, _result(file, text, record_type))
         return record
+
+    def _left_behind(self, file: str, record_type: type[BaseModel]) -> str | None:
+        """The artefact of a step that was killed before its result: never pay twice.
+
+        It belongs to the open intent, as stale ones are removed before an intent. One that was not
+        renamed into place yet is good if it is whole.
+        """
+        path = self.path / file
+        if not path.is_file():
+            try:
+                text = durable.temporary_of(path).read_text(encoding="utf-8")
+                record_type.model_validate_json(text)
+            except (OSError, UnicodeDecodeError, ValidationError):
+                return None
+            if not text.endswith("\n"):
+                return None
+            durable.adopt(path)
+        return path.read_text(encoding="utf-8")
 
     def load(self, name: str, record_type: type[RecordT]) -> RecordT:
         """The stored record of a finished step.
@@ -235,6 +237,12 @@ class Run:
             )
         return _parse(text, record_type, name)
 
+    def start_over(self, machine: dict[str, str], kept: Iterable[type[BaseModel]]) -> None:
+        """From now on only results of these kinds count; all others are made again, on this
+        machine."""
+        names = [kind.__name__ for kind in kept]
+        self.note(START_OVER, machine=machine, kept=names)
+
     def note(self, subject: str, /, **data: Any) -> Event:
         """Add a remark to the journal."""
         return self._writer().append("note", subject, data)
@@ -247,8 +255,8 @@ class Run:
         if not target.is_relative_to(self.path.resolve()):
             raise ValueError(f"outside the run: {path}")
         if not (target.is_file() and target.read_bytes() == text.encode()):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _write_atomically(target, text)
+            durable.make_folder(target.parent)
+            durable.write_whole(target, text)
 
     def close(self) -> None:
         """Release the run's lock. Closing twice is the same as once."""
@@ -311,13 +319,3 @@ def _json(record: BaseModel) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)

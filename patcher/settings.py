@@ -6,13 +6,16 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
 from bench import Record, UsageError
-from bench.judge import Policy
+from patcher.levers import AuxiliaryLever, PromptLever, ScoreLever, Tripwires
+from patcher.models.registry import Entry, Name
+from patcher.prompt_room import PROMPT_TOKENS
 
 CONFIG_FILE = "patcher.toml"
 PREFIX = "PATCHER_"
@@ -26,26 +29,52 @@ class Settings(Record):
     """The generation agent: see `patcher.models.PROVIDERS`."""
     analyst: str | None = Field(None, min_length=1)
     """The performance-analysis agent; None is the same model."""
+    diagnoser: str | None = Field(None, min_length=1)
+    """Who judges failures before a repair; None is the same model."""
     iterations: int = Field(8, ge=1, le=1000)
     """Candidates asked for, at most, per op."""
     budget_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
     """Ceiling on what models may cost, per run; None is no ceiling."""
+    budget_tokens: int | None = Field(None, ge=0)
+    """Ceiling on tokens, input and output together, per run."""
+    budget_minutes: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Ceiling on the time that the agent loop asks and judges, per run."""
+    budget_gpu_minutes: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Ceiling on the time that the judge has the GPU, per run."""
+    judge: str = Field("local", min_length=1)
+    """Where candidates are judged: `local`, or `exchange:DIR`, served by `patcher worker DIR`."""
     runs_dir: Path = Path("patcher-runs")
     margin_pct: float = Field(0.5, ge=0, le=100, allow_inf_nan=False)
     """End-to-end gain in percent that the interval's lower end must exceed."""
-    tripwires: Policy = Policy()
+    light_pct: float = Field(90, gt=0, allow_inf_nan=False)
+    """Share of the speed of light at which the loop leaves an op."""
+    reverts: int = Field(5, ge=1)
+    """Optimisation rounds in a row without a gain after which it does."""
+    prompt_tokens: int = Field(PROMPT_TOKENS, ge=2000)
+    """Room of a prompt, estimated; what is optional is cut to fit."""
+    memory: str = Field("on", min_length=1)
+    """What is remembered across runs: `on` (in `PATCHER_HOME`), `off`, or a folder."""
+    tripwires: Tripwires = Tripwires()
     """What a candidate's source must not or must have; JSON in `PATCHER_TRIPWIRES`."""
+    prompts: tuple[PromptLever, ...] = ()
+    """Text for prompts, after ours or instead of it; JSON in `PATCHER_PROMPTS`."""
+    auxiliary: tuple[AuxiliaryLever, ...] = ()
+    """Sources of the user's that the agents read; JSON in `PATCHER_AUXILIARY`."""
+    score: ScoreLever | None = None
+    """The user's own measure of right candidates; JSON in `PATCHER_SCORE`."""
+    models: dict[Name, Entry] = Field(default_factory=dict)
+    """Models of your own; JSON in `PATCHER_MODELS`. `--model NAME` uses one."""
     origins: dict[str, str] = Field(default_factory=dict)
     """Where each value comes from: `flag --model`, `PATCHER_MODEL`, `patcher.toml` or `default`."""
 
-    @field_validator("tripwires", mode="before")
+    @field_validator("tripwires", "prompts", "auxiliary", "score", "models", mode="before")
     @classmethod
     def _from_variable(cls, value: object) -> object:
         return json.loads(value) if isinstance(value, str) else value
 
     def for_run(self) -> dict[str, Any]:
-        """The settings that a run records: all but where runs lie on this machine."""
-        return self.model_dump(mode="json", exclude={"runs_dir", "origins"})
+        """The settings that a run records: all but where runs and servers are on this machine."""
+        return self.model_dump(mode="json", exclude={"runs_dir", "models", "origins"})
 
 
 NAMES = tuple(name for name in Settings.model_fields if name != "origins")
@@ -85,11 +114,24 @@ def resolve(
         return Settings.model_validate({**values, "origins": origins})
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0])
+        name, *inside = (str(part) for part in first["loc"])
+        if name == "models":  # never its values: someone may have put a key there
+            where = ".".join(str(part) for part in first["loc"] if part != "[key]")
+            raise UsageError(
+                f"{where} ({origins[name]}): {first['msg']}",
+                "an entry has: " + ", ".join(Entry.model_fields) + "; a key stays in the "
+                "environment variable that key_variable names",
+            ) from None
+        value: Any = first["input"] if inside else values[name]
         raise UsageError(
-            f"{name} = {values[name]!r} ({origins[name]}): {first['msg']}",
+            f"{'.'.join([name, *inside])} = {value!r} ({origins[name]}): {first['msg']}",
             f"give another value for {name}",
         ) from error
+
+
+def example_file() -> str:
+    """A `patcher.toml` with every setting, explained."""
+    return resources.files("patcher").joinpath("example.toml").read_text("utf-8")
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from bench import Comparison, Evaluation, KernelCounters, Op, Outcome
-from patcher.attempts import Attempt
+from patcher.attempts import Attempt, Optimisation
 from patcher.doctor import Finding
+from patcher.report.wording import visible
 
 if TYPE_CHECKING:  # it imports torch
     from bench.planted import PlantedGains
@@ -64,17 +65,22 @@ def evaluation_table(evaluation: Evaluation) -> Table:
 
 
 def print_evaluation(console: Console, evaluation: Evaluation) -> None:
-    for check in evaluation.checks:
-        mark = "[green]ok  [/]" if check.passed else "[red]fail[/]"
-        console.print(mark, f"{check.name}:", Text(check.detail))
-    for said in evaluation.tripwires:
-        console.print("      source:", Text(said))
-    for name, detail in evaluation.baselines.items():
-        console.print("      baseline", f"{name}:", Text(detail))
-    if evaluation.log and not evaluation.timings:
-        console.print(Text(evaluation.log[-3000:], style="dim"))
+    print_checks(console, evaluation)
     console.print(evaluation_table(evaluation))
     console.print(f"sandbox: {evaluation.sandbox}", style="dim", highlight=False)
+
+
+def print_checks(console: Console, evaluation: Evaluation) -> None:
+    """What was looked at, without what was timed."""
+    for check in evaluation.checks:
+        mark = "[green]ok  [/]" if check.passed else "[red]fail[/]"
+        console.print(mark, f"{check.name}:", Text(visible(check.detail)))
+    for said in evaluation.tripwires:
+        console.print("      source:", Text(visible(said)))
+    for name, detail in evaluation.baselines.items():
+        console.print("      baseline", f"{name}:", Text(visible(detail)))
+    if evaluation.log and not evaluation.timings:
+        console.print(Text(visible(evaluation.log[-3000:]), style="dim"))
 
 
 def counters_table(kernels: Sequence[KernelCounters]) -> Table:
@@ -113,9 +119,16 @@ def attempts_table(attempts: tuple[Attempt, ...]) -> Table:
             attempt.phase,
             str(attempt.outcome),
             "-" if speedup is None else f"{speedup:.3f}x",
-            Text(attempt.detail[:100]),
+            Text(visible(attempt.detail[:100])),
         )
     return table
+
+
+def ended_line(optimisation: Optimisation) -> Text:
+    """Why the loop ended."""
+    words = optimisation.stopped.replace("_", " ")
+    detail = f": {optimisation.stopped_detail}" if optimisation.stopped_detail else ""
+    return Text(f"{optimisation.strategy} ended by {words}{detail}", style="dim")
 
 
 def comparison_lines(name: str, comparison: Comparison) -> Text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -40,6 +41,10 @@ def advice(change: str, expected: float = 2.0) -> str:
     return json.dumps({"bottleneck": "latency", "change": change, "expected_speedup": expected})
 
 
+def diagnosis(issue: str) -> str:
+    return json.dumps({"critical_issue": issue, "why_it_matters": "so", "minimal_fix": "do not"})
+
+
 Line = tuple[str, str] | tuple[str, str, str]
 
 
@@ -49,7 +54,7 @@ def recording(folder: Path, lines: list[Line]) -> ReplayModel:
     with file.open("w", encoding="utf-8") as out:
         for step, text, *stop in lines:
             iteration, role = step.split("/")
-            kind: Role = "analyse" if role == "analyse" else "generate"
+            kind = cast(Role, role)
             reply = Reply(
                 text=text,
                 model="recorded-model",
@@ -134,6 +139,7 @@ def names(found: Optimisation) -> list[tuple[str, str]]:
 
 STORY: list[Line] = [
     ("0/generate", code("typo")),
+    ("1/diagnose", diagnosis("a brace is missing")),
     ("1/generate", code("fixed")),
     ("2/analyse", "Here it is:\n```json\n" + advice("vectorise", 3.0) + "\n```"),
     ("2/generate", code("vector")),
@@ -160,7 +166,7 @@ def test_from_a_failure_to_the_best(op: Op, run: Run, tmp_path: Path) -> None:
     ]
     assert (found.best_iteration, found.best_speedup, found.stopped) == (2, 2.5, "iterations")
     assert judge.seen == ["typo", "fixed", "vector", "prefetch"]
-    assert found.usage.output_tokens == 6 * 50
+    assert found.usage.output_tokens == 7 * 50
     assert found.iterations[2].usage.output_tokens == 2 * 50
     recommendation = found.iterations[2].recommendation
     assert recommendation is not None
@@ -176,10 +182,19 @@ def test_from_a_failure_to_the_best(op: Op, run: Run, tmp_path: Path) -> None:
     assert "// typo" in repair
     assert "expected ';' before '}' token" in repair
     assert "detail of the failed check" in repair
+    assert "Critical issue: a brace is missing" in repair
+    assert found.iterations[1].diagnosis is not None
+    assert found.iterations[1].parents == (0,)
+    diagnose = (folder / "1/diagnose.prompt.md").read_text()
+    assert "You audit compute kernels" in diagnose
+    assert "expected ';' before '}' token" in diagnose
     analyse = (folder / "3/analyse.prompt.md").read_text()
     assert "// vector" in analyse  # the best source
     assert "2.500 (2.450 to 2.550)" in analyse
-    assert "| 2 | correct | 2.500 | 3.000 | vectorise |" in analyse  # how far off the analyst was
+    assert "| 2 | correct | 2.500 | 3.000 | vectorise |" in analyse
+    # how far off the analyst was
+    assert "| 2 | 0.900 | 3.000 | 2.500 | -17 % | vectorise |" in analyse
+    assert "On average 83 % of the expected speedup was measured" in analyse
     optimise = (folder / "3/generate.prompt.md").read_text()
     assert "Change: prefetch" in optimise
     assert "// prefetch" not in optimise
@@ -234,8 +249,8 @@ def test_resumed_after_every_step_the_end_is_the_same(op: Op, tmp_path: Path) ->
         assert asked == [f"{OP}/{step.replace('/', '/ask-')}" for step, *_ in STORY]
         return found, len(asked) + len(judge.seen)
 
-    results = [whole(at) for at in range(10)]
-    assert {effects for _, effects in results} == {10}
+    results = [whole(at) for at in range(11)]
+    assert {effects for _, effects in results} == {11}
     assert all(found == results[0][0] for found, _ in results)
 
 
@@ -347,7 +362,7 @@ def test_slower_than_the_baseline_is_no_patch(op: Op, run: Run, tmp_path: Path) 
 
 
 def test_a_recording_that_ends(op: Op, run: Run, tmp_path: Path) -> None:
-    model = recording(tmp_path, STORY[:2])
+    model = recording(tmp_path, STORY[:3])
     found = optimize(run, op, Language.CPP, model, Judge(STORY_VERDICTS), 4, DEVICE)
     assert (len(found.iterations), found.stopped) == (2, "recording_ended")
     other = recording(tmp_path, [("7/generate", code("never asked for"))])
@@ -358,7 +373,7 @@ def test_a_recording_that_ends(op: Op, run: Run, tmp_path: Path) -> None:
 
 def test_two_agents(op: Op, run: Run, tmp_path: Path) -> None:
     (tmp_path / "analyst").mkdir()
-    model = recording(tmp_path, [line for line in STORY if "generate" in line[0]])
+    model = recording(tmp_path, [line for line in STORY if "analyse" not in line[0]])
     analyst = recording(tmp_path / "analyst", [line for line in STORY if "analyse" in line[0]])
     judge = Judge(STORY_VERDICTS)
     found = optimize(run, op, Language.CPP, model, judge, 4, DEVICE, analyst=analyst)

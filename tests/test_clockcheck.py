@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bench.judge.clockcheck import Block, overran, shares, suspicious
+from bench.judge.clockcheck import Block, overran, suspicious, traced
 
 PAIRS = 12
 
@@ -82,7 +82,7 @@ def test_work_on_any_stream_is_inside_of_the_events() -> None:
 
 def test_whose_kernels_ran_is_said_by_time() -> None:
     ampere = "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>(Params)"
-    said = shares([("mine", 0, 30), (ampere, 30, 100)], 2)
-    assert said.startswith("2 kernels and copies in 2 calls: ")
-    assert "its own 30 %" in said
-    assert "70 %" in said.split(",")[0]
+    seen = traced([("mine", 0, 30), (ampere, 30, 100)], 2, "rows=8")
+    assert seen.said.startswith("by CUPTI at rows=8: 2 kernels and copies in 2 calls: ")
+    assert "its own 30 %" in seen.said
+    assert list(seen.libraries.values()) == [70.0]

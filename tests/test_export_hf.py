@@ -179,7 +179,7 @@ def test_kernel_builders_parser_takes_the_source_layout(
     candidate = norm_candidate(solution)
     patch = make_patch(tmp_path / "patch", candidate, sweep)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    monkeypatch.setattr("bench.toolchains.native._search_path", lambda: str(tmp_path))
+    monkeypatch.setattr("bench.toolchains.compilers.search_path", lambda: str(tmp_path))
     root = tmp_path / "repository"
     assert export_patch(patch, "hf-kernels", root).variant is None
     [backend] = Build.open(root).general.backends

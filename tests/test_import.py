@@ -136,7 +136,8 @@ def library(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 def test_out_and_in_again_is_the_same_source_and_contract(
     tmp_path: Path, to: str, name: str, sweep: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(toolchains.native.CppToolchain, "missing", lambda _: "not in this test")
+    lacking = toolchains.Missing(reason="not in this test", fix="nothing")
+    monkeypatch.setattr(toolchains.native.CppToolchain, "missing", lambda _: lacking)
     candidate = norm_candidate(name)
     patch = make_patch(tmp_path / "patch", candidate, sweep)
     export_patch(patch, to, tmp_path / "out")

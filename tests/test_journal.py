@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import patcher.durable
+import patcher.journal
 from bench import UsageError, VerificationError
-from patcher.journal import GENESIS, Journal, fold, read_events
+from patcher.journal import GENESIS, Journal, fold, is_written, read_events
 
 
 def write_some(path: Path) -> None:
@@ -101,32 +110,126 @@ def test_lines_are_json_for_other_tools(tmp_path: Path) -> None:
     assert line["data"]["text"] == "é\u2028\n"
 
 
-def test_second_writer_is_refused_and_names_the_first(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
+def other_writer(path: Path, code: str = "sys.stdin.read()") -> subprocess.Popen[bytes]:
+    """Another process that holds the journal open for writing."""
     child = subprocess.Popen(
         [
             sys.executable,
             "-c",
-            "import sys, pathlib; from patcher.journal import Journal\n"
-            "j = Journal(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()",
+            "import subprocess, sys, pathlib; from patcher.journal import Journal\n"
+            f"j = Journal(pathlib.Path(sys.argv[1])); print('held', flush=True); {code}",
             str(path),
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"held\n"
+    return child
+
+
+def test_second_writer_is_refused_and_names_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    child = other_writer(path)
     try:
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"held\n"
         with pytest.raises(UsageError, match=f"process {child.pid}") as caught:
             Journal(path)
         assert str(child.pid) in caught.value.hint
         assert read_events(path) == []  # looking takes no lock
+        assert is_written(path)
+        child.send_signal(signal.SIGSTOP)  # a process that hangs is a writer still
+        with pytest.raises(UsageError, match=f"process {child.pid}"):
+            Journal(path)
     finally:
         child.kill()
         child.communicate()
+    assert not is_written(path)
     with Journal(path) as journal:  # the kernel freed the dead writer's lock
         journal.append("note", "run")
+
+
+def test_a_process_that_only_has_the_writers_number_is_not_named(tmp_path: Path) -> None:
+    """The dead writer's number is another's by now: nobody is told to stop that one."""
+    path = tmp_path / "journal.jsonl"
+    innocent = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    )
+    child = other_writer(path)
+    try:
+        owner = path.with_suffix(".owner")
+        owner.write_text(f"{innocent.pid} 12345\n")
+        for said in (owner.read_text(), f"{innocent.pid}\n", "", "nonsense"):
+            owner.write_text(said)
+            with pytest.raises(UsageError, match="by another process") as caught:
+                Journal(path)
+            assert str(innocent.pid) not in f"{caught.value.message} {caught.value.hint}"
+        child.kill()
+        child.communicate()
+        owner.write_text(f"{innocent.pid} 12345\n")
+        Journal(path).close()  # alive or not, it holds no lock
+    finally:
+        for process in (innocent, child):
+            process.kill()
+            process.communicate()
+
+
+def test_what_the_writer_started_does_not_hold_the_lock_after_it(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    begin = "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+    child = other_writer(path, begin + "print(p.pid, flush=True); sys.stdin.read()")
+    assert child.stdout is not None
+    left = int(child.stdout.readline())
+    try:
+        child.kill()
+        child.wait()
+        os.kill(left, 0)
+        Journal(path).close()
+    finally:
+        os.kill(left, signal.SIGKILL)
+        child.communicate()
+
+
+def test_the_lock_cannot_be_got_around_by_deleting_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path):
+        for file in tmp_path.iterdir():
+            if file != path:
+                file.unlink()
+        with pytest.raises(UsageError, match="is being written"):
+            Journal(path)
+
+
+def test_many_at_once_make_one_chain(tmp_path: Path) -> None:
+    """Four processes want the same journal over and over: one has it at a time."""
+    path = tmp_path / "journal.jsonl"
+    code = (
+        "import sys, pathlib; from bench import UsageError; from patcher.journal import Journal\n"
+        "done = 0\n"
+        "while done < 5:\n"
+        "    try:\n"
+        "        with Journal(pathlib.Path(sys.argv[1])) as journal:\n"
+        "            journal.append('intent', 'x'); journal.append('result', 'x'); done += 1\n"
+        "    except UsageError: pass\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code, str(path)]
+    children = [subprocess.Popen(command, env=environment) for _ in range(4)]
+    assert [child.wait(120) for child in children] == [0] * 4
+    kinds = [event.kind for event in read_events(path)]
+    assert kinds == ["intent", "result"] * 20
+
+
+def test_a_file_system_without_locks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_handle: int, _how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(UsageError, match="No locks available") as caught:
+        Journal(tmp_path / "journal.jsonl")
+    assert "PATCHER_RUNS_DIR" in caught.value.hint
 
 
 def test_same_process_cannot_write_twice_either(tmp_path: Path) -> None:
@@ -134,3 +237,48 @@ def test_same_process_cannot_write_twice_either(tmp_path: Path) -> None:
     with Journal(path), pytest.raises(UsageError, match=str(os.getpid())):
         Journal(path)
     Journal(path).close()
+
+
+def test_interrupted_while_appending_the_next_line_still_follows(tmp_path: Path) -> None:
+    """Ctrl-C after each line of code of an append: what is appended then, while the command
+    unwinds, belongs to the chain."""
+    for lines in itertools.count(1):
+        path = tmp_path / f"{lines}/journal.jsonl"
+        path.parent.mkdir()
+        with Journal(path) as journal:
+            journal.append("intent", "first")
+            interrupted = False
+            try:
+                sys.settrace(interrupt_after(lines))
+                journal.append("result", "second")
+            except KeyboardInterrupt:
+                interrupted = True
+            finally:
+                sys.settrace(None)
+            journal.append("note", "third")
+        names = [event.step for event in read_events(path)]
+        assert names in (["first", "third"], ["first", "second", "third"])
+        if not interrupted:
+            break
+    assert lines > 20
+
+
+def interrupt_after(lines: int) -> Callable[..., Any]:
+    """A trace function that raises at the given line of code of the journal's own files."""
+    left = lines
+
+    def trace(frame: FrameType, kind: str, _argument: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in (journal_file, durable_file):
+            return None
+        if kind == "line":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+journal_file, durable_file = patcher.journal.__file__, patcher.durable.__file__

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from bench import Record, UsageError, VerificationError, WaitingError
-from patcher.journal import read_events
 from patcher.run import Run
 
 
 class Value(Record):
-    number: int
+    number: int = 0
     text: str = ""
 
 
@@ -127,76 +125,80 @@ def test_files_stay_inside_and_unchanged_ones_are_left_alone(tmp_path: Path) -> 
                 watched.step("x", lambda: Value(number=1), Value)
 
 
-WORKER = """
-import os, signal, sys
+def test_a_whole_artefact_that_was_not_renamed_yet_is_taken_over(tmp_path: Path) -> None:
+    with Run.create(tmp_path, command="demo") as run:
+        with pytest.raises(KeyboardInterrupt):
+            run.step("ask", interrupted, Value)
+        temporary = run.path / "steps/.ask.json.tmp"
+        text = Value(number=7).model_dump_json(indent=1) + "\n"
+        for torn in ("", text[: len(text) // 2], text.rstrip("\n")):
+            temporary.write_text(torn)
+            with pytest.raises(KeyboardInterrupt):
+                run.step("ask", interrupted, Value)
+            assert not temporary.exists()
+        temporary.write_text(text)
+        assert run.step("ask", interrupted, Value).number == 7
+        assert run.step("ask", interrupted, Value).number == 7
+
+
+def interrupted() -> Value:
+    raise KeyboardInterrupt
+
+
+def test_a_run_killed_before_its_first_line_can_be_looked_at_and_resumed(tmp_path: Path) -> None:
+    with Run.create(tmp_path, command="demo") as run:
+        pass
+    (run.path / "journal.jsonl").unlink()
+    watched = Run.open(run.path, read_only=True)
+    assert (watched.state.results, watched.written) == ({}, False)
+    with Run.open(run.path) as again:
+        assert again.step("one", lambda: Value(number=1), Value).number == 1
+        assert watched.written
+
+
+FULL_DISK = """
+import json, resource, sys
 from pathlib import Path
-from bench import Record
-import patcher.journal, patcher.run
+from bench import MissingError, Record
 from patcher.run import Run
 
 class Value(Record):
-    number: int
-    text: str = ""
+    text: str
 
-folder, effects, boundary = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-
-# Die before or after the boundary-th durable act: a journal line (whole or torn) or an artefact.
-acts = 0
-def act(do, torn=None):
-    global acts
-    acts += 1
-    if acts == boundary:
-        if torn:
-            torn()
-        os.kill(os.getpid(), signal.SIGKILL)
-    do()
-
-write_all, atomically = patcher.journal._write_all, patcher.run._write_atomically
-patcher.journal._write_all = lambda handle, content: act(
-    lambda: write_all(handle, content), lambda: os.write(handle, content[: len(content) // 2])
-)
-patcher.run._write_atomically = lambda path, text: act(lambda: atomically(path, text))
-
-def effect(number):
-    with effects.open("a") as file:
-        file.write(f"{number}\\n")
-    return Value(number=number)
-
-with Run.open(folder) as run:
-    total = sum(run.step(f"op/{n}/ask", lambda n=n: effect(n), Value).number for n in range(3))
-    run.write("total.txt", str(total))
-print(total)
+with Run.open(Path(sys.argv[1])) as run:
+    run.step("small", lambda: Value(text="x"), Value)
+    size = (run.path / "journal.jsonl").stat().st_size + int(sys.argv[2])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    said = []
+    for attempt in range(2):
+        try:
+            run.step("large", lambda: Value(text="x" * int(sys.argv[3])), Value)
+        except MissingError as error:
+            said.append(error.message)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    run.note("after", said=said)
 """
 
 
-def work(folder: Path, effects: Path, boundary: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", WORKER, str(folder), str(effects), str(boundary)],
+@pytest.mark.parametrize(
+    ("room", "size", "kept"), [(20, 10, False), (4000, 20_000, False), (250, 10, True)]
+)
+def test_a_full_disk_damages_nothing(tmp_path: Path, room: int, size: int, kept: bool) -> None:
+    """The limit on a file's size is met by the intent, by the artefact, or by the result: then
+    the artefact is there and is not made again."""
+    with Run.create(tmp_path, command="demo") as run:
+        pass
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(run.path), str(room), str(size)],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-
-
-# Each step is three durable acts: the intent, the artefact, the result; then comes total.txt.
-@pytest.mark.parametrize("boundary", range(1, 11))
-def test_killed_at_any_boundary_the_run_goes_on(tmp_path: Path, boundary: int) -> None:
-    effects = tmp_path / "effects"
-    with Run.create(tmp_path / "runs", command="demo") as run:
-        pass
-    killed = work(run.path, effects, boundary)
-    assert killed.returncode == -signal.SIGKILL
-    events = read_events(run.path / "journal.jsonl")
-    finished = [event.step for event in events if event.kind == "result"]
-    resumed = work(run.path, effects, 0)
-    assert resumed.stdout == "3\n", resumed.stderr
-    assert (run.path / "total.txt").read_text() == "3"
-    counts = [effects.read_text().split().count(str(n)) for n in range(3)]
-    # Only the step whose artefact was being written is done again; one killed later is not.
-    in_artefact = boundary % 3 == 2
-    assert counts == [2 if in_artefact and n == boundary // 3 else 1 for n in range(3)]
-    assert len(finished) == (boundary - 1) // 3
-    with Run.open(run.path, read_only=True) as done:
-        assert list(done.state.results) == [f"op/{n}/ask" for n in range(3)]
-        assert done.state.pending == ()
+    assert done.returncode == 0, done.stderr
+    with Run.open(run.path) as again:
+        [said] = [note.data["said"] for note in again.state.notes if note.step == "after"]
+        assert len(said) == 2
+        assert "cannot write" in said[0]
+        assert again.load("small", Value).text == "x"
+        assert again.step("large", lambda: Value(text="y"), Value).text[0] == "yx"[kept]

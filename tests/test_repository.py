@@ -26,7 +26,7 @@ SEES = {
 PUBLIC = {
     "bench": {
         *("clock_blocks", "clocks", "cloze", "comparison", "corpus", "engines", "environment"),
-        *("installed", "judge", "logits"),
+        *("installed", "judge", "leash", "logits"),
         *("mutations", "planted", "quality", "scorecard", "stats", "throughput", "toolchains"),
         *("latency", "process_pairs", "traffic", "tuning", "windows"),
     },
@@ -125,6 +125,8 @@ def test_the_wheel_holds_the_kernel_library_and_no_package_called_kernels(tmp_pa
     assert f"{solution}/fused_add_rms_norm.cu" in names
     assert "patcher/recordings/demo.jsonl" in names
     assert "patcher/prompts/generate.md.j2" in names
+    assert {"patcher/memory/known.toml", "patcher/memory/words.txt"} <= set(names)
+    assert "patcher/example.toml" in names
     assert "patcher/report/report.html.j2" in names
     assert "hotspot/families.toml" in names
     assert "integrate/startup/sitecustomize.py" in names

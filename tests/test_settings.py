@@ -30,23 +30,26 @@ def test_flag_over_variable_over_file_over_default(tmp_path: Path) -> None:
     found = resolve(flags, environ=environ, folder=tmp_path)
     assert (found.model, found.iterations, found.margin_pct) == ("replay:flag", 3, 1.0)
     assert (found.budget_usd, found.runs_dir, found.analyst) == (3.5, Path("elsewhere"), None)
-    assert found.origins == {
+    assert found.origins == dict.fromkeys(NAMES, "default") | {
         "model": "flag --model",
-        "analyst": "default",
         "iterations": "PATCHER_ITERATIONS",
         "budget_usd": "patcher.toml",
         "runs_dir": "flag --runs-dir",
         "margin_pct": "patcher.toml",
-        "tripwires": "default",
     }
-    assert found.for_run() == {
-        "model": "replay:flag",
-        "analyst": None,
-        "iterations": 3,
-        "budget_usd": 3.5,
-        "margin_pct": 1.0,
-        "tripwires": {"banned": [], "required": [], "ignore": []},
-    }
+    recorded = found.for_run()
+    assert set(recorded) == set(NAMES) - {"runs_dir", "models"}
+    assert (
+        recorded.items()
+        >= {
+            "model": "replay:flag",
+            "analyst": None,
+            "iterations": 3,
+            "budget_usd": 3.5,
+            "margin_pct": 1.0,
+        }.items()
+    )
+    assert recorded["tripwires"] == {"banned": [], "required": [], "ignore": [], "ops": {}}
 
 
 @pytest.mark.parametrize(
@@ -76,3 +79,52 @@ def test_a_wrong_file_is_one_clear_error(tmp_path: Path, content: bytes) -> None
 def test_an_unknown_flag_is_our_own_mistake(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="modle"):
         resolve({"modle": "x"}, environ={}, folder=tmp_path)
+
+
+LOCAL = """
+[models.local]
+provider = "openai"
+model = "qwen"
+base_url = "http://localhost:8000/v1"
+key_variable = "LOCAL_KEY"
+input_usd_per_mtok = 0.1
+output_usd_per_mtok = 0.4
+"""
+
+
+def test_models_of_ones_own_stay_out_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "patcher.toml").write_text(LOCAL)
+    found = resolve(environ={}, folder=tmp_path)
+    price = found.models["local"].price
+    assert price is not None
+    assert price.cost_usd(1_000_000, 1_000_000) == 0.5
+    assert "models" not in found.for_run()  # servers are this machine's business
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        'key_variable = "sk-honeytoken"',
+        'api_key = "sk-honeytoken"',
+        'base_url = "http://user:sk-honeytoken@host/v1"',
+        'base_url = "http://host/v1?key=sk-honeytoken"',
+        'base_url = "sk-honeytoken:8000"',
+        "input_usd_per_mtok = 1",
+        'provider = "oracle"',
+    ],
+)
+def test_a_wrong_entry_is_named_and_never_shown(tmp_path: Path, entry: str) -> None:
+    lines = {"provider": 'provider = "openai"', "model": 'model = "m"'}
+    lines[entry.split()[0]] = entry
+    (tmp_path / "patcher.toml").write_text("\n".join(["[models.mine]", *lines.values()]))
+    with pytest.raises(UsageError, match=r"models\.mine") as caught:
+        resolve(environ={}, folder=tmp_path)
+    assert "honeytoken" not in caught.value.message + caught.value.hint
+    assert caught.value.__cause__ is None  # pydantic's error shows the values
+
+
+@pytest.mark.parametrize("name", ["openai", "a:b", "a b"])
+def test_an_entry_has_a_name_of_its_own(tmp_path: Path, name: str) -> None:
+    (tmp_path / "patcher.toml").write_text(LOCAL.replace("models.local", f'models."{name}"'))
+    with pytest.raises(UsageError, match="models"):
+        resolve(environ={}, folder=tmp_path)

@@ -26,6 +26,8 @@ from bench.toolchains import cache_root
 from bench.workload import Shape, Workload, presets
 
 LOAD_FORMAT = "patcher_random"
+RANDOM_WEIGHTS = "PATCHER_RANDOM_WEIGHTS"
+"""The variable that asks a process of vLLM's to know that format."""
 MXFP4_SCALE = 120
 """Biased exponent of a block of MXFP4 weights: 2^-7, so that they spread like normal(0, 0.02)."""
 REQUEST = "patcher-"
@@ -202,8 +204,14 @@ def _arguments(workload: Workload, room: Sequence[Shape] = ()) -> dict[str, Any]
 
     config = transformers.GptOssConfig(**known.config).to_dict()
     config |= {"architectures": ["GptOssForCausalLM"], "torch_dtype": workload.dtype}
+<<<<<<< HEAD
     folder = _model_folder(json.dumps({**config, **known.published}, sort_keys=True))
     _register_loader()
+=======
+    (folder / "config.json").write_text(json.dumps({**config, **known.published}))
+    register_loader()
+    os.environ[RANDOM_WEIGHTS] = "1"
+>>>>>>> d498f9526bcc8d1469fcdd83b244fbc0f773fbc9
     return {"model": str(folder), "load_format": LOAD_FORMAT, **arguments}
 
 
@@ -240,8 +248,9 @@ def refuse_dummy(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _register_loader() -> None:
-    """Seeded random weights with spread-out routing, as vLLM's public registry takes loaders.
+def register_loader() -> None:
+    """Seeded random weights with spread-out routing, as vLLM's public registry takes loaders. The
+    plugin does it in vLLM's other processes, where `RANDOM_WEIGHTS` is set.
 
     vLLM's own `dummy` weights are near zero: all tokens pick the same experts, and decode reads a
     fraction of what a real model reads.

@@ -28,6 +28,8 @@ SPAN_EXCESS = 0.1
 SPAN_NOISE_NS = 20_000.0
 """By how much work on the GPU may outlast the events around it."""
 
+OWN = "its own"
+
 Span = tuple[str, int, int]
 """Name, begin and end in nanoseconds."""
 
@@ -109,14 +111,24 @@ def overran(spans: Sequence[Span], events_ns: float) -> str | None:
     )
 
 
-def shares(spans: Sequence[Span], calls: int) -> str:
-    """Whose kernels ran, in words: the candidate's own or a library's, by GPU time."""
+@dataclass(frozen=True)
+class Traced:
+    """Whose kernels ran, as CUPTI saw one launch."""
+
+    said: str
+    libraries: dict[str, float]
+    """Percent of the time on the GPU, by library."""
+
+
+def traced(spans: Sequence[Span], calls: int, where: str) -> Traced:
+    """The candidate's own kernels and libraries', by GPU time."""
     busy: Counter[str] = Counter()
     for name, begin, end in spans:
-        busy[library_of(name) or "its own"] += end - begin
-    total = busy.total()
-    parts = (f"{name} {100 * ns / total:.0f} %" for name, ns in busy.most_common())
-    return f"{len(spans)} kernels and copies in {calls} calls: {', '.join(parts)}"
+        busy[library_of(name) or OWN] += end - begin
+    percent = {name: 100 * ns / busy.total() for name, ns in busy.most_common()}
+    parts = ", ".join(f"{name} {share:.0f} %" for name, share in percent.items())
+    said = f"by CUPTI at {where}: {len(spans)} kernels and copies in {calls} calls: {parts}"
+    return Traced(said, {name: share for name, share in percent.items() if name != OWN})
 
 
 def _quartile(values: Sequence[float]) -> float:

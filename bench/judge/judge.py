@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -17,16 +17,20 @@ from bench.clocks import ClockMonitor
 from bench.contract import Sweep
 from bench.errors import MissingError, UsageError, VerificationError
 from bench.evaluation import Evaluation, Outcome, geomean
-from bench.judge import JudgeSettings, Progress
+from bench.judge import JudgeSettings, Progress, tree
 from bench.judge import cases as cases_
 from bench.judge.baselines import LOAD_S, Strongest, strongest
+from bench.judge.building import begin, compile_check
 from bench.judge.cases import Secrets
 from bench.judge.process import Limits, Runner
 from bench.judge.trial import AFTER, State, Trial, Wrong, reseeded
-from bench.judge.tripwires import Tripwires, look
+from bench.judge.tripwires import Tripwires
 from bench.judge.zygote import RunnerFailure, Zygote
 from bench.op import Op, load_op
 from bench.toolchains import Built, build, cache_root, toolchain
+
+CANARY_PAUSE_S = 3.0
+"""Between tries: the memory of a process that was killed comes back late."""
 
 
 class Judge:
@@ -53,13 +57,22 @@ class Judge:
         """Compile what is coming, on all processors, before the device is held; by content, so that
         `evaluate` finds it built.
         """
+        before = tree.descendants(os.getpid())
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for done in [
+            ahead = [
                 pool.submit(build, candidate, load_op(candidate.op).contract)
                 for candidate in {each.digest: each for each in candidates}.values()
                 if toolchain(candidate.language).missing() is None
-            ]:
-                done.result()
+            ]
+            try:
+                for done in ahead:
+                    done.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                while not all(each.done() for each in ahead):  # their threads wait for compilers
+                    tree.kill_all(tree.descendants(os.getpid()) - before)
+                    time.sleep(0.01)
+                raise
 
     def evaluate(
         self, candidate: Candidate, report: Progress, seed: int | None = None
@@ -69,34 +82,19 @@ class Judge:
         """
         settings = self.settings
         op = load_op(candidate.op)
+        if candidate.language.compile_only:
+            return compile_check(candidate, op, settings, report)
         device = _device(candidate, settings)
         sweep = _sweep(op, device, settings)
         if settings.baseline not in (None, "honest", *op.baselines):
             known = ", ".join(op.baselines)
             raise UsageError(f"{op.name} has no baseline {settings.baseline!r}", f"it has: {known}")
         state = State(candidate, device)
-        if not re.search(rf"\b{re.escape(op.name)}\b", candidate.source):
-            state.check("entry", False, f"the source defines no {op.name}")
-            return state.verdict(
-                Outcome.GENERATION_FAILURE, f"the source must define {op.contract.signature()}"
-            )
-        seen = look(candidate, settings.tripwires, settings.policy)
-        state.tripwires = seen.said()
-        if seen.refused:
-            state.check("tripwires", False, "; ".join(seen.refused))
-            return state.verdict(Outcome.GUARD_VIOLATION)
-        if reason := toolchain(candidate.language).missing():
-            language = candidate.language
-            raise MissingError(f"cannot build {language} here: {reason}", "see `patcher doctor`")
-        report("build", 0, 1)
-        state.build = built = build(candidate, op.contract)
-        if not built.ok:
-            state.check("build", False, f"{built.command} failed")
-            return state.verdict(Outcome.COMPILATION_FAILURE, built.log)
-        took = "cached" if built.cached else f"{built.seconds:.1f} s"
-        state.check("build", True, f"{built.command} ({took})")
+        begun = begin(state, op, settings, report)
+        if isinstance(begun, Evaluation):
+            return begun
         with _held(device):
-            return self._run(state, op, sweep, built, seen, report, Secrets(seed))
+            return self._run(state, op, sweep, begun.built, begun.seen, report, Secrets(seed))
 
     def _run(
         self,
@@ -189,13 +187,19 @@ class Judge:
             return str(runner.command("canary")["digest"])
 
     def _prove_device(self, device: str) -> None:
-        try:
-            digest = self._sing(device)
-        except (RunnerFailure, MissingError) as failure:
-            raise MissingError(
-                f"the GPU does not answer after a candidate failed: {failure.message}",
-                "reset it (nvidia-smi --gpu-reset) or use another one",
-            ) from failure
+        for last in (False, False, True):
+            try:
+                digest = self._sing(device)
+            except (RunnerFailure, MissingError) as failure:
+                if not last:
+                    time.sleep(
+                        CANARY_PAUSE_S
+                    )  # memory of a process that was killed comes back late
+                    continue
+                raise MissingError(
+                    f"the GPU does not answer after a candidate failed: {failure.message}",
+                    "reset it (nvidia-smi --gpu-reset), end what else fills it, or use another one",
+                ) from failure
         if digest != self._canary[device]:
             raise VerificationError(
                 "the GPU computes something else after a candidate failed", "reset it"
@@ -225,7 +229,7 @@ def _sweep(op: Op, device: str, settings: JudgeSettings) -> Sweep:
 
 
 def _device(candidate: Candidate, settings: JudgeSettings) -> str:
-    native = {"cpp": "cpu", "cuda": "cuda", "triton": "cuda"}.get(candidate.language)
+    native = {"cpp": "cpu", "torch": None}.get(candidate.language, "cuda")
     device = settings.device or native or ("cuda" if torch.cuda.is_available() else "cpu")
     if native and device != native:
         raise UsageError(

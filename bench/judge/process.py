@@ -82,6 +82,9 @@ class Runner:
         }
         try:
             self._pid = zygote.fork(job, [commands, replies, inputs, self._files[1]])
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
         finally:
             for descriptor in (commands, replies, inputs):
                 os.close(descriptor)

@@ -57,7 +57,7 @@ class Views:
 
 
 def views(source: str, language: Language) -> Views:
-    native = language in (Language.CPP, Language.CUDA)
+    native = not language.in_python
     source = source.replace("\r\n", "\n").replace("\r", "\n")
     if native:
         source = _spliced(source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable
 
 
 def descendants(pid: int) -> set[int]:
@@ -22,17 +23,26 @@ def descendants(pid: int) -> set[int]:
 
 def send(pid: int, number: signal.Signals) -> None:
     """A signal to each of them."""
-    for each in descendants(pid):
-        try:
-            os.kill(each, number)
-        except ProcessLookupError:
-            continue
+    _signal(descendants(pid), number)
 
 
 def kill(pid: int) -> None:
     """Kill them all, stopped first, so that none forks while the others die."""
     send(pid, signal.SIGSTOP)
     send(pid, signal.SIGKILL)
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """Kill these processes; those that are gone are no error."""
+    _signal(pids, signal.SIGKILL)
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for each in pids:
+        try:
+            os.kill(each, number)
+        except ProcessLookupError:
+            continue
 
 
 def memory_bytes(pid: int) -> int:

@@ -35,7 +35,7 @@ SOAKED = 16
 """Calls a block after the timed ones."""
 SOAKED_BYTES = 1 << 30
 """What such a block holds at most: fewer calls where weights are part of each input set."""
-LATE = ("triton", "torch")
+LATE = ("triton", "torch", "cutedsl")
 """Languages that compile at the first call of a shape."""
 
 
@@ -66,8 +66,13 @@ class State:
             outputs_sha256=self.outputs.hexdigest(),
             build_s=self.build.seconds if self.build else None,
             total_s=time.monotonic() - self.begin,
-            **{"environment": describe(self.device), **more},
+            **{"environment": describe(self.device, compiler=self._compiler()), **more},
         )
+
+    def _compiler(self) -> str | None:
+        """The compiler of a language that is only compiled, once it ran."""
+        only = self.build is not None and self.candidate.language.compile_only
+        return self.build.command.split()[0] if self.build and only else None
 
 
 class Wrong(Exception):
@@ -187,7 +192,12 @@ class Trial:
                 timings.append(sitting.compare(point, settings.load_timeout_s))
         if device == "cuda":
             with self._timed_at("under CUPTI"):
-                self.traced = sitting.spans(points, settings.load_timeout_s)
+                seen = sitting.traced(points, settings.load_timeout_s)
+            self.traced = seen.said
+            self.state.tripwires += tuple(
+                f"library: {share:.0f} % of its time on the GPU is {name}'s, by CUPTI"
+                for name, share in seen.libraries.items()
+            )
         report("time", len(points), len(points))
         self.calls = self.timed_calls = sitting.calls
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -10,11 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from bench.environment import python_path
 from bench.errors import MissingError
+from bench.leash import leashed
 
 _SEE = "see `patcher doctor`"
 
@@ -44,9 +47,11 @@ class Zygote:
         lay_out(self.kit)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         names = ",".join(("torch", *modules))
+        command = [sys.executable, "-P", "-m", "patcher_kit.runner", str(theirs.fileno()), names]
+        self._numbers = itertools.count()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "patcher_kit.runner", str(theirs.fileno()), names],
+                leashed(*command),
                 cwd=self.kit,
                 env=environment(self.kit, device),
                 pass_fds=(theirs.fileno(),),
@@ -57,10 +62,14 @@ class Zygote:
             )
         self._socket = ours
         self._socket.settimeout(300)
-        if not self._socket.recv(16):
-            raise MissingError(
-                f"the process that starts runners does not start: {self._said()}", _SEE
-            )
+        try:
+            if not self._socket.recv(16):
+                raise MissingError(
+                    f"the process that starts runners does not start: {self._said()}", _SEE
+                )
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -75,27 +84,29 @@ class Zygote:
 
     def fork(self, job: dict[str, Any], descriptors: list[int]) -> int:
         """A new runner's process id."""
-        socket.send_fds(self._socket, [json.dumps({"do": "fork", **job}).encode()], descriptors)
-        return int(self._answer()["pid"])
+        return int(self._answer({"do": "fork", **job}, descriptors)["pid"])
 
     def reap(self, pid: int, timeout_s: float = 10.0) -> int | None:
         """Wait status of a runner that ended, or None where it still runs."""
         deadline = time.monotonic() + timeout_s
         while True:
-            self._socket.send(json.dumps({"do": "reap", "pid": pid}).encode())
-            status = self._answer()["status"]
+            status = self._answer({"do": "reap", "pid": pid})["status"]
             if status is not None:
                 return int(status)
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.002)
 
-    def _answer(self) -> dict[str, Any]:
-        answer = self._socket.recv(1 << 12)
-        if not answer:
-            raise MissingError(f"the process that starts runners is gone: {self._said()}", _SEE)
-        found: dict[str, Any] = json.loads(answer)
-        return found
+    def _answer(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        """To this message: whoever was interrupted before has left his answer unread."""
+        number = next(self._numbers)
+        text = json.dumps({"number": number, **message}).encode()
+        socket.send_fds(self._socket, [text], descriptors)
+        while answer := self._socket.recv(1 << 12):
+            found: dict[str, Any] = json.loads(answer)
+            if found["number"] == number:
+                return found
+        raise MissingError(f"the process that starts runners is gone: {self._said()}", _SEE)
 
     def _said(self) -> str:
         assert self._process.stderr is not None

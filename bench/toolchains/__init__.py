@@ -8,15 +8,22 @@ once the kernel is accepted.
 from __future__ import annotations
 
 import os
+import re
+from abc import abstractmethod
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
 
 from bench.candidate import Candidate, Language
 from bench.contract import Contract
-from bench.errors import UsageError
+from bench.errors import MissingError, UsageError
 from bench.judge.kit import loading
 from bench.records import Record
+
+EXAMPLE_OP = "scaled_add"
+"""What every toolchain's one-shot example computes: `scaled_add(x, y, out, scale)`."""
+_FENCED = re.compile(r"^```\w+\n(?P<source>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Built(Record):
@@ -25,7 +32,7 @@ class Built(Record):
     language: Language
     path: Path | None
     binding: str
-    """`tvm-ffi`, `torch` or `python`: how the entry is reached."""
+    """How the entry is reached: `tvm-ffi`, `torch` or `python`; `none`: it was compiled only."""
     command: str
     """What was run, without paths of this machine."""
     log: str
@@ -37,15 +44,59 @@ class Built(Record):
         return self.path is not None
 
 
+class Missing(Record):
+    """What a toolchain lacks on this machine."""
+
+    reason: str
+    fix: str
+    """What to install."""
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 class Toolchain(Protocol):
-    def missing(self) -> str | None:
-        """Why it cannot build here, or None."""
+    """A programming model: what it needs here, how it builds, and what a model is told of it."""
+
+    language: Language
+
+    @abstractmethod
+    def missing(self) -> Missing | None:
+        """What keeps it from building here, or None where it is available."""
         ...
 
-    def build(self, candidate: Candidate, contract: Contract, folder: Path) -> Built: ...
+    @abstractmethod
+    def build(self, candidate: Candidate, contract: Contract, folder: Path) -> Built:
+        """Compile into `folder`; nothing of the result is run.
+
+        Raises:
+            MissingError: what it needs is not here.
+        """
+        ...
+
+    def demand(self) -> None:
+        """Raises:
+        MissingError: it is not available here; the hint says what to install.
+        """
+        if missing := self.missing():
+            raise MissingError(f"cannot build {self.language} here: {missing}", missing.fix)
+
+    @property
+    def hints(self) -> str:
+        """How a candidate is written, as a Jinja template over the contract (`hints/`)."""
+        place = resources.files("bench.toolchains") / "hints" / f"{self.language}.md.j2"
+        return place.read_text(encoding="utf-8")
+
+    @property
+    def example(self) -> str:
+        """The one-shot example in the hints: a whole right source of `EXAMPLE_OP`."""
+        *_, last = _FENCED.finditer(self.hints)
+        return last["source"]
 
 
 def toolchain(language: Language) -> Toolchain:
+    from bench.toolchains.cutedsl import CuteDslToolchain
+    from bench.toolchains.foreign import HipToolchain, MetalToolchain, SyclToolchain
     from bench.toolchains.native import CppToolchain, CudaToolchain
     from bench.toolchains.python import TorchToolchain, TritonToolchain
 
@@ -54,6 +105,10 @@ def toolchain(language: Language) -> Toolchain:
         Language.CUDA: CudaToolchain,
         Language.TRITON: TritonToolchain,
         Language.TORCH: TorchToolchain,
+        Language.CUTEDSL: CuteDslToolchain,
+        Language.HIP: HipToolchain,
+        Language.SYCL: SyclToolchain,
+        Language.METAL: MetalToolchain,
     }
     return known[language]()
 
@@ -85,9 +140,26 @@ def build(candidate: Candidate, contract: Contract, folder: Path | None = None) 
 def load(built: Built, entry: str) -> Callable[..., Any]:
     """The entry as a Python callable that takes torch tensors and scalars in the contract's
     order.
+
+    Raises:
+        UsageError: it is of a language that is only compiled.
     """
     assert built.path is not None
+    if built.binding == "none":
+        raise UsageError(
+            f"a {built.language} kernel is only compiled: nothing here runs it",
+            "write it in cpp, cuda, triton or cutedsl",
+        )
     return loading.load(str(built.path), built.binding, entry)
 
 
-__all__ = ["Built", "Toolchain", "build", "cache_root", "load", "toolchain"]
+__all__ = [
+    "EXAMPLE_OP",
+    "Built",
+    "Missing",
+    "Toolchain",
+    "build",
+    "cache_root",
+    "load",
+    "toolchain",
+]

@@ -9,21 +9,20 @@ from pathlib import Path
 
 from bench.candidate import Candidate, Language
 from bench.contract import Contract
-from bench.errors import MissingError
-from bench.toolchains import Built
+from bench.toolchains import Built, Missing, Toolchain
 
 
-class TorchToolchain:
+class TorchToolchain(Toolchain):
     language = Language.TORCH
+    package = "torch"
 
-    def missing(self) -> str | None:
-        return None if importlib.util.find_spec("torch") else "torch is not installed"
+    def missing(self) -> Missing | None:
+        if importlib.util.find_spec(self.package):
+            return None
+        return Missing(reason=f"{self.package} is not installed", fix=f"pip install {self.package}")
 
     def build(self, candidate: Candidate, contract: Contract, folder: Path) -> Built:
-        if reason := self.missing():
-            raise MissingError(
-                f"cannot build {self.language}: {reason}", "install it on this machine"
-            )
+        self.demand()
         begin = time.monotonic()
         log, path = "", None
         try:
@@ -53,6 +52,4 @@ class TorchToolchain:
 
 class TritonToolchain(TorchToolchain):
     language = Language.TRITON
-
-    def missing(self) -> str | None:
-        return None if importlib.util.find_spec("triton") else "triton is not installed"
+    package = "triton"

@@ -14,6 +14,7 @@ LANGUAGES = {
     Language.CUDA: "cuda",
     Language.TRITON: "triton",
     Language.TORCH: "python",
+    Language.CUTEDSL: "python",  # it knows no other Python language
 }
 
 PYTHON = '''"""{signature} in destination-passing style. Made by `patcher export`."""
@@ -92,7 +93,7 @@ def solution_of(
         "language": LANGUAGES[candidate.language],
         "target_hardware": ["cpu" if candidate.language is Language.CPP else "cuda"],
         "entry_point": f"{main}::run",
-        "dependencies": [],
+        "dependencies": ["nvidia-cutlass-dsl"] if candidate.language is Language.CUTEDSL else [],
         "destination_passing_style": True,
     }
     if candidate.language is Language.TORCH:
@@ -133,7 +134,7 @@ def wrapper(candidate: Candidate, contract: Contract, through_torch: bool) -> tu
         [results.get(each.name, each.name) for each in contract.tensors]
         + [name for name, _ in scalars]
     )
-    if candidate.language in (Language.TORCH, Language.TRITON):
+    if candidate.language.in_python:
         names = [*given, *(name for name, _ in scalars), *results.values()]
         return "main.py", PYTHON.format(
             signature=contract.signature(),

@@ -49,7 +49,7 @@ def candidate_from(
     path, _, symbol = spec.entry_point.partition("::")
     if path != source.path or not symbol.isidentifier():
         raise Refused(f"its entry point {spec.entry_point} is not in its source")
-    if language in (Language.TORCH, Language.TRITON):
+    if language.in_python:
         text = source.content.rstrip("\n") + "\n" + _python(solution, definition, contract, symbol)
         try:
             ast.parse(text)

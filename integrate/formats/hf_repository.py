@@ -28,8 +28,6 @@ from integrate.formats import Files, Written, device_of
 from integrate.formats.hf_sources import package, readme
 from integrate.patch import Patch
 
-PYTHON = (Language.TORCH, Language.TRITON)
-
 
 def write(patch: Patch, license: str) -> Written:
     """The files of the repository.
@@ -57,7 +55,7 @@ def write(patch: Patch, license: str) -> Written:
         "id": f"_{contract.name}_{device}_{candidate.digest[:8]}",
         "version": 1,
         "license": license,
-        "python-depends": [],
+        "python-depends": ["nvidia-cutlass-dsl"] if candidate.language is Language.CUTEDSL else [],
         "backend": {"type": device},
     }
     sources = package(contract, device, candidate.language)
@@ -65,7 +63,7 @@ def write(patch: Patch, license: str) -> Written:
         left_out.append("no layer: an output's shape or dtype is not that of any input")
     text = candidate.source.encode()
     variant: str | None
-    if candidate.language in PYTHON:
+    if candidate.language.in_python:
         files = _variant("torch-universal", sources.files | {"kernel.py": text}, metadata)
         variant, where = "torch-universal", "build/torch-universal/kernel.py"
     else:

@@ -23,7 +23,7 @@ class Package:
 def package(contract: Contract, device: str, language: Language) -> Package:
     """The package around `kernel.py` (PyTorch, Triton) or `_ops.py` (C++, CUDA)."""
     entry = contract.name
-    python = language in (Language.TORCH, Language.TRITON)
+    python = language.in_python
     load = f"from .kernel import {entry} as _kernel" if python else "from ._ops import ops"
     bind = "" if python else f"\n_kernel = ops.{entry}\n"
     tensors = {each.name: [each.dtype, list(each.shape)] for each in contract.tensors}

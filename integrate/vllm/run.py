@@ -29,6 +29,8 @@ MODES: dict[str, dict[str, Any]] = {
     "full": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
 }
 WARM_UP_STEPS = 4
+KV_CACHE_BYTES = 4 << 30
+"""Given, since vLLM takes what another process allocates while it measures for its own."""
 OWN = "own"
 """The patch id under which the engine's own kernel is dispatched."""
 
@@ -79,6 +81,7 @@ def _run(plan: Plan, own: Book | None) -> Result:
     before = after = {}
     for _ in range(plan.engines):
         chosen = {**MODES[plan.mode], "gpu_memory_utilization": plan.memory_share}
+        chosen["kv_cache_memory_bytes"] = KV_CACHE_BYTES
         engine = VllmEngine(plan.workload, chosen, one_process=plan.engines == 1)
         decoding = engine.prefill(engine.prompts(plan.workload.seed))
         engine.decode(decoding, WARM_UP_STEPS)

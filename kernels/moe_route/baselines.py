@@ -34,7 +34,7 @@ def _eager(
     flat = chosen.flatten()
     gather = torch.argsort(flat, stable=True)
     counts = (flat.unsqueeze(1) == torch.arange(experts, device=device)).sum(0)
-    blocks = torch.tensor([16, 32, 64, 128], device=device).unsqueeze(1)
+    blocks = (1 << torch.arange(4, 8, device=device)).unsqueeze(1)  # 16, 32, 64, 128
     tiles = (counts + blocks - 1) // blocks
     ends = tiles.cumsum(1)
     place = torch.arange(tile_map.shape[1], device=device).repeat(4, 1)

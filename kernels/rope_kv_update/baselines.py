@@ -40,9 +40,9 @@ def _write(key: Tensor, value: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
     target = slots[source] % (blocks * block_size)
     block, offset = target // block_size, target % block_size
     some = (slots.max() >= 0).view(1, 1, 1)  # an index of no dimensions would be waited for
-    for plane, new in enumerate((key, value)):
-        old = kv_cache[block, plane, offset]
-        kv_cache[block, plane, offset] = torch.where(some, new.view(old.shape)[source], old)
+    for plane, new in zip(kv_cache.unbind(1), (key, value), strict=True):
+        old = plane[block, offset]  # a number among the indices would be copied from the host
+        plane[block, offset] = torch.where(some, new.view(old.shape)[source], old)
 
 
 def _with(rotate: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Baseline:

@@ -1,14 +1,71 @@
-"""Language models behind one small protocol: the Anthropic API, files, or a recording."""
+"""Language models behind one small protocol: two APIs, files, or a recording."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
-from bench import SCHEMA_VERSION, PatcherError, Record, UsageError
+from bench import SCHEMA_VERSION, PatcherError, Record, UsageError, VerificationError
 
-Role = Literal["generate", "analyse"]
+if TYPE_CHECKING:
+    from patcher.models.registry import Entry
+
+Role = Literal["generate", "analyse", "diagnose"]
+
+
+TOKENS_CEILING = 128_000
+"""The most room that a reply is ever given, in tokens."""
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+MAX_IMAGE_BYTES = 3 << 20
+"""APIs take about 5 MB of base64 an image."""
+
+
+class Image(Record):
+    """A PNG file of the run, e.g. a picture of a profile."""
+
+    file: str
+    """Relative to the run's folder."""
+    digest: str
+    """sha256 of its bytes."""
+    width: int
+    height: int
+
+    @classmethod
+    def of(cls, run_dir: Path, file: str) -> Image:
+        """The image in a run's file.
+
+        Raises:
+            UsageError: no such file in the run, no PNG, or too large for an API.
+        """
+        path = (run_dir / file).resolve()
+        hint = "give a PNG file of the run"
+        if not (path.is_relative_to(run_dir.resolve()) and path.is_file()):
+            raise UsageError(f"the run has no file {file}", hint)
+        content = path.read_bytes()
+        if content[:8] != _PNG or content[12:16] != b"IHDR":
+            raise UsageError(f"{file} is no PNG image", hint)
+        if len(content) > MAX_IMAGE_BYTES:
+            raise UsageError(f"{file} is over {MAX_IMAGE_BYTES >> 20} MiB", "make it smaller")
+        width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))
+        digest = hashlib.sha256(content).hexdigest()
+        return cls(file=file, digest=digest, width=width, height=height)
+
+    def read(self, run_dir: Path) -> bytes:
+        """Its bytes.
+
+        Raises:
+            VerificationError: the file is gone or was changed.
+        """
+        path = run_dir / self.file
+        content = path.read_bytes() if path.is_file() else b""
+        if hashlib.sha256(content).hexdigest() != self.digest:
+            raise VerificationError(
+                f"{self.file} was changed after it was asked about", "start a new run"
+            )
+        return content
 
 
 class Request(Record):
@@ -21,11 +78,14 @@ class Request(Record):
     prompt: str
     max_tokens: int
     """Ceiling on output tokens, thinking included."""
+    images: tuple[Image, ...] = ()
+    """Shown before the prompt; `sees_images` says which models take any."""
 
     @property
     def digest(self) -> str:
-        """sha256 of role, system and prompt."""
-        return hashlib.sha256("\0".join((self.role, self.system, self.prompt)).encode()).hexdigest()
+        """sha256 of role, system, prompt and images."""
+        parts = (self.role, self.system, self.prompt, *(image.digest for image in self.images))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 class Usage(Record):
@@ -72,16 +132,30 @@ class Asked(Record):
     reply: Reply
 
 
+Trouble = Literal["rate_limit", "overloaded", "server", "timeout", "network", "broken"]
+"""How a call failed: `broken` is a reply that could not be read to its end."""
+
+
 class ModelError(PatcherError):
-    """The provider failed in a way that another try may cure: overload, rate limit, network, a
-    broken stream."""
+    """The provider failed in a way that another try may cure (`patcher.models.retry` says when)."""
 
     kind: ClassVar[str] = "model"
 
-    def __init__(self, message: str, hint: str = "", *, charged: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        hint: str = "",
+        *,
+        trouble: Trouble = "server",
+        charged: bool = False,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(message, hint)
+        self.trouble: Trouble = trouble
         self.charged = charged
         """Whether the provider may have billed the failed call."""
+        self.retry_after_s = retry_after_s
+        """How long the provider wants to be left alone."""
 
 
 class Model(Protocol):
@@ -99,45 +173,64 @@ class Model(Protocol):
 
 PROVIDERS = {
     "anthropic[:MODEL]": "the Anthropic API; needs ANTHROPIC_API_KEY",
+    "openai:MODEL": "the OpenAI API, or any server like it at OPENAI_BASE_URL; OPENAI_API_KEY",
     "exchange[:DIR]": "prompts are written to DIR as files, replies are read from there",
     "replay:FILE": "replies recorded in an earlier run",
+    "NAME": "a model of your own: [models.NAME] in patcher.toml",
 }
 """How a model is named, and what it is."""
 
 
-def open_model(spec: str, run_dir: Path) -> Model:
+def open_model(spec: str, run_dir: Path, registry: Mapping[str, Entry] | None = None) -> Model:
     """The model that `spec` names (see `PROVIDERS`); `exchange` without a folder uses `exchange/`
-    in the run.
+    in the run. `registry` is `Settings.models`.
 
     Raises:
         UsageError: no such provider, or an unreadable recording.
         MissingError: no API key.
     """
+    from patcher.models.registry import entry_of
+
     provider, _, rest = spec.partition(":")
     match provider:
-        case "anthropic":
-            from patcher.models.anthropic import AnthropicModel
-
-            return AnthropicModel(rest or None)
         case "exchange":
             from patcher.models.exchange import ExchangeModel
 
-            return ExchangeModel(Path(rest) if rest else run_dir / "exchange")
+            return ExchangeModel(Path(rest) if rest else run_dir / "exchange", run_dir)
         case "replay" if rest:
             from patcher.models.replay import ReplayModel
 
             return ReplayModel(Path(rest))
-    raise UsageError(f"unknown model {spec!r}", f"a model is one of: {', '.join(PROVIDERS)}")
+    entry = entry_of(spec, registry or {})
+    if entry is None:
+        known = ", ".join((*PROVIDERS, *(registry or {})))
+        raise UsageError(f"unknown model {spec!r}", f"a model is one of: {known}")
+    if entry.provider == "anthropic":
+        from patcher.models.anthropic import AnthropicModel
+
+        return AnthropicModel(entry, run_dir)
+    from patcher.models.openai import OpenAIModel
+
+    return OpenAIModel(entry, run_dir)
+
+
+def sees_images(model: Model) -> bool:
+    """Whether the model takes images; one that does not refuses a request that has some."""
+    return bool(getattr(model, "images", False))
 
 
 __all__ = [
     "PROVIDERS",
+    "TOKENS_CEILING",
     "Asked",
+    "Image",
     "Model",
     "ModelError",
     "Reply",
     "Request",
     "Role",
+    "Trouble",
     "Usage",
     "open_model",
+    "sees_images",
 ]

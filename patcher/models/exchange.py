@@ -19,8 +19,11 @@ class ExchangeModel:
 
     name = "exchange"
 
-    def __init__(self, folder: Path) -> None:
+    images = True
+
+    def __init__(self, folder: Path, run_dir: Path | None = None) -> None:
         self.folder = folder
+        self._run_dir = run_dir or folder
 
     def worst_cost_usd(self, request: Request) -> float | None:
         return 0.0
@@ -63,7 +66,8 @@ class ExchangeModel:
         self.folder.mkdir(parents=True, exist_ok=True)
         slug = re.sub(r"[^\w.-]+", "-", request.step)
         system, prompt = request.system.strip(), request.prompt.strip()
-        content = f"<!-- system -->\n{system}\n\n<!-- prompt -->\n{prompt}\n"
+        shown = self._images(request)
+        content = f"<!-- system -->\n{system}\n\n{shown}<!-- prompt -->\n{prompt}\n"
         for known in sorted(self.folder.glob(f"*-{slug}.prompt.md")):
             if known.read_bytes() == content.encode():
                 return known
@@ -77,3 +81,13 @@ class ExchangeModel:
         temporary.write_bytes(content.encode())
         temporary.replace(path)
         return path
+
+    def _images(self, request: Request) -> str:
+        """Copies of the images, beside the prompt under their digests, and the lines that name
+        them."""
+        lines = []
+        for image in request.images:
+            name = f"{image.digest[:16]}.png"
+            (self.folder / name).write_bytes(image.read(self._run_dir))
+            lines.append(f"<!-- image: {name} ({image.width} x {image.height}) -->\n")
+        return "".join(lines)

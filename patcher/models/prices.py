@@ -8,7 +8,6 @@ from functools import cache
 from importlib import resources
 
 from bench import Record
-from patcher.models import Request
 
 
 class Price(Record):
@@ -44,14 +43,4 @@ def price(model: str) -> Price | None:
     """The model's price; a dated name (`claude-haiku-4-5-20251001`) has the price of the undated
     one."""
     known = prices().models
-    return known.get(model) or known.get(re.sub(r"-20\d{6}$", "", model))
-
-
-def worst_cost_usd(model: str, request: Request) -> float | None:
-    """An upper bound: one token for every two bytes of prompt, and all of `max_tokens`. None
-    without a price."""
-    found = price(model)
-    if found is None:
-        return None
-    prompt_tokens = len((request.system + request.prompt).encode()) // 2 + 500
-    return found.cost_usd(prompt_tokens, request.max_tokens)
+    return known.get(model) or known.get(re.sub(r"-20\d{2}-?\d{2}-?\d{2}$", "", model))

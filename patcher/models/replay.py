@@ -45,6 +45,10 @@ class ReplayModel:
     def worst_cost_usd(self, request: Request) -> float | None:
         return 0.0
 
+    def holds(self, step: str) -> bool:
+        """Whether the step was recorded."""
+        return step in self._replies
+
     def ask(self, request: Request) -> Reply:
         recorded = self._replies.get(request.step)
         if recorded is None or recorded.role != request.role:

@@ -33,9 +33,16 @@ FORMATS = {"html": render_html, "md": render_markdown, "json": render_json}
 
 
 def write(
-    report: Report, folder: Path, formats: Sequence[str] = ("html", "md", "json")
+    report: Report,
+    folder: Path,
+    formats: Sequence[str] = ("html", "md", "json"),
+    beside: str = "",
 ) -> list[Path]:
     """Write `report.<format>` into the folder, made where it is missing; the paths in that order.
+    Who looks on meanwhile sees the old one or the new one.
+
+    Args:
+        beside: tells apart the temporary files of several who write at a time.
 
     Raises:
         UsageError: an unknown format, or the folder cannot be written.
@@ -51,7 +58,9 @@ def write(
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             path = folder / f"report.{name}"
-            path.write_text(text, encoding="utf-8")
+            temporary = folder / f".{path.name}{beside}.tmp"
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
             written.append(path)
     except OSError as error:
         raise UsageError(

@@ -8,6 +8,12 @@ from patcher.report.markup import code, fence, plain, table
 from patcher.report.profiled import hotspots
 from patcher.report.record import Report
 
+_TAGS = {
+    **dict.fromkeys(("cuda", "hip", "sycl"), "cpp"),
+    **dict.fromkeys(("triton", "torch", "cutedsl"), "python"),
+}
+"""How a code block of a language is marked."""
+
 
 def render_markdown(report: Report) -> str:
     """GitHub Markdown; hostile names cannot leave their cell, open markup or notify a person."""
@@ -129,7 +135,10 @@ def _attempts(report: Report) -> str:
     ]
     if not rows:
         return ""
-    return "### Iterations\n\n" + table(["#", "Pass", "Outcome", "Speedup", "Detail"], rows, "r  r")
+    ended = report.loop_ended
+    why = f"\n\nEnded by {ended.reason.replace('_', ' ')}: {plain(ended.detail)}." if ended else ""
+    head = ["#", "Pass", "Outcome", "Speedup", "Detail"]
+    return "### Iterations\n\n" + table(head, rows, "r  r") + why
 
 
 def _checks(report: Report) -> str:
@@ -174,7 +183,7 @@ def _source(report: Report) -> str:
     if report.candidate_source is None:
         return ""
     language = report.candidate_language or ""
-    tag = {"cuda": "cpp", "triton": "python", "torch": "python"}.get(language, language)
+    tag = _TAGS.get(language, language)
     block = fence(report.candidate_source, tag)
     return f"<details>\n<summary>The candidate's source</summary>\n\n{block}\n\n</details>"
 

@@ -15,7 +15,7 @@ from bench import (
     Throughput,
     Workload,
 )
-from patcher.attempts import Attempt
+from patcher.attempts import Attempt, Stopped
 from patcher.best_set import BestSet
 from patcher.decide import Decision
 from patcher.elsewhere import Elsewhere
@@ -53,6 +53,8 @@ class Report(Record):
     profile_after: dict[str, Any] | None = None
     """Of the patched one."""
     attempts: tuple[Attempt, ...] = ()
+    loop_ended: Stopped | None = None
+    """Why no further candidate was asked for."""
     best: Evaluation | None = None
     candidate_source: str | None = None
     candidate_language: str | None = None

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from bench import Outcome, Throughput, Timing, Window
 from bench.comparison import Verdict
+from patcher.attempts import Attempt
 from patcher.report import wording
 from patcher.report.record import Report
 from patcher.report.step import chain_numbers
@@ -239,14 +240,22 @@ def attempt_rows(report: Report) -> list[AttemptRow]:
             phase=attempt.phase,
             outcome=attempt.outcome.value,
             speedup=attempt.geomean_speedup,
-            recommendation=attempt.recommendation.change
-            if attempt.recommendation
-            else attempt.analysis_failure,
+            recommendation=_asked_for(attempt),
             detail=attempt.detail,
             best=attempt.iteration == best,
         )
         for attempt in report.attempts
     ]
+
+
+def _asked_for(attempt: Attempt) -> str | None:
+    """What the advice was, and what was expected of it."""
+    if advice := attempt.recommendation:
+        expected = advice.expected_speedup
+        return advice.change + ("" if expected is None else f" (expected {expected:.3g}x)")
+    if attempt.diagnosis:
+        return attempt.diagnosis.minimal_fix
+    return attempt.analysis_failure
 
 
 def headline(report: Report) -> Headline:

@@ -45,7 +45,8 @@ def zygote(control: socket.socket, modules: list[str]) -> None:
         job = json.loads(message)
         if job["do"] == "reap":
             ended, status = os.waitpid(job["pid"], os.WNOHANG)
-            control.send(json.dumps({"status": status if ended else None}).encode())
+            answer = {"number": job["number"], "status": status if ended else None}
+            control.send(json.dumps(answer).encode())
             continue
         pid = os.fork()
         if pid == 0:
@@ -58,7 +59,7 @@ def zygote(control: socket.socket, modules: list[str]) -> None:
             os._exit(70)
         for descriptor in descriptors:
             os.close(descriptor)
-        control.send(json.dumps({"pid": pid}).encode())
+        control.send(json.dumps({"number": job["number"], "pid": pid}).encode())
 
 
 def runner(job: dict[str, Any], descriptors: list[int]) -> None:

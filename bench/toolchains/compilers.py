@@ -1,0 +1,171 @@
+"""Run a compiler in confinement, and keep what it made: the cache is keyed by content."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import Field
+
+from bench.candidate import Candidate
+from bench.environment import cpu_instructions
+from bench.records import Record
+from bench.toolchains import Built, cache_root
+
+BUILD_TIMEOUT_S = 120.0
+"""Of one candidate; `$PATCHER_BUILD_TIMEOUT_S` says otherwise."""
+LOG_LIMIT = 20_000
+
+
+class Job(Record):
+    """One command that makes one file of a candidate, in a folder that holds only `files`."""
+
+    files: dict[str, str]
+    """Besides the candidate's own."""
+    command: tuple[str, ...]
+    product: str
+    """The file that a success leaves."""
+    binding: str
+    shown: str
+    """The command for people, without paths of this machine."""
+    version: str
+    """Of the compiler, as far as a result depends on it."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """What the compiler is told besides its search path."""
+
+
+def compiled(candidate: Candidate, job: Job, folder: Path) -> Built:
+    """Run the job, or find its result in `folder` from another time."""
+    told = sorted(job.files.items()), sorted(job.environment.items())
+    parts = [candidate.digest, repr(told), job.version, cpu_instructions(), *job.command]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    done = folder / key
+    if (done / job.product).is_file():
+        return Built(
+            language=candidate.language,
+            path=done / job.product,
+            binding=job.binding,
+            command=job.shown,
+            log=(done / "build.log").read_text(encoding="utf-8"),
+            seconds=0.0,
+            cached=True,
+        )
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix=f"{key}.", dir=folder) as scratch:
+        work = Path(scratch)
+        for name, text in {**job.files, candidate.file_name: candidate.source}.items():
+            (work / name).write_text(text, encoding="utf-8")
+        code, log = run_compiler([*job.command], work, environment=job.environment)
+        log = _without_paths(log, work)[:LOG_LIMIT]
+        path = None
+        if code == 0 and (work / job.product).is_file():
+            (work / "build.log").write_text(log, encoding="utf-8")
+            path = done / job.product
+            if not done.exists():
+                _keep(work, done, {job.product, "build.log", candidate.file_name})
+    return Built(
+        language=candidate.language,
+        path=path,
+        binding=job.binding,
+        command=job.shown,
+        log=log if path else log or f"{job.command[0]} exited with {code} and no message",
+        seconds=time.monotonic() - begin,
+        cached=False,
+    )
+
+
+def _keep(work: Path, done: Path, names: set[str]) -> None:
+    staged = Path(tempfile.mkdtemp(prefix="done.", dir=done.parent))
+    for name in names:
+        shutil.copy2(work / name, staged / name)
+    try:
+        staged.rename(done)
+    except OSError:  # another process finished the same build first
+        shutil.rmtree(staged)
+
+
+def run_compiler(
+    command: list[str],
+    folder: Path,
+    timeout_s: float | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
+    """Run a compiler confined to a folder of its own: no network, no GPU, nothing of the user's
+    files, no inherited environment; killed with all that it started.
+    """
+    # imported late: the sandbox hides the project, and so knows its packages
+    from bench.judge import sandbox
+
+    if timeout_s is None:
+        timeout_s = float(os.environ.get("PATCHER_BUILD_TIMEOUT_S", BUILD_TIMEOUT_S))
+    also = [cache_root() / "pch", *(_prefix(name) for name in (command[0], "g++"))]
+    policy = sandbox.build_policy(folder, also=[path for path in also if path.is_dir()])
+    process = subprocess.Popen(
+        sandbox.command(policy, *command),
+        cwd=folder,
+        env={
+            "PATH": search_path(),
+            "HOME": str(folder),
+            "TMPDIR": str(folder),
+            "LC_ALL": "C.UTF-8",
+            **(environment or {}),
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return 124, f"the compiler was stopped after {timeout_s:g} s"
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    return process.returncode, output.decode("utf-8", "replace")
+
+
+def _prefix(compiler: str) -> Path:
+    """Where a compiler is installed, with what it needs beside it."""
+    found = find(compiler)
+    return Path(os.path.realpath(found)).parent.parent if found else Path()
+
+
+def find(compiler: str) -> str | None:
+    """Its path, where it is installed."""
+    return shutil.which(compiler, path=search_path())
+
+
+def search_path() -> str:
+    """`PATH`, then where CUDA and ROCm put their compilers."""
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda", os.environ.get("ROCM_PATH")]
+    path = os.environ.get("PATH", os.defpath)
+    return os.pathsep.join([path, *(f"{home}/bin" for home in [*homes, "/opt/rocm"] if home)])
+
+
+def version(compiler: str) -> str:
+    """What `--version` prints."""
+    result = subprocess.run(
+        [compiler, "--version"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": search_path()},
+    )
+    return result.stdout
+
+
+def _without_paths(log: str, work: Path) -> str:
+    """Compiler messages as feedback: file names stay, folders of this machine go."""
+    return re.sub(r"(?:/[^\s:'\"]+)+/", "", log.replace(f"{work}/", ""))

@@ -1,0 +1,148 @@
+"""HIP, SYCL and Metal: compiled where their compiler is, and neither run nor timed.
+
+No device of theirs is driven here, so the judge can say only that a source compiles. The product is
+an object file that nothing loads.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from abc import abstractmethod
+from pathlib import Path
+from typing import ClassVar
+
+from bench.candidate import Candidate, Language
+from bench.contract import Contract
+from bench.toolchains import Built, Missing, Toolchain
+from bench.toolchains.compilers import Job, compiled, find, run_compiler, version
+from bench.toolchains.native import FFI_UNIT, ffi_paths
+
+HIP_ARCH = "gfx90a"
+"""`$PATCHER_HIP_ARCH` says otherwise."""
+METAL_TYPES = {
+    "float32": "float",
+    "bfloat16": "bfloat",
+    "float16": "half",
+    "int64": "long",
+    "int32": "int",
+    "uint8": "uchar",
+}
+"""float64 has none."""
+
+
+class _CompileOnly(Toolchain):
+    suffix: str
+    product: str = "candidate.o"
+    lack: Missing
+    environment: ClassVar[dict[str, str]] = {}
+
+    @abstractmethod
+    def compiler(self) -> list[str]:
+        """The compiler that is here and what chooses its language, or nothing."""
+        ...
+
+    def missing(self) -> Missing | None:
+        return None if self.compiler() else self.lack
+
+    def unit(self, candidate: Candidate, contract: Contract) -> str:
+        return FFI_UNIT.format(source=candidate.file_name, entry=contract.name)
+
+    def flags(self) -> list[str]:
+        return ["-O3", "-std=c++17", "-fPIC"]
+
+    def includes(self) -> list[str]:
+        return [part for path in ffi_paths()[0] for part in ("-isystem", path)]
+
+    def build(self, candidate: Candidate, contract: Contract, folder: Path) -> Built:
+        self.demand()
+        unit, command = f"unit{self.suffix}", [*self.compiler(), *self.flags(), "-c"]
+        job = Job(
+            files={unit: self.unit(candidate, contract)},
+            command=(*command, *self.includes(), unit, "-o", self.product),
+            product=self.product,
+            binding="none",
+            shown=" ".join([*command, unit]),
+            version=version(command[0]),
+            environment=self.environment,
+        )
+        return compiled(candidate, job, folder)
+
+
+class HipToolchain(_CompileOnly):
+    language = Language.HIP
+    suffix = ".hip"
+    lack = Missing(
+        reason="hipcc is not on PATH or in ROCM_PATH",
+        fix="install ROCm's hipcc (on Debian and Ubuntu: apt install hipcc), or set ROCM_PATH",
+    )
+    environment: ClassVar[dict[str, str]] = {
+        "HIP_PLATFORM": "amd"
+    }  # beside a CUDA toolkit hipcc would take nvcc
+
+    def compiler(self) -> list[str]:
+        return ["hipcc"] if find("hipcc") else []
+
+    def flags(self) -> list[str]:
+        arch = os.environ.get("PATCHER_HIP_ARCH", HIP_ARCH)
+        return [*super().flags(), f"--offload-arch={arch}"]
+
+
+class SyclToolchain(_CompileOnly):
+    language = Language.SYCL
+    suffix = ".cpp"
+    lack = Missing(
+        reason="none of icpx, acpp and a clang++ with SYCL is on PATH",
+        fix="install Intel's oneAPI DPC++ compiler (icpx) or AdaptiveCpp (acpp)",
+    )
+
+    def compiler(self) -> list[str]:
+        if find("icpx"):
+            return ["icpx", "-fsycl"]
+        if find("acpp"):
+            return ["acpp"]
+        clang = find("clang++")
+        return ["clang++", "-fsycl"] if clang and _has_sycl(clang) else []
+
+
+class MetalToolchain(_CompileOnly):
+    language = Language.METAL
+    suffix = ".metal"
+    product = "candidate.air"
+    lack = Missing(
+        reason="xcrun is not on PATH: Metal's compiler is for macOS only",
+        fix="on a Mac: install Xcode, then `xcodebuild -downloadComponent MetalToolchain`",
+    )
+
+    def compiler(self) -> list[str]:
+        return ["xcrun", "-sdk", "macosx", "metal"] if find("xcrun") else []
+
+    def flags(self) -> list[str]:
+        return ["-O3", "-std=metal3.1"]
+
+    def includes(self) -> list[str]:
+        return []
+
+    def unit(self, candidate: Candidate, contract: Contract) -> str:
+        """The source once for every choice of dtypes, each symbol of the contract a macro."""
+        parts = ["#include <metal_stdlib>"]
+        for index, dtypes in enumerate(contract.dtype_choices()):
+            known = {symbol: METAL_TYPES.get(dtype) for symbol, dtype in dtypes.items()}
+            if None in known.values():
+                continue
+            parts.append(f"namespace dtypes_{index} {{")
+            parts += [f"#define {symbol} {name}" for symbol, name in known.items()]
+            parts.append(f'#include "{candidate.file_name}"')
+            parts += [f"#undef {symbol}" for symbol in known]
+            parts.append("}")
+        return "\n".join(parts) + "\n"
+
+
+@functools.cache
+def _has_sycl(clang: str) -> bool:
+    """Whether this clang++ finds SYCL's headers: the option alone is in every build of it."""
+    with tempfile.TemporaryDirectory(prefix="patcher-sycl-") as folder:
+        (Path(folder) / "probe.cpp").write_text("#include <sycl/sycl.hpp>\n", encoding="utf-8")
+        code, _ = run_compiler([clang, "-fsycl", "-fsyntax-only", "probe.cpp"], Path(folder))
+    return code == 0

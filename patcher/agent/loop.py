@@ -1,0 +1,329 @@
+"""The agent loop on one op: functional passes until a candidate is right, then optimisation passes;
+the best is kept.
+
+Every question and every verdict is a step of the run, so the loop is a fold over its journal: after
+a kill the same call goes on where it stopped, and a reply is stored before it is read. Two agents
+as in KForge (arXiv 2606.02963): generation, and an analyst that reads the timings and gives one
+recommendation. What is asked together is a round, which a strategy decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from bench import BudgetError, Candidate, Evaluation, Language, Op, Outcome, Sweep
+from patcher.agent.asking import Adapt, Asking
+from patcher.agent.ended import ended, stops
+from patcher.agent.judging import Judge, Judging, Prepare
+from patcher.agent.moving_on import Rules, move_on
+from patcher.agent.waiting import Waiting
+from patcher.agent.writing import Extra, Writing, Written
+from patcher.attempts import Attempt, Optimisation, Phase, Progress, Stage, Stopped
+from patcher.extract import Failure
+from patcher.models import Model, Role, Usage
+from patcher.models.budget import Budget
+from patcher.models.replay import RecordingEndedError
+from patcher.prompt_room import PROMPT_TOKENS
+from patcher.prompting import Prompts, Working
+from patcher.run import Run
+from patcher.strategies import Refine, Strategy
+from patcher.structure import structure
+from patcher.tried import Ask, Round, Tried, best_of
+
+Score = Callable[[int, Evaluation, Mapping[str, str]], float]
+"""A user's own measure of a right candidate: (iteration, evaluation, files of the run by what they
+are); higher is better."""
+
+
+def optimize(
+    run: Run,
+    op: Op,
+    language: Language,
+    model: Model,
+    judge: Judge,
+    iterations: int,
+    device: str,
+    *,
+    analyst: Model | None = None,
+    diagnoser: Model | None = None,
+    strategy: Strategy | None = None,
+    rules: Rules | None = None,
+    sweep: Sweep | None = None,
+    budget: Budget | None = None,
+    prompt_tokens: int = PROMPT_TOKENS,
+    elsewhere: Sequence[Working] = (),
+    pictures: Sequence[str] = (),
+    extra: Extra | None = None,
+    adapt: Adapt | None = None,
+    prepare: Prepare | None = None,
+    final: bool = False,
+    score: Score | None = None,
+    on_event: Callable[[Progress], None] | None = None,
+) -> Optimisation:
+    """Ask for at most `iterations` candidates and keep the best.
+
+    Args:
+        judge: says what one candidate is worth; times it on `sweep`.
+        device: what the agents should know of the hardware, in words.
+        analyst: the model that analyses; None is `model`.
+        diagnoser: the model that judges failures; None is `model`.
+        strategy: decides what to ask next; None is iterative refinement.
+        rules: when to leave the op before its iterations are used.
+        sweep: the timed points; None is the op's first for the language's kind of device.
+        budget: pays for calls and judgements; None is one by the run's own ceilings.
+        prompt_tokens: room of a prompt, estimated.
+        elsewhere: kernels for this op that work in another language or on another device.
+        pictures: PNG files of the run that go to an analyst that sees.
+        extra: further text for one question, cut with the rest when a prompt's room is short.
+        adapt: the caller's last word on a prompt.
+        prepare: told of a round's candidates before they are judged.
+        final: what comes after the loop has begun, so that its end stands whatever is given.
+        score: ranks right candidates; None is by speedup.
+
+    Raises:
+        BudgetError: nothing is right and faster yet; the run can be resumed with a larger budget.
+        WaitingError, ModelError, MissingError: the run stops here and can be resumed.
+        VerificationError: a stored artefact was changed.
+    """
+    budget = budget or Budget(run)
+    kind = "cpu" if language is Language.CPP else "cuda"
+    points = sweep or op.sweep(kind)
+    prompts = Prompts(op, language, device, points, tokens=prompt_tokens, elsewhere=elsewhere)
+    models: dict[Role, Model] = {
+        "generate": model,
+        "analyse": analyst or model,
+        "diagnose": diagnoser or model,
+    }
+    ask = Asking(run, prompts, models, budget, adapt, pictures)
+    tell = _Teller(op.name, iterations, on_event)
+    loop = _Loop(
+        run=run,
+        op=op,
+        language=language,
+        write=Writing(prompts, ask, extra, tell),
+        judge=Judging(run, op.name, judge, prepare, budget),
+        strategy=strategy or Refine(),
+        rules=rules or Rules(),
+        iterations=iterations,
+        score=score,
+        tell=tell,
+        final=final,
+    )
+    found = loop.optimisation(loop.work())
+    run.write(f"ops/{op.name}/optimisation.json", found.model_dump_json(indent=1) + "\n")
+    return found
+
+
+@dataclass(frozen=True)
+class _Teller:
+    """Tells who listens how the loop goes."""
+
+    op: str
+    iterations: int
+    on_event: Callable[[Progress], None] | None
+
+    def __call__(
+        self, iteration: int, stage: Stage, phase: Phase, attempt: Attempt | None = None
+    ) -> None:
+        if self.on_event:
+            self.on_event(
+                Progress(
+                    op=self.op,
+                    iteration=iteration,
+                    iterations=self.iterations,
+                    stage=stage,
+                    phase=phase,
+                    attempt=attempt,
+                )
+            )
+
+
+@dataclass(frozen=True)
+class _Loop:
+    run: Run
+    op: Op
+    language: Language
+    write: Writing
+    judge: Judging
+    strategy: Strategy
+    rules: Rules
+    iterations: int
+    score: Score | None
+    tell: _Teller
+    final: bool
+
+    @property
+    def tried(self) -> list[Tried]:
+        return self.write.tried
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        return self.write.attempts
+
+    def work(self) -> Stopped:
+        """Round after round; returns why it ended."""
+        number = 0
+        while True:
+            asks = self._next(number)
+            if isinstance(asks, Stopped):
+                return asks
+            try:
+                self._round(number, asks)
+            except RecordingEndedError as error:
+                if not self.attempts:
+                    raise
+                return self._stop(Stopped(reason="recording_ended", detail=error.message))
+            except BudgetError as error:
+                # What is worth a patch is taken further; with nothing yet, more money may help.
+                if self._worth() is None:
+                    raise
+                return self._stop(Stopped(reason="budget", detail=error.message))
+            number += 1
+
+    def optimisation(self, stopped: Stopped) -> Optimisation:
+        best = self._worth()
+        evaluation = best.evaluation if best else None
+        return Optimisation(
+            op=self.op.name,
+            language=self.language,
+            iterations=tuple(self.attempts),
+            best_digest=best.candidate.digest if best and best.candidate else None,
+            best_iteration=best.iteration if best else None,
+            best_speedup=evaluation.geomean_speedup if evaluation else None,
+            best_file=self.attempts[best.iteration].file if best else None,
+            usage=sum((attempt.usage for attempt in self.attempts), Usage()),
+            strategy=self.strategy.name,
+            stopped=stopped.reason,
+            stopped_detail=stopped.detail,
+        )
+
+    def _worth(self) -> Tried | None:
+        """The best, if it is right and faster."""
+        best = best_of(self.tried)
+        return best if best and best.rank[0] else None
+
+    def _next(self, number: int) -> tuple[Ask, ...] | Stopped:
+        """The next round, or the end: decided once, whatever a later version would say."""
+        step = f"{self.op.name}/round-{number}"
+        if self.run.done(step):
+            return self.run.load(step, Round).asks
+        if ended := self._ended():
+            return ended
+        if stopped := move_on(self.tried, self.rules):
+            return self._stop(stopped)
+        left = self.iterations - len(self.tried)
+        if left <= 0:
+            return self._stop(Stopped(reason="iterations", detail=f"{len(self.tried)} candidates"))
+        asks = self.strategy.next(tuple(self.tried), left)
+        if not asks:
+            detail = f"strategy {self.strategy.name} has nothing more to ask"
+            return self._stop(Stopped(reason="asked_all", detail=detail))
+        return self.run.step(step, lambda: Round(asks=asks), Round).asks
+
+    def _ended(self) -> Stopped | None:
+        return ended(self.run, self.op.name, final=self.final)
+
+    def _stop(self, stopped: Stopped) -> Stopped:
+        done = stopped.model_copy(update={"iterations": len(self.tried)})
+        before = len(stops(self.run, self.op.name))
+        step = f"{self.op.name}/stopped" + (f"-{before + 1}" if before else "")
+        return self.run.step(step, lambda: done, Stopped)
+
+    def _round(self, number: int, asks: Sequence[Ask]) -> None:
+        """Ask for all, then judge all. Every prompt is written before a reply is waited for."""
+        waiting, written = Waiting(), list[Written]()
+        spent: BudgetError | None = None
+        ended = self._ended()
+        for iteration, ask in enumerate(asks, len(self.tried)):
+            if ended and iteration >= ended.iterations:
+                break  # it ended in the midst of this round
+            try:
+                with waiting.begun():
+                    written.append(self.write(iteration, ask))
+            except BudgetError as error:
+                spent = error  # what is paid for is judged all the same
+                break
+        waiting.settle()
+        candidates = {}
+        for one in written:
+            if isinstance(one.source, str):
+                self.tell(one.iteration, "evaluate", one.ask.phase)
+                candidates[one.iteration] = self._candidate(one.iteration, one.source)
+        verdicts = self.judge(candidates)
+        for one in written:
+            verdict = verdicts.found.get(one.iteration)
+            if one.iteration in candidates and verdict is None:
+                break
+            self._done(number, one, candidates.get(one.iteration), verdict)
+        if spent := spent or verdicts.spent:
+            raise spent
+
+    def _candidate(self, iteration: int, source: str) -> Candidate:
+        candidate = Candidate(op=self.op.name, language=self.language, source=source)
+        self.run.write(self._file(iteration, candidate), source)
+        return candidate
+
+    def _file(self, iteration: int, candidate: Candidate) -> str:
+        suffix = candidate.file_name.removeprefix(self.op.name)
+        return f"ops/{self.op.name}/{iteration}/candidate{suffix}"
+
+    def _done(
+        self,
+        number: int,
+        one: Written,
+        candidate: Candidate | None,
+        verdict: tuple[int, Evaluation] | None,
+    ) -> None:
+        """The iteration as it stays."""
+        given_in, evaluation = verdict or (None, None)
+        failure = one.source if isinstance(one.source, Failure) else None
+        tried = Tried(one.iteration, number, one.ask, candidate, evaluation, failure)
+        if self.score and tried.right and candidate and evaluation and given_in is not None:
+            files = {
+                "run": ".",
+                "candidate": self._file(given_in, candidate),
+                "evaluation": f"ops/{self.op.name}/{given_in}/evaluation.json",
+            }
+            tried = replace(tried, score=self.score(given_in, evaluation, files))
+        self.tried.append(tried)
+        attempt = Attempt(
+            iteration=one.iteration,
+            round=number,
+            phase=one.ask.phase,
+            parents=one.ask.parents,
+            digest=candidate.digest if candidate else None,
+            outcome=evaluation.outcome if evaluation else Outcome.GENERATION_FAILURE,
+            geomean_speedup=evaluation.geomean_speedup if evaluation else None,
+            score=tried.score,
+            detail=_detail(evaluation, tried.score)
+            if evaluation
+            else failure.detail
+            if failure
+            else "",
+            usage=one.advice.usage + one.reply.usage,
+            model=one.reply.model,
+            reply_source=one.reply.source,
+            recommendation=one.advice.recommendation,
+            diagnosis=one.advice.diagnosis,
+            analysis_failure=one.advice.missing,
+            duplicate_of=None if given_in == one.iteration else given_in,
+            file=self._file(one.iteration, candidate) if candidate else None,
+            structure=structure(candidate).key if candidate else None,
+            island=one.ask.island,
+            why=one.ask.why,
+        )
+        self.attempts.append(attempt)
+        file = f"ops/{self.op.name}/{one.iteration}/attempt.json"
+        self.run.write(file, attempt.model_dump_json(indent=1) + "\n")
+        self.tell(one.iteration, "done", one.ask.phase, attempt)
+
+
+def _detail(evaluation: Evaluation, score: float | None) -> str:
+    if evaluation.geomean_speedup is not None:
+        own = "" if score is None else f", score {score:g}"
+        return f"{evaluation.geomean_speedup:.3f} x {evaluation.baseline}{own}"
+    failed = evaluation.failed_checks
+    return (
+        f"{failed[0].name}: {failed[0].detail}" if failed else evaluation.outcome.replace("_", " ")
+    )

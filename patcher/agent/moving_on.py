@@ -1,0 +1,83 @@
+"""When the loop leaves an op: rules in code, not in a prompt (as AutoKernel's orchestrator has
+them)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from bench import Evaluation, Outcome, Record, geomean
+from patcher.attempts import Stopped
+from patcher.tried import Tried, standing
+
+MAX_FUNCTIONAL_FAILURES = 5
+"""Functional rounds in a row that may fail before the loop gives the op up."""
+
+
+class Rules(Record):
+    """When more micro gain is not worth its price."""
+
+    light_pct: float = Field(default=90, gt=0)
+    """Share of the speed of light, geometric mean over the timed points, from which on at most the
+    rest could be gained."""
+    reverts: int = Field(default=5, ge=1)
+    """Optimisation rounds in a row without a gain."""
+    share_pct: float | None = Field(default=None, ge=0, le=100)
+    """The op's share of the served model's time, by its profile; None: not known."""
+    margin_pct: float = Field(default=0.5, ge=0)
+    """End-to-end gain that counts."""
+
+
+def move_on(tried: Sequence[Tried], rules: Rules) -> Stopped | None:
+    """Why to stop now, if so."""
+    if any(one.evaluation and one.evaluation.outcome is Outcome.COMPILED for one in tried):
+        return Stopped(reason="compiled", detail="it compiles, and nothing here can say more of it")
+    now = standing(tried)
+    if now.failures >= MAX_FUNCTIONAL_FAILURES:
+        detail = f"{now.failures} rounds in a row gave nothing that is right"
+        return Stopped(reason="functional_failures", detail=detail)
+    if now.best is None or now.best.evaluation is None:
+        return None
+    best = now.best.evaluation
+    light = light_share(best)
+    if light is not None and 100 * light >= rules.light_pct:
+        detail = (
+            f"iteration {now.best.iteration} is at {100 * light:.0f} % of the speed of light "
+            f"(rule: {rules.light_pct:g} %)"
+        )
+        return Stopped(reason="speed_of_light", detail=detail)
+    if rules.share_pct is not None and best.geomean_speedup is not None:
+        left = left_pct(rules.share_pct / 100, best.geomean_speedup, light or 0.0)
+        if left < rules.margin_pct:
+            detail = (
+                f"the op was {rules.share_pct:.2g} % of the time and is {best.geomean_speedup:.3g} "
+                f"times as fast: whatever comes could add at most {left:.2f} % end to end "
+                f"(margin: {rules.margin_pct:g} %)"
+            )
+            return Stopped(reason="end_to_end_ceiling", detail=detail)
+    if now.reverts >= rules.reverts:
+        detail = f"{now.reverts} optimisation rounds in a row brought no gain"
+        return Stopped(reason="reverts", detail=detail)
+    return None
+
+
+def light_share(evaluation: Evaluation) -> float | None:
+    """Geometric mean over the timed points, at most 1: its inverse is the most by which the score
+    can still grow. None where a point's share is not known."""
+    shares = [timing.light_pct for timing in evaluation.timings]
+    known = [min(share / 100, 1.0) for share in shares if share is not None and share > 0]
+    return geomean(known) if known and len(known) == len(shares) else None
+
+
+def left_pct(share: float, speedup: float, light: float) -> float:
+    """End-to-end gain in percent that is still possible, by Amdahl's law.
+
+    Args:
+        share: of the time before any patch, 0 to 1.
+        speedup: of the best kernel so far.
+        light: its share of the speed of light, which a better kernel cannot pass; 0 if unknown.
+    """
+    now = 1 - share + share / speedup
+    least = 1 - share + share / speedup * light
+    return 100 * (now / least - 1) if least > 0 else float("inf")

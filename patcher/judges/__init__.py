@@ -1,0 +1,132 @@
+"""Where candidates are judged: in processes of this machine, or on another one through a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from bench import Candidate, Evaluation, Language, UsageError
+from bench.judge import JudgeSettings, Progress, open_judge
+from patcher.agent import Judge as OneJudge
+from patcher.counting import with_counters
+from patcher.judges.exchange import ExchangeJudge
+from patcher.languages import device_facts, device_kind
+
+if TYPE_CHECKING:  # it brings torch
+    from bench.judge.judge import Judge
+
+LOCAL = "local"
+JUDGES = "local or exchange:DIR"
+
+
+class Judges(Protocol):
+    """What says what candidates are worth."""
+
+    def prepare(self, candidates: Sequence[Candidate]) -> None:
+        """Told of candidates that will be judged: to build them side by side, or to hand all of
+        them over before the first is waited for.
+        """
+        ...
+
+    def evaluate(self, candidates: Sequence[Candidate]) -> list[Evaluation]:
+        """The verdicts, in the order of the candidates.
+
+        Raises:
+            WaitingError: the judge is elsewhere and some have not come; all were handed over.
+            PatcherError: as `bench.judge.evaluate`.
+        """
+        ...
+
+
+@contextmanager
+def open_judges(
+    spec: str,
+    settings: JudgeSettings,
+    ticket: str,
+    report: Progress,
+    *,
+    counters: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> Iterator[Judges]:
+    """The judge that `--judge` names: `local`, or `exchange:DIR`, whose verdicts are those that a
+    `patcher worker DIR` wrote.
+
+    Args:
+        ticket: who asks, as a run's id; a job with the same ticket is judged once.
+        counters: whether right verdicts carry hardware counters, where they can be read.
+        say: told why they cannot.
+
+    Raises:
+        UsageError: no such judge.
+    """
+    folder = exchange_folder(spec)
+    if folder is not None:
+        yield ExchangeJudge(folder, settings, ticket, counters)
+        return
+    with open_judge(settings) as judge:
+        one: OneJudge = lambda candidate: judge.evaluate(candidate, report)  # noqa: E731
+        if counters:
+            one = with_counters(one, settings.sweep, say or (lambda _: None))
+        yield _LocalJudges(judge, one)
+
+
+@dataclass(frozen=True)
+class _LocalJudges:
+    """One judge of this machine: what it trusts is started once."""
+
+    judge: Judge
+    one: OneJudge
+
+    def prepare(self, candidates: Sequence[Candidate]) -> None:
+        self.judge.build_ahead(candidates)
+
+    def evaluate(self, candidates: Sequence[Candidate]) -> list[Evaluation]:
+        return [self.one(candidate) for candidate in candidates]
+
+
+def judged_on(spec: str, language: Language) -> Literal["cpu", "cuda"]:
+    """The kind of device that `--judge` judges the language on."""
+    if spec != LOCAL and language is Language.TORCH:
+        return "cuda"  # what this machine has says nothing of the other one
+    return device_kind(language)
+
+
+def facts(spec: str, language: Language) -> str:
+    """What the agents should know of the hardware on which `--judge` judges.
+
+    Raises:
+        MissingError: it is this machine, and it has no device for the language.
+    """
+    folder = exchange_folder(spec)
+    if folder is None or language.compile_only:
+        return device_facts(language)
+    return ExchangeJudge.facts(folder, judged_on(spec, language))
+
+
+def exchange_folder(spec: str) -> Path | None:
+    """DIR of `exchange:DIR`; None for `local`.
+
+    Raises:
+        UsageError: neither.
+    """
+    if spec == LOCAL:
+        return None
+    name, _, folder = spec.partition(":")
+    if name != "exchange" or not folder:
+        raise UsageError(f"unknown judge {spec!r}", f"say {JUDGES}")
+    return Path(folder)
+
+
+__all__ = [
+    "JUDGES",
+    "LOCAL",
+    "ExchangeJudge",
+    "Judges",
+    "exchange_folder",
+    "facts",
+    "judged_on",
+    "open_judges",
+]

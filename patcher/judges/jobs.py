@@ -1,0 +1,262 @@
+"""What goes between a loop and a judge elsewhere: jobs, their results, and the machines that serve.
+
+    DIR/jobs/<op>-<digest>/        job.json, the source, manifest.json       written by the loop
+    DIR/results/<op>-<digest>/     result.json, manifest.json                written by a worker
+    DIR/machines/<digest>.json     what a worker judges on                   written by a worker
+    DIR/claims/                    locks of the workers that share DIR       not worth copying
+
+Nothing here is signed: who can write into DIR is believed as a judge is. The digests find what was
+cut off, mixed up or edited by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+
+from bench import (
+    SCHEMA_VERSION,
+    Candidate,
+    Environment,
+    Evaluation,
+    Language,
+    Op,
+    PatcherError,
+    Record,
+    UsageError,
+    VerificationError,
+    load_op,
+    relayed,
+)
+from bench.environment import describe
+from bench.judge import JudgeSettings, Policy
+from patcher.hardware import hardware_facts
+from patcher.judges.sealed import Sealed, digest_of, unsealed
+
+MOST_JOB_BYTES = 2 << 20
+MOST_RESULT_BYTES = 16 << 20
+FOLDER_NAME = re.compile(r"[a-z]\w{0,79}-[0-9a-f]{16}")
+"""Of a job and of its result: the op and the first half of the job's digest."""
+RecordT = TypeVar("RecordT", bound=Record)
+
+
+class JobSettings(Record):
+    """`bench.judge.JudgeSettings`, field by field, within what a worker accepts."""
+
+    device: Literal["cpu", "cuda"] | None
+    sweep: str | None
+    points: int | None = Field(ge=1)
+    baseline: str | None
+    pairs: int = Field(ge=2, le=1000)
+    precision_pct: float = Field(gt=0, le=100)
+    calls: int = Field(ge=0, le=1_000_000)
+    lives_s: float = Field(ge=0, le=600)
+    timeout_s: float = Field(gt=0, le=600)
+    load_timeout_s: float = Field(gt=0, le=3600)
+    memory_bytes: int = Field(gt=0, le=1 << 40)
+    threads: int | None = Field(ge=1, le=1024)
+    tripwires: bool
+    policy: Policy
+    sanitize: bool
+
+    @classmethod
+    def of(cls, settings: JudgeSettings) -> JobSettings:
+        fields = [field.name for field in dataclasses.fields(JudgeSettings)]
+        return cls.model_validate({name: getattr(settings, name) for name in fields})
+
+    def settings(self) -> JudgeSettings:
+        return JudgeSettings(**{name: getattr(self, name) for name in type(self).model_fields})
+
+
+class Job(Record):
+    """`job.json`: one candidate to judge. Holds no path, no environment and no key."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION  # type: ignore[assignment]
+    ticket: str = Field(pattern=r"^\w[\w.-]{0,99}$")
+    """Who asks: a run's id, so that no run is given another one's figures."""
+    op: str = Field(pattern=r"^[a-z]\w{0,79}$")
+    op_digest: str = Field(pattern="^[0-9a-f]{64}$")
+    """`bench.Op.digest`: contract, reference, inputs and baselines."""
+    language: Language
+    candidate_digest: str = Field(pattern="^[0-9a-f]{64}$")
+    settings: JobSettings
+    counters: bool = False
+    """Whether the verdict should carry hardware counters, where the worker can read them."""
+
+    def files(self, candidate: Candidate) -> dict[str, str]:
+        return {"job.json": _line(self), candidate.file_name: candidate.source}
+
+
+@dataclasses.dataclass(frozen=True)
+class Posted:
+    """A job as it lies in its folder."""
+
+    job: Job
+    candidate: Candidate
+    digest: str
+    """Of the whole folder."""
+
+    @property
+    def name(self) -> str:
+        return folder_name(self.job.op, self.digest)
+
+
+class Machine(Record):
+    """What a worker judges on. No host name, user or path."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION  # type: ignore[assignment]
+    patcher: str
+    environments: dict[Literal["cpu", "cuda"], Environment]
+    words: dict[Literal["cpu", "cuda"], str]
+    """What the agents should know of the hardware."""
+    seen: str
+    """ISO 8601, UTC."""
+
+
+class Refusal(Record):
+    """A job that was not judged, and why."""
+
+    kind: str
+    message: str
+    hint: str
+
+    @property
+    def error(self) -> PatcherError:
+        return relayed(self.model_dump())
+
+
+class JobResult(Record):
+    """`result.json`: the verdict on one job, or why there is none."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION  # type: ignore[assignment]
+    job: str | None
+    """Digest of the job; None where the job was too damaged to have one."""
+    evaluation: Evaluation | None = None
+    refusal: Refusal | None = None
+    machine: Machine
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> JobResult:
+        if (self.evaluation is None) == (self.refusal is None):
+            raise ValueError("a result is an evaluation or a refusal")
+        return self
+
+    def files(self) -> dict[str, str]:
+        return {"result.json": _line(self)}
+
+
+def post(
+    op: Op, candidate: Candidate, settings: JudgeSettings, ticket: str, counters: bool = False
+) -> Posted:
+    """The job for a candidate.
+
+    Raises:
+        UsageError: the source is too long, or a setting is not one that a worker accepts.
+    """
+    try:
+        job = Job(
+            ticket=ticket,
+            op=op.name,
+            op_digest=op.digest,
+            language=candidate.language,
+            candidate_digest=candidate.digest,
+            settings=JobSettings.of(settings),
+            counters=counters,
+        )
+    except ValidationError as error:
+        raise UsageError(f"this cannot be a job: {_first(error)}", "give another value") from None
+    files = job.files(candidate)
+    if sum(len(text.encode()) for text in files.values()) > MOST_JOB_BYTES:
+        raise UsageError(f"a job holds {MOST_JOB_BYTES:,} bytes at most", "shorten the source")
+    return Posted(job, candidate, digest_of(files))
+
+
+def read_job(folder: Path) -> Posted | None:
+    """A job from its folder; None: it is not whole yet. Nothing of it has run, nor will before the
+    op's digest is this machine's, too.
+
+    Raises:
+        VerificationError: it is malformed, too large, changed, or for another op library.
+        UsageError: its op is unknown here, or its policy is none.
+    """
+    sealed = unsealed(folder, MOST_JOB_BYTES)
+    if sealed is None:
+        return None
+    job = _record(sealed, "job.json", Job, folder.name)
+    candidate = Candidate(op=job.op, language=job.language, source="")
+    if set(sealed.files) != {"job.json", candidate.file_name}:
+        raise VerificationError(f"{folder.name} holds other files than a job", _MADE_AGAIN)
+    candidate = candidate.model_copy(update={"source": sealed.files[candidate.file_name]})
+    posted = Posted(job, candidate, sealed.digest)
+    if posted.name != folder.name or candidate.digest != job.candidate_digest:
+        raise VerificationError(f"{folder.name} is not the job that its name says", _MADE_AGAIN)
+    if load_op(job.op).digest != job.op_digest:
+        raise VerificationError(
+            f"the worker's op {job.op} is not the one that asked: its contract, reference, inputs "
+            "or baselines differ",
+            "install the same patcher (and the same PATCHER_OPS) on both machines",
+        )
+    return posted
+
+
+def read_result(folder: Path) -> JobResult | None:
+    """The result in a folder; None: it is not whole yet.
+
+    Raises:
+        VerificationError: it is malformed, too large or changed.
+    """
+    sealed = unsealed(folder, MOST_RESULT_BYTES)
+    return None if sealed is None else _record(sealed, "result.json", JobResult, folder.name)
+
+
+def this_machine() -> Machine:
+    import torch
+
+    kinds: list[Literal["cpu", "cuda"]] = ["cpu"]
+    if torch.cuda.is_available():
+        kinds.append("cuda")
+    return Machine(
+        patcher=importlib.metadata.version("patcher"),
+        environments={kind: describe(kind) for kind in kinds},
+        words={kind: hardware_facts(kind) for kind in kinds},
+        seen=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def folder_name(op: str, digest: str) -> str:
+    return f"{op}-{digest[:16]}"
+
+
+def machine_file(root: Path, machine: Machine) -> Path:
+    """One file a machine, however often it serves."""
+    told = machine.model_dump_json(exclude={"seen"})
+    return root / "machines" / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.json"
+
+
+_MADE_AGAIN = "remove it and resume the run, which writes it again"
+
+
+def _record(sealed: Sealed, file: str, kind: type[RecordT], name: str) -> RecordT:
+    try:
+        return kind.model_validate_json(sealed.files[file])
+    except KeyError:
+        raise VerificationError(f"{name} holds no {file}", _MADE_AGAIN) from None
+    except ValidationError as error:
+        raise VerificationError(f"{file} of {name}: {_first(error)}", _MADE_AGAIN) from None
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else str(first["msg"])
+
+
+def _line(record: Record) -> str:
+    return record.model_dump_json(indent=1) + "\n"

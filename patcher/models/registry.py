@@ -1,0 +1,156 @@
+"""Models by name: `[models.NAME]` of `patcher.toml`, and what `anthropic:MODEL` and `openai:MODEL`
+stand for.
+
+A key is never written down: an entry names the environment variable that holds it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
+
+from bench import Record
+from patcher.models import TOKENS_CEILING
+from patcher.models.prices import Price, price, prices
+
+Provider = Literal["anthropic", "openai"]
+
+
+def _own_name(name: str) -> str:
+    if name in ("anthropic", "openai", "exchange", "replay"):
+        raise ValueError(f"{name} is a provider: choose another name")
+    return name
+
+
+Name = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$"), AfterValidator(_own_name)]
+"""Of an entry: no provider's name, no colon."""
+
+KEY_VARIABLES: dict[Provider, str] = {
+    "anthropic": "ANTHROPIC_API_KEY",
+    "openai": "OPENAI_API_KEY",
+}
+_SERVERS: dict[Provider, tuple[str, str]] = {
+    "anthropic": ("ANTHROPIC_BASE_URL", "https://api.anthropic.com"),
+    "openai": ("OPENAI_BASE_URL", "https://api.openai.com/v1"),
+}
+
+
+class Entry(Record):
+    """One model that is asked over a network."""
+
+    provider: Provider
+    """Which protocol its server speaks."""
+    model: str = Field(min_length=1)
+    """As the server names it."""
+    base_url: str | None = None
+    """The server, e.g. `http://localhost:8000/v1`; None is the provider's own."""
+    key_variable: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")
+    """Environment variable with the key. None is the provider's own variable, or no key at all
+    where there is a `base_url`."""
+    input_usd_per_mtok: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    output_usd_per_mtok: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """US dollars per million tokens; 0 for a server of your own."""
+    images: bool | None = None
+    """Whether it takes images; None is yes for the provider's own server, no for another."""
+    max_output_tokens: int = Field(default=TOKENS_CEILING, ge=1)
+    """The most room that the server gives a reply."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _plain_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            parts = urlsplit(value)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError("must be a whole address: http://HOST:PORT/v1")
+            if parts.username or parts.password or parts.query:
+                raise ValueError("must hold no password and no key: key_variable names one")
+        return value
+
+    @model_validator(mode="after")
+    def _both_prices(self) -> Entry:
+        if (self.input_usd_per_mtok is None) != (self.output_usd_per_mtok is None):
+            raise ValueError("give both prices, or none")
+        return self
+
+    @property
+    def key_name(self) -> str | None:
+        """The environment variable that must hold a key; None when no key is needed."""
+        if self.key_variable or self.base_url:
+            return self.key_variable
+        return KEY_VARIABLES[self.provider]
+
+    @property
+    def has_key(self) -> bool | None:
+        """Whether the key is there; None when none is needed."""
+        return bool(os.environ.get(self.key_name, "").strip()) if self.key_name else None
+
+    @property
+    def address(self) -> str:
+        """The server that is asked: the entry's, the environment's, the provider's."""
+        variable, own = _SERVERS[self.provider]
+        return self.base_url or os.environ.get(variable, "").strip() or own
+
+    @property
+    def own_server(self) -> bool:
+        """Whether the provider itself is asked."""
+        return self.address == _SERVERS[self.provider][1]
+
+    @property
+    def sees_images(self) -> bool:
+        return self.own_server if self.images is None else self.images
+
+    @property
+    def price(self) -> Price | None:
+        """By the entry, else the list price; another server's price is not guessed."""
+        if self.input_usd_per_mtok is not None and self.output_usd_per_mtok is not None:
+            return Price(input=self.input_usd_per_mtok, output=self.output_usd_per_mtok)
+        return None if self.base_url else price(self.model)
+
+
+def entry_of(spec: str, registry: Mapping[str, Entry]) -> Entry | None:
+    """The model that `NAME`, `anthropic`, `anthropic:MODEL` or `openai:MODEL` stands for."""
+    if spec in registry:
+        return registry[spec]
+    match spec.partition(":"):
+        case ("anthropic", _, model):
+            return Entry(provider="anthropic", model=model or prices().default)
+        case ("openai", _, model) if model:
+            return Entry(provider="openai", model=model)
+    return None
+
+
+class Listed(Record):
+    """One line of `patcher models`: what can be asked, and whether its key is there."""
+
+    name: str
+    provider: Provider
+    model: str
+    key_variable: str | None
+    """None: no key is needed."""
+    has_key: bool | None
+    """Never more than yes or no."""
+    images: bool
+    input_usd_per_mtok: float | None
+    output_usd_per_mtok: float | None
+
+
+def listed(registry: Mapping[str, Entry]) -> list[Listed]:
+    """The Anthropic default and every entry of the registry."""
+    own = {"anthropic": Entry(provider="anthropic", model=prices().default)}
+    return [
+        Listed(
+            name=name,
+            provider=entry.provider,
+            model=entry.model,
+            key_variable=entry.key_name,
+            has_key=entry.has_key,
+            images=entry.sees_images,
+            input_usd_per_mtok=entry.price.input if entry.price else None,
+            output_usd_per_mtok=entry.price.output if entry.price else None,
+        )
+        for name, entry in {**own, **registry}.items()
+    ]

@@ -1,0 +1,83 @@
+"""Strategies: given the attempts so far, what to ask next.
+
+A strategy is a pure function of the attempts, so that a resumed run goes on exactly as it would
+have. To add one: a class with `name` and `next`, its line in `STRATEGIES`, its case in
+`open_strategy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from bench import UsageError
+from patcher.strategies.beam import Beam
+from patcher.strategies.evolve import Evolve
+from patcher.strategies.refine import Refine
+from patcher.strategies.sample import Sample, Single
+from patcher.tried import Ask, Tried
+
+STRATEGIES = {
+    "refine": "one candidate at a time: mend what is broken, then improve the best",
+    "single": "one question, one candidate",
+    "sample": "independent answers to one question, --width at a time",
+    "beam": "the best --width designs, told apart by structure, improved side by side",
+    "evolve": "islands (--islands) of designs that are varied, combined and migrate",
+    "translate": "refine, beginning from a kernel that works elsewhere (--from-solution)",
+}
+WIDTH, ISLANDS = 4, 2
+
+
+class Strategy(Protocol):
+    """What decides."""
+
+    @property
+    def name(self) -> str: ...
+
+    def next(self, tried: Sequence[Tried], left: int) -> tuple[Ask, ...]:
+        """What to ask together in the next round: at most `left` (at least one) candidates, whose
+        parents are among those tried; () when it has nothing more to ask."""
+        ...
+
+
+def open_strategy(
+    name: str, *, width: int | None = None, islands: int | None = None, seed: int = 0
+) -> Strategy:
+    """The strategy of that name.
+
+    Args:
+        width: candidates a round, for those that ask several together.
+        islands: of `evolve`, which also draws from `seed`.
+
+    Raises:
+        UsageError: no such strategy, or it takes no such number.
+    """
+    if name not in STRATEGIES:
+        raise UsageError(f"unknown strategy {name!r}", f"one of: {', '.join(STRATEGIES)}")
+    if width is not None and name not in ("sample", "beam", "evolve"):
+        raise UsageError(f"strategy {name} asks one candidate at a time", "drop --width")
+    if islands is not None and name != "evolve":
+        raise UsageError(f"strategy {name} has no islands", "drop --islands, or --strategy evolve")
+    count = WIDTH if width is None else width
+    match name:
+        case "single":
+            return Single()
+        case "sample":
+            return Sample(count)
+        case "beam":
+            return Beam(count)
+        case "evolve":
+            return Evolve(count, ISLANDS if islands is None else islands, seed)
+    return Refine(name)
+
+
+__all__ = [
+    "STRATEGIES",
+    "Beam",
+    "Evolve",
+    "Refine",
+    "Sample",
+    "Single",
+    "Strategy",
+    "open_strategy",
+]

@@ -1,0 +1,34 @@
+"""Beam search with diversity: the best few designs are improved side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from patcher.strategies.designs import designs, fruitless, to_mend
+from patcher.tried import Ask, Tried
+
+PATIENCE = 3
+"""Candidates made of one design without a gain, after which others come first."""
+
+
+class Beam:
+    """`width` candidates a round: what broke is mended once, then the best designs that differ in
+    structure are improved, and what is left of the width goes to new designs."""
+
+    name = "beam"
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def next(self, tried: Sequence[Tried], left: int) -> tuple[Ask, ...]:
+        count = min(self.width, left)
+        asks = to_mend(tried)[:count]
+        # One that has brought nothing for long goes behind the others; it stays the best.
+        known = designs(tried, 2 * self.width)
+        beam = sorted(known, key=lambda one: fruitless(one, tried) >= PATIENCE)[: self.width]
+        for member in beam[: count - len(asks)]:
+            asks.append(Ask(kind="optimise", parents=(member.iteration,)))
+        unlike = tuple(one.iteration for one in known)
+        for draw in range(len(tried) + len(asks), len(tried) + count):
+            asks.append(Ask(kind="generate", unlike=unlike, draw=draw))
+        return tuple(asks)

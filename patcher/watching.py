@@ -1,0 +1,176 @@
+"""What is seen while a run works: a table of its candidates that changes in place on a terminal,
+and plain lines elsewhere."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from bench import Outcome
+from patcher.attempts import Attempt, Stage
+from patcher.attempts import Progress as LoopProgress
+from patcher.models import Usage
+from patcher.report.wording import visible
+
+DOING: dict[Stage, str] = {
+    "analyse": "analysing",
+    "diagnose": "diagnosing",
+    "generate": "asking",
+    "evaluate": "judging",
+    "done": "done",
+}
+_MARGIN = 12
+"""Lines of a terminal that are not the table's rows."""
+
+
+class Rows:
+    """The candidates so far, as the loop tells of them."""
+
+    def __init__(self) -> None:
+        self.latest: dict[tuple[str, int], LoopProgress] = {}
+
+    def hear(self, progress: LoopProgress) -> None:
+        self.latest[progress.op, progress.iteration] = progress
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        return [row.attempt for row in self.latest.values() if row.attempt]
+
+    @property
+    def best(self) -> Attempt | None:
+        right = [one for one in self.attempts if one.outcome is Outcome.CORRECT]
+        return max(right, key=lambda one: one.geomean_speedup or 0.0, default=None)
+
+    @property
+    def spent(self) -> Usage:
+        total = Usage()
+        for attempt in self.attempts:
+            total += attempt.usage
+        return total
+
+
+class Watch:
+    """Hears of stages and of the loop's candidates, and shows them. A context manager."""
+
+    def __init__(self, console: Console, quiet: bool) -> None:
+        self.rows = Rows()
+        self._console, self._quiet = console, quiet
+        self._stage = ""
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task("starting", total=None)
+        self._live: Live | None = None
+        if not quiet and console.is_terminal:
+            self._live = Live(
+                get_renderable=self._shown, console=console, refresh_per_second=4, transient=True
+            )
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """What stands in brackets after a stage is a note, which may change within it."""
+        name = stage.partition(" (")[0]
+        if name != self._stage:
+            self._stage = name
+            self._bar.reset(self._task)
+        self._bar.update(self._task, description=visible(stage), completed=done, total=total)
+
+    def say(self, line: str | Text) -> None:
+        """A line that stays."""
+        if not self._quiet:
+            said = Text(visible(line)) if isinstance(line, str) else line
+            self._console.print(said, highlight=False)
+
+    def hear(self, progress: LoopProgress) -> None:
+        """Of one candidate: a row, or a line when it is done."""
+        self.rows.hear(progress)
+        if not self._live and progress.stage in ("generate", "done"):
+            self.say(self._line(progress))
+
+    def _line(self, progress: LoopProgress) -> str:
+        attempt, count = progress.attempt, f"{progress.iteration + 1} of {progress.iterations}"
+        if attempt is None:
+            return f"  candidate {progress.iteration} ({count}, {progress.phase}): asking"
+        best = self.rows.best
+        so_far = f"; best {_speedup(best)}" if best else ""
+        money = _money(self.rows.spent)
+        return (
+            f"  candidate {attempt.iteration} ({attempt.phase}): {attempt.outcome}, "
+            f"{attempt.detail}{so_far}{'; ' + money + ' so far' if money else ''}"
+        )
+
+    def _shown(self) -> RenderableType:
+        return Group(self._table(), self._bar) if self.rows.latest else self._bar
+
+    def _table(self) -> Table:
+        rows = self.rows
+        table = Table(title=_title(rows), title_justify="left")
+        for name in ("#", "round", "pass", "outcome", "speedup", "cost so far", "detail"):
+            right = name in ("#", "round", "speedup", "cost so far")
+            table.add_column(name, justify="right" if right else "left", no_wrap=name != "detail")
+        shown = max(self._console.height - _MARGIN, 4)
+        best, total = rows.best, Usage()
+        lines: list[tuple[RenderableType, ...]] = []
+        for (_, iteration), row in rows.latest.items():
+            attempt = row.attempt
+            if attempt is None:
+                doing = Spinner("dots", DOING[row.stage])
+                lines.append((str(iteration), "", row.phase, doing, "", "", ""))
+                continue
+            total += attempt.usage
+            star = " *" if attempt is best else ""
+            good = attempt.outcome is Outcome.CORRECT
+            said = Text(str(attempt.outcome).replace("_", " "), style="green" if good else "")
+            lines.append(
+                (
+                    *(str(iteration), str(attempt.round), attempt.phase, said),
+                    *(_speedup(attempt) + star, _money(total)),
+                    Text(visible(attempt.detail.partition("\n")[0][:80]), style="dim"),
+                )
+            )
+        for line in lines[-shown:]:
+            table.add_row(*line)
+        return table
+
+
+def _title(rows: Rows) -> str:
+    last = next(reversed(rows.latest.values()))
+    best = f", best {_speedup(rows.best)} (*)" if rows.best else ""
+    return f"{last.op}: {len(rows.attempts)} of {last.iterations} candidates{best}"
+
+
+def _speedup(attempt: Attempt | None) -> str:
+    speedup = attempt.geomean_speedup if attempt else None
+    return "-" if speedup is None else f"{speedup:.3f}x"
+
+
+def _money(usage: Usage) -> str:
+    """What was paid, or else what was written."""
+    if usage.cost_usd is not None:
+        return f"${usage.cost_usd:.2f}"
+    tokens = usage.output_tokens
+    return "" if tokens is None else f"{tokens:,} tokens"

@@ -1,0 +1,151 @@
+"""Rewards as data: a pure function of evaluations, and the command that pays for them."""
+
+from __future__ import annotations
+
+import pytest
+
+import bench
+from bench import Candidate, Check, Evaluation, Language, MissingError, Outcome, Timing, UsageError
+from bench.judge import JudgeSettings
+from patcher import judged as judged_
+from patcher.judged import rewarded
+from patcher.reward import reward
+
+OP = "fused_add_rms_norm"
+
+
+def evaluation(
+    baseline: str, *intervals: tuple[float, float], digest: str = "a" * 64
+) -> Evaluation:
+    """A right candidate whose points have these (speedup, lower end)."""
+    timings = tuple(
+        Timing(
+            axes={"tokens": n},
+            candidate_us=1,
+            baseline_us=speedup,
+            speedup=speedup,
+            speedup_low=low,
+            speedup_high=2 * speedup - low,
+            pairs=6,
+            calls=100,
+        )
+        for n, (speedup, low) in enumerate(intervals, 1)
+    )
+    geomean = bench.geomean([timing.speedup for timing in timings])
+    return Evaluation(
+        op=OP,
+        language="cpp",
+        digest=digest,
+        outcome=Outcome.CORRECT if geomean > 1 else Outcome.TOO_SLOW,
+        baseline=baseline,
+        timings=timings,
+        geomean_speedup=geomean,
+    )
+
+
+def wrong(outcome: Outcome) -> Evaluation:
+    check = Check(name="values", passed=False, detail="off")
+    return Evaluation(op=OP, language="cpp", digest="a" * 64, outcome=outcome, checks=(check,))
+
+
+FAST, SLOW = (1.2, 1.06), (1.2, 1.04)
+
+
+@pytest.mark.parametrize(
+    ("eager", "compiled", "value"),
+    [
+        ((0.5, 0.4), (0.5, 0.4), 1),
+        (SLOW, SLOW, 1),
+        ((9.0, 1.05), FAST, 1),
+        (FAST, SLOW, 2),
+        (FAST, FAST, 3),
+        (SLOW, FAST, 1),
+    ],
+)
+def test_the_lower_ends_of_the_intervals_decide(
+    eager: tuple[float, float], compiled: tuple[float, float], value: int
+) -> None:
+    found = reward([evaluation("torch.compile", compiled), evaluation("eager", eager)])
+    assert found.value == value
+    assert found.speedups["eager"].geomean == pytest.approx(eager[0])
+    assert found.speedups["torch.compile"].geomean_low == pytest.approx(compiled[1])
+    assert found.missing == {}
+
+
+def test_all_points_count_together() -> None:
+    both = evaluation("eager", (4.0, 4.0), (0.25, 0.25))
+    assert reward([both], against=["eager"]).value == 1
+    assert reward([evaluation("eager", (4.0, 4.0), (0.3, 0.3))], against=["eager"]).value == 2
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [each for each in Outcome if each not in (Outcome.CORRECT, Outcome.TOO_SLOW, Outcome.COMPILED)],
+)
+def test_wrong_once_is_wrong(outcome: Outcome) -> None:
+    found = reward([evaluation("eager", FAST), wrong(outcome)])
+    assert (found.value, found.speedups) == (-1, {})
+    assert "values" in found.why
+
+
+def test_what_was_not_judged_or_does_not_run_is_said_and_not_won() -> None:
+    found = reward([evaluation("eager", FAST)])
+    assert (found.value, found.missing) == (2, {"torch.compile": "not judged"})
+    assert "not than torch.compile (not judged)" in found.why
+    found = reward([evaluation("torch.compile", FAST)], {"eager": "no such baseline"})
+    assert (found.value, found.missing) == (1, {"eager": "no such baseline"})
+    assert reward([evaluation("flashinfer", FAST)], against=()).value == 1
+
+
+def test_a_reward_is_of_one_candidate() -> None:
+    compiled = Evaluation(op=OP, language="hip", digest="a" * 64, outcome=Outcome.COMPILED)
+    with pytest.raises(ValueError, match="neither right nor wrong"):
+        reward([compiled])
+    with pytest.raises(ValueError, match="one candidate"):
+        reward([])
+    with pytest.raises(ValueError, match="one candidate"):
+        reward([evaluation("eager", FAST), evaluation("torch.compile", FAST, digest="b" * 64)])
+    with pytest.raises(ValueError, match="two evaluations"):
+        reward([evaluation("eager", FAST), evaluation("eager", FAST)])
+
+
+def test_a_wrong_candidate_is_judged_once_and_a_right_one_against_each() -> None:
+    bad = Candidate(op=OP, language=Language.CPP, source="int other;")
+    found = rewarded("local", bad, JudgeSettings(threads=1), "t", lambda *_: None)
+    assert list(found.evaluations) == ["eager"]
+    assert found.reward.value == -1
+    good = next(c for info, c in bench.load_op(OP).solutions() if info.name == "cpu_simd")
+    settings = JudgeSettings(threads=1, pairs=3, calls=50, lives_s=0.1, points=1)
+    found = rewarded("local", good, settings, "t", lambda *_: None, against=["eager"])
+    assert found.evaluations["eager"].baseline == "eager"
+    assert found.reward.value in (1, 2)
+    assert found.reward.speedups["eager"].geomean == found.evaluations["eager"].geomean_speedup
+
+
+def test_a_baseline_that_does_not_run_here_takes_its_level_away_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The judge is scripted: torch.compile runs on every machine that tests."""
+
+    class Scripted:
+        def __init__(self, baseline: str | None) -> None:
+            self.baseline = baseline
+
+        def __enter__(self) -> Scripted:
+            return self
+
+        def __exit__(self, *exc: object) -> None:
+            return None
+
+        def evaluate(self, candidates: list[Candidate]) -> list[Evaluation]:
+            if self.baseline == "torch.compile":
+                raise MissingError("no compiler")
+            return [evaluation("eager", FAST, digest=candidates[0].digest)]
+
+    monkeypatch.setattr(judged_, "open_judges", lambda _w, s, *_: Scripted(s.baseline))
+    candidate = Candidate(op=OP, language=Language.CPP, source="x")
+    found = rewarded("local", candidate, JudgeSettings(), "t", lambda *_: None)
+    assert (found.reward.value, found.reward.missing) == (2, {"torch.compile": "no compiler"})
+    down = Candidate(op="moe_matmul_down", language=Language.CPP, source="x")
+    with pytest.raises(UsageError, match=r"has no baseline of torch\.compile"):
+        rewarded("local", down, JudgeSettings(), "t", lambda *_: None, against=["torch.compile"])
