@@ -15,11 +15,8 @@ from patcher import (  # noqa: F401 (importing them registers them)
     configuring,
     evaluating,
     exporting,
-<<<<<<< HEAD
     measuring,
-=======
     outside,
->>>>>>> d498f9526bcc8d1469fcdd83b244fbc0f773fbc9
     patching,
     profiling,
     remembering,

@@ -122,21 +122,10 @@ def measure_together(
         (folder / "job.json").write_text(job.model_dump_json(), encoding="utf-8")
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
-<<<<<<< HEAD
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "patcher.measure",
-                    str(folder),
-                    *(str(each.resolve()) for each in patch_folders),
-                ],
-=======
                 leashed(
-                    *(sys.executable, "-P", "-m", "patcher.measure"),
-                    *(str(folder), str(patch_folder.resolve())),
+                    *(sys.executable, "-P", "-m", "patcher.measure", str(folder)),
+                    *(str(each.resolve()) for each in patch_folders),
                 ),
->>>>>>> d498f9526bcc8d1469fcdd83b244fbc0f773fbc9
                 env=engine_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -13,12 +13,11 @@ from patcher.commands import (
     Batch,
     Prompt,
     Steps,
-    Threads,
     Weights,
     decision_lines,
     workload_of,
 )
-from patcher.console import Device, Engine, Json, Output, app, examples, runs_dir
+from patcher.console import Device, Engine, Json, Output, Threads, app, examples, runs_dir
 
 
 @app.command()

@@ -38,13 +38,9 @@ from patcher.levers import load_levers
 from patcher.machine import same_machine
 from patcher.measure import decide_on, explain_measured, measure_in_child
 from patcher.measured import Job, Measured
-<<<<<<< HEAD
-from patcher.models import Model, open_model
-from patcher.other_traffic import shapes_of
-=======
 from patcher.optimising import DEMO as DEMO
 from patcher.optimising import optimise
->>>>>>> d498f9526bcc8d1469fcdd83b244fbc0f773fbc9
+from patcher.other_traffic import shapes_of
 from patcher.reconcile import Reconciliation
 from patcher.run import Run
 from patcher.searching import Search

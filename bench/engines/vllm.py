@@ -204,14 +204,9 @@ def _arguments(workload: Workload, room: Sequence[Shape] = ()) -> dict[str, Any]
 
     config = transformers.GptOssConfig(**known.config).to_dict()
     config |= {"architectures": ["GptOssForCausalLM"], "torch_dtype": workload.dtype}
-<<<<<<< HEAD
     folder = _model_folder(json.dumps({**config, **known.published}, sort_keys=True))
-    _register_loader()
-=======
-    (folder / "config.json").write_text(json.dumps({**config, **known.published}))
     register_loader()
     os.environ[RANDOM_WEIGHTS] = "1"
->>>>>>> d498f9526bcc8d1469fcdd83b244fbc0f773fbc9
     return {"model": str(folder), "load_format": LOAD_FORMAT, **arguments}
 
 
