@@ -170,7 +170,8 @@ def _best_set(job: Any, patches: list[Path], out: Path | None, output: Output) -
     with ExitStack() as stack:
         folders = [stack.enter_context(unpacked(patch)) for patch in patches]
         keep = runs_dir() / keep_name(job, folders)
-        output.err.print(Text(f"each combination is kept in {keep}", style="dim"))
+        if not output.as_json:
+            output.err.print(Text(f"each combination is kept in {keep}", style="dim"))
         bar = stack.enter_context(output.progress())
         found = measure_sets(job, folders, keep, bar)
         names = " ".join(f"--patch {Patch.load(folder).manifest.id}" for folder in folders)

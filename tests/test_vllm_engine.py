@@ -219,6 +219,7 @@ def test_every_process_has_the_model_at_one_path(
     """The path enters vLLM's hash of what it compiled."""
     monkeypatch.setenv("PATCHER_CACHE", str(tmp_path))
     monkeypatch.setattr(driver, "register_loader", lambda: None)
+    monkeypatch.setenv(driver.RANDOM_WEIGHTS, "1")  # it is set, and put back afterwards
     random = WORKLOAD.model_copy(update={"weights": "random"})
     driver._arguments(random)  # transformers imports lazily, and not in several threads at once
     with ThreadPoolExecutor(4) as pool:
