@@ -5,9 +5,10 @@ CPU: each call timed by itself with the performance counter; a block's figure is
 calls. CUDA: calls captured one by one, composed into one graph in a secret order, as engines serve
 them, and replayed once on new values; a block's figure is the time between two events of that graph
 divided by its calls. Some sets are never called and must stay as they were. A pair is one block of
-each arm on the same values, arms in ABBA order, the other arm stopped; the speedup is the geometric
-mean over pairs with a Student t interval of the log-ratios. Pairs go on until the interval is
-narrow enough or the budget is spent.
+each arm on the same values, arms in ABBA order, the other arm stopped; the speedup is the
+pseudomedian of the pairs' log-ratios with its interval, since a few pairs during which the baseline
+waited for other programs must not make a gain. Pairs go on until the interval is narrow enough or
+the budget is spent.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from bench.judge.clockcheck import Block, Traced, overran, suspicious, traced, u
 from bench.judge.process import Runner
 from bench.judge.zygote import RunnerFailure
 from bench.op import Op
-from bench.stats import half_width
+from bench.pseudomedian import Interval, pseudomedian
 from bench.timed_arm import Arm, Batch, Found, block_sets
 
 CALLED = 2 / 3
@@ -40,6 +41,8 @@ SINGLES = 4
 """Blocks of one call each."""
 HEARINGS = 5
 """A point is measured so often before its clocks are called false: a busy machine looks so, too."""
+PAUSE_S = 1.0
+"""Before a point is measured again because the baseline waited for other programs."""
 COLD_CALLS = 12
 SPANS_S = 60.0
 """CUPTI starts slowly."""
@@ -107,6 +110,8 @@ class Sitting:
             problem = suspicious(ours, theirs, [a for a, _ in alone], [b for _, b in alone], floor)
             if problem is None and (waited := unsteady(theirs)) is None:
                 break
+            if problem is None:
+                time.sleep(PAUSE_S)
         else:
             if problem is not None:
                 raise Found("clocks", problem)
@@ -114,18 +119,17 @@ class Sitting:
                 f"this machine is too busy to time {point.label()}: {waited}",
                 "end what else runs here, or judge on another machine (--judge)",
             )
-        ratios = [math.log(b.figure / a.figure) for a, b in zip(ours, theirs, strict=True)]
-        mean, half = statistics.fmean(ratios), half_width(ratios)
+        speedup = of_pairs(ours, theirs)
         candidate_us = statistics.median(block.figure for block in ours)
         more = self._served_otherwise(point, sets) if self.device == "cuda" else {}
         return Timing(
             axes=point.axes,
             candidate_us=candidate_us,
             baseline_us=statistics.median(block.figure for block in theirs),
-            speedup=math.exp(mean),
-            speedup_low=math.exp(mean - half),
-            speedup_high=math.exp(mean + half),
-            pairs=len(ratios),
+            speedup=math.exp(speedup.middle),
+            speedup_low=math.exp(speedup.low),
+            speedup_high=math.exp(speedup.high),
+            pairs=len(ours),
             dropped_pairs=dropped,
             calls=sum(block.calls for block in ours),
             light_pct=100 * self.ceilings.light_us(self.op.contract, point) / candidate_us,
@@ -147,9 +151,8 @@ class Sitting:
             clocks.append(None if sample.throttle else sample.sm_mhz or 0)
             if len(ours) < limits.fewest_pairs:
                 continue
-            ratios = [math.log(b.figure / a.figure) for a, b in zip(ours, theirs, strict=True)]
             late = time.monotonic() - begin > limits.budget_s
-            if half_width(ratios) <= limits.half_width or late:
+            if of_pairs(ours, theirs).half_width <= limits.half_width or late:
                 break
         kept = _steady(clocks)
         if sum(kept) < len(kept) / 2:  # this load's own state, for both arms alike
@@ -238,6 +241,11 @@ class Sitting:
             raise Found(name, f"in a timed call: {detail}")
         self.calls += len(order)
         return block
+
+
+def of_pairs(ours: Sequence[Block], theirs: Sequence[Block]) -> Interval:
+    """Of the logarithm of the speedup."""
+    return pseudomedian([math.log(b.figure / a.figure) for a, b in zip(ours, theirs, strict=True)])
 
 
 def _steady(clocks: list[int | None]) -> list[bool]:

@@ -48,7 +48,7 @@ class JudgeSettings:
     memory_bytes: int = 16 << 30
     """Of host memory, for all processes of the candidate."""
     threads: int | None = None
-    """CPU threads of both arms, each pinned to as many CPUs; None: as many as there are."""
+    """CPU threads of both arms, each pinned to as many CPUs; None: one, where they run on a CPU."""
     tripwires: bool = True
     """Whether the source is looked at; behaviour decides either way."""
     policy: Policy = field(default_factory=Policy)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -106,7 +107,7 @@ class Judge:
         report: Progress,
         draw: Secrets,
     ) -> Evaluation:
-        settings = self.settings
+        settings = self._settings(state.device)
         zygote = self._zygote(state.device)
         limits = Limits(reply_s=settings.timeout_s, memory_bytes=settings.memory_bytes)
         more: dict[str, Any] = {}
@@ -149,11 +150,19 @@ class Judge:
                 self._canary[device] = self._sing(device)
         return self._zygotes[device]
 
+    def _settings(self, device: str) -> JudgeSettings:
+        """On a CPU one thread, where nothing is said: several wait for each other, milliseconds
+        each time, as soon as anything else runs.
+        """
+        if device == "cpu" and self.settings.threads is None:
+            return replace(self.settings, threads=1)
+        return self.settings
+
     def _baseline(
         self, op: Op, sweep: Sweep, device: str, report: Progress
     ) -> tuple[Runner, dict[str, str], str]:
         """The trusted runner with the strongest baseline loaded."""
-        runner, settings = self._trusted.get(device), self.settings
+        runner, settings = self._trusted.get(device), self._settings(device)
         if runner is None or not runner.alive:
             limits = Limits(reply_s=300.0)
             runner = self._stack.enter_context(Runner(self._zygote(device), limits, trusted=True))
@@ -175,7 +184,7 @@ class Judge:
 
     def _cpus(self, device: str) -> list[int] | None:
         """CPUs to which runners are pinned; both arms the same."""
-        threads = self.settings.threads
+        threads = self._settings(device).threads
         if device == "cuda" or threads is None:
             return None
         return sorted(os.sched_getaffinity(0))[:threads]
