@@ -23,10 +23,11 @@ import numpy as np
 from bench.ceilings import Ceilings
 from bench.clocks import TOLERANCE, ClockMonitor
 from bench.contract import Point
+from bench.errors import MissingError
 from bench.evaluation import Timing
 from bench.judge import cases as cases_
 from bench.judge.cases import Secrets
-from bench.judge.clockcheck import Block, Traced, overran, suspicious, traced
+from bench.judge.clockcheck import Block, Traced, overran, suspicious, traced, unsteady
 from bench.judge.process import Runner
 from bench.judge.zygote import RunnerFailure
 from bench.op import Op
@@ -38,7 +39,7 @@ CALLED = 2 / 3
 SINGLES = 4
 """Blocks of one call each."""
 HEARINGS = 5
-"""A point is measured so often before its clocks are called false: a busy machine looks so once."""
+"""A point is measured so often before its clocks are called false: a busy machine looks so, too."""
 COLD_CALLS = 12
 SPANS_S = 60.0
 """CUPTI starts slowly."""
@@ -88,6 +89,7 @@ class Sitting:
         Raises:
             Found: a timed call went wrong, or the clocks do not agree.
             RunnerFailure: the candidate failed while timed.
+            MissingError: the baseline's own times are all over the place.
         """
         sets = block_sets(self.op, point, self.device)
         for arm in (self.theirs, self.ours):
@@ -103,10 +105,15 @@ class Sitting:
             alone = [self._single(point, sets) for _ in range(SINGLES)]
             floor = self.ceilings.floor_us(self.op.contract, point)
             problem = suspicious(ours, theirs, [a for a, _ in alone], [b for _, b in alone], floor)
-            if problem is None:
+            if problem is None and (waited := unsteady(theirs)) is None:
                 break
         else:
-            raise Found("clocks", problem or "")
+            if problem is not None:
+                raise Found("clocks", problem)
+            raise MissingError(
+                f"this machine is too busy to time {point.label()}: {waited}",
+                "end what else runs here, or judge on another machine (--judge)",
+            )
         ratios = [math.log(b.figure / a.figure) for a, b in zip(ours, theirs, strict=True)]
         mean, half = statistics.fmean(ratios), half_width(ratios)
         candidate_us = statistics.median(block.figure for block in ours)

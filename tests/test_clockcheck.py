@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bench.judge.clockcheck import Block, overran, suspicious, traced
+from bench.judge.clockcheck import Block, overran, suspicious, traced, unsteady
 
 PAIRS = 12
 
@@ -69,6 +69,17 @@ def test_nothing_is_faster_than_the_machine() -> None:
     problem = suspicious(blocks(0.05, seed=6), THEIRS, alone(0.06), THEIRS_ALONE, 0.5)
     assert problem is not None
     assert "below what this machine can do" in problem
+
+
+def test_a_baseline_that_waits_for_other_programs_is_no_yardstick() -> None:
+    """Seen on two busy cores: 8 ms in place of 0.03 for some blocks, and a speedup of 313."""
+    assert unsteady(THEIRS) is None
+    doubled = blocks(40.0, seed=5)
+    assert unsteady(THEIRS[:6] + doubled[:6]) is None  # two states of a clock are no storm
+    waiting = blocks(8000.0, seed=6)
+    problem = unsteady(THEIRS[:5] + waiting[:7])
+    assert problem is not None
+    assert "8" in problem
 
 
 def test_work_on_any_stream_is_inside_of_the_events() -> None:

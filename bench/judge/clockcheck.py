@@ -10,12 +10,14 @@ forged clock shows in every block, a busy machine in some.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.judge.tools import library_of
+from bench.stats import half_width
 
 HIDDEN = 0.15
 """Share of the baseline's time that the two clocks may differ by."""
@@ -24,6 +26,8 @@ ALONE = 0.5
 what it costs the baseline more."""
 NOISE_US = 25.0
 SPREADS = 4.0
+NOISY = math.log(2)
+"""The widest 95 % interval, on each side, of the logarithm of the baseline's time."""
 SPAN_EXCESS = 0.1
 SPAN_NOISE_NS = 20_000.0
 """By how much work on the GPU may outlast the events around it."""
@@ -97,6 +101,17 @@ def suspicious(
                 f"{claimed:.3g} us: work is shared between calls"
             )
     return None
+
+
+def unsteady(theirs: Sequence[Block]) -> str | None:
+    """Whether the baseline waited for other programs, so that a ratio to it says nothing: in words,
+    or None. Of the baseline alone, since a candidate must not be able to end its own trial.
+    """
+    half = half_width([math.log(block.figure) for block in theirs])
+    if half <= NOISY:
+        return None
+    low, high = (pick(block.figure for block in theirs) for pick in (min, max))
+    return f"blocks of the baseline, all alike, take from {low:.3g} to {high:.3g} us a call"
 
 
 def overran(spans: Sequence[Span], events_ns: float) -> str | None:
