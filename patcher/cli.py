@@ -10,8 +10,13 @@ import typer
 from rich.console import Console
 
 from bench import MissingError, PatcherError, UsageError
-from patcher import (  # noqa: F401 (importing them registers them)
-    commands,
+
+# isort: off
+from patcher.commands import (  # noqa: F401 (importing registers them, as --help lists them)
+    here,
+    bundling,
+    running,
+    reporting,
     configuring,
     evaluating,
     exporting,
@@ -25,8 +30,10 @@ from patcher import (  # noqa: F401 (importing them registers them)
     serving,
     trtllm,
 )
-from patcher.console import app
-from patcher.stopping import Interrupted, Stopping
+
+# isort: on
+from patcher.commands.console import app
+from patcher.runs.stopping import Interrupted, Stopping
 
 CLICK_ERROR: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"

@@ -30,21 +30,21 @@ from hotspot import Profile, capture
 from integrate import Patch
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
-from patcher.carried import kept_levers
-from patcher.decide import Decision
+from patcher.endtoend.measure import decide_on, explain_measured, measure_in_child
+from patcher.endtoend.measured import Job, Measured
+from patcher.endtoend.other_traffic import shapes_of
 from patcher.judges import LOCAL
-from patcher.languages import require_sense
-from patcher.levers import load_levers
-from patcher.machine import same_machine
-from patcher.measure import decide_on, explain_measured, measure_in_child
-from patcher.measured import Job, Measured
-from patcher.optimising import DEMO as DEMO
-from patcher.optimising import optimise
-from patcher.other_traffic import shapes_of
-from patcher.reconcile import Reconciliation
-from patcher.run import Run
-from patcher.searching import Search
+from patcher.judges.languages import require_sense
+from patcher.optimising.carried import kept_levers
+from patcher.optimising.levers import load_levers
+from patcher.optimising.searching import Search
+from patcher.optimising.stage import DEMO as DEMO
+from patcher.optimising.stage import optimise
+from patcher.reconciling.reconcile import Reconciliation
+from patcher.runs.machine import same_machine
+from patcher.runs.run import Run
 from patcher.settings import Settings
+from patcher.verdicts.decide import Decision
 
 Report = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""

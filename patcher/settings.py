@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from bench import Record, UsageError
-from patcher.levers import AuxiliaryLever, PromptLever, ScoreLever, Tripwires
 from patcher.models.registry import Entry, Name
-from patcher.prompt_room import PROMPT_TOKENS
+from patcher.optimising.levers import AuxiliaryLever, PromptLever, ScoreLever, Tripwires
+from patcher.prompting.room import PROMPT_TOKENS
 
 CONFIG_FILE = "patcher.toml"
 PREFIX = "PATCHER_"

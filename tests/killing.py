@@ -2,11 +2,12 @@
 
     python tests/killing.py [--story loop|whole] [--sample N] [--twice N] [--seed N]
 
-Boundaries are found, not listed: every call of `os` that `patcher/durable.py` and
-`patcher/journal.py` make, every change below the folder of runs that the interpreter's audit events
-tell of, whoever makes it, and both ends of each effect (a question, a verdict, a measurement). A
-write has one more, with half of it on the disk. A child process reaches the boundary and gets
-SIGKILL; another one resumes. Prints one JSON document; exit code 1 where something does not hold.
+Boundaries are found, not listed: every call of `os` that `patcher/runs/durable.py` and
+`patcher/runs/journal.py` make, every change below the folder of runs that the interpreter's audit
+events tell of, whoever makes it, and both ends of each effect (a question, a verdict, a
+measurement). A write has one more, with half of it on the disk. A child process reaches the
+boundary and gets SIGKILL; another one resumes. Prints one JSON document; exit code 1 where
+something does not hold.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from typing import Any, NoReturn
 
 from killing_stories import COST_USD, STORIES, WORST_USD
 
-from patcher import durable, journal
-from patcher.journal import fold, read_events
 from patcher.models.ceilings import account
-from patcher.run import JOURNAL, Run
+from patcher.runs import durable, journal
+from patcher.runs.journal import fold, read_events
+from patcher.runs.run import JOURNAL, Run
 
 PARALLEL = 2
 HARMLESS = ("close", "fstat", "stat", "getpid")

@@ -11,17 +11,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import patcher.run
+import patcher.runs.run
 from bench import Candidate, Check, Evaluation, Language, Outcome, Timing, load_op
 from patcher.agent import loop as agent
 from patcher.agent import optimize
+from patcher.attempts.tried import Ask, Tried
 from patcher.models import Reply, Request, Usage
 from patcher.models.budget import Budget
 from patcher.models.ceilings import Ceilings
-from patcher.prompting import Prompts
-from patcher.run import Run
+from patcher.prompting.rendering import Prompts
+from patcher.runs.run import Run
 from patcher.strategies import Refine
-from patcher.tried import Ask, Tried
 
 Effect = Callable[[str], AbstractContextManager[None]]
 """Marks an effect by the name of its step, from its beginning until its reply is there."""
@@ -82,8 +82,9 @@ def loop(root: Path, effect: Effect) -> None:
 def whole(root: Path, effect: Effect) -> None:
     """Profile, loop, patch, A/B, decision, report."""
     import integrate.patch
-    from patcher import gather, pipeline
-    from patcher.workloads import workload_for
+    from patcher import pipeline
+    from patcher.commands.workloads import workload_for
+    from patcher.report import gather
 
     profile, measured, built = _canned()
 
@@ -116,7 +117,7 @@ def _canned() -> tuple[Any, Any, Any]:
     from bench.toolchains import Built
     from hotspot import read
     from integrate import Receipt
-    from patcher.measured import Measured
+    from patcher.endtoend.measured import Measured
 
     report = sample()
     receipt = Receipt(patch_id="p", digest="d", pid=1, calls={f"{OP} tokens=8": 3})
@@ -165,8 +166,8 @@ def work(run: Run, effect: Effect, iterations: int) -> Any:
 
 def begun(root: Path, **asked: Any) -> Run:
     """The run in the folder, or a new one; a clock that stands makes all runs the same."""
-    patcher.run.datetime = _Stopped  # type: ignore[attr-defined]
-    patcher.run.secrets = _NoSecrets  # type: ignore[attr-defined]
+    patcher.runs.run.datetime = _Stopped  # type: ignore[attr-defined]
+    patcher.runs.run.secrets = _NoSecrets  # type: ignore[attr-defined]
     if found := Run.list(root):
         return Run.open(found[0])
     if root.is_dir():

@@ -21,14 +21,14 @@ from bench import (
 from bench.comparison import Arm, Verdict
 from hotspot import Hotspot, Profile
 from patcher.attempts import Attempt, Recommendation
-from patcher.best_set import BestSet, Combination, best_set
-from patcher.decide import Decision
-from patcher.elsewhere import Elsewhere, OtherPoint, PeakMemory
-from patcher.launches import ShapeLaunches, StepLaunches
+from patcher.endtoend.best_set import BestSet, Combination, best_set
+from patcher.endtoend.elsewhere import Elsewhere, OtherPoint, PeakMemory
 from patcher.models import Usage
-from patcher.reconcile import PatchedKernel, reconcile
+from patcher.reconciling.launches import ShapeLaunches, StepLaunches
+from patcher.reconciling.reconcile import PatchedKernel, reconcile
 from patcher.report import Receipt, Report
-from patcher.word import Said, Word
+from patcher.verdicts.decide import Decision
+from patcher.verdicts.word import Said, Word
 
 SOURCE = """\
 // fused_add_rms_norm: residual += input; input = residual / rms(residual) * weight

@@ -27,7 +27,7 @@ from patcher.attempts import Optimisation, Progress
 from patcher.models import Reply, Request, Role, Usage
 from patcher.models.exchange import ExchangeModel
 from patcher.models.replay import Recorded, ReplayModel
-from patcher.run import Run
+from patcher.runs.run import Run
 
 OP = "fused_add_rms_norm"
 DEVICE = "a CPU with 2 threads"

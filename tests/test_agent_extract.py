@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bench import Language
-from patcher.extract import TAGS, Failure, blocks, extract_json, extract_source
+from patcher.prompting.extract import TAGS, Failure, blocks, extract_json, extract_source
 
 SOURCE = "void norm(int a) {\n  return;\n}"
 LANGUAGES = st.sampled_from(list(Language))

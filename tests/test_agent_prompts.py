@@ -6,8 +6,8 @@ import pytest
 from jinja2 import UndefinedError
 
 from bench import Check, Evaluation, Language, Outcome, load_op
-from patcher.extract import Failure, blocks
-from patcher.prompting import LOG_LIMIT, Prompts, clip, quote
+from patcher.prompting.extract import Failure, blocks
+from patcher.prompting.rendering import LOG_LIMIT, Prompts, clip, quote
 
 OP = load_op("fused_add_rms_norm")
 

@@ -26,13 +26,13 @@ from bench import (
 )
 from patcher.agent import Extra, Rules, optimize
 from patcher.attempts import Optimisation, Stopped
+from patcher.attempts.tried import Round
 from patcher.models import Reply, Request, Usage
 from patcher.models.budget import Budget
 from patcher.models.ceilings import Ceilings
 from patcher.models.exchange import ExchangeModel
-from patcher.run import Run
+from patcher.runs.run import Run
 from patcher.strategies import STRATEGIES, open_strategy
-from patcher.tried import Round
 
 BROKEN = Outcome.MISMATCH
 SEARCHES = sorted(STRATEGIES)

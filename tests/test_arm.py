@@ -21,10 +21,11 @@ from bench.clocks import ClockMonitor
 from bench.comparison import Arm
 from bench.windows import Pair, Side, take_pair
 from integrate import Patch, Receipt
-from patcher import arm_protocol as say
-from patcher.arm import serve
-from patcher.arm_process import ArmProcess, arm_environment
-from patcher.measure_pairs import (
+from patcher.endtoend import arm_protocol as say
+from patcher.endtoend.arm import serve
+from patcher.endtoend.arm_process import ArmProcess, arm_environment
+from patcher.endtoend.measured import Job
+from patcher.endtoend.pairs import (
     PatchSitting,
     difference,
     identical,
@@ -32,7 +33,6 @@ from patcher.measure_pairs import (
     measure_pairs,
     merged,
 )
-from patcher.measured import Job
 
 WORKLOAD = Workload(
     model="gpt-oss-tiny",

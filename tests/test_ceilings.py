@@ -22,7 +22,7 @@ from patcher.models.budget import SHORTEST_S, Budget
 from patcher.models.ceilings import RESOURCES, Amount, Ceilings
 from patcher.models.registry import Entry
 from patcher.models.retry import Clock, TimeUp, alarm
-from patcher.run import Run
+from patcher.runs.run import Run
 
 EVALUATION = Evaluation(op="op", language=Language.CUDA, digest="0" * 64, outcome=Outcome.MISMATCH)
 

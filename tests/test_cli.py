@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from patcher.journal import read_events
+from patcher.runs.journal import read_events
 
 ROOT = Path(__file__).resolve().parent.parent
 GOOD = ROOT / "kernels/fused_add_rms_norm/solutions/cpu_simd/fused_add_rms_norm.cpp"

@@ -10,7 +10,7 @@ from test_measure import evidence
 from bench import Window
 from bench.clock_blocks import block_clocks, dropped, unfit
 from bench.clocks import ClockSample
-from patcher.show_quality import clock_lines
+from patcher.show.quality import clock_lines
 
 
 def window(pair: int, **clocks: Any) -> Window:

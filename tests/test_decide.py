@@ -12,8 +12,8 @@ from test_measure import comparison, evidence
 from bench import Outcome, Window
 from integrate import Receipt
 from integrate.counts import GraphWatch
-from patcher.decide import Decision, decide
-from patcher.proof import Proof
+from patcher.reconciling.proof import Proof
+from patcher.verdicts.decide import Decision, decide
 
 
 def window(kind: Any, arm: Any, calls: int | None) -> Window:

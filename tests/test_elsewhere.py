@@ -9,9 +9,9 @@ from report_sample import comparison, elsewhere
 from test_measure import evidence
 
 from bench import Comparison, UsageError
-from patcher.best_set import Combination, best_set
-from patcher.decide import decide
-from patcher.elsewhere import Elsewhere, OtherPoint, PeakMemory
+from patcher.endtoend.best_set import Combination, best_set
+from patcher.endtoend.elsewhere import Elsewhere, OtherPoint, PeakMemory
+from patcher.verdicts.decide import decide
 
 
 def at(gain: float, half: float = 0.3, pairs: int = 12) -> Elsewhere:

@@ -19,10 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import patcher.durable
-import patcher.journal
+import patcher.runs.durable
+import patcher.runs.journal
 from bench import UsageError, VerificationError
-from patcher.journal import GENESIS, Journal, fold, is_written, read_events
+from patcher.runs.journal import GENESIS, Journal, fold, is_written, read_events
 
 
 def write_some(path: Path) -> None:
@@ -116,7 +116,7 @@ def other_writer(path: Path, code: str = "sys.stdin.read()") -> subprocess.Popen
         [
             sys.executable,
             "-c",
-            "import subprocess, sys, pathlib; from patcher.journal import Journal\n"
+            "import subprocess, sys, pathlib; from patcher.runs.journal import Journal\n"
             f"j = Journal(pathlib.Path(sys.argv[1])); print('held', flush=True); {code}",
             str(path),
         ],
@@ -204,7 +204,8 @@ def test_many_at_once_make_one_chain(tmp_path: Path) -> None:
     """Four processes want the same journal over and over: one has it at a time."""
     path = tmp_path / "journal.jsonl"
     code = (
-        "import sys, pathlib; from bench import UsageError; from patcher.journal import Journal\n"
+        "import sys, pathlib; from bench import UsageError\n"
+        "from patcher.runs.journal import Journal\n"
         "done = 0\n"
         "while done < 5:\n"
         "    try:\n"
@@ -281,4 +282,4 @@ def interrupt_after(lines: int) -> Callable[..., Any]:
     return trace
 
 
-journal_file, durable_file = patcher.journal.__file__, patcher.durable.__file__
+journal_file, durable_file = patcher.runs.journal.__file__, patcher.runs.durable.__file__

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench import Record, UsageError, VerificationError, WaitingError
-from patcher.run import Run
+from patcher.runs.run import Run
 
 
 class Value(Record):
@@ -160,7 +160,7 @@ FULL_DISK = """
 import json, resource, sys
 from pathlib import Path
 from bench import MissingError, Record
-from patcher.run import Run
+from patcher.runs.run import Run
 
 class Value(Record):
     text: str

@@ -43,7 +43,7 @@ from patcher.judges.jobs import JobResult, JobSettings, Machine, Posted, read_jo
 from patcher.judges.one_device import hold
 from patcher.judges.sealed import MANIFEST, seal, unsealed
 from patcher.judges.worker import MOST_ATTEMPTS, Served, Worker
-from patcher.run import Run
+from patcher.runs.run import Run
 
 OP = bench.load_op("fused_add_rms_norm")
 GOOD = next(candidate for info, candidate in OP.solutions() if info.name == "cpu_simd").source

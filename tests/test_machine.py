@@ -10,12 +10,13 @@ from killing_stories import OP, ScriptedModel, verdict
 import bench.environment
 from bench import Candidate, Evaluation, Language, VerificationError, load_op
 from bench.environment import facts
-from patcher import machine, pipeline
+from patcher import pipeline
 from patcher.agent import best_candidate, optimize
 from patcher.attempts import Optimisation
-from patcher.carried import kept_levers
-from patcher.gather import gather
-from patcher.run import Run
+from patcher.optimising.carried import kept_levers
+from patcher.report.gather import gather
+from patcher.runs import machine
+from patcher.runs.run import Run
 from patcher.settings import resolve
 
 

@@ -20,7 +20,7 @@ from bench.stats import compare, look_confidences, pairs_needed, read_samples
 from bench.throughput import measure
 from bench.windows import turn_lengths
 from integrate import Receipt
-from patcher.decide import decide
+from patcher.verdicts.decide import decide
 
 WORKLOAD = Workload(
     model="gpt-oss-tiny", device="cpu", dtype="float32", batch=2, input_len=4, output_len=16

@@ -14,10 +14,10 @@ from test_measure import WORKLOAD, evidence
 import bench
 from bench import Candidate, Language
 from integrate import Patch
-from patcher.measure_sets import keep_name, measure_sets, report_of
-from patcher.measured import Job, Measured
+from patcher.endtoend.measured import Job, Measured
+from patcher.endtoend.sets import keep_name, measure_sets, report_of
 from patcher.report import write
-from patcher.show_throughput import best_set_lines
+from patcher.show.throughput import best_set_lines
 
 JOB = Job(workload=WORKLOAD)
 OPS = ("fused_add_rms_norm", "rope", "moe_topk")

@@ -16,7 +16,7 @@ from patcher.models.exchange import ExchangeModel
 from patcher.models.prices import price, prices
 from patcher.models.registry import Entry, listed
 from patcher.models.replay import ReplayModel, export_recording, read_recording
-from patcher.run import Run
+from patcher.runs.run import Run
 
 
 def question(step: str = "op/0/ask-generate", prompt: str = "Write it.") -> Request:

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from model_servers import APIS, KEY, Api, ApiServer, Item, Slept, serving
 
 from bench import BudgetError, MissingError, PatcherError, UsageError, VerificationError
-from patcher.extract import unusable
 from patcher.models import Image, ModelError, Reply, Request, open_model
 from patcher.models.budget import REPHRASED, Budget
 from patcher.models.ceilings import Amount, Ceilings
 from patcher.models.registry import Entry
 from patcher.models.retry import TRIES, Clock, alarm
-from patcher.run import Run
+from patcher.prompting.extract import unusable
+from patcher.runs.run import Run
 
 STEP = "op/0/ask-generate"
 

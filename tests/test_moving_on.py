@@ -9,9 +9,9 @@ from bench import Outcome
 from patcher.agent import MAX_FUNCTIONAL_FAILURES, Rules
 from patcher.agent.moving_on import left_pct, light_share, move_on
 from patcher.attempts import Attempt, Recommendation
-from patcher.expectations import expectations, verdict
+from patcher.attempts.tried import Tried
 from patcher.models import Usage
-from patcher.tried import Tried
+from patcher.prompting.expectations import expectations, verdict
 
 BROKEN = Outcome.RUNTIME_ERROR
 

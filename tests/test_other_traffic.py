@@ -19,11 +19,11 @@ from bench.clocks import ClockMonitor, ClockSample
 from bench.comparison import Arm
 from bench.process_pairs import Plan, measure_processes
 from bench.windows import LocalSide, Side, Taken
-from patcher.decide import decide
-from patcher.measure_pairs import elsewhere
-from patcher.measured import Job
-from patcher.other_traffic import OtherTraffic, other_shapes, peak_memory, peak_of_arms
-from patcher.show_throughput import elsewhere_lines
+from patcher.endtoend.measured import Job
+from patcher.endtoend.other_traffic import OtherTraffic, other_shapes, peak_memory, peak_of_arms
+from patcher.endtoend.pairs import elsewhere
+from patcher.show.throughput import elsewhere_lines
+from patcher.verdicts.decide import decide
 
 __all__ = ("quick_collections",)  # a fixture of each test here
 SHAPES = (Shape(batch=1, context=4), Shape(batch=16, context=4), Shape(batch=2, context=64))

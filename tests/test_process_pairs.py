@@ -22,8 +22,8 @@ from bench.process_pairs import SHARE_ALONE, SHARE_BESIDE, Memory, Plan, measure
 from bench.traffic import traffic, traffics
 from bench.tuning import options_of, tune
 from bench.windows import Pair, Taken, turn_lengths
-from patcher.show_throughput import throughput_lines
-from patcher.throughput_job import Asked, argument, job_of
+from patcher.endtoend.throughput_job import Asked, argument, job_of
+from patcher.show.throughput import throughput_lines
 
 GIB = 1 << 30
 

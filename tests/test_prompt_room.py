@@ -10,11 +10,11 @@ from tried_sample import OP, SHAPES, judged
 from bench import Evaluation, KernelCounters, Language, Outcome, load_op, load_ops
 from bench.evaluation import Counter
 from patcher.attempts import Attempt, Diagnosis, Recommendation
-from patcher.baseline_source import baseline_source
-from patcher.extract import blocks
 from patcher.models import Usage
-from patcher.prompt_room import CHARACTERS_PER_TOKEN, PARTS
-from patcher.prompting import Prompts, Working
+from patcher.prompting.baseline_source import baseline_source
+from patcher.prompting.extract import blocks
+from patcher.prompting.rendering import Prompts, Working
+from patcher.prompting.room import CHARACTERS_PER_TOKEN, PARTS
 
 SOURCE = f"void {OP}() {{ {SHAPES[0]} }}"
 CPU = load_op(OP).sweep("cpu")

@@ -14,7 +14,7 @@ from patch_sample import CANDIDATE, OP, evaluation
 from bench import Candidate, Language
 from hotspot import Profile, read
 from integrate import Patch, Receipt
-from patcher.proof import Proof, kernel_names, prove
+from patcher.reconciling.proof import Proof, kernel_names, prove
 
 EXPORT = Path(__file__).parent / "data/nsys/decode.sqlite"
 OLD = "triton_red_fused_fused_add_rms_norm"

@@ -20,7 +20,7 @@ from bench.comparison import LogitError
 from bench.engines import Engine, open_engine
 from bench.logits import served_logits
 from bench.quality import assess, compare_logits
-from patcher.show_quality import quality_lines
+from patcher.show.quality import quality_lines
 
 STEPS = 6
 

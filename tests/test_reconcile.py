@@ -18,11 +18,11 @@ from test_measure import evidence
 from test_report_lanes import decode, without_times
 
 from bench import Environment, Evaluation, Throughput, load_op
-from patcher.decide import decide
-from patcher.explain import explain
-from patcher.launches import ShapeLaunches, StepLaunches, patched_steps, step_launches
-from patcher.micro import Saving, saving
-from patcher.reconcile import reconcile
+from patcher.reconciling.explain import explain
+from patcher.reconciling.launches import ShapeLaunches, StepLaunches, patched_steps, step_launches
+from patcher.reconciling.micro import Saving, saving
+from patcher.reconciling.reconcile import reconcile
+from patcher.verdicts.decide import decide
 
 OP = "fused_add_rms_norm"
 DECODE, PREFILL = f"{OP} tokens=8 hidden=256 float32", f"{OP} tokens=<=256 hidden=256 float32"

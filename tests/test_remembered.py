@@ -25,15 +25,15 @@ from bench import (
 from patcher import pipeline
 from patcher.agent import optimize
 from patcher.attempts import Optimisation
-from patcher.carried import kept_levers
 from patcher.cli import main
-from patcher.levers import load_levers
-from patcher.machine import KEPT
 from patcher.memory import Memory, Recalled
 from patcher.models import Role
-from patcher.remembered import experiences, recalled, take_up
-from patcher.run import Run
-from patcher.scoring import Scorer
+from patcher.optimising.carried import kept_levers
+from patcher.optimising.levers import load_levers
+from patcher.optimising.remembered import experiences, recalled, take_up
+from patcher.optimising.scoring import Scorer
+from patcher.runs.machine import KEPT
+from patcher.runs.run import Run
 from patcher.settings import resolve
 
 CPU = Environment(device="a CPU", device_kind="cpu", python="3.11", packages={})

@@ -11,7 +11,7 @@ from report_sample import full, in_processes, patched_kernel, sample, throughput
 from test_report_charts import inside
 from test_report_lanes import decode
 
-from patcher.reconcile import GainRow, Reconciliation, reconcile
+from patcher.reconciling.reconcile import GainRow, Reconciliation, reconcile
 from patcher.report import Report, charts, render_html, render_json, render_markdown, views
 from patcher.report.reconciled import MOST_ROWS, reconciled
 from patcher.report.samples import process_runs, samples

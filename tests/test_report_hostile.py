@@ -9,7 +9,7 @@ import pytest
 from report_page import Page
 from report_sample import decision, evaluation, profile, sample, word
 
-from patcher.reconcile import Reconciliation
+from patcher.reconciling.reconcile import Reconciliation
 from patcher.report import Receipt, Report, render_html, render_markdown, wording
 
 HOSTILE = (

@@ -19,14 +19,14 @@ from bench import Evaluation, Outcome, UsageError, VerificationError
 from bench.comparison import Verdict
 from hotspot import Profile
 from integrate import pack
-from patcher.decide import Decision, decide
-from patcher.gather import gather
-from patcher.measured import Measured
+from patcher.endtoend.measured import Measured
 from patcher.pipeline import Made
 from patcher.report import render_html, render_markdown
-from patcher.review import find_subject, run_words, say, words
-from patcher.run import Run
-from patcher.show_review import review_document
+from patcher.report.gather import gather
+from patcher.runs.run import Run
+from patcher.show.review import review_document
+from patcher.verdicts.decide import Decision, decide
+from patcher.verdicts.review import find_subject, run_words, say, words
 
 
 @pytest.fixture(autouse=True)

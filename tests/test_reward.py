@@ -7,9 +7,9 @@ import pytest
 import bench
 from bench import Candidate, Check, Evaluation, Language, MissingError, Outcome, Timing, UsageError
 from bench.judge import JudgeSettings
-from patcher import judged as judged_
-from patcher.judged import rewarded
-from patcher.reward import reward
+from patcher.attempts import judged as judged_
+from patcher.attempts.judged import rewarded
+from patcher.attempts.reward import reward
 
 OP = "fused_add_rms_norm"
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from bench import Evaluation, Outcome, UsageError, VerificationError
-from patcher.levers import ScoreLever
-from patcher.run import Run
-from patcher.scoring import Scorer
+from patcher.optimising.levers import ScoreLever
+from patcher.optimising.scoring import Scorer
+from patcher.runs.run import Run
 
 OP = "fused_add_rms_norm"
 ECHO = """\

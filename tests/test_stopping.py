@@ -22,12 +22,12 @@ from bench.judge.tree import descendants
 from hotspot import Profile, read
 from patcher import pipeline
 from patcher.agent import optimize
-from patcher.journal import is_written
+from patcher.commands.workloads import workload_for
 from patcher.models import Reply, Usage
 from patcher.models.replay import Recorded, ReplayModel
-from patcher.run import Run
+from patcher.runs.journal import is_written
+from patcher.runs.run import Run
 from patcher.settings import resolve
-from patcher.workloads import workload_for
 
 ROOT = Path(__file__).resolve().parent.parent
 OP = "fused_add_rms_norm"
@@ -151,7 +151,7 @@ def test_stopped_while_a_model_is_asked(
 def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
     """Somebody's cleaning up hangs: the second Ctrl-C ends the process all the same."""
     code = (
-        "import os, signal, time; from patcher.stopping import Stopping\n"
+        "import os, signal, time; from patcher.runs.stopping import Stopping\n"
         "with Stopping() as stopping:\n"
         "    try: print(flush=True); time.sleep(60)\n"
         "    finally:\n"
@@ -172,7 +172,7 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
 
 def test_what_nohup_switched_off_stays_off() -> None:
     code = (
-        "import os, signal; from patcher.stopping import Stopping\n"
+        "import os, signal; from patcher.runs.stopping import Stopping\n"
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "with Stopping() as stopping: os.kill(os.getpid(), signal.SIGHUP)\n"
         "print(stopping.asked)\n"
@@ -243,7 +243,7 @@ AHEAD = """
 import sys
 from bench import Candidate
 from bench.judge import open_judge
-from patcher.stopping import Stopping
+from patcher.runs.stopping import Stopping
 
 with Stopping(), open_judge() as judge:
     try:
@@ -305,7 +305,7 @@ def test_stopped_while_the_model_is_measured(
 ) -> None:
     judged(tmp_path)
     stage = Stage(tmp_path, "resume")
-    stage.until(lambda: stage.runs("-m", "patcher.measure"))
+    stage.until(lambda: stage.runs("-m", "patcher.endtoend.measure"))
     said = stage.stop(number, to)
     nothing_left(orphans)
     resumable(tmp_path, "measure", said)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import Candidate, Language, load_ops
-from patcher.structure import APART, structure
+from patcher.attempts.structure import APART, structure
 
 CUDA = """
 // adds

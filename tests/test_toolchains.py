@@ -35,12 +35,12 @@ from bench.toolchains.foreign import MetalToolchain, SyclToolchain
 from integrate import Patch
 from patcher.agent import optimize
 from patcher.doctor import examine
-from patcher.extract import TAGS, blocks
 from patcher.models import Reply, Usage
 from patcher.models.replay import Recorded, ReplayModel
 from patcher.pipeline import Plan, start
-from patcher.prompting import Prompts
-from patcher.run import Run
+from patcher.prompting.extract import TAGS, blocks
+from patcher.prompting.rendering import Prompts
+from patcher.runs.run import Run
 from patcher.settings import resolve
 
 OPS = Path(__file__).parent / "data/ops"

@@ -12,10 +12,10 @@ from test_process_pairs import Host, ScriptedProcess, ScriptedSide, quick_collec
 
 import bench
 from bench import Shape
-from patcher.trials import Resident, draw, summarise
-from patcher.trials_driver import Driver
-from patcher.trials_folder import Asked, Folder, markdown
-from patcher.verdict_trials import as_it_should, main
+from patcher.trials.driver import Driver
+from patcher.trials.folder import Asked, Folder, markdown
+from patcher.trials.trial import Resident, draw, summarise
+from patcher.trials.verdict_trials import as_it_should, main
 
 __all__ = ("quick_collections",)  # a fixture of each test here
 

@@ -90,7 +90,7 @@ def test_every_part_that_is_relied_on_has_a_digest() -> None:
 
 
 def test_the_names_that_the_proof_looks_for_are_those_of_a_real_profile() -> None:
-    from patcher.vllm_cases import CASES, counted, matching
+    from patcher.reconciling.vllm_cases import CASES, counted, matching
 
     profile = json.loads((ROOT / "bench/results/h200-profile/vllm-decode.json").read_text())
     kernels = {kernel["name"]: kernel["instances"] for kernel in profile["kernels"]}
@@ -114,7 +114,7 @@ def test_the_names_that_the_proof_looks_for_are_those_of_a_real_profile() -> Non
 
 
 def test_a_narrowed_op_differs_in_its_guards_alone() -> None:
-    from patcher.vllm_points import narrowed, shipped
+    from patcher.reconciling.vllm_points import narrowed, shipped
 
     op = narrowed(OP, 1)
     assert op.contract.guards.axes["tokens"].maximum == 1

@@ -27,7 +27,7 @@ from bench import Shape, Workload
 from bench.engines import open_engine, open_measurable
 from bench.engines import vllm as driver
 from bench.engines.vllm import OPTIONS, VllmEngine, refuse_dummy
-from patcher.arm import delay_of
+from patcher.endtoend.arm import delay_of
 
 VOCAB = 31
 WORKLOAD = Workload(

@@ -22,10 +22,10 @@ from test_stopping import LIMIT_S, Stage, recorded
 from bench import Outcome
 from patcher.attempts import Attempt, Phase, Progress
 from patcher.attempts import Stage as Doing
-from patcher.index import attempts_page
 from patcher.models import Usage
-from patcher.show import attempts_table
-from patcher.watching import Watch
+from patcher.runs.index import attempts_page
+from patcher.show.tables import attempts_table
+from patcher.show.watching import Watch
 
 
 def attempt(
@@ -227,8 +227,8 @@ def test_a_report_of_a_run_that_goes_on_and_of_one_that_was_killed(tmp_path: Pat
 def test_where_a_run_stands(tmp_path: Path, iterations: int) -> None:
     from test_machine import Bench, begin
 
-    from patcher.run import Run
-    from patcher.status import status
+    from patcher.runs.run import Run
+    from patcher.runs.status import status
 
     with begin(tmp_path) as run:
         Bench([1.1, 2.0, 1.5]).work(run, iterations)

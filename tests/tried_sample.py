@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bench import Candidate, Check, Evaluation, Language, Outcome, Timing
-from patcher.extract import Failure
-from patcher.tried import Ask, Kind, Tried
+from patcher.attempts.tried import Ask, Kind, Tried
+from patcher.prompting.extract import Failure
 
 OP = "fused_add_rms_norm"
 SHAPES = (

@@ -10,9 +10,9 @@ from pydantic import Field, ValidationError
 from bench import Record
 from patcher.agent.asking import Asking
 from patcher.attempts import Diagnosis, Recommendation
-from patcher.extract import Failure, extract_json, unusable
 from patcher.models import Reply, Role, Usage
 from patcher.models.replay import RecordingEndedError
+from patcher.prompting.extract import Failure, extract_json, unusable
 
 RecordT = TypeVar("RecordT", Recommendation, Diagnosis)
 

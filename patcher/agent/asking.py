@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from patcher.models import TOKENS_CEILING, Image, Model, Reply, Request, Role, sees_images
 from patcher.models.budget import Budget
-from patcher.prompting import Prompts
-from patcher.run import Run
+from patcher.prompting.rendering import Prompts
+from patcher.runs.run import Run
 
 MAX_TOKENS: dict[Role, int] = {"generate": 32_000, "analyse": 16_000, "diagnose": 8_000}
 """Room for a reply, thinking included; doubled after a reply that was cut off."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench import Candidate, VerificationError
 from patcher.attempts import Optimisation
-from patcher.run import Run
+from patcher.runs.run import Run
 
 
 def best_candidate(run: Run, optimisation: Optimisation) -> Candidate | None:

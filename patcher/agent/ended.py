@@ -6,7 +6,7 @@ import re
 
 from patcher.attempts import Stopped
 from patcher.models.ceilings import RAISED
-from patcher.run import Run
+from patcher.runs.run import Run
 
 
 def stops(run: Run, op_name: str) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bench import BudgetError, Candidate, Evaluation, VerificationError
 from patcher.agent.waiting import Waiting
 from patcher.models.budget import Budget
-from patcher.run import Run
+from patcher.runs.run import Run
 
 Judge = Callable[[Candidate], Evaluation]
 """Says what one candidate is worth. A judge elsewhere takes the candidate and raises

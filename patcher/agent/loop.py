@@ -20,16 +20,16 @@ from patcher.agent.moving_on import Rules, move_on
 from patcher.agent.waiting import Waiting
 from patcher.agent.writing import Extra, Writing, Written
 from patcher.attempts import Attempt, Optimisation, Phase, Progress, Stage, Stopped
-from patcher.extract import Failure
+from patcher.attempts.structure import structure
+from patcher.attempts.tried import Ask, Round, Tried, best_of
 from patcher.models import Model, Role, Usage
 from patcher.models.budget import Budget
 from patcher.models.replay import RecordingEndedError
-from patcher.prompt_room import PROMPT_TOKENS
-from patcher.prompting import Prompts, Working
-from patcher.run import Run
+from patcher.prompting.extract import Failure
+from patcher.prompting.rendering import Prompts, Working
+from patcher.prompting.room import PROMPT_TOKENS
+from patcher.runs.run import Run
 from patcher.strategies import Refine, Strategy
-from patcher.structure import structure
-from patcher.tried import Ask, Round, Tried, best_of
 
 Score = Callable[[int, Evaluation, Mapping[str, str]], float]
 """A user's own measure of a right candidate: (iteration, evaluation, files of the run by what they

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from bench import Evaluation, Outcome, Record, geomean
 from patcher.attempts import Stopped
-from patcher.tried import Tried, standing
+from patcher.attempts.tried import Tried, standing
 
 MAX_FUNCTIONAL_FAILURES = 5
 """Functional rounds in a row that may fail before the loop gives the op up."""

@@ -10,10 +10,10 @@ from bench import Evaluation
 from patcher.agent.advice import Advice, diagnosed, recommended
 from patcher.agent.asking import Asking
 from patcher.attempts import Attempt, Phase, Stage
-from patcher.extract import Failure, extract_source, unusable
+from patcher.attempts.tried import Ask, Tried
 from patcher.models import Reply, Role
-from patcher.prompting import Prompts
-from patcher.tried import Ask, Tried
+from patcher.prompting.extract import Failure, extract_source, unusable
+from patcher.prompting.rendering import Prompts
 
 Extra = Callable[[Role, int], str]
 """Text for the question of this role in this iteration: memory, a user's own sources."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from bench import Candidate, Evaluation, Language, UsageError
 from bench.judge import JudgeSettings, Progress, open_judge
 from patcher.agent import Judge as OneJudge
-from patcher.counting import with_counters
+from patcher.judges.counting import with_counters
 from patcher.judges.exchange import ExchangeJudge
-from patcher.languages import device_facts, device_kind
+from patcher.judges.languages import device_facts, device_kind
 
 if TYPE_CHECKING:  # it brings torch
     from bench.judge.judge import Judge

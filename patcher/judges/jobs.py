@@ -37,7 +37,7 @@ from bench import (
 )
 from bench.environment import describe
 from bench.judge import JudgeSettings, Policy
-from patcher.hardware import hardware_facts
+from patcher.judges.hardware import hardware_facts
 from patcher.judges.sealed import Sealed, digest_of, unsealed
 
 MOST_JOB_BYTES = 2 << 20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench import Evaluation, VerificationError
-from patcher.run import Run
+from patcher.runs.run import Run
 
 
 def hold(run: Run, evaluation: Evaluation) -> Evaluation:

@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, ValidationError
 
 from bench import Record, VerificationError
-from patcher.durable import sync_folder
+from patcher.runs.durable import sync_folder
 
 MANIFEST = "manifest.json"
 _MOST_MANIFEST_BYTES = 1 << 16

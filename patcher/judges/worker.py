@@ -26,7 +26,7 @@ from bench import (
 )
 from bench.judge import Progress, open_judge
 from patcher.agent import Judge
-from patcher.counting import with_counters
+from patcher.judges.counting import with_counters
 from patcher.judges.jobs import (
     FOLDER_NAME,
     JobResult,

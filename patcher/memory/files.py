@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from tomlkit.items import AoT
 
 from bench import UsageError
-from patcher import durable
 from patcher.memory.entries import Gain, Rule
+from patcher.runs import durable
 
 MOST = 500
 """Entries a file holds; those seen least and longest ago go first."""

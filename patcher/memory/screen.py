@@ -74,7 +74,7 @@ def vocabulary() -> dict[str, str]:
     """Every word that may be kept, by its lower-case form."""
     folder = resources.files("patcher")
     texts = [folder.joinpath("memory", "known.toml").read_text("utf-8")]
-    prompts = folder.joinpath("prompts").iterdir()
+    prompts = folder.joinpath("prompting", "templates").iterdir()
     texts += [file.read_text("utf-8") for file in prompts if file.name.endswith(".j2")]
     words = [word for text in texts for word in _TOKEN.findall(text)]
     found = {word.lower(): word if word[1:].lower() != word[1:] else word.lower() for word in words}

@@ -21,7 +21,7 @@ from patcher.models.ceilings import (
 )
 from patcher.models.replay import ReplayModel
 from patcher.models.retry import Clock, TimeUp, pause_s
-from patcher.run import Run
+from patcher.runs.run import Run
 
 CALL_LIMIT_S = 2400.0
 """The longest that one call may take, where there is a ceiling on time."""

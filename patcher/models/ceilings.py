@@ -9,8 +9,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from bench import Record
-from patcher.journal import Event
-from patcher.run import Run
+from patcher.runs.journal import Event
+from patcher.runs.run import Run
 
 Resource = Literal["usd", "tokens", "wall_s", "gpu_s"]
 RESOURCES: tuple[Resource, ...] = ("usd", "tokens", "wall_s", "gpu_s")

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from bench import SCHEMA_VERSION, BudgetError, Record, UsageError
 from patcher.models import Asked, Reply, Request, Role
-from patcher.run import Run
+from patcher.runs.run import Run
 
 
 class Recorded(Record):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from patcher.reconcile import Reconciliation
+from patcher.reconciling.reconcile import Reconciliation
 from patcher.report import wording
 from patcher.report.step import short
 from patcher.report.svg import Canvas, linear, padded, ticks

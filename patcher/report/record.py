@@ -16,11 +16,11 @@ from bench import (
     Workload,
 )
 from patcher.attempts import Attempt, Stopped
-from patcher.best_set import BestSet
-from patcher.decide import Decision
-from patcher.elsewhere import Elsewhere
-from patcher.reconcile import Reconciliation
-from patcher.word import Word
+from patcher.endtoend.best_set import BestSet
+from patcher.endtoend.elsewhere import Elsewhere
+from patcher.reconciling.reconcile import Reconciliation
+from patcher.verdicts.decide import Decision
+from patcher.verdicts.word import Word
 
 
 class Receipt(Record):

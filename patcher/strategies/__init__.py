@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from bench import UsageError
+from patcher.attempts.tried import Ask, Tried
 from patcher.strategies.beam import Beam
 from patcher.strategies.evolve import Evolve
 from patcher.strategies.refine import Refine
 from patcher.strategies.sample import Sample, Single
-from patcher.tried import Ask, Tried
 
 STRATEGIES = {
     "refine": "one candidate at a time: mend what is broken, then improve the best",

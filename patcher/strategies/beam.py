@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from patcher.attempts.tried import Ask, Tried
 from patcher.strategies.designs import designs, fruitless, to_mend
-from patcher.tried import Ask, Tried
 
 PATIENCE = 3
 """Candidates made of one design without a gain, after which others come first."""

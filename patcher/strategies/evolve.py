@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from patcher.attempts.tried import Ask, Tried, best_of, rounds
 from patcher.strategies.designs import designs, to_mend
-from patcher.tried import Ask, Tried, best_of, rounds
 
 POPULATION = 6
 """Designs that live on an island: the best of each structure."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from patcher.tried import Ask, Tried
+from patcher.attempts.tried import Ask, Tried
 
 
 class Single:

@@ -27,9 +27,9 @@ from bench import (
 )
 from bench.judge import Policy
 from bench.toolchains import cache_root, toolchain
+from patcher.attempts.reward import AGAINST
 from patcher.judges import facts, judged_on
-from patcher.prompting import Prompts
-from patcher.reward import AGAINST
+from patcher.prompting.rendering import Prompts
 from patcher.workspace.ledger import Ledger, Stage
 
 MANIFEST = "workspace.json"

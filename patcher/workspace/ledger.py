@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from bench import SCHEMA_VERSION, Evaluation, Language, Outcome, Record, VerificationError
-from patcher.reward import Reward
+from patcher.attempts.reward import Reward
 
 RESULTS = "results.jsonl"
 Stage = Literal["compile", "verify", "profile"]

@@ -8,9 +8,9 @@ from pathlib import PurePath
 from bench import SCHEMA_VERSION, Candidate, Evaluation, Outcome, Record, load_op
 from bench.judge import JudgeSettings, Progress
 from bench.toolchains import build
-from patcher.judged import rewarded
+from patcher.attempts.judged import rewarded
+from patcher.attempts.reward import Reward, reward
 from patcher.judges import open_judges
-from patcher.reward import Reward, reward
 from patcher.workspace.layout import Opened
 from patcher.workspace.ledger import Line, Stage, Summary, now
 

@@ -1,0 +1,150 @@
+"""What every command shares: the app, its options, its output."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+
+from bench import UsageError
+
+app = typer.Typer(
+    name="patcher",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Makes a served language model measurably faster by replacing its hot kernels, proves it, "
+    "and can take it back.",
+    epilog="Exit codes: 0 done or accepted; 1 ran, nothing accepted; 2 usage or unreadable input; "
+    "3 something missing here; 4 budget spent; 5 verification failed; 6 waiting for a reply; "
+    "130 interrupted.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+BudgetUsd = Annotated[
+    float | None, typer.Option("--budget-usd", help="Ceiling on what models may cost.", min=0)
+]
+BudgetTokens = Annotated[
+    int | None, typer.Option("--budget-tokens", help="Ceiling on tokens, in and out.", min=0)
+]
+BudgetMinutes = Annotated[
+    float | None,
+    typer.Option("--budget-minutes", help="Ceiling on the time to ask and judge.", min=0),
+]
+BudgetGpuMinutes = Annotated[
+    float | None,
+    typer.Option("--budget-gpu-minutes", help="Ceiling on the judge's time on the GPU.", min=0),
+]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: what is here.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1)]
+JudgeSpec = Annotated[
+    str | None,
+    typer.Option("--judge", help="local, or exchange:DIR, served by `patcher worker DIR`."),
+]
+Engine = Annotated[str, typer.Option(help="The engine that runs the model.")]
+Strategy = Annotated[
+    str, typer.Option(help="refine, single, sample, beam, evolve or translate; see the README.")
+]
+Width = Annotated[
+    int | None,
+    typer.Option(help="Candidates a round, for sample, beam and evolve (default 4).", min=1),
+]
+Islands = Annotated[
+    int | None, typer.Option(help="Populations of evolve (default 2).", min=1, max=64)
+]
+FromSolution = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--from-solution",
+        metavar="NAME",
+        help="A kernel that works elsewhere goes into the prompts: a solution's name, or a file.",
+    ),
+]
+
+
+class Output:
+    """Prose and progress on stderr, the result on stdout: a JSON document or tables."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.err = Console(stderr=True)
+        self.out = Console(width=None if sys.stdout.isatty() else 160)
+
+    def emit(self, record: BaseModel | list[Any] | dict[str, Any], *shown: Any) -> None:
+        """The record as JSON, or what is shown for people."""
+        if self.as_json:
+            content = record.model_dump(mode="json") if isinstance(record, BaseModel) else record
+            sys.stdout.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            return
+        for item in shown:
+            self.out.print(item)
+
+    @contextmanager
+    def progress(self) -> Iterator[Any]:
+        from patcher.show.tables import stage_bar
+
+        with stage_bar(self.err, quiet=self.as_json) as bar:
+            yield bar
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=lambda on: _version(on))
+    ] = False,
+) -> None:
+    """See `patcher COMMAND --help`; each has examples."""
+
+
+def _version(on: bool) -> None:
+    if on:
+        typer.echo(importlib.metadata.version("patcher"))
+        raise typer.Exit
+
+
+def pick_device(asked: str | None) -> Literal["cpu", "cuda"]:
+    """The device asked for, else CUDA where there is one.
+
+    Raises:
+        UsageError: neither `cpu` nor `cuda`.
+    """
+    match asked:
+        case "cpu":
+            return "cpu"
+        case "cuda":
+            return "cuda"
+        case str():
+            raise UsageError(f"unknown device {asked!r}", "say cpu or cuda")
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def examples(*lines: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Put example lines under a command's help."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        shown = "\n\n".join(f"  $ {line}" for line in lines)
+        text = inspect.cleandoc(function.__doc__ or "")
+        said = re.sub(r"(?<!\n)\n(?!\n)", " ", text)  # typer keeps the breaks of the source
+        function.__doc__ = f"{said}\n\n[bold]Examples[/bold]\n\n{shown}"
+        return function
+
+    return decorate
+
+
+def runs_dir(given: Path | None = None) -> Path:
+    from patcher.settings import resolve
+
+    return resolve({"runs_dir": given}).runs_dir

@@ -1,0 +1,177 @@
+"""`patcher throughput`: a patch, or several, measured end to end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from bench import UsageError
+from patcher.commands.console import Device, Engine, Json, Output, Threads, app, examples, runs_dir
+from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_of
+
+
+@app.command()
+@examples(
+    "patcher throughput gpt-oss-tiny --patch patcher-runs/RUN/patch",
+    "patcher throughput gpt-oss-20b --patch norm-patch --batch 8 --input-len 1024",
+    "patcher throughput gpt-oss-20b --from samples.jsonl",
+    "patcher throughput gpt-oss-tiny --self-test --pairs 200",
+    "patcher throughput gpt-oss-20b --engine vllm --patch norm-patch --preset quick",
+    "patcher throughput gpt-oss-20b --engine vllm --patch P --preset kforge --tune-baseline",
+    "patcher throughput gpt-oss-tiny --patch norm-patch --processes 3",
+    "patcher throughput gpt-oss-20b --engine vllm --patch P --elsewhere",
+    "patcher throughput gpt-oss-20b --patch P --also-batch 1,64 --also-context 4096,8192",
+    "patcher throughput gpt-oss-20b --engine vllm --patch P --patch Q --best-set",
+)
+def throughput(
+    model: Annotated[str, typer.Argument(help="Preset, Hugging Face id or folder.")],
+    patches: Annotated[
+        list[Path] | None,
+        typer.Option("--patch", help="A patch bundle; several with --best-set."),
+    ] = None,
+    find_best: Annotated[
+        bool,
+        typer.Option("--best-set", help="Each --patch alone and all together: which to keep?"),
+    ] = False,
+    elsewhere: Annotated[
+        bool,
+        typer.Option("--elsewhere", help="Also at other batch sizes and contexts; see --also-..."),
+    ] = False,
+    also_batch: Annotated[
+        str | None,
+        typer.Option(help="Other batch sizes. Default: 1 and eight times the workload's."),
+    ] = None,
+    also_context: Annotated[
+        str | None,
+        typer.Option(help="Other contexts. Default: four and eight times the workload's."),
+    ] = None,
+    samples: Annotated[
+        Path | None,
+        typer.Option("--from", help='JSONL of {"pair", "arm", "tokens_per_s"[, "process"]}.'),
+    ] = None,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Plant gains of +1, +0.5 and -1 %; are they found?")
+    ] = False,
+    engine: Engine = "transformers",
+    device: Device = None,
+    batch: Batch = None,
+    input_len: Prompt = None,
+    output_len: Steps = None,
+    weights: Weights = "random",
+    preset_name: Annotated[
+        str | None,
+        typer.Option("--preset", help="Traffic: kforge (hours) or quick (minutes)."),
+    ] = None,
+    pairs: Annotated[int | None, typer.Option(help="Pairs at most.", min=6)] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            help="Process pairs, a process for each arm; 0: one process for both. Default: 3 for "
+            "vllm, which is patched when it starts, else 0.",
+            min=0,
+        ),
+    ] = None,
+    tune_baseline: Annotated[
+        bool,
+        typer.Option("--tune-baseline", help="vllm: the best stock configuration is the baseline."),
+    ] = False,
+    engine_args: Annotated[
+        list[str] | None,
+        typer.Option("--engine-arg", metavar="NAME=VALUE", help="vllm: an argument for both arms."),
+    ] = None,
+    margin_pct: Annotated[float | None, typer.Option("--margin-pct", min=0)] = None,
+    quality_steps: Annotated[
+        int, typer.Option(help="Decode steps compared for quality.", min=1)
+    ] = 32,
+    lock_mhz: Annotated[
+        int | None,
+        typer.Option(help="Lock the GPU's SM clock for the A/B (root; else monitored).", min=1),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the whole result here too.")] = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> int:
+    """End-to-end A/B of a patch, interleaved, with interval and verdict; or decide on samples; or
+    test the measurement itself (exit code 0: every planted gain found, 1: not all, 5: one judged
+    the wrong way round).
+    """
+    from patcher.settings import resolve
+
+    output = Output(as_json)
+    margin = resolve({"margin_pct": margin_pct}).margin_pct
+    if sum((samples is not None, bool(patches), self_test)) > 1:
+        raise UsageError("several things to do", "give one of --patch, --from and --self-test")
+    if samples is not None:
+        from bench.stats import compare, read_samples
+        from patcher.show.tables import comparison_lines
+
+        comparison = compare(read_samples(samples), margin_pct=margin)
+        output.emit(comparison, comparison_lines(model, comparison))
+        return 0 if comparison.verdict == "accept" else 1
+    if not patches and not self_test:
+        raise UsageError("nothing to compare", "give --patch BUNDLE, --from SAMPLES or --self-test")
+    from integrate import unpacked
+    from patcher.endtoend.measure import measure_and_decide, measure_planted
+    from patcher.endtoend.other_traffic import other_shapes
+    from patcher.endtoend.throughput_job import Asked, job_of
+    from patcher.show.quality import quality_lines
+    from patcher.show.tables import decision_lines, planted_lines
+    from patcher.show.throughput import elsewhere_lines, throughput_lines
+
+    asked = Asked(preset_name, batch, input_len, output_len, pairs, processes)
+    workload = workload_of(model, device, engine, *asked.shape, weights, threads)
+    job = job_of(asked, workload, tune_baseline, engine_args or [], margin, quality_steps)
+    shapes = other_shapes(workload, elsewhere, also_batch, also_context)
+    job = job.model_copy(update={"lock_mhz": lock_mhz, "elsewhere": shapes})
+    if find_best:
+        return _best_set(job, patches or [], out, output)
+    if not patches:
+        with output.progress() as bar:
+            planted = measure_planted(job, bar)
+        if out is not None:
+            out.write_text(planted.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        output.emit(planted, *planted_lines(planted))
+        return 5 if planted.wrong else int(not planted.all_found)
+    if len(patches) > 1:
+        raise UsageError("several patches", "say --best-set, or give one --patch")
+    with output.progress() as bar, unpacked(patches[0]) as folder:
+        result = measure_and_decide(job, folder, bar)
+    if out is not None:
+        out.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    measured = result.measured
+    shown: list[Any] = [*throughput_lines(measured.throughput), *quality_lines(measured.quality)]
+    if measured.elsewhere is not None:
+        shown += elsewhere_lines(measured.elsewhere)
+    shown.append(Text(f"receipt: {measured.receipt.total_calls:,} calls of the patched kernel"))
+    output.emit(result, *shown, *decision_lines(result.decision))
+    return 0 if result.decision.verdict == "accept" else 1
+
+
+def _best_set(job: Any, patches: list[Path], out: Path | None, output: Output) -> int:
+    """Measure the combinations, and name the best; 0 where one is accepted."""
+    from contextlib import ExitStack
+    from datetime import UTC, datetime
+
+    from integrate import Patch, unpacked
+    from patcher.endtoend.sets import keep_name, measure_sets, report_of
+    from patcher.report import write
+    from patcher.show.throughput import best_set_lines
+
+    with ExitStack() as stack:
+        folders = [stack.enter_context(unpacked(patch)) for patch in patches]
+        keep = runs_dir() / keep_name(job, folders)
+        if not output.as_json:
+            output.err.print(Text(f"each combination is kept in {keep}", style="dim"))
+        bar = stack.enter_context(output.progress())
+        found = measure_sets(job, folders, keep, bar)
+        names = " ".join(f"--patch {Patch.load(folder).manifest.id}" for folder in folders)
+    if out is not None:
+        out.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    command = f"patcher throughput {job.workload.model} {names} --best-set"
+    files = write(report_of(found, keep.name, now, command), keep)
+    output.emit(found.best, *best_set_lines(found.best), Text(f"report: {files[0]}"))
+    return 0 if found.best.patches else 1

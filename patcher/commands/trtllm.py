@@ -1,0 +1,148 @@
+"""`patcher trtllm`: what a user of TensorRT-LLM needs beside `apply`: module, benchmark, diff."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from bench import SCHEMA_VERSION, UsageError
+from patcher.commands.console import Json, Output, app, examples
+
+trtllm = typer.Typer(
+    help="TensorRT-LLM: patches into its workers, its benchmark, source diffs.",
+    no_args_is_help=True,
+)
+app.add_typer(trtllm, name="trtllm")
+
+
+@trtllm.command()
+@examples(
+    "patcher trtllm module patched",
+)
+def module(
+    folder: Annotated[Path, typer.Argument(help="Where the package is put.")],
+    tp: Annotated[int, typer.Option(help="Workers that share a layer (`--tp`).", min=1)] = 1,
+    as_json: Json = False,
+) -> int:
+    """Write the package that brings applied patches into every worker.
+
+    Give its folder to trtllm-bench or trtllm-serve as --custom_module_dirs.
+    """
+    from integrate import write_module
+
+    package = write_module(folder, tensor_parallel=tp)
+    Output(as_json).emit(
+        {"schema_version": SCHEMA_VERSION, "package": str(package)},
+        Text(f"{package}: pass --custom_module_dirs {package}"),
+        Text("TLLM_PATCHER_PATCHES=on switches patches on, TLLM_PATCHER_RECEIPTS=DIR counts"),
+    )
+    return 0
+
+
+@trtllm.command()
+@examples("patcher trtllm check receipts --tp 2")
+def check(
+    folder: Annotated[Path, typer.Argument(help="TLLM_PATCHER_RECEIPTS of one run.")],
+    tp: Annotated[int, typer.Option(help="How many workers it had.", min=1)] = 1,
+    as_json: Json = False,
+) -> int:
+    """Did every worker run every applied patch? Exit code 5 names the rank that did not."""
+    from integrate import check_workers, home_store
+
+    applied = [one for one in home_store().applied() if one.engine == "tensorrt_llm"]
+    if not applied:
+        raise UsageError("no patch is applied for TensorRT-LLM", "see `patcher patches`")
+    calls = check_workers(folder, [one.digest for one in applied], tp)
+    lines = [Text(f"rank {rank}: {count:,} calls") for rank, count in sorted(calls.items())]
+    Output(as_json).emit({"schema_version": SCHEMA_VERSION, "calls_by_rank": calls}, *lines)
+    return 0
+
+
+@trtllm.command()
+@examples("patcher trtllm diff moe_finalize TensorRT-LLM finalize.h --out finalize-patch")
+def diff(
+    kernel: Annotated[str, typer.Argument(help="moe_finalize or bias_rope_kv.")],
+    tree: Annotated[Path, typer.Argument(help="A checkout of TensorRT-LLM.")],
+    source: Annotated[Path, typer.Argument(help="C++ that defines `bool patcher_kernel::...`.")],
+    out: Annotated[Path, typer.Option(help="Folder for the diff and its recipe.")],
+    architecture: Annotated[str, typer.Option(help="As CMake spells it.")] = "90-real",
+    as_json: Json = False,
+) -> int:
+    """For a kernel that is launched in C++: a diff for `git apply`, and how to build and revert.
+
+    Nothing is written into the checkout.
+    """
+    from integrate import SEAMS, make_diff, write_recipe
+
+    if kernel not in SEAMS:
+        raise UsageError(f"no seam {kernel!r}", f"there are: {', '.join(SEAMS)}")
+    try:
+        text = source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {source}: {error}", "give a C++ source file") from error
+    recipe = write_recipe(out, make_diff(tree, SEAMS[kernel], text), architecture)
+    document = {"schema_version": SCHEMA_VERSION, "diff": str(out / "patcher.diff")}
+    Output(as_json).emit({**document, "recipe": str(recipe)}, Text(f"{recipe} says what to do"))
+    return 0
+
+
+@trtllm.command()
+@examples(
+    "patcher trtllm bench openai/gpt-oss-20b run --vocab-size 201088 --requests 512 --dry-run",
+    "patcher trtllm bench MODEL run --vocab-size 201088 --module patched/patcher_tensorrt_llm",
+)
+def bench(
+    model: Annotated[str, typer.Argument(help="Hugging Face id.")],
+    folder: Annotated[Path, typer.Argument(help="For inputs, log and report.")],
+    vocab_size: Annotated[int, typer.Option(help="Prompts are random ids below it.")],
+    model_path: Annotated[Path | None, typer.Option(help="The model's folder.")] = None,
+    requests: Annotated[int, typer.Option(min=1)] = 512,
+    concurrency: Annotated[int, typer.Option(help="Batch.", min=1)] = 8,
+    input_len: Annotated[int, typer.Option(min=1)] = 1024,
+    output_len: Annotated[int, typer.Option(min=2)] = 8192,
+    tp: Annotated[int, typer.Option(min=1)] = 1,
+    module_folder: Annotated[
+        list[Path] | None, typer.Option("--module", help="From `patcher trtllm module`.")
+    ] = None,
+    moe_backend: Annotated[str, typer.Option(help="AUTO, CUTLASS, TRTLLM or TRITON.")] = "AUTO",
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the inputs only.")] = False,
+    as_json: Json = False,
+) -> int:
+    """One `trtllm-bench throughput`: fixed lengths, unique prompts, autotuner and reuse off."""
+    from pydantic import ValidationError
+
+    from bench.engines.tensorrt_llm import Benchmark, command, run_benchmark, write_inputs
+
+    try:
+        run = Benchmark(
+            model=model,
+            model_path=model_path,
+            vocab_size=vocab_size,
+            requests=requests,
+            concurrency=concurrency,
+            input_len=input_len,
+            output_tokens=output_len,
+            tensor_parallel=tp,
+            module_folders=tuple(module_folder or ()),
+            moe_backend=moe_backend,  # type: ignore[arg-type]  # pydantic says what it may be
+            seed=seed,
+        )
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = "-".join(str(part) for part in wrong["loc"])
+        raise UsageError(f"{name}: {wrong['msg']}", "see --help") from error
+    output = Output(as_json)
+    if dry_run:
+        write_inputs(run, folder)
+        line = command(run, folder)
+        document = {"schema_version": SCHEMA_VERSION, "command": line}
+        output.emit(document, Text(" ".join(line)))
+        return 0
+    report = run_benchmark(run, folder)
+    told = f"{report.output_tokens_per_s:,.1f} output tokens/s over {report.requests} requests"
+    output.emit(report, Text(told))
+    return 0

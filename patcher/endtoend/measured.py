@@ -1,0 +1,65 @@
+"""What is to be measured end to end, and what was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pydantic import Field, JsonValue
+
+from bench import SCHEMA_VERSION, Quality, Record, Shape, Throughput, Workload
+from bench.stats import DEFAULT_PAIRS, LOOKS, MIN_PROCESS_PAIRS
+from integrate import Receipt
+from patcher.endtoend.elsewhere import Elsewhere
+from patcher.reconciling.reconcile import Reconciliation
+from patcher.verdicts.decide import Decision
+
+Report = Callable[[str, int, int], None]
+"""Called with (stage, done, total)."""
+
+
+class Job(Record):
+    """What to measure."""
+
+    workload: Workload
+    margin_pct: float = 0.5
+    max_pairs: int = DEFAULT_PAIRS
+    looks: int = LOOKS
+    quality_steps: int = 32
+    seed: int = 0
+    lock_mhz: int | None = None
+    """SM clock to lock for the A/B; None: it is only watched."""
+    process_pairs: int = 0
+    """Of processes, one for each arm; 0: the patch comes and goes in one process."""
+    pairs_each: int = Field(default=DEFAULT_PAIRS // MIN_PROCESS_PAIRS, ge=2)
+    """Pairs of windows in each process pair."""
+    arguments: dict[str, JsonValue] = Field(default_factory=dict)
+    """Of the engine in both arms, beside what the workload asks for; with process pairs."""
+    tune: bool = False
+    """Whether the best stock configuration is looked for first; with process pairs."""
+    elsewhere: tuple[Shape, ...] = ()
+    """Other traffic at which nothing may be lost."""
+
+
+class Measured(Record):
+    """What was measured."""
+
+    schema_version: int = SCHEMA_VERSION
+    throughput: Throughput
+    quality: Quality
+    receipt: Receipt
+    """Calls in the throughput's patched windows."""
+    quality_receipt: Receipt
+    """Calls in the quality run: the same model must have been compared."""
+    reverted_identical: bool
+    """Greedy output after the revert is bit-identical to before the patch."""
+    elsewhere: Elsewhere | None = None
+    """At other traffic, where that was measured."""
+
+
+class Judged(Record):
+    """A measurement and the rule's word on it."""
+
+    schema_version: int = SCHEMA_VERSION
+    measured: Measured
+    reconciliation: Reconciliation | None = None
+    decision: Decision

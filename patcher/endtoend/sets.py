@@ -1,0 +1,179 @@
+"""Several patches: each alone and all together, measured; the best set by what was measured.
+
+Each combination is an A/B of its own, as `measure.py` takes it, and leaves a file in a folder: a
+second start goes on where the first one stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from pathlib import Path
+
+from bench import SCHEMA_VERSION, Evaluation, Record, UsageError
+from bench.comparison import Comparison
+from integrate import Patch
+from patcher.endtoend.best_set import BestSet, Combination, best_set
+from patcher.endtoend.measure import decide_on, measure_together
+from patcher.endtoend.measured import Job, Measured, Report
+from patcher.report import Report as Shown
+from patcher.verdicts.decide import Decision
+
+Measure = Callable[[Job, Sequence[Path], Report], tuple[Measured, ...]]
+"""As `patcher.endtoend.measure.measure_together`."""
+
+
+class SetMeasured(Record):
+    """One combination: what was measured for each of its patches, which were in together."""
+
+    schema_version: int = SCHEMA_VERSION
+    patches: tuple[str, ...]
+    measured: tuple[Measured, ...]
+    decisions: tuple[Decision, ...]
+
+    @property
+    def combination(self) -> Combination:
+        """With the rule's word in place of the comparison's where the rule is the stricter."""
+        comparison = self.measured[0].throughput.comparison
+        for decision in self.decisions:
+            if comparison.verdict == "accept" and decision.verdict != "accept":
+                said = "; ".join(decision.reasons)
+                comparison = _with_word(comparison, decision, said)
+        return Combination(patches=self.patches, comparison=comparison)
+
+
+class Sets(Record):
+    """All that was measured, and the best of it."""
+
+    schema_version: int = SCHEMA_VERSION
+    best: BestSet
+    measured: tuple[SetMeasured, ...]
+
+
+def _with_word(comparison: Comparison, decision: Decision, said: str) -> Comparison:
+    return comparison.model_copy(update={"verdict": decision.verdict, "reason": said})
+
+
+def measure_sets(
+    job: Job,
+    folders: Sequence[Path],
+    keep: Path,
+    report: Report,
+    measure: Measure = measure_together,
+) -> Sets:
+    """Measure each patch alone and all together; where together is no better than the best one
+    alone, all but one each, too. What `keep` has already is not measured again.
+
+    Raises:
+        UsageError: fewer than two patches, one twice, or two for one patch point.
+        PatcherError: as `patcher.endtoend.measure.measure_together`.
+    """
+    patches = [Patch.load(folder) for folder in folders]
+    _check(patches)
+    keep.mkdir(parents=True, exist_ok=True)
+    done: dict[frozenset[str], SetMeasured] = {}
+    of_id = dict(zip((patch.manifest.id for patch in patches), folders, strict=True))
+    names = list(of_id)
+
+    def take(plan: Sequence[tuple[str, ...]]) -> None:
+        for chosen in plan:
+            if frozenset(chosen) not in done:
+                done[frozenset(chosen)] = _kept(job, chosen, of_id, keep, report, measure)
+
+    take([(name,) for name in names])
+    take([tuple(names)])
+    if len(names) > 2 and _worse_together(done, names):
+        take(list(combinations(names, len(names) - 1)))
+    measured = tuple(done.values())
+    return Sets(best=best_set([one.combination for one in measured]), measured=measured)
+
+
+def report_of(found: Sets, name: str, created: str, command: str) -> Shown:
+    """What `patcher.report` shows of it: the figures of the best set, or of all at once where none
+    is accepted.
+    """
+    chosen = frozenset(found.best.patches)
+    by_set = {frozenset(one.patches): one for one in found.measured}
+    shown = by_set.get(chosen) or max(found.measured, key=lambda one: len(one.patches))
+    first, decision = shown.measured[0], shown.decisions[0]
+    for other in shown.decisions:
+        decision = other if other.verdict != "accept" else decision
+    return Shown(
+        run_id=name,
+        created=created,
+        title=first.throughput.workload.model,
+        commands=(command,),
+        model=first.throughput.workload.model,
+        workload=first.throughput.workload,
+        patch_id=first.throughput.patch,
+        throughput=first.throughput,
+        quality=first.quality,
+        elsewhere=first.elsewhere,
+        best_set=found.best,
+        decision=decision,
+        reverted_identical=first.reverted_identical,
+        environment=first.throughput.environment,
+    )
+
+
+def keep_name(job: Job, folders: Sequence[Path]) -> str:
+    """Of a folder for these patches measured this way."""
+    digests = sorted(Patch.load(folder).digest for folder in folders)
+    text = job.model_dump_json() + ",".join(digests)
+    return f"best-set-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _check(patches: Sequence[Patch]) -> None:
+    if len(patches) < 2:
+        raise UsageError("one patch is no set", "give --patch twice or more with --best-set")
+    points: dict[tuple[str, str], str] = {}
+    for patch in patches:
+        target = patch.manifest.target
+        other = points.setdefault((target.engine, target.point), patch.manifest.id)
+        if other != patch.manifest.id:
+            raise UsageError(
+                f"{other} and {patch.manifest.id} are for one patch point, {target.point}",
+                "compare them one by one; only one can be in",
+            )
+    if len(points) < len(patches):
+        raise UsageError("a patch was given twice", "name each once")
+
+
+def _kept(
+    job: Job,
+    chosen: tuple[str, ...],
+    of_id: dict[str, Path],
+    keep: Path,
+    report: Report,
+    measure: Measure,
+) -> SetMeasured:
+    """What the folder has of this combination, else what is measured now."""
+    name = "+".join(chosen)
+    path = keep / f"{hashlib.sha256(name.encode()).hexdigest()[:12]}.json"
+    if path.is_file():
+        return SetMeasured.model_validate_json(path.read_bytes())
+
+    def told(stage: str, done: int, total: int) -> None:
+        report(f"{' + '.join(chosen)}: {stage}", done, total)
+
+    folders = [of_id[patch] for patch in chosen]
+    measured = measure(job, folders, told)
+    evidence = [Evaluation.model_validate(Patch.load(each).manifest.evidence) for each in folders]
+    found = SetMeasured(
+        patches=chosen,
+        measured=measured,
+        decisions=tuple(map(decide_on, measured, evidence)),
+    )
+    half = path.with_suffix(".part")
+    half.write_text(found.model_dump_json(), encoding="utf-8")
+    half.replace(path)
+    return found
+
+
+def _worse_together(done: dict[frozenset[str], SetMeasured], names: Sequence[str]) -> bool:
+    """Whether all at once is not accepted, or gains less than the best one alone."""
+    whole = done[frozenset(names)].combination.comparison
+    alone = [done[frozenset({name})].combination.comparison for name in names]
+    accepted = [one.gain_pct for one in alone if one.verdict == "accept"]
+    return whole.verdict != "accept" or whole.gain_pct < max(accepted, default=-100.0)

@@ -1,0 +1,113 @@
+"""What `patcher throughput` was asked for, as a measurement to make."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from bench import UsageError, Workload
+from bench.process_pairs import Plan
+from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
+from bench.traffic import traffic
+from patcher.endtoend.measured import Job
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Options that a preset of traffic fills where they are not given.
+
+    Raises:
+        UsageError: no such preset.
+    """
+
+    preset: str | None
+    batch: int | None
+    input_len: int | None
+    output_len: int | None
+    pairs: int | None
+    processes: int | None
+
+    @property
+    def shape(self) -> tuple[int | None, int | None, int | None]:
+        """Batch, prompt tokens, decode steps."""
+        if self.preset is None:
+            return self.batch, self.input_len, self.output_len
+        found = traffic(self.preset)
+        return (
+            self.batch or found.batch,
+            self.input_len or found.input_len,
+            self.output_len or found.output_len,
+        )
+
+    def plan(self, engine: str) -> Plan | None:
+        """Process pairs and pairs in each; None: one process for both arms.
+
+        `pairs` are those of the whole sitting, in either case.
+        """
+        planned = Plan() if self.preset is None else traffic(self.preset).plan()
+        count = self.processes
+        if count is None:
+            count = planned.process_pairs if engine == "vllm" or self.preset else 0
+        if count == 0:
+            return None
+        each = planned.pairs if self.pairs is None else -(-self.pairs // count)
+        return Plan(process_pairs=count, pairs=max(each, 2))
+
+
+def job_of(
+    asked: Asked,
+    workload: Workload,
+    tune: bool,
+    engine_args: Sequence[str],
+    margin_pct: float,
+    quality_steps: int,
+) -> Job:
+    """Raises:
+    UsageError: options that do not go together.
+    """
+    plan = asked.plan(workload.engine)
+    if plan is None and workload.engine == "vllm":
+        raise UsageError(
+            "vLLM is patched when a process starts, not while it runs",
+            f"give each arm processes of its own: --processes {MIN_PROCESS_PAIRS}",
+        )
+    if plan is not None and plan.process_pairs < MIN_PROCESS_PAIRS:
+        raise UsageError(
+            f"{plan.process_pairs} process pairs do not show what processes differ by",
+            f"say --processes {MIN_PROCESS_PAIRS} or more",
+        )
+    if workload.engine != "vllm" and (tune or engine_args):
+        raise UsageError(
+            f"{workload.engine} has no options of its own here",
+            "leave out --tune-baseline and --engine-arg, or say --engine vllm",
+        )
+    job = Job(
+        workload=workload,
+        margin_pct=margin_pct,
+        max_pairs=asked.pairs or DEFAULT_PAIRS,
+        quality_steps=quality_steps,
+        arguments=dict(map(argument, engine_args)),
+        tune=tune,
+    )
+    if plan is None:
+        return job
+    return job.model_copy(update={"process_pairs": plan.process_pairs, "pairs_each": plan.pairs})
+
+
+def argument(text: str) -> tuple[str, JsonValue]:
+    """`NAME=VALUE`, the value as JSON, else as it stands.
+
+    Raises:
+        UsageError: without a name or a value.
+    """
+    name, separator, value = text.partition("=")
+    if not (name and separator and value):
+        raise UsageError(f"--engine-arg {text!r}", "say NAME=VALUE, as moe_backend=marlin")
+    try:
+        read: JsonValue = json.loads(value)
+    except ValueError:
+        read = value
+    return name, read

@@ -1,0 +1,71 @@
+"""What a programming model needs before a language model is paid to write in it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from bench import Language, MissingError, UsageError
+from bench.toolchains import toolchain
+from patcher.judges.hardware import hardware_facts
+
+_COMPILED = {
+    Language.HIP: "an AMD GPU",
+    Language.SYCL: "a GPU that SYCL drives",
+    Language.METAL: "an Apple GPU",
+}
+
+
+def require_sense(language: Language | None, *, whole: bool, sweep: str | None) -> None:
+    """Refuse what a language that is only compiled can have nowhere.
+
+    Raises:
+        UsageError: a served model is to run such a kernel, or a sweep of it is to be timed.
+    """
+    if language is None or not language.compile_only:
+        return
+    only = f"a {language} kernel is only compiled here, never run or timed"
+    if whole:
+        raise UsageError(
+            f"{only}: no engine can be patched with it",
+            f"use `patcher optimize OP --language {language}`, or another language",
+        )
+    if sweep is not None:
+        raise UsageError(f"{only}: there is no sweep of it", "drop --sweep")
+
+
+def require_here(language: Language) -> None:
+    """Refuse what this machine can neither build nor run.
+
+    Raises:
+        MissingError: no compiler, or no device, for the language.
+    """
+    toolchain(language).demand()
+    if language in (Language.CPP, Language.TORCH) or language.compile_only:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise MissingError(
+            f"a {language} candidate needs a CUDA device and this machine has none",
+            "go on with `patcher resume` on a GPU host, or write it in cpp",
+        )
+
+
+def device_kind(language: Language) -> Literal["cpu", "cuda"]:
+    """Whose sweep a language is shown or timed by."""
+    if language is Language.TORCH:
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cpu" if language is Language.CPP else "cuda"
+
+
+def device_facts(language: Language) -> str:
+    """What the agents should know of this machine, in words.
+
+    Raises:
+        MissingError: the language needs a CUDA device and there is none.
+    """
+    if language.compile_only:
+        return f"nothing: this machine only compiles. The kernel is for {_COMPILED[language]}"
+    return hardware_facts(device_kind(language))

@@ -1,0 +1,275 @@
+"""From an op's contract and what the judge said to the text that the agents read. Templates:
+`templates/*.md.j2`; what is optional is cut to the room of a prompt (`room.py`)."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+
+from jinja2 import ChoiceLoader, DictLoader, Environment, PackageLoader, StrictUndefined
+
+from bench import Candidate, Evaluation, Language, Op, Outcome, Record, Sweep
+from bench.toolchains import toolchain
+from patcher.attempts import Attempt, Diagnosis, Recommendation
+from patcher.attempts.structure import structure
+from patcher.models import Role
+from patcher.prompting.baseline_source import baseline_source
+from patcher.prompting.expectations import expectations, verdict
+from patcher.prompting.extract import TAGS, Failure
+from patcher.prompting.room import PROMPT_TOKENS, characters, fitted
+from patcher.prompting.tables import counters_table, roofline, timing_table
+
+LOG_LIMIT = 6000
+"""Characters of compiler or run-time output that a prompt quotes: profiles and logs are long,
+signal is sparse."""
+SHOWN_EXPECTATIONS = 10
+"""Of the analyst, the latest; its average is over all."""
+
+_CPP_TYPES = {"float": "double", "int": "int64_t"}
+
+
+class Working(Record):
+    """A kernel for the same op that works elsewhere: in another language, on another device."""
+
+    name: str
+    language: Language
+    summary: str = ""
+    source: str
+
+
+class Prompts:
+    """The prompts for one op in one language on one device.
+
+    `extra` is text of the caller's for one question: memory of earlier runs, what a user adds.
+    """
+
+    def __init__(
+        self,
+        op: Op,
+        language: Language,
+        device: str,
+        sweep: Sweep,
+        *,
+        tokens: int = PROMPT_TOKENS,
+        elsewhere: Sequence[Working] = (),
+    ) -> None:
+        self.op = op
+        self.language = language
+        self.sweep = sweep
+        rules = {f"rules_{language}.md.j2": toolchain(language).hints}
+        self.room = characters(tokens)
+        self._environment = Environment(
+            loader=ChoiceLoader(
+                [PackageLoader("patcher.prompting", "templates"), DictLoader(rules)]
+            ),
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
+            autoescape=False,
+        )
+        self._environment.filters["quote"] = quote
+        contract = op.contract
+        tensors = ", ".join(f"tvm::ffi::TensorView {tensor.name}" for tensor in contract.tensors)
+        scalars = "".join(
+            f", {_CPP_TYPES[scalar.type]} {scalar.name}" for scalar in contract.scalars
+        )
+        names = [tensor.name for tensor in contract.tensors]
+        hints = "".join(f", {scalar.name}: {scalar.type}" for scalar in contract.scalars)
+        self._environment.globals.update(
+            contract=contract,
+            device=device,
+            sweep=sweep,
+            language=str(language),
+            tag=TAGS[language][0],
+            tags=TAGS,
+            reference=reference_source(op),
+            cpp_signature=f"void {contract.name}({tensors}{scalars})",
+            python_signature=f"def {contract.name}({', '.join(names)}{hints}) -> None",
+        )
+        self._elsewhere = self._part("elsewhere", kernels=elsewhere)
+
+    def system(self, role: Role) -> str:
+        return self._template("system.md.j2", role=role)
+
+    def generate(
+        self,
+        failure: Failure | None,
+        *,
+        draw: int | None = None,
+        unlike: Sequence[tuple[Attempt, str]] = (),
+        extra: str = "",
+    ) -> str:
+        """A question that begins anew; `failure` says why the reply before could not be used.
+
+        Args:
+            draw: which of several independent answers this is.
+            unlike: attempts and sources of known designs; another one is wanted.
+        """
+        designs = [(one, self._features(source)) for one, source in unlike]
+        parts = {
+            "elsewhere": self._elsewhere,
+            "baseline": self._baseline(self.op.honest_baseline),
+            "unlike": self._part("unlike", designs=designs),
+            "extra": extra,
+        }
+        translate = bool(self._elsewhere)
+        return self._render(
+            "generate.md.j2", parts, failure=failure, draw=draw, translate=translate
+        )
+
+    def repair(
+        self,
+        source: str,
+        evaluation: Evaluation,
+        failure: Failure | None,
+        *,
+        diagnosis: Diagnosis | None = None,
+        extra: str = "",
+    ) -> str:
+        """A candidate that is not right, what the judge said of it, and what is at its root."""
+        parts = {"log": self._log(evaluation), "elsewhere": self._elsewhere, "extra": extra}
+        return self._render(
+            "repair.md.j2",
+            parts,
+            source=source,
+            evaluation=evaluation,
+            diagnosis=diagnosis,
+            failure=failure,
+        )
+
+    def optimise(
+        self,
+        source: str,
+        evaluation: Evaluation,
+        recommendation: Recommendation | None,
+        history: Sequence[Attempt],
+        failure: Failure | None,
+        *,
+        extra: str = "",
+    ) -> str:
+        """A candidate that is right, its timings, and the one change to make."""
+        return self._render(
+            "optimise.md.j2",
+            self._measured(evaluation, history, extra),
+            source=source,
+            evaluation=evaluation,
+            table=self.table(evaluation),
+            recommendation=recommendation,
+            failure=failure,
+        )
+
+    def combine(
+        self,
+        kernels: Sequence[tuple[str, Evaluation]],
+        history: Sequence[Attempt],
+        failure: Failure | None,
+        *,
+        extra: str = "",
+    ) -> str:
+        """Sources and verdicts of several right candidates, of which one is to be made."""
+        shown = [(source, one, self.table(one)) for source, one in kernels]
+        parts = self._measured(kernels[0][1], history, extra)
+        return self._render("combine.md.j2", parts, kernels=shown, failure=failure)
+
+    def analyse(
+        self,
+        source: str,
+        evaluation: Evaluation,
+        history: Sequence[Attempt],
+        *,
+        pictures: int = 0,
+        extra: str = "",
+    ) -> str:
+        """The question to the performance analyst; `pictures` go with it."""
+        found = expectations(history)
+        return self._render(
+            "analyse.md.j2",
+            self._measured(evaluation, history, extra),
+            source=source,
+            evaluation=evaluation,
+            table=self.table(evaluation),
+            roofline=roofline(self.op, self.sweep, evaluation),
+            expectations=found[-SHOWN_EXPECTATIONS:],
+            verdict=verdict(found),
+            pictures=pictures,
+        )
+
+    def skill(self, **context: object) -> str:
+        """`SKILL.md` of a workspace for an agent from outside; the language's rules come last."""
+        return self._template("skill.md.j2", **context)
+
+    def diagnose(self, source: str, evaluation: Evaluation, *, extra: str = "") -> str:
+        """The question to who judges failures."""
+        parts = {"log": self._log(evaluation), "extra": extra}
+        return self._render("diagnose.md.j2", parts, source=source, evaluation=evaluation)
+
+    def table(self, evaluation: Evaluation) -> str:
+        """Timings as a Markdown table."""
+        return timing_table(self.op, self.sweep, evaluation)
+
+    def _measured(
+        self, evaluation: Evaluation, history: Sequence[Attempt], extra: str
+    ) -> dict[str, str]:
+        counters = counters_table(evaluation.counters)
+        return {
+            "history": self._part("history", history=history),
+            "baseline": self._baseline(evaluation.baseline),
+            "counters": f"# Hardware counters (Nsight Compute)\n{counters}\n" if counters else "",
+            "extra": extra,
+        }
+
+    def _log(self, evaluation: Evaluation) -> str:
+        head = evaluation.outcome is Outcome.COMPILATION_FAILURE
+        log = clip(evaluation.log, head=head)
+        return f"Output:\n{quote(log)}\n" if log else ""
+
+    def _baseline(self, name: str | None) -> str:
+        source = baseline_source(self.op, name) if name else None
+        return self._part("baseline", baseline=name, source=source) if source else ""
+
+    def _features(self, source: str) -> list[str]:
+        candidate = Candidate(op=self.op.name, language=self.language, source=source)
+        return sorted(structure(candidate).features)
+
+    def _part(self, name: str, **context: object) -> str:
+        return self._template(f"{name}.md.j2", **context) if any(context.values()) else ""
+
+    def _render(self, template: str, parts: Mapping[str, str], **context: object) -> str:
+        return fitted(
+            lambda kept, cut: self._template(template, parts=kept, cut=cut, **context),
+            parts,
+            self.room,
+        )
+
+    def _template(self, template: str, **context: object) -> str:
+        text = self._environment.get_template(template).render(context)
+        return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def reference_source(op: Op) -> str:
+    """The reference function alone: the control beside it, which must fail, is not for the
+    agents."""
+    text = (op.folder / "reference.py").read_text(encoding="utf-8")
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name == "reference":
+            return ast.get_source_segment(text, node) or ""
+    raise ValueError(f"{op.name}: reference.py defines no reference")
+
+
+def clip(text: str, limit: int = LOG_LIMIT, *, head: bool) -> str:
+    """Shorten a log: of a compiler the head tells most, of a traceback the tail."""
+    text = text.strip()
+    if len(text) <= limit:
+        return text
+    left = f"[... {len(text) - limit} characters left out ...]"
+    first = limit * 3 // 4 if head else limit // 4
+    return f"{text[:first]}\n{left}\n{text[len(text) - (limit - first) :]}"
+
+
+def quote(text: str, tag: str = "text") -> str:
+    """A fenced block that nothing in the text can close."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{tag}\n{text.rstrip()}\n{fence}"

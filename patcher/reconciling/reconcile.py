@@ -1,0 +1,250 @@
+"""Does the kernels' own gain explain the whole model's? Row by row, and what is left, in words.
+
+A gain that nothing explains is suspicious, and one that is missing is worth a look: both are said,
+neither decides. The rows are what each patched kernel should save in a decode step (its micro gain
+times its launches) and what other rows of the profile moved by; their sum stands against the gain
+of the A/B.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from bench import SCHEMA_VERSION, Comparison, Evaluation, Record, Throughput
+from hotspot import Profile
+from patcher.reconciling.launches import StepLaunches
+from patcher.reconciling.micro import Saving, saving
+from patcher.reconciling.moved import moved_rows, overlap_caveat
+
+
+class GainRow(Record):
+    """One part of the sum; times are what one decode step saves, negative if it costs."""
+
+    name: str
+    kind: Literal["kernel", "moved"]
+    """`kernel`: a patched kernel by its micro-benchmark; `moved`: a row of the profile."""
+    shape: str = ""
+    launches: float | None = None
+    """In one decode step."""
+    saved_us: float | None
+    """None: it was never judged at this shape."""
+    low_us: float | None = None
+    """95 % interval; None of what one profile shows before and one after."""
+    high_us: float | None = None
+    counted: bool = True
+    """Whether it is part of the sum."""
+    note: str = ""
+
+
+class Reconciliation(Record):
+    """Micro gain times launches, and what else moved, against the measured gain."""
+
+    schema_version: int = SCHEMA_VERSION
+    step_us: float
+    """One decode step of the baseline, from the A/B."""
+    measured_us: float
+    """What a step got shorter by."""
+    measured_low_us: float
+    measured_high_us: float
+    measured_pct: float
+    """The gain in tokens per second that this is."""
+    rows: tuple[GainRow, ...] = ()
+    expected_us: float | None = None
+    """Sum of the counted rows; None where there is none."""
+    expected_low_us: float | None = None
+    expected_high_us: float | None = None
+    expected_pct: float | None = None
+    unexplained_pct: float | None = None
+    """Measured gain less the expected one; negative: some of the expected is missing."""
+    unexplained_low_pct: float | None = None
+    unexplained_high_pct: float | None = None
+    explained: bool | None = None
+    """Whether the intervals allow that nothing is left; None: it cannot be told."""
+    caveats: tuple[str, ...] = ()
+    """What the rows do not know."""
+    said: str
+    """The result in a sentence."""
+
+
+@dataclass(frozen=True)
+class PatchedKernel:
+    """What is known of one patched kernel."""
+
+    evaluation: Evaluation
+    launches: StepLaunches | None
+    dtypes: tuple[str, ...] = ()
+    """Of the timed sweep, each once; empty: not known."""
+    replayed: bool | None = None
+    """Whether its launches ran in CUDA graphs."""
+    pdl: bool = False
+    """Whether it takes part in programmatic dependent launch."""
+
+
+def reconcile(
+    kernels: Sequence[PatchedKernel],
+    throughput: Throughput,
+    before: Profile | None = None,
+    after: Profile | None = None,
+) -> Reconciliation:
+    """Hold the sum of the rows against the measured gain.
+
+    Args:
+        before: a profile of the unpatched engine.
+        after: one of the patched engine; with both, rows that moved otherwise take part.
+    """
+    found = throughput.comparison
+    # tokens of one step over tokens per second
+    step_us = throughput.workload.batch / found.baseline_tokens_per_s * 1e6
+    rows: list[GainRow] = []
+    caveats: list[str] = []
+    for kernel in kernels:
+        own, said = _kernel_rows(kernel, throughput)
+        rows += own
+        caveats += said
+    if before is not None and after is not None:
+        ops = [kernel.evaluation.op for kernel in kernels]
+        moved, said = moved_rows(before, after, ops, step_us)
+        rows += [GainRow(kind="moved", **vars(one)) for one in moved]
+        caveats += said
+    caveats += overlap_caveat(after or before)
+    return _summed(rows, found, step_us, tuple(dict.fromkeys(caveats)))
+
+
+def _kernel_rows(kernel: PatchedKernel, throughput: Throughput) -> tuple[list[GainRow], list[str]]:
+    op, launches = kernel.evaluation.op, kernel.launches
+    if launches is None:
+        return [], [f"{op}: how often it runs in a decode step was not recorded"]
+    rows: list[GainRow] = []
+    caveats = list(launches.notes)
+    unjudged = 0.0
+    for shape in launches.shapes:
+        if shape.per_step == 0:
+            rows.append(_outside(op, shape.label))
+            continue
+        one = saving(kernel.evaluation, shape, kernel.dtypes, kernel.replayed)
+        if isinstance(one, str):
+            unjudged += shape.per_step
+            rows.append(
+                GainRow(
+                    name=op,
+                    kind="kernel",
+                    shape=shape.label,
+                    launches=shape.per_step,
+                    saved_us=None,
+                    counted=False,
+                    note=one,
+                )
+            )
+            continue
+        rows.append(_row(op, shape.label, shape.per_step, one))
+        caveats += one.caveats
+    if unjudged:
+        caveats.append(f"{op}: {unjudged:.4g} launches a step at shapes that were never judged")
+    if kernel.pdl:
+        caveats.append(
+            f"{op} takes part in programmatic dependent launch: it begins before the kernel "
+            "ahead of it ends, so a step need not get shorter by what it saves alone"
+        )
+    here, there = kernel.evaluation.environment, throughput.environment
+    if here is not None and here.device != there.device:
+        caveats.append(f"{op} was timed on {here.device}, the model on {there.device}")
+    return rows, caveats
+
+
+def _outside(op: str, label: str) -> GainRow:
+    return GainRow(
+        name=op,
+        kind="kernel",
+        shape=label,
+        launches=0.0,
+        saved_us=None,
+        counted=False,
+        note="does not run in every decode step: prefill, or another batch",
+    )
+
+
+def _row(op: str, label: str, per_step: float, one: Saving) -> GainRow:
+    return GainRow(
+        name=op,
+        kind="kernel",
+        shape=label,
+        launches=per_step,
+        saved_us=per_step * one.us,
+        low_us=per_step * one.low_us,
+        high_us=per_step * one.high_us,
+        note=one.note,
+    )
+
+
+def _summed(
+    rows: list[GainRow], found: Comparison, step_us: float, caveats: tuple[str, ...]
+) -> Reconciliation:
+    measured = [
+        step_us * (1 - 1 / (1 + gain / 100))
+        for gain in (found.gain_pct, found.gain_low_pct, found.gain_high_pct)
+    ]
+    base = {
+        "step_us": step_us,
+        "measured_us": measured[0],
+        "measured_low_us": measured[1],
+        "measured_high_us": measured[2],
+        "measured_pct": found.gain_pct,
+        "rows": tuple(rows),
+        "caveats": caveats,
+    }
+    counted = [row for row in rows if row.counted and row.saved_us is not None]
+    if not any(row.kind == "kernel" for row in counted):
+        why = "; ".join(caveats) or "no patched kernel was timed at a shape of the decode step"
+        return Reconciliation.model_validate({**base, "said": f"not reconciled: {why}"})
+    # intervals of one kernel's shapes share what they are wrong by, so their ends are added
+    expected = sum(row.saved_us or 0.0 for row in counted)
+    low = sum(_or(row.low_us, row.saved_us) for row in counted)
+    high = sum(_or(row.high_us, row.saved_us) for row in counted)
+    gains = [_gain(saved, step_us) for saved in (expected, low, high)]
+    left = found.gain_pct - gains[0]
+    # the A/B and the micro-benchmark are independent: their errors add up as squares
+    left_low = left - math.hypot(found.gain_pct - found.gain_low_pct, gains[2] - gains[0])
+    left_high = left + math.hypot(found.gain_high_pct - found.gain_pct, gains[0] - gains[1])
+    explained: bool | None = left_low <= 0 <= left_high
+    if explained and left_high - left_low > 2 * abs(gains[0]):
+        explained = None  # these intervals would allow that the kernels gain nothing, too
+    return Reconciliation.model_validate(
+        {
+            **base,
+            "expected_us": expected,
+            "expected_low_us": low,
+            "expected_high_us": high,
+            "expected_pct": gains[0],
+            "unexplained_pct": left,
+            "unexplained_low_pct": left_low,
+            "unexplained_high_pct": left_high,
+            "explained": explained,
+            "said": _said(explained, found.gain_pct, gains[0], left, left_low, left_high),
+        }
+    )
+
+
+def _or(value: float | None, otherwise: float | None) -> float:
+    return next(one for one in (value, otherwise, 0.0) if one is not None)
+
+
+def _gain(saved_us: float, step_us: float) -> float:
+    """Percent more tokens per second, for a step that much shorter; at most a thousandfold."""
+    return 100 * (step_us / max(step_us - saved_us, step_us / 1000) - 1)
+
+
+def _said(
+    explained: bool | None, measured: float, expected: float, left: float, low: float, high: float
+) -> str:
+    span = f"{left:+.2f} % [{low:+.2f}, {high:+.2f}]"
+    if explained is False and left < 0:
+        return f"expected {expected:.2f} %, measured {measured:.2f} %: {span} is missing"
+    if explained is False:
+        return f"explained {expected:.2f} of {measured:.2f} %; {span} is not explained"
+    held = f"expected {expected:.2f} %, measured {measured:.2f} %: the difference, {span}, "
+    if explained is None:
+        return held + "is known too roughly to tell"
+    return held + "is no more than the intervals allow"

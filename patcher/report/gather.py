@@ -1,0 +1,203 @@
+"""From a run's journal and artefacts to its report, as far as the run has come."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+from bench import Evaluation, Record, UsageError, load_op
+from hotspot import Profile
+from integrate import Patch
+from integrate import Receipt as FullReceipt
+from patcher.agent import ended
+from patcher.attempts import Attempt, Stopped
+from patcher.endtoend.measure import explain_measured
+from patcher.endtoend.measured import Measured
+from patcher.pipeline import DEMO, Made, Plan
+from patcher.reconciling.proof import prove
+from patcher.reconciling.reconcile import Reconciliation
+from patcher.report import FORMATS, Report, write
+from patcher.report.record import Receipt
+from patcher.runs.run import Run
+from patcher.runs.status import attempts, status
+from patcher.verdicts.decide import Decision
+from patcher.verdicts.review import run_words
+
+RecordT = TypeVar("RecordT", bound=Record)
+
+
+def write_report(run: Run, formats: tuple[str, ...], after: Profile | None = None) -> list[Path]:
+    """Write the report of a run into its folder; also of one that is still going on.
+
+    Args:
+        after: a profile of the patched engine, to be held against the run's.
+
+    Raises:
+        UsageError: unknown format.
+    """
+    unknown = sorted(set(formats) - set(FORMATS))
+    if unknown:
+        raise UsageError(
+            f"unknown report format {', '.join(unknown)}", f"formats are: {', '.join(FORMATS)}"
+        )
+    # the process that works on the run may be writing its own just now
+    beside = f".{os.getpid()}" if run.read_only else ""
+    return write(gather(run, after), run.path, formats, beside)
+
+
+def gather(run: Run, after: Profile | None = None) -> Report:
+    """Everything that the run has so far; what is not there yet is None.
+
+    Args:
+        after: a profile of the patched engine.
+    """
+    plan = Plan.model_validate(run.config.settings.get("plan", {}))
+    workload = run.config.workload
+    profile = _stored(run, "profile", Profile)
+    measured = _stored(run, "measure", Measured)
+    made = _stored(run, "patch", Made)
+    decision = _stored(run, "decision", Decision)
+    found = attempts(run)
+    best = _best(found)
+    evaluation = source = None
+    if best is not None and best.file is not None:
+        op_name = Path(best.file).parts[1]
+        evaluation = run.load(f"{op_name}/{best.iteration}/evaluate", Evaluation)
+        source = (run.path / best.file).read_text(encoding="utf-8")
+    model = str(run.config.settings.get("model"))
+    recorded = any(attempt.reply_source == "recorded" for attempt in found)
+    return Report(
+        run_id=run.id,
+        created=run.config.created,
+        title=run.config.model or (plan.op or run.config.command),
+        commands=(_command(run, plan), f"patcher report {run.id}"),
+        model=run.config.model,
+        workload=workload,
+        stopped=_stopped(run, plan),
+        recorded_conversation=recorded,
+        recorded_note=_recorded_note(model) if recorded else None,
+        profile=profile.model_dump(mode="json") if profile else None,
+        profile_after=after.model_dump(mode="json") if after else None,
+        attempts=found,
+        loop_ended=_loop_ended(run, found),
+        best=evaluation,
+        candidate_source=source,
+        candidate_language=str(evaluation.language) if evaluation else None,
+        patch_id=made.id if made else None,
+        throughput=measured.throughput if measured else None,
+        quality=measured.quality if measured else None,
+        receipt=_receipt(measured.receipt) if measured else None,
+        quality_receipt=_receipt(measured.quality_receipt) if measured else None,
+        reconciliation=_reconciled(run, measured, evaluation, profile, after),
+        elsewhere=measured.elsewhere if measured else None,
+        decision=decision,
+        words=run_words(run),
+        reverted_identical=measured.reverted_identical if measured else None,
+        environment=measured.throughput.environment if measured else None,
+    )
+
+
+def _stored(run: Run, step: str, record_type: type[RecordT]) -> RecordT | None:
+    return run.load(step, record_type) if run.done(step) else None
+
+
+def _receipt(receipt: FullReceipt) -> Receipt:
+    return Receipt(calls=receipt.calls, fallbacks=receipt.fallbacks)
+
+
+def _loop_ended(run: Run, attempts: tuple[Attempt, ...]) -> Stopped | None:
+    """Of the op that was worked on."""
+    ops = {Path(one.file).parts[1] for one in attempts if one.file}
+    return next((found for name in sorted(ops) if (found := ended(run, name))), None)
+
+
+def _best(found: tuple[Attempt, ...]) -> Attempt | None:
+    right = [a for a in found if a.geomean_speedup is not None and a.duplicate_of is None]
+    return max(right, key=lambda attempt: attempt.geomean_speedup or 0.0, default=None)
+
+
+def _reconciled(
+    run: Run,
+    measured: Measured | None,
+    evaluation: Evaluation | None,
+    before: Profile | None,
+    after: Profile | None,
+) -> Reconciliation | None:
+    """As the run recorded it; with a profile of the patched engine it is made anew."""
+    if after is None and run.done("reconcile"):
+        return run.load("reconcile", Reconciliation)
+    if measured is None or evaluation is None:
+        return None
+    contract = load_op(evaluation.op).contract
+    seen = _seen_per_step(run, measured, before, after) if after else None
+    return explain_measured(measured, evaluation, contract, before, after, seen)
+
+
+def _seen_per_step(
+    run: Run, measured: Measured, before: Profile | None, after: Profile
+) -> float | None:
+    """Launches of the patched kernel in a step of the profile, the most frequent of its parts."""
+    patch = Patch.load(run.path / run.load("patch", Made).folder)
+    proof = prove([measured.receipt], after, patch, before=before)
+    rates = [row.per_step for row in proof.rows if row.role == "new" and row.per_step]
+    return max(rates, default=None)
+
+
+def _stopped(run: Run, plan: Plan) -> str | None:
+    """Why there is no more to show, or None where this is all."""
+    now = status(run)
+    if run.read_only and now.state == "running":
+        where = f"in its step {now.step}" if now.step else "between two steps"
+        return f"the run is going on, {where}: what is shown is what it has so far"
+    if "decision" in run.state.results:
+        return None
+    if now.step:
+        return f"the run stopped in its step {now.step}; go on with: patcher resume {run.id}"
+    if now.candidates and now.best_iteration is None:
+        return "no candidate was right and faster, so there was nothing to patch"
+    if not plan.whole:
+        return None
+    return f"the run is not finished; go on with: patcher resume {run.id}"
+
+
+def _recorded_note(model: str) -> str:
+    which = "the recording that ships with patcher" if model == DEMO else model
+    return f"the language model's replies come from {which}; everything else was done in this run"
+
+
+def _command(run: Run, plan: Plan) -> str:
+    """The command that began the run, from what it recorded."""
+    config, settings = run.config, run.config.settings
+    if config.command == "demo":
+        return "patcher demo"
+    words = ["patcher", config.command, config.model or plan.op or ""]
+    options = {
+        "--op": plan.op if plan.whole else None,
+        "--language": plan.language,
+        "--model": settings.get("model"),
+        "--strategy": plan.search.strategy if plan.search.strategy != "refine" else None,
+        "--width": plan.search.width,
+        "--islands": plan.search.islands,
+        "--seed": plan.search.seed if plan.search.strategy == "evolve" else None,
+        "--iterations": settings.get("iterations"),
+        "--sweep": plan.sweep,
+        "--threads": plan.threads,
+        "--pairs": plan.pairs if plan.whole else None,
+        "--margin-pct": settings.get("margin_pct") if plan.whole else None,
+    }
+    for kernel in plan.search.elsewhere:
+        words += ["--from-solution", kernel.name]
+    if config.workload:
+        load = config.workload
+        options |= {
+            "--device": load.device,
+            "--batch": load.batch,
+            "--input-len": load.input_len,
+            "--output-len": load.output_len,
+            "--weights": load.weights,
+        }
+    for name, value in options.items():
+        if value is not None:
+            words += [name, str(value)]
+    return " ".join(words)

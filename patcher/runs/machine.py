@@ -1,0 +1,58 @@
+"""A run's figures come from one machine: resumed on another, or after an update of its driver or
+its compilers, it is refused, or what was measured is measured again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bench import VerificationError
+from bench.environment import facts
+from patcher.attempts.tried import Round
+from patcher.memory import Recalled
+from patcher.models import Asked
+from patcher.optimising.levers import Levers
+from patcher.runs.run import Run
+
+KEPT = (Asked, Round, Levers, Recalled)
+"""What does not depend on the machine: questions, the replies that were paid for, and what the
+user and earlier runs gave the run to begin with."""
+
+
+def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What differs, each as `driver: 570.1 before, 580.2 now`."""
+    names = dict.fromkeys([*before, *now])
+    missing = "not there"
+    return [
+        f"{name}: {before.get(name, missing)} before, {now.get(name, missing)} now"
+        for name in names
+        if before.get(name) != now.get(name)
+    ]
+
+
+def same_machine(run: Run, device_kind: str, changed: bool = False) -> list[str]:
+    """Hold this machine against the one that the run's figures come from; returns what changed.
+
+    Args:
+        device_kind: `cpu` or `cuda`: on what the run measures.
+        changed: the user knows. Then all that was judged and measured counts no more and is done
+            again here; replies stay.
+
+    Raises:
+        VerificationError: the machine is another, and `changed` was not said.
+    """
+    now = facts(device_kind)
+    before = run.state.machine or run.config.machine
+    found = changes(before, now) if before else []
+    if not found:
+        return []
+    if not changed:
+        raise VerificationError(
+            f"run {run.id} measured on another machine, or before an update: {'; '.join(found)}",
+            "resume it there, or judge and measure all of it here: "
+            f"patcher resume {run.id} --machine-changed",
+        )
+    # derived from verdicts that count no more; written again as the loop goes through
+    for file in run.path.glob("ops/*/*/attempt.json"):
+        file.unlink()
+    run.start_over(now, KEPT)
+    return found

@@ -1,0 +1,108 @@
+"""What `patcher throughput` says of a measurement, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.table import Table
+from rich.text import Text
+
+from bench import Throughput
+from bench.comparison import Arm, Tuning
+from patcher.endtoend.best_set import BestSet
+from patcher.endtoend.elsewhere import Elsewhere
+from patcher.show.quality import clock_lines
+from patcher.show.tables import comparison_lines
+
+ARMS: tuple[Arm, Arm] = ("baseline", "patched")
+
+
+def throughput_lines(found: Throughput) -> list[Text | Table]:
+    """Verdict, control, latency and memory by arm, and what it was measured on."""
+    shown: list[Text | Table] = [comparison_lines("patch", found.comparison)]
+    if found.control is not None:
+        shown.append(comparison_lines("A/A control", found.control))
+    if found.latency:
+        shown.append(_arms_table(found))
+    if found.tuning is not None:
+        shown += tuning_lines(found.tuning)
+    elif found.engine_arguments:
+        shown.append(Text(f"engine: {_words(found.engine_arguments)}"))
+    if found.residency:
+        count = found.comparison.process_pairs
+        shown.append(Text(f"{count} process pairs: {found.residency}"))
+    if found.routing_entropy_pct is not None:
+        entropy = f"{found.routing_entropy_pct:.1f} % of uniform"
+        shown.append(Text(f"routing entropy: {entropy}, weights: {found.workload.weights}"))
+    return [*shown, *clock_lines(found)]
+
+
+def _arms_table(found: Throughput) -> Table:
+    table = Table(title="by arm")
+    names = ("", "tok/s", "CV of repeats", "first token ms", "per token ms")
+    for name in (*names, "between p50", "p90", "p99", "max", "peak memory GiB"):
+        table.add_column(name, justify="right" if name else "left")
+    rates = (found.comparison.baseline_tokens_per_s, found.comparison.patched_tokens_per_s)
+    for arm, rate in zip(ARMS, rates, strict=True):
+        latency, cv = found.latency[arm], found.repeat_cv_pct(arm)
+        peak = found.peak_memory_bytes.get(arm)
+        table.add_row(
+            arm,
+            f"{rate:,.1f}",
+            "-" if cv is None else f"{cv:.2f} %",
+            f"{latency.first_token_ms:.2f}",
+            f"{latency.per_token_ms:.3f}",
+            *(f"{latency.between_ms[name]:.3f}" for name in ("p50", "p90", "p99", "max")),
+            "-" if peak is None else f"{peak / 2**30:.2f}",
+        )
+    return table
+
+
+def elsewhere_lines(found: Elsewhere) -> list[Text | Table]:
+    """Each other point with its tokens/s and interval, and what that means."""
+    shown: list[Text | Table] = []
+    if found.points:
+        table = Table(title="elsewhere")
+        for name in ("batch", "context", "baseline tok/s", "patched", "gain %", "standing"):
+            table.add_column(name, justify="right")
+        for point in found.points:
+            one = point.comparison
+            table.add_row(
+                str(point.batch),
+                f"{point.context:,}",
+                f"{one.baseline_tokens_per_s:,.1f}",
+                f"{one.patched_tokens_per_s:,.1f}",
+                f"{one.gain_pct:+.2f} [{one.gain_low_pct:+.2f}, {one.gain_high_pct:+.2f}]",
+                found.standing(point),
+            )
+        shown.append(table)
+    words = found.failures + found.unknown or [found.said]
+    return shown + [Text(f"elsewhere: {word}") for word in words]
+
+
+def best_set_lines(found: BestSet) -> list[Text | Table]:
+    """Every combination with its word among all of them, and the one to keep."""
+    table = Table(title="combinations")
+    for name in ("patches", "gain %", "among all", "reason"):
+        table.add_column(name, justify="right" if name == "gain %" else "left")
+    for combination in found.combinations:
+        one = combination.comparison
+        gain = f"{one.gain_pct:+.2f} [{one.gain_low_pct:+.2f}, {one.gain_high_pct:+.2f}]"
+        table.add_row(" + ".join(combination.patches), gain, one.verdict, one.reason)
+    lines: list[Text | Table] = [table, Text(found.reason, style="bold")]
+    return lines + [Text(f"not measured: {what}", style="yellow") for what in found.missing]
+
+
+def tuning_lines(tuning: Tuning) -> list[Text]:
+    """Each stock configuration tried, and the one that is the baseline."""
+    lines = []
+    for trial in tuning.trials:
+        said = trial.failure
+        if trial.tokens_per_s is not None:
+            said = f"{trial.tokens_per_s:,.1f} tok/s, windows within {trial.spread_pct:.2f} %"
+        lines.append(Text(f"tried {_words(trial.arguments)}: {said}", style="dim"))
+    return [*lines, Text(f"baseline: {_words(tuning.chosen)}")]
+
+
+def _words(arguments: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in arguments.items()) or "stock"
