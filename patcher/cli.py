@@ -24,6 +24,7 @@ from patcher.commands import (  # noqa: F401 (importing registers them, as --hel
     outside,
     patching,
     profiling,
+    recording,
     remembering,
     reviewing,
     selftesting,

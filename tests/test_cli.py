@@ -45,7 +45,7 @@ def test_help_names_every_command_with_an_example(tmp_path: Path) -> None:
     assert whole.returncode == 0
     names = (
         "doctor profile evaluate bundle optimize run demo resume throughput report patches apply "
-        "verify receipts review accept reject"
+        "verify receipts review accept reject worker workspace attempt memory record replay"
     )
     for name in [*names.split(), "revert", "export", "import", "config", "ops", "models"]:
         assert name in whole.stdout
