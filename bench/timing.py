@@ -103,14 +103,16 @@ class Sitting:
                     self.ours, Batch.draw(self.ours, point, self.draw), sets // 2, "verified"
                 )
         problem: str | None = ""
+        waited: str | None = ""
         for _ in range(HEARINGS):
             ours, theirs, dropped = self._pairs(point, sets)
             alone = [self._single(point, sets) for _ in range(SINGLES)]
             floor = self.ceilings.floor_us(self.op.contract, point)
             problem = suspicious(ours, theirs, [a for a, _ in alone], [b for _, b in alone], floor)
-            if problem is None and (waited := unsteady(theirs)) is None:
+            waited = unsteady(theirs)
+            if problem is None and waited is None:
                 break
-            if problem is None:
+            if waited is not None:
                 time.sleep(PAUSE_S)
         else:
             if problem is not None:

@@ -16,6 +16,7 @@ from bench import Candidate, Language, Outcome, UsageError, guess_language, load
 from bench.judge import JudgeSettings, Policy, evaluate, stripping
 from bench.judge.stripping import Views, views
 from bench.judge.tripwires import LONGEST, Rule, Tripwires, look, rules
+from patcher.optimising import levers
 from patcher.settings import resolve
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -171,8 +172,8 @@ def test_a_policy_reaches_the_verdict() -> None:
         ("banned = ['(']", r"'\(' is not a regular expression: missing \)"),
         ("required = ['a', '[']", r"'\['"),
         ("ignore = ['libary']", "no rule is called 'libary'"),
-        ("baned = ['x']", "tripwires = .*Extra inputs"),
-        ("banned = 'x'", "tripwires = .*tuple"),
+        ("baned = ['x']", "tripwires.baned = .*Extra inputs"),
+        ("banned = 'x'", "tripwires.banned = .*tuple"),
     ],
 )
 def test_a_wrong_policy_is_one_clear_error(tmp_path: Path, content: str, said: str) -> None:
@@ -184,12 +185,12 @@ def test_a_wrong_policy_is_one_clear_error(tmp_path: Path, content: str, said: s
 def test_a_policy_is_a_setting_like_others(tmp_path: Path) -> None:
     (tmp_path / "patcher.toml").write_text("[tripwires]\nbanned = ['\\bexec\\b']\n")
     found = resolve(environ={}, folder=tmp_path)
-    assert found.tripwires == Policy(banned=(r"\bexec\b",))
+    assert found.tripwires.for_op("rope") == Policy(banned=(r"\bexec\b",))
     assert found.origins["tripwires"] == "patcher.toml"
-    assert Policy.model_validate(found.for_run()["tripwires"]) == found.tripwires
+    assert levers.Tripwires.model_validate(found.for_run()["tripwires"]) == found.tripwires
     environ = {"PATCHER_TRIPWIRES": '{"required": ["tl[.]dot"]}'}
     found = resolve(environ=environ, folder=tmp_path)
-    assert found.tripwires == Policy(required=("tl[.]dot",))
+    assert found.tripwires.for_op("rope") == Policy(required=("tl[.]dot",))
     with pytest.raises(UsageError, match="PATCHER_TRIPWIRES"):
         resolve(environ={"PATCHER_TRIPWIRES": "banned"}, folder=tmp_path)
 
