@@ -561,7 +561,8 @@ def test_the_agents_are_told_of_the_machine_that_was_seen_last(
         told = machine.model_copy(update={"seen": seen, "words": {"cpu": f"machine {name}"}})
         (tmp_path / f"machines/{name}.json").write_text(told.model_dump_json())
     (tmp_path / "machines/c.json").write_text(machine.model_dump_json()[:100])
-    assert facts(spec, Language.CPP) == "machine a"
+    assert facts(spec, Language.CPP) == "one thread of machine a"
+    assert facts(spec, Language.CPP, 4) == "4 threads of machine a"
     with pytest.raises(UsageError, match="unknown judge"):
         facts("elsewhere", Language.CPP)
 

@@ -94,16 +94,21 @@ def judged_on(spec: str, language: Language) -> Literal["cpu", "cuda"]:
     return device_kind(language)
 
 
-def facts(spec: str, language: Language) -> str:
-    """What the agents should know of the hardware on which `--judge` judges.
+def facts(spec: str, language: Language, threads: int | None = None) -> str:
+    """What the agents should know of the hardware on which `--judge` judges, with so many CPU
+    threads; None is one, as the judge has it.
 
     Raises:
         MissingError: it is this machine, and it has no device for the language.
     """
     folder = exchange_folder(spec)
-    if folder is None or language.compile_only:
+    if language.compile_only:
         return device_facts(language)
-    return ExchangeJudge.facts(folder, judged_on(spec, language))
+    kind = judged_on(spec, language)
+    found = device_facts(language) if folder is None else ExchangeJudge.facts(folder, kind)
+    if kind != "cpu":
+        return found
+    return f"{'one thread' if threads in (None, 1) else f'{threads} threads'} of {found}"
 
 
 def exchange_folder(spec: str) -> Path | None:

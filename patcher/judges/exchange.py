@@ -100,7 +100,7 @@ class ExchangeJudge:
             seen += [(machine.seen, text) for known, text in machine.words.items() if known == kind]
         if seen:
             return max(seen)[1][:_MOST_WORDS]
-        what = "one thread of a CPU" if kind == "cpu" else "an NVIDIA GPU"
+        what = "a CPU" if kind == "cpu" else "an NVIDIA GPU"
         return f"{what} of another machine, which has not told yet what it is"
 
 

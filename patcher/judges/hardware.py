@@ -16,7 +16,7 @@ def hardware_facts(kind: str) -> str:
     """
     if kind == "cpu":
         return (
-            f"one thread of {describe('cpu').device} ({platform.machine()}); called from Python, "
+            f"{describe('cpu').device} ({platform.machine()}); called from Python, "
             "so the fixed cost of a call counts. The same source must also compile and run on "
             "x86-64 without AVX-512 and on 64-bit Arm"
         )

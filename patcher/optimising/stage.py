@@ -95,7 +95,10 @@ def optimise(
         if told:
             told(progress)
 
-    hardware = run.step("hardware", lambda: Hardware(words=facts(where, language)), Hardware)
+    threads = judge_settings.threads
+    hardware = run.step(
+        "hardware", lambda: Hardware(words=facts(where, language, threads)), Hardware
+    )
     # one for all: what it trusts is started once
     with open_judges(where, judge_settings, run.id, report, counters=counters, say=say) as judges:
         found = optimize(

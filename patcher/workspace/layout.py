@@ -108,7 +108,7 @@ def lay_out(
     against = [name for name in AGAINST if name not in missing]
     file = Candidate(op=op.name, language=language, source="").file_name
     right = language is Language.TORCH
-    skill = Prompts(op, language, facts(judge, language), timed).skill(
+    skill = Prompts(op, language, facts(judge, language, threads), timed).skill(
         file=file,
         against=against,
         missing=missing,
