@@ -14,8 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import Candidate, load_op
-from bench.judge import JudgeSettings, evaluate
+import torch
+
+from bench import Candidate, Language, load_op
+from bench.judge import JudgeSettings, open_judge
+from bench.judge.judge import Judge
 from bench.reading import reading_time
 from bench.simulation import statistics_table
 from bench.toolchains import build
@@ -48,20 +51,29 @@ def binding_build_time() -> None:
 
 
 def judging_time() -> None:
-    """Where the time of judging one C++ candidate goes."""
+    """Where the time of a verdict goes, for each language that runs here: of the first by a judge,
+    which also starts what is trusted, and of two more by the same one."""
     op = load_op("fused_add_rms_norm")
-    good = next(candidate for info, candidate in op.solutions() if info.name == "cpu_simd")
+    for info, candidate in op.solutions():
+        if info.language is not Language.CPP and not torch.cuda.is_available():
+            continue
+        with open_judge(JudgeSettings(threads=1)) as judge:
+            for turn in ("first", "second", "third"):
+                _judge_once(judge, candidate, f"judge {info.name}, {turn}")
+
+
+def _judge_once(judge: Judge, candidate: Candidate, name: str) -> None:
     begin = time.perf_counter()
     stages: dict[str, float] = {}
 
     def progress(stage: str, done: int, total: int) -> None:
         stages.setdefault(stage, time.perf_counter() - begin)
 
-    evaluate(good, JudgeSettings(baseline="eager", threads=1), progress)
+    judge.evaluate(candidate, progress)
     whole = time.perf_counter() - begin
     ends = [*list(stages.values())[1:], whole]
     for (stage, start), end in zip(stages.items(), ends, strict=True):
-        print(f"judge a C++ candidate: {stage:10s} {end - start:6.2f} s of {whole:.2f} s")
+        print(f"{name}: {stage:10s} {end - start:6.2f} s of {whole:.2f} s", flush=True)
 
 
 def compare(name: str, first: Callable[[], float], second: Callable[[], float]) -> None:
