@@ -19,6 +19,7 @@ from bench.engines import Decoding
 from integrate.activation import contract_guards
 from integrate.counts import Book, GraphWatch
 from integrate.dispatch import Dispatcher
+from integrate.measuring import activated
 from integrate.receipts import Receipt
 from integrate.vllm import sources
 from integrate.vllm.moe import Reduce
@@ -48,7 +49,7 @@ class Plan(Record):
     own: bool = False
     """Dispatch the engine's own `reduce_grouped` as if it were a patch."""
     memory_share: float = 0.6
-    """Of the GPU's memory, for weights, graphs and KV cache."""
+    """Of the GPU's memory, which must be free at the start."""
     engines: int = 1
     """So many engines one after the other; more than one: each with a worker process of its own."""
 
@@ -129,11 +130,9 @@ class _profiled:
 
 def _counts(own: Book | None) -> dict[str, dict[str, int]]:
     """Calls and fallbacks until now, of this process."""
-    receipts = [Receipt.of(own)] if own is not None else []
-    worker = sources.module("vllm.v1.worker.worker_base").WorkerWrapperBase
-    plugin = getattr(worker.init_device, "plugin", None)
-    if plugin is not None and plugin.active is not None:
-        receipts += [Receipt.of(item.book) for item in plugin.active.installed]
+    books = [own] if own is not None else []
+    books += [item.book for item in activated("vllm").installed]
+    receipts = [Receipt.of(book) for book in books]
     return {
         "calls": {receipt.patch_id: receipt.total_calls for receipt in receipts},
         "fallbacks": {
