@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations_with_replacement
 
+from bench.intervals import half_width
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -26,7 +28,7 @@ def pseudomedian(values: Sequence[float], confidence: float = 0.95) -> Interval:
     itself, too; the interval is of those means by the distribution of Wilcoxon's signed ranks. It
     wants a symmetric distribution and no normal one; up to 29 % of the values may be anything.
 
-    Under six values no interval has 95 %: then it is the widest, from the least to the greatest.
+    Under six values ranks give no interval of 95 %: then it is Student's, infinite for one.
 
     Raises:
         ValueError: there are no values.
@@ -34,8 +36,12 @@ def pseudomedian(values: Sequence[float], confidence: float = 0.95) -> Interval:
     if not values:
         raise ValueError("no values")
     means = sorted((a + b) / 2 for a, b in combinations_with_replacement(values, 2))
+    middle = statistics.median(means)
+    if 2.0 ** (1 - len(values)) > 1 - confidence:
+        half = half_width(values, 100 * confidence)
+        return Interval(middle, middle - half, middle + half)
     cut = _cut(len(values), (1 - confidence) / 2)
-    return Interval(statistics.median(means), means[cut], means[-1 - cut])
+    return Interval(middle, means[cut], means[-1 - cut])
 
 
 def _cut(values: int, tail: float) -> int:
@@ -49,4 +55,4 @@ def _cut(values: int, tail: float) -> int:
             for total in range(len(ways) + rank)
         ]
     within: int = sum(seen <= tail * 2**values for seen in accumulate(ways))
-    return max(within - 1, 0)
+    return within - 1

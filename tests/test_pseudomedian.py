@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -37,9 +38,13 @@ def test_pairs_far_off_move_it_little() -> None:
     assert abs(sum(spoilt) / 12) > 0.5
 
 
-def test_few_values_and_none() -> None:
-    assert pseudomedian([1.0]).low == pseudomedian([1.0]).high == 1.0
+def test_few_values_are_not_taken_for_certain() -> None:
+    """Ranks of two to five values would say 50 to 94 %."""
+    one = pseudomedian([1.0])
+    assert (one.low, one.middle, one.high) == (-math.inf, 1.0, math.inf)
     four = pseudomedian([1.0, 2.0, 3.0, 4.0])
-    assert (four.low, four.middle, four.high) == (1.0, 2.5, 4.0)
+    assert four.middle == 2.5
+    assert four.half_width == pytest.approx(2.054, abs=1e-3)  # Student's, three degrees of freedom
+    assert pseudomedian([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]).low == 1.0
     with pytest.raises(ValueError, match="no values"):
         pseudomedian([])
