@@ -148,15 +148,19 @@ class Evaluation(Record):
 
     @model_validator(mode="after")
     def _timed_if_right(self) -> Evaluation:
-        right = self.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
-        if right and (not self.timings or self.geomean_speedup is None):
+        if self.right and (not self.timings or self.geomean_speedup is None):
             raise ValueError(f"outcome {self.outcome} needs timings and a geomean speedup")
-        if right and not all(check.passed for check in self.checks):
+        if self.right and not all(check.passed for check in self.checks):
             raise ValueError(f"outcome {self.outcome} with a failed check")
         ran = self.timings or self.geomean_speedup is not None or self.baseline is not None
         if self.outcome is Outcome.COMPILED and ran:
             raise ValueError("outcome compiled says that nothing was run or timed")
         return self
+
+    @property
+    def right(self) -> bool:
+        """Whether it was judged and passed every check, however fast it is."""
+        return self.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
 
     @property
     def failed_checks(self) -> list[Check]:
