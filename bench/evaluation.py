@@ -163,6 +163,15 @@ class Evaluation(Record):
         return self.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
 
     @property
+    def light_share(self) -> float | None:
+        """Geometric mean over the timed points of the share of the speed of light, at most 1: its
+        inverse is the most by which the score can still grow. None where a point's share is not
+        known."""
+        shares = [timing.light_pct for timing in self.timings]
+        known = [min(share / 100, 1.0) for share in shares if share is not None and share > 0]
+        return geomean(known) if known and len(known) == len(shares) else None
+
+    @property
     def failed_checks(self) -> list[Check]:
         return [check for check in self.checks if not check.passed]
 
