@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from bench import SCHEMA_VERSION, Record, UsageError, load_op
 from bench.judge import Policy
 from patcher.models import Role
-from patcher.prompting.rendering import quote
+from patcher.prompting.quoting import quote
 
 LARGEST_FILE = 64 << 10
 """Bytes of one file of the user's that a prompt may carry."""
