@@ -210,7 +210,7 @@ def _plain(device: str) -> Candidate:
 
 
 def _digest(evaluation: Evaluation) -> str:
-    if evaluation.outcome not in (Outcome.CORRECT, Outcome.TOO_SLOW):
+    if not evaluation.right:
         said = "; ".join(check.detail for check in evaluation.failed_checks)
         return f"{evaluation.outcome}: {said}"
     return evaluation.outputs_sha256 or ""

@@ -32,6 +32,11 @@ ROOT = Path(__file__).resolve().parent.parent
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH")
 
 
+def names_secret(variable: str) -> bool:
+    """Whether an environment variable holds a secret, by its name."""
+    return _SECRET.search(variable) is not None
+
+
 def engine_environment() -> dict[str, str]:
     """What a process that runs an engine gets of this one's environment: what engines read, no
     key, no proxy with a password; profilers write the environment of what they profile into their
@@ -40,7 +45,7 @@ def engine_environment() -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if _KEPT.match(name) and not _SECRET.search(name) and "@" not in value
+        if _KEPT.match(name) and not names_secret(name) and "@" not in value
     }
     return {**kept, "PYTHONPATH": python_path(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
 

@@ -148,15 +148,28 @@ class Evaluation(Record):
 
     @model_validator(mode="after")
     def _timed_if_right(self) -> Evaluation:
-        right = self.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
-        if right and (not self.timings or self.geomean_speedup is None):
+        if self.right and (not self.timings or self.geomean_speedup is None):
             raise ValueError(f"outcome {self.outcome} needs timings and a geomean speedup")
-        if right and not all(check.passed for check in self.checks):
+        if self.right and not all(check.passed for check in self.checks):
             raise ValueError(f"outcome {self.outcome} with a failed check")
         ran = self.timings or self.geomean_speedup is not None or self.baseline is not None
         if self.outcome is Outcome.COMPILED and ran:
             raise ValueError("outcome compiled says that nothing was run or timed")
         return self
+
+    @property
+    def right(self) -> bool:
+        """Whether it was judged and passed every check, however fast it is."""
+        return self.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
+
+    @property
+    def light_share(self) -> float | None:
+        """Geometric mean over the timed points of the share of the speed of light, at most 1: its
+        inverse is the most by which the score can still grow. None where a point's share is not
+        known."""
+        shares = [timing.light_pct for timing in self.timings]
+        known = [min(share / 100, 1.0) for share in shares if share is not None and share > 0]
+        return geomean(known) if known and len(known) == len(shares) else None
 
     @property
     def failed_checks(self) -> list[Check]:

@@ -11,8 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tried_sample import timed
+
 import patcher.runs.run
-from bench import Candidate, Check, Evaluation, Language, Outcome, Timing, load_op
+from bench import Candidate, Check, Evaluation, Language, Outcome, load_op
 from patcher.agent import loop as agent
 from patcher.agent import optimize
 from patcher.attempts.tried import Ask, Tried
@@ -210,22 +212,12 @@ def verdict(candidate: Candidate, said: float | Outcome) -> Evaluation:
     if isinstance(said, Outcome):
         check = Check(name="build", passed=False, detail="an error")
         return Evaluation(**common, outcome=said, checks=(check,), log="unit.cpp:7: error")
-    timing = Timing(
-        axes={"tokens": 8, "hidden": 256},
-        candidate_us=10 / said,
-        baseline_us=10,
-        speedup=said,
-        speedup_low=said * 0.98,
-        speedup_high=said * 1.02,
-        pairs=8,
-        calls=100,
-    )
     return Evaluation(
         **common,
         outcome=Outcome.CORRECT,
         checks=(Check(name="values", passed=True, detail="fine"),),
         baseline="eager",
         baselines={"eager": "10 us"},
-        timings=(timing,),
+        timings=(timed(said),),
         geomean_speedup=said,
     )

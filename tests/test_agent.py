@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from tried_sample import timed
 
 from bench import (
     BudgetError,
@@ -17,7 +18,6 @@ from bench import (
     Language,
     Op,
     Outcome,
-    Timing,
     VerificationError,
     WaitingError,
     load_op,
@@ -99,23 +99,13 @@ def verdict(candidate: Candidate, said: float | Outcome) -> Evaluation:
         check = Check(name="build", passed=False, detail="detail of the failed check")
         log = "unit.cpp:7:1: error: expected ';' before '}' token ```"
         return Evaluation(**common, outcome=said, checks=(check,), log=log)
-    timing = Timing(
-        axes={"tokens": 8, "hidden": 256},
-        candidate_us=10 / said,
-        baseline_us=10,
-        speedup=said,
-        speedup_low=said * 0.98,
-        speedup_high=said * 1.02,
-        pairs=8,
-        calls=100,
-    )
     return Evaluation(
         **common,
         outcome=Outcome.CORRECT if said > 1 else Outcome.TOO_SLOW,
         checks=(Check(name="values", passed=True, detail="fine"),),
         baseline="eager",
         baselines={"eager": "10 us", "torch.compile": "no compiler"},
-        timings=(timing,),
+        timings=(timed(said),),
         geomean_speedup=said,
     )
 

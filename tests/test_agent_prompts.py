@@ -7,7 +7,8 @@ from jinja2 import UndefinedError
 
 from bench import Check, Evaluation, Language, Outcome, load_op
 from patcher.prompting.extract import Failure, blocks
-from patcher.prompting.rendering import LOG_LIMIT, Prompts, clip, quote
+from patcher.prompting.quoting import LOG_LIMIT, clip, quote
+from patcher.prompting.rendering import Prompts
 
 OP = load_op("fused_add_rms_norm")
 

@@ -7,7 +7,7 @@ from tried_sample import judged, tried
 
 from bench import Outcome
 from patcher.agent import MAX_FUNCTIONAL_FAILURES, Rules
-from patcher.agent.moving_on import left_pct, light_share, move_on
+from patcher.agent.moving_on import left_pct, move_on
 from patcher.attempts import Attempt, Recommendation
 from patcher.attempts.tried import Tried
 from patcher.models import Usage
@@ -37,10 +37,10 @@ def test_the_share_is_known_only_when_every_points_is() -> None:
     two = one.model_copy(update={"light_pct": None})
     three = one.model_copy(update={"light_pct": 400.0})
     evaluation = judged(2.0)
-    assert light_share(evaluation.model_copy(update={"timings": (one, two)})) is None
+    assert evaluation.model_copy(update={"timings": (one, two)}).light_share is None
     # a share above all means a ceiling that was measured too low
     both = evaluation.model_copy(update={"timings": (one, three)})
-    assert light_share(both) == pytest.approx(0.5**0.5)
+    assert both.light_share == pytest.approx(0.5**0.5)
 
 
 def test_after_reverts_in_a_row() -> None:

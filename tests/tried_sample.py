@@ -17,6 +17,21 @@ SHAPES = (
 """Bodies of sources that differ in structure."""
 
 
+def timed(speedup: float, light_pct: float | None = None) -> Timing:
+    """One timed point; its interval is 2 % to either side."""
+    return Timing(
+        axes={"tokens": 8, "hidden": 256},
+        candidate_us=10 / speedup,
+        baseline_us=10,
+        speedup=speedup,
+        speedup_low=speedup * 0.98,
+        speedup_high=speedup * 1.02,
+        pairs=8,
+        calls=100,
+        light_pct=light_pct,
+    )
+
+
 def judged(said: float | Outcome, source: str = "x", light_pct: float | None = None) -> Evaluation:
     """What a judge might say: a speedup, or how it failed."""
     candidate = Candidate(op=OP, language=Language.CPP, source=source)
@@ -24,22 +39,11 @@ def judged(said: float | Outcome, source: str = "x", light_pct: float | None = N
     if isinstance(said, Outcome):
         check = Check(name="values", passed=False, detail="detail of the failed check")
         return Evaluation(**named, outcome=said, checks=(check,), log="a log of the failure")
-    timing = Timing(
-        axes={"tokens": 8, "hidden": 256},
-        candidate_us=10 / said,
-        baseline_us=10,
-        speedup=said,
-        speedup_low=said * 0.98,
-        speedup_high=said * 1.02,
-        pairs=8,
-        calls=100,
-        light_pct=light_pct,
-    )
     return Evaluation(
         **named,
         outcome=Outcome.CORRECT if said > 1 else Outcome.TOO_SLOW,
         baseline="eager",
-        timings=(timing,),
+        timings=(timed(said, light_pct),),
         geomean_speedup=said,
     )
 

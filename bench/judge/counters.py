@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.candidate import Candidate
 from bench.contract import Point
 from bench.errors import MissingError, UsageError
-from bench.evaluation import Counter, Evaluation, KernelCounters, Outcome
+from bench.evaluation import Counter, Evaluation, KernelCounters
 from bench.installed import find_ncu
 from bench.judge import tools
 from bench.op import load_op
@@ -98,7 +98,7 @@ def counters(
 
 def counted(candidate: Candidate, evaluation: Evaluation, sweep: str | None = None) -> Evaluation:
     """The evaluation with counters at the largest swept point, if the candidate is right."""
-    if evaluation.outcome not in (Outcome.CORRECT, Outcome.TOO_SLOW):
+    if not evaluation.right:
         return evaluation
     op = load_op(candidate.op)
     point = op.sweep("cuda", sweep).points()[-1]

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from bench import Record
 from patcher.agent.asking import Asking
 from patcher.attempts import Diagnosis, Recommendation
-from patcher.models import Reply, Role, Usage
+from patcher.models import Reply, Usage
 from patcher.models.replay import RecordingEndedError
 from patcher.prompting.extract import Failure, extract_json, unusable
 
@@ -38,9 +38,8 @@ def recommended(ask: Asking, iteration: int, prompt: str) -> Advice:
 
 def diagnosed(ask: Asking, iteration: int, prompt: str) -> Advice:
     """The one critical issue of a candidate that failed."""
-    role: Role = "diagnose"
     try:
-        reply = ask(iteration, role, prompt)
+        reply = ask(iteration, "diagnose", prompt)
     except RecordingEndedError as error:
         # Recordings from before there were diagnoses go on without.
         return Advice(missing=error.message)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from bench import Evaluation, Outcome, Record, geomean
+from bench import Outcome, Record
 from patcher.attempts import Stopped
 from patcher.attempts.tried import Tried, standing
 
@@ -40,7 +40,7 @@ def move_on(tried: Sequence[Tried], rules: Rules) -> Stopped | None:
     if now.best is None or now.best.evaluation is None:
         return None
     best = now.best.evaluation
-    light = light_share(best)
+    light = best.light_share
     if light is not None and 100 * light >= rules.light_pct:
         detail = (
             f"iteration {now.best.iteration} is at {100 * light:.0f} % of the speed of light "
@@ -60,14 +60,6 @@ def move_on(tried: Sequence[Tried], rules: Rules) -> Stopped | None:
         detail = f"{now.reverts} optimisation rounds in a row brought no gain"
         return Stopped(reason="reverts", detail=detail)
     return None
-
-
-def light_share(evaluation: Evaluation) -> float | None:
-    """Geometric mean over the timed points, at most 1: its inverse is the most by which the score
-    can still grow. None where a point's share is not known."""
-    shares = [timing.light_pct for timing in evaluation.timings]
-    known = [min(share / 100, 1.0) for share in shares if share is not None and share > 0]
-    return geomean(known) if known and len(known) == len(shares) else None
 
 
 def left_pct(share: float, speedup: float, light: float) -> float:

@@ -10,7 +10,6 @@ from bench import (
     Candidate,
     Evaluation,
     MissingError,
-    Outcome,
     Record,
     UsageError,
     load_op,
@@ -75,6 +74,6 @@ def rewarded(
                     raise
                 missing[name] = error.message
             else:
-                if found[name].outcome not in (Outcome.CORRECT, Outcome.TOO_SLOW):
+                if not found[name].right:
                     break
     return Rewarded(reward=reward(list(found.values()), missing, against), evaluations=found)

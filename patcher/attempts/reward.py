@@ -65,7 +65,7 @@ def reward(
     if any(each.outcome is Outcome.COMPILED for each in evaluations):
         raise ValueError("what was only compiled is neither right nor wrong")
     first = evaluations[0]
-    wrong = [each for each in evaluations if not _right(each)]
+    wrong = [each for each in evaluations if not each.right]
     if wrong:
         failed = wrong[0].failed_checks
         why = f"{wrong[0].outcome}: {failed[0].name}" if failed else str(wrong[0].outcome)
@@ -87,10 +87,6 @@ def reward(
         speedups=speedups,
         missing={**unknown, **(missing or {})},
     )
-
-
-def _right(evaluation: Evaluation) -> bool:
-    return evaluation.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
 
 
 def _speedup(evaluation: Evaluation) -> Speedup:

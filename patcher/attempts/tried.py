@@ -61,10 +61,7 @@ class Tried:
 
     @property
     def right(self) -> bool:
-        return self.evaluation is not None and self.evaluation.outcome in (
-            Outcome.CORRECT,
-            Outcome.TOO_SLOW,
-        )
+        return self.evaluation is not None and self.evaluation.right
 
     @property
     def rank(self) -> tuple[bool, float]:

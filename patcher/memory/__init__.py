@@ -58,12 +58,18 @@ class Memory:
         """Take up what a run tried on one op. Learning the same again changes nothing."""
         day = datetime.now(UTC).date().isoformat()
         learned: dict[str, dict[str, None]] = {"rules": {}, "techniques": {}}
+        tried = [
+            (
+                each,
+                Where.of(contract, language, each.evaluation.environment),
+                Sighting.of(run, each.evaluation.digest),
+            )
+            for each in seen
+        ]
 
         def with_rules(rules: list[Rule]) -> list[Rule]:
             known = {rule.id: rule for rule in rules}
-            for each in seen:
-                where = Where.of(contract, language, each.evaluation.environment)
-                sighting = Sighting.of(run, each.evaluation.digest)
+            for each, where, sighting in tried:
                 rule = rule_after(list(known.values()), where, each, sighting, day)
                 if rule is not None and rule != known.get(rule.id):
                     known[rule.id] = rule
@@ -72,9 +78,7 @@ class Memory:
 
         def with_gains(gains: list[Gain]) -> list[Gain]:
             known = {gain.id: gain for gain in gains}
-            for each in seen:
-                where = Where.of(contract, language, each.evaluation.environment)
-                sighting = Sighting.of(run, each.evaluation.digest)
+            for each, where, sighting in tried:
                 found = gains_after(list(known.values()), where, contract, each, sighting, day)
                 for gain in list(found):
                     if gain != known.get(gain.id):

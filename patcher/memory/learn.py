@@ -17,7 +17,6 @@ _LONGEST_LOG = 20_000
 """Characters; candidates write into logs, too."""
 ALIKE = 0.5
 """Share of their words that two causes of the same failed check have in common if they are one."""
-_RIGHT = (Outcome.CORRECT, Outcome.TOO_SLOW)
 _PYTHON = re.compile(r"^(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception|Resources|Construct)\b.*)$", re.M)
 _TRITON = re.compile(r"^[\w.]*CompilationError: at \d+:\d+:\n(?:.*\n)*? *\^ *\n(.+)$", re.M)
 """The line after the source that it quotes and the mark under it."""
@@ -77,7 +76,7 @@ def rule_after(
     """The rule that a failed candidate teaches, new or known and counted once more."""
     evaluation = seen.evaluation
     failed = evaluation.failed_checks[0] if evaluation.failed_checks else None
-    if evaluation.outcome in _RIGHT or failed is None or failed.name == "tripwires":
+    if evaluation.right or failed is None or failed.name == "tripwires":
         return None  # a policy is its user's own
     messages = [*_messages(evaluation.log), failed.detail]
     known = next((found for each in messages if (found := failure_in(each))), None)
@@ -115,7 +114,7 @@ def gains_after(
     day: str,
 ) -> Iterator[Gain]:
     """What a recommended change was worth, an entry for each size of call that was timed."""
-    if seen.change is None or seen.parent is None or seen.parent.outcome not in _RIGHT:
+    if seen.change is None or seen.parent is None or not seen.parent.right:
         return
     known = technique_in(seen.change)
     text = known.says if known else phrase(seen.change, [seen.source])
@@ -133,8 +132,7 @@ def gains_after(
 
 def _ratios(contract: Contract, parent: Evaluation, child: Evaluation) -> dict[str, float | None]:
     """How much faster the child is, by size of call; None: it is not right."""
-    right = child.outcome in _RIGHT
-    if right and (parent.baseline, parent.sweep) != (child.baseline, child.sweep):
+    if child.right and (parent.baseline, parent.sweep) != (child.baseline, child.sweep):
         return {}  # their speedups are over different things
     sweep = next((each for each in contract.sweeps if each.name == parent.sweep), None)
     if sweep is None:
@@ -144,7 +142,7 @@ def _ratios(contract: Contract, parent: Evaluation, child: Evaluation) -> dict[s
     for timing in parent.timings:
         size = contract.bytes_moved(Point(axes=timing.axes, dtypes=sweep.dtypes))
         speedup = after.get(tuple(sorted(timing.axes.items())))
-        if not right:
+        if not child.right:
             found[shapes_of(size)].append(None)
         elif speedup is not None:
             found[shapes_of(size)].append(math.log(speedup / timing.speedup))

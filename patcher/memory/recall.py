@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from bench import SCHEMA_VERSION, Record
 from patcher.memory.entries import Gain, Rule
 from patcher.memory.learn import Where
-from patcher.prompting.rendering import quote
+from patcher.prompting.quoting import quote
 
 CHARACTERS = 3000
 """Of the block; half may be rules."""

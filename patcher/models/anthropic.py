@@ -25,12 +25,7 @@ class AnthropicModel(ApiModel):
         self, entry: Entry, run_dir: Path | None = None, *, quiet_s: float = QUIET_S
     ) -> None:
         super().__init__(entry, run_dir, quiet_s=quiet_s)
-        self._client = anthropic.Anthropic(
-            api_key=self._key,
-            base_url=entry.address,
-            max_retries=0,
-            timeout=anthropic.Timeout(quiet_s, connect=10.0),
-        )
+        self._client = anthropic.Anthropic(**self._connection)
 
     def _stream(self, request: Request) -> Reply:
         content: list[ContentBlockParam] = [

@@ -52,9 +52,15 @@ class ApiModel(ABC):
         self.images = entry.sees_images
         self.max_output_tokens = entry.max_output_tokens
         self._run_dir = run_dir
-        self._quiet_s = quiet_s
         self._started = False
         self._key = _key(entry)
+        self._connection: dict[str, Any] = {
+            "api_key": self._key,
+            "base_url": entry.address,
+            "max_retries": 0,
+            "timeout": self._sdk.Timeout(quiet_s, connect=10.0),
+        }
+        """For the SDK's client."""
 
     def worst_tokens(self, request: Request) -> int:
         """An upper bound: a tokenizer over bytes makes no more tokens than bytes."""

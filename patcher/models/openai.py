@@ -32,12 +32,7 @@ class OpenAIModel(ApiModel):
     ) -> None:
         super().__init__(entry, run_dir, quiet_s=quiet_s)
         self._room_name = _NEW if entry.own_server else _OLD
-        self._client = openai.OpenAI(
-            api_key=self._key,
-            base_url=entry.address,
-            max_retries=0,
-            timeout=openai.Timeout(quiet_s, connect=10.0),
-        )
+        self._client = openai.OpenAI(**self._connection)
 
     def _stream(self, request: Request) -> Reply:
         try:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,9 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from bench import SCHEMA_VERSION, Record, UsageError, load_op
+from bench.environment import names_secret
 from bench.judge import Policy
 from patcher.models import Role
-from patcher.prompting.rendering import quote
+from patcher.prompting.quoting import quote
 
 LARGEST_FILE = 64 << 10
 """Bytes of one file of the user's that a prompt may carry."""
@@ -25,7 +25,6 @@ LARGEST = 256 << 10
 PROMPT = "{{ prompt }}"
 """What stands for our own prompt in an override."""
 _TASK = "\n# Your task\n"
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH")
 _SHORTEST_SECRET = 12
 
 
@@ -283,7 +282,7 @@ def _holds_secret(text: str) -> str | None:
         (
             name
             for name, value in os.environ.items()
-            if len(value) >= _SHORTEST_SECRET and _SECRET.search(name) and value in text
+            if len(value) >= _SHORTEST_SECRET and names_secret(name) and value in text
         ),
         None,
     )

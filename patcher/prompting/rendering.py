@@ -17,12 +17,10 @@ from patcher.models import Role
 from patcher.prompting.baseline_source import baseline_source
 from patcher.prompting.expectations import expectations, verdict
 from patcher.prompting.extract import TAGS, Failure
+from patcher.prompting.quoting import clip, quote
 from patcher.prompting.room import PROMPT_TOKENS, characters, fitted
 from patcher.prompting.tables import counters_table, roofline, timing_table
 
-LOG_LIMIT = 6000
-"""Characters of compiler or run-time output that a prompt quotes: profiles and logs are long,
-signal is sparse."""
 SHOWN_EXPECTATIONS = 10
 """Of the analyst, the latest; its average is over all."""
 
@@ -256,20 +254,3 @@ def reference_source(op: Op) -> str:
         if isinstance(node, ast.FunctionDef) and node.name == "reference":
             return ast.get_source_segment(text, node) or ""
     raise ValueError(f"{op.name}: reference.py defines no reference")
-
-
-def clip(text: str, limit: int = LOG_LIMIT, *, head: bool) -> str:
-    """Shorten a log: of a compiler the head tells most, of a traceback the tail."""
-    text = text.strip()
-    if len(text) <= limit:
-        return text
-    left = f"[... {len(text) - limit} characters left out ...]"
-    first = limit * 3 // 4 if head else limit // 4
-    return f"{text[:first]}\n{left}\n{text[len(text) - (limit - first) :]}"
-
-
-def quote(text: str, tag: str = "text") -> str:
-    """A fenced block that nothing in the text can close."""
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}{tag}\n{text.rstrip()}\n{fence}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench import Evaluation, KernelCounters, Op, Point, Sweep, Timing, geomean
+from bench import Evaluation, KernelCounters, Op, Point, Sweep, Timing
 
 MOST_KERNELS = 3
 """Of whose counters a prompt tells, the longest first."""
@@ -53,9 +53,8 @@ def roofline(op: Op, sweep: Sweep, evaluation: Evaluation) -> str:
     """What the columns mean and how far the speed of light is, in sentences."""
     timings = evaluation.timings
     said = []
-    known = [t.light_pct for t in timings if t.light_pct]
-    if known and len(known) == len(timings):
-        share = geomean([min(each / 100, 1.0) for each in known])
+    share = evaluation.light_share
+    if share is not None:
         said.append(
             "The speed of light is the time that the contract's bytes and arithmetic take at the "
             "rates measured on this machine. This candidate has a geometric mean of "

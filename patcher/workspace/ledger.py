@@ -17,7 +17,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from bench import SCHEMA_VERSION, Evaluation, Language, Outcome, Record, VerificationError
+from bench import SCHEMA_VERSION, Evaluation, Language, Record, VerificationError
 from patcher.attempts.reward import Reward
 
 RESULTS = "results.jsonl"
@@ -40,9 +40,8 @@ class Summary(Record):
     @classmethod
     def of(cls, evaluation: Evaluation, timed: bool) -> Summary:
         checks = evaluation.failed_checks
-        right = evaluation.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
         return cls(
-            outcome=evaluation.outcome if timed or not right else "right",
+            outcome=evaluation.outcome if timed or not evaluation.right else "right",
             failed=tuple(f"{check.name}: {check.detail}"[:_SHOWN] for check in checks),
             baseline=evaluation.baseline,
             geomean_speedup=evaluation.geomean_speedup if timed else None,
