@@ -48,6 +48,11 @@ BudgetGpuMinutes = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: what is here.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1)]
+Iterations = Annotated[int | None, typer.Option(help="Candidates at most.", min=1)]
+MarginPct = Annotated[
+    float | None,
+    typer.Option("--margin-pct", help="Gain in percent that the interval must exceed.", min=0),
+]
 JudgeSpec = Annotated[
     str | None,
     typer.Option("--judge", help="local, or exchange:DIR, served by `patcher worker DIR`."),
@@ -101,7 +106,13 @@ class Output:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=lambda on: _version(on))
+        bool,
+        typer.Option(
+            "--version",
+            help="Say which patcher this is, and exit.",
+            is_eager=True,
+            callback=lambda on: _version(on),
+        ),
     ] = False,
 ) -> None:
     """See `patcher COMMAND --help`; each has examples."""

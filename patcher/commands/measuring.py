@@ -9,7 +9,17 @@ import typer
 from rich.text import Text
 
 from bench import UsageError
-from patcher.commands.console import Device, Engine, Json, Output, Threads, app, examples, runs_dir
+from patcher.commands.console import (
+    Device,
+    Engine,
+    Json,
+    MarginPct,
+    Output,
+    Threads,
+    app,
+    examples,
+    runs_dir,
+)
 from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_of
 
 
@@ -82,7 +92,7 @@ def throughput(
         list[str] | None,
         typer.Option("--engine-arg", metavar="NAME=VALUE", help="vllm: an argument for both arms."),
     ] = None,
-    margin_pct: Annotated[float | None, typer.Option("--margin-pct", min=0)] = None,
+    margin_pct: MarginPct = None,
     quality_steps: Annotated[
         int, typer.Option(help="Decode steps compared for quality.", min=1)
     ] = 32,
@@ -94,9 +104,12 @@ def throughput(
     threads: Threads = None,
     as_json: Json = False,
 ) -> int:
-    """End-to-end A/B of a patch, interleaved, with interval and verdict; or decide on samples; or
-    test the measurement itself (exit code 0: every planted gain found, 1: not all, 5: one judged
-    the wrong way round).
+    """End-to-end A/B of a patch, interleaved, with interval and verdict.
+
+    Or, with --from, decide on samples; or, with --self-test, test the measurement itself.
+
+    Exit code 0: accepted, or a best set found; 1: not; of --self-test 0: every planted gain found,
+    1: not all, 5: one judged the wrong way round.
     """
     from patcher.settings import resolve
 
