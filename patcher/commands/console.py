@@ -16,7 +16,7 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console
 
-from bench import UsageError
+from bench import UsageError, WaitingError
 
 app = typer.Typer(
     name="patcher",
@@ -153,6 +153,17 @@ def examples(*lines: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return function
 
     return decorate
+
+
+@contextmanager
+def asked_again() -> Iterator[None]:
+    """For a judge elsewhere where there is no run to resume: the same command takes its verdict
+    up, and what is raised says so."""
+    try:
+        yield
+    except WaitingError as error:
+        hint = error.hint.replace("patcher resume", "the same command again")
+        raise WaitingError(error.message, hint) from None
 
 
 def runs_dir(given: Path | None = None) -> Path:
