@@ -78,6 +78,35 @@ FromSolution = Annotated[
 ]
 
 
+def _in_a_folder(out: Path | None) -> Path | None:
+    """Before the work, which may take hours, not after it."""
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UsageError(f"{out.parent} is no folder", "make it, or give another --out")
+    return out
+
+
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", help="Write the whole result here too, as JSON.", callback=_in_a_folder),
+]
+
+
+def write_out(out: Path | None, record: BaseModel) -> None:
+    """What `--out` asks for.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    if out is None:
+        return
+    try:
+        out.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {out}: {error.strerror}", "give a file that can be written"
+        ) from error
+
+
 class Output:
     """Prose and progress on stderr, the result on stdout: a JSON document or tables."""
 

@@ -14,11 +14,13 @@ from patcher.commands.console import (
     Engine,
     Json,
     MarginPct,
+    Out,
     Output,
     Threads,
     app,
     examples,
     runs_dir,
+    write_out,
 )
 from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_of
 
@@ -100,7 +102,7 @@ def throughput(
         int | None,
         typer.Option(help="Lock the GPU's SM clock for the A/B (root; else monitored).", min=1),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the whole result here too.")] = None,
+    out: Out = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> int:
@@ -122,6 +124,7 @@ def throughput(
         from patcher.show.tables import comparison_lines
 
         comparison = compare(read_samples(samples), margin_pct=margin)
+        write_out(out, comparison)
         output.emit(comparison, comparison_lines(model, comparison))
         return 0 if comparison.verdict == "accept" else 1
     if not patches and not self_test:
@@ -144,16 +147,14 @@ def throughput(
     if not patches:
         with output.progress() as bar:
             planted = measure_planted(job, bar)
-        if out is not None:
-            out.write_text(planted.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_out(out, planted)
         output.emit(planted, *planted_lines(planted))
         return 5 if planted.wrong else int(not planted.all_found)
     if len(patches) > 1:
         raise UsageError("several patches", "say --best-set, or give one --patch")
     with output.progress() as bar, unpacked(patches[0]) as folder:
         result = measure_and_decide(job, folder, bar)
-    if out is not None:
-        out.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    write_out(out, result)
     measured = result.measured
     shown: list[Any] = [*throughput_lines(measured.throughput), *quality_lines(measured.quality)]
     if measured.elsewhere is not None:
@@ -181,8 +182,7 @@ def _best_set(job: Any, patches: list[Path], out: Path | None, output: Output) -
         bar = stack.enter_context(output.progress())
         found = measure_sets(job, folders, keep, bar)
         names = " ".join(f"--patch {Patch.load(folder).manifest.id}" for folder in folders)
-    if out is not None:
-        out.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    write_out(out, found)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     command = f"patcher throughput {job.workload.model} {names} --best-set"
     files = write(report_of(found, keep.name, now, command), keep)
