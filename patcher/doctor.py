@@ -52,8 +52,8 @@ def examine() -> list[Finding]:
 
 ENGINES = (
     ("engine transformers", "transformers", "pip install 'transformers>=5.17'", True),
-    ("engine vllm", "vllm", "pip install vllm (not driven by this version yet)", False),
-    ("engine tensorrt-llm", "tensorrt_llm", "see TensorRT-LLM's guide (not driven yet)", False),
+    ("engine vllm", "vllm", "pip install vllm", False),
+    ("engine tensorrt-llm", "tensorrt_llm", "see TensorRT-LLM's guide, then patcher trtllm", False),
     ("baseline flashinfer", "flashinfer-python", "pip install flashinfer-python", False),
 )
 

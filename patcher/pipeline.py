@@ -14,6 +14,7 @@ from typing import Literal
 
 from bench import (
     SCHEMA_VERSION,
+    Candidate,
     Evaluation,
     Language,
     Record,
@@ -249,8 +250,6 @@ def _optimise(
 
 def make_patch(run: Run, optimisation: Optimisation, workload: Workload) -> Made:
     """Bundle the best candidate of the loop."""
-    from bench import Candidate
-
     op = load_op(optimisation.op)
     assert optimisation.best_file is not None
     source = (run.path / optimisation.best_file).read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console
 
-from bench import UsageError
+from bench import UsageError, WaitingError
 
 app = typer.Typer(
     name="patcher",
@@ -48,6 +48,11 @@ BudgetGpuMinutes = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: what is here.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1)]
+Iterations = Annotated[int | None, typer.Option(help="Candidates at most.", min=1)]
+MarginPct = Annotated[
+    float | None,
+    typer.Option("--margin-pct", help="Gain in percent that the interval must exceed.", min=0),
+]
 JudgeSpec = Annotated[
     str | None,
     typer.Option("--judge", help="local, or exchange:DIR, served by `patcher worker DIR`."),
@@ -71,6 +76,35 @@ FromSolution = Annotated[
         help="A kernel that works elsewhere goes into the prompts: a solution's name, or a file.",
     ),
 ]
+
+
+def _in_a_folder(out: Path | None) -> Path | None:
+    """Before the work, which may take hours, not after it."""
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UsageError(f"{out.parent} is no folder", "make it, or give another --out")
+    return out
+
+
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", help="Write the whole result here too, as JSON.", callback=_in_a_folder),
+]
+
+
+def write_out(out: Path | None, record: BaseModel) -> None:
+    """What `--out` asks for.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    if out is None:
+        return
+    try:
+        out.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {out}: {error.strerror}", "give a file that can be written"
+        ) from error
 
 
 class Output:
@@ -101,7 +135,13 @@ class Output:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=lambda on: _version(on))
+        bool,
+        typer.Option(
+            "--version",
+            help="Say which patcher this is, and exit.",
+            is_eager=True,
+            callback=lambda on: _version(on),
+        ),
     ] = False,
 ) -> None:
     """See `patcher COMMAND --help`; each has examples."""
@@ -142,6 +182,17 @@ def examples(*lines: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return function
 
     return decorate
+
+
+@contextmanager
+def asked_again() -> Iterator[None]:
+    """For a judge elsewhere where there is no run to resume: the same command takes its verdict
+    up, and what is raised says so."""
+    try:
+        yield
+    except WaitingError as error:
+        hint = error.hint.replace("patcher resume", "the same command again")
+        raise WaitingError(error.message, hint) from None
 
 
 def runs_dir(given: Path | None = None) -> Path:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from bench import Candidate, Language, Outcome, UsageError, WaitingError, load_op
+from bench import Candidate, Language, Outcome, UsageError, load_op
 from patcher.commands.console import (
     Device,
     Json,
@@ -18,6 +16,7 @@ from patcher.commands.console import (
     Output,
     Threads,
     app,
+    asked_again,
     examples,
     pick_device,
 )
@@ -105,7 +104,7 @@ def evaluate(
     )
     output = Output(as_json)
     if for_reward:
-        with _asked_again(), output.progress() as bar:
+        with asked_again(), output.progress() as bar:
             result = rewarded(given.judge, candidate, settings, TICKET, bar)
         if not as_json:
             for each in result.evaluations.values():
@@ -114,7 +113,7 @@ def evaluate(
         return 0 if result.reward.value > 1 else 1
     asked = counters and not here
     with (
-        _asked_again(),
+        asked_again(),
         output.progress() as bar,
         open_judges(given.judge, settings, TICKET, bar, counters=asked) as judges,
     ):
@@ -128,13 +127,3 @@ def evaluate(
     elif evaluation.counters:
         output.out.print(counters_table(evaluation.counters))
     return 0 if evaluation.outcome is Outcome.CORRECT else 1
-
-
-@contextmanager
-def _asked_again() -> Iterator[None]:
-    """There is no run to resume: the same command takes the verdict up."""
-    try:
-        yield
-    except WaitingError as error:
-        hint = error.hint.replace("patcher resume", "the same command again")
-        raise WaitingError(error.message, hint) from None

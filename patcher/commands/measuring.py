@@ -9,7 +9,19 @@ import typer
 from rich.text import Text
 
 from bench import UsageError
-from patcher.commands.console import Device, Engine, Json, Output, Threads, app, examples, runs_dir
+from patcher.commands.console import (
+    Device,
+    Engine,
+    Json,
+    MarginPct,
+    Out,
+    Output,
+    Threads,
+    app,
+    examples,
+    runs_dir,
+    write_out,
+)
 from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_of
 
 
@@ -82,7 +94,7 @@ def throughput(
         list[str] | None,
         typer.Option("--engine-arg", metavar="NAME=VALUE", help="vllm: an argument for both arms."),
     ] = None,
-    margin_pct: Annotated[float | None, typer.Option("--margin-pct", min=0)] = None,
+    margin_pct: MarginPct = None,
     quality_steps: Annotated[
         int, typer.Option(help="Decode steps compared for quality.", min=1)
     ] = 32,
@@ -90,13 +102,16 @@ def throughput(
         int | None,
         typer.Option(help="Lock the GPU's SM clock for the A/B (root; else monitored).", min=1),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the whole result here too.")] = None,
+    out: Out = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> int:
-    """End-to-end A/B of a patch, interleaved, with interval and verdict; or decide on samples; or
-    test the measurement itself (exit code 0: every planted gain found, 1: not all, 5: one judged
-    the wrong way round).
+    """End-to-end A/B of a patch, interleaved, with interval and verdict.
+
+    Or, with --from, decide on samples; or, with --self-test, test the measurement itself.
+
+    Exit code 0: accepted, or a best set found; 1: not; of --self-test 0: every planted gain found,
+    1: not all, 5: one judged the wrong way round.
     """
     from patcher.settings import resolve
 
@@ -109,6 +124,7 @@ def throughput(
         from patcher.show.tables import comparison_lines
 
         comparison = compare(read_samples(samples), margin_pct=margin)
+        write_out(out, comparison)
         output.emit(comparison, comparison_lines(model, comparison))
         return 0 if comparison.verdict == "accept" else 1
     if not patches and not self_test:
@@ -131,16 +147,14 @@ def throughput(
     if not patches:
         with output.progress() as bar:
             planted = measure_planted(job, bar)
-        if out is not None:
-            out.write_text(planted.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_out(out, planted)
         output.emit(planted, *planted_lines(planted))
         return 5 if planted.wrong else int(not planted.all_found)
     if len(patches) > 1:
         raise UsageError("several patches", "say --best-set, or give one --patch")
     with output.progress() as bar, unpacked(patches[0]) as folder:
         result = measure_and_decide(job, folder, bar)
-    if out is not None:
-        out.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    write_out(out, result)
     measured = result.measured
     shown: list[Any] = [*throughput_lines(measured.throughput), *quality_lines(measured.quality)]
     if measured.elsewhere is not None:
@@ -168,8 +182,7 @@ def _best_set(job: Any, patches: list[Path], out: Path | None, output: Output) -
         bar = stack.enter_context(output.progress())
         found = measure_sets(job, folders, keep, bar)
         names = " ".join(f"--patch {Patch.load(folder).manifest.id}" for folder in folders)
-    if out is not None:
-        out.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    write_out(out, found)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     command = f"patcher throughput {job.workload.model} {names} --best-set"
     files = write(report_of(found, keep.name, now, command), keep)

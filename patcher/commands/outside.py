@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.text import Text
 
-from bench import SCHEMA_VERSION, Language, WaitingError, load_op
+from bench import SCHEMA_VERSION, Language, load_op
 from patcher.commands.console import (
     Json,
     JudgeSpec,
     Output,
     Threads,
     app,
+    asked_again,
     examples,
 )
 
@@ -106,12 +107,8 @@ def attempt(
         told = [line.model_dump(mode="json") for line in lines]
         output.emit({"schema_version": SCHEMA_VERSION, "results": told}, *map(_shown, lines))
         return 0
-    try:
-        with output.progress() as bar:
-            tried = carried_out(opened, command, bar)
-    except WaitingError as error:
-        hint = error.hint.replace("patcher resume", "the same command again")
-        raise WaitingError(error.message, hint) from None
+    with asked_again(), output.progress() as bar:
+        tried = carried_out(opened, command, bar)
     if not as_json:
         show = print_evaluation if command == "profile" else print_checks
         for evaluation in tried.evaluations:

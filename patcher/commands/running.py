@@ -19,8 +19,10 @@ from patcher.commands.console import (
     Engine,
     FromSolution,
     Islands,
+    Iterations,
     Json,
     JudgeSpec,
+    MarginPct,
     Output,
     Strategy,
     Threads,
@@ -53,7 +55,7 @@ ModelSpec = Annotated[
 )
 def optimize(
     op: Annotated[str, typer.Argument(help="An op of the library.")],
-    language: Annotated[Language | None, typer.Option(help="What to write it in.")] = None,
+    language: Annotated[Language, typer.Option(help="What to write it in.")] = Language.CPP,
     model: ModelSpec = None,
     analyst: Annotated[
         str | None, typer.Option(help="Another model for the analysis agent.")
@@ -68,7 +70,7 @@ def optimize(
         int | None, typer.Option(help="Of evolve's draws; without one it is drawn and kept.")
     ] = None,
     from_solution: FromSolution = None,
-    iterations: Annotated[int | None, typer.Option(help="Candidates at most.", min=1)] = None,
+    iterations: Iterations = None,
     budget_usd: BudgetUsd = None,
     budget_tokens: BudgetTokens = None,
     budget_minutes: BudgetMinutes = None,
@@ -102,7 +104,7 @@ def optimize(
             "judge": judge,
         }
     )
-    known, language = load_op(op), language or Language.CPP
+    known = load_op(op)
     if dry_run:
         from patcher.optimising.estimate import estimate
         from patcher.show.models import estimate_lines
@@ -132,11 +134,13 @@ def optimize(
 def run(
     served: Annotated[str, typer.Argument(metavar="MODEL", help="The served model.")],
     op: Annotated[str | None, typer.Option(help="Default: the first hotspot covered.")] = None,
-    language: Annotated[Language | None, typer.Option(help="What to write it in.")] = None,
+    language: Annotated[
+        Language | None, typer.Option(help="What to write it in; default: cuda on a GPU, else cpp.")
+    ] = None,
     model: ModelSpec = None,
     strategy: Strategy = "refine",
     width: Width = None,
-    iterations: Annotated[int | None, typer.Option(min=1)] = None,
+    iterations: Iterations = None,
     budget_usd: BudgetUsd = None,
     budget_tokens: BudgetTokens = None,
     budget_minutes: BudgetMinutes = None,
@@ -150,7 +154,7 @@ def run(
     output_len: Steps = None,
     weights: Weights = "random",
     sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
-    margin_pct: Annotated[float | None, typer.Option("--margin-pct", min=0)] = None,
+    margin_pct: MarginPct = None,
     pairs: Annotated[int, typer.Option(help="End-to-end pairs at most.", min=6)] = DEFAULT_PAIRS,
     threads: Threads = None,
     as_json: Json = False,
@@ -271,7 +275,10 @@ def _execute(
         try:
             with Watch(output.err, quiet=output.as_json) as watch:
                 result = pipeline.execute(
-                    *(run, watch, watch.say, profile_file),
+                    run,
+                    watch,
+                    watch.say,
+                    profile_file,
                     judge=judge,
                     machine_changed=machine_changed,
                     told=watch.hear,

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from patcher.commands.console import Device, Json, Output, app, examples, pick_device
+from patcher.commands.console import (
+    Device,
+    Json,
+    Out,
+    Output,
+    app,
+    examples,
+    pick_device,
+    write_out,
+)
 
 if TYPE_CHECKING:  # every other command starts without the judge
     from bench.corpus import Result
@@ -32,7 +40,7 @@ def selftest(
     mutations: Annotated[
         bool, typer.Option(help="Take out each guard in turn: the corpus must then fail.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the card here, too, as JSON.")] = None,
+    out: Out = None,
     as_json: Json = False,
 ) -> int:
     """Judge the judge on this machine: cheats that it must catch, honest candidates that it must
@@ -53,8 +61,7 @@ def selftest(
         from bench.scorecard import score
 
         card = score(chosen, only, bar)
-    if out is not None:
-        out.write_text(card.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    write_out(out, card)
     output.emit(card, *shown(card))
     return 0 if card.ok else 5
 

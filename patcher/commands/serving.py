@@ -39,6 +39,7 @@ def worker(
     Exit code 0: all that was there is judged or refused; 3: this machine lacks what a job needs.
     """
     from patcher.judges.worker import Served, Shift, Worker
+    from patcher.report.wording import visible
 
     output = Output(as_json)
     served: list[Served] = []
@@ -50,7 +51,7 @@ def worker(
             served.append(job)
             took = f" ({job.seconds:.1f} s)" if job.seconds is not None else ""
             parts = (job.job, job.outcome, *filter(None, [job.detail]))
-            bar.say(Text(": ".join(parts) + took, style=COLOURS.get(job.outcome, "")))
+            bar.say(Text(visible(": ".join(parts)) + took, style=COLOURS.get(job.outcome, "")))
 
         try:
             with Worker(folder, bar, say) as server:

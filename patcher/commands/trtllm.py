@@ -99,11 +99,11 @@ def bench(
     folder: Annotated[Path, typer.Argument(help="For inputs, log and report.")],
     vocab_size: Annotated[int, typer.Option(help="Prompts are random ids below it.")],
     model_path: Annotated[Path | None, typer.Option(help="The model's folder.")] = None,
-    requests: Annotated[int, typer.Option(min=1)] = 512,
+    requests: Annotated[int, typer.Option(help="Prompts in all.", min=1)] = 512,
     concurrency: Annotated[int, typer.Option(help="Batch.", min=1)] = 8,
-    input_len: Annotated[int, typer.Option(min=1)] = 1024,
-    output_len: Annotated[int, typer.Option(min=2)] = 8192,
-    tp: Annotated[int, typer.Option(min=1)] = 1,
+    input_len: Annotated[int, typer.Option(help="Prompt tokens.", min=1)] = 1024,
+    output_len: Annotated[int, typer.Option(help="Tokens written a prompt.", min=2)] = 8192,
+    tp: Annotated[int, typer.Option(help="Workers that share a layer.", min=1)] = 1,
     module_folder: Annotated[
         list[Path] | None, typer.Option("--module", help="From `patcher trtllm module`.")
     ] = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -67,7 +68,7 @@ def open_judges(
         yield ExchangeJudge(folder, settings, ticket, counters)
         return
     with open_judge(settings) as judge:
-        one: OneJudge = lambda candidate: judge.evaluate(candidate, report)  # noqa: E731
+        one: OneJudge = partial(judge.evaluate, report=report)
         if counters:
             one = with_counters(one, settings.sweep, say or (lambda _: None))
         yield _LocalJudges(judge, one)

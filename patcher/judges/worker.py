@@ -13,6 +13,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -183,7 +184,7 @@ class Worker:
             self._close()
             self._judge = self._open.enter_context(open_judge(posted.job.settings.settings()))
             self._settings = posted.job.settings
-        evaluate: Judge = lambda candidate: self._judge.evaluate(candidate, self._report)  # noqa: E731
+        evaluate: Judge = partial(self._judge.evaluate, report=self._report)
         if posted.job.counters:
             evaluate = with_counters(evaluate, posted.job.settings.sweep, self._no_counters)
         return evaluate(posted.candidate)

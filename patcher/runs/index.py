@@ -30,7 +30,7 @@ class AttemptsPage:
 
 def attempts_page(op: str, attempts: Sequence[Attempt], folder: Path) -> str:
     """GitHub Markdown, links relative to `folder`, where the iterations' folders lie."""
-    best, total = best_of(tuple(attempts)), Usage()
+    best, total = best_of(attempts), Usage()
     rows = []
     for attempt in attempts:
         total += attempt.usage

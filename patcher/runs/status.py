@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import ValidationError
@@ -10,6 +11,7 @@ from bench import SCHEMA_VERSION, Outcome, Record
 from patcher.agent import ended
 from patcher.attempts import Attempt
 from patcher.models.ceilings import account
+from patcher.runs.journal import State, fold
 from patcher.runs.run import Run
 
 
@@ -53,12 +55,12 @@ def status(run: Run) -> Status:
         VerificationError: its journal was changed.
     """
     running = run.written  # before the journal: one that has ended by now is told to be running
-    events = run.events
-    state = run.state
+    events = run.events  # read once: it may grow meanwhile
+    state = fold(events)
     found = attempts(run)
     best = best_of(found)
     pending = state.pending[-1] if state.pending else None
-    ended = "decision" in state.results or _loop_ended(run, best)
+    ended = "decision" in state.results or _loop_ended(run, state, best)
     return Status(
         run=run.id,
         state="running" if running else "finished" if ended and not pending else "stopped",
@@ -82,15 +84,15 @@ def attempts(run: Run) -> tuple[Attempt, ...]:
     return tuple(sorted(found, key=lambda attempt: attempt.iteration))
 
 
-def best_of(found: tuple[Attempt, ...]) -> Attempt | None:
+def best_of(found: Iterable[Attempt]) -> Attempt | None:
     """The fastest of those that are right and faster than the baseline."""
     right = [one for one in found if one.outcome is Outcome.CORRECT and one.duplicate_of is None]
     return max(right, key=lambda attempt: attempt.geomean_speedup or 0.0, default=None)
 
 
-def _loop_ended(run: Run, best: Attempt | None) -> bool:
+def _loop_ended(run: Run, state: State, best: Attempt | None) -> bool:
     """Whether nothing comes after the loop: it was all that was asked for, or found nothing."""
-    ops = {step.rsplit("/", 1)[0] for step in run.state.results if "/stopped" in step}
+    ops = {step.rsplit("/", 1)[0] for step in state.results if "/stopped" in step}
     over = any(ended(run, name) for name in ops)
     whole = run.config.settings.get("plan", {}).get("whole", True)
     return over and (best is None or not whole)

@@ -15,7 +15,7 @@ from patcher.reconciling.reconcile import Reconciliation
 from patcher.report import wording
 from patcher.runs.run import Run
 from patcher.show.quality import quality_lines
-from patcher.show.tables import VERDICT_COLOURS, comparison_lines, evaluation_table
+from patcher.show.tables import comparison_lines, decision_lines, evaluation_table
 from patcher.verdicts.review import Subject
 from patcher.verdicts.word import Word
 
@@ -75,9 +75,7 @@ def review_lines(subject: Subject, said: Sequence[Word]) -> list[Any]:
     if reconciliation is not None:
         shown.append(Text(f"micro gain against measured gain: {reconciliation.said}"))
     if subject.decision is not None:
-        verdict = subject.decision.verdict
-        shown.append(Text(f"the rule: {verdict}", style=f"bold {VERDICT_COLOURS[verdict]}"))
-        shown += [Text(f"  - {reason}") for reason in subject.decision.reasons]
+        shown += decision_lines(subject.decision, "the rule")
     else:
         shown.append(Text("the rule: nothing was decided", style="bold"))
     shown += [Text(f"{one.time}: {one.told}") for one in said]

@@ -228,7 +228,7 @@ class StageBar:
             self._console.print(line, highlight=False)
 
 
-def decision_lines(decision: Decision) -> list[Text]:
+def decision_lines(decision: Decision, label: str = "verdict") -> list[Text]:
     colour = VERDICT_COLOURS[decision.verdict]
-    lines = [Text(f"verdict: {decision.verdict}", style=f"bold {colour}")]
+    lines = [Text(f"{label}: {decision.verdict}", style=f"bold {colour}")]
     return lines + [Text(f"  - {reason}") for reason in decision.reasons]

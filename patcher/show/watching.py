@@ -3,7 +3,6 @@ and plain lines elsewhere."""
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -18,6 +17,8 @@ from patcher.attempts import Attempt, Stage
 from patcher.attempts import Progress as LoopProgress
 from patcher.models import Usage
 from patcher.report.wording import visible
+from patcher.runs.status import best_of
+from patcher.show.tables import StageBar
 
 DOING: dict[Stage, str] = {
     "analyse": "analysing",
@@ -45,15 +46,11 @@ class Rows:
 
     @property
     def best(self) -> Attempt | None:
-        right = [one for one in self.attempts if one.outcome is Outcome.CORRECT]
-        return max(right, key=lambda one: one.geomean_speedup or 0.0, default=None)
+        return best_of(self.attempts)
 
     @property
     def spent(self) -> Usage:
-        total = Usage()
-        for attempt in self.attempts:
-            total += attempt.usage
-        return total
+        return sum((attempt.usage for attempt in self.attempts), Usage())
 
 
 class Watch:
@@ -61,8 +58,7 @@ class Watch:
 
     def __init__(self, console: Console, quiet: bool) -> None:
         self.rows = Rows()
-        self._console, self._quiet = console, quiet
-        self._stage = ""
+        self._console = console
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -70,7 +66,7 @@ class Watch:
             TimeElapsedColumn(),
             console=console,
         )
-        self._task = self._bar.add_task("starting", total=None)
+        self._stages = StageBar(self._bar, console, quiet)
         self._live: Live | None = None
         if not quiet and console.is_terminal:
             self._live = Live(
@@ -82,28 +78,16 @@ class Watch:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._live:
             self._live.stop()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """What stands in brackets after a stage is a note, which may change within it."""
-        name = stage.partition(" (")[0]
-        if name != self._stage:
-            self._stage = name
-            self._bar.reset(self._task)
-        self._bar.update(self._task, description=visible(stage), completed=done, total=total)
+        self._stages(visible(stage), done, total)
 
     def say(self, line: str | Text) -> None:
         """A line that stays."""
-        if not self._quiet:
-            said = Text(visible(line)) if isinstance(line, str) else line
-            self._console.print(said, highlight=False)
+        self._stages.say(Text(visible(line)) if isinstance(line, str) else line)
 
     def hear(self, progress: LoopProgress) -> None:
         """Of one candidate: a row, or a line when it is done."""
