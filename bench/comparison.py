@@ -97,6 +97,11 @@ class Comparison(Record):
     p_holm: float | None = None
     """The same among all patches tried, see `bench.stats.holm`; None for one alone."""
 
+    @property
+    def figures(self) -> str:
+        """The gain with its interval, in words."""
+        return f"{self.gain_pct:+.2f} % [{self.gain_low_pct:+.2f}, {self.gain_high_pct:+.2f}]"
+
 
 class LogitError(Record):
     """How far logits are from others over the same tokens."""

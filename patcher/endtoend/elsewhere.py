@@ -68,7 +68,7 @@ class Elsewhere(Record):
     def failures(self) -> list[str]:
         """What keeps the patch from being accepted."""
         found = [
-            f"it is slower at {point.label}: {_figures(point.comparison)}, "
+            f"it is slower at {point.label}: {point.comparison.figures}, "
             f"{self.limit_pct:g} % may be lost"
             for point in self.points
             if self.standing(point) == "worse"
@@ -85,7 +85,7 @@ class Elsewhere(Record):
         """What keeps an accept from being given: it may be worse there."""
         return [
             f"at {point.label} it cannot be told whether more than {self.limit_pct:g} % is lost: "
-            f"{_figures(point.comparison)}, {point.comparison.pairs} pairs"
+            f"{point.comparison.figures}, {point.comparison.pairs} pairs"
             for point in self.points
             if self.standing(point) == "cannot be told"
         ] + [f"at {label} no pair can be used" for label in self.unusable]
@@ -104,7 +104,3 @@ class Elsewhere(Record):
         if self.memory is not None:
             parts.append(f"peak memory {self.memory.growth_pct:+.2f} %")
         return "; ".join(parts) or "nothing was measured elsewhere"
-
-
-def _figures(found: Comparison) -> str:
-    return f"{found.gain_pct:+.2f} % [{found.gain_low_pct:+.2f}, {found.gain_high_pct:+.2f}]"
