@@ -12,7 +12,7 @@ from bench.clocks import ClockMonitor
 from bench.comparison import Arm
 from bench.engines import Engine
 from bench.throughput import decide_on
-from bench.windows import Arms, Pair, Side, abba, take_pair
+from bench.windows import Arms, Pair, Side, abba_orders, take_pair
 from patcher.endtoend.elsewhere import LIMIT_PCT, Elsewhere, OtherPoint, PeakMemory
 from patcher.endtoend.measured import Job, Report
 
@@ -92,8 +92,7 @@ class OtherTraffic:
             workload, found = shape.of(job.workload), sides(shape)
             self._report(f"elsewhere: {_label(shape)}", index, len(job.elsewhere))
             rng = random.Random(f"{job.seed}:{process}:{index}")
-            orders = [order for _ in range(-(-count // 2)) for order in abba(rng)][:count]
-            for number, order in enumerate(orders, first):
+            for number, order in enumerate(abba_orders(rng, count), first):
                 pair = Pair(number, "ab", order, process, swapped)
                 self._windows[shape] += take_pair(
                     pair, found, workload, vocab_size, job.seed, self._clocks
