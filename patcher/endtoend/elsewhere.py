@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from bench import SCHEMA_VERSION, Comparison, Record, Window
+from bench import SCHEMA_VERSION, Comparison, Record, Shape, Window
 from bench.stats import MIN_PAIRS
 
 LIMIT_PCT = 1.0
@@ -25,11 +25,13 @@ class OtherPoint(Record):
 
     @property
     def label(self) -> str:
-        return f"batch {self.batch}, context {self.context:,}"
+        return Shape(batch=self.batch, context=self.context).label
 
 
 class PeakMemory(Record):
-    """Of the GPU (on a CPU, of the process), one process for each arm."""
+    """Of the GPU: what torch took in one batch of each arm; where each arm is a process, what it
+    reserved in all its windows.
+    """
 
     baseline_bytes: int = Field(gt=0)
     patched_bytes: int = Field(gt=0)
