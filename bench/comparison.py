@@ -46,6 +46,10 @@ class Window(Record):
     def tokens_per_s(self) -> float:
         return self.tokens / self.decode_s
 
+    def step_s(self, batch: int) -> float:
+        """Seconds of one timed decode step of so many sequences."""
+        return batch * self.decode_s / self.tokens
+
 
 class Sample(Record):
     """One line of recorded samples: `{"pair", "arm", "tokens_per_s"}`, and where they are known
