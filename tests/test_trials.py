@@ -194,6 +194,8 @@ def test_what_is_accepted_and_not_there_is_told(tmp_path: Path) -> None:
     ]
     found = summarise(wrong, [])
     assert not as_it_should(found)
+    void = [trial.model_copy(update={"comparison": None}) for trial in folder.trials]
+    assert not as_it_should(summarise(void, [])), "no verdict of A against A at all"
     assert found.false_accept_limit_pct is None
 
 
