@@ -224,3 +224,11 @@ def test_what_it_takes_is_told_beforehand(
     assert main([str(tmp_path / "new"), "--seconds", "20"]) == 4
     assert "budget: a trial takes about" in capsys.readouterr().err
     assert main([str(tmp_path / "new"), "--trials", "30"]) == 2
+
+
+@pytest.mark.parametrize("name", ["asked.json", "trials.jsonl"])
+def test_what_is_no_record_is_told(name: str, tmp_path: Path) -> None:
+    Folder(tmp_path, ASKED)
+    (tmp_path / name).write_text("{}\n")
+    with pytest.raises(bench.UsageError, match=f"{name} holds what is no record"):
+        Folder(tmp_path, ASKED)
