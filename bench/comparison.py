@@ -46,6 +46,10 @@ class Window(Record):
     def tokens_per_s(self) -> float:
         return self.tokens / self.decode_s
 
+    def step_s(self, batch: int) -> float:
+        """Seconds of one timed decode step of so many sequences."""
+        return batch * self.decode_s / self.tokens
+
 
 class Sample(Record):
     """One line of recorded samples: `{"pair", "arm", "tokens_per_s"}`, and where they are known
@@ -96,6 +100,11 @@ class Comparison(Record):
     what `confidence_pct` leaves. None in records older than the field."""
     p_holm: float | None = None
     """The same among all patches tried, see `bench.stats.holm`; None for one alone."""
+
+    @property
+    def figures(self) -> str:
+        """The gain with its interval, in words."""
+        return f"{self.gain_pct:+.2f} % [{self.gain_low_pct:+.2f}, {self.gain_high_pct:+.2f}]"
 
 
 class LogitError(Record):

@@ -40,8 +40,7 @@ def latency_of(arm: Arm, windows: Iterable[Window], steps: Sequence[float], batc
     between = {f"p{each}": 1e3 * percentile(ordered, each) for each in PERCENTILES}
     return Latency(
         first_token_ms=1e3 * statistics.median(window.prefill_s for window in own),
-        per_token_ms=1e3
-        * statistics.median(batch * window.decode_s / window.tokens for window in own),
+        per_token_ms=1e3 * statistics.median(window.step_s(batch) for window in own),
         steps=len(ordered),
         between_ms={**between, "max": 1e3 * ordered[-1]},
     )

@@ -123,7 +123,7 @@ def _arms(delayed: Delay, delay_s: float, slow: Arm) -> Arms:
 def _outcome(measured: Throughput, gain: float, delay_s: float, slow: Arm) -> Planted:
     comparison = measured.comparison
     step_s = statistics.median(
-        window.decode_s * measured.workload.batch / window.tokens
+        window.step_s(measured.workload.batch)
         for window in measured.windows
         if window.kind == "ab" and window.arm != slow
     )

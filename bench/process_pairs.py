@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -28,7 +27,7 @@ from bench.errors import MissingError, PatcherError, UsageError
 from bench.intervals import DEFAULT_PAIRS, MIN_PROCESS_PAIRS, Look, first_decided, look_confidences
 from bench.latency import latency_of
 from bench.throughput import check_window, decide_on, so_far, unusable
-from bench.windows import Kind, Pair, Side, abba, prompt_seed, take_pair
+from bench.windows import Kind, Pair, Side, abba_orders, prompt_seed, take_pair
 from bench.workload import Shape, Workload
 
 SHARE_BESIDE = 0.42
@@ -203,10 +202,10 @@ class Sitting(Generic[Process]):
         if not self.residency:
             self._find_room()
         rng = random.Random(f"{self.seed}:{self._processes}")
-        orders = islice(_orders(rng), self.plan.taken(kind))
+        orders = abba_orders(rng, self.plan.taken(kind))
         pairs = [
-            Pair(self._pairs + index, kind, order, self._processes, swapped)
-            for index, order in enumerate(orders)
+            Pair(number, kind, order, self._processes, swapped)
+            for number, order in enumerate(orders, self._pairs)
         ]
         begun: tuple[Arm, Arm] = ("patched", "baseline") if swapped else ("baseline", "patched")
         (self._beside if self.together else self._in_turn)(kind, begun, pairs)
@@ -310,11 +309,6 @@ class Sitting(Generic[Process]):
         done = len({(window.pair, window.kind) for window in self.windows})
         note = f" ({note})" if note else so_far(self.windows, self.margin_pct)
         self.progress(f"pairs in processes{note}", done, self.total)
-
-
-def _orders(rng: random.Random) -> Iterator[tuple[Arm, Arm]]:
-    while True:
-        yield from abba(rng)
 
 
 def _gib(size: int) -> str:

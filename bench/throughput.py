@@ -142,7 +142,7 @@ def so_far(windows: list[Window], margin_pct: float) -> str:
     found = decide_on(windows, "ab", margin_pct, 95.0)
     if found is None or found.pairs < 3:
         return ""
-    return f" ({found.gain_pct:+.2f} % [{found.gain_low_pct:+.2f}, {found.gain_high_pct:+.2f}])"
+    return f" ({found.figures})"
 
 
 def warm_up(engine: Engine, arms: Arms, workload: Workload, seed: int) -> None:

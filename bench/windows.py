@@ -77,6 +77,11 @@ def abba(rng: random.Random) -> Iterator[tuple[Arm, Arm]]:
     yield from (first, second) if rng.random() < 0.5 else (second, first)
 
 
+def abba_orders(rng: random.Random, count: int) -> list[tuple[Arm, Arm]]:
+    """Of so many pairs, block by block; an odd one ends in half a block."""
+    return [order for _ in range(-(-count // 2)) for order in abba(rng)][:count]
+
+
 def prompt_seed(seed: int, pair: int) -> int:
     """Of a pair's prompts: no two pairs of a sitting share theirs."""
     return seed * 1_000_003 + pair + 1

@@ -68,6 +68,11 @@ class Shape(Record):
     context: int = Field(ge=1)
     """Tokens of each sequence when its decode begins."""
 
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"batch {self.batch}, context {self.context:,}"
+
     def of(self, workload: Workload) -> Workload:
         return workload.model_copy(update={"batch": self.batch, "input_len": self.context})
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench import UsageError
+from integrate.patch import Patch
 from integrate.store import Applied, Store
 
 
@@ -63,6 +65,25 @@ class Switches:
     def _ids(self) -> set[str]:
         names = {name.strip() for name in self.patches.split(",")}
         return names - {"", "on", "off"}
+
+
+def switching_on(patches: Sequence[Patch], home: Path, receipts: Path) -> dict[str, str]:
+    """What the environment of a process that is measured says, so that just these patches are in,
+    from a store of their own in `home`; what fails in it raises.
+
+    Raises:
+        VerificationError: a bundle was changed, or does not fit here.
+        UsageError: two patches for one patch point.
+    """
+    store = Store(home)
+    for patch in patches:
+        store.apply(patch.folder)
+    return {
+        "PATCHER_PATCHES": "on" if patches else "off",
+        "PATCHER_HOME": str(home),
+        "PATCHER_RECEIPTS": str(receipts),
+        "PATCHER_STRICT": "1",
+    }
 
 
 def home_store() -> Store:

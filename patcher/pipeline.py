@@ -192,7 +192,13 @@ def execute(
         contract = load_op(op_name).contract
         reconciliation = run.step(
             "reconcile",
-            lambda: explain_measured(measured, evaluation, contract, profile),
+            lambda: explain_measured(
+                measured,
+                evaluation,
+                contract,
+                profile,
+                pdl=Patch.load(folder).manifest.guards.pdl,
+            ),
             Reconciliation,
         )
         decision = run.step(

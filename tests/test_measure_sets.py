@@ -129,6 +129,15 @@ def test_what_was_measured_is_not_measured_again(bundles: list[Path], tmp_path: 
     assert keep_name(JOB, bundles) == keep_name(JOB, bundles[::-1]) != keep_name(other, bundles)
 
 
+def test_a_damaged_file_is_told(bundles: list[Path], tmp_path: Path) -> None:
+    machine = Machine(**{NORM: 2.0, ROPE: 1.0, f"{NORM}_AND_{ROPE}": 3.0})
+    measure_sets(JOB, bundles[:2], tmp_path, lambda *_: None, machine)
+    file = min(tmp_path.glob("*.json"))
+    file.write_text("{")
+    with pytest.raises(bench.VerificationError, match=f"{file.name} is damaged"):
+        measure_sets(JOB, bundles[:2], tmp_path, lambda *_: None, machine)
+
+
 def test_what_is_no_set_is_refused(bundles: list[Path], tmp_path: Path) -> None:
     machine = Machine()
     other = make_patch(tmp_path / "other")

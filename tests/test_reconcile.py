@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from patch_sample import evaluation as sample_evaluation
 from report_sample import (
     WORKLOAD,
     comparison,
@@ -17,7 +19,10 @@ from report_sample import (
 from test_measure import evidence
 from test_report_lanes import decode, without_times
 
-from bench import Environment, Evaluation, Throughput, load_op
+from bench import Candidate, Environment, Evaluation, Language, Throughput, load_op
+from integrate import Patch
+from patcher.endtoend import measure
+from patcher.endtoend.measured import Job, Measured
 from patcher.reconciling.explain import explain
 from patcher.reconciling.launches import ShapeLaunches, StepLaunches, patched_steps, step_launches
 from patcher.reconciling.micro import Saving, saving
@@ -153,6 +158,23 @@ def test_dependent_launch_and_another_device_are_said() -> None:
     found = reconcile([patched_kernel(pdl=True, evaluation=on_gpu(), replayed=True)], ab(2))
     assert any("programmatic dependent launch" in caveat for caveat in found.caveats)
     assert any("timed on NVIDIA H200, the model on AMD" in caveat for caveat in found.caveats)
+
+
+@pytest.mark.parametrize(("source", "told"), [("// griddepcontrol.wait\n", True), ("//\n", False)])
+def test_what_a_bundle_says_of_dependent_launch_is_told(
+    source: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op, parts = load_op(OP), evidence()
+    candidate = Candidate(op=OP, language=Language.CPP, source=source)
+    judged = sample_evaluation(candidate)
+    Patch.create(tmp_path / "patch", op, candidate, judged, engine="transformers", made_by="test")
+    taken = Measured(**{name: parts[name] for name in Measured.model_fields if name in parts})
+    monkeypatch.setattr(measure, "measure_in_child", lambda *_: taken)
+    found = measure.measure_and_decide(
+        Job(workload=WORKLOAD), tmp_path / "patch", lambda *_: None
+    ).reconciliation
+    assert found is not None
+    assert any("programmatic dependent launch" in caveat for caveat in found.caveats) == told
 
 
 def test_rows_of_a_profile_take_part() -> None:

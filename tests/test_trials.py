@@ -194,6 +194,8 @@ def test_what_is_accepted_and_not_there_is_told(tmp_path: Path) -> None:
     ]
     found = summarise(wrong, [])
     assert not as_it_should(found)
+    void = [trial.model_copy(update={"comparison": None}) for trial in folder.trials]
+    assert not as_it_should(summarise(void, [])), "no verdict of A against A at all"
     assert found.false_accept_limit_pct is None
 
 
@@ -222,3 +224,11 @@ def test_what_it_takes_is_told_beforehand(
     assert main([str(tmp_path / "new"), "--seconds", "20"]) == 4
     assert "budget: a trial takes about" in capsys.readouterr().err
     assert main([str(tmp_path / "new"), "--trials", "30"]) == 2
+
+
+@pytest.mark.parametrize("name", ["asked.json", "trials.jsonl"])
+def test_what_is_no_record_is_told(name: str, tmp_path: Path) -> None:
+    Folder(tmp_path, ASKED)
+    (tmp_path / name).write_text("{}\n")
+    with pytest.raises(bench.UsageError, match=f"{name} holds what is no record"):
+        Folder(tmp_path, ASKED)

@@ -7,7 +7,6 @@ of new tokens alone.
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import json
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm_here import needs_vllm
 
 import bench
 from bench import Shape, Workload
@@ -293,21 +293,21 @@ def test_vllm_is_not_measured_in_one_process() -> None:
 # ---- from here on: the real vLLM
 
 
-def installed() -> str | None:
-    try:
-        return importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def greedy() -> Any:
+    """As the engine asks."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-
-needs_vllm = pytest.mark.skipif(
-    installed() != "0.25.1", reason=f"needs vLLM 0.25.1, here is {installed() or 'none'}"
-)
+    return SamplingParams(
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        max_tokens=10,
+        output_kind=RequestOutputKind.DELTA,
+    )
 
 
 @needs_vllm
 def test_what_is_called_takes_what_it_is_called_with() -> None:
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     # its optional packages may not be installed
     engine = pytest.importorskip("vllm.v1.engine.llm_engine", exc_type=ImportError)
@@ -318,13 +318,7 @@ def test_what_is_called_takes_what_it_is_called_with() -> None:
     runner = pytest.importorskip("vllm.v1.worker.gpu_model_runner", exc_type=ImportError)
     assert callable(runner.GPUModelRunner._model_forward)
     inspect.signature(LLM.__init__).bind(None, model="m", gpu_memory_utilization=0.4)
-    parameters = SamplingParams(
-        temperature=0.0,
-        ignore_eos=True,
-        detokenize=False,
-        max_tokens=10,
-        output_kind=RequestOutputKind.DELTA,
-    )
+    parameters = greedy()
     assert parameters.sampling_type.name == "GREEDY"
 
 
@@ -352,18 +346,11 @@ def test_the_options_that_are_tried_are_known_to_vllm() -> None:
 
 @needs_vllm
 def test_the_output_processor_gives_new_tokens_alone() -> None:
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.engine.output_processor import OutputProcessor
 
     processor = OutputProcessor(None, log_stats=False)
-    parameters = SamplingParams(
-        temperature=0.0,
-        ignore_eos=True,
-        detokenize=False,
-        max_tokens=10,
-        output_kind=RequestOutputKind.DELTA,
-    )
+    parameters = greedy()
     wanted = inspect.signature(EngineCoreRequest).parameters
     fields: dict[str, Any] = dict.fromkeys(wanted)
     fields |= {"request_id": "patcher-0-0a1b2c3d", "external_req_id": "patcher-0"}

@@ -23,7 +23,7 @@ from bench import PatcherError, Record, Shape, relayed
 from bench.environment import engine_environment
 from bench.process_pairs import Memory
 from bench.windows import Taken
-from integrate import Patch, Receipt, Store
+from integrate import Patch, Receipt, switching_on
 from patcher.endtoend import arm_protocol as say
 
 LOAD_S = 900.0
@@ -43,16 +43,7 @@ def arm_environment(folder: Path, patches: tuple[Patch, ...]) -> dict[str, str]:
         VerificationError: a bundle was changed, or does not fit here.
         UsageError: two patches for one patch point.
     """
-    store = Store(folder / "home")
-    for patch in patches:
-        store.apply(patch.folder)
-    return {
-        **engine_environment(),
-        "PATCHER_PATCHES": "on" if patches else "off",
-        "PATCHER_HOME": str(folder / "home"),
-        "PATCHER_RECEIPTS": str(folder / "receipts"),
-        "PATCHER_STRICT": "1",
-    }
+    return engine_environment() | switching_on(patches, folder / "home", folder / "receipts")
 
 
 class ArmProcess:

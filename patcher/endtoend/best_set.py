@@ -73,7 +73,7 @@ def _choose(
         (own for own in accepted if own <= largest and _as_good(judged[own], judged[largest])),
         key=lambda own: (len(own), -judged[own].comparison.gain_pct),
     )
-    gain = _figures(judged[chosen].comparison)
+    gain = judged[chosen].comparison.figures
     if chosen == largest:
         return (
             chosen,
@@ -81,7 +81,7 @@ def _choose(
         )
     rest = _named(largest - chosen)
     return chosen, (
-        f"keep {_named(chosen)}: {gain}; with {rest} it is {_figures(judged[largest].comparison)}, "
+        f"keep {_named(chosen)}: {gain}; with {rest} it is {judged[largest].comparison.figures}, "
         "no more than the intervals allow for the same"
     )
 
@@ -104,7 +104,3 @@ def _missing(sets: list[frozenset[str]], accepted: list[frozenset[str]]) -> list
 
 def _named(patches: frozenset[str]) -> str:
     return " + ".join(sorted(patches))
-
-
-def _figures(found: Comparison) -> str:
-    return f"{found.gain_pct:+.2f} % [{found.gain_low_pct:+.2f}, {found.gain_high_pct:+.2f}]"

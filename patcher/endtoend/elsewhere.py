@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from bench import SCHEMA_VERSION, Comparison, Record, Window
+from bench import SCHEMA_VERSION, Comparison, Record, Shape, Window
 from bench.stats import MIN_PAIRS
 
 LIMIT_PCT = 1.0
@@ -25,11 +25,13 @@ class OtherPoint(Record):
 
     @property
     def label(self) -> str:
-        return f"batch {self.batch}, context {self.context:,}"
+        return Shape(batch=self.batch, context=self.context).label
 
 
 class PeakMemory(Record):
-    """Of the GPU (on a CPU, of the process), one process for each arm."""
+    """Of the GPU: what torch took in one batch of each arm; where each arm is a process, what it
+    reserved in all its windows.
+    """
 
     baseline_bytes: int = Field(gt=0)
     patched_bytes: int = Field(gt=0)
@@ -68,7 +70,7 @@ class Elsewhere(Record):
     def failures(self) -> list[str]:
         """What keeps the patch from being accepted."""
         found = [
-            f"it is slower at {point.label}: {_figures(point.comparison)}, "
+            f"it is slower at {point.label}: {point.comparison.figures}, "
             f"{self.limit_pct:g} % may be lost"
             for point in self.points
             if self.standing(point) == "worse"
@@ -85,7 +87,7 @@ class Elsewhere(Record):
         """What keeps an accept from being given: it may be worse there."""
         return [
             f"at {point.label} it cannot be told whether more than {self.limit_pct:g} % is lost: "
-            f"{_figures(point.comparison)}, {point.comparison.pairs} pairs"
+            f"{point.comparison.figures}, {point.comparison.pairs} pairs"
             for point in self.points
             if self.standing(point) == "cannot be told"
         ] + [f"at {label} no pair can be used" for label in self.unusable]
@@ -104,7 +106,3 @@ class Elsewhere(Record):
         if self.memory is not None:
             parts.append(f"peak memory {self.memory.growth_pct:+.2f} %")
         return "; ".join(parts) or "nothing was measured elsewhere"
-
-
-def _figures(found: Comparison) -> str:
-    return f"{found.gain_pct:+.2f} % [{found.gain_low_pct:+.2f}, {found.gain_high_pct:+.2f}]"

@@ -49,7 +49,9 @@ def measure_and_decide(job: Job, patch_folder: Path, report: Report) -> Judged:
     patch = Patch.load(patch_folder)
     measured = measure_in_child(job, patch_folder, report)
     evaluation = Evaluation.model_validate(patch.manifest.evidence)
-    reconciliation = explain_measured(measured, evaluation, patch.contract)
+    reconciliation = explain_measured(
+        measured, evaluation, patch.contract, pdl=patch.manifest.guards.pdl
+    )
     return Judged(
         measured=measured,
         reconciliation=reconciliation,
@@ -64,6 +66,7 @@ def explain_measured(
     before: Profile | None = None,
     after: Profile | None = None,
     seen_per_step: float | None = None,
+    pdl: bool = False,
 ) -> Reconciliation:
     """Whether the kernel's own gain explains what was measured; see `explain`."""
     receipt = measured.receipt
@@ -76,6 +79,7 @@ def explain_measured(
         before=before,
         after=after,
         seen_per_step=seen_per_step,
+        pdl=pdl,
     )
 
 

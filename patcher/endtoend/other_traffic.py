@@ -12,7 +12,7 @@ from bench.clocks import ClockMonitor
 from bench.comparison import Arm
 from bench.engines import Engine
 from bench.throughput import decide_on
-from bench.windows import Arms, Pair, Side, abba, take_pair
+from bench.windows import Arms, Pair, Side, abba_orders, take_pair
 from patcher.endtoend.elsewhere import LIMIT_PCT, Elsewhere, OtherPoint, PeakMemory
 from patcher.endtoend.measured import Job, Report
 
@@ -22,9 +22,9 @@ PROCESS_PAIRS = 4
 """At each point in each process pair, without the warm-up pair."""
 FIRST_PAIR = 1_000_000
 """So that no pair here has the prompts of one of the workload's own."""
-BATCHES = (1, 8)
-"""Other batch sizes: one sequence, and so many times the workload's."""
-CONTEXTS = (4, 8)
+BATCH_TIMES = 8
+"""The larger of the other batch sizes, as times the workload's; the smaller is one sequence."""
+CONTEXT_TIMES = (4, 8)
 """Other contexts, as times the workload's."""
 
 
@@ -35,9 +35,9 @@ def shapes_of(
     one sequence, eight times the batch, and four and eight times the context.
     """
     if batches is None:
-        batches = (1, BATCHES[1] * workload.batch)
+        batches = (1, BATCH_TIMES * workload.batch)
     if contexts is None:
-        contexts = [times * workload.input_len for times in CONTEXTS]
+        contexts = [times * workload.input_len for times in CONTEXT_TIMES]
     made = [Shape(batch=batch, context=workload.input_len) for batch in batches]
     made += [Shape(batch=workload.batch, context=context) for context in contexts]
     own = Shape(batch=workload.batch, context=workload.input_len)
@@ -90,10 +90,9 @@ class OtherTraffic:
         for index, shape in enumerate(job.elsewhere):
             first = FIRST_PAIR + ((process or 0) * len(job.elsewhere) + index) * count
             workload, found = shape.of(job.workload), sides(shape)
-            self._report(f"elsewhere: {_label(shape)}", index, len(job.elsewhere))
+            self._report(f"elsewhere: {shape.label}", index, len(job.elsewhere))
             rng = random.Random(f"{job.seed}:{process}:{index}")
-            orders = [order for _ in range(-(-count // 2)) for order in abba(rng)][:count]
-            for number, order in enumerate(orders, first):
+            for number, order in enumerate(abba_orders(rng, count), first):
                 pair = Pair(number, "ab", order, process, swapped)
                 self._windows[shape] += take_pair(
                     pair, found, workload, vocab_size, job.seed, self._clocks
@@ -107,7 +106,7 @@ class OtherTraffic:
         for shape, windows in self._windows.items():
             comparison = decide_on(windows, "ab", -LIMIT_PCT, 95.0)
             if comparison is None:
-                unusable.append(_label(shape))
+                unusable.append(shape.label)
                 continue
             points.append(
                 OtherPoint(
@@ -118,10 +117,6 @@ class OtherTraffic:
                 )
             )
         return Elsewhere(points=tuple(points), memory=memory, unusable=tuple(unusable))
-
-
-def _label(shape: Shape) -> str:
-    return f"batch {shape.batch}, context {shape.context:,}"
 
 
 def peak_memory(peak: Mapping[Arm, int], device: str) -> PeakMemory | None:

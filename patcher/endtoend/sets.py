@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 
-from bench import SCHEMA_VERSION, Evaluation, Record, UsageError
+from pydantic import ValidationError
+
+from bench import SCHEMA_VERSION, Evaluation, Record, UsageError, VerificationError
 from bench.comparison import Comparison
 from integrate import Patch
 from patcher.endtoend.best_set import BestSet, Combination, best_set
@@ -67,6 +69,7 @@ def measure_sets(
 
     Raises:
         UsageError: fewer than two patches, one twice, or two for one patch point.
+        VerificationError: a file of `keep` is damaged.
         PatcherError: as `patcher.endtoend.measure.measure_together`.
     """
     patches = [Patch.load(folder) for folder in folders]
@@ -152,7 +155,12 @@ def _kept(
     name = "+".join(chosen)
     path = keep / f"{hashlib.sha256(name.encode()).hexdigest()[:12]}.json"
     if path.is_file():
-        return SetMeasured.model_validate_json(path.read_bytes())
+        try:
+            return SetMeasured.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise VerificationError(
+                f"{path} is damaged", "remove it: that combination is then measured again"
+            ) from error
 
     def told(stage: str, done: int, total: int) -> None:
         report(f"{' + '.join(chosen)}: {stage}", done, total)

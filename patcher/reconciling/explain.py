@@ -28,6 +28,7 @@ def explain(
         calls: of the A/B's receipt, by kernel and shape.
         replayed: whether they ran in CUDA graphs.
         seen_per_step: launches of the patched kernel in a step of a profile, see `ProofRow`.
+        pdl: whether its kernel takes part in programmatic dependent launch, as its manifest says.
     """
     sweep = next((one for one in contract.sweeps if one.name == evaluation.sweep), None)
     kernel = PatchedKernel(

@@ -25,7 +25,7 @@ from typing import Any
 from bench import AxisGuard, Candidate, Op, Outcome, PatcherError, Workload, load_op, preset
 from bench.environment import engine_environment
 from hotspot import NSYS_OPTIONS, find_nsys, nsys_environment, read
-from integrate import Patch, Store, read_receipts
+from integrate import Patch, read_receipts, switching_on
 from patcher.reconciling.vllm_cases import CASES, Case, check, counted, of_patch
 
 MODES = ("full", "piecewise", "eager")
@@ -255,16 +255,7 @@ class Proof:
         """What switches patches on for a process; its own store, so that runs do not meet."""
         if not patches:
             return {"PATCHER_PATCHES": "off"}
-        home = self.out / f"{name}.home"
-        for patch in patches:
-            Store(home).apply(patch.folder)
-        return {
-            "PATCHER_PATCHES": "on",
-            "PATCHER_HOME": str(home),
-            "PATCHER_RECEIPTS": str(self.out / f"{name}.receipts"),
-            # a kernel that fails must show
-            "PATCHER_STRICT": "1",
-        }
+        return switching_on(patches, self.out / f"{name}.home", self.out / f"{name}.receipts")
 
 
 def shipped(op: Op) -> Candidate:

@@ -130,15 +130,16 @@ def _reconciled(
     if measured is None or evaluation is None:
         return None
     contract = load_op(evaluation.op).contract
-    seen = _seen_per_step(run, measured, before, after) if after else None
-    return explain_measured(measured, evaluation, contract, before, after, seen)
+    patch = Patch.load(run.path / run.load("patch", Made).folder)
+    seen = _seen_per_step(patch, measured, before, after) if after else None
+    pdl = patch.manifest.guards.pdl
+    return explain_measured(measured, evaluation, contract, before, after, seen, pdl)
 
 
 def _seen_per_step(
-    run: Run, measured: Measured, before: Profile | None, after: Profile
+    patch: Patch, measured: Measured, before: Profile | None, after: Profile
 ) -> float | None:
     """Launches of the patched kernel in a step of the profile, the most frequent of its parts."""
-    patch = Patch.load(run.path / run.load("patch", Made).folder)
     proof = prove([measured.receipt], after, patch, before=before)
     rates = [row.per_step for row in proof.rows if row.role == "new" and row.per_step]
     return max(rates, default=None)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, ValidationError
 
 from bench import SCHEMA_VERSION, Environment, Record, UsageError, Workload
 from patcher.trials.trial import Kind, Repeats, Summary, Trial, summarise
@@ -56,7 +56,7 @@ class Folder:
         path.mkdir(parents=True, exist_ok=True)
         known = path / "asked.json"
         if known.is_file():
-            if Asked.model_validate_json(known.read_bytes()) != asked:
+            if _read(known, known.read_bytes(), Asked) != asked:
                 raise UsageError(
                     f"{path} holds trials of other options", "give the same ones, or a new folder"
                 )
@@ -110,7 +110,16 @@ class Folder:
         whole, rest = lines[:-1], lines[-1]
         if rest:
             path.write_bytes(b"".join(line + b"\n" for line in whole))
-        return [kind.model_validate_json(line) for line in whole]
+        return [_read(path, line, kind) for line in whole]
+
+
+def _read(path: Path, line: bytes, kind: type[RecordT]) -> RecordT:
+    try:
+        return kind.model_validate_json(line)
+    except ValidationError as error:
+        raise UsageError(
+            f"{path} holds what is no record of trials", "restore it, or give a new folder"
+        ) from error
 
 
 NAMES = {"aa": "A/A", "planted": "planted", "patch": "patch"}

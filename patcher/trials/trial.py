@@ -59,7 +59,7 @@ class Trial(Record):
     @property
     def planted_pct(self) -> float:
         """The planted gain by the speed of the windows without the delay."""
-        steps = [self.batch * w.decode_s / w.tokens for w in self.windows if w.arm == "patched"]
+        steps = [one.step_s(self.batch) for one in self.windows if one.arm == "patched"]
         return 100 * self.delay_s / statistics.median(steps)
 
 
@@ -173,7 +173,7 @@ def take_repeats(
             clocks,
         )
     ][1:]
-    step_s = statistics.median(workload.batch * one.decode_s / one.tokens for one in windows)
+    step_s = statistics.median(one.step_s(workload.batch) for one in windows)
     return tuple(one.tokens_per_s for one in windows), step_s
 
 

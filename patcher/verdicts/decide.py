@@ -167,8 +167,7 @@ def _void(throughput: Throughput) -> list[str]:
     margin = throughput.comparison.margin_pct
     if control.gain_low_pct > margin or control.gain_high_pct < -margin:
         return [
-            f"the A/A control of the same sitting shows {control.gain_pct:+.2f} % "
-            f"[{control.gain_low_pct:+.2f}, {control.gain_high_pct:+.2f}] where there is nothing: "
+            f"the A/A control of the same sitting shows {control.figures} where there is nothing: "
             "nothing can be told"
         ]
     return []
