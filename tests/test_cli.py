@@ -70,6 +70,8 @@ VLLM = ["throughput", "gpt-oss-20b", "--engine", "vllm", "--patch", "p"]
         (["throughput", "gpt-oss-tiny", "--patch", "nowhere", "--json"], 2, "usage"),
         (["throughput", "gpt-oss-tiny", "--patch", "p", "--self-test", "--json"], 2, "usage"),
         (["throughput", "gpt-oss-tiny", "--self-test", "--out", "no/a.json", "--json"], 2, "usage"),
+        (["selftest", "--mutations", "--out", "card.json", "--json"], 2, "usage"),
+        (["optimize", "rope", "--strategy", "nope", "--dry-run", "--json"], 2, "usage"),
         ([*VLLM, "--weights", "dummy", "--json"], 2, "usage"),
         ([*VLLM, "--processes", "0", "--json"], 2, "usage"),
         ([*VLLM, "--processes", "2", "--json"], 2, "usage"),

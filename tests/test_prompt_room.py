@@ -11,8 +11,8 @@ from bench import Evaluation, KernelCounters, Language, Outcome, load_op, load_o
 from bench.evaluation import Counter
 from patcher.attempts import Attempt, Diagnosis, Recommendation
 from patcher.models import Usage
-from patcher.prompting.baseline_source import baseline_source
 from patcher.prompting.extract import blocks
+from patcher.prompting.op_source import baseline_source
 from patcher.prompting.rendering import Prompts, Working
 from patcher.prompting.room import CHARACTERS_PER_TOKEN, PARTS
 
@@ -169,3 +169,15 @@ def test_every_baseline_has_a_source(name: str) -> None:
         assert source
         compile(source, baseline, "exec")
     assert baseline_source(op, "nobody's") is None
+
+
+def test_a_contract_s_strides_and_what_the_reference_calls_are_said() -> None:
+    op = load_op("rope_kv_update")
+    text = Prompts(op, Language.TRITON, "a GPU", op.sweep("cuda", "bf16")).generate(None)
+    key = next(line for line in text.splitlines() if line.startswith("- `key`"))
+    slots = next(line for line in text.splitlines() if line.startswith("- `slots`"))
+    assert "stride between its rows" in key
+    assert "stride" not in slots
+    assert "def _computed(" in text
+    assert "def control(" not in text
+    assert "multiple of 1 " not in text

@@ -105,6 +105,8 @@ def optimize(
         }
     )
     known = load_op(op)
+    numbers = {"width": width, "islands": islands, "seed": seed}
+    search = Search.of(known, language, strategy, from_solution or (), **numbers)
     if dry_run:
         from patcher.optimising.estimate import estimate
         from patcher.show.models import estimate_lines
@@ -112,14 +114,13 @@ def optimize(
         found = estimate(known, language, settings, sweep)
         Output(as_json).emit(found, *estimate_lines(found))
         return 0
-    numbers = {"width": width, "islands": islands, "seed": seed}
     plan = pipeline.Plan(
         op=known.name,
         language=language,
         sweep=sweep,
         whole=False,
         threads=threads,
-        search=Search.of(known, language, strategy, from_solution or (), **numbers),
+        search=search,
         counters=counters,
     )
     run = pipeline.start(settings, "optimize", None, None, plan)

@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from bench import UsageError
 from patcher.commands.console import (
     Device,
     Json,
@@ -48,6 +49,8 @@ def selftest(
 
     Exit code 0: it keeps its promises; 5: it does not.
     """
+    if mutations and out is not None:
+        raise UsageError("--mutations makes no score card for --out", "leave one of them out")
     output = Output(as_json)
     chosen = pick_device(device)
     with output.progress() as bar:

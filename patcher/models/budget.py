@@ -261,6 +261,13 @@ def _stopped(what: str, limit: float | None) -> BudgetError:
     )
 
 
+def more_room(room: int, most: int) -> int | None:
+    """The room to ask with again after a reply that was cut off, in tokens; None when it was the
+    most that the server gives."""
+    most = min(most, TOKENS_CEILING)
+    return min(2 * room, most) if room < most else None
+
+
 def _follow_up(model: Model, asked: Asked) -> Request | None:
     """The question to put after a reply that is of no use, if any."""
     again = _again(model, asked)
@@ -272,8 +279,8 @@ def _follow_up(model: Model, asked: Asked) -> Request | None:
 def _again(model: Model, asked: Asked) -> Request | None:
     request, reply = asked.request, asked.reply
     most = model.max_output_tokens if isinstance(model, ApiModel) else TOKENS_CEILING
-    if reply.stop_reason == "max_tokens" and request.max_tokens < min(most, TOKENS_CEILING):
-        room = min(2 * request.max_tokens, most, TOKENS_CEILING)
+    room = more_room(request.max_tokens, most)
+    if reply.stop_reason == "max_tokens" and room is not None:
         step = f"{request.step}/room-{room}"
         return request.model_copy(update={"step": step, "max_tokens": room})
     if reply.stop_reason == "refusal" and not request.prompt.startswith(REPHRASED):

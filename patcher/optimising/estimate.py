@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from bench import SCHEMA_VERSION, Language, Op, Record, UsageError
 from patcher.agent import MAX_TOKENS
-from patcher.models import PROVIDERS, TOKENS_CEILING, Role
-from patcher.models.budget import JUDGE_LIMIT_S
+from patcher.models import PROVIDERS, Role
+from patcher.models.budget import JUDGE_LIMIT_S, more_room
 from patcher.models.ceilings import Ceilings
 from patcher.models.registry import Entry, entry_of
 from patcher.prompting.rendering import Prompts
@@ -129,8 +129,8 @@ def _question(
     """The calls for one question: one, as expected, or one for each room in the worst case."""
     room, most = MAX_TOKENS[role], entry.max_output_tokens if entry else MAX_TOKENS[role]
     rooms = [min(room, most)]
-    while rooms[-1] < min(most, TOKENS_CEILING):
-        rooms.append(min(2 * rooms[-1], most, TOKENS_CEILING))
+    while (more := more_room(rooms[-1], most)) is not None:
+        rooms.append(more)
     prompt = int(max(PROMPT_TOKENS * CHARACTERS_PER_TOKEN, characters)) + 500
     usual = _Call(entry, int(characters / CHARACTERS_PER_TOKEN), int(USED_ROOM * rooms[0]))
     return [usual], [_Call(entry, prompt, each) for each in rooms]

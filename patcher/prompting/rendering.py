@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Mapping, Sequence
 
@@ -14,9 +13,9 @@ from bench.toolchains import toolchain
 from patcher.attempts import Attempt, Diagnosis, Recommendation
 from patcher.attempts.structure import structure
 from patcher.models import Role
-from patcher.prompting.baseline_source import baseline_source
 from patcher.prompting.expectations import expectations, verdict
 from patcher.prompting.extract import TAGS, Failure
+from patcher.prompting.op_source import baseline_source, reference_source
 from patcher.prompting.quoting import clip, quote
 from patcher.prompting.room import PROMPT_TOKENS, characters, fitted
 from patcher.prompting.tables import counters_table, roofline, timing_table
@@ -244,13 +243,3 @@ class Prompts:
     def _template(self, template: str, **context: object) -> str:
         text = self._environment.get_template(template).render(context)
         return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-
-
-def reference_source(op: Op) -> str:
-    """The reference function alone: the control beside it, which must fail, is not for the
-    agents."""
-    text = (op.folder / "reference.py").read_text(encoding="utf-8")
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef) and node.name == "reference":
-            return ast.get_source_segment(text, node) or ""
-    raise ValueError(f"{op.name}: reference.py defines no reference")
