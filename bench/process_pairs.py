@@ -12,27 +12,25 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-import torch
-
 from bench.clocks import ClockMonitor
 from bench.comparison import Arm, Comparison, Throughput, Window
-from bench.environment import describe
 from bench.errors import MissingError, PatcherError, UsageError
 from bench.intervals import DEFAULT_PAIRS, MIN_PROCESS_PAIRS, Look, first_decided, look_confidences
-from bench.latency import latency_of
-from bench.throughput import check_window, decide_on, so_far, unusable
-from bench.windows import Kind, Pair, Side, abba_orders, prompt_seed, take_pair
+from bench.throughput import check_window, decide_on, of_processes, so_far, unusable
+from bench.windows import Kind, Name, Pair, Side, abba_orders, prompt_seed, take_pair
 from bench.workload import Shape, Workload
 
 SHARE_BESIDE = 0.42
 """Of the device's memory for each of two engines that take theirs in advance."""
 SHARE_ALONE = 0.85
+SLACK = 1.02
+"""What the next process may take, as times what the first one has."""
 CONTROL_PAIRS = 8
 """Pairs of the A/A process pair, the warm-up pair not counted."""
 WARM_UP_STEPS = 8
@@ -46,6 +44,11 @@ class Memory(NamedTuple):
     peak: int
     """The most that its tensors took, on a CPU the whole process."""
     free: int
+
+    @property
+    def room(self) -> int:
+        """How many such processes fit, this one with them."""
+        return 1 + int(self.free / (SLACK * max(self.held, 1)))
 
 
 class ArmProcess(Protocol):
@@ -104,6 +107,22 @@ class Plan:
         return count + count % 2
 
 
+def open_all(
+    names: Sequence[Name], start: Callable[[Name], Process], stagger_s: float | None
+) -> dict[Name, Process]:
+    """Start each of them, in this order; see `Plan.stagger_s`. All have ended to load when this
+    does, also where one fails.
+    """
+    if stagger_s is None or len(names) < 2:
+        return {name: start(name) for name in names}
+    with ThreadPoolExecutor(len(names)) as pool:
+        loading = {names[0]: pool.submit(start, names[0])}
+        for name in names[1:]:
+            time.sleep(stagger_s)  # who starts first is the first to take memory
+            loading[name] = pool.submit(start, name)
+        return {name: one.result() for name, one in loading.items()}
+
+
 def measure_processes(
     start: Start[Process],
     workload: Workload,
@@ -152,22 +171,16 @@ def measure_processes(
         comparison = first_decided(looks, at)
     if comparison is None:
         raise unusable(len({window.pair for window in sitting.windows}), clocks)
-    threads = workload.threads or torch.get_num_threads()
-    return Throughput(
-        workload=workload,
-        patch=patch_id,
-        comparison=comparison,
-        control=decide_on(sitting.windows, "aa", margin_pct, 95.0),
-        windows=tuple(sitting.windows),
-        routing_entropy_pct=None,
-        clocks=clocks.description,
-        environment=describe(workload.device, threads, clocks.description),
-        latency={
-            arm: latency_of(arm, sitting.windows, steps, workload.batch)
-            for arm, steps in sitting.steps.items()
-        },
-        peak_memory_bytes=sitting.peak,
-        residency=sitting.residency,
+    return of_processes(
+        workload,
+        patch_id,
+        comparison,
+        sitting.windows,
+        sitting.steps,
+        sitting.peak,
+        sitting.residency,
+        margin_pct,
+        clocks,
     )
 
 
@@ -241,14 +254,8 @@ class Sitting(Generic[Process]):
         self._tell()
 
     def _open_both(self, kind: Kind, begun: tuple[Arm, Arm]) -> dict[Arm, Process]:
-        first, second = begun
-        if self._kept is not None or self.plan.stagger_s is None:
-            return {arm: self._open(kind, arm, SHARE_BESIDE) for arm in begun}
-        with ThreadPoolExecutor(1) as pool:
-            loading = pool.submit(self._open, kind, first, SHARE_BESIDE)
-            time.sleep(self.plan.stagger_s)  # the first has the first half of the memory
-            other = self._open(kind, second, SHARE_BESIDE)
-            return {first: loading.result(), second: other}
+        stagger_s = None if self._kept is not None else self.plan.stagger_s
+        return open_all(begun, lambda arm: self._open(kind, arm, SHARE_BESIDE), stagger_s)
 
     def _open(self, kind: Kind, arm: Arm, share: float) -> Process:
         """A process for this arm, warm."""
@@ -287,7 +294,7 @@ class Sitting(Generic[Process]):
         except PatcherError as error:
             return False, f"in half of the memory it does not start: {error.message[:200]}"
         memory = first.memory()
-        if memory.free < 1.02 * memory.held:
+        if memory.room < 2:
             first.close()
             return False, f"one takes {_gib(memory.held)}, {_gib(memory.free)} are left"
         first.warm_up(prompt_seed(self.seed, -1), WARM_UP_STEPS)

@@ -9,7 +9,7 @@ beside it: the baseline on both sides.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -116,6 +116,41 @@ def _latencies(engine: Engine, arms: Arms, windows: list[Window], seed: int) -> 
         every = [step for one in steps for step in one]
         found[arm] = latency_of(arm, windows, every, engine.workload.batch)
     return found
+
+
+def of_processes(
+    workload: Workload,
+    patch_id: str | None,
+    comparison: Comparison,
+    windows: Sequence[Window],
+    steps: Mapping[Arm, Sequence[float]],
+    peak: Mapping[Arm, int],
+    residency: str,
+    margin_pct: float,
+    clocks: ClockMonitor,
+) -> Throughput:
+    """Of windows of arms that are processes of their own.
+
+    Args:
+        steps: seconds of each arm's steps, see `bench.latency.in_steps`.
+        peak: each arm's peak memory in bytes.
+    """
+    threads = workload.threads or torch.get_num_threads()
+    return Throughput(
+        workload=workload,
+        patch=patch_id,
+        comparison=comparison,
+        control=decide_on(list(windows), "aa", margin_pct, 95.0),
+        windows=tuple(windows),
+        routing_entropy_pct=None,
+        clocks=clocks.description,
+        environment=describe(workload.device, threads, clocks.description),
+        latency={
+            arm: latency_of(arm, windows, every, workload.batch) for arm, every in steps.items()
+        },
+        peak_memory_bytes=dict(peak),
+        residency=residency,
+    )
 
 
 def check_window(workload: Workload) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
 
 from bench.clock_blocks import block_clocks
 from bench.clocks import ClockMonitor, ClockSample
@@ -89,6 +89,30 @@ def prompt_seed(seed: int, pair: int) -> int:
     return seed * 1_000_003 + pair + 1
 
 
+Name = TypeVar("Name", bound=str)
+
+
+def take_turns(
+    order: Sequence[Name],
+    sides: Mapping[Name, Side],
+    prompts: int,
+    steps: int,
+    clocks: ClockMonitor,
+) -> dict[Name, tuple[Taken, list[ClockSample]]]:
+    """A window of each side over the prompts of one seed, a few steps at a time, the sides in that
+    order and back again; with the clocks after each of its turns.
+    """
+    seen: dict[Name, list[ClockSample]] = {name: [] for name in order}
+    for name in order:
+        sides[name].prefill(prompts)
+    with no_gc():
+        for index, turn in enumerate(turn_lengths(steps)):
+            for name in order if index % 2 == 0 else order[::-1]:
+                sides[name].turn(turn)
+                seen[name].append(clocks.sample())
+    return {name: (sides[name].end(), seen[name]) for name in order}
+
+
 def take_pair(
     pair: Pair,
     sides: Mapping[Arm, Side],
@@ -103,19 +127,9 @@ def take_pair(
     Raises:
         PatcherError: a side gave other tokens than asked for.
     """
-    turns = turn_lengths(workload.output_len)
     order: list[Arm] = [arm for arm in pair.order if arm in sides]
-    seen: dict[Arm, list[ClockSample]] = {arm: [] for arm in order}
-    for arm in order:
-        sides[arm].prefill(prompt_seed(seed, pair.number))
-    with no_gc():
-        for index, steps in enumerate(turns):
-            for arm in order if index % 2 == 0 else order[::-1]:
-                sides[arm].turn(steps)
-                seen[arm].append(clocks.sample())
-    return [
-        window_of(pair, arm, sides[arm].end(), seen[arm], workload, vocab_size) for arm in order
-    ]
+    taken = take_turns(order, sides, prompt_seed(seed, pair.number), workload.output_len, clocks)
+    return [window_of(pair, arm, *taken[arm], workload, vocab_size) for arm in order]
 
 
 def window_of(

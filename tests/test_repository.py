@@ -29,7 +29,7 @@ PUBLIC = {
         *("clock_blocks", "clocks", "cloze", "comparison", "corpus", "engines", "environment"),
         *("installed", "judge", "leash", "logits"),
         *("mutations", "planted", "quality", "scorecard", "stats", "throughput", "toolchains"),
-        *("latency", "process_pairs", "traffic", "tuning", "windows"),
+        *("latency", "process_pairs", "traffic", "tuning", "waves", "windows"),
     },
     "hotspot": set(),
     "integrate": set(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -68,6 +68,16 @@ def _numbers(text: str, option: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def planned(job: Job, process: int | None) -> Iterator[tuple[Shape, range, random.Random]]:
+    """Each point, the numbers of its pairs in that process pair, the first of them to warm up, and
+    what their orders are drawn with.
+    """
+    count = 1 + (RESIDENT_PAIRS if process is None else PROCESS_PAIRS)
+    for index, shape in enumerate(job.elsewhere):
+        first = FIRST_PAIR + ((process or 0) * len(job.elsewhere) + index) * count
+        yield shape, range(first, first + count), random.Random(f"{job.seed}:{process}:{index}")
+
+
 class OtherTraffic:
     """What has been taken at each point; pairs come as in `bench.windows.take_pair`."""
 
@@ -86,17 +96,18 @@ class OtherTraffic:
         one of the sides is there.
         """
         job = self._job
-        count = 1 + (RESIDENT_PAIRS if process is None else PROCESS_PAIRS)
-        for index, shape in enumerate(job.elsewhere):
-            first = FIRST_PAIR + ((process or 0) * len(job.elsewhere) + index) * count
+        for index, (shape, numbers, rng) in enumerate(planned(job, process)):
             workload, found = shape.of(job.workload), sides(shape)
             self._report(f"elsewhere: {shape.label}", index, len(job.elsewhere))
-            rng = random.Random(f"{job.seed}:{process}:{index}")
-            for number, order in enumerate(abba_orders(rng, count), first):
+            for number, order in zip(numbers, abba_orders(rng, len(numbers)), strict=True):
                 pair = Pair(number, "ab", order, process, swapped)
-                self._windows[shape] += take_pair(
-                    pair, found, workload, vocab_size, job.seed, self._clocks
+                self.add(
+                    shape, take_pair(pair, found, workload, vocab_size, job.seed, self._clocks)
                 )
+
+    def add(self, shape: Shape, windows: Iterable[Window]) -> None:
+        """Windows that were taken at that point."""
+        self._windows[shape] += windows
 
     def found(self, memory: PeakMemory | None) -> Elsewhere | None:
         """What was seen; None where nothing was."""

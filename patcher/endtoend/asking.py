@@ -1,0 +1,121 @@
+"""Starts the processes of an end-to-end A/B and asks them for what is not timed."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from pydantic import JsonValue
+
+from bench import Quality, cloze
+from bench.clocks import ClockMonitor
+from bench.comparison import Tuning
+from bench.process_pairs import SHARE_ALONE, SHARE_BESIDE
+from bench.quality import compare_logits
+from bench.tuning import options_of, tune
+from integrate import Patch
+from patcher.endtoend import arm_protocol as say
+from patcher.endtoend.arm_process import ArmProcess
+from patcher.endtoend.measured import Job, Report
+
+REFERENCE: dict[str, dict[str, JsonValue]] = {"vllm": {"enforce_eager": True}}
+"""Arguments under which an engine computes the same without compilation and graphs."""
+ROUTING_STEPS = 16
+REVERT_STEPS = 256
+"""Greedy tokens a sequence, at most, that must be the same before and after."""
+
+
+class Yardstick(NamedTuple):
+    """What the reference process gave."""
+
+    logits: torch.Tensor
+    how: str
+    entropy_pct: float | None
+
+
+class Asking:
+    """Processes of one job."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.arguments: dict[str, JsonValue] = dict(job.arguments)
+        """Of the engine, in every process."""
+
+    def tune(self, report: Report) -> Tuning:
+        """The best stock configuration, which is all processes' from then on."""
+        with ClockMonitor(self.job.workload.device, self.job.lock_mhz) as clocks:
+            found = tune(
+                lambda arguments: self.started(
+                    "baseline", {**self.arguments, **arguments}, SHARE_BESIDE
+                ),
+                self.job.workload,
+                options_of(self.job.workload.engine),
+                clocks,
+                seed=self.job.seed,
+                progress=report,
+            )
+        self.arguments |= found.chosen
+        return found
+
+    def started(
+        self,
+        name: str,
+        arguments: dict[str, JsonValue],
+        memory_share: float,
+        patches: tuple[Patch, ...] = (),
+    ) -> ArmProcess:
+        load = say.Load(
+            workload=self.job.workload,
+            arguments=arguments,
+            memory_share=memory_share,
+            room=self.job.elsewhere,
+        )
+        return ArmProcess(name, load, patches)
+
+    def greedy(self, process: ArmProcess) -> list[list[int]]:
+        steps = max(min(self.job.workload.output_len, REVERT_STEPS), self.job.quality_steps)
+        command = say.Generate(seed=self.job.seed + 1, steps=steps)
+        return process.ask(command, say.Generated).tokens
+
+    def logits(
+        self, process: ArmProcess, tokens: list[list[int]], reference: bool = False
+    ) -> tuple[torch.Tensor, str]:
+        """[positions, vocabulary] over such tokens, as many as quality is measured by; and how."""
+        forced = [row[: self.job.quality_steps + 1] for row in tokens]
+        with tempfile.TemporaryDirectory(prefix="patcher-logits-") as folder:
+            path = Path(folder) / "logits.npy"
+            wrote = process.ask(
+                say.Logits(
+                    seed=self.job.seed + 1, forced=forced, path=str(path), reference=reference
+                ),
+                say.Wrote,
+            )
+            return torch.from_numpy(np.load(path, allow_pickle=False)), wrote.how
+
+    def yardstick(self, tokens: list[list[int]]) -> Yardstick:
+        """What higher precision or the engine without compilation says over these tokens, and how
+        spread out the routing is; a process of its own.
+        """
+        arguments = {**self.arguments, **REFERENCE.get(self.job.workload.engine, {})}
+        with self.started("reference", arguments, SHARE_ALONE) as process:
+            entropy = process.ask(
+                say.Routing(seed=self.job.seed, steps=ROUTING_STEPS), say.Entropy
+            ).percent
+            return Yardstick(*self.logits(process, tokens, reference=True), entropy)
+
+    def quality(
+        self,
+        baseline: torch.Tensor,
+        again: torch.Tensor,
+        patched: torch.Tensor,
+        reference: Yardstick,
+    ) -> Quality:
+        """By logits of two baselines and a patched process."""
+        quality = compare_logits(baseline, again, patched, reference.logits, reference.how)
+        refusal = cloze.refusal(self.job.workload)
+        return quality.model_copy(
+            update={"task_refusal": refusal or "it is not taken where each arm is a process"}
+        )
