@@ -35,6 +35,7 @@ SPARE_TOKENS = 2048
 """Room for decode beyond what the workload asks for."""
 LENGTH_STEP = 1024
 """What the longest sequence is rounded up to."""
+LEAST_CACHE_BYTES = 1 << 30
 MEMORY_SHARE = 0.6
 OPTIONS: tuple[tuple[dict[str, Any], ...], ...] = (
     tuple({"moe_backend": name} for name in ("triton", "marlin", "flashinfer_cutlass")),
@@ -180,12 +181,9 @@ def _column(tokens: dict[str, list[int]], index: int) -> torch.Tensor:
 
 def _arguments(workload: Workload, room: Sequence[Shape] = ()) -> dict[str, Any]:
     """Stock vLLM, but for what makes a run repeatable: no prefix cache, greedy, this batch."""
-    longest = max(workload.input_len, *(shape.context for shape in room), 1)
-    needed = longest + workload.output_len + SPARE_TOKENS
     arguments = {
         "max_num_seqs": max(workload.batch, *(shape.batch for shape in room), 1),
-        # it enters the hash of compiled code, which windows of another length need not change
-        "max_model_len": -(-needed // LENGTH_STEP) * LENGTH_STEP,
+        "max_model_len": _longest(workload, room),
         "dtype": workload.dtype,
         "seed": workload.seed,
         "enable_prefix_caching": False,
@@ -208,6 +206,33 @@ def _arguments(workload: Workload, room: Sequence[Shape] = ()) -> dict[str, Any]
     register_loader()
     os.environ[RANDOM_WEIGHTS] = "1"
     return {"model": str(folder), "load_format": LOAD_FORMAT, **arguments}
+
+
+def _longest(workload: Workload, room: Sequence[Shape]) -> int:
+    """Tokens of a sequence, rounded up: the number enters the hash of compiled code, which windows
+    of another length need not change.
+    """
+    context = max(workload.input_len, *(shape.context for shape in room), 1)
+    needed = context + workload.output_len + SPARE_TOKENS
+    return -(-needed // LENGTH_STEP) * LENGTH_STEP
+
+
+def cache_bytes(workload: Workload, room: Sequence[Shape] = ()) -> int | None:
+    """A size of the KV cache that is enough for this traffic; None: the model is no preset.
+
+    A quarter more than all sequences of a window take, or one of the longest that may be asked for,
+    as if all layers attended to everything.
+    """
+    known = presets().get(workload.model)
+    if known is None:
+        return None
+    shapes = [(workload.batch, workload.input_len), *((one.batch, one.context) for one in room)]
+    decoded = max(workload.output_len, LENGTH_STEP // 4)
+    tokens = max(batch * (context + decoded) for batch, context in shapes)
+    heads, width = (int(known.config[key]) for key in ("num_key_value_heads", "head_dim"))
+    element = torch.finfo(getattr(torch, workload.dtype)).bits // 8
+    each = known.layers * 2 * heads * width * element
+    return max(5 * max(tokens, _longest(workload, room)) * each // 4, LEAST_CACHE_BYTES)
 
 
 def _model_folder(config: str) -> Path:

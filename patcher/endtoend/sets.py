@@ -1,13 +1,20 @@
 """Several patches: each alone and all together, measured; the best set by what was measured.
 
-Each combination is an A/B of its own, as `measure.py` takes it, and leaves a file in a folder: a
-second start goes on where the first one stopped.
+Where each arm is a process, all combinations are taken in waves against one baseline, as many at
+once as fit (`set_waves.py`), else each is an A/B of its own, as `measure.py` takes it. What was
+taken lies in a folder: a second start goes on where the first one stopped.
+
+In waves the combinations share the baseline's windows, and so their comparisons are dependent.
+Holm's correction over them holds for any dependence. That a part of the best set is as good is told
+as if both were independent (`best_set._as_good`), which with windows in common errs towards the
+smaller set.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
@@ -19,11 +26,16 @@ from integrate import Patch
 from patcher.endtoend.best_set import BestSet, Combination, best_set
 from patcher.endtoend.measure import decide_on, measure_together
 from patcher.endtoend.measured import Job, Measured, Report
+from patcher.endtoend.set_waves import measure_waves
 from patcher.report import Report as Shown
 from patcher.verdicts.decide import Decision
 
 Measure = Callable[[Job, Sequence[Path], Report], tuple[Measured, ...]]
 """As `patcher.endtoend.measure.measure_together`."""
+InWaves = Callable[
+    [Job, Mapping[str, Sequence[Patch]], Path, Report], dict[str, tuple[Measured, ...]] | None
+]
+"""As `patcher.endtoend.set_waves.measure_waves`."""
 
 
 class SetMeasured(Record):
@@ -63,6 +75,7 @@ def measure_sets(
     keep: Path,
     report: Report,
     measure: Measure = measure_together,
+    in_waves: InWaves = measure_waves,
 ) -> Sets:
     """Measure each patch alone and all together; where together is no better than the best one
     alone, all but one each, too. What `keep` has already is not measured again.
@@ -70,24 +83,18 @@ def measure_sets(
     Raises:
         UsageError: fewer than two patches, one twice, or two for one patch point.
         VerificationError: a file of `keep` is damaged.
-        PatcherError: as `patcher.endtoend.measure.measure_together`.
+        PatcherError: as `patcher.endtoend.measure.measure_together` and
+            `patcher.endtoend.set_waves.measure_waves`.
     """
     patches = [Patch.load(folder) for folder in folders]
     _check(patches)
     keep.mkdir(parents=True, exist_ok=True)
-    done: dict[frozenset[str], SetMeasured] = {}
     of_id = dict(zip((patch.manifest.id for patch in patches), folders, strict=True))
-    names = list(of_id)
-
-    def take(plan: Sequence[tuple[str, ...]]) -> None:
-        for chosen in plan:
-            if frozenset(chosen) not in done:
-                done[frozenset(chosen)] = _kept(job, chosen, of_id, keep, report, measure)
-
-    take([(name,) for name in names])
-    take([tuple(names)])
+    taking = _Taking(job, of_id, keep, report, measure, in_waves)
+    done, names = taking.done, list(of_id)
+    taking.take([*((name,) for name in names), tuple(names)])
     if len(names) > 2 and _worse_together(done, names):
-        take(list(combinations(names, len(names) - 1)))
+        taking.take(list(combinations(names, len(names) - 1)))
     measured = tuple(done.values())
     return Sets(best=best_set([one.combination for one in measured]), measured=measured)
 
@@ -124,7 +131,7 @@ def keep_name(job: Job, folders: Sequence[Path]) -> str:
     """Of a folder for these patches measured this way."""
     digests = sorted(Patch.load(folder).digest for folder in folders)
     text = job.model_dump_json() + ",".join(digests)
-    return f"best-set-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return f"best-set-{_digest(text)}"
 
 
 def _check(patches: Sequence[Patch]) -> None:
@@ -143,40 +150,84 @@ def _check(patches: Sequence[Patch]) -> None:
         raise UsageError("a patch was given twice", "name each once")
 
 
-def _kept(
-    job: Job,
-    chosen: tuple[str, ...],
-    of_id: dict[str, Path],
-    keep: Path,
-    report: Report,
-    measure: Measure,
-) -> SetMeasured:
-    """What the folder has of this combination, else what is measured now."""
-    name = "+".join(chosen)
-    path = keep / f"{hashlib.sha256(name.encode()).hexdigest()[:12]}.json"
-    if path.is_file():
-        try:
-            return SetMeasured.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            raise VerificationError(
-                f"{path} is damaged", "remove it: that combination is then measured again"
-            ) from error
+@dataclass
+class _Taking:
+    """What has been measured, of what was asked for."""
 
-    def told(stage: str, done: int, total: int) -> None:
-        report(f"{' + '.join(chosen)}: {stage}", done, total)
+    job: Job
+    of_id: dict[str, Path]
+    keep: Path
+    report: Report
+    measure: Measure
+    in_waves: InWaves
+    done: dict[frozenset[str], SetMeasured] = field(default_factory=dict)
+    one_by_one: bool = False
 
-    folders = [of_id[patch] for patch in chosen]
-    measured = measure(job, folders, told)
-    evidence = [Evaluation.model_validate(Patch.load(each).manifest.evidence) for each in folders]
-    found = SetMeasured(
-        patches=chosen,
-        measured=measured,
-        decisions=tuple(map(decide_on, measured, evidence)),
-    )
-    half = path.with_suffix(".part")
-    half.write_text(found.model_dump_json(), encoding="utf-8")
-    half.replace(path)
-    return found
+    def take(self, plan: Sequence[tuple[str, ...]]) -> None:
+        """Each of the combinations: what the folder has of it, else what is measured now."""
+        for chosen in plan:
+            path = self._path(chosen)
+            if path.is_file():
+                try:
+                    found = SetMeasured.model_validate_json(path.read_bytes())
+                except ValidationError as error:
+                    raise VerificationError(
+                        f"{path} is damaged", "remove it: that combination is then measured again"
+                    ) from error
+                self.done[frozenset(chosen)] = found
+        missing = [chosen for chosen in plan if frozenset(chosen) not in self.done]
+        if missing and self.job.process_pairs and not self.one_by_one:
+            self._take_in_waves(plan, missing)
+        for chosen in plan:
+            if frozenset(chosen) not in self.done:
+                self._keep(chosen, self._alone(chosen))
+
+    def _take_in_waves(
+        self, plan: Sequence[tuple[str, ...]], missing: Sequence[tuple[str, ...]]
+    ) -> None:
+        folder = self.keep / f"waves-{_digest(','.join(map(_named, plan)))}"
+        sets = {
+            _named(chosen): [Patch.load(self.of_id[patch]) for patch in chosen]
+            for chosen in missing
+        }
+        found = self.in_waves(self.job, sets, folder, self.report)
+        if found is None:
+            self.one_by_one = True
+            return
+        for chosen in missing:
+            self._keep(chosen, found[_named(chosen)])
+
+    def _alone(self, chosen: tuple[str, ...]) -> tuple[Measured, ...]:
+        def told(stage: str, done: int, total: int) -> None:
+            self.report(f"{_named(chosen)}: {stage}", done, total)
+
+        return self.measure(self.job, [self.of_id[patch] for patch in chosen], told)
+
+    def _keep(self, chosen: tuple[str, ...], measured: tuple[Measured, ...]) -> None:
+        bundles = [Patch.load(self.of_id[patch]) for patch in chosen]
+        evidence = [Evaluation.model_validate(each.manifest.evidence) for each in bundles]
+        found = SetMeasured(
+            patches=chosen,
+            measured=measured,
+            decisions=tuple(map(decide_on, measured, evidence)),
+        )
+        path = self._path(chosen)
+        half = path.with_suffix(".part")
+        half.write_text(found.model_dump_json(), encoding="utf-8")
+        half.replace(path)
+        self.done[frozenset(chosen)] = found
+
+    def _path(self, chosen: tuple[str, ...]) -> Path:
+        return self.keep / f"{_digest('+'.join(chosen))}.json"
+
+
+def _named(chosen: Sequence[str]) -> str:
+    """As `Throughput.patch` names patches that are in together."""
+    return " + ".join(chosen)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _worse_together(done: dict[frozenset[str], SetMeasured], names: Sequence[str]) -> bool:
