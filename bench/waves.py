@@ -142,6 +142,7 @@ class WaveSitting(Generic[Process]):
     _first: Process | None = None
     """The baseline that showed the room."""
     _open: list[Process] = field(default_factory=list)
+    _pairs: int = 0
 
     def run(self) -> bool:
         """Take what is missing; False where fewer than `MIN_ROOM` fit, and nothing is taken then.
@@ -151,6 +152,7 @@ class WaveSitting(Generic[Process]):
             PatcherError: a process died, or an engine gave other tokens than asked for.
         """
         check_window(self.workload)
+        self._pairs = self.plan.taken("ab") * sum(len(wave.swapped) for wave in self.waves)
         while chosen := self._wanted():
             try:
                 if self.room is None:
@@ -238,7 +240,8 @@ class WaveSitting(Generic[Process]):
                 at, sides, self.workload, vocab_size, self.seed, self.clocks
             ).items():
                 windows[name] += two
-            self._tell("taking turns", len(swapped) * (index + 1))
+            self._pairs += len(swapped)
+            self._tell("taking turns")
         return windows
 
     def _number(self, wave: int, index: int) -> int:
@@ -269,11 +272,10 @@ class WaveSitting(Generic[Process]):
         for one in ended:
             one.result()
 
-    def _tell(self, note: str, more: int = 0) -> None:
-        rounds = self.plan.taken("ab")
-        done = rounds * sum(len(wave.swapped) for wave in self.waves) + more
-        total = rounds * len(self.names) * self.plan.process_pairs
-        self.progress(f"waves (wave {len(self.waves) + 1}: {note})", done, total)
+    def _tell(self, note: str) -> None:
+        """Pairs that were taken, of all."""
+        total = self.plan.taken("ab") * self.plan.process_pairs * len(self.names)
+        self.progress(f"waves (wave {len(self.waves) + 1}: {note})", self._pairs, total)
 
 
 def throughput_of(

@@ -1,0 +1,321 @@
+"""Sets of patches in waves, with a double for the processes: what belongs to which set, and what a
+folder keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pytest
+from test_measure import WORKLOAD
+from test_measure_sets import OPS, bundles, ids
+from test_process_pairs import ScriptedSide, quick_collections
+from test_waves import Machine, Named, NamedSide
+
+import bench
+from bench import Shape
+from bench.engines.vllm import cache_bytes
+from bench.waves import BASELINE, CONTROL
+from bench.windows import Taken
+from integrate import Patch, Receipt
+from patcher.endtoend import arm_protocol as say
+from patcher.endtoend import asking, set_waves
+from patcher.endtoend.measured import Job, Measured
+from patcher.endtoend.set_waves import measure_waves, with_cache_size
+from patcher.endtoend.sets import Sets, measure_sets
+
+__all__ = ("bundles", "quick_collections")  # fixtures of tests here
+
+NORM, ROPE, ROUTE = OPS
+JOB = Job(
+    workload=WORKLOAD,
+    process_pairs=3,
+    pairs_each=9,
+    quality_steps=4,
+    elsewhere=(Shape(batch=1, context=4), Shape(batch=16, context=4)),
+)
+VOCABULARY = 50
+POSITIONS = WORKLOAD.batch * 5
+
+
+class ScriptedArm(Named):
+    """Answers what a process of `patcher.endtoend.arm` is asked; speed is the machine's matter."""
+
+    machine: Scripted
+
+    def __init__(self, name: str, load: say.Load, patches: tuple[Patch, ...] = ()) -> None:
+        if name == "reference":
+            self.name, self.patches, self.runs = name, (), 0
+            self.machine.names.append(name)
+            return
+        made = self.machine.begin(name, load.memory_share)
+        self.__dict__ |= made.__dict__
+        self.machine.open[self.machine.open.index(made)] = self
+        self.patches, self.runs = patches, 0
+
+    def side(self, shape: Shape | None = None) -> ShapedSide:
+        return ShapedSide(self, shape)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return
+
+    def receipts(self) -> tuple[Receipt, ...]:
+        return tuple(
+            Receipt(
+                patch_id=patch.manifest.id,
+                digest=patch.digest,
+                pid=1,
+                calls={f"kernel[{self.name}]": self.runs},
+            )
+            for patch in self.patches
+        )
+
+    def ask(self, command: Any, kind: type[Any], timeout_s: float = 0) -> Any:
+        rng = np.random.default_rng(len(self.name))
+        match command:
+            case say.Generate(steps=steps):
+                tokens = [list(range(1 + steps))] * WORKLOAD.batch
+                if self.name == self.machine.stays_changed:
+                    tokens = [row[::-1] for row in tokens]
+                return say.Generated(tokens=tokens)
+            case say.Routing():
+                return say.Entropy(percent=97.0)
+            case say.Logits(path=path):
+                self.runs += 1
+                logits = np.random.default_rng(0).normal(size=(POSITIONS, VOCABULARY)) * 4
+                if self.name != "reference":
+                    logits += rng.normal(size=logits.shape) * 1e-3
+                if self.machine.other_model in {one.manifest.id for one in self.patches}:
+                    logits += rng.normal(size=logits.shape)
+                np.save(path, logits.astype(np.float32))
+                return say.Wrote(how="float64")
+        raise AssertionError(command)
+
+
+class ShapedSide(NamedSide):
+    process: ScriptedArm
+
+    def __init__(self, process: ScriptedArm, shape: Shape | None) -> None:
+        super().__init__(process)
+        self.batch = WORKLOAD.batch if shape is None else shape.batch
+        slower = process.machine.slower_at_16 in {one.manifest.id for one in process.patches}
+        self.penalty = 1.1 if self.batch > 8 and slower else 1.0
+
+    def prefill(self, seed: int) -> None:
+        self.process.runs += 1
+        super().prefill(seed)
+
+    def end(self) -> Taken:
+        taken = super().end()
+        return taken._replace(
+            tokens=[[1] * (1 + self.steps)] * self.batch, decode_s=taken.decode_s * self.penalty
+        )
+
+
+class Scripted(Machine):
+    other_model = slower_at_16 = stays_changed = ""
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, bundles: list[Path]) -> Iterator[Scripted]:
+    made = scripted(bundles)
+    monkeypatch.setattr(asking, "ArmProcess", ScriptedArm)
+    monkeypatch.setattr(set_waves, "STAGGER_S", 0.0)
+    use(monkeypatch, made)
+    yield made
+    assert not made.open
+
+
+def use(monkeypatch: pytest.MonkeyPatch, made: Scripted) -> None:
+    ScriptedSide.seeds = []
+    monkeypatch.setattr(ScriptedArm, "machine", made, raising=False)
+
+
+def scripted(bundles: Sequence[Path], **given: Any) -> Scripted:
+    norm, rope = (Patch.load(folder).manifest.id for folder in bundles[:2])
+    return Scripted({norm: 2.0, rope: 1.2, f"{norm} + {rope}": 3.2}, bias_pct=0.02, **given)
+
+
+def alone(job: Job, folders: Sequence[Path], report: Any) -> tuple[Measured, ...]:
+    raise AssertionError("measured one by one")
+
+
+def measure(bundles: Sequence[Path], keep: Path, **given: Any) -> Sets:
+    return measure_sets(JOB, bundles[:2], keep, lambda *told: None, **{"measure": alone, **given})
+
+
+def test_each_set_has_its_own_gain_receipts_quality_and_other_points(
+    machine: Scripted, bundles: list[Path], tmp_path: Path
+) -> None:
+    found = measure(bundles, tmp_path)
+    norm, rope = (Patch.load(folder).manifest.id for folder in bundles[:2])
+    assert found.best.patches == ids(bundles, NORM, ROPE)
+    assert machine.names.count(BASELINE) == 3
+    assert machine.names.count(CONTROL) == machine.names.count("reference") == 1
+    for one in found.measured:
+        name = " + ".join(one.patches)
+        assert [each.receipt.patch_id for each in one.measured] == list(one.patches)
+        assert [decision.verdict for decision in one.decisions] == ["accept"] * len(one.patches)
+        for each in one.measured:
+            # ten windows in each wave; what came after the receipt was asked for is not in it
+            assert each.receipt.calls == {f"kernel[{name}]": 30}
+            assert each.quality_receipt.calls == {f"kernel[{name}]": 1}
+            assert each.throughput.patch == name
+            assert each.reverted_identical
+            assert each.quality.positions == POSITIONS
+            assert each.throughput.routing_entropy_pct == 97.0
+            assert each.elsewhere is not None
+            assert [point.batch for point in each.elsewhere.points] == [1, 16]
+            for point in each.elsewhere.points:
+                assert (point.comparison.pairs, point.comparison.process_pairs) == (12, 3)
+    gains = [one.combination.comparison.gain_pct for one in found.measured]
+    assert gains == [pytest.approx(gain, abs=0.15) for gain in (2.0, 1.2, 3.2)]
+    assert not list(tmp_path.rglob("*.npy"))
+    by_seed: dict[int, set[str]] = {}
+    for seed, name in machine.rounds:
+        assert name not in by_seed.setdefault(seed, set()), "no prompts come again"
+        by_seed[seed].add(name)
+    both = {norm, rope, f"{norm} + {rope}", BASELINE}
+    assert all(names - {CONTROL} == both for names in by_seed.values())
+
+
+def test_what_is_wrong_with_one_set_is_not_held_against_another(
+    machine: Scripted, bundles: list[Path], tmp_path: Path
+) -> None:
+    norm, rope = (Patch.load(folder).manifest.id for folder in bundles[:2])
+    machine.other_model = rope
+    found = measure(bundles, tmp_path / "model")
+    verdicts = {one.patches: one.combination.comparison.verdict for one in found.measured}
+    assert verdicts == {(norm,): "accept", (rope,): "reject", (norm, rope): "reject"}
+    machine.other_model, machine.slower_at_16 = "", norm
+    found = measure(bundles, tmp_path / "slower")
+    said = {one.patches: one.decisions[0].reasons[0] for one in found.measured}
+    assert "slower at batch 16" in said[norm,]
+    assert "slower at batch 16" in said[norm, rope]
+    assert "slower" not in said[rope,]
+
+
+def test_a_baseline_that_is_not_what_it_was_is_told(
+    machine: Scripted, bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = ScriptedArm.__init__
+
+    def changed(self: ScriptedArm, *given: Any, **more: Any) -> None:
+        begin(self, *given, **more)
+        if machine.names.count(BASELINE) == 3:
+            machine.stays_changed = BASELINE
+
+    monkeypatch.setattr(ScriptedArm, "__init__", changed)
+    found = measure(bundles, tmp_path)
+    assert not any(each.reverted_identical for one in found.measured for each in one.measured)
+    assert not found.best.patches
+
+
+def test_a_killed_command_goes_on_after_the_last_whole_wave(
+    machine: Scripted, bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.ends_at = 5 * 10 + 4 * 5 * 2 + 15
+    with pytest.raises(KeyboardInterrupt):
+        measure(bundles, tmp_path)
+    assert not machine.open
+    [wave] = tmp_path.rglob("wave-*.json")
+    kept = wave.read_bytes()
+    assert len(list(tmp_path.rglob("*.npy"))) == 5
+    again = scripted(bundles)
+    use(monkeypatch, again)
+    found = measure(bundles, tmp_path)
+    assert wave.read_bytes() == kept
+    assert found.best.patches == ids(bundles, NORM, ROPE)
+    assert again.names.count(BASELINE) == 2
+    assert CONTROL not in again.names
+    assert not {s for s, _ in again.rounds} & {s for s, _ in machine.rounds[:90]}
+    assert found.measured[0].measured[0].throughput.comparison.process_pairs == 3
+    third = scripted(bundles)
+    use(monkeypatch, third)
+    assert measure(bundles, tmp_path) == found
+    assert not third.names
+    # what is written last may be missing: all waves are there
+    for file in tmp_path.glob("*.json"):
+        file.unlink()
+    assert measure(bundles, tmp_path).best == found.best
+    assert not third.names
+
+
+def test_a_damaged_wave_and_one_of_elsewhere_are_told(
+    machine: Scripted, bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.ends_at = 100
+    with pytest.raises(KeyboardInterrupt):
+        measure(bundles, tmp_path)
+    [wave] = tmp_path.rglob("wave-0.json")
+    whole = wave.read_text()
+    wave.write_text(whole[:100])
+    with pytest.raises(bench.VerificationError, match=r"wave-0\.json is damaged"):
+        measure(bundles, tmp_path)
+    wave.write_text(whole)
+    began = wave.with_name("begun.json")
+    began.write_text(began.read_text().replace('"fingerprint":"', '"fingerprint":"0'))
+    with pytest.raises(bench.UsageError, match="of another machine"):
+        measure(bundles, tmp_path)
+
+
+def test_where_only_two_fit_each_set_is_measured_by_itself(
+    machine: Scripted, bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, small := scripted(bundles, total=25))
+    taken = measure(bundles, tmp_path / "waves", measure=alone, in_waves=given(machine, bundles))
+    asked: list[tuple[str, ...]] = []
+
+    def one_by_one(job: Job, folders: Sequence[Path], report: Any) -> tuple[Measured, ...]:
+        asked.append(tuple(folder.name for folder in folders))
+        chosen = tuple(Patch.load(folder).manifest.id for folder in folders)
+        return next(one.measured for one in taken.measured if one.patches == chosen)
+
+    found = measure(bundles, tmp_path / "alone", measure=one_by_one)
+    assert asked == [(NORM,), (ROPE,), (NORM, ROPE)]
+    assert small.names == [BASELINE]
+    assert not small.open
+    assert found.best == taken.best
+
+
+def given(machine: Scripted, bundles: Sequence[Path]) -> Any:
+    """Waves on another machine, where there is room."""
+
+    def in_waves(*asked: Any) -> Any:
+        small, ScriptedArm.machine = ScriptedArm.machine, machine
+        try:
+            return measure_waves(*asked)
+        finally:
+            ScriptedArm.machine = small
+
+    return in_waves
+
+
+def test_vllm_is_told_how_large_its_cache_is() -> None:
+    served = bench.Workload(
+        model="gpt-oss-20b",
+        engine="vllm",
+        device="cuda",
+        dtype="bfloat16",
+        batch=8,
+        input_len=1024,
+        output_len=64,
+    )
+    own = cache_bytes(served)
+    # 24 layers, keys and values, 8 heads of 64, two bytes: 48 KiB a token
+    assert own == 5 * 8 * (1024 + 256) * 48 * 1024 // 4 or own == 1 << 30
+    wide = cache_bytes(served, [Shape(batch=64, context=1024)])
+    assert wide == 5 * 64 * (1024 + 256) * 48 * 1024 // 4
+    job = with_cache_size(Job(workload=served, process_pairs=3))
+    assert job.arguments == {"kv_cache_memory_bytes": own}
+    said = Job(workload=served, process_pairs=3, arguments={"kv_cache_memory_bytes": 1})
+    assert with_cache_size(said) == said
+    assert with_cache_size(JOB) == JOB
+    unknown = Job(workload=served.model_copy(update={"model": "other/model"}), process_pairs=3)
+    assert with_cache_size(unknown) == unknown

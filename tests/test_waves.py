@@ -1,0 +1,296 @@
+"""Waves, with doubles for processes whose speed, bias and memory are known."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from test_measure import WORKLOAD
+from test_process_pairs import GIB, Host, ScriptedProcess, ScriptedSide, quick_collections
+
+import bench
+from bench import Shape, Throughput
+from bench.clocks import ClockMonitor
+from bench.process_pairs import SHARE_BESIDE, Memory, Plan
+from bench.stats import holm
+from bench.waves import BASELINE, CONTROL, Wave, WaveSitting, throughput_of
+
+__all__ = ("quick_collections",)  # a fixture of each test here
+
+GAINS = {"a": 2.0, "b": 1.5, "a + b": 3.5, "c": 0.0}
+ROUNDS = 10
+"""Nine pairs and the warm-up pair."""
+
+
+class Machine(Host):
+    """What its processes are called, and what each set gains."""
+
+    def __init__(self, gains: dict[str, float] | None = None, **given: Any) -> None:
+        super().__init__(**{"bias_pct": 0.03, **given})
+        self.gains = GAINS if gains is None else gains
+        self.names: list[str] = []
+        self.shares: list[float] = []
+        self.rounds: list[tuple[int, str]] = []
+        self.turns: list[str] = []
+        self.ends_at = -1
+
+    def begin(self, name: str, share: float) -> Named:
+        made = Named(self, "baseline" if name in (BASELINE, CONTROL) else "patched", 1.0)
+        made.name = name
+        made.speed = 1 + self.rng.gauss(0, self.bias_pct) / 100
+        made.speed *= 1 + self.gains.get(name, 0.0) / 100
+        self.names.append(name)
+        self.shares.append(share)
+        self.open.append(made)
+        self.most = max(self.most, len(self.open))
+        return made
+
+
+class Named(ScriptedProcess):
+    name: str
+
+    def side(self, shape: Shape | None = None) -> NamedSide:
+        return NamedSide(self)
+
+
+class NamedSide(ScriptedSide):
+    process: Named
+
+    def prefill(self, seed: int) -> None:
+        super().prefill(seed)
+        machine: Any = self.process.host
+        machine.rounds.append((seed, self.process.name))
+        if len(machine.rounds) == machine.ends_at:
+            raise KeyboardInterrupt
+
+    def turn(self, steps: int) -> None:
+        super().turn(steps)
+        machine: Any = self.process.host
+        machine.turns.append(self.process.name)
+
+
+def sitting(machine: Machine, *names: str, **given: Any) -> WaveSitting[Named]:
+    fields: dict[str, Any] = {
+        "plan": Plan(pairs=ROUNDS - 1),
+        "begin": lambda process: None,
+        "visit": lambda number, name, process: None,
+        "also": lambda number, swapped, processes: None,
+        "keep": lambda wave: None,
+    }
+    made = {**fields, **given}
+    ScriptedSide.seeds = []
+    return WaveSitting(
+        names or tuple(GAINS), machine.begin, WORKLOAD, clocks=ClockMonitor("cpu"), **made
+    )
+
+
+def told(name: str, waves: list[Wave]) -> Throughput:
+    return throughput_of(name, waves, WORKLOAD, 0.5, ClockMonitor("cpu"))
+
+
+def test_the_gain_of_each_is_found_against_one_baseline() -> None:
+    machine = Machine()
+    own = sitting(machine)
+    assert own.run()
+    assert not machine.open
+    found = {name: told(name, own.waves) for name in GAINS}
+    for name, gain in GAINS.items():
+        one = found[name].comparison
+        assert one.gain_low_pct < gain < one.gain_high_pct, name
+        assert one.verdict == ("accept" if gain else "reject")
+        assert (one.process_pairs, one.pairs, one.dropped_pairs) == (3, 27, 3)
+        assert found[name].patch == name
+        control = found[name].control
+        assert control is not None
+        assert (control.pairs, control.dropped_pairs) == (9, 1)
+        assert abs(control.gain_pct) < 0.3
+        assert found[name].latency["patched"].steps == 30
+        assert found[name].peak_memory_bytes == {"baseline": 10 * GIB, "patched": 10 * GIB + 1}
+        assert Throughput.model_validate_json(found[name].model_dump_json()) == found[name]
+    assert [one.verdict for one in holm([one.comparison for one in found.values()])] == [
+        *("accept", "accept", "accept", "reject")
+    ]
+    # sixteen starts, where four A/Bs of their own take twenty-eight
+    assert len(machine.names) == 2 + 3 * 1 + 3 * 4 - 1
+    assert "6 processes loaded at once" in found["a"].residency
+
+
+def test_all_processes_of_a_wave_are_fresh_and_each_set_takes_turns_in_starting_first() -> None:
+    machine = Machine()
+    own = sitting(machine)
+    own.run()
+    assert machine.names == [
+        *(BASELINE, CONTROL, *GAINS),
+        *(*GAINS, BASELINE),
+        *(BASELINE, *GAINS),
+    ]
+    assert machine.most == 6
+    assert machine.shares[0] == SHARE_BESIDE
+    assert machine.shares[1:6] == [pytest.approx(2 * SHARE_BESIDE / 6)] * 5
+    for name in GAINS:
+        windows = told(name, own.waves).windows
+        swaps = {(w.process, w.kind): w.swapped for w in windows}
+        assert swaps == {(0, "aa"): False, (0, "ab"): False, (1, "ab"): True, (2, "ab"): False}
+        orders = [w.arm for w in windows if w.kind == "ab"][::2]
+        assert orders.count("baseline") == orders.count("patched") == 15
+
+
+def test_prompts_are_shared_within_a_round_and_never_between_rounds() -> None:
+    machine = Machine()
+    own = sitting(machine)
+    own.run()
+    rounds: dict[int, list[str]] = {}
+    for seed, name in machine.rounds:
+        rounds.setdefault(seed, []).append(name)
+    assert len(rounds) == 3 * ROUNDS
+    each = [sorted(names) for names in rounds.values()]
+    assert each[:ROUNDS] == [sorted((BASELINE, CONTROL, *GAINS))] * ROUNDS
+    assert each[ROUNDS:] == [sorted((BASELINE, *GAINS))] * (2 * ROUNDS)
+    for first, mirror in zip(*[iter(rounds.values())] * 2, strict=True):
+        assert mirror == first[::-1]
+    assert len({tuple(names) for names in rounds.values()}) > 8
+    # out and back again: two turns a window
+    assert machine.turns[:12] == [*machine.turns[:6], *machine.turns[:6][::-1]]
+    pairs = [(w.pair, w.arm) for w in told("a", own.waves).windows]
+    assert len(set(pairs)) == len(pairs), "no number is a control's and a variant's"
+
+
+@pytest.mark.parametrize("total", [35, 45, 55])
+def test_as_many_at_once_as_fit(total: int) -> None:
+    machine = Machine(total=total)
+    own = sitting(machine)
+    assert own.run()
+    assert own.room == machine.most == total // 10
+    for name in GAINS:
+        found = told(name, own.waves)
+        assert found.comparison.process_pairs == 3
+        assert found.comparison.gain_pct == pytest.approx(GAINS[name], abs=0.3)
+        swaps = [wave.swapped[name] for wave in own.waves if name in wave.swapped]
+        assert swaps == [False, True, False]
+    places = machine.most - 1
+    assert len(own.waves) == -(-(3 * len(GAINS) + 1) // places)
+
+
+def test_where_two_fit_nothing_is_taken_in_waves() -> None:
+    for machine in (Machine(total=25), Machine(total=15)):
+        own = sitting(machine)
+        assert not own.run()
+        assert machine.names == [BASELINE]
+        assert not machine.open
+        assert not own.waves
+
+    class Small(Machine):
+        error: bench.PatcherError = bench.PatcherError("out of memory")
+
+        def begin(self, name: str, share: float) -> Named:
+            raise self.error
+
+    assert not sitting(Small()).run()
+    missing = Small()
+    missing.error = bench.MissingError("vllm is not installed")
+    with pytest.raises(bench.MissingError):
+        sitting(missing).run()
+
+
+def test_no_process_outlives_a_failure_and_whole_waves_are_kept() -> None:
+    machine, kept = Machine(), list[Wave]()
+    machine.dies_after = 6 * ROUNDS + 20
+    with pytest.raises(bench.PatcherError, match="SIGKILL"):
+        sitting(machine, keep=kept.append).run()
+    assert not machine.open
+    assert [wave.number for wave in kept] == [0]
+
+    class Half(Machine):
+        def begin(self, name: str, share: float) -> Named:
+            if name == "b":
+                raise bench.PatcherError("the b process ended")
+            return super().begin(name, share)
+
+    for stagger in (None, 0.0):
+        broken = Half()
+        with pytest.raises(bench.PatcherError, match="the b process"):
+            sitting(broken, plan=Plan(pairs=9, stagger_s=stagger)).run()
+        assert broken.names
+        assert not broken.open
+
+
+def test_a_killed_sitting_goes_on_after_the_last_whole_wave() -> None:
+    machine, kept = Machine(), list[Wave]()
+    machine.ends_at = 6 * ROUNDS + 20
+    with pytest.raises(KeyboardInterrupt):
+        sitting(machine, keep=kept.append).run()
+    assert not machine.open
+    begun: list[Named] = []
+    again = Machine()
+    own = sitting(again, waves=list(kept), keep=kept.append, begin=begun.append)
+    assert own.run()
+    # the first baseline shows the room, so that nothing starts before it
+    assert again.names == [*(BASELINE, *GAINS), *(*GAINS, BASELINE)]
+    assert not begun, "patched processes have run before"
+    assert [wave.number for wave in kept] == [0, 1, 2]
+    seeds = {seed for seed, _ in again.rounds}
+    assert not seeds & {seed for seed, _ in machine.rounds[: 6 * ROUNDS]}
+    found = told("a", kept)
+    assert found.comparison.process_pairs == 3
+    assert found.comparison.verdict == "accept"
+    assert not sitting(again, waves=kept)._wanted()
+
+
+def test_each_is_asked_after_the_rounds_and_the_first_baseline_before_any_patch() -> None:
+    seen: list[tuple[str, ...]] = []
+
+    def begin(process: Named) -> None:
+        assert machine.names == [BASELINE]
+        seen.append(("begin", process.name))
+
+    def also(number: int, swapped: dict[str, bool], processes: dict[str, Named]) -> None:
+        seen.append(("also", *sorted(processes)))
+
+    machine = Machine()
+    sitting(
+        machine,
+        "a",
+        begin=begin,
+        visit=lambda number, name, process: seen.append((str(number), name)),
+        also=also,
+    ).run()
+    assert seen == [
+        *(
+            ("begin", BASELINE),
+            ("0", BASELINE),
+            ("0", CONTROL),
+            ("0", "a"),
+            ("also", "a", BASELINE),
+        ),
+        *(("1", "a"), ("1", BASELINE), ("also", "a", BASELINE)),
+        *(("2", BASELINE), ("2", "a"), ("also", "a", BASELINE)),
+    ]
+
+
+def test_processes_of_a_wave_load_side_by_side() -> None:
+    class Slow(Machine):
+        loading = most_loading = 0
+
+        def begin(self, name: str, share: float) -> Named:
+            self.loading += 1
+            self.most_loading = max(self.most_loading, self.loading)
+            never.wait(0.05)
+            self.loading -= 1
+            return super().begin(name, share)
+
+    never = threading.Event()
+    one_by_one, beside = Slow(), Slow()
+    sitting(one_by_one).run()
+    own = sitting(beside, plan=Plan(pairs=9, stagger_s=0.0))
+    own.run()
+    assert one_by_one.most_loading == 1
+    assert beside.most_loading >= 4
+    assert sorted(beside.names) == sorted(one_by_one.names)
+    assert not beside.open
+
+
+def test_room_is_what_the_first_takes_and_a_little_more() -> None:
+    assert Memory(held=10, peak=0, free=10).room == 1
+    assert Memory(held=100, peak=0, free=102).room == 2
+    assert Memory(held=18, peak=0, free=121).room == 7
