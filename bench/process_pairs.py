@@ -144,11 +144,7 @@ def measure_processes(
             unfit.
     """
     check_window(workload)
-    if plan.process_pairs < MIN_PROCESS_PAIRS:
-        raise UsageError(
-            f"{plan.process_pairs} process pairs do not show what processes differ by",
-            f"take {MIN_PROCESS_PAIRS} at least",
-        )
+    refuse_few(plan.process_pairs)
     total = plan.taken("aa") + plan.looks * plan.process_pairs * plan.taken("ab")
     with ExitStack() as stack:
         sitting = Sitting(start, workload, plan, margin_pct, clocks, seed, total, stack)
@@ -182,6 +178,17 @@ def measure_processes(
         margin_pct,
         clocks,
     )
+
+
+def refuse_few(process_pairs: int) -> None:
+    """Raises:
+    UsageError: too few process pairs for a verdict.
+    """
+    if process_pairs < MIN_PROCESS_PAIRS:
+        raise UsageError(
+            f"{process_pairs} process pairs do not show what processes differ by",
+            f"take {MIN_PROCESS_PAIRS} at least",
+        )
 
 
 @dataclass

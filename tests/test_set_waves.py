@@ -1,5 +1,5 @@
-"""Sets of patches in waves, with a double for the processes: what belongs to which set, and what a
-folder keeps.
+"""Sets of patches in waves: what belongs to which set, what a folder keeps. With a double for the
+processes, and once with real ones.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
+import torch
+from patch_sample import evaluation
 from test_measure import WORKLOAD
 from test_measure_sets import OPS, bundles, ids
 from test_process_pairs import ScriptedSide, quick_collections
 from test_waves import Machine, Named, NamedSide
 
 import bench
-from bench import Shape
+from bench import Language, Shape
+from bench.clocks import ClockMonitor
 from bench.engines.vllm import cache_bytes
 from bench.waves import BASELINE, CONTROL
 from bench.windows import Taken
@@ -24,7 +27,7 @@ from integrate import Patch, Receipt
 from patcher.endtoend import arm_protocol as say
 from patcher.endtoend import asking, set_waves
 from patcher.endtoend.measured import Job, Measured
-from patcher.endtoend.set_waves import measure_waves, with_cache_size
+from patcher.endtoend.set_waves import SetSitting, measure_waves, with_cache_size
 from patcher.endtoend.sets import Sets, measure_sets
 
 __all__ = ("bundles", "quick_collections")  # fixtures of tests here
@@ -99,7 +102,7 @@ class ScriptedArm(Named):
 
 
 class ShapedSide(NamedSide):
-    process: ScriptedArm
+    process: Any
 
     def __init__(self, process: ScriptedArm, shape: Shape | None) -> None:
         super().__init__(process)
@@ -295,6 +298,48 @@ def given(machine: Scripted, bundles: Sequence[Path]) -> Any:
             ScriptedArm.machine = small
 
     return in_waves
+
+
+def test_too_few_waves_are_refused(bundles: list[Path], tmp_path: Path) -> None:
+    few = JOB.model_copy(update={"process_pairs": 2})
+    with pytest.raises(bench.UsageError, match="2 process pairs"):
+        measure_sets(few, bundles[:2], tmp_path, lambda *told: None, alone)
+
+
+def test_a_wave_of_real_processes(
+    bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss-tiny in transformers on the CPU, two patches, one wave."""
+    monkeypatch.setattr(set_waves, "STAGGER_S", 0.0)
+    sets = {}
+    for name in (ROPE, ROUTE):
+        op = bench.load_op(name)
+        [candidate] = [one for info, one in op.solutions() if info.language == Language.TORCH]
+        right = evaluation(candidate).model_copy(update={"op": name})
+        folder = tmp_path / name
+        made = Patch.create(folder, op, candidate, right, engine="transformers", made_by="test")
+        sets[name] = [made]
+    tiny = WORKLOAD.model_copy(update={"input_len": 8, "threads": 1})
+    job = Job(workload=tiny, process_pairs=1, pairs_each=2, quality_steps=4)
+    sitting, clocks = SetSitting(job, sets, tmp_path / "waves"), ClockMonitor("cpu")
+    sitting.open(lambda *told: None)
+    assert sitting.take(clocks, lambda *told: None)
+    [one] = sitting.taken
+    assert one.greedy["before"] == one.greedy["again"]
+    baseline = sitting.folder.logits(BASELINE)
+    assert torch.equal(baseline, sitting.folder.logits(CONTROL))
+    for name, [patch] in sets.items():
+        timed, compared = one.receipts[name], one.quality_receipts[name]
+        assert timed.keys() == compared.keys() == {patch.manifest.id}
+        [called, again] = (each[patch.manifest.id].calls for each in (timed, compared))
+        assert called.keys() <= again.keys()
+        windows = [w for w in one.wave.windows[name] if w.arm == "patched"]
+        assert len(windows) == 4
+        assert sum(called.values()) > 4 * (windows[0].kernel_calls or 0) > 0
+        assert {w.kernel_calls for w in one.wave.windows[name]} == {0, windows[0].kernel_calls}
+        assert torch.allclose(baseline, sitting.folder.logits(name), atol=1e-4)
+    rope, route = ({*one.receipts[name].popitem()[1].calls} for name in sets)
+    assert not rope & route
 
 
 def test_vllm_is_told_how_large_its_cache_is() -> None:

@@ -55,7 +55,7 @@ class Named(ScriptedProcess):
 
 
 class NamedSide(ScriptedSide):
-    process: Named
+    process: Any
 
     def prefill(self, seed: int) -> None:
         super().prefill(seed)

@@ -14,7 +14,7 @@ from bench import UsageError, Window
 from bench.clocks import ClockMonitor
 from bench.comparison import Tuning
 from bench.environment import fingerprint
-from bench.process_pairs import Plan
+from bench.process_pairs import Plan, refuse_few
 from bench.waves import (
     BASELINE,
     CONTROL,
@@ -57,11 +57,13 @@ def measure_waves(
         by side than a wave needs (`bench.waves.MIN_ROOM`).
 
     Raises:
-        UsageError: a patch is for another engine, or the folder's waves are of another machine.
+        UsageError: a patch is for another engine, the folder's waves are of another machine, or
+            too few process pairs.
         VerificationError: a patch was changed or does not fit here; a file of the folder is
             damaged.
         PatcherError: as `bench.waves.WaveSitting.run`, or every pair of a set was unfit.
     """
+    refuse_few(job.process_pairs)
     every = [patch for patches in sets.values() for patch in patches]
     refuse_other_engines(job, every)
     for patch in every:
