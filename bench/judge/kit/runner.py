@@ -25,6 +25,7 @@ from typing import Any
 
 from . import confine, cudart, loading
 from .captured import Arena, Captured
+from .mixing import Mixer
 
 # bound before any candidate is loaded: what it patches later is not used here
 _clock = time.perf_counter_ns
@@ -119,6 +120,8 @@ class Session:
         self.stream = 0
         self.captured: Any = None
         self.ready: Any = None
+        self.mixer: Any = None
+        self.stock: Any = None
 
     def do_start(self, device: str, threads: int | None, cpus: list[int] | None) -> dict[str, Any]:
         """Wake the device, before any foreign code."""
@@ -128,6 +131,7 @@ class Session:
 
         torch.manual_seed(0)
         self.device = device
+        self.mixer = Mixer()
         if threads is not None:
             torch.set_num_threads(threads)
         if device == "cuda":
@@ -179,29 +183,47 @@ class Session:
         z = (y.to(torch.float64) % 257) @ (y.t().to(torch.float64) % 263)
         return {"digest": f"{int(y.sum()):x}-{int(z.sum()):x}"}
 
-    def do_call(
-        self, plan: dict[str, Any], scalars: list[float], sets: int, order: list[int]
-    ) -> dict[str, Any]:
+    def do_stock(self, whole: int, at: int, size: int) -> dict[str, Any]:
+        """A piece of the bits of which large tensors are mixed."""
+        import torch
+
+        if at == 0:
+            self.stock = torch.empty(whole, dtype=torch.uint8, device=self.device)
+        self._take(self.stock.data_ptr() + at, self.inputs, size)
+        return {}
+
+    def do_call(self, order: list[int], **sets: Any) -> dict[str, Any]:
         """Call once for each set of `order`; what a call leaves behind is copied as it returns."""
-        self.do_ready(plan, scalars, sets, order)
-        return {**self.do_go(), **self.do_hand()}
+        self.do_ready(order, **sets)
+        return self.do_go()
 
     def do_ready(
-        self, plan: dict[str, Any], scalars: list[float], sets: int, order: list[int]
+        self,
+        order: list[int],
+        plan: dict[str, Any],
+        scalars: list[float],
+        sets: int,
+        recipes: list[list[list[int]]],
     ) -> dict[str, Any]:
         """Everything but the calls, so that the judge's clock sees them alone."""
-        arena = Arena(plan, sets, self.device)
-        self._fill(arena)
+        self.ready = None
+        arena, kept = Arena(plan, sets, self.device), None
+        self._fill(arena, recipes)
         arguments = [(*arena.arguments[index], *scalars) for index in order]
+        if self.cuda is not None or arena.slots:
+            kept = Arena(plan, sets, self.device, bare=True)
         if self.cuda is None:
-            _move(self.outputs, arena.pointer, arena.set_bytes * sets)
-        self.ready = (arena, arguments, order)
+            for here, host, size in arena.pieces(self.outputs, arena.returned):
+                _move(host, here, size)
+            if kept is not None:
+                _move(kept.pointer, arena.pointer, arena.set_bytes * sets)
+        self.ready = (arena, arguments, order, kept)
         return {}
 
     def do_go(self) -> dict[str, Any]:
         import torch
 
-        arena, arguments, order = self.ready
+        arena, arguments, order, kept = self.ready
         function = self._loaded()
         times: list[float] = []
         gc.disable()
@@ -211,20 +233,22 @@ class Session:
                     begin = _clock()
                     function(*each)
                     times.append(_clock() - begin)
-                    _move(self.outputs + index * arena.set_bytes, arena.at(index), arena.set_bytes)
+                    _move(self.outputs + index * arena.returned, arena.at(index), arena.returned)
+                    if kept is not None:
+                        _move(kept.at(index), arena.at(index), arena.set_bytes)
             else:
-                times = self._call_on_gpu(arena, arguments, order, function)
+                times = self._call_on_gpu(arena, arguments, order, kept, function)
         gc.enable()
         return {"times_ns": times}
 
-    def do_hand(self) -> dict[str, Any]:
-        return {"crc": self._handed_back(self.ready[0])}
+    def do_hand(self, key: int) -> dict[str, Any]:
+        arena, _, _, kept = self.ready
+        return self._handed_back(arena if kept is None else kept, key)
 
     def _call_on_gpu(
-        self, arena: Arena, arguments: list[Any], order: list[int], function: Any
+        self, arena: Arena, arguments: list[Any], order: list[int], kept: Arena, function: Any
     ) -> list[float]:
         """Eager: the larger of the events' and the synchronised host's time."""
-        kept = Arena({"set_bytes": arena.set_bytes, "slots": []}, arena.sets, self.device)
         self.cuda.copy_async(kept.pointer, arena.pointer, arena.set_bytes * arena.sets, self.stream)
         before, after, times = self.cuda.event(), self.cuda.event(), []
         for index, each in zip(order, arguments, strict=True):
@@ -239,16 +263,24 @@ class Session:
             self.cuda.synchronize()
             wall = _clock() - begin
             times.append(max(self.cuda.elapsed_ns(before, after), float(wall)))
-        self.cuda.to_host(self.outputs, kept.pointer, arena.set_bytes * arena.sets)
+        for here, host, size in kept.pieces(self.outputs, kept.returned):
+            self.cuda.to_host(host, here, size)
         return times
 
-    def do_capture(self, plan: dict[str, Any], scalars: list[float], sets: int) -> dict[str, Any]:
+    def do_capture(
+        self,
+        plan: dict[str, Any],
+        scalars: list[float],
+        sets: int,
+        recipes: list[list[list[int]]],
+    ) -> dict[str, Any]:
         """CUDA: each call as a graph of its own, on buffers that stay."""
         import torch
 
-        self.captured = None
+        self.captured = self.ready = None
         arena = Arena(plan, sets, self.device)
-        self._fill(arena)
+        kept = Arena(plan, sets, self.device, bare=True)
+        self._fill(arena, recipes)
         function, graphs = self._loaded(), []
         pool = torch.cuda.graph_pool_handle()
         with torch.inference_mode():
@@ -261,16 +293,18 @@ class Session:
                     function(*arguments, *scalars)
                 graphs.append(graph)
             self.cuda.synchronize()
-        self.captured = Captured(self.cuda, arena, graphs, self.stream)
+        self.captured = Captured(self.cuda, arena, kept, graphs, self.stream)
         return {}
 
-    def do_compose(self, mode: str, order: list[int]) -> dict[str, Any]:
+    def do_compose(
+        self, mode: str, order: list[int], recipes: list[list[list[int]]]
+    ) -> dict[str, Any]:
         """New values into the captured buffers, and the calls of `order` ready to launch.
 
         `mode`: `whole` (between two events), `verified` (a copy after each call, in stream order)
         or `cold` (L2 overwritten before each call).
         """
-        self._fill(self.captured.arena)
+        self._fill(self.captured.arena, recipes)
         kept = self.cuda.persisting_bytes()
         self.captured.compose(mode, order)
         return {"persisting_bytes": kept}
@@ -282,29 +316,40 @@ class Session:
 
     def do_spans(self, order: list[int]) -> dict[str, Any]:
         """One more launch, as CUPTI saw it over all streams: [name, begin, end] in nanoseconds."""
-        self._fill(self.captured.arena)
+        arena = self.captured.arena
+        self._fill(arena, arena.recipes)
         self.captured.compose("whole", order)
         times, spans = self.captured.launch_traced()
         return {"times_ns": times, "spans": spans}
 
-    def do_collect(self) -> dict[str, Any]:
+    def do_collect(self, key: int) -> dict[str, Any]:
         self.captured.collect(self.outputs)
-        return {"crc": self._handed_back(self.captured.arena)}
+        return self._handed_back(self.captured.left, key)
 
     def _loaded(self) -> Any:
         if self.function is None:
             raise RuntimeError("nothing is loaded")
         return self.function
 
-    def _fill(self, arena: Arena) -> None:
-        size = arena.set_bytes * arena.sets
-        if self.cuda is None:
-            _move(arena.pointer, self.inputs, size)
-        else:
-            self.cuda.to_device(arena.pointer, self.inputs, size)
+    def _fill(self, arena: Arena, recipes: list[list[list[int]]]) -> None:
+        for here, host, size in arena.pieces(self.inputs, arena.sent):
+            self._take(here, host, size)
+        if arena.sent < arena.set_bytes:
+            arena.recipes = recipes
+            arena.mix(self.mixer, self.stock)
+            if self.cuda is not None:
+                self.cuda.synchronize()
 
-    def _handed_back(self, arena: Arena) -> int:
-        return _crc(memoryview(self.output)[: arena.set_bytes * arena.sets])
+    def _take(self, target: int, source: int, size: int) -> None:
+        if self.cuda is None:
+            _move(target, source, size)
+        else:
+            self.cuda.to_device(target, source, size)
+
+    def _handed_back(self, left: Arena, key: int) -> dict[str, Any]:
+        """What the judge holds its bytes against, and digests of what it does not get."""
+        crc = _crc(memoryview(self.output)[: left.returned * left.sets])
+        return {"crc": crc, "digests": left.digests(self.mixer, key)}
 
 
 def _address(mapping: mmap.mmap) -> int:
