@@ -26,7 +26,7 @@ from bench.timed_arm import Arm, fresh_sets
 from bench.toolchains import build
 
 NORM = bench.load_op("fused_add_rms_norm")
-STOCK = Stock(NORM, [], "cpu", Secrets(1))
+STOCK = Stock(NORM, NORM.sweep("cpu"), "cpu", Secrets(1))
 """Empty: nothing of this op is large."""
 LINEAR = Op(Path(__file__).parent / "corpus/ops/linear")
 RIGHT = """

@@ -56,7 +56,7 @@ def strongest(
 
 def _measured(op: Op, sweep: Sweep, device: str, runner: Runner, progress: Progress) -> Strongest:
     draw = Secrets()
-    stock = Stock(op, sweep.points(), device, draw)
+    stock = Stock(op, sweep, device, draw)
     times: dict[str, float] = {}
     missing: dict[str, str] = {}
     for index, name in enumerate(op.baselines):

@@ -100,6 +100,17 @@ def correctness_cases(op: Op, sweep: Sweep, draw: Secrets, rounds: int = 1) -> l
     return cases
 
 
+def shapes_tried(op: Op, sweep: Sweep) -> list[Point]:
+    """Every point at which a candidate may be called."""
+    choices = op.contract.dtype_choices()
+    hidden = [
+        Point(axes=shape.axes, dtypes=dtypes)
+        for shape in op.contract.hidden
+        for dtypes in [sweep.dtypes, *choices]
+    ]
+    return [*sweep.points(), *hidden]
+
+
 def placements(op: Op) -> list[str]:
     """Beside `plain`, what the contract allows."""
     padded = any(tensor.layout == "rows" for tensor in op.contract.tensors)

@@ -12,7 +12,7 @@ import torch
 from bench.contract import Point, Sweep
 from bench.errors import UsageError
 from bench.judge.blob import Layout
-from bench.judge.cases import tensors_of
+from bench.judge.cases import shapes_tried, tensors_of
 from bench.judge.memory_file import CAPACITY
 from bench.op import Op
 
@@ -52,8 +52,7 @@ def require_fits(op: Op, sweep: Sweep, device: str) -> None:
     Raises:
         UsageError: a point of the sweep, or a hidden shape, is too large to be judged.
     """
-    hidden = [Point(axes=shape.axes, dtypes=sweep.dtypes) for shape in op.contract.hidden]
-    for point in [*sweep.points(), *hidden]:
+    for point in shapes_tried(op, sweep):
         plan = tensors_of(op, point)
         if FEWEST_LARGE * plan.sent_bytes > CAPACITY:
             raise UsageError(

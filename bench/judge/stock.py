@@ -7,14 +7,13 @@ runner is told them with each command, as it would be sent the bytes.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from bench.contract import Point
+from bench.contract import Sweep
 from bench.judge.blob import Layout, Slot
-from bench.judge.cases import Case, Secrets, Values, tensors_of
+from bench.judge.cases import Case, Secrets, Values, shapes_tried, tensors_of
 from bench.judge.kit.mixing import Mixer
 from bench.judge.process import Runner
 from bench.op import Op
@@ -27,12 +26,11 @@ Recipe = list[int]
 
 
 class Stock:
-    """Of one trial: as large as the largest tensor that is mixed at these points, or empty."""
+    """Of one trial: as large as the largest tensor that is mixed, or empty."""
 
-    def __init__(self, op: Op, points: Sequence[Point], device: str, draw: Secrets) -> None:
-        self.size = max(
-            (slot.span_bytes for p in points for slot in mixed(tensors_of(op, p))), default=0
-        )
+    def __init__(self, op: Op, sweep: Sweep, device: str, draw: Secrets) -> None:
+        plans = [tensors_of(op, point) for point in shapes_tried(op, sweep)]
+        self.size = max((slot.span_bytes for plan in plans for slot in mixed(plan)), default=0)
         self.bits = torch.empty(0, dtype=torch.uint8, device=device)
         if self.size:
             generator = torch.Generator(device).manual_seed(draw.seed())

@@ -98,7 +98,7 @@ class Trial:
         self.settings, self.draw = settings, draw
         self.planted = self.rejected = self.compared = self.calls = 0
         self.begin = time.monotonic()
-        self.stock = Stock(op, sweep.points(), state.device, draw)
+        self.stock = Stock(op, sweep, state.device, draw)
         self.traced = ""
         """What CUPTI saw, where it was asked."""
 

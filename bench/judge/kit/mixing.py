@@ -39,6 +39,8 @@ class Mixer:
         """
         at, mask, flipped = recipe
         words, source = self._view(target, self._int64), self._view(stock, self._int64)
+        if len(words) > len(source):
+            raise ValueError(f"{len(words)} words of a stock of {len(source)}")
         first = min(len(words), len(source) - at)
         self._xor(source[at : at + first], mask, out=words[:first])
         if first < len(words):
