@@ -1,25 +1,17 @@
-"""Input sets that are too large to be sent whole: how many there are, how they are made and checked."""
+"""Input sets too large to be sent whole: how many there are, how they are made and checked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
 import bench
 from bench import Candidate, Evaluation, Language, Outcome
-from bench.contract import Point
-from bench.judge import JudgeSettings, cases, open_judge, planning, stock
-from bench.judge.blob import FILL, RED_ZONE, strayed
-from bench.judge.cases import Case, Secrets, tensors_of
+from bench.judge import JudgeSettings, cases, open_judge, stock
+from bench.judge.cases import tensors_of
 from bench.judge.judge import Judge
-from bench.judge.kit.mixing import WIDTH, Mixer
-from bench.judge.process import Left
-from bench.judge.sets import Sets, packed
-from bench.judge.stock import Stock
-from bench.timed_arm import fresh, fresh_sets
 
 OP = bench.load_op("moe_matmul_down")
 POINT = OP.sweep("cpu").points()[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -25,10 +25,10 @@ class Sets:
     plan: Layout
     cases: list[Case]
     inputs: list[Values]
-    data: Bytes
-    """[sets, sent_bytes]."""
     recipes: list[list[Recipe]]
     """For each set, of each tensor that is mixed."""
+    data: Bytes = field(init=False)
+    """[sets, sent_bytes]."""
 
     @classmethod
     def made(cls, op: Op, cases: Sequence[Case], device: str, stock: Stock) -> Self:
@@ -36,7 +36,9 @@ class Sets:
         plan = tensors_of(op, cases[0].point, cases[0].placed)
         inputs = [make_inputs(op, case, device) | stock.values(case, plan) for case in cases]
         recipes = [stock.recipes(case, plan) for case in cases]
-        return cls(op, plan, list(cases), inputs, packed(op, plan, inputs), recipes)
+        sets = cls(op, plan, list(cases), inputs, recipes)
+        sets.data = packed(op, plan, inputs, stock.room(len(cases), plan.sent_bytes, sets))
+        return sets
 
     def told(self) -> dict[str, Any]:
         """What a command is told of them, beside the bytes."""
@@ -114,10 +116,10 @@ class Sets:
         )
 
 
-def packed(op: Op, plan: Layout, sets: Sequence[Values]) -> Bytes:
+def packed(op: Op, plan: Layout, sets: Sequence[Values], room: Bytes | None = None) -> Bytes:
     """Input sets as the runner reads them: [sets, sent_bytes]; poison in what is only written."""
     read = [tensor.name for tensor in op.contract.tensors if tensor.access != "write"]
-    data = np.empty((len(sets), plan.sent_bytes), dtype=np.uint8)
+    data = np.empty((len(sets), plan.sent_bytes), dtype=np.uint8) if room is None else room
     for row, values in zip(data, sets, strict=True):
         write_set(plan, row, {name: values[name] for name in read})
     return data

@@ -7,12 +7,14 @@ runner is told them with each command, as it would be sent the bytes.
 from __future__ import annotations
 
 import random
+import weakref
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bench.contract import Sweep
-from bench.judge.blob import Layout, Slot
+from bench.judge.blob import Bytes, Layout, Slot
 from bench.judge.cases import Case, Secrets, Values, shapes_tried, tensors_of
 from bench.judge.kit.mixing import Mixer
 from bench.judge.process import Runner
@@ -38,6 +40,17 @@ class Stock:
                 0, 256, (self.size,), generator=generator, device=device, dtype=torch.uint8
             )
         self._mixer = Mixer()
+        self._rooms: list[Bytes] = []
+
+    def room(self, sets: int, set_bytes: int, user: object) -> Bytes:
+        """Bytes for what is sent, [sets, set_bytes], the user's as long as it lives: new memory
+        costs more than what is written to it.
+        """
+        size = sets * set_bytes
+        fitting = [at for at, room in enumerate(self._rooms) if room.nbytes >= size]
+        room = self._rooms.pop(fitting[0]) if fitting else np.empty(size, dtype=np.uint8)
+        weakref.finalize(user, self._rooms.append, room)
+        return room[:size].reshape(sets, set_bytes)
 
     def recipes(self, case: Case, plan: Layout) -> list[Recipe]:
         """Of each tensor that is mixed, in order."""
