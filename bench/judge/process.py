@@ -66,7 +66,6 @@ class Runner:
         self.reply_s = 0.0
         self.lent: object = None
         """The stock that it was given last."""
-        self.sent_bytes = self.received_bytes = 0
         self._buffer = b""
         self._status: int | None = None
         self._files = [memory_file("inputs"), memory_file("outputs")]
@@ -157,7 +156,6 @@ class Runner:
     def send(self, data: Bytes) -> None:
         """Bytes that its next command reads."""
         write_at_start(self._files[0], data)
-        self.sent_bytes += data.nbytes
 
     def left(self, do: str, plan: Layout, sets: int) -> Left:
         """What its last calls left, by `hand` or `collect`: the bytes that it had when it replied.
@@ -169,7 +167,6 @@ class Runner:
         reply = self.command(do, key=key)
         data = np.empty(sets * plan.returned_bytes, dtype=np.uint8)
         read_from_start(self._files[1], data)
-        self.received_bytes += data.nbytes
         if zlib.crc32(data.data) != reply["crc"]:
             raise RunnerFailure("its outputs changed after it handed them back", kind="Protocol")
         return Left(data.reshape(sets, plan.returned_bytes), key, reply["digests"])

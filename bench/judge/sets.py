@@ -85,12 +85,12 @@ class Sets:
             part = slice(slot.begin, slot.begin + slot.span_bytes)
             if not np.array_equal(self.data[called, part], got[:, part]):
                 return f"changed {tensor.name}, which the contract says is only read"
-        digests = [self._digests(values, left.key) for values in self.inputs]
+        digests = [self.digests(values, left.key) for values in self.inputs]
         if left.digests != digests:
             return self._told_otherwise(left.digests, digests)
         return None
 
-    def _digests(self, values: Values, key: int) -> list[int]:
+    def digests(self, values: Values, key: int) -> list[int]:
         """Of the slots that are watched, as they must have stayed."""
         mixer = Mixer()
         return [mixer.digest(_slot_bytes(slot, values), key) for slot in self.plan.watched]
