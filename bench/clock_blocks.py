@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
-from bench.clocks import TOLERANCE, ClockSample
-from bench.comparison import Window
+from bench.clocks import POWER_CAP, TOLERANCE, ClockSample
+from bench.comparison import Arm, Window
 
 THROTTLED, SM_DRIFT, MEMORY_DRIFT = "throttled", "SM clock drifted", "memory clock drifted"
+USUAL_SHARE = 0.5
+"""A GPU that is at its power cap in more of the blocks than this is so because of the load."""
 
 
 class BlockClocks(TypedDict):
@@ -42,21 +44,44 @@ def block_clocks(samples: Sequence[ClockSample]) -> BlockClocks:
     )
 
 
+def power_capped(windows: Sequence[Window]) -> bool:
+    """Whether the power cap is the state in which this GPU runs this load, not an event in it.
+
+    The governor then moves the clock by a step or two every few milliseconds, under either arm. A
+    patch that draws more power loses clock by it, in service as here: to leave such blocks out
+    would leave out what the patch costs.
+    """
+    seen = [POWER_CAP in window.throttle_reasons for window in windows]
+    return sum(seen) > USUAL_SHARE * len(seen)
+
+
 def unfit(windows: Sequence[Window]) -> dict[int, tuple[str, ...]]:
     """By pair, why it is left out: a block of it throttled, or a clock in it was at some moment
-    more than 2 % off the sitting's median.
+    more than 2 % off the sitting's median; where the GPU is `power_capped`, the block's own median.
     """
+    capped = power_capped(windows)
     sm = _middle(window.sm_clock_mhz for window in windows)
     memory = _middle(window.memory_clock_mhz for window in windows)
     found: dict[int, set[str]] = {}
     for window in windows:
-        ends = window.sm_clock_range_mhz or (window.sm_clock_mhz,)
-        reasons = {THROTTLED} if window.throttle_reasons else set()
-        reasons |= {SM_DRIFT} if any(_off(mhz, sm) for mhz in ends) else set()
+        ends = () if capped else window.sm_clock_range_mhz or ()
+        slowed = set(window.throttle_reasons) - ({POWER_CAP} if capped else set())
+        reasons = {THROTTLED} if slowed else set()
+        drifted = any(_off(mhz, sm) for mhz in (window.sm_clock_mhz, *ends))
+        reasons |= {SM_DRIFT} if drifted else set()
         reasons |= {MEMORY_DRIFT} if _off(window.memory_clock_mhz, memory) else set()
         if reasons:
             found.setdefault(window.pair, set()).update(reasons)
     return {pair: tuple(sorted(reasons)) for pair, reasons in sorted(found.items())}
+
+
+def arm_clocks(windows: Sequence[Window]) -> dict[Arm, float]:
+    """Mean SM clock of each arm's blocks in MHz; at the power cap a gain is to be read with it."""
+    found: dict[Arm, list[int]] = {}
+    for window in windows:
+        if window.kind == "ab" and window.sm_clock_mhz is not None:
+            found.setdefault(window.arm, []).append(window.sm_clock_mhz)
+    return {arm: statistics.mean(clocks) for arm, clocks in found.items()}
 
 
 def dropped(windows: Sequence[Window]) -> dict[str, int]:

@@ -15,8 +15,9 @@ from typing import Any, Self
 from bench.clock_lock import ClockLock, LockRefusedError
 from bench.errors import VerificationError
 
+POWER_CAP = "power cap"
 THROTTLE_BITS = {
-    0x4: "power cap",
+    0x4: POWER_CAP,
     0x8: "hardware slowdown",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",

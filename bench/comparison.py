@@ -38,6 +38,8 @@ class Window(Record):
     """Of any of them."""
     kernel_calls: int | None = None
     """Calls of the patched kernel while this window ran; None where nobody counted."""
+    turns_s: tuple[float, ...] = ()
+    """Seconds of the timed steps of each turn; none where nobody kept them."""
     process: int | None = Field(default=None, ge=0)
     """See `Sample`."""
     swapped: bool | None = None

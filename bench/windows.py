@@ -40,6 +40,8 @@ class Taken(NamedTuple):
     """Of the timed steps: all but the first of each turn."""
     prefill_s: float
     kernel_calls: int | None
+    turns_s: tuple[float, ...] = ()
+    """Of each turn's timed steps; `decode_s` is their sum."""
 
 
 class Side(Protocol):
@@ -134,6 +136,7 @@ def window_of(
         prefill_s=taken.prefill_s,
         **block_clocks(clocks),
         kernel_calls=taken.kernel_calls,
+        turns_s=taken.turns_s,
         process=pair.process,
         swapped=pair.swapped,
     )
@@ -173,11 +176,13 @@ class LocalSide:
         """`shape`: traffic, if not the workload's."""
         self._engine, self._enter, self._count, self._shape = engine, enter, kernel_calls, shape
         self._decoding: Decoding | None = None
+        self._turns: list[float] = []
         self._calls = 0
 
     def prefill(self, seed: int) -> None:
         prompts = self._prompts(seed)
         self._calls = 0
+        self._turns = []
         with self._entered():
             self._decoding = self._engine.prefill(prompts)
 
@@ -188,13 +193,15 @@ class LocalSide:
             self._engine.decode(self._decoding, 1)
             self._decoding.decode_s = before
             self._engine.decode(self._decoding, steps - 1)
+        self._turns.append(self._decoding.decode_s - before)
 
     def end(self) -> Taken:
         assert self._decoding is not None
         decoding, self._decoding = self._decoding, None
         self._engine.release(decoding)
         calls = None if self._count is None else self._calls
-        return Taken(decoding.tokens().tolist(), decoding.decode_s, decoding.prefill_s, calls)
+        tokens = decoding.tokens().tolist()
+        return Taken(tokens, decoding.decode_s, decoding.prefill_s, calls, tuple(self._turns))
 
     def _prompts(self, seed: int) -> torch.Tensor:
         if self._shape is None:

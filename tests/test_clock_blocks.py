@@ -8,7 +8,7 @@ import pytest
 from test_measure import evidence
 
 from bench import Window
-from bench.clock_blocks import block_clocks, dropped, unfit
+from bench.clock_blocks import arm_clocks, block_clocks, dropped, power_capped, unfit
 from bench.clocks import ClockSample
 from patcher.show.quality import clock_lines
 
@@ -71,3 +71,32 @@ def test_what_was_dropped_is_shown() -> None:
     bad = window(9, throttle_reasons=("power cap",), sm_clock_mhz=1500)
     shown = clock_lines(throughput.model_copy(update={"windows": (*GOOD, bad)}))
     assert "1 SM clock drifted, 1 throttled" in shown[1].plain
+
+
+def capped(pair: int, **clocks: Any) -> Window:
+    return window(pair, throttle_reasons=("power cap",), sm_clock_range_mhz=(1815, 1980), **clocks)
+
+
+def test_the_power_cap_is_an_event_or_the_state_of_the_load() -> None:
+    few = [*GOOD, capped(9), capped(10)]
+    assert not power_capped(few)
+    assert set(unfit(few)) == {9, 10}
+    most = [*(capped(pair) for pair in range(5)), window(8), window(9)]
+    assert power_capped(most)
+    assert unfit(most) == {}
+
+
+def test_at_the_power_cap_other_reasons_and_a_lower_clock_still_count() -> None:
+    hot = window(20, throttle_reasons=("hardware thermal slowdown", "power cap"))
+    slow = capped(21, sm_clock_mhz=1900)
+    windows = [*(capped(pair) for pair in range(9)), hot, slow]
+    assert unfit(windows) == {20: ("throttled",), 21: ("SM clock drifted",)}
+    assert not power_capped([])
+
+
+def test_at_the_power_cap_the_clock_of_each_arm_is_shown() -> None:
+    other = [each.model_copy(update={"arm": "baseline"}) for each in (capped(0), capped(1))]
+    windows = (capped(0, sm_clock_mhz=1950), capped(1), *other)
+    assert arm_clocks(windows) == {"patched": 1965, "baseline": 1980}
+    shown = clock_lines(evidence()["throughput"].model_copy(update={"windows": windows}))
+    assert "power cap; mean SM clock in MHz: patched 1965, baseline 1980" in shown[-1].plain

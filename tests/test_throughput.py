@@ -111,14 +111,20 @@ def test_a_clock_within_two_percent_is_kept() -> None:
 
 def test_a_sitting_that_throttles_throughout_says_so() -> None:
     with pytest.raises(bench.PatcherError, match=r"none of 1\d pairs") as caught:
-        run(ScriptedEngine(3.0), ScriptedClocks([1980], ("power cap",)))
+        run(ScriptedEngine(3.0), ScriptedClocks([1980], ("hardware thermal slowdown",)))
     assert "cool" in caught.value.hint
+
+
+def test_a_load_that_runs_at_the_power_cap_is_judged_there() -> None:
+    found = run(ScriptedEngine(3.0), ScriptedClocks([1965, 1950], ("power cap",)))
+    assert found.comparison.verdict == "accept"
+    assert unfit_pairs(list(found.windows)) == frozenset()
 
 
 def test_a_control_without_a_usable_pair_is_none() -> None:
     window = Window(
         pair=0, arm="baseline", kind="aa", tokens=1, decode_s=1, prefill_s=1,
-        throttle_reasons=("power cap",),
+        throttle_reasons=("power brake",),
     )  # fmt: skip
     other = window.model_copy(update={"arm": "patched"})
     assert decide_on([window, other], "aa", 0.5, 95.0) is None

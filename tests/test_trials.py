@@ -27,6 +27,7 @@ ASKED = Asked(
     trials=20,
     pairs=3,
     planted=4,
+    planted_pairs=5,
     gain_pct=1.0,
     repeats=7,
     repeat_steps=32,
@@ -122,11 +123,12 @@ def test_trials_share_no_window_and_a_process_is_in_one_pair_of_each(tmp_path: P
     repeated = seeds.pop(min(seeds))  # the one window of the repeats
     assert repeated == 6 * 8
     assert set(seeds.values()) == {2}
-    assert len(seeds) == 24 * 3 * 4
+    assert len(seeds) == 20 * 3 * 4 + 4 * 3 * 6
     for trial in folder.trials:
         assert len({number for pair in trial.process_pairs for number in pair}) == 6
         assert trial.comparison is not None
-        assert (trial.comparison.pairs, trial.comparison.process_pairs) == (9, 3)
+        pairs = 9 if trial.kind == "aa" else 15
+        assert (trial.comparison.pairs, trial.comparison.process_pairs) == (pairs, 3)
     firsts = [trial.process_pairs[0][0] for trial in folder.trials]
     assert len(set(firsts)) >= 5
     kinds = [trial.kind for trial in folder.trials]
@@ -155,7 +157,7 @@ def test_time_is_kept_and_a_second_call_goes_on(tmp_path: Path) -> None:
 
 def test_a_process_that_dies_ends_all_and_what_was_taken_is_kept(tmp_path: Path) -> None:
     machine = Machine(gain_pct=0.0)
-    machine.breaks_at = 6 * 8 + 24 * 3 + 5
+    machine.breaks_at = 6 * 8 + 24 * 2 + 36 + 5  # two of A/A, one planted
     with pytest.raises(bench.PatcherError, match="SIGKILL"):
         drive(machine, Folder(tmp_path, ASKED))
     assert not machine.open

@@ -215,21 +215,23 @@ class PipeSide:
 
     def __init__(self, process: ArmProcess, shape: Shape | None = None) -> None:
         self._process, self._shape = process, shape
-        self._decode_s = self._prefill_s = 0.0
+        self._prefill_s = 0.0
+        self._turns: list[float] = []
 
     def prefill(self, seed: int) -> None:
-        self._decode_s = 0.0
+        self._turns = []
         self._prefill_s = self._timed(say.Prefill(seed=seed, shape=self._shape))
 
     def turn(self, steps: int) -> None:
         self._timed(say.Decode(steps=1))
-        self._decode_s += self._timed(say.Decode(steps=steps - 1))
+        self._turns.append(self._timed(say.Decode(steps=steps - 1)))
         # an engine that runs ahead of its client must not run into the other's turn
         self._timed(say.Settle())
 
     def end(self) -> Taken:
         ended = self._process.ask(say.End(), say.Ended)
-        return Taken(ended.tokens, self._decode_s, self._prefill_s, ended.kernel_calls)
+        turns = tuple(self._turns)
+        return Taken(ended.tokens, sum(turns), self._prefill_s, ended.kernel_calls, turns)
 
     def _timed(self, command: Record) -> float:
         begin = time.perf_counter()

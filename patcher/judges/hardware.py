@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 
 from bench import MissingError
+from bench.ceilings import ceilings
 from bench.environment import describe
 
 
@@ -29,9 +30,14 @@ def hardware_facts(kind: str) -> str:
         )
     device = torch.cuda.get_device_properties(0)
     major, minor = torch.cuda.get_device_capability()
+    best = ceilings("cuda")
     return (
         f"{device.name}: compute capability {major}.{minor}, {device.multi_processor_count} "
-        f"multiprocessors, {device.total_memory / 2**30:.0f} GiB, L2 {device.L2_cache_size >> 20} "
-        "MiB. Timed as one call per buffer set inside a CUDA graph: no allocation, no "
-        "synchronisation and no default-stream launch in a call; the launch itself is microseconds"
+        f"multiprocessors with {device.shared_memory_per_multiprocessor >> 10} KiB of shared "
+        f"memory and {device.max_threads_per_multi_processor} threads each, "
+        f"{device.total_memory / 2**30:.0f} GiB, L2 {device.L2_cache_size >> 20} MiB. Measured "
+        f"on it: a large copy {best.memory_gb_s:,.0f} GB/s (read plus written), matmuls "
+        f"{max(best.flops.values()) / 1e12:,.0f} TFLOP/s at best, the shortest kernel "
+        f"{best.launch_us:.2g} us. Timed as one call per buffer set inside a CUDA graph: no "
+        "allocation, no synchronisation and no default-stream launch in a call"
     )

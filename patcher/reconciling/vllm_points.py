@@ -89,14 +89,25 @@ class Proof:
         out.mkdir(parents=True, exist_ok=True)
 
     def prove(self, cases: list[Case], modes: list[str]) -> list[dict[str, Any]]:
-        """All about these points, which are in together.
+        """All about these points, which are in together; one without a kernel that the judge finds
+        right is a failed check, and left out.
 
         Raises:
-            PatcherError: a run failed, or there is no kernel that the judge finds right.
+            PatcherError: a run failed, or there is a kernel for none.
         """
         checks = []
-        patches = {case.op: self.bundle(case) for case in cases}
-        narrow = {case.op: self.bundle(case, widest=1) for case in cases}
+        patches: dict[str, Patch] = {}
+        narrow: dict[str, Patch] = {}
+        for case in cases:
+            try:
+                whole, few = self.bundle(case), self.bundle(case, widest=1)
+            except PatcherError as error:
+                checks.append(check(f"{case.op}: there is a patch", False, error.message))
+            else:
+                patches[case.op], narrow[case.op] = whole, few
+        cases = [case for case in cases if case.op in narrow]
+        if not cases:
+            raise PatcherError(f"there is no patch for any point: {checks[-1]['seen']}")
         name, mode = "+".join(patches), modes[0]
         self.together(
             *(partial(self.run, f"stock-{each}", each, profile=True) for each in modes),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from bench import Outcome, Throughput, Timing, Window
+from bench.clock_blocks import power_capped
 from bench.comparison import Verdict
 from patcher.attempts import Attempt
 from patcher.report import wording
@@ -316,7 +317,10 @@ def clock_facts(throughput: Throughput | None) -> list[tuple[str, str]]:
             facts.append((name, f"{min(seen):,} to {max(seen):,} {unit}"))
     if facts:
         slowed = sum(bool(one.throttle_reasons) for one in windows)
-        facts.append(("Throttled", f"{slowed} of {len(windows)} windows"))
+        told = f"{slowed} of {len(windows)} windows"
+        if power_capped(windows):
+            told += ", by the power cap: this load's own state"
+        facts.append(("Throttled", told))
     return facts
 
 

@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench import Quality, Throughput
-from bench.clock_blocks import dropped
+from bench.clock_blocks import arm_clocks, dropped, power_capped
 from bench.comparison import LogitError, TaskScore
 
 
@@ -37,6 +37,11 @@ def clock_lines(throughput: Throughput) -> list[Text]:
     if reasons := dropped(throughput.windows):
         told = ", ".join(f"{count} {why}" for why, count in reasons.items())
         lines.append(Text(f"  pairs dropped for their clocks: {told}", style="yellow"))
+    if power_capped(throughput.windows):
+        told = ", ".join(f"{arm} {mhz:.0f}" for arm, mhz in arm_clocks(throughput.windows).items())
+        lines.append(
+            Text(f"  this load runs at the GPU's power cap; mean SM clock in MHz: {told}", "yellow")
+        )
     return lines
 
 

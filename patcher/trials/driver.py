@@ -67,14 +67,17 @@ class Driver:
 
     def needs(self) -> Needs:
         asked, folder = self.folder.asked, self.folder
-        trial = 3 * (asked.pairs + 1) * 2 * self._window_s(asked.workload.output_len)
+        pair = 3 * 2 * self._window_s(asked.workload.output_len)
         repeats = (asked.repeats + 1) * self._window_s(asked.repeat_steps)
         start = folder.starts[-1].wall_s if folder.starts else COLD_S + BESIDE_S
         aa = [one.seconds for one in folder.trials if one.kind != "planted"]
         planted = [one.seconds for one in folder.trials if one.kind == "planted"]
         own = [one.seconds for one in folder.repeats]
         return Needs(
-            start, max(aa, default=trial), max(planted, default=trial), max(own, default=repeats)
+            start,
+            max(aa, default=(asked.pairs + 1) * pair),
+            max(planted, default=(asked.planted_pairs + 1) * pair),
+            max(own, default=repeats),
         )
 
     def _window_s(self, steps: int) -> float:
@@ -202,10 +205,11 @@ class Driver:
     def _trial(self, kind: Kind, clocks: ClockMonitor) -> None:
         asked, number, begun = self.folder.asked, len(self.folder.trials), self.clock()
         drawn = draw(random.Random(f"{asked.seed}:{number}"), asked.processes, self.patched)
-        delay_s = 0.0
+        delay_s, setting = 0.0, self.setting
         if kind == "planted":
             delay_s = self._step_s(clocks) * asked.gain_pct / 100
-        windows = take_windows(self.setting, number, drawn, self.processes, clocks, delay_s)
+            setting = setting._replace(pairs=asked.planted_pairs)
+        windows = take_windows(setting, number, drawn, self.processes, clocks, delay_s)
         found = Trial(
             number=number,
             kind=kind,

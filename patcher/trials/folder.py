@@ -27,6 +27,8 @@ class Asked(Record):
     trials: int = Field(ge=1)
     pairs: int = Field(ge=2)
     planted: int = Field(ge=0)
+    planted_pairs: int = Field(ge=2)
+    """Of each process pair of those: a small gain takes more pairs to find than none to reject."""
     gain_pct: float
     repeats: int = Field(ge=0)
     repeat_steps: int = Field(ge=2)

@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--pairs", type=int, default=3, help="of windows in a process pair")
     parser.add_argument("--planted", type=int, default=4, help="trials of a planted gain")
+    parser.add_argument("--planted-pairs", type=int, help="likewise, of those; default: --pairs")
     parser.add_argument("--gain-pct", type=float, default=1.0, help="what is planted")
     parser.add_argument("--repeats", type=int, default=7, help="0: no CV")
     parser.add_argument("--repeat-steps", type=int, default=128)
@@ -125,6 +126,7 @@ def asked_of(given: argparse.Namespace, patch: Patch | None) -> Asked:
         trials=given.trials,
         pairs=given.pairs,
         planted=given.planted,
+        planted_pairs=given.pairs if given.planted_pairs is None else given.planted_pairs,
         gain_pct=given.gain_pct,
         repeats=given.repeats,
         repeat_steps=given.repeat_steps,
