@@ -164,6 +164,19 @@ def test_the_sets_of_a_block_differ_in_every_word_and_some_in_one_bit(small_is_l
     assert set(twins.values()) <= {1, 2}  # one bit of each
 
 
+def test_a_buffer_is_used_again_when_its_sets_are_gone_and_not_before() -> None:
+    draw = Secrets(3)
+    bits = Stock(OP, OP.sweep("cpu"), "cpu", draw)
+    first, second = (fresh_sets(OP, POINT, 2, "cpu", bits, draw) for _ in range(2))
+    assert not np.shares_memory(first.data, second.data)
+    place, held = first.data.ctypes.data, second.data.copy()
+    del first
+    third = fresh_sets(OP, POINT, 2, "cpu", bits, draw)
+    assert third.data.ctypes.data == place
+    assert np.array_equal(second.data, held)
+    assert not np.array_equal(third.data, held)
+
+
 def test_a_mixed_tensor_is_the_stock_from_a_place_on_and_round_its_end(
     small_is_large: None,
 ) -> None:
