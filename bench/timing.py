@@ -195,6 +195,40 @@ class Sitting:
             return self._checked(batch, order, mode)
         return arm.block(batch, order, mode)[0]
 
+    def followed(self, points: Sequence[Point], load_timeout_s: float) -> str:
+        """How a call does at one of these points right behind a kernel that writes its inputs late
+        and lets its dependents begin at once, as engines may have one there.
+
+        Raises:
+            Found: it did not wait.
+            RunnerFailure: the process is gone, or the call cannot be captured there.
+        """
+        point = self.draw.random.choice(points)
+        sets = block_sets(self.op, point, self.device)
+        self.ours.prepare(self._fresh(point, sets), load_timeout_s)
+        batch = self._fresh(point, sets)
+        index = self.draw.random.randrange(sets)
+        unlike = [i for i in range(sets) if batch.cases[i].seed != batch.cases[index].seed]
+        runner = self.ours.runner
+        runner.send(batch.data)
+        reply = runner.command(
+            "follow",
+            load_timeout_s,
+            index=index,
+            other=self.draw.random.choice(unlike),
+            scalars=list(batch.cases[index].scalars),
+            recipes=batch.recipes,
+        )
+        if missing := reply.get("missing"):
+            return f"not tried behind a kernel that writes late: {missing}"[:200]
+        left = runner.left("collect", batch.plan, sets)
+        if problem := batch.problem(left, [index]):
+            raise Found(
+                "stream order",
+                f"it begins before the kernel in front of it has written: {problem[1]}",
+            )
+        return "waits for a kernel in front of it that lets its dependents begin early"
+
     def traced(self, points: Sequence[Point], load_timeout_s: float) -> Traced:
         """What CUPTI saw of one launch at one of these points, drawn now.
 

@@ -99,8 +99,8 @@ class Trial:
         self.planted = self.rejected = self.compared = self.calls = 0
         self.begin = time.monotonic()
         self.stock = Stock(op, sweep, state.device, draw)
-        self.traced = ""
-        """What CUPTI saw, where it was asked."""
+        self.traced = self.followed = ""
+        """What CUPTI saw, and what a kernel that writes late showed, where they were asked."""
 
     def load(self, built: Built, cpus: list[int] | None) -> None:
         self.runner.start(self.settings.threads, cpus)
@@ -187,6 +187,8 @@ class Trial:
             with self._timed_at(point.label()):
                 timings.append(sitting.compare(point, settings.load_timeout_s))
         if device == "cuda":
+            with self._timed_at("behind another kernel"):
+                self.followed = sitting.followed(points, settings.load_timeout_s)
             with self._timed_at("under CUPTI"):
                 seen = sitting.traced(points, settings.load_timeout_s)
             self.traced = seen.said
@@ -270,6 +272,8 @@ class Trial:
         self.state.check("values after", True, after)
         timed = f"the outputs of all {self.timed_calls} timed calls, each on values of its own"
         self.state.check("timed outputs", True, timed)
+        if self.followed:
+            self.state.check("stream order", True, self.followed)
         clocks = "the runner's clock, the judge's, calls alone and the machine's floor agree"
         self.state.check("clocks", True, "; ".join(filter(None, (clocks, self.traced))))
 

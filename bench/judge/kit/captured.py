@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from . import cudart
@@ -135,6 +136,23 @@ class Captured:
             if "CUDA" in str(event.device_type()) and event.duration_ns() > 0
         ]
         return times, sorted(spans, key=lambda span: span[1] - span[2])[:SPAN_LIMIT]
+
+    def follow(self, index: int, other: int, call: Callable[[], None], stream: Any) -> None:
+        """Once, as a graph of its own: `call`, on the buffers of a set that hold another's values;
+        its own lie in `kept`.
+        """
+        import torch
+
+        arena, kept, size = self.arena, self.kept, self.arena.set_bytes
+        self.cuda.copy_async(kept.at(index), arena.at(index), size, self.stream)
+        self.cuda.copy_async(arena.at(index), arena.at(other), size, self.stream)
+        self.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.graph(graph, stream=stream):
+            call()
+        graph.replay()
+        self.cuda.synchronize()
+        self._mode = "follow"
 
     def fingerprint(self) -> int:
         return int(self._sum(self._words[self._mode == "verified"]).item())

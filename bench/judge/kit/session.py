@@ -15,6 +15,7 @@ from typing import Any
 
 from . import cudart, loading
 from .captured import Arena, Captured
+from .late_writer import LateWriter
 from .mixing import Mixer
 
 # bound before any candidate is loaded: what it patches later is not used here
@@ -64,8 +65,18 @@ class Session:
             self.multiply = torch.mm
             self.nan = torch.full((4096, 4096), float("nan"), dtype=torch.bfloat16, device="cuda")
             self.product = torch.empty_like(self.nan)
+            self._wake_late_writer(torch.cuda.get_device_capability())
             self.cuda.synchronize()
         return {"threads": torch.get_num_threads(), **self.told}
+
+    def _wake_late_writer(self, capability: tuple[int, int]) -> None:
+        self.late: Any = None
+        self.no_late = "compute capability 9.0 is the first to launch dependents early"
+        if capability >= (9, 0):
+            try:
+                self.late = LateWriter()
+            except cudart.CudaError as error:
+                self.no_late = str(error)
 
     def do_candidate(self, path: str, binding: str, entry: str) -> dict[str, Any]:
         self.function = loading.load(path, binding, entry)
@@ -240,6 +251,24 @@ class Session:
         self.captured.compose("whole", order)
         times, spans = self.captured.launch_traced()
         return {"times_ns": times, "spans": spans}
+
+    def do_follow(
+        self, index: int, other: int, scalars: list[float], recipes: list[list[list[int]]]
+    ) -> dict[str, Any]:
+        """The call of one set right behind a kernel that writes its buffers late and lets its
+        dependents begin at once; until then they hold what those of the other set do.
+        """
+        if self.late is None:
+            return {"missing": self.no_late}
+        arena, kept, function = self.captured.arena, self.captured.kept, self._loaded()
+        self._fill(arena, recipes)
+
+        def call() -> None:
+            self.late.launch(arena.at(index), kept.at(index), arena.set_bytes, self.stream)
+            function(*arena.arguments[index], *scalars)
+
+        self.captured.follow(index, other, call, self.torch_stream)
+        return {}
 
     def do_collect(self, key: int) -> dict[str, Any]:
         self.captured.collect(self.outputs)
