@@ -34,6 +34,8 @@ from bench.toolchains import Built
 
 AFTER = 6
 """Correctness cases that come again, on other seeds, after the timed calls."""
+FEWEST_CALLS, SOAK_S = 200, 20.0
+"""Of a candidate that passes, where more would take longer than so many seconds."""
 LATE = ("triton", "torch", "cutedsl")
 """Languages that compile at the first call of a shape."""
 
@@ -222,11 +224,15 @@ class Trial:
             raise self._failed(failure, "timed calls", detail) from failure
 
     def soaked(self) -> None:
-        """More calls, checked, until there were enough over a time that is long enough."""
-        op = self.op
+        """More calls, checked, until there were enough over a time that is long enough; of an op
+        whose calls are heavy, fewer.
+        """
+        op, begin = self.op, time.monotonic()
         until = self.begin + self.settings.lives_s
         for point in itertools.cycle(self.sweep.points()):
-            if self.calls >= self.settings.calls and time.monotonic() >= until:
+            now = time.monotonic()
+            enough = FEWEST_CALLS if now > begin + SOAK_S else self.settings.calls
+            if self.calls >= min(enough, self.settings.calls) and now >= until:
                 return
             count = soaked_sets(cases_.tensors_of(op, point))
             sets = self._made(fresh(op, point, count, self.draw))
