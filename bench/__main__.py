@@ -19,6 +19,7 @@ import torch
 from bench import Candidate, Language, load_op
 from bench.judge import JudgeSettings, open_judge
 from bench.judge.judge import Judge
+from bench.judging_bytes import judging_bytes
 from bench.reading import reading_time
 from bench.simulation import statistics_table
 from bench.toolchains import build
@@ -86,6 +87,7 @@ def compare(name: str, first: Callable[[], float], second: Callable[[], float]) 
 BENCHMARKS = {
     "build": binding_build_time,
     "judge": judging_time,
+    "bytes": judging_bytes,
     "reading": reading_time,
     "statistics": statistics_table,
 }

@@ -31,8 +31,10 @@ class TensorSpec(Record):
     that the tensor is absent: how an op takes an optional one."""
     access: Literal["read", "write", "update"]
     """`update`: read and written in place. What is only read must come back as it was."""
-    values: Literal["any", "given"] = "any"
-    """`given`: only `inputs.py` chooses them (indices, tables); `any`: the judge's regimes too."""
+    values: Literal["any", "given", "bits"] = "any"
+    """`given`: only `inputs.py` chooses them (indices, tables); `any`: the judge's regimes too.
+    `bits`: every pattern of bits is a value like any other, and no regime of the op is about it
+    (packed weights): a large one the judge mixes anew on the device for each call."""
     layout: Literal["contiguous", "rows"] = "contiguous"
     """`rows`: the last axis is dense, the stride between rows may be larger than a row."""
     alignment: int = 16

@@ -19,21 +19,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from bench.ceilings import Ceilings
 from bench.clocks import TOLERANCE, ClockMonitor
 from bench.contract import Point
 from bench.errors import MissingError
 from bench.evaluation import Timing
-from bench.judge import cases as cases_
 from bench.judge.cases import Secrets
 from bench.judge.clockcheck import Block, Traced, overran, suspicious, traced, unsteady
+from bench.judge.planning import block_sets
 from bench.judge.process import Runner
+from bench.judge.sets import Sets
+from bench.judge.stock import Stock
 from bench.judge.zygote import RunnerFailure
 from bench.op import Op
 from bench.pseudomedian import Interval, pseudomedian
-from bench.timed_arm import Arm, Batch, Found, block_sets
+from bench.timed_arm import Arm, Found, fresh_sets
 
 CALLED = 2 / 3
 """At least this share of the sets is called."""
@@ -75,13 +75,15 @@ class Sitting:
         candidate: Runner,
         baseline: Runner,
         draw: Secrets,
+        stock: Stock,
         clocks: ClockMonitor,
         ceilings: Ceilings,
         precision: Precision,
     ) -> None:
-        self.op, self.device, self.draw, self.clocks = op, device, draw, clocks
-        self.ours = Arm(op, device, candidate, checked=True)
-        self.theirs = Arm(op, device, baseline, checked=False, accused=False)
+        self.op, self.device, self.clocks = op, device, clocks
+        self.draw, self.stock = draw, stock
+        self.ours = Arm(op, device, candidate, stock, checked=True)
+        self.theirs = Arm(op, device, baseline, stock, checked=False, accused=False)
         self.ceilings, self.precision = ceilings, precision
         self.method = METHODS[device]
         self.calls = 0
@@ -96,12 +98,10 @@ class Sitting:
         """
         sets = block_sets(self.op, point, self.device)
         for arm in (self.theirs, self.ours):
-            arm.prepare(point, sets, self.draw, load_timeout_s)
+            arm.prepare(self._fresh(point, sets), load_timeout_s)
         if self.device == "cuda":
             for _ in range(2):
-                self._take(
-                    self.ours, Batch.draw(self.ours, point, self.draw), sets // 2, "verified"
-                )
+                self._take(self.ours, self._fresh(point, sets), sets // 2, "verified")
         problem: str | None = ""
         waited: str | None = ""
         for _ in range(HEARINGS):
@@ -170,7 +170,7 @@ class Sitting:
     def _pair(
         self, point: Point, sets: int, swapped: bool, least: int, exactly: int | None = None
     ) -> tuple[Block, Block]:
-        batch = Batch.draw(self.ours, point, self.draw)
+        batch = self._fresh(point, sets)
         order = self.draw.order(sets, least)[:exactly]
         taken: dict[bool, Block] = {}
         for is_ours in (False, True) if swapped else (True, False):
@@ -179,18 +179,55 @@ class Sitting:
             else:
                 self.ours.runner.freeze(True)
                 try:
-                    taken[False] = self.theirs.block(batch.data, order)[0]
+                    taken[False] = self.theirs.block(batch, order)[0]
                 finally:
                     self.ours.runner.freeze(False)
         return taken[True], taken[False]
 
-    def _take(self, arm: Arm, batch: Batch, least: int, mode: str) -> Block:
+    def _fresh(self, point: Point, sets: int) -> Sets:
+        return fresh_sets(self.op, point, sets, self.device, self.stock, self.draw)
+
+    def _take(self, arm: Arm, batch: Sets, least: int, mode: str) -> Block:
         order = self.draw.order(len(batch.cases), least)
         if mode in ("cold", "eager"):
             order = order[:COLD_CALLS]
         if arm.checked:
             return self._checked(batch, order, mode)
-        return arm.block(batch.data, order, mode)[0]
+        return arm.block(batch, order, mode)[0]
+
+    def followed(self, points: Sequence[Point], load_timeout_s: float) -> str:
+        """How a call does at one of these points right behind a kernel that writes its inputs late
+        and lets its dependents begin at once, as engines may have one there.
+
+        Raises:
+            Found: it did not wait.
+            RunnerFailure: the process is gone, or the call cannot be captured there.
+        """
+        point = self.draw.random.choice(points)
+        sets = block_sets(self.op, point, self.device)
+        self.ours.prepare(self._fresh(point, sets), load_timeout_s)
+        batch = self._fresh(point, sets)
+        index = self.draw.random.randrange(sets)
+        unlike = [i for i in range(sets) if batch.cases[i].seed != batch.cases[index].seed]
+        runner = self.ours.runner
+        runner.send(batch.data)
+        reply = runner.command(
+            "follow",
+            load_timeout_s,
+            index=index,
+            other=self.draw.random.choice(unlike),
+            scalars=list(batch.cases[index].scalars),
+            recipes=batch.recipes,
+        )
+        if missing := reply.get("missing"):
+            return f"not tried behind a kernel that writes late: {missing}"[:200]
+        left = runner.left("collect", batch.plan, sets)
+        if problem := batch.problem(left, [index]):
+            raise Found(
+                "stream order",
+                f"it begins before the kernel in front of it has written: {problem[1]}",
+            )
+        return "waits for a kernel in front of it that lets its dependents begin early"
 
     def traced(self, points: Sequence[Point], load_timeout_s: float) -> Traced:
         """What CUPTI saw of one launch at one of these points, drawn now.
@@ -203,7 +240,7 @@ class Sitting:
         """
         point = self.draw.random.choice(points)
         sets = block_sets(self.op, point, self.device)
-        self.ours.prepare(point, sets, self.draw, load_timeout_s)
+        self.ours.prepare(self._fresh(point, sets), load_timeout_s)
         order = self.draw.order(sets, max(int(CALLED * sets), 1))
         try:
             reply = self.ours.runner.command("spans", SPANS_S, order=order)
@@ -223,21 +260,15 @@ class Sitting:
         found: dict[str, float] = {}
         for mode in ("cold", "eager"):
             for name, arm in (("candidate", self.ours), ("baseline", self.theirs)):
-                block = self._take(arm, Batch.draw(self.ours, point, self.draw), COLD_CALLS, mode)
+                block = self._take(arm, self._fresh(point, sets), COLD_CALLS, mode)
                 found[f"{name}_{mode}_us"] = block.figure
         return found
 
-    def _checked(self, batch: Batch, order: list[int], mode: str) -> Block:
+    def _checked(self, batch: Sets, order: list[int], mode: str) -> Block:
         """A block of the candidate's; the outputs of the very calls that were timed are checked."""
-        block, left = self.ours.block(batch.data, order, mode)
+        block, left = self.ours.block(batch, order, mode)
         assert left is not None
-        plan, decoys = self.ours.plan, sorted(set(range(len(batch.cases))) - set(order))
-        if not np.array_equal(left[decoys], batch.data[decoys]):
-            raise Found("guards", "wrote to buffers of a call that was never made")
-        cases = [batch.cases[index] for index in order]
-        expected = [cases_.expect(self.op, batch.cases[i], batch.inputs[i]) for i in order]
-        sent, got = batch.data[order], left[order]
-        if problem := cases_.problem(self.op, plan, cases, expected, sent, got):
+        if problem := batch.problem(left, order):
             check, detail = problem
             name = "timed outputs" if check == "values" else check
             raise Found(name, f"in a timed call: {detail}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -15,3 +16,10 @@ def _a_home_of_their_own() -> Iterator[None]:
         if "PATCHER_HOME" not in os.environ:
             patched.setenv("PATCHER_HOME", home)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _children_hear_ctrl_c() -> None:
+    """What a shell starts in the background ignores SIGINT, and so would all that it starts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

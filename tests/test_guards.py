@@ -19,12 +19,15 @@ from bench.judge import JudgeSettings, open_judge
 from bench.judge.cases import Case, Expected, Secrets, value_problem
 from bench.judge.process import Limits, Runner
 from bench.judge.regimes import EXACT
+from bench.judge.stock import Stock
 from bench.judge.zygote import RunnerFailure, Zygote
 from bench.op import Op
-from bench.timed_arm import Arm
+from bench.timed_arm import Arm, fresh_sets
 from bench.toolchains import build
 
 NORM = bench.load_op("fused_add_rms_norm")
+STOCK = Stock(NORM, NORM.sweep("cpu"), "cpu", Secrets(1))
+"""Empty: nothing of this op is large."""
 LINEAR = Op(Path(__file__).parent / "corpus/ops/linear")
 RIGHT = """
 import torch
@@ -55,8 +58,12 @@ def loaded(runner: Runner, source: str) -> None:
 
 
 def called(runner: Runner) -> None:
-    arm = Arm(NORM, "cpu", runner, checked=True)
-    arm.prepare(NORM.sweep("cpu").points()[0], 4, Secrets(1), 60.0)
+    prepared(Arm(NORM, "cpu", runner, STOCK, checked=True))
+
+
+def prepared(arm: Arm) -> None:
+    point = NORM.sweep("cpu").points()[0]
+    arm.prepare(fresh_sets(NORM, point, 4, "cpu", STOCK, Secrets(1)), 60.0)
 
 
 FORGED = """
@@ -154,9 +161,9 @@ def test_what_the_baseline_does_wrong_is_not_the_candidates(zygote: Zygote) -> N
         with Runner(zygote, Limits(reply_s=60.0), trusted=True) as runner:
             runner.start(1)
             loaded(runner, "import os\ndef fused_add_rms_norm(*_):\n    os._exit(3)\n")
-            arm = Arm(NORM, "cpu", runner, checked=False, accused=accused)
+            arm = Arm(NORM, "cpu", runner, STOCK, checked=False, accused=accused)
             with pytest.raises(kind, match="exited with code 3"):
-                arm.prepare(NORM.sweep("cpu").points()[0], 4, Secrets(1), 60.0)
+                prepared(arm)
 
 
 def test_a_baselines_process_that_died_is_started_anew() -> None:

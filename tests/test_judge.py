@@ -223,7 +223,7 @@ def test_red_zones_and_gaps_between_rows_tell() -> None:
     block = np.zeros(plan.set_bytes, dtype=np.uint8)
     values = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16()}
     write_set(plan, block, values)
-    back = read_set(plan, block)
+    back = read_set(plan, block, values)
     assert all(torch.equal(values[name], back[name]) for name in values)
     assert strayed(plan, block[None]) == []
     for slot, at in ((plan.slots[1], 14), (plan.slots[1], -1), (plan.slots[0], 5 * 4)):
@@ -237,7 +237,7 @@ def test_what_is_only_written_comes_as_poison() -> None:
     plan = layout([Wanted(name="out", dtype="float16", shape=(4,))])
     block = np.zeros(plan.set_bytes, dtype=np.uint8)
     write_set(plan, block, {})
-    assert read_set(plan, block)["out"].isnan().all()
+    assert read_set(plan, block, ["out"])["out"].isnan().all()
 
 
 def test_non_finite_values_are_never_right() -> None:

@@ -82,8 +82,10 @@ the triton_kernels in vLLM 0.25.1."""
 def test_the_layout_is_unfolded_as_triton_kernels_does(name: str) -> None:
     folder = OPS[name].folder
     first = OPS["moe_matmul_swiglu"].folder
+    exact, (weights, scales, columns) = runpy.run_path(str(folder / "reference.py")), folded()
+    places = exact["laid_out"](columns, scales.shape[1], weights.device)
     found = [
-        runpy.run_path(str(folder / "reference.py"))["dequantised"](*folded()),
+        exact["dequantised"](weights, scales, places, exact["numbers"](weights.device)),
         runpy.run_path(str(first / "baselines.py"))["dequantised"](*folded()),
         runpy.run_path(str(SOURCES[name, Language.TORCH]))["numbers"](*folded()),
     ]

@@ -26,7 +26,16 @@ SEES = {
 """kernels (data) <- bench <- hotspot, integrate <- patcher."""
 PUBLIC = {
     "bench": {
-        *("clock_blocks", "clocks", "cloze", "comparison", "corpus", "engines", "environment"),
+        *(
+            "ceilings",
+            "clock_blocks",
+            "clocks",
+            "cloze",
+            "comparison",
+            "corpus",
+            "engines",
+            "environment",
+        ),
         *("installed", "judge", "leash", "logits"),
         *("mutations", "planted", "quality", "scorecard", "stats", "throughput", "toolchains"),
         *("latency", "process_pairs", "traffic", "tuning", "waves", "windows"),

@@ -109,7 +109,7 @@ def test_no_trial_of_a_against_a_is_accepted_and_what_is_planted_is_found(tmp_pa
     text = (tmp_path / "summary.md").read_text()
     for said in (
         *("| A/A | 20 | 0 |", "planted +1.0", "No A/A trial of 20 was accepted: at most 13.9 %"),
-        *("CV of 7 repeats", "drawn from 6 loaded processes", "(1 start of all)"),
+        *("CV of 7 repeats", "3 process pairs of 6 loaded processes", "(1 start of all)"),
     ):
         assert said in text, said
 
@@ -181,6 +181,16 @@ def test_half_of_the_processes_have_a_patch_in(tmp_path: Path) -> None:
     assert "| patch | 6 | 6 |" in markdown(found, folder)
     for trial in folder.trials:
         assert all(first < 3 <= second for first, second in trial.process_pairs)
+
+
+def test_more_processes_make_more_pairs_of_them(tmp_path: Path) -> None:
+    asked = ASKED.model_copy(update={"processes": 8, "trials": 2, "planted": 0, "repeats": 0})
+    folder = Folder(tmp_path, asked)
+    drive(Machine(gain_pct=0.0), folder)
+    for trial in folder.trials:
+        assert sorted(number for pair in trial.process_pairs for number in pair) == [*range(8)]
+        assert trial.comparison is not None
+        assert (trial.comparison.pairs, trial.comparison.process_pairs) == (12, 4)
 
 
 def test_what_is_accepted_and_not_there_is_told(tmp_path: Path) -> None:

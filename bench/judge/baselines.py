@@ -14,11 +14,13 @@ from bench.errors import MissingError
 from bench.evaluation import geomean
 from bench.judge import Progress
 from bench.judge.cases import Secrets
+from bench.judge.planning import block_sets
 from bench.judge.process import Runner
+from bench.judge.stock import Stock
 from bench.judge.zygote import RunnerFailure
 from bench.op import Op
 from bench.records import Record, remembered
-from bench.timed_arm import Arm, Batch, block_sets
+from bench.timed_arm import Arm, fresh_sets
 from bench.toolchains import cache_root
 
 LOAD_S = 600.0
@@ -54,20 +56,21 @@ def strongest(
 
 def _measured(op: Op, sweep: Sweep, device: str, runner: Runner, progress: Progress) -> Strongest:
     draw = Secrets()
+    stock = Stock(op, sweep, device, draw)
     times: dict[str, float] = {}
     missing: dict[str, str] = {}
     for index, name in enumerate(op.baselines):
         progress("baselines", index, len(op.baselines))
         try:
             runner.command("baseline", LOAD_S, op=op.name, name=name)
-            arm = Arm(op, device, runner, checked=False)
+            arm = Arm(op, device, runner, stock, checked=False)
             medians = []
             for point in sweep.points():
                 sets = block_sets(op, point, device)
-                arm.prepare(point, sets, draw, LOAD_S)
+                made = (op, point, sets, device, stock, draw)
+                arm.prepare(fresh_sets(*made), LOAD_S)
                 blocks = [
-                    arm.block(Batch.draw(arm, point, draw).data, list(range(sets)))[0]
-                    for _ in range(BLOCKS + 1)
+                    arm.block(fresh_sets(*made), list(range(sets)))[0] for _ in range(BLOCKS + 1)
                 ]
                 medians.append(statistics.median(block.figure for block in blocks[1:]))
             times[name] = geomean(medians)

@@ -9,8 +9,8 @@ strays shows in the values.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,10 @@ FILL = 0xFF
 _ALIGN = 256
 
 Bytes = NDArray[np.uint8]
+Travel = Literal["bytes", "checked", "mixed"]
+"""`bytes`: there and back; `checked`: there, and a digest back; `mixed`: a recipe there, and a
+digest back. In this order the slots of a set lie."""
+_TRAVELS: tuple[Travel, ...] = ("bytes", "checked", "mixed")
 
 
 class Slot(Record):
@@ -40,6 +44,7 @@ class Slot(Record):
     span_bytes: int
     """From the first element to the end of the last."""
     slot_bytes: int
+    travel: Travel = "bytes"
 
     def view(self, block: torch.Tensor) -> torch.Tensor:
         """The tensor in a set's bytes (uint8, on the CPU)."""
@@ -48,21 +53,19 @@ class Slot(Record):
 
 
 class Layout(Record):
+    """Slots in the contract's order. What is sent of a set is its first bytes, and so is what comes
+    back; sizes are multiples of 8.
+    """
+
     slots: tuple[Slot, ...]
     set_bytes: int
-    """A multiple of 8."""
+    sent_bytes: int
+    returned_bytes: int
 
-    @cached_property
-    def outside(self) -> NDArray[np.bool_]:
-        """Bytes of a set that belong to no tensor: red zones, and gaps between rows."""
-        found = np.ones(self.set_bytes, dtype=bool)
-        marks = torch.from_numpy(found)
-        for slot in self.slots:
-            if slot.span_bytes:
-                size = getattr(torch, slot.dtype).itemsize
-                shape, strides = (*slot.shape, size), (*(s * size for s in slot.strides), 1)
-                marks[slot.begin :].as_strided(shape, strides).fill_(False)
-        return found
+    @property
+    def watched(self) -> list[Slot]:
+        """Those of which a digest comes back."""
+        return [slot for slot in self.slots if slot.travel != "bytes"]
 
 
 class Wanted(Record):
@@ -75,62 +78,90 @@ class Wanted(Record):
     """Elements between the end of a row and the start of the next."""
     shift: int = 0
     """Elements by which the first one is off the aligned place."""
+    travel: Travel = "bytes"
 
 
 def layout(tensors: Sequence[Wanted]) -> Layout:
-    """Slots in order."""
-    slots, offset = [], 0
-    for wanted in tensors:
+    """A slot for each."""
+    slots, offset = {}, 0
+    ends = dict.fromkeys(_TRAVELS, 0)
+    for wanted in sorted(tensors, key=lambda each: _TRAVELS.index(each.travel)):
         size = int(getattr(torch, wanted.dtype).itemsize)
         strides = _strides(wanted.shape, wanted.padding)
         empty = 0 in wanted.shape
         last = sum((n - 1) * stride for n, stride in zip(wanted.shape, strides, strict=True))
         span = 0 if empty else (last + 1) * size
         whole = 2 * RED_ZONE + _round_up(span + wanted.shift * size)
-        slots.append(
-            Slot(
-                name=wanted.name,
-                dtype=wanted.dtype,
-                shape=wanted.shape,
-                strides=strides,
-                offset=offset,
-                begin=offset + RED_ZONE + wanted.shift * size,
-                span_bytes=span,
-                slot_bytes=whole,
-            )
+        slots[wanted.name] = Slot(
+            name=wanted.name,
+            dtype=wanted.dtype,
+            shape=wanted.shape,
+            strides=strides,
+            offset=offset,
+            begin=offset + RED_ZONE + wanted.shift * size,
+            span_bytes=span,
+            slot_bytes=whole,
+            travel=wanted.travel,
         )
         offset += whole
-    return Layout(slots=tuple(slots), set_bytes=offset)
+        for travel in _TRAVELS[_TRAVELS.index(wanted.travel) :]:
+            ends[travel] = offset
+    return Layout(
+        slots=tuple(slots[wanted.name] for wanted in tensors),
+        set_bytes=offset,
+        sent_bytes=ends["checked"],
+        returned_bytes=ends["bytes"],
+    )
 
 
 def write_set(layout: Layout, block: Bytes, values: dict[str, torch.Tensor]) -> None:
-    """Fill one set's bytes (`set_bytes` long) with values between red zones; what has no value is
-    poison like them.
+    """Fill what is sent of one set (`sent_bytes` long) with values between red zones; what has no
+    value is poison like them.
     """
     block[:] = FILL
     whole = torch.from_numpy(block)
     for slot in layout.slots:
-        if slot.span_bytes and slot.name in values:
+        if slot.span_bytes and slot.travel != "mixed" and slot.name in values:
             slot.view(whole).copy_(values[slot.name])
 
 
-def read_set(layout: Layout, block: Bytes) -> dict[str, torch.Tensor]:
-    """The tensors of one set, contiguous copies."""
-    whole = torch.from_numpy(block)
-    return {slot.name: slot.view(whole).contiguous().clone() for slot in layout.slots}
+def read_set(layout: Layout, block: Bytes, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """These tensors of what came back of one set, contiguous copies."""
+    whole, wanted = torch.from_numpy(block), set(names)
+    return {
+        slot.name: slot.view(whole).contiguous().clone()
+        for slot in layout.slots
+        if slot.name in wanted
+    }
 
 
 def strayed(layout: Layout, blocks: Bytes) -> list[str]:
     """Names of tensors around which, or between whose rows, something was written.
 
-    `blocks`: [sets, set_bytes].
+    `blocks`: [sets, returned_bytes].
     """
-    touched = ((blocks != FILL) & layout.outside).any(axis=0)
     return [
         slot.name
         for slot in layout.slots
-        if touched[slot.offset : slot.offset + slot.slot_bytes].any()
+        if slot.travel == "bytes" and (_outside(slot, blocks) != FILL).any()
     ]
+
+
+def _outside(slot: Slot, blocks: Bytes) -> Bytes:
+    """Bytes of a slot that belong to no element: red zones, and gaps between rows."""
+    end = slot.begin + slot.span_bytes
+    before, after = (
+        blocks[:, slot.offset : slot.begin],
+        blocks[:, end : slot.offset + slot.slot_bytes],
+    )
+    found = [before, after]
+    size = int(getattr(torch, slot.dtype).itemsize)
+    if math.prod(slot.shape) * size < slot.span_bytes:
+        gaps = np.ones(slot.span_bytes, dtype=bool)
+        shape, strides = (*slot.shape, size), (*(s * size for s in slot.strides), 1)
+        torch.from_numpy(gaps).as_strided(shape, strides).fill_(False)
+        found.append(blocks[:, slot.begin : end][:, gaps])
+    return np.concatenate(found, axis=1)
 
 
 def _strides(shape: tuple[int, ...], padding: int) -> tuple[int, ...]:

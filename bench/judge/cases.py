@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import random
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from bench.contract import Point, Sweep
+from bench.contract import ITEM_SIZE, Point, Sweep, TensorSpec
 from bench.judge import regimes
 from bench.judge.accuracy import FLUSHED, explain_mismatch, explain_touched
-from bench.judge.blob import Bytes, Layout, Wanted, layout, read_set, strayed, write_set
+from bench.judge.blob import Layout, Travel, Wanted, layout
 from bench.op import Op
 
 Values = dict[str, Tensor]
+MIXED_BYTES = 16 << 20
+"""Of a tensor that is only read and may have any bits: from here on it is not sent."""
+CHECKED_BYTES = 1 << 20
+"""Of one that is only read: from here on a digest comes back."""
 PADDING, SHIFT = 8, 1
 """Elements by which rows are set apart and first elements moved, where the contract allows."""
 
@@ -96,6 +100,17 @@ def correctness_cases(op: Op, sweep: Sweep, draw: Secrets, rounds: int = 1) -> l
     return cases
 
 
+def shapes_tried(op: Op, sweep: Sweep) -> list[Point]:
+    """Every point at which a candidate may be called."""
+    choices = op.contract.dtype_choices()
+    hidden = [
+        Point(axes=shape.axes, dtypes=dtypes)
+        for shape in op.contract.hidden
+        for dtypes in [sweep.dtypes, *choices]
+    ]
+    return [*sweep.points(), *hidden]
+
+
 def placements(op: Op) -> list[str]:
     """Beside `plain`, what the contract allows."""
     padded = any(tensor.layout == "rows" for tensor in op.contract.tensors)
@@ -103,20 +118,33 @@ def placements(op: Op) -> list[str]:
     return [name for name, allowed in (("padded", padded), ("shifted", shifted)) if allowed]
 
 
-def tensors_of(op: Op, point: Point, placed: str = "plain") -> Layout:
+def tensors_of(op: Op, point: Point, placed: str = "plain", sparing: bool = True) -> Layout:
+    """Where they lie. `sparing`: large ones that are only read do not travel whole."""
     contract = op.contract
-    return layout(
-        [
+    wanted = []
+    for tensor in contract.tensors:
+        padded = placed == "padded" and tensor.layout == "rows"
+        shifted = placed == "shifted" and tensor.alignment < 16
+        shape, dtype = contract.shape(tensor, point), point.dtypes[tensor.dtype]
+        size = math.prod(shape) * ITEM_SIZE[dtype]
+        spared = sparing and tensor.access == "read" and not (padded or shifted)
+        wanted.append(
             Wanted(
                 name=tensor.name,
-                dtype=point.dtypes[tensor.dtype],
-                shape=contract.shape(tensor, point),
-                padding=PADDING if placed == "padded" and tensor.layout == "rows" else 0,
-                shift=SHIFT if placed == "shifted" and tensor.alignment < 16 else 0,
+                dtype=dtype,
+                shape=shape,
+                padding=PADDING if padded else 0,
+                shift=SHIFT if shifted else 0,
+                travel=_travel(tensor, size) if spared else "bytes",
             )
-            for tensor in contract.tensors
-        ]
-    )
+        )
+    return layout(wanted)
+
+
+def _travel(tensor: TensorSpec, size: int) -> Travel:
+    if tensor.values == "bits" and size >= MIXED_BYTES and size % 8 == 0:
+        return "mixed"
+    return "checked" if size >= CHECKED_BYTES else "bytes"
 
 
 def make_inputs(op: Op, case: Case, device: str) -> dict[str, Tensor]:
@@ -126,30 +154,10 @@ def make_inputs(op: Op, case: Case, device: str) -> dict[str, Tensor]:
         return values
     chooser = random.Random(case.changed)
     for tensor in op.contract.tensors:
-        if tensor.values == "any" and tensor.access != "write" and values[tensor.name].numel():
+        if tensor.values != "given" and tensor.access != "write" and values[tensor.name].numel():
             flat = values[tensor.name].view(-1)
             flat[chooser.randrange(flat.numel())] += 1
     return values
-
-
-def packed(op: Op, plan: Layout, sets: Sequence[Values]) -> Bytes:
-    """Input sets as the runner reads them: [sets, set_bytes]; poison in what is only written."""
-    read = [tensor.name for tensor in op.contract.tensors if tensor.access != "write"]
-    data = np.empty((len(sets), plan.set_bytes), dtype=np.uint8)
-    for row, values in zip(data, sets, strict=True):
-        write_set(plan, row, {name: values[name].cpu() for name in read})
-    return data
-
-
-def guard_problem(op: Op, plan: Layout, sent: Bytes, got: Bytes) -> str | None:
-    """What calls touched that the contract does not let them touch; [sets, set_bytes] each."""
-    if stray := strayed(plan, got):
-        return f"wrote outside of {', '.join(stray)}"
-    for tensor, slot in zip(op.contract.tensors, plan.slots, strict=True):
-        part = slice(slot.begin, slot.begin + slot.span_bytes)
-        if tensor.access == "read" and not np.array_equal(sent[:, part], got[:, part]):
-            return f"changed {tensor.name}, which the contract says is only read"
-    return None
 
 
 @dataclass(frozen=True)
@@ -202,22 +210,6 @@ def value_problem(
         )
         if problem:
             return f"{name}: {problem}"
-    return None
-
-
-def problem(
-    op: Op,
-    plan: Layout,
-    cases: Sequence[Case],
-    expected: Sequence[Expected],
-    sent: Bytes,
-    got: Bytes,
-) -> tuple[str, str] | None:
-    """What calls of one shape did wrong: (`guards` or `values`, in words); bytes of a set a row."""
-    if found := guard_problem(op, plan, sent, got):
-        return "guards", found
-    if found := value_problem(op, cases, expected, [read_set(plan, row) for row in got]):
-        return "values", found
     return None
 
 

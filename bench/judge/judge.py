@@ -23,6 +23,7 @@ from bench.judge import cases as cases_
 from bench.judge.baselines import LOAD_S, Strongest, strongest
 from bench.judge.building import begin, compile_check
 from bench.judge.cases import Secrets
+from bench.judge.planning import require_fits
 from bench.judge.process import Limits, Runner
 from bench.judge.trial import AFTER, State, Trial, Wrong, reseeded
 from bench.judge.tripwires import Tripwires
@@ -90,6 +91,7 @@ class Judge:
         if settings.baseline not in (None, "honest", *op.baselines):
             known = ", ".join(op.baselines)
             raise UsageError(f"{op.name} has no baseline {settings.baseline!r}", f"it has: {known}")
+        require_fits(op, sweep, device)
         state = State(candidate, device)
         begun = begin(state, op, settings, report)
         if isinstance(begun, Evaluation):

@@ -4,9 +4,7 @@ it with everything that it started.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import mmap
 import os
 import secrets
 import select
@@ -23,13 +21,12 @@ import numpy as np
 
 from bench.errors import MissingError
 from bench.judge import sandbox, tree
-from bench.judge.blob import Bytes
+from bench.judge.blob import Bytes, Layout
+from bench.judge.memory_file import memory_file, read_from_start, write_at_start
 from bench.judge.zygote import RunnerFailure, Zygote
 from bench.toolchains import Built, cache_root
 
 START_S = 300.0
-_CAPACITY = 1 << 30
-"""Bytes that inputs and outputs of one command may have; memory is used as it is written."""
 _REPLY_LIMIT = 1 << 24
 _LOG_LIMIT = 1 << 16
 
@@ -44,6 +41,17 @@ class Limits:
     """Of all its processes together."""
 
 
+@dataclass(frozen=True)
+class Left:
+    """What calls left behind."""
+
+    blocks: Bytes
+    """[sets, returned_bytes]."""
+    key: int
+    digests: object
+    """By that key: for each set, of each tensor that is watched. The runner's word: anything."""
+
+
 class Runner:
     """One runner process. A context manager: leaving kills the whole tree and removes its folder.
 
@@ -56,9 +64,11 @@ class Runner:
         self.folder = Path(tempfile.mkdtemp(prefix="patcher-run-"))
         self.confinement = "none: trusted code"
         self.reply_s = 0.0
+        self.lent: object = None
+        """The stock that it was given last."""
         self._buffer = b""
         self._status: int | None = None
-        self._files = [_memory_file("inputs"), _memory_file("outputs")]
+        self._files = [memory_file("inputs"), memory_file("outputs")]
         commands, self._commands = os.pipe()
         self._replies, replies = os.pipe()
         inputs = os.open(f"/proc/self/fd/{self._files[0]}", os.O_RDONLY)
@@ -145,19 +155,21 @@ class Runner:
 
     def send(self, data: Bytes) -> None:
         """Bytes that its next command reads."""
-        _write_at_start(self._files[0], data)
+        write_at_start(self._files[0], data)
 
-    def receive(self, size: int, crc: int) -> Bytes:
-        """Bytes that its last command left, which must be those that it had when it replied.
+    def left(self, do: str, plan: Layout, sets: int) -> Left:
+        """What its last calls left, by `hand` or `collect`: the bytes that it had when it replied.
 
         Raises:
             RunnerFailure: they are others.
         """
-        data = np.empty(size, dtype=np.uint8)
-        _read_from_start(self._files[1], data)
-        if zlib.crc32(data.data) != crc:
+        key = secrets.randbits(62)  # drawn now: no call knew it
+        reply = self.command(do, key=key)
+        data = np.empty(sets * plan.returned_bytes, dtype=np.uint8)
+        read_from_start(self._files[1], data)
+        if zlib.crc32(data.data) != reply["crc"]:
             raise RunnerFailure("its outputs changed after it handed them back", kind="Protocol")
-        return data
+        return Left(data.reshape(sets, plan.returned_bytes), key, reply["digests"])
 
     def freeze(self, frozen: bool) -> None:
         """Stop all of it, or let it go on: nothing of it runs while another is timed."""
@@ -264,31 +276,6 @@ def caches(folder: Path, trusted: bool) -> dict[str, str]:
         "PATCHER_CACHE": str(caches),
         **({"PATCHER_OPS": os.environ.get("PATCHER_OPS", "")} if trusted else {}),
     }
-
-
-def _memory_file(name: str) -> int:
-    """An anonymous file that nobody can shrink under a reader, and no path leads to."""
-    descriptor = os.memfd_create(f"patcher-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, _CAPACITY)
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    return descriptor
-
-
-def _write_at_start(descriptor: int, data: Bytes) -> None:
-    if data.nbytes > _CAPACITY:
-        raise ValueError(f"{data.nbytes} bytes for one command, {_CAPACITY} at most")
-    with mmap.mmap(descriptor, data.nbytes) as mapped:
-        mapped[:] = data.data.cast("B")
-
-
-def _read_from_start(descriptor: int, data: Bytes) -> None:
-    view, at = data.data.cast("B"), 0
-    while at < data.nbytes:
-        count = os.preadv(descriptor, [view[at:]], at)
-        if count <= 0:
-            raise ValueError("the runner's outputs are cut off")
-        at += count
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

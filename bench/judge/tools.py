@@ -25,6 +25,7 @@ from bench.judge import cases as cases_
 from bench.judge import process, sandbox, tree, zygote
 from bench.judge.blob import Bytes, Layout
 from bench.judge.cases import Case
+from bench.judge.sets import packed
 from bench.op import Op
 from bench.toolchains import Built
 
@@ -64,9 +65,9 @@ class Call:
     def of(cls, op: Op, point: Point, seed: int) -> Call:
         scalars = tuple(scalar.value for scalar in op.contract.scalars)
         inputs = cases_.make_inputs(op, Case(point, "normal", seed, scalars), "cpu")
-        plan = cases_.tensors_of(op, point)
+        plan = cases_.tensors_of(op, point, sparing=False)
         blank = tuple(tensor.name for tensor in op.contract.tensors if tensor.access == "write")
-        return cls(plan, scalars, cases_.packed(op, plan, [inputs])[0], blank)
+        return cls(plan, scalars, packed(op, plan, [inputs])[0], blank)
 
 
 @dataclass(frozen=True)

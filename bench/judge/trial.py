@@ -21,8 +21,11 @@ from bench.evaluation import Check, Evaluation, Outcome, Timing
 from bench.judge import JudgeSettings, Progress
 from bench.judge import cases as cases_
 from bench.judge.cases import Case, Secrets
-from bench.judge.process import Runner, placed
+from bench.judge.planning import soaked_sets
+from bench.judge.process import Left, Runner, placed
 from bench.judge.sanitizer import sanitize
+from bench.judge.sets import Sets
+from bench.judge.stock import Stock
 from bench.judge.zygote import RunnerFailure
 from bench.op import Op
 from bench.timed_arm import Found, fresh
@@ -31,10 +34,8 @@ from bench.toolchains import Built
 
 AFTER = 6
 """Correctness cases that come again, on other seeds, after the timed calls."""
-SOAKED = 16
-"""Calls a block after the timed ones."""
-SOAKED_BYTES = 1 << 30
-"""What such a block holds at most: fewer calls where weights are part of each input set."""
+FEWEST_CALLS, SOAK_S = 200, 20.0
+"""Of a candidate that passes, where more would take longer than so many seconds."""
 LATE = ("triton", "torch", "cutedsl")
 """Languages that compile at the first call of a shape."""
 
@@ -99,8 +100,9 @@ class Trial:
         self.settings, self.draw = settings, draw
         self.planted = self.rejected = self.compared = self.calls = 0
         self.begin = time.monotonic()
-        self.traced = ""
-        """What CUPTI saw, where it was asked."""
+        self.stock = Stock(op, sweep, state.device, draw)
+        self.traced = self.followed = ""
+        """What CUPTI saw, and what a kernel that writes late showed, where they were asked."""
 
     def load(self, built: Built, cpus: list[int] | None) -> None:
         self.runner.start(self.settings.threads, cpus)
@@ -123,36 +125,34 @@ class Trial:
 
     def _one(self, case: Case, name: str) -> None:
         op = self.op
-        inputs = cases_.make_inputs(op, case, self.state.device)
-        plan = cases_.tensors_of(op, case.point, case.placed)
-        data = cases_.packed(op, plan, [inputs])
-        left = self._called(case, plan, data)
+        sets = self._made([case])
+        left = self._called(sets)
+        inputs = sets.inputs[0]
         expected = cases_.expect(op, case, inputs)
-        if problem := cases_.problem(op, plan, [case], [expected], data, left):
+        if problem := sets.problem_with([expected], left, [0]):
             raise _wrong(problem, name, case.label())
         if name == "values":
-            self.state.outputs.update(left.tobytes())
+            self.state.outputs.update(sets.outputs(left))
         self.compared += 1
         if case.regime == "normal" and case.point in self.sweep.points():
             control = op.control(**inputs, **cases_.scalars_by_name(op, case))
             self.planted += 1
             self.rejected += cases_.value_problem(op, [case], [expected], [control]) is not None
 
-    def _called(self, case: Case, plan: Any, data: Any) -> Any:
-        sets = len(data)
-        self.runner.send(data)
+    def _made(self, cases: Sequence[Case]) -> Sets:
+        return Sets.made(self.op, cases, self.state.device, self.stock)
+
+    def _called(self, sets: Sets) -> Left:
+        count = len(sets.cases)
         try:
+            self.stock.lend(self.runner)
+            self.runner.send(sets.data)
             limit = self.settings.load_timeout_s if self.state.candidate.language in LATE else None
-            reply = self.runner.command(
-                *("call", limit),
-                plan=plan.model_dump(),
-                scalars=list(case.scalars),
-                sets=sets,
-                order=list(range(sets)),
-            )
-            return self.runner.receive(data.size, reply["crc"]).reshape(data.shape)
+            self.runner.command("call", limit, **sets.told(), order=list(range(count)))
+            return self.runner.left("hand", sets.plan, count)
         except RunnerFailure as failure:
-            raise self._failed(failure, "runs", f"{case.label()}: {failure.message}") from failure
+            where = f"{sets.cases[0].label()}: {failure.message}"
+            raise self._failed(failure, "runs", where) from failure
 
     def repeats(self, declared: bool) -> None:
         """Equal inputs at two addresses, and once more: equal bits."""
@@ -160,10 +160,7 @@ class Trial:
         differ = []
         for point in (self.sweep.points()[0], self.sweep.points()[-1]):
             case = Case(point, "normal", self.draw.seed(), scalars)
-            inputs = cases_.make_inputs(self.op, case, self.state.device)
-            plan = cases_.tensors_of(self.op, point)
-            data = cases_.packed(self.op, plan, [inputs] * 3)
-            first, *others = self._called(case, plan, data)
+            first, *others = self._called(self._made([case] * 3)).blocks
             differ += [point.label() for other in others if (other != first).any()]
         allowed = declared and not self.op.contract.guards.deterministic
         if differ and not allowed:
@@ -182,7 +179,8 @@ class Trial:
         )
         best = ceilings(device, settings.threads)
         sitting = Sitting(
-            self.op, device, self.runner, baseline, self.draw, clocks, best, precision
+            *(self.op, device, self.runner, baseline, self.draw, self.stock),
+            *(clocks, best, precision),
         )
         timings: list[Timing] = []
         points = self.sweep.points()
@@ -191,6 +189,8 @@ class Trial:
             with self._timed_at(point.label()):
                 timings.append(sitting.compare(point, settings.load_timeout_s))
         if device == "cuda":
+            with self._timed_at("behind another kernel"):
+                self.followed = sitting.followed(points, settings.load_timeout_s)
             with self._timed_at("under CUPTI"):
                 seen = sitting.traced(points, settings.load_timeout_s)
             self.traced = seen.said
@@ -224,22 +224,21 @@ class Trial:
             raise self._failed(failure, "timed calls", detail) from failure
 
     def soaked(self) -> None:
-        """More calls, checked, until there were enough over a time that is long enough."""
-        op, device = self.op, self.state.device
+        """More calls, checked, until there were enough over a time that is long enough; of an op
+        whose calls are heavy, fewer.
+        """
+        op, begin = self.op, time.monotonic()
         until = self.begin + self.settings.lives_s
         for point in itertools.cycle(self.sweep.points()):
-            if self.calls >= self.settings.calls and time.monotonic() >= until:
+            now = time.monotonic()
+            enough = FEWEST_CALLS if now > begin + SOAK_S else self.settings.calls
+            if self.calls >= min(enough, self.settings.calls) and now >= until:
                 return
-            plan = cases_.tensors_of(op, point)
-            sets = max(min(SOAKED, SOAKED_BYTES // plan.set_bytes), 1)
-            cases = fresh(op, point, sets, self.draw)
-            inputs = [cases_.make_inputs(op, case, device) for case in cases]
-            data = cases_.packed(op, plan, inputs)
-            left = self._called(cases[0], plan, data)
-            expected = [cases_.expect(op, *each) for each in zip(cases, inputs, strict=True)]
-            if problem := cases_.problem(op, plan, cases, expected, data, left):
+            count = soaked_sets(cases_.tensors_of(op, point))
+            sets = self._made(fresh(op, point, count, self.draw))
+            if problem := sets.problem(self._called(sets)):
                 raise _wrong(problem, "values after", f"{point.label()} after {self.calls} calls")
-            self.calls += len(cases)
+            self.calls += count
 
     def sanitized(self, built: Built, report: Progress) -> None:
         """On CUDA devices: compute-sanitizer, in processes of its own."""
@@ -279,6 +278,8 @@ class Trial:
         self.state.check("values after", True, after)
         timed = f"the outputs of all {self.timed_calls} timed calls, each on values of its own"
         self.state.check("timed outputs", True, timed)
+        if self.followed:
+            self.state.check("stream order", True, self.followed)
         clocks = "the runner's clock, the judge's, calls alone and the machine's floor agree"
         self.state.check("clocks", True, "; ".join(filter(None, (clocks, self.traced))))
 

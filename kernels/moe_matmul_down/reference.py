@@ -34,10 +34,12 @@ def reference(
     """
     found = x.new_zeros(output.shape, dtype=torch.float64)
     offsets = token_offsets.tolist()
+    places = laid_out(bias.shape[1], x.shape[1], x.device)
+    table = numbers(x.device)
     for expert in range(len(weights)):
         begin, end = offsets[expert : expert + 2]
         if begin < end:
-            wide = dequantised(weights[expert], scales[expert], bias.shape[1]).double()
+            wide = dequantised(weights[expert], scales[expert], places, table).double()
             found[begin:end] = x[begin:end].double() @ wide.T + bias[expert].double()
     return {"output": found * gate_scales.double().unsqueeze(1)}
 
@@ -57,10 +59,12 @@ def control(
     """The same with sums and products in bfloat16."""
     found = output.new_zeros(output.shape)
     offsets = token_offsets.tolist()
+    places = laid_out(bias.shape[1], x.shape[1], x.device)
+    table = numbers(x.device)
     for expert in range(len(weights)):
         begin, end = offsets[expert : expert + 2]
         if begin < end:
-            wide = dequantised(weights[expert], scales[expert], bias.shape[1])
+            wide = dequantised(weights[expert], scales[expert], places, table)
             rows, scale = x[begin:end].float(), gate_scales[begin:end].unsqueeze(1)
             total = bias[expert].bfloat16()
             for part, other in zip(rows.split(STEP, 1), wide.split(STEP, 1), strict=True):
@@ -69,21 +73,37 @@ def control(
     return {"output": found}
 
 
-def dequantised(weights: Tensor, scales: Tensor, columns: int) -> Tensor:
-    """One expert's weights [columns, k], float32, element by element from Hopper's layout."""
-    words = weights.view(torch.int32)
-    n = torch.arange(columns, device=weights.device).unsqueeze(1)
-    k = torch.arange(weights.shape[1] // 2, device=weights.device).unsqueeze(0)
-    word = words[n // 16 * 4 + n % 8 // 2, k // 64 * 32 + n % 2 * 16 + k // 2 % 4 * 4 + k // 16 % 4]
-    half = (word >> (k % 2 * 16)) & 0xFFFF
+def laid_out(columns: int, depth: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the number (n, k) lies in Hopper's layout, each [columns * depth], int32: its half of
+    16 bits, which of the half's four it is (times 2^16), and its scale.
+    """
+    n = torch.arange(columns, device=device, dtype=torch.int32).unsqueeze(1)
+    k = torch.arange(depth, device=device, dtype=torch.int32).unsqueeze(0)
+    word = n % 2 * 16 + k // 2 % 4 * 4 + k // 16 % 4
+    half = (n // 16 * 4 + n % 8 // 2) * depth + 2 * (k // 64 * 32 + word) + k % 2
     which = k // 8 % 2 * 2 + n // 8 % 2
-    moved = half << (3 * which)
-    last = which == 3
-    code = torch.where(last, (half >> 9 & 6) | (half >> 13 & 1), moved >> 6 & 7)
-    negative = torch.where(last, half >> 14, moved >> 15) & 1
-    number = torch.tensor(FP4, device=weights.device)[code.long()] * (1 - 2 * negative)
-    scale = scales[
-        n // 256 * 8 + n // 16 % 8,
-        k // 64 * 64 + n // 128 % 2 * 32 + n % 8 * 4 + k // 32 % 2 * 2 + n // 8 % 2,
-    ]
-    return number * torch.exp2(scale.float() - 127)
+    column = k // 64 * 64 + n // 128 % 2 * 32 + n % 8 * 4 + k // 32 % 2 * 2 + n // 8 % 2
+    scale = (n // 256 * 8 + n // 16 % 8) * depth + column
+    return half.flatten(), (which << 16).flatten(), scale.flatten()
+
+
+def numbers(device: torch.device) -> Tensor:
+    """The four numbers of every half, float32 [4 * 2^16]: that of `which` and `half` is at
+    `which * 2^16 + half`."""
+    half = torch.arange(1 << 16, device=device)
+    codes = [half << 3 * which >> 6 & 7 for which in range(3)]
+    codes.append((half >> 9 & 6) | (half >> 13 & 1))
+    signs = [half << 3 * which >> 15 & 1 for which in range(3)] + [half >> 14 & 1]
+    table = torch.tensor(FP4, device=device)
+    return torch.cat([table[c] * (1 - 2 * s) for c, s in zip(codes, signs, strict=True)])
+
+
+def dequantised(
+    weights: Tensor, scales: Tensor, places: tuple[Tensor, Tensor, Tensor], table: Tensor
+) -> Tensor:
+    """One expert's weights [columns, depth], float32, element by element."""
+    half, which, scale = places
+    halves = weights.view(torch.int16).flatten().index_select(0, half).int() & 0xFFFF
+    number = table.index_select(0, halves | which)
+    factor = torch.exp2(scales.float() - 127).flatten().index_select(0, scale)
+    return (number * factor).view(-1, weights.shape[1] // 2)

@@ -49,13 +49,15 @@ def dequantised(weights: Tensor, scales: Tensor, columns: int) -> Tensor:
     word = weights.view(torch.int32)
     fields = torch.stack([word, word << 3, word << 6], -1) >> 6
     last = (word >> 5 & 0x02000200) | (word >> 9 & 0x00060006) | (word >> 13 & 0x00010001)
-    # bit 9 is the sign, as in a half whose number has been moved down by six
     both = torch.cat((fields, last.unsqueeze(-1)), -1)
     halves = torch.stack((both, both >> 16), -1)
-    code = halves & 7
+    # bits 2 to 0 are the code, and bit 9 is the sign, as in a half whose number was moved by six
+    bits = torch.arange(0x208, device=weights.device)
+    code = bits & 7
     # four times the number: 0, 2, then 4, 6, doubled with each exponent
     size = torch.where(code < 2, code * 2, (2 + (code & 1)) << (code >> 1)).float()
-    number = torch.where((halves & 0x200) != 0, -size, size) * 0.25
+    table = torch.where((bits & 0x200) != 0, -size, size) * 0.25
+    number = table.index_select(0, (halves & 0x207).flatten())
     # n: 16s, pair, odd; k: 64s, odd pair, 16s; k's 8, n's 8; odd k
     number = number.view(columns // 16, 4, depth // 64, 2, 4, 4, 2, 2, 2)
     number = number.permute(0, 7, 1, 3, 2, 5, 6, 4, 8).reshape(columns, depth)

@@ -1,10 +1,10 @@
 """Many verdicts from few engine starts: what a trial is, and what many of them say.
 
 A *trial* is one verdict as `patcher throughput` gives it, from windows that no other trial shares:
-three process pairs, drawn anew for each trial from the processes that stay loaded, no process in
-two of them, which of two is the baseline drawn too; in each a warm-up pair and a few pairs of
-windows over prompts of their own. What is not new in each trial is the processes: what one of them
-differs by from the others comes again in every trial that draws it, so that trials are not
+at least three process pairs, drawn anew for each trial from all processes, which stay loaded, no
+process in two of them, which of two is the baseline drawn too; in each a warm-up pair and a few
+pairs of windows over prompts of their own. What is not new in each trial is the processes: what one
+of them differs by from the others comes again in every trial that draws it, so that trials are not
 independent as those of freshly started processes would be.
 """
 

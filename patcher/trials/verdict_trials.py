@@ -1,11 +1,11 @@
 """Do verdicts hold on this machine? `python -m patcher.trials.verdict_trials OUT`, on a GPU host.
 
-Six processes of vLLM stay loaded beside each other, idle but for the one that has its turn. From
-them come: at least 20 verdicts of A against A (`--patch`: of a patch), verdicts on a planted gain
-(a delay of known size in the baseline's decode steps), and the spread of repeats. What a trial is:
-`trial.py`. All of it lies in OUT as it is taken; `--seconds` ends a call in time, and the same
-command goes on from there. Exit code 0: all taken, nothing accepted that is not there and
-every planted gain found; 1: all taken, and not so; 4: time is up, run it again.
+Six processes of vLLM or more stay loaded beside each other, idle but for the one that has its turn.
+From them come: at least 20 verdicts of A against A (`--patch`: of a patch), verdicts on a planted
+gain (a delay of known size in the baseline's decode steps), and the spread of repeats. What a trial
+is: `trial.py`. All of it lies in OUT as it is taken; `--seconds` ends a call in time, and the same
+command goes on from there. Exit code 0: all taken, nothing accepted that is not there and every
+planted gain found; 1: all taken, and not so; 4: time is up, run it again.
 """
 
 from __future__ import annotations
@@ -81,7 +81,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=32, help="decode steps a window")
-    parser.add_argument("--processes", type=int, default=6, help="loaded at once, at least 6")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=6,
+        help="loaded at once, at least 6; two make a process pair",
+    )
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--pairs", type=int, default=3, help="of windows in a process pair")
     parser.add_argument("--planted", type=int, default=4, help="trials of a planted gain")

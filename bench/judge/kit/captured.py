@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from . import cudart
@@ -11,21 +12,57 @@ SPAN_LIMIT = 1000
 
 
 class Arena:
-    """Buffer sets side by side in one allocation, and the tensors that a call is given."""
+    """Buffer sets side by side in one allocation, and the tensors that a call is given; `bare`:
+    room for as many bytes, and no tensors.
 
-    def __init__(self, plan: dict[str, Any], sets: int, device: str) -> None:
+    Of each set the first `sent` bytes come from the judge, and the first `returned` go back.
+    """
+
+    def __init__(self, plan: dict[str, Any], sets: int, device: str, bare: bool = False) -> None:
         import torch
 
         self.set_bytes, self.sets = plan["set_bytes"], sets
+        self.sent, self.returned = plan["sent_bytes"], plan["returned_bytes"]
         self.bytes = torch.empty(self.set_bytes * sets, dtype=torch.uint8, device=device)
         self.pointer = self.bytes.data_ptr()
+        self.slots = [slot for slot in plan["slots"] if slot["travel"] != "bytes"]
+        self.recipes: list[list[list[int]]] = []
         self.arguments = []
-        for index in range(sets):
-            block = self.bytes[index * self.set_bytes : (index + 1) * self.set_bytes]
+        for index in range(0 if bare else sets):
+            block = self.block(index)
             self.arguments.append([_view(block, slot) for slot in plan["slots"]])
 
     def at(self, index: int) -> int:
         return int(self.pointer + index * self.set_bytes)
+
+    def block(self, index: int) -> Any:
+        return self.bytes[index * self.set_bytes : (index + 1) * self.set_bytes]
+
+    def pieces(self, host: int, width: int) -> list[tuple[int, int, int]]:
+        """Where the first `width` bytes of each set lie, here and on the host: (here, host,
+        bytes)."""
+        if width == self.set_bytes:
+            return [(self.pointer, host, width * self.sets)]
+        return [(self.at(index), host + index * width, width) for index in range(self.sets)]
+
+    def mix(self, mixer: Any, stock: Any) -> None:
+        """What is not sent, by the recipes."""
+        for index, recipes in enumerate(self.recipes):
+            block = self.block(index)
+            mixer.surround(block[self.sent :])
+            slots = [slot for slot in self.slots if slot["travel"] == "mixed"]
+            for slot, recipe in zip(slots, recipes, strict=True):
+                mixer.mix(block[slot["begin"] : slot["begin"] + slot["span_bytes"]], stock, recipe)
+
+    def digests(self, mixer: Any, key: int) -> list[list[int]]:
+        """For each set, of the slots that do not go back."""
+        return [
+            [mixer.digest(self._slot(index, slot), key) for slot in self.slots]
+            for index in range(self.sets)
+        ]
+
+    def _slot(self, index: int, slot: dict[str, Any]) -> Any:
+        return self.block(index)[slot["offset"] : slot["offset"] + slot["slot_bytes"]]
 
 
 def _view(block: Any, slot: dict[str, Any]) -> Any:
@@ -39,16 +76,21 @@ def _view(block: Any, slot: dict[str, Any]) -> Any:
 class Captured:
     """Graphs of single calls, and what is composed of them."""
 
-    def __init__(self, cuda: Any, arena: Arena, graphs: list[Any], stream: int) -> None:
+    def __init__(
+        self, cuda: Any, arena: Arena, kept: Arena, graphs: list[Any], stream: int
+    ) -> None:
         import torch
 
         self.cuda, self.arena, self.stream = cuda, arena, stream
         self.graphs = graphs
         self.children = [graph.raw_cuda_graph() for graph in graphs]
-        self.kept = torch.empty_like(arena.bytes)
+        self.kept = kept
         self.flush = torch.empty(2 * cuda.l2_bytes(), dtype=torch.uint8, device="cuda")
         self._sum = torch.Tensor.sum
-        self._words = [each.view(torch.int64) for each in (arena.bytes, self.kept)]
+        self._words = [
+            each.bytes.view(torch.int64).view(each.sets, -1)[:, : each.returned // 8]
+            for each in (arena, kept)
+        ]
         self._made: Any = None
         self._events: list[tuple[int, int]] = []
         self._mode = "whole"
@@ -56,7 +98,7 @@ class Captured:
     def compose(self, mode: str, order: list[int]) -> None:
         if self._made is not None:
             self._made.close()
-        size, sets, target = self.arena.set_bytes, self.arena.sets, self.kept.data_ptr()
+        size, sets, target = self.arena.set_bytes, self.arena.sets, self.kept.pointer
         self._mode, self._calls = mode, len(order)
         needed = {"whole": 1, "verified": 0, "cold": len(order)}[mode]
         while len(self._events) < needed:
@@ -95,9 +137,31 @@ class Captured:
         ]
         return times, sorted(spans, key=lambda span: span[1] - span[2])[:SPAN_LIMIT]
 
+    def follow(self, index: int, other: int, call: Callable[[], None], stream: Any) -> None:
+        """Once, as a graph of its own: `call`, on the buffers of a set that hold another's values;
+        its own lie in `kept`.
+        """
+        import torch
+
+        arena, kept, size = self.arena, self.kept, self.arena.set_bytes
+        self.cuda.copy_async(kept.at(index), arena.at(index), size, self.stream)
+        self.cuda.copy_async(arena.at(index), arena.at(other), size, self.stream)
+        self.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.graph(graph, stream=stream):
+            call()
+        graph.replay()
+        self.cuda.synchronize()
+        self._mode = "follow"
+
     def fingerprint(self) -> int:
         return int(self._sum(self._words[self._mode == "verified"]).item())
 
+    @property
+    def left(self) -> Arena:
+        """What calls left: the buffers, or what they held after each call."""
+        return self.kept if self._mode == "verified" else self.arena
+
     def collect(self, target: int) -> None:
-        source = self.kept if self._mode == "verified" else self.arena.bytes
-        self.cuda.to_host(target, source.data_ptr(), source.numel())
+        for here, host, size in self.left.pieces(target, self.left.returned):
+            self.cuda.to_host(host, here, size)

@@ -11,25 +11,17 @@ nothing of the project.
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
-import mmap
 import os
 import signal
 import socket
 import sys
-import time
 import traceback
-import zlib
 from typing import Any
 
-from . import confine, cudart, loading
-from .captured import Arena, Captured
+from . import confine
+from .session import Session
 
-# bound before any candidate is loaded: what it patches later is not used here
-_clock = time.perf_counter_ns
-_move = ctypes.memmove
-_crc = zlib.crc32
 _PDEATHSIG, _NO_NEW_PRIVILEGES, _SUBREAPER = 1, 38, 36
 
 
@@ -101,214 +93,6 @@ def runner(job: dict[str, Any], descriptors: list[int]) -> None:
             }
         os.write(replies, json.dumps(reply).encode() + b"\n")
     os._exit(0)
-
-
-class Session:
-    def __init__(self, inputs: int, outputs: int, told: dict[str, Any]) -> None:
-        self.told = told
-        size = os.fstat(inputs).st_size
-        # writable, so that ctypes tells its address; private, so that the judge's bytes stay
-        writable = mmap.PROT_READ | mmap.PROT_WRITE
-        self.input = mmap.mmap(inputs, size, prot=writable, flags=mmap.MAP_PRIVATE)
-        self.inputs = _address(self.input)
-        self.output = mmap.mmap(outputs, size)
-        self.outputs = _address(self.output)
-        self.function: Any = None
-        self.device = "cpu"
-        self.cuda: Any = None
-        self.stream = 0
-        self.captured: Any = None
-        self.ready: Any = None
-
-    def do_start(self, device: str, threads: int | None, cpus: list[int] | None) -> dict[str, Any]:
-        """Wake the device, before any foreign code."""
-        if cpus is not None:
-            os.sched_setaffinity(0, cpus)
-        import torch
-
-        torch.manual_seed(0)
-        self.device = device
-        if threads is not None:
-            torch.set_num_threads(threads)
-        if device == "cuda":
-            torch.zeros(1, device="cuda")
-            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            self.torch_stream = stream
-            torch.cuda.set_stream(stream)
-            self.stream = stream.cuda_stream
-            self.cuda = cudart.Cuda()
-            self.cuda.forget_persisting_lines()
-            self.multiply = torch.mm
-            self.nan = torch.full((4096, 4096), float("nan"), dtype=torch.bfloat16, device="cuda")
-            self.product = torch.empty_like(self.nan)
-            self.cuda.synchronize()
-        return {"threads": torch.get_num_threads(), **self.told}
-
-    def do_candidate(self, path: str, binding: str, entry: str) -> dict[str, Any]:
-        self.function = loading.load(path, binding, entry)
-        gc.freeze()  # what is loaded stays: collecting it would take 0.1 s between calls
-        return {}
-
-    def do_baseline(self, op: str, name: str) -> dict[str, Any]:
-        from bench.op import load_op
-
-        self.captured = None
-        known = load_op(op)
-        function = known.baselines[name](self.device)
-        tensors = known.contract.tensors
-        written = [place for place, each in enumerate(tensors) if each.access != "read"]
-
-        def run(*arguments: Any) -> None:
-            # it may return what the contract says is written: put that where it belongs
-            result = function(*arguments)
-            if isinstance(result, tuple):
-                for place, value in zip(written, result, strict=True):
-                    if value is not arguments[place]:
-                        arguments[place].copy_(value)
-
-        self.function = run
-        gc.freeze()
-        return {}
-
-    def do_canary(self) -> dict[str, Any]:
-        """Exact integer arithmetic on the device: a digest that only a sound one gives."""
-        import torch
-
-        x = torch.arange(1 << 20, dtype=torch.int64, device=self.device)
-        y = (x * 2654435761 % 4294967291).view(1024, 1024)
-        z = (y.to(torch.float64) % 257) @ (y.t().to(torch.float64) % 263)
-        return {"digest": f"{int(y.sum()):x}-{int(z.sum()):x}"}
-
-    def do_call(
-        self, plan: dict[str, Any], scalars: list[float], sets: int, order: list[int]
-    ) -> dict[str, Any]:
-        """Call once for each set of `order`; what a call leaves behind is copied as it returns."""
-        self.do_ready(plan, scalars, sets, order)
-        return {**self.do_go(), **self.do_hand()}
-
-    def do_ready(
-        self, plan: dict[str, Any], scalars: list[float], sets: int, order: list[int]
-    ) -> dict[str, Any]:
-        """Everything but the calls, so that the judge's clock sees them alone."""
-        arena = Arena(plan, sets, self.device)
-        self._fill(arena)
-        arguments = [(*arena.arguments[index], *scalars) for index in order]
-        if self.cuda is None:
-            _move(self.outputs, arena.pointer, arena.set_bytes * sets)
-        self.ready = (arena, arguments, order)
-        return {}
-
-    def do_go(self) -> dict[str, Any]:
-        import torch
-
-        arena, arguments, order = self.ready
-        function = self._loaded()
-        times: list[float] = []
-        gc.disable()
-        with torch.inference_mode():
-            if self.cuda is None:
-                for index, each in zip(order, arguments, strict=True):
-                    begin = _clock()
-                    function(*each)
-                    times.append(_clock() - begin)
-                    _move(self.outputs + index * arena.set_bytes, arena.at(index), arena.set_bytes)
-            else:
-                times = self._call_on_gpu(arena, arguments, order, function)
-        gc.enable()
-        return {"times_ns": times}
-
-    def do_hand(self) -> dict[str, Any]:
-        return {"crc": self._handed_back(self.ready[0])}
-
-    def _call_on_gpu(
-        self, arena: Arena, arguments: list[Any], order: list[int], function: Any
-    ) -> list[float]:
-        """Eager: the larger of the events' and the synchronised host's time."""
-        kept = Arena({"set_bytes": arena.set_bytes, "slots": []}, arena.sets, self.device)
-        self.cuda.copy_async(kept.pointer, arena.pointer, arena.set_bytes * arena.sets, self.stream)
-        before, after, times = self.cuda.event(), self.cuda.event(), []
-        for index, each in zip(order, arguments, strict=True):
-            # leaves NaN in every multiprocessor's shared memory, for who reads what it never wrote
-            self.multiply(self.nan, self.nan, out=self.product)
-            self.cuda.synchronize()
-            begin = _clock()
-            self.cuda.record(before, self.stream)
-            function(*each)
-            self.cuda.record(after, self.stream)
-            self.cuda.copy_async(kept.at(index), arena.at(index), arena.set_bytes, self.stream)
-            self.cuda.synchronize()
-            wall = _clock() - begin
-            times.append(max(self.cuda.elapsed_ns(before, after), float(wall)))
-        self.cuda.to_host(self.outputs, kept.pointer, arena.set_bytes * arena.sets)
-        return times
-
-    def do_capture(self, plan: dict[str, Any], scalars: list[float], sets: int) -> dict[str, Any]:
-        """CUDA: each call as a graph of its own, on buffers that stay."""
-        import torch
-
-        self.captured = None
-        arena = Arena(plan, sets, self.device)
-        self._fill(arena)
-        function, graphs = self._loaded(), []
-        pool = torch.cuda.graph_pool_handle()
-        with torch.inference_mode():
-            for _ in range(2):
-                function(*arena.arguments[0], *scalars)
-            self.cuda.synchronize()
-            for arguments in arena.arguments:
-                graph = torch.cuda.CUDAGraph(keep_graph=True)
-                with torch.cuda.graph(graph, pool=pool, stream=self.torch_stream):
-                    function(*arguments, *scalars)
-                graphs.append(graph)
-            self.cuda.synchronize()
-        self.captured = Captured(self.cuda, arena, graphs, self.stream)
-        return {}
-
-    def do_compose(self, mode: str, order: list[int]) -> dict[str, Any]:
-        """New values into the captured buffers, and the calls of `order` ready to launch.
-
-        `mode`: `whole` (between two events), `verified` (a copy after each call, in stream order)
-        or `cold` (L2 overwritten before each call).
-        """
-        self._fill(self.captured.arena)
-        kept = self.cuda.persisting_bytes()
-        self.captured.compose(mode, order)
-        return {"persisting_bytes": kept}
-
-    def do_launch(self) -> dict[str, Any]:
-        """Once. The fingerprint is of what the buffers held when the reply was written."""
-        times = self.captured.launch()
-        return {"times_ns": times, "fingerprint": self.captured.fingerprint()}
-
-    def do_spans(self, order: list[int]) -> dict[str, Any]:
-        """One more launch, as CUPTI saw it over all streams: [name, begin, end] in nanoseconds."""
-        self._fill(self.captured.arena)
-        self.captured.compose("whole", order)
-        times, spans = self.captured.launch_traced()
-        return {"times_ns": times, "spans": spans}
-
-    def do_collect(self) -> dict[str, Any]:
-        self.captured.collect(self.outputs)
-        return {"crc": self._handed_back(self.captured.arena)}
-
-    def _loaded(self) -> Any:
-        if self.function is None:
-            raise RuntimeError("nothing is loaded")
-        return self.function
-
-    def _fill(self, arena: Arena) -> None:
-        size = arena.set_bytes * arena.sets
-        if self.cuda is None:
-            _move(arena.pointer, self.inputs, size)
-        else:
-            self.cuda.to_device(arena.pointer, self.inputs, size)
-
-    def _handed_back(self, arena: Arena) -> int:
-        return _crc(memoryview(self.output)[: arena.set_bytes * arena.sets])
-
-
-def _address(mapping: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,47 @@
+"""Anonymous files through which bytes go between judge and runner."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+from bench.judge.blob import Bytes
+
+CAPACITY = 1 << 30
+"""Bytes that inputs, or outputs, of one command may have; memory is used as it is written."""
+
+
+def memory_file(name: str) -> int:
+    """A descriptor of one that nobody can shrink under a reader, and no path leads to."""
+    descriptor = os.memfd_create(f"patcher-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, CAPACITY)
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def write_at_start(descriptor: int, data: Bytes) -> None:
+    """All of it.
+
+    Raises:
+        ValueError: more than `CAPACITY`, which `bench.judge.planning` should have kept below.
+    """
+    if data.nbytes > CAPACITY:
+        raise ValueError(f"{data.nbytes} bytes for one command, {CAPACITY} at most")
+    view, at = data.data.cast("B"), 0
+    while at < data.nbytes:
+        at += os.pwrite(descriptor, view[at:], at)
+
+
+def read_from_start(descriptor: int, data: Bytes) -> None:
+    """Fill `data`.
+
+    Raises:
+        ValueError: the file is shorter.
+    """
+    view, at = data.data.cast("B"), 0
+    while at < data.nbytes:
+        count = os.preadv(descriptor, [view[at:]], at)
+        if count <= 0:
+            raise ValueError("the runner's outputs are cut off")
+        at += count

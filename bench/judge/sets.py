@@ -1,0 +1,134 @@
+"""Problems of one shape side by side, as bytes: what is sent of them, what calls did to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from bench.judge.blob import FILL, Bytes, Layout, Slot, read_set, strayed, write_set
+from bench.judge.cases import Case, Expected, Values, expect, make_inputs, tensors_of, value_problem
+from bench.judge.kit.mixing import Mixer
+from bench.judge.process import Left
+from bench.judge.stock import Recipe, Stock
+from bench.op import Op
+
+
+@dataclass
+class Sets:
+    """One problem for each set of buffers."""
+
+    op: Op
+    plan: Layout
+    cases: list[Case]
+    inputs: list[Values]
+    recipes: list[list[Recipe]]
+    """For each set, of each tensor that is mixed."""
+    data: Bytes = field(init=False)
+    """[sets, sent_bytes]."""
+
+    @classmethod
+    def made(cls, op: Op, cases: Sequence[Case], device: str, stock: Stock) -> Self:
+        """Cases of one shape and placement, with their values on the device."""
+        plan = tensors_of(op, cases[0].point, cases[0].placed)
+        inputs = [make_inputs(op, case, device) | stock.values(case, plan) for case in cases]
+        recipes = [stock.recipes(case, plan) for case in cases]
+        sets = cls(op, plan, list(cases), inputs, recipes)
+        sets.data = packed(op, plan, inputs, stock.room(len(cases), plan.sent_bytes, sets))
+        return sets
+
+    def told(self) -> dict[str, Any]:
+        """What a command is told of them, beside the bytes."""
+        return {
+            "plan": self.plan.model_dump(),
+            "scalars": list(self.cases[0].scalars),
+            "sets": len(self.cases),
+            "recipes": self.recipes,
+        }
+
+    def problem(self, left: Left, order: Sequence[int] | None = None) -> tuple[str, str] | None:
+        """What calls of the sets of `order` (else of all) did wrong: (`guards` or `values`, in
+        words).
+        """
+        called = list(range(len(self.cases)) if order is None else order)
+        expected = [expect(self.op, self.cases[i], self.inputs[i]) for i in called]
+        return self.problem_with(expected, left, called)
+
+    def problem_with(
+        self, expected: Sequence[Expected], left: Left, called: Sequence[int]
+    ) -> tuple[str, str] | None:
+        """The same where it is known what is right."""
+        spared = sorted(set(range(len(self.cases))) - set(called))
+        size = self.plan.returned_bytes
+        if not np.array_equal(left.blocks[spared], self.data[spared, :size]):
+            return "guards", "wrote to buffers of a call that was never made"
+        if found := self._guard_problem(left, called):
+            return "guards", found
+        names = [tensor.name for tensor in self.op.contract.written]
+        values = [read_set(self.plan, left.blocks[index], names) for index in called]
+        cases = [self.cases[index] for index in called]
+        if found := value_problem(self.op, cases, expected, values):
+            return "values", found
+        return None
+
+    def _guard_problem(self, left: Left, called: Sequence[int]) -> str | None:
+        """What calls touched that the contract does not let them touch."""
+        got = left.blocks[called]
+        if stray := strayed(self.plan, got):
+            return f"wrote outside of {', '.join(stray)}"
+        for tensor, slot in zip(self.op.contract.tensors, self.plan.slots, strict=True):
+            if tensor.access != "read" or slot.travel != "bytes":
+                continue
+            part = slice(slot.begin, slot.begin + slot.span_bytes)
+            if not np.array_equal(self.data[called, part], got[:, part]):
+                return f"changed {tensor.name}, which the contract says is only read"
+        digests = [self.digests(values, left.key) for values in self.inputs]
+        if left.digests != digests:
+            return self._told_otherwise(left.digests, digests)
+        return None
+
+    def digests(self, values: Values, key: int) -> list[int]:
+        """Of the slots that are watched, as they must have stayed."""
+        mixer = Mixer()
+        return [mixer.digest(_slot_bytes(slot, values), key) for slot in self.plan.watched]
+
+    def _told_otherwise(self, got: object, right: list[list[int]]) -> str:
+        """The runner's word is looked at with care: it may be anything."""
+        names = [slot.name for slot in self.plan.watched]
+        for mine, theirs in zip(right, got if isinstance(got, list) else [], strict=False):
+            said = theirs if isinstance(theirs, list) else []
+            for name, a, b in zip(names, mine, said, strict=False):
+                if a != b:
+                    return f"changed {name}, which the contract says is only read, or around it"
+        return f"gave no digest of {', '.join(names)}"
+
+    def outputs(self, left: Left) -> bytes:
+        """What was written, for a digest of all that was compared."""
+        written = {tensor.name for tensor in self.op.contract.written}
+        parts = [slot for slot in self.plan.slots if slot.name in written]
+        return b"".join(
+            row[slot.begin : slot.begin + slot.span_bytes].tobytes()
+            for row in left.blocks
+            for slot in parts
+        )
+
+
+def packed(op: Op, plan: Layout, sets: Sequence[Values], room: Bytes | None = None) -> Bytes:
+    """Input sets as the runner reads them: [sets, sent_bytes]; poison in what is only written."""
+    read = [tensor.name for tensor in op.contract.tensors if tensor.access != "write"]
+    data = np.empty((len(sets), plan.sent_bytes), dtype=np.uint8) if room is None else room
+    for row, values in zip(data, sets, strict=True):
+        write_set(plan, row, {name: values[name] for name in read})
+    return data
+
+
+def _slot_bytes(slot: Slot, values: Values) -> torch.Tensor:
+    """A slot with its red zones, on the device of the values."""
+    value = values[slot.name]
+    block = torch.full((slot.slot_bytes,), FILL, dtype=torch.uint8, device=value.device)
+    at = slot.begin - slot.offset
+    block[at : at + slot.span_bytes] = value.reshape(-1).view(torch.uint8)
+    return block

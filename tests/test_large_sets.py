@@ -1,0 +1,231 @@
+"""Input sets too large to be sent whole: how many there are, how they are made and checked."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bench
+from bench import Candidate, Evaluation, Language, Outcome
+from bench.judge import JudgeSettings, cases, open_judge, planning, stock
+from bench.judge.cases import Case, Secrets, tensors_of
+from bench.judge.judge import Judge
+from bench.judge.kit.mixing import WIDTH, Mixer
+from bench.judge.process import Left
+from bench.judge.sets import Sets
+from bench.judge.stock import Stock
+from bench.judge.tools import Call
+from bench.timed_arm import fresh_sets
+
+OP = bench.load_op("moe_matmul_down")
+POINT = OP.sweep("cpu").points()[-1]
+SERVED = OP.sweep("cuda").points()[-1]
+SOURCE = next(c.source for i, c in OP.solutions() if i.language is Language.TORCH)
+ENTRY = "    offsets = token_offsets.tolist()\n"
+EACH = "numbers(weights[expert], scales[expert], bias.shape[1])"
+
+
+@pytest.fixture
+def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that this machine's sizes travel as those of a GPU do."""
+    monkeypatch.setattr(cases, "MIXED_BYTES", 1 << 10)
+    monkeypatch.setattr(cases, "CHECKED_BYTES", 1 << 8)
+    monkeypatch.setattr(stock, "PIECE_BYTES", 1000)
+
+
+@pytest.fixture
+def judge(small_is_large: None) -> Iterator[Judge]:
+    settings = JudgeSettings(
+        baseline="eager", pairs=3, points=1, threads=1, calls=60, lives_s=0.0, timeout_s=20
+    )
+    with open_judge(settings) as opened:
+        yield opened
+
+
+def judged(judge: Judge, source: str, language: Language = Language.TORCH) -> Evaluation:
+    candidate = Candidate(op=OP.name, language=language, source=source)
+    return judge.evaluate(candidate, lambda *_: None)
+
+
+def altered(old: str, new: str) -> str:
+    assert SOURCE.count(old) == 1
+    return SOURCE.replace(old, new)
+
+
+def test_the_right_one_is_right_and_hardly_anything_is_sent(judge: Judge) -> None:
+    evaluation = judged(judge, SOURCE)
+    assert evaluation.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW), evaluation.failed_checks
+    plan = tensors_of(OP, POINT)
+    assert {slot.name: slot.travel for slot in plan.watched} == {
+        **dict.fromkeys(("x", "scales", "bias"), "checked"),
+        "weights": "mixed",
+    }
+    assert plan.returned_bytes < plan.sent_bytes < plan.set_bytes
+
+
+CHANGED = ENTRY + "    weights.view(-1)[-1] += 1\n"
+AROUND = ENTRY + "    weights.as_strided((1,), (1,), weights.storage_offset() - 1).fill_(0)\n"
+PACKED_ONCE = """
+made = {}
+def kept(expert, weights, scales, columns):
+    key = KEY
+    if key not in made:
+        made[key] = numbers(weights, scales, columns)
+    return made[key]
+
+
+def moe_matmul_down("""
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome", "checks", "said"),
+    [
+        ((ENTRY, CHANGED), "guard_violation", {"guards"}, "changed weights"),
+        ((ENTRY, AROUND), "guard_violation", {"guards"}, "weights.* around it"),
+        ((ENTRY, CHANGED.replace("weights", "scales")), "guard_violation", {"guards"}, "scales"),
+        (("weights.data_ptr()",), "mismatch", {"values", "determinism", "timed outputs"}, "output"),
+        (
+            ("(bytes(weights.view(-1)[::97].tolist()), bytes(scales.view(-1).tolist()))",),
+            "mismatch",
+            {"timed outputs", "values after"},
+            "output",
+        ),
+    ],
+    ids=["written", "around", "sent-written", "cached-by-address", "cached-by-a-sample"],
+)
+def test_a_cheat_with_large_weights_is_caught(
+    judge: Judge, change: tuple[str, ...], outcome: str, checks: set[str], said: str
+) -> None:
+    if len(change) == 2:
+        source = altered(*change)
+    else:
+        source = altered(EACH, f"kept(expert, {EACH.removeprefix('numbers(')}")
+        source = source.replace("\ndef moe_matmul_down(", PACKED_ONCE.replace("KEY", change[0]))
+    evaluation = judged(judge, source)
+    assert evaluation.outcome == outcome, evaluation.log
+    [failed] = evaluation.failed_checks
+    assert failed.name in checks
+    assert re.search(said, failed.detail)
+
+
+def test_how_many_sets_follows_from_what_one_weighs(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = bench.load_op("fused_add_rms_norm")
+    small = norm.sweep("cuda").points()[0]
+    assert planning.block_sets(norm, small, "cuda") == planning.SETS["cuda"]
+    large = small.model_copy(update={"axes": {"tokens": 2048, "hidden": 2880}})
+    assert planning.block_sets(norm, large, "cuda") == planning.FEWEST_SETS
+    for name in ("moe_matmul_down", "moe_matmul_swiglu"):
+        op = bench.load_op(name)
+        planning.require_fits(op, op.sweep("cuda"), "cpu")
+        for point in op.sweep("cuda").points():
+            plan = tensors_of(op, point)
+            assert planning.block_sets(op, point, "cuda") == planning.FEWEST_LARGE
+            assert planning.soaked_sets(plan) == planning.SOAKED_BYTES // plan.set_bytes
+            assert plan.sent_bytes < plan.set_bytes // 8
+    plan = tensors_of(OP, SERVED)
+    monkeypatch.setattr(planning, "CAPACITY", 2 * plan.sent_bytes)
+    assert planning.block_sets(OP, SERVED, "cuda") == planning.soaked_sets(plan) == 2
+
+
+def test_an_op_too_large_is_an_error_with_a_hint_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sweep = OP.sweep("cuda").model_copy(update={"fixed": {**SERVED.axes, "experts": 2000}})
+    with pytest.raises(bench.UsageError, match=r"too large to be judged: 0.* GiB go to") as caught:
+        planning.require_fits(OP, sweep, "cpu")
+    assert 'values = "bits"' in caught.value.hint
+    monkeypatch.setattr(planning, "CAPACITY", 1 << 10)
+    candidate = Candidate(op=OP.name, language=Language.TORCH, source="does not even compile(")
+    with open_judge(JudgeSettings()) as judge, pytest.raises(bench.UsageError, match="too large"):
+        judge.evaluate(candidate, lambda *_: None)
+
+
+def test_the_sets_of_a_block_differ_in_every_word_and_some_in_one_bit(small_is_large: None) -> None:
+    draw = Secrets(3)
+    bits = Stock(OP, OP.sweep("cpu"), "cpu", draw)
+    sets = fresh_sets(OP, POINT, 12, "cpu", bits, draw)
+    words = [values["weights"].flatten().view(torch.int64) for values in sets.inputs]
+    twins = {}
+    for index, case in enumerate(sets.cases):
+        for other in range(index):
+            same = int((words[index] == words[other]).sum())
+            if case.seed == sets.cases[other].seed:
+                twins[index] = len(words[0]) - same
+            else:
+                assert same < 8, (index, other)
+    assert twins
+    assert set(twins.values()) <= {1, 2}  # one bit of each
+
+
+def test_a_buffer_is_used_again_when_its_sets_are_gone_and_not_before() -> None:
+    draw = Secrets(3)
+    bits = Stock(OP, OP.sweep("cpu"), "cpu", draw)
+    first, second = (fresh_sets(OP, POINT, 2, "cpu", bits, draw) for _ in range(2))
+    assert not np.shares_memory(first.data, second.data)
+    place, held = first.data.ctypes.data, second.data.copy()
+    del first
+    third = fresh_sets(OP, POINT, 2, "cpu", bits, draw)
+    assert third.data.ctypes.data == place
+    assert np.array_equal(second.data, held)
+    assert not np.array_equal(third.data, held)
+
+
+def test_a_mixed_tensor_is_the_stock_from_a_place_on_and_round_its_end(
+    small_is_large: None,
+) -> None:
+    bits = Stock(OP, OP.sweep("cpu"), "cpu", Secrets(1))
+    target, stored = torch.empty(800, dtype=torch.uint8), bits.bits.numpy().view(np.uint64)
+    at, mask = len(stored) - 10, (1 << 62) + 12345
+    Mixer().mix(target, bits.bits, [at, mask, 401])
+    expected = np.roll(stored, 10)[:100] ^ np.uint64(mask)
+    expected.view(np.uint8)[401] ^= 1
+    assert (target.numpy().view(np.uint64) == expected).all()
+    with pytest.raises(ValueError, match="words of a stock"):
+        Mixer().mix(torch.empty(bits.size + 8, dtype=torch.uint8), bits.bits, [0, 1, -1])
+
+
+@pytest.mark.parametrize("size", [4, 4 * WIDTH - 4, 4 * WIDTH, 3 * 4 * WIDTH + 20])
+def test_a_digest_tells_every_change_and_depends_on_the_key(size: int) -> None:
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    mixer, chosen = Mixer(), random.Random(size)
+    right = mixer.digest(data, 5)
+    assert mixer.digest(data.clone(), 5) == right
+    assert mixer.digest(data, 6) != right
+    for _ in range(20):
+        other = data.clone()
+        other[chosen.randrange(size)] ^= 1 << chosen.randrange(8)
+        assert mixer.digest(other, 5) != right
+    if size > 8:  # a plain sum would not tell
+        other = data.clone()
+        other[:4], other[4:8] = data[4:8].clone(), data[:4].clone()
+        assert mixer.digest(other, 5) != right or data[:4].equal(data[4:8])
+
+
+@pytest.mark.parametrize("said", [None, [], [[]], 5, [[1, 2, 3, 4]], ["weights"], {"0": [1]}])
+def test_digests_are_the_runners_word_and_may_be_anything(small_is_large: None, said: Any) -> None:
+    bits = Stock(OP, OP.sweep("cpu"), "cpu", Secrets(1))
+    sets = Sets.made(OP, [Case(POINT, "normal", 1, ())], "cpu", bits)
+    back = sets.data[:, : sets.plan.returned_bytes].copy()
+    left = Left(back, 9, [sets.digests(sets.inputs[0], 9)])
+    found = sets.problem(left)
+    assert found is not None
+    assert found[0] == "values"  # nothing was written, and nothing touched
+    found = sets.problem(replace(left, digests=said))
+    assert found is not None
+    assert found[0] == "guards"
+
+
+def test_tools_that_watch_a_whole_process_are_given_all_bytes(small_is_large: None) -> None:
+    call = Call.of(OP, POINT, 1)
+    assert call.plan.sent_bytes == call.plan.returned_bytes == call.plan.set_bytes == len(call.data)
+    inputs = cases.make_inputs(OP, Case(POINT, "normal", 1, ()), "cpu")
+    slot = next(slot for slot in call.plan.slots if slot.name == "weights")
+    held = call.data[slot.begin : slot.begin + slot.span_bytes]
+    assert (held == inputs["weights"].flatten().numpy()).all()
