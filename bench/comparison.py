@@ -64,7 +64,8 @@ class Sample(Record):
     process: int | None = Field(default=None, ge=0)
     """The process pair that the pair ran in: fresh processes have a number of their own."""
     swapped: bool | None = None
-    """Whether the process that usually is the baseline is the patched one in this process pair."""
+    """Whether the arms changed places in this process pair: the patched process was started first,
+    which usually is the baseline's place."""
 
 
 class Comparison(Record):
