@@ -146,7 +146,7 @@ def test_one_process_takes_the_same_points() -> None:
 def test_points_without_a_usable_pair_keep_an_accept_back() -> None:
     class Hot(ClockMonitor):
         def sample(self) -> ClockSample:
-            return ClockSample(sm_mhz=1980, throttle=("power cap",))
+            return ClockSample(sm_mhz=1980, throttle=("hardware slowdown",))
 
     engine = ShapedEngine(3.0)
     other = OtherTraffic(JOB, Hot("cpu"), lambda *told: None)
