@@ -19,7 +19,13 @@ def _a_home_of_their_own() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _children_hear_ctrl_c() -> None:
-    """What a shell starts in the background ignores SIGINT, and so would all that it starts."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+def _children_hear_signals() -> None:
+    """What a shell starts in the background ignores SIGINT, what `nohup` starts SIGHUP, and so would
+    all that the tests start.
+    """
+    for number, usual in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
