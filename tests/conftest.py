@@ -20,8 +20,8 @@ def _a_home_of_their_own() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _children_hear_signals() -> None:
-    """What a shell starts in the background ignores SIGINT, what `nohup` starts SIGHUP, and so would
-    all that the tests start.
+    """What a shell starts in the background ignores SIGINT, what `nohup` starts SIGHUP, and so
+    would all that the tests start.
     """
     for number, usual in (
         (signal.SIGINT, signal.default_int_handler),
