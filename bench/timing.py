@@ -203,15 +203,17 @@ class Sitting:
             Found: it did not wait.
             RunnerFailure: the process is gone, or the call cannot be captured there.
         """
+        runner = self.ours.runner
+        if runner.no_late_writer:
+            return f"not tried behind a kernel that writes late: {runner.no_late_writer}"[:200]
         point = self.draw.random.choice(points)
         sets = block_sets(self.op, point, self.device)
         self.ours.prepare(self._fresh(point, sets), load_timeout_s)
         batch = self._fresh(point, sets)
         index = self.draw.random.randrange(sets)
         unlike = [i for i in range(sets) if batch.cases[i].seed != batch.cases[index].seed]
-        runner = self.ours.runner
         runner.send(batch.data)
-        reply = runner.command(
+        runner.command(
             "follow",
             load_timeout_s,
             index=index,
@@ -219,8 +221,6 @@ class Sitting:
             scalars=list(batch.cases[index].scalars),
             recipes=batch.recipes,
         )
-        if missing := reply.get("missing"):
-            return f"not tried behind a kernel that writes late: {missing}"[:200]
         left = runner.left("collect", batch.plan, sets)
         if problem := batch.problem(left, [index]):
             raise Found(

@@ -129,6 +129,9 @@ def test_how_many_sets_follows_from_what_one_weighs(monkeypatch: pytest.MonkeyPa
             assert planning.block_sets(op, point, "cuda") == planning.FEWEST_LARGE
             assert planning.soaked_sets(plan) == planning.SOAKED_BYTES // plan.set_bytes
             assert plan.sent_bytes < plan.set_bytes // 8
+        assert planning.soaked_calls(op, op.sweep("cuda"), 1000) == planning.FEWEST_CALLS
+        assert planning.soaked_calls(op, op.sweep("cuda"), 50) == 50
+    assert planning.soaked_calls(norm, norm.sweep("cuda"), 1000) == 1000
     plan = tensors_of(OP, SERVED)
     monkeypatch.setattr(planning, "CAPACITY", 2 * plan.sent_bytes)
     assert planning.block_sets(OP, SERVED, "cuda") == planning.soaked_sets(plan) == 2

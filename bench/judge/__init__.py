@@ -38,8 +38,8 @@ class JudgeSettings:
     precision_pct: float = 1.0
     """Pairs stop once the interval is this narrow on each side."""
     calls: int = 1000
-    """Checked calls of a candidate that passes, at least: some cheats are right for a while. Where
-    they would take more than 20 seconds, 200 are enough."""
+    """Checked calls of a candidate that passes, at least: some cheats are right for a while. Of
+    an op with large inputs fewer, see `bench.judge.planning`."""
     lives_s: float = 3.0
     """Likewise, how long its process is called."""
     timeout_s: float = 30.0

@@ -27,6 +27,8 @@ SOAKED = 16
 """Calls a block after the timed ones."""
 SOAKED_BYTES = 1 << 30
 """What such a block holds at most."""
+FEWEST_CALLS = 200
+"""Checked calls of an op with large sets, whose thousand would take a minute."""
 _COPIES = 6
 """Of a block on the device: buffers and what they held after each call in both runners, the judge's
 own, and room for what is right."""
@@ -44,6 +46,14 @@ def soaked_sets(plan: Layout) -> int:
     """Of a block of calls that are checked and not timed."""
     most = min(SOAKED_BYTES // plan.set_bytes, CAPACITY // plan.sent_bytes)
     return max(min(SOAKED, most), 1)
+
+
+def soaked_calls(op: Op, sweep: Sweep, wanted: int) -> int:
+    """Checked calls of a candidate that passes: as many as wanted, of large sets fewer. What a set
+    weighs decides, and not how long the calls take, which a candidate may choose.
+    """
+    large = any(tensors_of(op, point).set_bytes > LARGE_BYTES for point in sweep.points())
+    return min(wanted, FEWEST_CALLS) if large else wanted
 
 
 def require_fits(op: Op, sweep: Sweep, device: str) -> None:

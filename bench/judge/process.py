@@ -63,6 +63,9 @@ class Runner:
         self._zygote, self.limits = zygote, limits
         self.folder = Path(tempfile.mkdtemp(prefix="patcher-run-"))
         self.confinement = "none: trusted code"
+        self.no_late_writer = ""
+        """Why no kernel can be put in front of a call that writes late; told before foreign code
+        is loaded."""
         self.reply_s = 0.0
         self.lent: object = None
         """The stock that it was given last."""
@@ -123,6 +126,7 @@ class Runner:
             raise MissingError(
                 f"a process to judge in does not start on {device}: {said}", "see `patcher doctor`"
             ) from failure
+        self.no_late_writer = str(reply.get("no_late_writer", ""))
         if "confinement" in reply:
             self.confinement = str(reply["confinement"])
 

@@ -21,7 +21,7 @@ from bench.evaluation import Check, Evaluation, Outcome, Timing
 from bench.judge import JudgeSettings, Progress
 from bench.judge import cases as cases_
 from bench.judge.cases import Case, Secrets
-from bench.judge.planning import soaked_sets
+from bench.judge.planning import soaked_calls, soaked_sets
 from bench.judge.process import Left, Runner, placed
 from bench.judge.sanitizer import sanitize
 from bench.judge.sets import Sets
@@ -34,8 +34,6 @@ from bench.toolchains import Built
 
 AFTER = 6
 """Correctness cases that come again, on other seeds, after the timed calls."""
-FEWEST_CALLS, SOAK_S = 200, 20.0
-"""Of a candidate that passes, where more would take longer than so many seconds."""
 LATE = ("triton", "torch", "cutedsl")
 """Languages that compile at the first call of a shape."""
 
@@ -224,15 +222,11 @@ class Trial:
             raise self._failed(failure, "timed calls", detail) from failure
 
     def soaked(self) -> None:
-        """More calls, checked, until there were enough over a time that is long enough; of an op
-        whose calls are heavy, fewer.
-        """
-        op, begin = self.op, time.monotonic()
+        """More calls, checked, until there were enough over a time that is long enough."""
+        op, enough = self.op, soaked_calls(self.op, self.sweep, self.settings.calls)
         until = self.begin + self.settings.lives_s
         for point in itertools.cycle(self.sweep.points()):
-            now = time.monotonic()
-            enough = FEWEST_CALLS if now > begin + SOAK_S else self.settings.calls
-            if self.calls >= min(enough, self.settings.calls) and now >= until:
+            if self.calls >= enough and time.monotonic() >= until:
                 return
             count = soaked_sets(cases_.tensors_of(op, point))
             sets = self._made(fresh(op, point, count, self.draw))

@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from bench import SCHEMA_VERSION, Evaluation, Record, UsageError, VerificationError
+from bench import SCHEMA_VERSION, Evaluation, Record, UsageError
 from bench.comparison import Comparison
 from integrate import Patch
 from patcher.endtoend.best_set import BestSet, Combination, best_set
+from patcher.endtoend.kept import read_record, write_record
 from patcher.endtoend.measure import decide_on, measure_together
 from patcher.endtoend.measured import Job, Measured, Report
 from patcher.endtoend.set_waves import measure_waves
@@ -168,13 +167,8 @@ class _Taking:
         for chosen in plan:
             path = self._path(chosen)
             if path.is_file():
-                try:
-                    found = SetMeasured.model_validate_json(path.read_bytes())
-                except ValidationError as error:
-                    raise VerificationError(
-                        f"{path} is damaged", "remove it: that combination is then measured again"
-                    ) from error
-                self.done[frozenset(chosen)] = found
+                hint = "remove it: that combination is then measured again"
+                self.done[frozenset(chosen)] = read_record(path, SetMeasured, hint)
         missing = [chosen for chosen in plan if frozenset(chosen) not in self.done]
         if missing and self.job.process_pairs and not self.one_by_one:
             self._take_in_waves(plan, missing)
@@ -211,10 +205,7 @@ class _Taking:
             measured=measured,
             decisions=tuple(map(decide_on, measured, evidence)),
         )
-        path = self._path(chosen)
-        half = path.with_suffix(".part")
-        half.write_text(found.model_dump_json(), encoding="utf-8")
-        half.replace(path)
+        write_record(self._path(chosen), found)
         self.done[frozenset(chosen)] = found
 
     def _path(self, chosen: tuple[str, ...]) -> Path:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue
 
 from bench import SCHEMA_VERSION, Quality, Record, VerificationError, Window
 from bench.comparison import Tuning
 from bench.waves import Wave
 from integrate import Receipt
+from patcher.endtoend.kept import Kept, read_record, write_record
 
 Tokens = list[list[int]]
 """[batch][tokens]"""
-Kept = TypeVar("Kept", bound=Record)
 
 
 class Begun(Record):
@@ -76,7 +75,7 @@ class WavesFolder:
         return found
 
     def keep(self, taken: TakenWave) -> None:
-        self._write(self.path / f"wave-{taken.wave.number}.json", taken)
+        write_record(self.path / f"wave-{taken.wave.number}.json", taken)
 
     def compared(self, make: Callable[[], Compared]) -> Compared:
         """The logits are not kept any longer."""
@@ -93,7 +92,7 @@ class WavesFolder:
         try:
             return torch.from_numpy(np.load(path, allow_pickle=False))
         except (OSError, ValueError) as error:
-            raise self._damaged(path) from error
+            raise VerificationError(f"{path} is damaged", self._hint) from error
 
     def _logits(self, name: str) -> Path:
         return self.path / f"{hashlib.sha256(name.encode()).hexdigest()[:12]}.npy"
@@ -102,19 +101,12 @@ class WavesFolder:
         """What the file holds, else what is made now, which it holds from then on."""
         path = self.path / name
         if not path.is_file():
-            self._write(path, make())
+            write_record(path, make())
         return self._read(path, kind)
 
     def _read(self, path: Path, kind: type[Kept]) -> Kept:
-        try:
-            return kind.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            raise self._damaged(path) from error
+        return read_record(path, kind, self._hint)
 
-    def _write(self, path: Path, record: Record) -> None:
-        half = path.with_suffix(".part")
-        half.write_text(record.model_dump_json(), encoding="utf-8")
-        half.replace(path)
-
-    def _damaged(self, path: Path) -> VerificationError:
-        return VerificationError(f"{path} is damaged", f"remove {self.path} to measure anew")
+    @property
+    def _hint(self) -> str:
+        return f"remove {self.path} to measure anew"

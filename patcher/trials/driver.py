@@ -63,12 +63,11 @@ class Driver:
         self.begun = self.clock()
         asked = self.folder.asked
         self.setting = Setting(asked.workload, asked.pairs, asked.margin_pct, asked.seed)
-        self.patched = asked.processes // 2 if asked.patch else 0
-        self.process_pairs = asked.processes // 2
+        self.patched = asked.process_pairs if asked.patch else 0
 
     def needs(self) -> Needs:
         asked, folder = self.folder.asked, self.folder
-        pair = self.process_pairs * 2 * self._window_s(asked.workload.output_len)
+        pair = asked.process_pairs * 2 * self._window_s(asked.workload.output_len)
         repeats = (asked.repeats + 1) * self._window_s(asked.repeat_steps)
         start = folder.starts[-1].wall_s if folder.starts else COLD_S + BESIDE_S
         aa = [one.seconds for one in folder.trials if one.kind != "planted"]
@@ -206,7 +205,7 @@ class Driver:
     def _trial(self, kind: Kind, clocks: ClockMonitor) -> None:
         asked, number, begun = self.folder.asked, len(self.folder.trials), self.clock()
         rng = random.Random(f"{asked.seed}:{number}")
-        drawn = draw(rng, asked.processes, self.patched, self.process_pairs)
+        drawn = draw(rng, asked.processes, self.patched, asked.process_pairs)
         delay_s, setting = 0.0, self.setting
         if kind == "planted":
             delay_s = self._step_s(clocks) * asked.gain_pct / 100

@@ -35,6 +35,11 @@ class Asked(Record):
     margin_pct: float
     seed: int
 
+    @property
+    def process_pairs(self) -> int:
+        """Of a trial."""
+        return self.processes // 2
+
 
 class Start(Record):
     """One start of all processes."""
@@ -150,7 +155,7 @@ def markdown(found: Summary, folder: Folder) -> str:
         f"{load.model} on {load.engine}, {load.weights} weights, batch {load.batch}, "
         f"{load.input_len:,} prompt tokens, {load.output_len} decode steps a window, "
         f"margin {asked.margin_pct:g} %.",
-        f"A trial: {asked.processes // 2} process pairs of {asked.processes} loaded processes, "
+        f"A trial: {asked.process_pairs} process pairs of {asked.processes} loaded processes, "
         f"none in two of them, arms drawn; {asked.pairs} pairs of windows in each after one to "
         "warm up; windows of no other trial. The processes come again from trial to trial "
         f"({found.starts} start{'s' if found.starts != 1 else ''} of all).",

@@ -42,6 +42,7 @@ class Session:
         self.ready: Any = None
         self.mixer: Any = None
         self.stock: Any = None
+        self.late: Any = None
 
     def do_start(self, device: str, threads: int | None, cpus: list[int] | None) -> dict[str, Any]:
         """Wake the device, before any foreign code."""
@@ -65,18 +66,19 @@ class Session:
             self.multiply = torch.mm
             self.nan = torch.full((4096, 4096), float("nan"), dtype=torch.bfloat16, device="cuda")
             self.product = torch.empty_like(self.nan)
-            self._wake_late_writer(torch.cuda.get_device_capability())
+            self.told["no_late_writer"] = self._wake_late_writer(torch.cuda.get_device_capability())
             self.cuda.synchronize()
         return {"threads": torch.get_num_threads(), **self.told}
 
-    def _wake_late_writer(self, capability: tuple[int, int]) -> None:
-        self.late: Any = None
-        self.no_late = "compute capability 9.0 is the first to launch dependents early"
-        if capability >= (9, 0):
-            try:
-                self.late = LateWriter()
-            except cudart.CudaError as error:
-                self.no_late = str(error)
+    def _wake_late_writer(self, capability: tuple[int, int]) -> str:
+        """Why there is none; empty where there is."""
+        if capability < (9, 0):
+            return "compute capability 9.0 is the first to launch dependents early"
+        try:
+            self.late = LateWriter()
+        except cudart.CudaError as error:
+            return str(error)
+        return ""
 
     def do_candidate(self, path: str, binding: str, entry: str) -> dict[str, Any]:
         self.function = loading.load(path, binding, entry)
@@ -258,8 +260,6 @@ class Session:
         """The call of one set right behind a kernel that writes its buffers late and lets its
         dependents begin at once; until then they hold what those of the other set do.
         """
-        if self.late is None:
-            return {"missing": self.no_late}
         arena, kept, function = self.captured.arena, self.captured.kept, self._loaded()
         self._fill(arena, recipes)
 
