@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,15 @@ import bench
 from bench import Shape
 from patcher.trials.driver import Driver
 from patcher.trials.folder import Asked, Folder, markdown
-from patcher.trials.trial import Resident, draw, summarise
+from patcher.trials.trial import (
+    Repeats,
+    Resident,
+    Setting,
+    Trial,
+    draw,
+    summarise,
+    verdict_on,
+)
 from patcher.trials.verdict_trials import as_it_should, main
 
 __all__ = ("quick_collections",)  # a fixture of each test here
@@ -244,3 +254,26 @@ def test_what_is_no_record_is_told(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("{}\n")
     with pytest.raises(bench.UsageError, match=f"{name} holds what is no record"):
         Folder(tmp_path, ASKED)
+
+
+def test_the_verdicts_of_the_evidence_are_those_of_its_windows() -> None:
+    folder = Path(__file__).parent.parent / "bench" / "results" / "verdict-trials"
+    shown = json.loads((folder / "h200-capped.json").read_text())
+    with gzip.open(folder / "h200-capped.trials.jsonl.gz", "rt") as file:
+        taken = [Trial.model_validate_json(line) for line in file]
+    repeats = [
+        Repeats.model_validate_json(line)
+        for line in (folder / "h200-capped.repeats.jsonl").read_text().splitlines()
+    ]
+    setting = Setting(WORKLOAD, pairs=3, margin_pct=0.5, seed=0)
+    decided = [
+        trial.model_copy(update={"comparison": verdict_on(setting, trial.windows)})
+        for trial in taken
+    ]
+    assert len(decided) == len(shown["trials"])
+    for trial, row in zip(decided, shown["trials"], strict=True):
+        assert trial.comparison is not None
+        assert (trial.kind, trial.comparison.verdict) == (row["kind"], row["verdict"])
+        assert trial.comparison.gain_pct == pytest.approx(row["gain_pct"], abs=1e-3)
+        assert trial.comparison.gain_low_pct == pytest.approx(row["low_pct"], abs=1e-3)
+    assert json.loads(summarise(decided, repeats).model_dump_json()) == shown["summary"]
