@@ -85,10 +85,12 @@ def engine(device: str) -> Callable[..., None]:
 
     if not has_triton_kernels():  # it also gives vLLM's copy the name triton_kernels
         raise ImportError("this vLLM has no triton_kernels")
-    from triton_kernels import tensor as packed
-    from triton_kernels.matmul_ogs import PrecisionConfig, matmul_ogs
+    # all by way of the module that uses them: vLLM's alias makes each file importable under two
+    # names, as two modules whose classes are not each other's
+    from triton_kernels.matmul_ogs import FP4, PrecisionConfig, RoutingData, Storage, matmul_ogs
+    from triton_kernels.matmul_ogs import Tensor as Packed
     from triton_kernels.matmul_ogs_details.opt_flags import update_opt_flags_constraints
-    from triton_kernels.routing import ExptData, RoutingData
+    from triton_kernels.routing import ExptData
     from triton_kernels.tensor_details.layout import HopperMXScaleLayout, HopperMXValueLayout
 
     # as vLLM's _swizzle_mxfp4 does there
@@ -110,16 +112,16 @@ def engine(device: str) -> Callable[..., None]:
             raise ImportError("vLLM's kernel takes bfloat16, and here tiles of more than 16 rows")
         shape = [experts, depth // 32, columns]
         values = HopperMXValueLayout([experts, depth // 2, columns], mx_axis=1)
-        numbers = packed.Storage(weights.mT, values)
-        scale = packed.Storage(scales.mT, HopperMXScaleLayout(shape, mx_axis=1, num_warps=8))
+        numbers = Storage(weights.mT, values)
+        scale = Storage(scales.mT, HopperMXScaleLayout(shape, mx_axis=1, num_warps=8))
         # the second is not read where tiles are not spread over several dies
         data = ExptData(histogram, token_offsets, {16: token_offsets}, {16: tile_map})
         matmul_ogs(
             x,
-            packed.Tensor(numbers, dtype=packed.FP4, shape=[experts, depth, columns]),
+            Packed(numbers, dtype=FP4, shape=[experts, depth, columns]),
             bias,
             RoutingData(None, histogram, experts, top_k, data),
-            precision_config=PrecisionConfig(weight_scale=packed.Tensor(scale, shape=shape)),
+            precision_config=PrecisionConfig(weight_scale=Packed(scale, shape=shape)),
             y=output.unsqueeze(0),
             **more,
         )
