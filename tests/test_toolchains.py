@@ -4,6 +4,8 @@ run; what is missing is said with its fix; what is only compiled is never taken 
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import re
@@ -256,6 +258,27 @@ def test_without_its_package_cute_dsl_says_what_to_install() -> None:
     with pytest.raises(MissingError, match="cannot build cutedsl here") as raised:
         toolchain(Language.CUTEDSL).demand()
     assert raised.value.hint == "pip install nvidia-cutlass-dsl"
+
+
+def test_cute_dsl_whose_modules_are_not_there_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where packages were unpacked into a folder whose .pth files nobody reads."""
+    if importlib.util.find_spec("cutlass"):
+        pytest.skip("cutlass is installed here")
+    known = tmp_path / "nvidia_cutlass_dsl-4.5.2.dist-info"
+    known.mkdir()
+    (known / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: nvidia-cutlass-dsl\nVersion: 4.5.2\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    missing = toolchain(Language.CUTEDSL).missing()
+    assert missing is not None
+    assert "`import cutlass` finds nothing" in missing.reason
+    (tmp_path / "cutlass").mkdir()
+    (tmp_path / "cutlass/__init__.py").touch()
+    importlib.invalidate_caches()
+    assert toolchain(Language.CUTEDSL).missing() is None
 
 
 def test_the_command_refuses_a_missing_compiler_and_names_the_fix(tmp_path: Path) -> None:

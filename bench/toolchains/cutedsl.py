@@ -7,6 +7,7 @@ much as a compiler's word on hostile text: the judge's runner decides, on a GPU.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import sys
@@ -32,6 +33,11 @@ class CuteDslToolchain(TorchToolchain):
             importlib.metadata.version(PACKAGE)  # `cutlass` alone may be another project's
         except importlib.metadata.PackageNotFoundError:
             return Missing(reason=f"{PACKAGE} is not installed", fix=f"pip install {PACKAGE}")
+        if importlib.util.find_spec("cutlass") is None:  # a .pth file of the package leads to it
+            return Missing(
+                reason=f"{PACKAGE} is installed and `import cutlass` finds nothing",
+                fix=f"pip install --force-reinstall {PACKAGE}",
+            )
         return None
 
     def build(self, candidate: Candidate, contract: Contract, folder: Path) -> Built:
