@@ -79,7 +79,7 @@ Process = TypeVar("Process", bound=ArmProcess)
 Start = Callable[[Arm, float], Process]
 """Starts an arm's process with that share of the device's memory and waits until it is loaded."""
 Visit = Callable[[Pair, Arm, Process], None]
-"""Called with each process after its pairs, and the last of them: what else is asked of it."""
+"""Called with each process and the last of its pairs, right after it: what else is asked of it."""
 Also = Callable[[Pair, Mapping[Arm, Process]], None]
 """Called with the processes of an A/B process pair that are loaded, after its last pair and the
 visits: what else is measured between them. One by one where only one is loaded at a time."""
@@ -309,13 +309,16 @@ class Sitting(Generic[Process]):
         return True, ""
 
     def _look_at(self, last: Pair, processes: Mapping[Arm, Process]) -> None:
-        """Latency and memory, after the pairs, and what else is asked."""
+        """Memory and latency, after the pairs, and what else is asked, which counts calls and so
+        comes before any that no window is of.
+        """
         for arm, process in processes.items():
+            if last.kind == "ab":
+                self.peak[arm] = max(self.peak.get(arm, 0), process.memory().peak)
+            self.visit(last, arm, process)
             if last.kind == "ab":
                 own = self.steps.setdefault(arm, [])
                 own += process.in_steps(prompt_seed(self.seed + 1, last.number))
-                self.peak[arm] = max(self.peak.get(arm, 0), process.memory().peak)
-            self.visit(last, arm, process)
         if last.kind == "ab":
             self.also(last, processes)
 

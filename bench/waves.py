@@ -210,9 +210,10 @@ class WaveSitting(Generic[Process]):
         for name, process in opened.items():
             self._tell(f"asking {name}")
             if name != CONTROL:
-                steps[name] = tuple(process.in_steps(prompt_seed(self.seed + 1, last)))
                 peak[name] = process.memory().peak
-            self.visit(number, name, process)
+            self.visit(number, name, process)  # counts calls: none yet that no window is of
+            if name != CONTROL:
+                steps[name] = tuple(process.in_steps(prompt_seed(self.seed + 1, last)))
         others = {name: process for name, process in opened.items() if name != CONTROL}
         self.also(number, swapped, others)
         return Wave(

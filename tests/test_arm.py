@@ -24,14 +24,13 @@ from integrate import Patch, Receipt
 from patcher.endtoend import arm_protocol as say
 from patcher.endtoend.arm import serve
 from patcher.endtoend.arm_process import ArmProcess, arm_environment
+from patcher.endtoend.called import difference, merged
 from patcher.endtoend.measured import Job
 from patcher.endtoend.pairs import (
     PatchSitting,
-    difference,
     identical,
     loads_beside,
     measure_pairs,
-    merged,
 )
 
 WORKLOAD = Workload(
@@ -111,6 +110,22 @@ def arm_calls(process: ArmProcess) -> int:
     assert made % 2 == 0
     assert made // 2 in (2 * LAYERS, 2 * LAYERS - 1)
     return made // 2
+
+
+def test_what_an_engine_calls_to_get_ready_is_not_what_is_timed(
+    arms: dict[Arm, ArmProcess], patch: Patch
+) -> None:
+    process, name = arms["patched"], patch.manifest.id
+    [before] = process.receipts()
+    process.warm_up(seed=3, steps=2)
+    [warm] = process.receipts()
+    assert warm.total_calls > before.total_calls
+    assert process.called_since_warm()[name].total_calls == 0
+    forward = arm_calls(process)
+    since = process.called_since_warm()[name]
+    assert since.total_calls == 2 * forward
+    assert since.calls.keys() <= warm.calls.keys()
+    assert arms["baseline"].called_since_warm() == {}
 
 
 def test_both_arms_are_asked_for_tokens_logits_and_memory(

@@ -25,6 +25,7 @@ from bench.process_pairs import Memory
 from bench.windows import Taken
 from integrate import Patch, Receipt, switching_on
 from patcher.endtoend import arm_protocol as say
+from patcher.endtoend.called import called_between
 
 LOAD_S = 900.0
 REPLY_S = 600.0
@@ -66,6 +67,7 @@ class ArmProcess:
         folder = Path(self._folder.name)
         self._log = folder / "log"
         self._buffer = b""
+        self._warm: tuple[Receipt, ...] = ()
         self.last_words = ""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -106,6 +108,7 @@ class ArmProcess:
 
     def warm_up(self, seed: int, steps: int) -> None:
         self.ask(say.Generate(seed=seed, steps=steps), say.Generated)
+        self._warm = self.receipts()
 
     def in_steps(self, seed: int) -> list[float]:
         return self.ask(say.InSteps(seed=seed), say.Steps).seconds
@@ -120,6 +123,12 @@ class ArmProcess:
 
     def receipts(self) -> tuple[Receipt, ...]:
         return self.ask(say.AskReceipts(), say.Receipts).receipts
+
+    def called_since_warm(self) -> dict[str, Receipt]:
+        """By patch id. An engine that starts calls kernels at shapes that it then never serves: it
+        tries the largest batch, and captures a graph for each size.
+        """
+        return called_between(self._warm, self.receipts())
 
     def ask(self, command: Record, kind: type[Said], timeout_s: float = REPLY_S) -> Said:
         """Send a command and wait for its reply.

@@ -6,7 +6,6 @@ without compilation says, and how spread out the routing is.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
@@ -21,13 +20,12 @@ from bench.windows import Pair, Side
 from integrate import Patch, Receipt
 from patcher.endtoend.arm_process import ArmProcess
 from patcher.endtoend.asking import Asking
+from patcher.endtoend.called import called_between, merged
 from patcher.endtoend.measured import Job, Measured, Report
 from patcher.endtoend.other_traffic import OtherTraffic, peak_memory
 
 STAGGER_S = 5.0
 """So that the one that starts first is the first to take memory."""
-COUNTS = ("calls", "replayed", "fallbacks")
-"""Of a receipt."""
 
 
 def measure_pairs(job: Job, patches: Sequence[Patch], report: Report) -> tuple[Measured, ...]:
@@ -160,14 +158,12 @@ class PatchSitting(Asking):
         elif arm == "baseline":
             self._after = self.greedy(process)
         else:
-            timed = {one.patch_id: one for one in process.receipts()}
-            for name, one in timed.items():
+            for name, one in process.called_since_warm().items():
                 self._receipts.setdefault(name, []).append(one)
             if arm not in self._logits:
+                timed = process.receipts()
                 self._logits[arm] = self.logits(process, self._before)[0]
-                self._quality = {
-                    one.patch_id: difference(one, timed[one.patch_id]) for one in process.receipts()
-                }
+                self._quality = called_between(timed, process.receipts())
 
     def finish(self) -> tuple[Quality, float | None]:
         """Quality and routing entropy, with the help of one more process."""
@@ -206,22 +202,3 @@ def identical(before: list[list[int]], again: list[list[int]], after: list[list[
         if third[:length] != first[:length]:
             return False
     return shared > 0
-
-
-def merged(receipts: Sequence[Receipt]) -> Receipt:
-    """Of one patch in several processes: all their calls."""
-    last = receipts[-1]
-    sums = {
-        field: dict(sum((Counter(getattr(one, field)) for one in receipts), Counter[str]()))
-        for field in COUNTS
-    }
-    return last.model_copy(update=sums)
-
-
-def difference(later: Receipt, earlier: Receipt) -> Receipt:
-    """What was called in between."""
-    counts = {
-        field: dict(Counter(getattr(later, field)) - Counter(getattr(earlier, field)))
-        for field in COUNTS
-    }
-    return later.model_copy(update=counts)

@@ -28,13 +28,12 @@ from bench.waves import (
 from integrate import Patch, Receipt
 from patcher.endtoend.arm_process import ArmProcess
 from patcher.endtoend.asking import Asking
+from patcher.endtoend.called import called_between, merged
 from patcher.endtoend.measured import Job, Measured, Report
 from patcher.endtoend.other_traffic import OtherTraffic, peak_memory, planned
 from patcher.endtoend.pairs import (
-    difference,
     identical,
     loads_beside,
-    merged,
     refuse_other_engines,
     told,
 )
@@ -171,16 +170,13 @@ class SetSitting(Asking):
         elif name == CONTROL:
             self._greedy["again"] = self.greedy(process)
         if name in self.sets:
-            self._receipts[name] = _by_patch(process)
+            self._receipts[name] = process.called_since_warm()
         seen = any(name in one.wave.swapped for one in self.taken)
+        timed = process.receipts()
         if number == 0 or (name in self.sets and not seen):
             self.folder.write_logits(name, self.logits(process, self._before)[0])
         if name in self.sets and not seen:
-            timed = self._receipts[name]
-            self._quality[name] = {
-                patch: difference(later, timed[patch])
-                for patch, later in _by_patch(process).items()
-            }
+            self._quality[name] = called_between(timed, process.receipts())
 
     def also(
         self,
@@ -273,7 +269,3 @@ class SetSitting(Asking):
                 for name in self.sets
             },
         )
-
-
-def _by_patch(process: ArmProcess) -> dict[str, Receipt]:
-    return {one.patch_id: one for one in process.receipts()}
