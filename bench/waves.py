@@ -96,7 +96,7 @@ def take_round(
     Raises:
         PatcherError: a side gave other tokens than asked for.
     """
-    taken = take_turns(at.order, sides, prompt_seed(seed, at.number), workload.output_len, clocks)
+    taken = take_turns(at.order, sides, prompt_seed(seed, at.number), workload, clocks)
     found: dict[str, list[Window]] = {}
     for name in at.order:
         if name == BASELINE:

@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 
     from bench.engines import Decoding, Engine
 
-TURN_STEPS = 8
-"""Decode steps an arm takes before the other has its turn; the first of them is not timed."""
+TURN_STEPS = {"cpu": 8, "cuda": 32}
+"""Decode steps an arm takes before the other has its turn; the first of them is not timed. Short
+turns give both the same machine: on two CPU cores turns of 32 doubled the SD of pairs. But each
+turn's end adds what an engine's client sees later or sooner than the GPU was done: 0.3 ms for vLLM
+on an H200, another 0.3 ms in the next turn (`bench/results/verdict-trials`).
+"""
 
 Arms = Mapping[Arm, Callable[[], AbstractContextManager[object]]]
 """What puts the engine into each arm's state and takes it out again."""
@@ -96,7 +100,7 @@ def take_turns(
     order: Sequence[Name],
     sides: Mapping[Name, Side],
     prompts: int,
-    steps: int,
+    workload: Workload,
     clocks: ClockMonitor,
 ) -> dict[Name, tuple[Taken, list[ClockSample]]]:
     """A window of each side over the prompts of one seed, a few steps at a time, the sides in that
@@ -106,7 +110,7 @@ def take_turns(
     for name in order:
         sides[name].prefill(prompts)
     with no_gc():
-        for index, turn in enumerate(turn_lengths(steps)):
+        for index, turn in enumerate(turn_lengths(workload)):
             for name in order if index % 2 == 0 else order[::-1]:
                 sides[name].turn(turn)
                 seen[name].append(clocks.sample())
@@ -128,7 +132,7 @@ def take_pair(
         PatcherError: a side gave other tokens than asked for.
     """
     order: list[Arm] = [arm for arm in pair.order if arm in sides]
-    taken = take_turns(order, sides, prompt_seed(seed, pair.number), workload.output_len, clocks)
+    taken = take_turns(order, sides, prompt_seed(seed, pair.number), workload, clocks)
     return [window_of(pair, arm, *taken[arm], workload, vocab_size) for arm in order]
 
 
@@ -156,10 +160,11 @@ def window_of(
     )
 
 
-def turn_lengths(steps: int) -> list[int]:
-    """Steps cut into turns; a short last one joins the turn before."""
-    whole = max(steps // TURN_STEPS, 1)
-    return [TURN_STEPS] * (whole - 1) + [steps - TURN_STEPS * (whole - 1)]
+def turn_lengths(workload: Workload) -> list[int]:
+    """A window's steps cut into turns; a short last one joins the turn before."""
+    steps, turn = workload.output_len, TURN_STEPS[workload.device]
+    whole = max(steps // turn, 1)
+    return [turn] * (whole - 1) + [steps - turn * (whole - 1)]
 
 
 def count_tokens(tokens: list[list[int]], workload: Workload, vocab_size: int) -> int:
@@ -174,7 +179,7 @@ def count_tokens(tokens: list[list[int]], workload: Workload, vocab_size: int) -
         raise PatcherError(f"the engine gave tokens {shape}, {asked} was asked for")
     if any(not 0 <= token < vocab_size for row in tokens for token in row):
         raise PatcherError("the engine gave a token id outside the vocabulary")
-    return workload.batch * (workload.output_len - len(turn_lengths(workload.output_len)))
+    return workload.batch * (workload.output_len - len(turn_lengths(workload)))
 
 
 class LocalSide:

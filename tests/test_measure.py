@@ -297,13 +297,17 @@ def test_pairs_share_prompts_and_no_two_pairs_do() -> None:
     orders = [tuple(sides) for sides in by_seed.values() if any(sides)]
     assert {(True, False), (False, True)} == set(orders)
     assert found.comparison.dropped_pairs == 1
-    timed = WORKLOAD.output_len - len(turn_lengths(WORKLOAD.output_len))
+    timed = WORKLOAD.output_len - len(turn_lengths(WORKLOAD))
     assert {window.tokens for window in found.windows} == {2 * timed}
 
 
 def test_turns_cover_every_step() -> None:
-    for steps in (1, 7, 8, 15, 16, 48, 50):
-        assert sum(turn_lengths(steps)) == steps
+    for steps in (1, 7, 8, 15, 16, 48, 50, 64, 100):
+        for device in ("cpu", "cuda"):
+            load = WORKLOAD.model_copy(update={"output_len": steps, "device": device})
+            assert sum(turn_lengths(load)) == steps
+    assert turn_lengths(WORKLOAD.model_copy(update={"output_len": 20})) == [8, 12]
+    assert turn_lengths(load) == [32, 32, 36]
 
 
 @pytest.mark.parametrize(

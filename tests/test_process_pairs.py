@@ -370,5 +370,5 @@ def test_the_best_stock_configuration_is_the_baseline() -> None:
 
 def test_turns_are_cut_alike_for_both_ways_of_taking_turns() -> None:
     found = run(Host())
-    timed = WORKLOAD.output_len - len(turn_lengths(WORKLOAD.output_len))
+    timed = WORKLOAD.output_len - len(turn_lengths(WORKLOAD))
     assert {window.tokens for window in found.windows} == {WORKLOAD.batch * timed}

@@ -256,14 +256,16 @@ def test_what_is_no_record_is_told(name: str, tmp_path: Path) -> None:
         Folder(tmp_path, ASKED)
 
 
-def test_the_verdicts_of_the_evidence_are_those_of_its_windows() -> None:
+@pytest.mark.parametrize("name", ["h200-capped", "h200-beside"])
+def test_the_verdicts_of_the_evidence_are_those_of_its_windows(name: str) -> None:
     folder = Path(__file__).parent.parent / "bench" / "results" / "verdict-trials"
-    shown = json.loads((folder / "h200-capped.json").read_text())
-    with gzip.open(folder / "h200-capped.trials.jsonl.gz", "rt") as file:
+    shown = json.loads((folder / f"{name}.json").read_text())
+    with gzip.open(folder / f"{name}.trials.jsonl.gz", "rt") as file:
         taken = [Trial.model_validate_json(line) for line in file]
+    kept = folder / f"{name}.repeats.jsonl"
     repeats = [
         Repeats.model_validate_json(line)
-        for line in (folder / "h200-capped.repeats.jsonl").read_text().splitlines()
+        for line in (kept.read_text().splitlines() if kept.exists() else ())
     ]
     setting = Setting(WORKLOAD, pairs=3, margin_pct=0.5, seed=0)
     decided = [
@@ -277,3 +279,23 @@ def test_the_verdicts_of_the_evidence_are_those_of_its_windows() -> None:
         assert trial.comparison.gain_pct == pytest.approx(row["gain_pct"], abs=1e-3)
         assert trial.comparison.gain_low_pct == pytest.approx(row["low_pct"], abs=1e-3)
     assert json.loads(summarise(decided, repeats).model_dump_json()) == shown["summary"]
+
+
+def test_what_pairs_differ_by_in_their_turns() -> None:
+    """A turn of one side takes 2 ms more in every second pair, another turn in other pairs."""
+    windows = []
+    for number in range(401):
+        late = (number % 2, number // 2 % 2)
+        turns = {"baseline": (0.01, 0.01), "patched": tuple(0.009 + 0.002 * one for one in late)}
+        for arm, own in turns.items():
+            windows.append(
+                {"pair": number, "arm": arm, "tokens": 64, "decode_s": sum(own), "turns_s": own}
+                | {"kind": "ab", "prefill_s": 0.1, "process": 0, "swapped": False}
+            )
+    trial = Trial.model_validate(
+        {"number": 0, "kind": "aa", "process_pairs": [[0, 1]], "start": 0, "batch": 8}
+        | {"comparison": None, "windows": windows, "seconds": 1.0}
+    )
+    found = summarise([trial], []).kinds["aa"]
+    assert found.turn_sd_ms == pytest.approx(1.0, rel=0.01)
+    assert found.pair_sd_by_turns_pct == pytest.approx(100 * 2**0.5 / 20, rel=0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TypeVar
@@ -167,9 +168,16 @@ def markdown(found: Summary, folder: Folder) -> str:
             "% would be (95 % limit), had they been independent."
         )
     if aa is not None and aa.process_pair_sd_pct is not None and aa.pair_sd_pct is not None:
+        alone = aa.pair_sd_pct / math.sqrt(asked.pairs)
         told.append(
-            f"Two processes of one program differ by {aa.process_pair_sd_pct:.3f} % (SD of process "
-            f"pairs); pairs of windows by {aa.pair_sd_pct:.3f} %."
+            f"SD of pairs of windows: {aa.pair_sd_pct:.3f} %; of the means of process pairs, with "
+            f"{asked.pairs} in each: {aa.process_pair_sd_pct:.3f} % (of windows alone: "
+            f"{alone:.3f} %)."
+        )
+    if aa is not None and aa.turn_sd_ms is not None:
+        told.append(
+            f"In one turn both windows of a pair differ by {aa.turn_sd_ms:.3f} ms (SD); were that "
+            f"all, and another in each turn, pairs would differ by {aa.pair_sd_by_turns_pct:.3f} %."
         )
     if found.cv_within_pct is not None:
         between = "-" if found.cv_between_pct is None else f"{found.cv_between_pct:.3f} %"

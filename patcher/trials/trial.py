@@ -20,6 +20,7 @@ from pydantic import Field
 
 from bench import SCHEMA_VERSION, Comparison, Record, Window, Workload
 from bench.clocks import ClockMonitor
+from bench.comparison import Arm
 from bench.process_pairs import ArmProcess
 from bench.stats import MIN_PROCESS_PAIRS
 from bench.throughput import decide_on
@@ -193,6 +194,11 @@ class Kinds(Record):
     """Of the mean gain of one process pair: what two processes differ by, mostly."""
     pair_sd_pct: float | None
     """Median over trials."""
+    turn_sd_ms: float | None
+    """Of what both windows of a pair differ by in a turn, which is the same steps of both; warm-up
+    pairs left out."""
+    pair_sd_by_turns_pct: float | None
+    """What pairs would differ by, were that all, and another in each turn."""
     planted_pct: float | None
     """Median over trials, by the speed without the delay."""
     covered: int
@@ -250,6 +256,7 @@ def _kind(trials: Sequence[Trial]) -> Kinds:
     planted = [trial.planted_pct for trial in trials if trial.delay_s]
     pairs = [gain for trial in trials for gain in _by_process_pair(trial)]
     centre = statistics.mean(pairs) if pairs else 0.0
+    turn_sd_ms, by_turns_pct = _turns(trials)
     covered = 0
     for trial in trials:
         truth = trial.planted_pct if trial.delay_s else 0.0
@@ -265,26 +272,50 @@ def _kind(trials: Sequence[Trial]) -> Kinds:
         half_width_pct=_median([(one.gain_high_pct - one.gain_low_pct) / 2 for one in found]),
         process_pair_sd_pct=statistics.stdev(pairs, centre) if len(pairs) > 1 else None,
         pair_sd_pct=_median([one.pair_sd_pct for one in found]),
+        turn_sd_ms=turn_sd_ms,
+        pair_sd_by_turns_pct=by_turns_pct,
         planted_pct=_median(planted),
         covered=covered,
     )
 
 
+def _turns(trials: Sequence[Trial]) -> tuple[float | None, float | None]:
+    """`Kinds.turn_sd_ms` and `Kinds.pair_sd_by_turns_pct`; Nones where turns were not kept."""
+    pairs = [both for trial in trials for own in _timed_pairs(trial) for both in own]
+    times = [
+        [
+            first - second
+            for first, second in zip(both["patched"].turns_s, both["baseline"].turns_s, strict=True)
+        ]
+        for both in pairs
+    ]
+    if len(times) < 2 or not times[0]:
+        return None, None
+    variances = [statistics.variance(turn) for turn in zip(*times, strict=True)]
+    window_s = statistics.median(one.decode_s for both in pairs for one in both.values())
+    pair_pct = 100 * math.sqrt(sum(variances)) / window_s
+    return 1e3 * math.sqrt(statistics.mean(variances)), pair_pct
+
+
 def _by_process_pair(trial: Trial) -> list[float]:
-    """Gain of each process pair in percent, its warm-up pair left out."""
-    rates: dict[int | None, dict[int, dict[str, float]]] = {}
-    for window in trial.windows:
-        pairs = rates.setdefault(window.process, {})
-        pairs.setdefault(window.pair, {})[window.arm] = window.tokens_per_s
+    """Gain of each process pair in percent."""
     return [
-        100 * math.expm1(statistics.mean(map(_log_ratio, list(pairs.values())[1:])))
-        for pairs in rates.values()
-        if len(pairs) > 1
+        100 * math.expm1(statistics.mean(map(_log_ratio, pairs)))
+        for pairs in _timed_pairs(trial)
+        if pairs
     ]
 
 
-def _log_ratio(arms: Mapping[str, float]) -> float:
-    return math.log(arms["patched"] / arms["baseline"])
+def _timed_pairs(trial: Trial) -> list[list[dict[Arm, Window]]]:
+    """Of each process pair, without its warm-up pair."""
+    found: dict[int | None, dict[int, dict[Arm, Window]]] = {}
+    for window in trial.windows:
+        found.setdefault(window.process, {}).setdefault(window.pair, {})[window.arm] = window
+    return [list(pairs.values())[1:] for pairs in found.values()]
+
+
+def _log_ratio(arms: Mapping[Arm, Window]) -> float:
+    return math.log(arms["patched"].tokens_per_s / arms["baseline"].tokens_per_s)
 
 
 def _counts(verdicts: Sequence[str]) -> dict[str, int]:
