@@ -53,10 +53,12 @@ def measure(
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
     kernel_calls: Callable[[], int] | None = None,
+    untimed: Arms | None = None,
 ) -> Throughput:
     """Measure until a look decides or `max_pairs` pairs are taken.
 
     Args:
+        untimed: the arms again for what no window is of, so that their calls are counted apart.
         kernel_calls: how often the patched kernel has run so far, to be told apart by window.
 
     Raises:
@@ -68,7 +70,7 @@ def measure(
     rng = random.Random(seed)
     planned = schedule(max_pairs, looks)
     windows: list[Window] = []
-    warm_up(engine, arms, workload, seed)
+    warm_up(engine, untimed or arms, workload, seed)
     pair = taken = 0
 
     def take(kind: Kind, order: tuple[Arm, Arm]) -> None:
@@ -104,7 +106,7 @@ def measure(
         routing_entropy_pct=engine.routing_entropy_pct(engine.prompts(seed), 16),
         clocks=clocks.description,
         environment=describe(workload.device, torch.get_num_threads(), clocks.description),
-        latency=_latencies(engine, arms, windows, prompt_seed(seed, pair)),
+        latency=_latencies(engine, untimed or arms, windows, prompt_seed(seed, pair)),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +27,16 @@ from patcher.commands.console import (
 from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_of
 
 
+def _writable(folder: Path | None) -> Path | None:
+    """Before the work, which may take an hour, not after it."""
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot make {folder}: {error}", "give another --report") from error
+    return folder
+
+
 @app.command()
 @examples(
     "patcher throughput gpt-oss-tiny --patch patcher-runs/RUN/patch",
@@ -37,6 +49,7 @@ from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_o
     "patcher throughput gpt-oss-20b --engine vllm --patch P --elsewhere",
     "patcher throughput gpt-oss-20b --patch P --also-batch 1,64 --also-context 4096,8192",
     "patcher throughput gpt-oss-20b --engine vllm --patch P --patch Q --best-set",
+    "patcher throughput gpt-oss-20b --engine vllm --patch P --report verdict",
 )
 def throughput(
     model: Annotated[str, typer.Argument(help="Preset, Hugging Face id or folder.")],
@@ -103,6 +116,19 @@ def throughput(
         typer.Option(help="Lock the GPU's SM clock for the A/B (root; else monitored).", min=1),
     ] = None,
     out: Out = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the report of one --patch: HTML, Markdown, JSON.", callback=_writable
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Of the engine as it comes: its steps and kernels, for the report."),
+    ] = None,
+    patched_profile: Annotated[
+        Path | None, typer.Option(help="Of the patched engine: what moved, and how often it ran.")
+    ] = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> int:
@@ -129,10 +155,15 @@ def throughput(
         return 0 if comparison.verdict == "accept" else 1
     if not patches and not self_test:
         raise UsageError("nothing to compare", "give --patch BUNDLE, --from SAMPLES or --self-test")
-    from integrate import unpacked
+    from datetime import UTC, datetime
+
+    from hotspot import read
+    from integrate import Patch, unpacked
     from patcher.endtoend.measure import measure_and_decide, measure_planted
     from patcher.endtoend.other_traffic import other_shapes
     from patcher.endtoend.throughput_job import Asked, job_of
+    from patcher.report import write
+    from patcher.report.judged import report_of
     from patcher.show.quality import quality_lines
     from patcher.show.tables import decision_lines, planted_lines
     from patcher.show.throughput import elsewhere_lines, throughput_lines
@@ -142,6 +173,10 @@ def throughput(
     job = job_of(asked, workload, tune_baseline, engine_args or [], margin, quality_steps)
     shapes = other_shapes(workload, elsewhere, also_batch, also_context)
     job = job.model_copy(update={"lock_mhz": lock_mhz, "elsewhere": shapes})
+    if (report or profile or patched_profile) and (find_best or not patches):
+        raise UsageError("a report is of one patch", "give --patch once; --best-set writes its own")
+    command = shlex.join(["patcher", *sys.argv[1:]])
+    profiles = [read(one, model) if one else None for one in (profile, patched_profile)]
     if find_best:
         return _best_set(job, patches or [], out, output)
     if not patches:
@@ -152,15 +187,21 @@ def throughput(
         return 5 if planted.wrong else int(not planted.all_found)
     if len(patches) > 1:
         raise UsageError("several patches", "say --best-set, or give one --patch")
-    with output.progress() as bar, unpacked(patches[0]) as folder:
-        result = measure_and_decide(job, folder, bar)
-    write_out(out, result)
+    shown: list[Any] = []
+    with unpacked(patches[0]) as folder:
+        with output.progress() as bar:
+            result = measure_and_decide(job, folder, bar, *profiles)
+        write_out(out, result)
+        if report is not None:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            told = report_of(result, Patch.load(folder), now, (command,), *profiles)
+            shown.append(Text(f"report: {write(told, report)[0]}"))
     measured = result.measured
-    shown: list[Any] = [*throughput_lines(measured.throughput), *quality_lines(measured.quality)]
+    lines: list[Any] = [*throughput_lines(measured.throughput), *quality_lines(measured.quality)]
     if measured.elsewhere is not None:
-        shown += elsewhere_lines(measured.elsewhere)
-    shown.append(Text(f"receipt: {measured.receipt.total_calls:,} calls of the patched kernel"))
-    output.emit(result, *shown, *decision_lines(result.decision))
+        lines += elsewhere_lines(measured.elsewhere)
+    lines.append(Text(f"receipt: {measured.receipt.total_calls:,} calls of the patched kernel"))
+    output.emit(result, *lines, *decision_lines(result.decision), *shown)
     return 0 if result.decision.verdict == "accept" else 1
 
 

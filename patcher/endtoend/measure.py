@@ -30,6 +30,7 @@ from hotspot import Profile
 from integrate import Patch, Receipt
 from patcher.endtoend.measured import Job, Judged, Measured, Report
 from patcher.reconciling.explain import explain
+from patcher.reconciling.proof import seen_per_step
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.verdicts.decide import Decision, decide
 
@@ -40,8 +41,18 @@ RESULT: TypeAdapter[tuple[Measured, ...]] = TypeAdapter(tuple[Measured, ...])
 """What the measuring process leaves."""
 
 
-def measure_and_decide(job: Job, patch_folder: Path, report: Report) -> Judged:
+def measure_and_decide(
+    job: Job,
+    patch_folder: Path,
+    report: Report,
+    before: Profile | None = None,
+    after: Profile | None = None,
+) -> Judged:
     """Measure a bundle and decide on it by its own evidence.
+
+    Args:
+        before: a profile of the engine as it comes.
+        after: of the patched one; how often the kernel is launched is read off it.
 
     Raises:
         VerificationError: the bundle was changed, or does not fit this environment.
@@ -49,8 +60,10 @@ def measure_and_decide(job: Job, patch_folder: Path, report: Report) -> Judged:
     patch = Patch.load(patch_folder)
     measured = measure_in_child(job, patch_folder, report)
     evaluation = Evaluation.model_validate(patch.manifest.evidence)
+    seen = seen_per_step(patch, measured.receipt, after, before) if after else None
+    pdl = patch.manifest.guards.pdl
     reconciliation = explain_measured(
-        measured, evaluation, patch.contract, pdl=patch.manifest.guards.pdl
+        measured, evaluation, patch.contract, before, after, seen, pdl
     )
     return Judged(
         measured=measured,
@@ -208,11 +221,13 @@ def measure(job: Job, patches: Sequence[Patch], report: Report) -> tuple[Measure
     def calls_in(receipts: Sequence[Book]) -> int:
         return sum(book.calls.total() for book in receipts)
 
+    elsewhere_arms = arms(other_books)
     with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
         throughput = measure_throughput(
             engine,
             arms(books),
             job.workload,
+            untimed=elsewhere_arms,
             margin_pct=job.margin_pct,
             max_pairs=job.max_pairs,
             looks=job.looks,
@@ -222,7 +237,7 @@ def measure(job: Job, patches: Sequence[Patch], report: Report) -> tuple[Measure
             kernel_calls=lambda: calls_in(books),
             progress=report,
         )
-        other, elsewhere_arms = OtherTraffic(job, clocks, report), arms(other_books)
+        other = OtherTraffic(job, clocks, report)
         other.take(
             lambda shape: {
                 arm: LocalSide(engine, enter, lambda: calls_in(other_books), shape)

@@ -243,3 +243,12 @@ def _fewer(
     if was - left < ours - 0.5:
         return None
     return f"{was:.4g} a step before, {left:.4g} now; the new one {ours:.4g}"
+
+
+def seen_per_step(
+    patch: Patch, receipt: Receipt, after: Profile, before: Profile | None = None
+) -> float | None:
+    """Launches of the patched kernel in a step of the profile, the most frequent of its parts."""
+    proof = prove([receipt], after, patch, before=before)
+    rates = [row.per_step for row in proof.rows if row.role == "new" and row.per_step]
+    return max(rates, default=None)

@@ -9,16 +9,15 @@ from typing import TypeVar
 from bench import Evaluation, Record, UsageError, load_op
 from hotspot import Profile
 from integrate import Patch
-from integrate import Receipt as FullReceipt
 from patcher.agent import ended
 from patcher.attempts import Attempt, Stopped
 from patcher.endtoend.measure import explain_measured
 from patcher.endtoend.measured import Measured
 from patcher.pipeline import DEMO, Made, Plan
-from patcher.reconciling.proof import prove
+from patcher.reconciling.proof import seen_per_step
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.report import FORMATS, Report, write
-from patcher.report.record import Receipt
+from patcher.report.judged import receipt_of
 from patcher.runs.run import Run
 from patcher.runs.status import attempts, status
 from patcher.verdicts.decide import Decision
@@ -87,8 +86,8 @@ def gather(run: Run, after: Profile | None = None) -> Report:
         patch_id=made.id if made else None,
         throughput=measured.throughput if measured else None,
         quality=measured.quality if measured else None,
-        receipt=_receipt(measured.receipt) if measured else None,
-        quality_receipt=_receipt(measured.quality_receipt) if measured else None,
+        receipt=receipt_of(measured.receipt) if measured else None,
+        quality_receipt=receipt_of(measured.quality_receipt) if measured else None,
         reconciliation=_reconciled(run, measured, evaluation, profile, after),
         elsewhere=measured.elsewhere if measured else None,
         decision=decision,
@@ -100,10 +99,6 @@ def gather(run: Run, after: Profile | None = None) -> Report:
 
 def _stored(run: Run, step: str, record_type: type[RecordT]) -> RecordT | None:
     return run.load(step, record_type) if run.done(step) else None
-
-
-def _receipt(receipt: FullReceipt) -> Receipt:
-    return Receipt(calls=receipt.calls, fallbacks=receipt.fallbacks)
 
 
 def _loop_ended(run: Run, attempts: tuple[Attempt, ...]) -> Stopped | None:
@@ -131,18 +126,9 @@ def _reconciled(
         return None
     contract = load_op(evaluation.op).contract
     patch = Patch.load(run.path / run.load("patch", Made).folder)
-    seen = _seen_per_step(patch, measured, before, after) if after else None
+    seen = seen_per_step(patch, measured.receipt, after, before) if after else None
     pdl = patch.manifest.guards.pdl
     return explain_measured(measured, evaluation, contract, before, after, seen, pdl)
-
-
-def _seen_per_step(
-    patch: Patch, measured: Measured, before: Profile | None, after: Profile
-) -> float | None:
-    """Launches of the patched kernel in a step of the profile, the most frequent of its parts."""
-    proof = prove([measured.receipt], after, patch, before=before)
-    rates = [row.per_step for row in proof.rows if row.role == "new" and row.per_step]
-    return max(rates, default=None)
 
 
 def _stopped(run: Run, plan: Plan) -> str | None:
