@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from bench.engines import Decoding, Engine
 
-TURN_STEPS = {"cpu": 8, "cuda": 32}
+TURN_STEPS = {"cpu": 8, "cuda": 64}
 """Decode steps an arm takes before the other has its turn; the first of them is not timed. Short
 turns give both the same machine: on two CPU cores turns of 32 doubled the SD of pairs. But each
 turn's end adds what an engine's client sees later or sooner than the GPU was done: 0.3 ms for vLLM

@@ -274,3 +274,27 @@ def test_a_candidate_is_bundled_as_a_folder_or_one_file(
         assert cli("verify", target, "--json")[1]["id"] == found["id"]
     assert good.digest != CANDIDATE.digest
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kernel.cpp", "made", "made.zip"]
+
+
+def test_a_candidate_that_was_judged_is_bundled_on_that_verdict(cli: Cli, tmp_path: Path) -> None:
+    good = next(found for info, found in OP.solutions() if info.name == "cpu_simd")
+    Path("kernel.cpp").write_text(good.source)
+    words = ("bundle", OP.name, "kernel.cpp", "made", "--evaluation", "verdict.json", "--json")
+    for text, said in (
+        (None, "verdict.json is no verdict: [Errno 2]"),
+        ("{}", "verdict.json is no verdict: "),
+        (evaluation(CANDIDATE).model_dump_json(), "a verdict on another source"),
+    ):
+        if text is not None:
+            Path("verdict.json").write_text(text)
+        code, document = cli(*words)
+        assert (code, document["error"]["kind"]) == (2, "usage")
+        assert said in document["error"]["message"]
+    Path("verdict.json").write_text(evaluation(good, bench.Outcome.TOO_SLOW).model_dump_json())
+    code, document = cli(*words)
+    assert (code, document["outcome"]) == (1, "too_slow")
+    assert not Path("made").exists()
+    Path("verdict.json").write_text(evaluation(good).model_dump_json())
+    code, document = cli(*words)
+    assert (code, document["evidence"]["digest"]) == (0, good.digest)
+    assert cli("verify", "made", "--json")[1]["id"] == document["id"]

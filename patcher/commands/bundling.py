@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import ValidationError
 from rich.text import Text
 
 from bench import Candidate, Evaluation, Language, Outcome, UsageError, load_op
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # every other command starts without the patches
 @examples(
     "patcher bundle fused_add_rms_norm kernel.cu norm-patch --sweep bf16-fp32-weight",
     "patcher bundle fused_add_rms_norm kernel.cu norm-patch.zip --tensor-parallel 1,2",
+    "patcher bundle moe_route candidate.cu P --engine vllm --evaluation evaluation.json",
 )
 def bundle(
     op: Annotated[str, typer.Argument(help="An op of the library.")],
@@ -34,6 +36,14 @@ def bundle(
         str | None,
         typer.Option(help="Workers that may share a layer, as `1,2`; default: any number."),
     ] = None,
+    judged: Annotated[
+        Path | None,
+        typer.Option(
+            "--evaluation",
+            help="The judge's verdict on this very source, as a run keeps it beside the "
+            "candidate: it is not judged again.",
+        ),
+    ] = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> int:
@@ -45,11 +55,14 @@ def bundle(
     workers = worker_counts(tensor_parallel)
     candidate = Candidate.from_file(load_op(op).name, source, language)
     output = Output(as_json)
-    with output.progress() as bar:
-        settings = judge.JudgeSettings(
-            sweep=sweep, threads=threads, policy=resolve().tripwires.for_op(candidate.op)
-        )
-        evaluation = judge.evaluate(candidate, settings, bar)
+    if judged is not None:
+        evaluation = verdict_on(candidate, judged)
+    else:
+        with output.progress() as bar:
+            settings = judge.JudgeSettings(
+                sweep=sweep, threads=threads, policy=resolve().tripwires.for_op(candidate.op)
+            )
+            evaluation = judge.evaluate(candidate, settings, bar)
     if evaluation.outcome is not Outcome.CORRECT:
         if as_json:
             output.emit(evaluation)
@@ -60,6 +73,27 @@ def bundle(
     speedup = f"{evaluation.geomean_speedup:.3f}x against {evaluation.baseline}"
     output.emit(manifest, Text(f"{manifest.id} in {target}: {speedup}"))
     return 0
+
+
+def verdict_on(candidate: Candidate, path: Path) -> Evaluation:
+    """What was judged before.
+
+    Raises:
+        UsageError: that is no verdict, or one on another source.
+    """
+    try:
+        found = Evaluation.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise UsageError(
+            f"{path} is no verdict: {str(error).splitlines()[0]}",
+            "give the evaluation.json that a run keeps, or what `patcher evaluate --json` printed",
+        ) from error
+    if (found.op, found.digest) != (candidate.op, candidate.digest):
+        raise UsageError(
+            f"{path} is a verdict on another source (of {found.op})",
+            "give the one that lies beside the candidate, or leave --evaluation out",
+        )
+    return found
 
 
 def make_bundle(
