@@ -290,9 +290,9 @@ def test_a_candidate_that_was_judged_is_bundled_on_that_verdict(cli: Cli, tmp_pa
         code, document = cli(*words)
         assert (code, document["error"]["kind"]) == (2, "usage")
         assert said in document["error"]["message"]
-    Path("verdict.json").write_text(evaluation(good, bench.Outcome.TOO_SLOW).model_dump_json())
+    Path("verdict.json").write_text(evaluation(good, bench.Outcome.MISMATCH).model_dump_json())
     code, document = cli(*words)
-    assert (code, document["outcome"]) == (1, "too_slow")
+    assert (code, document["outcome"]) == (1, "mismatch")
     assert not Path("made").exists()
     Path("verdict.json").write_text(evaluation(good).model_dump_json())
     code, document = cli(*words)
