@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import bench
 from bench import Candidate, Evaluation, Language, Outcome
-from bench.judge import JudgeSettings, evaluate, open_judge
+from bench.judge import JudgeSettings, evaluate, open_judge, process
 from bench.judge.accuracy import explain_mismatch, rmse_factor
 from bench.judge.blob import FILL, RED_ZONE, Wanted, layout, read_set, strayed, write_set
 
@@ -264,3 +265,13 @@ def test_one_rounding_that_falls_the_other_way_is_no_mismatch() -> None:
     problem = explain_mismatch(value, honest, exact, reduction=64)
     assert problem is not None
     assert "99.9th percentile" in problem or "largest" in problem or "rmse" in problem
+
+
+def test_what_compiles_keeps_its_products_apart_or_shares_them(tmp_path: Path) -> None:
+    """A baseline is compiled once on a machine; a candidate finds what it compiled itself."""
+    tools = ("TRITON", "TORCHINDUCTOR", "TVM_FFI")
+    own, shared = (process.caches(tmp_path / "run", trusted) for trusted in (False, True))
+    for name in (f"{tool}_CACHE_DIR" for tool in tools):
+        assert Path(own[name]).is_relative_to(tmp_path / "run")
+        assert not Path(shared[name]).is_relative_to(tmp_path / "run")
+    assert own["HOME"] == shared["HOME"] == str(tmp_path / "run")

@@ -277,6 +277,7 @@ def caches(folder: Path, trusted: bool) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "FLASHINFER_WORKSPACE_BASE": str(caches / "flashinfer"),
+        "TVM_FFI_CACHE_DIR": str(caches / "tvm-ffi"),
         "PATCHER_CACHE": str(caches),
         **({"PATCHER_OPS": os.environ.get("PATCHER_OPS", "")} if trusted else {}),
     }
