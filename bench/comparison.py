@@ -98,6 +98,9 @@ class Comparison(Record):
     block_pairs: int = 1
     """Neighbouring pairs averaged before the interval was taken: more than one where neighbours
     resemble each other; 0: the interval comes from process pairs."""
+    outlying_pairs: int = 0
+    """Pairs so far from the others that the gain and its interval take them for nearer, see
+    `bench.intervals.pulled_in`; `pair_sd_pct` is of all as they are."""
     p_value: float | None = None
     """Of the one-sided test that the gain is above the margin; to accept, it must be below half of
     what `confidence_pct` leaves. None in records older than the field."""

@@ -21,7 +21,14 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from bench.clocks import ClockMonitor
 from bench.comparison import Arm, Comparison, Throughput, Window
 from bench.errors import MissingError, PatcherError, UsageError
-from bench.intervals import DEFAULT_PAIRS, MIN_PROCESS_PAIRS, Look, first_decided, look_confidences
+from bench.intervals import (
+    DEFAULT_PAIRS,
+    DEFAULT_PROCESS_PAIRS,
+    MIN_PROCESS_PAIRS,
+    Look,
+    first_decided,
+    look_confidences,
+)
 from bench.throughput import check_window, decide_on, of_processes, so_far, unusable
 from bench.windows import Kind, Name, Pair, Side, abba_orders, prompt_seed, take_pair
 from bench.workload import Shape, Workload
@@ -89,9 +96,9 @@ visits: what else is measured between them. One by one where only one is loaded 
 class Plan:
     """How much is taken."""
 
-    process_pairs: int = MIN_PROCESS_PAIRS
+    process_pairs: int = DEFAULT_PROCESS_PAIRS
     """A/B process pairs until a look."""
-    pairs: int = DEFAULT_PAIRS // MIN_PROCESS_PAIRS
+    pairs: int = DEFAULT_PAIRS // DEFAULT_PROCESS_PAIRS
     """Of windows, in each process pair, without the warm-up pair; in whole ABBA blocks."""
     looks: int = 1
     together: bool | None = None

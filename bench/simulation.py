@@ -95,6 +95,16 @@ def _two_states(draw: np.random.Generator, count: int) -> Floats:
     return _half_drift(draw, state * draw.choice([-1.0, 1.0]))
 
 
+def _stalls(draw: np.random.Generator, count: int) -> Floats:
+    """One pair in fifty is 15 to 50 times as far off as the others: the machine stood still in one
+    of its windows."""
+    import numpy as np
+
+    size = draw.uniform(15, 50, count) * draw.choice([-1.0, 1.0], count)
+    found = draw.standard_normal(count) + np.where(draw.random(count) < 0.02, size, 0.0)
+    return found / math.sqrt(1 + 0.02 * (50**3 - 15**3) / (3 * (50 - 15)))
+
+
 NOISE: dict[str, Callable[[Any, int], Any]] = {
     "independent": lambda draw, count: draw.standard_normal(count),
     "AR(1), rho 0.3": lambda draw, count: _scaled_ar1(draw, count, 0.3),
@@ -104,6 +114,7 @@ NOISE: dict[str, Callable[[Any, int], Any]] = {
     "random walk from zero": lambda draw, count: _walk(draw, count, centred=False),
     "heavy tails, t with 3 degrees": lambda draw, count: draw.standard_t(3, count) / math.sqrt(3),
     "two clock states": _two_states,
+    "rare stalls": _stalls,
 }
 """Noise of unit variance for so many pairs, by name."""
 

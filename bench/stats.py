@@ -1,10 +1,11 @@
 """One comparison: log-ratio per pair, an interval of its mean, a verdict against a margin.
 
 The interval is one of Student's t over pairs, blocks of pairs or process pairs, whichever is the
-widest (`bench.intervals`). Where log-ratios are not near normal a wild pair widens it, and a sign
-test must agree with an accept, so that a few wild pairs cannot bring one about. Looks are paid for
-by alpha spending (Lan and DeMets 1983, with the O'Brien-Fleming-like function), so that looking
-early does not make a false accept likelier; several patches by Holm's correction.
+widest (`bench.intervals`). Pairs far from all others count as if they were less far, on either side
+alike, and are counted; and a sign test over all as they are must agree with an accept, so that a
+few wild pairs can neither bring one about nor hide one. Looks are paid for by alpha spending (Lan
+and DeMets 1983, with the O'Brien-Fleming-like function), so that looking early does not make a
+false accept likelier; several patches by Holm's correction.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from bench.comparison import Comparison, Sample, Verdict, Window
 from bench.errors import UsageError
 from bench.intervals import (
     DEFAULT_PAIRS,
+    DEFAULT_PROCESS_PAIRS,
     LOOKS,
     MIN_PAIRS,
     MIN_PROCESS_PAIRS,
@@ -29,6 +31,7 @@ from bench.intervals import (
     look_confidences,
     mean_of,
     pairs_needed,
+    pulled_in,
     sign_needs,
 )
 
@@ -83,6 +86,7 @@ def compare(
         reason=found.reason + _process_note(used),
         process_pairs=len(set(processes)),
         block_pairs=found.block_pairs,
+        outlying_pairs=found.outlying_pairs,
         p_value=found.p_value,
     )
 
@@ -94,6 +98,7 @@ class Judgement(NamedTuple):
     low_pct: float
     high_pct: float
     block_pairs: int
+    outlying_pairs: int
     p_value: float
     verdict: Verdict
     reason: str
@@ -106,15 +111,20 @@ def judge(
     processes: Sequence[int] | None = None,
 ) -> Judgement:
     """The verdict on log-ratios of usable pairs in the order they were taken; at least one."""
-    mean = mean_of(ratios, processes)
+    near, outlying = pulled_in(ratios, processes)
+    mean = mean_of(near, processes)
     half, spread = mean.widest(confidence_pct)
     low, high = _percent(mean.value - half), _percent(mean.value + half)
     verdict, reason = _verdict(ratios, mean, low, high, margin_pct)
+    if outlying:
+        word = "pair lies" if outlying == 1 else "pairs lie"
+        reason += f"; {outlying} {word} far out and count as if less far"
     return Judgement(
         gain_pct=_percent(mean.value),
         low_pct=low,
         high_pct=high,
         block_pairs=1 if spread is None else spread.block,
+        outlying_pairs=outlying,
         p_value=mean.p_above(math.log1p(margin_pct / 100)),
         verdict=verdict,
         reason=reason,
@@ -276,6 +286,7 @@ def _percent(log_ratio: float) -> float:
 
 __all__: Sequence[str] = (
     "DEFAULT_PAIRS",
+    "DEFAULT_PROCESS_PAIRS",
     "LOOKS",
     "MIN_PAIRS",
     "MIN_PROCESS_PAIRS",

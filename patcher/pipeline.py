@@ -25,7 +25,7 @@ from bench import (
 from bench.environment import describe
 from bench.environment import facts as machine_facts
 from bench.judge import JudgeSettings
-from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
+from bench.stats import DEFAULT_PAIRS, DEFAULT_PROCESS_PAIRS
 from bench.toolchains import build
 from hotspot import Profile, capture
 from integrate import Patch
@@ -182,7 +182,7 @@ def execute(
             max_pairs=plan.pairs,
             quality_steps=plan.quality_steps,
             # vLLM is patched when a process starts
-            process_pairs=MIN_PROCESS_PAIRS if workload.engine == "vllm" else 0,
+            process_pairs=DEFAULT_PROCESS_PAIRS if workload.engine == "vllm" else 0,
             # on a CPU the other points would take longer than all the rest
             elsewhere=shapes_of(workload, None, None) if workload.device == "cuda" else (),
         )

@@ -64,7 +64,7 @@ def measured(host: Host) -> OtherTraffic:
     found = measure_processes(
         host.start,
         WORKLOAD,
-        Plan(pairs=4),
+        Plan(process_pairs=3, pairs=4),
         margin_pct=0.5,
         patch_id="p",
         clocks=ClockMonitor("cpu"),

@@ -115,7 +115,9 @@ class ScriptedSide:
 def run(host: Host, plan: Plan | None = None, **options: Any) -> Throughput:
     ScriptedSide.seeds = []
     asked: dict[str, Any] = {"margin_pct": 0.5, "patch_id": "p", "clocks": ClockMonitor("cpu")}
-    return measure_processes(host.start, WORKLOAD, plan or Plan(pairs=9), **asked | options)
+    return measure_processes(
+        host.start, WORKLOAD, plan or Plan(process_pairs=3, pairs=9), **asked | options
+    )
 
 
 def test_a_gain_is_found_and_bias_between_processes_is_in_the_interval() -> None:
@@ -198,7 +200,7 @@ def test_two_may_load_side_by_side() -> None:
     other = threading.Event()  # never set: a wait
     one_by_one, beside = Slow(), Slow()
     run(one_by_one)
-    found = run(beside, Plan(pairs=9, stagger_s=0.0))
+    found = run(beside, Plan(process_pairs=3, pairs=9, stagger_s=0.0))
     assert (one_by_one.most_loading, beside.most_loading) == (1, 2)
     assert sorted(beside.started) == sorted(one_by_one.started)
     assert found.comparison.pairs == 27
@@ -225,7 +227,7 @@ def test_half_of_the_memory_may_be_too_little_to_start() -> None:
 
 def test_what_was_asked_is_not_looked_for() -> None:
     host = Host()
-    found = run(host, Plan(pairs=9, together=False))
+    found = run(host, Plan(process_pairs=3, pairs=9, together=False))
     assert host.most == 1
     assert found.residency == "one arm loaded at a time: as asked"
 
@@ -293,7 +295,7 @@ def test_what_is_asked_for_is_the_job_that_is_done() -> None:
     plain = job_of(asked(), WORKLOAD, False, [], 0.5, 32)
     assert plain.process_pairs == 0
     served = job_of(asked(), vllm, True, ["moe_backend=marlin", "max_num_seqs=8"], 0.5, 32)
-    assert (served.process_pairs, served.pairs_each, served.tune) == (3, 22, True)
+    assert (served.process_pairs, served.pairs_each, served.tune) == (4, 16, True)
     assert served.arguments == {"moe_backend": "marlin", "max_num_seqs": 8}
     kforge = asked(preset="kforge", output_len=512)
     assert kforge.shape == (8, 1024, 512)

@@ -10,7 +10,7 @@ import pytest
 
 import bench
 from bench import Sample
-from bench.intervals import MIN_PAIRS, first_decided, mean_of, schedule
+from bench.intervals import FAR_OUT, MIN_PAIRS, first_decided, mean_of, pulled_in, schedule
 from bench.stats import compare, holm, judge, look_confidences, pairs_needed, read_samples
 
 
@@ -316,3 +316,38 @@ def test_looks_are_taken_until_one_decides() -> None:
     assert len(seen) == 2
     assert at(["inconclusive", None, None]) is None
     assert len(seen) == 3
+
+
+def test_a_stall_of_either_arm_counts_as_if_it_were_short_and_is_told() -> None:
+    rng = random.Random(3)
+    quiet = [math.exp(0.01 + rng.gauss(0, 0.002)) for _ in range(40)]
+    for factor in (0.93, 1 / 0.93):  # which arm stood still
+        struck = [one * (factor if index in (7, 23) else 1) for index, one in enumerate(quiet)]
+        found = compare(pairs(struck))
+        assert (found.verdict, found.outlying_pairs) == ("accept", 2)
+        assert "2 pairs lie far out" in found.reason
+        assert found.gain_pct == pytest.approx(compare(pairs(quiet)).gain_pct, abs=0.06)
+        assert found.pair_sd_pct > 1.2, "the SD is of all pairs as they are"
+    assert compare(pairs(quiet)).outlying_pairs == 0
+
+
+def test_far_out_is_four_standard_deviations_of_normal_values() -> None:
+    rng = random.Random(8)
+    values = [rng.gauss(1, 2) for _ in range(2000)]
+    moved, count = pulled_in([*values, 100.0, -100.0])
+    assert count >= 2
+    assert max(moved) == pytest.approx(1 + FAR_OUT * 2, rel=0.05)
+    assert min(moved) == pytest.approx(1 - FAR_OUT * 2, rel=0.05)
+    assert pulled_in([0.0] * 9 + [5.0]) == ([0.0] * 9 + [5.0], 0)
+    assert pulled_in([3.0]) == ([3.0], 0)
+
+
+def test_what_process_pairs_differ_by_is_no_stall() -> None:
+    rng = random.Random(4)
+    values = [0.03 * (index // 8) + rng.gauss(0, 0.001) for index in range(24)]
+    owner = [index // 8 for index in range(24)]
+    assert pulled_in(values, owner) == (values, 0)
+    values[3] += 0.07
+    moved, count = pulled_in(values, owner)
+    assert (count, moved[4:]) == (1, values[4:])
+    assert moved[3] < 0.01

@@ -72,7 +72,7 @@ class NamedSide(ScriptedSide):
 
 def sitting(machine: Machine, *names: str, **given: Any) -> WaveSitting[Named]:
     fields: dict[str, Any] = {
-        "plan": Plan(pairs=ROUNDS - 1),
+        "plan": Plan(process_pairs=3, pairs=ROUNDS - 1),
         "begin": lambda process: None,
         "visit": lambda number, name, process: None,
         "also": lambda number, swapped, processes: None,
@@ -210,7 +210,7 @@ def test_no_process_outlives_a_failure_and_whole_waves_are_kept() -> None:
     for stagger in (None, 0.0):
         broken = Half()
         with pytest.raises(bench.PatcherError, match="the b process"):
-            sitting(broken, plan=Plan(pairs=9, stagger_s=stagger)).run()
+            sitting(broken, plan=Plan(process_pairs=3, pairs=9, stagger_s=stagger)).run()
         assert broken.names
         assert not broken.open
 
@@ -282,7 +282,7 @@ def test_processes_of_a_wave_load_side_by_side() -> None:
     never = threading.Event()
     one_by_one, beside = Slow(), Slow()
     sitting(one_by_one).run()
-    own = sitting(beside, plan=Plan(pairs=9, stagger_s=0.0))
+    own = sitting(beside, plan=Plan(process_pairs=3, pairs=9, stagger_s=0.0))
     own.run()
     assert one_by_one.most_loading == 1
     assert beside.most_loading >= 4

@@ -94,7 +94,7 @@ def throughput(
     processes: Annotated[
         int | None,
         typer.Option(
-            help="Process pairs, a process for each arm; 0: one process for both. Default: 3 for "
+            help="Process pairs, a process for each arm; 0: one process for both. Default: 4 for "
             "vllm, which is patched when it starts, else 0.",
             min=0,
         ),

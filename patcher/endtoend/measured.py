@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pydantic import Field, JsonValue
 
 from bench import SCHEMA_VERSION, Quality, Record, Shape, Throughput, Workload
-from bench.stats import DEFAULT_PAIRS, LOOKS, MIN_PROCESS_PAIRS
+from bench.stats import DEFAULT_PAIRS, DEFAULT_PROCESS_PAIRS, LOOKS
 from integrate import Receipt
 from patcher.endtoend.elsewhere import Elsewhere
 from patcher.reconciling.reconcile import Reconciliation
@@ -30,7 +30,7 @@ class Job(Record):
     """SM clock to lock for the A/B; None: it is only watched."""
     process_pairs: int = 0
     """Of processes, one for each arm; 0: the patch comes and goes in one process."""
-    pairs_each: int = Field(default=DEFAULT_PAIRS // MIN_PROCESS_PAIRS, ge=2)
+    pairs_each: int = Field(default=DEFAULT_PAIRS // DEFAULT_PROCESS_PAIRS, ge=2)
     """Pairs of windows in each process pair."""
     arguments: dict[str, JsonValue] = Field(default_factory=dict)
     """Of the engine in both arms, beside what the workload asks for; with process pairs."""

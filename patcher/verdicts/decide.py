@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from patcher.reconciling.proof import Proof
     from patcher.reconciling.reconcile import Reconciliation
 
-RULE_VERSION = 2
+RULE_VERSION = 3
+"""3: pairs far out count as if less far."""
 
 
 class ReceiptLike(Protocol):
