@@ -26,7 +26,7 @@ from bench.judge.kit.loading import load
 from bench.judge.regimes import regimes_of
 from bench.op import Op
 
-NAMES = ("moe_finalize", "moe_reduce", "moe_route", "moe_topk", "rope", "rope_kv_update")
+NAMES = ("linear", "moe_finalize", "moe_reduce", "moe_route", "moe_topk", "rope", "rope_kv_update")
 OPS = {name: bench.load_op(name) for name in NAMES}
 SOLUTIONS = {
     (name, info.language): (candidate, next((op.folder / "solutions" / info.name).glob("*.py")))
@@ -208,6 +208,8 @@ SETTINGS = JudgeSettings(
     baseline="eager", pairs=3, points=2, threads=1, calls=40, lives_s=0.0, timeout_s=20
 )
 WRONG = {
+    # the last output has another's bias
+    "linear": ("bias.float()", "bias.roll(1).float()"),
     # the bias of another expert
     "moe_finalize": ("experts[:, k]", "experts[:, 0]"),
     # a row that is skipped may hold NaN

@@ -1,0 +1,29 @@
+"""linear in plain PyTorch: the float64 reference and the control that must fail."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_PARTS = 16
+"""Into so many sums the control cuts each one."""
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor, output: Tensor) -> dict[str, Tensor]:
+    """float64 value of `output`; what the buffer held before does not matter.
+
+    Args:
+        x: [tokens, inner], any float dtype.
+        weight: [outer, inner], likewise.
+        bias: [outer], likewise.
+        output: [tokens, outer], only written.
+    """
+    return {"output": torch.addmm(bias.double(), x.double(), weight.double().T)}
+
+
+def control(x: Tensor, weight: Tensor, bias: Tensor, output: Tensor) -> dict[str, Tensor]:
+    """The same with a running sum in bfloat16."""
+    total = bias.bfloat16().expand(output.shape)
+    for left, right in zip(x.chunk(_PARTS, 1), weight.chunk(_PARTS, 1), strict=True):
+        total = (total.float() + left.float() @ right.float().T).bfloat16()
+    return {"output": total.to(output.dtype)}
