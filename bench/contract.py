@@ -37,6 +37,9 @@ class TensorSpec(Record):
     (packed weights): a large one the judge mixes anew on the device for each call."""
     layout: Literal["contiguous", "rows"] = "contiguous"
     """`rows`: the last axis is dense, the stride between rows may be larger than a row."""
+    constant: bool = False
+    """A weight: no kernel of a step writes it, so that in a dependent launch it may be read before
+    the wait."""
     alignment: int = 16
     """Bytes to which the first element is aligned; below 16 the judge tries misaligned ones."""
     summary: str = ""

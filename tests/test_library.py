@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ from bench.contract import Point
 from bench.judge import JudgeSettings, open_judge
 from bench.judge.accuracy import explain_touched
 from bench.judge.cases import Case, Expected, expect, make_inputs, tensors_of, value_problem
+from bench.judge.kit.captured import Arena, Captured
 from bench.judge.kit.loading import load
 from bench.judge.regimes import regimes_of
 from bench.op import Op
@@ -302,3 +304,29 @@ def test_the_yardstick_waits_for_nothing(name: str) -> None:
     run = op.baselines[op.honest_baseline]("cpu")
     with FakeTensorMode() as fake:  # raises where a value is asked for
         run(*map(fake.from_tensor, inputs.values()), *scalars)
+
+
+def test_another_sets_values_are_lent_but_for_weights() -> None:
+    """What a dependent launch may see before it waits; see `Captured.follow`."""
+    op = OPS["linear"]
+    point = hidden(op, op.contract.dtype_choices()[-1])[0]
+    plan = tensors_of(op, point)
+    assert [slot.name for slot in plan.slots if slot.constant] == ["weight", "bias"]
+
+    class Cuda:
+        """Copies on the host."""
+
+        @staticmethod
+        def copy_async(target: int, source: int, size: int, stream: Any) -> None:
+            ctypes.memmove(target, source, size)
+
+    lent = object.__new__(Captured)
+    arenas = [Arena(plan.model_dump(mode="json"), 2, "cpu") for _ in range(2)]
+    lent.arena, lent.kept = arenas
+    lent.cuda, lent.stream = Cuda(), None
+    for index in range(2):
+        for tensor in lent.arena.arguments[index]:
+            tensor.fill_(index + 1)
+    lent._lend(1, 0)
+    assert [float(each.mean()) for each in lent.arena.arguments[1]] == [1, 2, 2, 1]
+    assert [float(each.mean()) for each in lent.kept.arguments[1]] == [2, 2, 2, 2]

@@ -45,6 +45,8 @@ class Slot(Record):
     """From the first element to the end of the last."""
     slot_bytes: int
     travel: Travel = "bytes"
+    constant: bool = False
+    """Of the contract's tensor."""
 
     def view(self, block: torch.Tensor) -> torch.Tensor:
         """The tensor in a set's bytes (uint8, on the CPU)."""
@@ -79,6 +81,7 @@ class Wanted(Record):
     shift: int = 0
     """Elements by which the first one is off the aligned place."""
     travel: Travel = "bytes"
+    constant: bool = False
 
 
 def layout(tensors: Sequence[Wanted]) -> Layout:
@@ -102,6 +105,7 @@ def layout(tensors: Sequence[Wanted]) -> Layout:
             span_bytes=span,
             slot_bytes=whole,
             travel=wanted.travel,
+            constant=wanted.constant,
         )
         offset += whole
         for travel in _TRAVELS[_TRAVELS.index(wanted.travel) :]:

@@ -136,6 +136,7 @@ def tensors_of(op: Op, point: Point, placed: str = "plain", sparing: bool = True
                 padding=PADDING if padded else 0,
                 shift=SHIFT if shifted else 0,
                 travel=_travel(tensor, size) if spared else "bytes",
+                constant=tensor.constant,
             )
         )
     return layout(wanted)

@@ -26,6 +26,7 @@ class Arena:
         self.bytes = torch.empty(self.set_bytes * sets, dtype=torch.uint8, device=device)
         self.pointer = self.bytes.data_ptr()
         self.slots = [slot for slot in plan["slots"] if slot["travel"] != "bytes"]
+        self.constants = [slot for slot in plan["slots"] if slot["constant"]]
         self.recipes: list[list[list[int]]] = []
         self.arguments = []
         for index in range(0 if bare else sets):
@@ -138,14 +139,12 @@ class Captured:
         return times, sorted(spans, key=lambda span: span[1] - span[2])[:SPAN_LIMIT]
 
     def follow(self, index: int, other: int, call: Callable[[], None], stream: Any) -> None:
-        """Once, as a graph of its own: `call`, on the buffers of a set that hold another's values;
-        its own lie in `kept`.
+        """Once, as a graph of its own: `call`, on the buffers of a set that hold another's values
+        but its own weights; all of its own lie in `kept`.
         """
         import torch
 
-        arena, kept, size = self.arena, self.kept, self.arena.set_bytes
-        self.cuda.copy_async(kept.at(index), arena.at(index), size, self.stream)
-        self.cuda.copy_async(arena.at(index), arena.at(other), size, self.stream)
+        self._lend(index, other)
         self.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(), torch.cuda.graph(graph, stream=stream):
@@ -153,6 +152,15 @@ class Captured:
         graph.replay()
         self.cuda.synchronize()
         self._mode = "follow"
+
+    def _lend(self, index: int, other: int) -> None:
+        """Another set's values into a set's buffers, whose own go to `kept`; constants stay."""
+        arena, kept, size = self.arena, self.kept, self.arena.set_bytes
+        self.cuda.copy_async(kept.at(index), arena.at(index), size, self.stream)
+        self.cuda.copy_async(arena.at(index), arena.at(other), size, self.stream)
+        for slot in arena.constants:
+            here, size = slot["offset"], slot["slot_bytes"]
+            self.cuda.copy_async(arena.at(index) + here, kept.at(index) + here, size, self.stream)
 
     def fingerprint(self) -> int:
         return int(self._sum(self._words[self._mode == "verified"]).item())
