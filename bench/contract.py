@@ -129,6 +129,9 @@ class PatchPointSpec(Record):
     point: str
     summary: str
     calls_per_layer: int
+    replaces: str = ""
+    """Pattern of kernels that ran there before and are no op's own, as a library's matmuls: what
+    they are in a ledger is not changed by it."""
 
 
 class Contract(Record):

@@ -159,7 +159,7 @@ def execute(
         profile = run.step(
             "profile", lambda: _profile(run, workload, report, profile_file), Profile
         )
-        op_name = op_name or _first_covered(profile)
+        op_name = op_name or _first_covered(profile, workload.engine)
         spot = next((spot for spot in profile.hotspots if spot.op == op_name), None)
         share = f"{spot.share_pct:.1f} % of the profile" if spot else "not in the profile"
         say(f"profile: {len(profile.kernels)} kernels; op {op_name}: {share}")
@@ -218,12 +218,13 @@ def _profile(run: Run, workload: Workload, report: Report, profile_file: Path | 
         return capture(workload, Path(scratch))
 
 
-def _first_covered(profile: Profile) -> str:
+def _first_covered(profile: Profile, engine: str) -> str:
+    """The first hotspot's op that has somewhere to go in this engine."""
     for spot in profile.hotspots:
-        if spot.op is not None:
+        if spot.op and any(point.startswith(f"{engine}: ") for point in spot.patch_points):
             return spot.op
     raise UsageError(
-        "no hotspot of this profile is covered by an op of the library",
+        f"no hotspot of this profile is covered by an op of the library that {engine} takes",
         "see `patcher ops`; CONTRIBUTING.md says how to add one",
     )
 

@@ -109,6 +109,30 @@ def test_the_new_kernel_is_there_as_often_as_claimed_and_the_old_is_gone(
     assert prove([claims(patch, 100 * count)], patched, patch).passed, "the profile is a part"
 
 
+def test_a_librarys_kernels_that_a_point_replaces_must_be_gone_or_fewer(
+    patched: Profile, patch: Patch, stock: Profile
+) -> None:
+    """Of a matmul, say: its name is no op's own, and other layers go on to call it."""
+    receipt = claims(patch, 5000)
+    assert prove([receipt], patched, patch).passed
+
+    def replacing(pattern: str) -> Patch:
+        contract = patch.contract
+        points = [one.model_copy(update={"replaces": pattern}) for one in contract.patch_points]
+        told = contract.model_copy(update={"patch_points": tuple(points)})
+        manifest = patch.manifest.model_copy(update={"contract": told})
+        return Patch(patch.folder, manifest, patch.digest)
+
+    library = "(^|[^a-z])nvjet_"
+    found = prove([receipt], patched, replacing(library))
+    assert not found.passed
+    assert any("nvjet_" in row.kernel for row in found.rows if row.role == "old")
+    assert prove([receipt], patched, replacing("no_such_kernel")).passed
+    # with what ran before: fewer, by as many as the new one has launches
+    assert prove([receipt], patched, replacing(library), before=stock).passed
+    assert not prove([receipt], patched, replacing(library), before=patched).passed
+
+
 def test_counts_that_differ_are_told(patched: Profile, patch: Patch) -> None:
     count = launches(patched, TRITON)
     for calls, whole in ((count - 1, False), (count + 1, True), (count - 1, True)):

@@ -6,6 +6,7 @@ import json
 
 from bench import VerificationError
 from integrate.vllm import sources
+from integrate.vllm.linear import Linear
 from integrate.vllm.matmul import Down, GateUp
 from integrate.vllm.moe import Reduce, Routing
 from integrate.vllm.norm import AddRmsNorm
@@ -13,7 +14,7 @@ from integrate.vllm.point import VllmPoint
 from integrate.vllm.rope import RopeKvUpdate
 
 POINTS: dict[str, type[VllmPoint]] = {
-    point.name: point for point in (AddRmsNorm, RopeKvUpdate, Routing, Reduce, GateUp, Down)
+    point.name: point for point in (AddRmsNorm, RopeKvUpdate, Routing, Reduce, GateUp, Down, Linear)
 }
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from bench import SCHEMA_VERSION, Language, Record
+from bench.contract import PatchPointSpec
 from hotspot import KernelStat, Profile
 from integrate import Patch, Receipt
 
@@ -96,9 +97,7 @@ def prove(
     for kernel in profile.kernels:
         if name := ours[kernel.name]:
             new[name] += kernel.instances
-    old = [
-        one for one in profile.kernels if not ours[one.name] and patch.contract.matches(one.name)
-    ]
+    old = [one for one in profile.kernels if not ours[one.name] and _engines_own(patch, one.name)]
     expected = _expected(patch, profile)
     workers = sum(bool(one.calls) for one in own)
     rows = [
@@ -161,11 +160,23 @@ def _whose(shown: str, names: set[str], patch: Patch) -> str | None:
 
 
 def _expected(patch: Patch, profile: Profile) -> int | None:
+    point = _point(patch)
+    return point.calls_per_layer * profile.layers if point and profile.layers else None
+
+
+def _engines_own(patch: Patch, kernel: str) -> bool:
+    """Whether it did the work before, by its name."""
+    point = _point(patch)
+    pattern = point.replaces if point else ""
+    return patch.contract.matches(kernel) or bool(pattern and re.search(pattern, kernel))
+
+
+def _point(patch: Patch) -> PatchPointSpec | None:
     target = patch.manifest.target
-    for point in patch.contract.patch_points:
-        if (point.engine, point.point) == (target.engine, target.point) and profile.layers:
-            return point.calls_per_layer * profile.layers
-    return None
+    points = patch.contract.patch_points
+    return next(
+        (one for one in points if (one.engine, one.point) == (target.engine, target.point)), None
+    )
 
 
 def _new_row(
@@ -236,8 +247,8 @@ def _fewer(
     """In words, that the old kernels run less often by what the new one does; None if not so."""
     if before is None or not before.steps or not after.steps or not new:
         return None
-    matches = patch.contract.matches
-    was = sum(one.instances for one in before.kernels if matches(one.name)) / before.steps
+    known = sum(one.instances for one in before.kernels if _engines_own(patch, one.name))
+    was = known / before.steps
     left = sum(one.instances for one in old) / after.steps
     ours = max(new.values()) / after.steps
     if was - left < ours - 0.5:

@@ -1,0 +1,71 @@
+"""vLLM's linear layers without quantisation: `UnquantizedLinearMethod.apply`, of every such layer.
+
+gpt-oss has three of them in each layer: qkv_proj, o_proj and the router. What is put in is an
+operator that Inductor leaves whole, as it leaves cuBLAS's call. A layer without bias, of which a
+tensor-parallel worker adds none (`RowParallelLinear` on all ranks but the first) is one, too, and
+the output matrix of the vocabulary, which is no linear layer, keep vLLM's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from bench import VerificationError
+from integrate.dispatch import Dispatcher
+from integrate.vllm import sources
+from integrate.vllm.point import VllmPoint
+from integrate.vllm.swap import Swap
+
+_LINEAR = "vllm.model_executor.layers.linear"
+_UTILS = "vllm.model_executor.layers.utils"
+
+
+class Linear(VllmPoint):
+    """Every linear layer with bias whose weight is a plain matrix."""
+
+    name: ClassVar[str] = "linear.unquantized"
+    op: ClassVar[str] = "linear"
+    parts: ClassVar[tuple[str, ...]] = (
+        f"{_LINEAR}:UnquantizedLinearMethod",
+        f"{_UTILS}:dispatch_unquantized_gemm",
+        f"{_UTILS}:default_unquantized_gemm",
+    )
+
+    def find(self) -> str:
+        sources.must_be_as_read(self.name, self.parts)
+        Swap(sources.module(_LINEAR).UnquantizedLinearMethod, "apply").must_be_the_engines()
+        if sources.module("vllm.envs").VLLM_BATCH_INVARIANT:
+            raise VerificationError(
+                "VLLM_BATCH_INVARIANT asks for vLLM's own matmul", "unset it, or revert the patch"
+            )
+        return f"{_LINEAR}.UnquantizedLinearMethod.apply"
+
+    def install(self, kernel: Dispatcher) -> None:
+        self.find()
+        method = sources.module(_LINEAR).UnquantizedLinearMethod
+        swap = Swap(method, "apply")
+        original = swap.original
+        operator = kernel.op(engines_own)
+
+        def apply(
+            self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            weight = layer.weight.data
+            if type(self) is not method or bias is None or x.dim() != 2 or weight.dim() != 2:
+                kept: torch.Tensor = original(self, layer, x, bias)
+                return kept
+            output = x.new_empty(x.shape[0], weight.shape[0])
+            operator(x, weight, bias.data, output)
+            return output
+
+        swap.install(apply)
+        self._swaps = [swap]
+
+
+def engines_own(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, output: torch.Tensor
+) -> None:
+    """`torch.nn.functional.linear`, into a tensor that is there: the same call of cuBLASLt."""
+    torch.addmm(bias, x, weight.t(), out=output)
