@@ -133,7 +133,9 @@ class Op:
 
 def _load(path: Path) -> ModuleType:
     """Import a file of the library by path; `kernels/` is data, not a package."""
-    name = f"_patcher_op_{path.parent.name}_{path.stem}"
+    # two libraries may have an op of one name
+    where = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    name = f"_patcher_op_{path.parent.name}_{path.stem}_{where}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import bench
 from bench.contract import Point, _arithmetic
 from bench.judge.accuracy import error_of, explain_mismatch
+from bench.op import Op
 
 OP = bench.load_op("fused_add_rms_norm")
 
@@ -94,3 +97,15 @@ def test_the_planted_control_is_told_from_the_honest_baseline(dtypes: dict[str, 
     planted = OP.control(**inputs, epsilon=1e-5)["input"]
     assert explain_mismatch(honest, honest, expected["input"], 2880) is None
     assert explain_mismatch(planted, honest, expected["input"], 2880) is not None
+
+
+def test_two_libraries_may_have_an_op_of_one_name() -> None:
+    folders = (
+        Path(__file__).parent.parent / "kernels/linear",
+        Path(__file__).parent / "corpus/ops/linear",
+    )
+    first, second = map(Op, folders)
+    assert first.name == second.name == "linear"
+    assert first.inputs is not second.inputs
+    assert first.reference is not second.reference
+    assert first.inputs is Op(folders[0]).inputs
