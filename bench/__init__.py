@@ -4,7 +4,7 @@ comparison.
 
 from bench.candidate import Candidate, Language, guess_language
 from bench.comparison import Comparison, Quality, Sample, Throughput, Window
-from bench.contract import AxisGuard, Contract, Point, Sweep, TensorSpec
+from bench.contract import AxisGuard, Contract, PatchPointSpec, Point, Sweep, TensorSpec
 from bench.errors import (
     BudgetError,
     MissingError,
@@ -43,6 +43,7 @@ __all__ = [
     "MissingError",
     "Op",
     "Outcome",
+    "PatchPointSpec",
     "PatcherError",
     "Point",
     "Preset",

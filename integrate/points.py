@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
+import threading
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from bench import MissingError, UsageError, VerificationError
@@ -22,6 +23,9 @@ _ADAPTERS = {
     "vllm": "integrate.vllm.points",
 }
 """Engine to the module whose `POINTS` are its adapters; imported when a patch asks for one."""
+
+
+_READING = threading.Lock()
 
 
 class PatchPoint(Protocol):
@@ -105,6 +109,14 @@ class Fingerprint(str):
     """Source text by the name of the function or class, in order."""
 
 
+def source_text(part: Any) -> str:
+    """`inspect.getsource`, by one thread at a time: it parses the file, and Python 3.11 may raise
+    SystemError where two threads parse (cpython issue 106905). Arms load side by side.
+    """
+    with _READING:
+        return inspect.getsource(part)
+
+
 def source_digest(*parts: Any) -> Fingerprint:
     """Of the source text of functions and classes, in order.
 
@@ -115,7 +127,7 @@ def source_digest(*parts: Any) -> Fingerprint:
     for part in parts:
         name = getattr(part, "__qualname__", None) or part.__name__
         try:
-            text = inspect.getsource(part)
+            text = source_text(part)
         except (OSError, TypeError) as error:
             raise VerificationError(
                 f"{name} has no source text", "take out whatever replaced it first"

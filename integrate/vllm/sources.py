@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 from bench import MissingError, VerificationError
+from integrate.points import source_text
 
 _USER = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
 
@@ -66,7 +66,7 @@ def text(name: str) -> str:
     for wrapped in ("impls", "impl_fn", "fn"):
         inner = getattr(found, wrapped, None)
         found = inner["native"].impl_fn if isinstance(inner, dict) else inner or found
-    return "" if found is None else inspect.getsource(found)
+    return "" if found is None else source_text(found)
 
 
 def fingerprint(names: tuple[str, ...]) -> str:

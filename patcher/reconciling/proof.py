@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
-from bench import SCHEMA_VERSION, Language, Record
-from bench.contract import PatchPointSpec
+from bench import SCHEMA_VERSION, Language, PatchPointSpec, Record
 from hotspot import KernelStat, Profile
 from integrate import Patch, Receipt
 
