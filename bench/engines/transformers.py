@@ -19,6 +19,7 @@ from bench.engines import (
     peak_memory_bytes,
     random_prompts,
 )
+from bench.engines.random_weights import spread_of
 from bench.errors import MissingError, UsageError
 from bench.workload import Workload, presets, weights_id
 
@@ -188,18 +189,20 @@ def _load_model(workload: Workload) -> Any:
 
 @torch.no_grad()
 def _randomise(model: torch.nn.Module, seed: int) -> None:
-    """Seeded normal(0, 0.02) everywhere, norms one and in float32 as `from_pretrained` keeps them.
+    """Seeded normal, as `bench.engines.random_weights` spreads them, norms one and in float32 as
+    `from_pretrained` keeps them.
 
     Zero-like dummy weights would send every token to the same experts, and decode would read a
     fraction of what a real model reads. Buffers (rotary tables) are computed from the
     configuration and left as they are.
     """
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
+    spread = spread_of(name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         if "norm" in name.rsplit(".", 2)[-2]:
             parameter.data = torch.ones_like(parameter, dtype=torch.float32)
         elif parameter.is_floating_point():
-            parameter.normal_(0.0, 0.02, generator=generator)
+            parameter.normal_(0.0, spread[name], generator=generator)
 
 
 @contextmanager

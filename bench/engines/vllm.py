@@ -11,6 +11,7 @@ import gc
 import hashlib
 import importlib
 import json
+import math
 import os
 import tempfile
 import time
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from bench.engines import Decoding, Generation, peak_memory_bytes, random_prompts, vllm_logits
+from bench.engines.random_weights import STD, spread_of
 from bench.errors import MissingError, UsageError
 from bench.toolchains import cache_root
 from bench.workload import Shape, Workload, presets
@@ -29,7 +31,7 @@ LOAD_FORMAT = "patcher_random"
 RANDOM_WEIGHTS = "PATCHER_RANDOM_WEIGHTS"
 """The variable that asks a process of vLLM's to know that format."""
 MXFP4_SCALE = 120
-"""Biased exponent of a block of MXFP4 weights: 2^-7, so that they spread like normal(0, 0.02)."""
+"""Biased exponent of a block of MXFP4 weights: 2^-7, so that they spread like normal(0, `STD`)."""
 REQUEST = "patcher-"
 SPARE_TOKENS = 2048
 """Room for decode beyond what the workload asks for."""
@@ -290,16 +292,19 @@ def register_loader() -> None:
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Normal(0, 0.02); norms one; packed MXFP4 blocks any byte, their scales `MXFP4_SCALE`."""
+    """Normal, as `bench.engines.random_weights` spreads them; norms one; packed MXFP4 blocks any
+    byte, their scales `MXFP4_SCALE` or, where the rest would be smaller, less by so many halvings.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)
+    spread = spread_of(name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
         elif parameter.is_floating_point():
-            parameter.normal_(0.0, 0.02, generator=generator)
+            parameter.normal_(0.0, spread[name], generator=generator)
         elif parameter.dtype == torch.uint8 and "scale" in name:
-            parameter.fill_(MXFP4_SCALE)
+            parameter.fill_(MXFP4_SCALE + round(math.log2(spread[name] / STD)))
         elif parameter.dtype == torch.uint8:
             parameter.random_(0, 256, generator=generator)
         else:
