@@ -11,8 +11,9 @@ from bench.clocks import POWER_CAP, TOLERANCE, ClockSample
 from bench.comparison import Arm, Window
 
 THROTTLED, SM_DRIFT, MEMORY_DRIFT = "throttled", "SM clock drifted", "memory clock drifted"
-USUAL_SHARE = 0.5
-"""A GPU that is at its power cap in more of the blocks than this is so because of the load."""
+USUAL_SHARE = 0.25
+"""A GPU that is at its power cap in more of the blocks than this is so because of the load: where
+prefill brings it there, in every other block."""
 
 
 class BlockClocks(TypedDict):

@@ -89,7 +89,7 @@ class Comparison(Record):
     """Level of the interval, after correction for the looks taken."""
     margin_pct: float
     pair_sd_pct: float
-    """Standard deviation of the log-ratio of a pair."""
+    """Standard deviation of the log-ratio of a pair, without the order effect."""
     verdict: Verdict
     reason: str
     process_pairs: int = 0
@@ -100,7 +100,10 @@ class Comparison(Record):
     resemble each other; 0: the interval comes from process pairs."""
     outlying_pairs: int = 0
     """Pairs so far from the others that the gain and its interval take them for nearer, see
-    `bench.intervals.pulled_in`; `pair_sd_pct` is of all as they are."""
+    `bench.adjust.pulled_in`; `pair_sd_pct` is of all as they are."""
+    order_effect_pct: float | None = None
+    """By how much the arm that begins a pair is the faster one, taken out of the gain and its
+    interval (`bench.adjust.without_order`). None: not told apart, or a record older than that."""
     p_value: float | None = None
     """Of the one-sided test that the gain is above the margin; to accept, it must be below half of
     what `confidence_pct` leaves. None in records older than the field."""

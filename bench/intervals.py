@@ -33,15 +33,10 @@ DEFAULT_PROCESS_PAIRS = 4
 DEFAULT_PAIRS = 66
 """At most, in one sitting: a gain of twice the margin is found in nine sittings of ten also when
 neighbours resemble each other (rho 0.6) or the pairs drift."""
-FAR_OUT = 4.0
-"""Standard deviations from the median, by the median distance of two pairs, beyond which a pair
-counts as if it lay there. Of normal values one in 16,000 does."""
 LOOKS = 3
 SIGN_ALPHA = 0.05
 """One-sided level of the sign test beside an accept; 6 of 6 pairs or 10 of 13 reach it."""
 NORMAL = statistics.NormalDist()
-_APART_TO_SD = 1 / (math.sqrt(2) * NORMAL.inv_cdf(0.75))
-"""From the median distance of two normal values to their standard deviation."""
 
 
 class Spread(NamedTuple):
@@ -85,10 +80,14 @@ class Mean:
         return max(found)
 
 
-def mean_of(ratios: Sequence[float], processes: Sequence[int] | None = None) -> Mean:
+def mean_of(
+    ratios: Sequence[float], processes: Sequence[int] | None = None, ordered: bool = False
+) -> Mean:
     """Mean of log-ratios in the order they were taken.
 
     Args:
+        ordered: the order effect was found from the same pairs and taken out. That costs single
+            pairs a degree of freedom; blocks of them hold either order and are free of it anyhow.
         processes: the process pair of each; given and at least `MIN_PROCESS_PAIRS` different, each
             process pair counts once, however many pairs it has.
     """
@@ -99,12 +98,14 @@ def mean_of(ratios: Sequence[float], processes: Sequence[int] | None = None) -> 
     spreads = []
     for block in range(1, max(count // MIN_BLOCKS, 1) + 1):
         blocks = count // block
-        if blocks < 2:
+        found = int(ordered and block == 1)
+        degrees = blocks - 1 - found
+        if degrees < 1:
             break
         # what does not fill a block is left out at the beginning, where machines warm up
         means = values[count - blocks * block :].reshape(blocks, block).mean(axis=1)
-        error = float(means.std(ddof=1)) * math.sqrt(block / count)
-        spreads.append(Spread(error, blocks - 1, block))
+        error = float(means.std(ddof=1 + found)) * math.sqrt(block / count)
+        spreads.append(Spread(error, degrees, block))
     if processes is not None and len(set(processes)) >= MIN_PROCESS_PAIRS:
         owner = np.asarray(processes)
         groups = np.array([values[owner == one].mean() for one in dict.fromkeys(processes)])
@@ -112,37 +113,6 @@ def mean_of(ratios: Sequence[float], processes: Sequence[int] | None = None) -> 
         error = float(groups.std(ddof=1)) / math.sqrt(len(groups))
         spreads.append(Spread(error, len(groups) - 1, 0))
     return Mean(centre, tuple(spreads))
-
-
-def pulled_in(
-    ratios: Sequence[float], processes: Sequence[int] | None = None
-) -> tuple[list[float], int]:
-    """Log-ratios with those far out moved to where far out begins, and how many those were.
-
-    A machine that stands still for 20 ms makes a window 7 % slower, and one such pair in a hundred
-    halves the chance to find a gain of 1 %, though it says nothing of either arm (winsorising:
-    Dixon, Ann. Math. Statist. 31, 385, 1960; limits by a robust scale: Hampel, J. Am. Statist.
-    Assoc. 69, 383, 1974). Both sides have the same limit, whichever arm a stall struck.
-
-    Args:
-        processes: the process pair of each. What these differ by is no stall: far is far from the
-            median of the own one, by what pairs of one process pair differ by.
-    """
-    import numpy as np
-
-    values = np.asarray(ratios, dtype=np.float64)
-    owner = np.zeros(len(values), dtype=np.int64) if processes is None else np.asarray(processes)
-    groups = [owner == one for one in dict.fromkeys(owner.tolist())]
-    apart = [np.abs(np.subtract.outer(values[own], values[own])) for own in groups]
-    between = np.concatenate([one[np.triu_indices(len(one), 1)] for one in apart])
-    limit = FAR_OUT * _APART_TO_SD * float(np.median(between)) if len(between) else 0.0
-    if limit <= 0:  # most are equal: nothing says how far is far
-        return list(ratios), 0
-    moved = values.copy()
-    for own in groups:
-        middle = np.median(values[own])
-        moved[own] = values[own].clip(middle - limit, middle + limit)
-    return moved.tolist(), int((moved != values).sum())
 
 
 def half_width(ratios: Sequence[float], confidence_pct: float = 95.0) -> float:

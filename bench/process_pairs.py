@@ -82,7 +82,12 @@ class ArmProcess(Protocol):
         ...
 
 
+class TooLateError(PatcherError):
+    """A process did not answer in time."""
+
+
 Process = TypeVar("Process", bound=ArmProcess)
+Opened = TypeVar("Opened")
 Start = Callable[[Arm, float], Process]
 """Starts an arm's process with that share of the device's memory and waits until it is loaded."""
 Visit = Callable[[Pair, Arm, Process], None]
@@ -115,8 +120,8 @@ class Plan:
 
 
 def open_all(
-    names: Sequence[Name], start: Callable[[Name], Process], stagger_s: float | None
-) -> dict[Name, Process]:
+    names: Sequence[Name], start: Callable[[Name], Opened], stagger_s: float | None
+) -> dict[Name, Opened]:
     """Start each of them, in this order; see `Plan.stagger_s`. All have ended to load when this
     does, also where one fails.
     """

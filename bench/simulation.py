@@ -2,7 +2,7 @@
 
 Every row simulates whole sittings: warm-up pair, looks, alpha spending, interval, sign test, in the
 numbers of `patcher throughput`. The noise is that of a pair's log-ratio, with a standard deviation
-of 0.5 % over the sitting whatever its kind.
+of 0.5 % over the sitting whatever its kind; which arm begins a pair is drawn as there.
 """
 
 from __future__ import annotations
@@ -115,12 +115,20 @@ NOISE: dict[str, Callable[[Any, int], Any]] = {
     "heavy tails, t with 3 degrees": lambda draw, count: draw.standard_t(3, count) / math.sqrt(3),
     "two clock states": _two_states,
     "rare stalls": _stalls,
+    "order effect": lambda draw, count: draw.standard_normal(count),
 }
 """Noise of unit variance for so many pairs, by name."""
+ORDER_EFFECT_SD = {"order effect": 2.0}
+"""By how many standard deviations the arm that begins is the slower one, beside the noise, in rows
+of that name."""
 
 
 def sitting(
-    ratios: Floats, max_pairs: int, margin_pct: float = 0.5, looks: int = LOOKS
+    ratios: Floats,
+    patched_first: NDArray[np.bool_],
+    max_pairs: int,
+    margin_pct: float = 0.5,
+    looks: int = LOOKS,
 ) -> tuple[Verdict, int]:
     """Verdict and usable pairs of one sitting whose pairs would give these log-ratios."""
 
@@ -129,7 +137,13 @@ def sitting(
     def at(look: Look) -> Judgement:
         nonlocal used
         used = look.taken - 1
-        return judge(ratios[1 : look.taken].tolist(), margin_pct, look.confidence_pct)
+        usable = slice(1, look.taken)
+        return judge(
+            ratios[usable].tolist(),
+            margin_pct,
+            look.confidence_pct,
+            patched_first=patched_first[usable].tolist(),
+        )
 
     found = first_decided(schedule(max_pairs, looks), at)
     assert found is not None
@@ -146,13 +160,17 @@ def sittings(
     margin_pct: float = 0.5,
 ) -> Row:
     """So many sittings of one kind; the seed follows from what they are, so a row is repeatable."""
-    draw = _generator(list(NOISE).index(noise), truth_pct, max_pairs)
+    draw, order = (
+        _generator(list(NOISE).index(noise) + apart, truth_pct, max_pairs) for apart in (0, 200)
+    )
     count = schedule(max_pairs, LOOKS)[-1].taken
     said: list[Verdict] = []
     pairs = 0
     for _ in range(runs):
-        ratios = NOISE[noise](draw, count) * pair_sd_pct / 100 + math.log1p(truth_pct / 100)
-        verdict, used = sitting(ratios, max_pairs, margin_pct)
+        first = _abba(order, count)
+        spread = NOISE[noise](draw, count) - ORDER_EFFECT_SD.get(noise, 0.0) * (2 * first - 1)
+        ratios = spread * pair_sd_pct / 100 + math.log1p(truth_pct / 100)
+        verdict, used = sitting(ratios, first, max_pairs, margin_pct)
         said.append(verdict)
         pairs += used
     return Row(
@@ -180,7 +198,9 @@ def process_pairs(
     """Comparisons over `count` process pairs, each with a bias of its own; one look at all."""
     import numpy as np
 
-    draw = _generator(100 + count, truth_pct, round(1000 * pair_sd_pct))
+    draw, order = (
+        _generator(count + apart, truth_pct, round(1000 * pair_sd_pct)) for apart in (100, 300)
+    )
     owner = np.repeat(np.arange(count), PAIRS_A_PROCESS)
     said: list[Verdict] = []
     for _ in range(runs):
@@ -188,7 +208,10 @@ def process_pairs(
         noise = draw.standard_normal(len(owner)) * pair_sd_pct / 100
         ratios = bias[owner] + noise + math.log1p(truth_pct / 100)
         processes = owner.tolist() if aware else None
-        said.append(judge(ratios.tolist(), margin_pct, processes=processes).verdict)
+        first = _abba(order, len(owner)).tolist()
+        said.append(
+            judge(ratios.tolist(), margin_pct, processes=processes, patched_first=first).verdict
+        )
     return Row(
         table="processes",
         noise=f"independent, and {PROCESS_SD_PCT:g} % between process pairs",
@@ -204,6 +227,14 @@ def process_pairs(
         reject=said.count("reject"),
         mean_pairs=len(owner),
     )
+
+
+def _abba(order: np.random.Generator, count: int) -> NDArray[np.bool_]:
+    """Which pairs the patched arm begins: of each two neighbours one, drawn."""
+    import numpy as np
+
+    drawn = order.random(-(-count // 2)) < 0.5
+    return np.stack([drawn, ~drawn], axis=1).ravel()[:count]
 
 
 def _generator(kind: int, truth_pct: float, size: int) -> np.random.Generator:

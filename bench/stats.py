@@ -1,9 +1,10 @@
 """One comparison: log-ratio per pair, an interval of its mean, a verdict against a margin.
 
-The interval is one of Student's t over pairs, blocks of pairs or process pairs, whichever is the
-widest (`bench.intervals`). Pairs far from all others count as if they were less far, on either side
-alike, and are counted; and a sign test over all as they are must agree with an accept, so that a
-few wild pairs can neither bring one about nor hide one. Looks are paid for by alpha spending (Lan
+What an arm gains by beginning a pair is found and taken out. The interval is one of Student's t
+over pairs, blocks of pairs or process pairs, whichever is the widest (`bench.intervals`). Pairs far
+from all others count as if they were less far, on either side alike, and are counted
+(`bench.adjust`); and a sign test over all at their full distance must agree with an accept, so that
+a few wild pairs can neither bring one about nor hide one. Looks are paid for by alpha spending (Lan
 and DeMets 1983, with the O'Brien-Fleming-like function), so that looking early does not make a
 false accept likelier; several patches by Holm's correction.
 """
@@ -18,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.adjust import pulled_in, without_order
 from bench.comparison import Comparison, Sample, Verdict, Window
 from bench.errors import UsageError
 from bench.intervals import (
@@ -31,7 +33,6 @@ from bench.intervals import (
     look_confidences,
     mean_of,
     pairs_needed,
-    pulled_in,
     sign_needs,
 )
 
@@ -46,8 +47,10 @@ def compare(
     """Compare patched with baseline.
 
     Args:
-        samples: two per pair, one of each arm; pairs in the order they were taken. Where they name
-            their `process`, all of them do, and a pair's two name the same process pair.
+        samples: two per pair, one of each arm; pairs in the order they were taken, and of windows
+            in a pair the one first that began (of plain samples that is not known, and nothing is
+            made of it). Where they name their `process`, all of them do, and a pair's two name the
+            same process pair.
         margin_pct: gain that the lower bound must exceed to accept.
         confidence_pct: level of the two-sided interval.
         warmup_pairs: first pairs left out, of each process pair.
@@ -61,6 +64,7 @@ def compare(
         raise UsageError(f"margin of {margin_pct:g} %", "a margin is a gain in percent, e.g. 0.5")
     if not 0 < confidence_pct < 100:
         raise UsageError(f"confidence of {confidence_pct:g} %", "it lies between 0 and 100")
+    samples = list(samples)
     pairs = _pairs(samples)
     used = [p for p in _without_warmup(pairs, warmup_pairs) if p.number not in dropped_pairs]
     if not used:
@@ -70,7 +74,9 @@ def compare(
     processes = [pair.process for pair in used if pair.process is not None]
     # a difference of logarithms, since a quotient can overflow
     ratios = [math.log(pair.patched) - math.log(pair.baseline) for pair in used]
-    found = judge(ratios, margin_pct, confidence_pct, processes or None)
+    known = all(isinstance(sample, Window) for sample in samples)
+    first = [pair.patched_first for pair in used] if known else None
+    found = judge(ratios, margin_pct, confidence_pct, processes or None, first)
     return Comparison(
         pairs=len(used),
         dropped_pairs=len(pairs) - len(used),
@@ -81,7 +87,8 @@ def compare(
         gain_high_pct=found.high_pct,
         confidence_pct=confidence_pct,
         margin_pct=margin_pct,
-        pair_sd_pct=100 * statistics.stdev(ratios) if len(ratios) > 1 else 0.0,
+        pair_sd_pct=found.pair_sd_pct,
+        order_effect_pct=found.order_effect_pct,
         verdict=found.verdict,
         reason=found.reason + _process_note(used),
         process_pairs=len(set(processes)),
@@ -97,6 +104,8 @@ class Judgement(NamedTuple):
     gain_pct: float
     low_pct: float
     high_pct: float
+    pair_sd_pct: float
+    order_effect_pct: float | None
     block_pairs: int
     outlying_pairs: int
     p_value: float
@@ -109,10 +118,20 @@ def judge(
     margin_pct: float = 0.5,
     confidence_pct: float = 95.0,
     processes: Sequence[int] | None = None,
+    patched_first: Sequence[bool] | None = None,
 ) -> Judgement:
-    """The verdict on log-ratios of usable pairs in the order they were taken; at least one."""
+    """The verdict on log-ratios of usable pairs in the order they were taken; at least one.
+
+    Args:
+        processes: the process pair of each.
+        patched_first: of each, whether the patched arm began; what the order does is then taken
+            out.
+    """
+    effect = None
+    if patched_first is not None:
+        ratios, effect = without_order(ratios, patched_first, processes)
     near, outlying = pulled_in(ratios, processes)
-    mean = mean_of(near, processes)
+    mean = mean_of(near, processes, ordered=effect is not None)
     half, spread = mean.widest(confidence_pct)
     low, high = _percent(mean.value - half), _percent(mean.value + half)
     verdict, reason = _verdict(ratios, mean, low, high, margin_pct)
@@ -123,6 +142,8 @@ def judge(
         gain_pct=_percent(mean.value),
         low_pct=low,
         high_pct=high,
+        pair_sd_pct=100 * statistics.stdev(ratios) if len(ratios) > 1 else 0.0,
+        order_effect_pct=None if effect is None else _percent(effect),
         block_pairs=1 if spread is None else spread.block,
         outlying_pairs=outlying,
         p_value=mean.p_above(math.log1p(margin_pct / 100)),
@@ -219,6 +240,7 @@ class _Pair(NamedTuple):
     patched: float
     process: int | None
     swapped: bool | None
+    patched_first: bool
 
 
 def _pairs(samples: Iterable[Sample | Window]) -> list[_Pair]:
@@ -241,7 +263,7 @@ def _pairs(samples: Iterable[Sample | Window]) -> list[_Pair]:
             raise UsageError(
                 f"pair {number} is of two process pairs", "a pair's two samples share their process"
             )
-        found.append(_Pair(number, *rates, *where))
+        found.append(_Pair(number, *rates, *where, next(iter(held)) == "patched"))
     for before, after in pairwise(found):
         if (before.process is None) != (after.process is None):
             raise UsageError(
@@ -297,4 +319,5 @@ __all__: Sequence[str] = (
     "look_confidences",
     "pairs_needed",
     "read_samples",
+    "without_order",
 )

@@ -18,7 +18,14 @@ import bench
 from bench import Throughput
 from bench.clocks import ClockMonitor
 from bench.comparison import Arm
-from bench.process_pairs import SHARE_ALONE, SHARE_BESIDE, Memory, Plan, measure_processes
+from bench.process_pairs import (
+    SHARE_ALONE,
+    SHARE_BESIDE,
+    Memory,
+    Plan,
+    TooLateError,
+    measure_processes,
+)
 from bench.traffic import traffic, traffics
 from bench.tuning import options_of, tune
 from bench.windows import Pair, Taken, turn_lengths
@@ -339,20 +346,29 @@ def test_what_was_measured_is_shown() -> None:
 RATES = {"a": 1.02, "b": 1.05, "c": 0.9, "close": 1.051}
 
 
-def tuned(options: list[list[Mapping[str, JsonValue]]]) -> Any:
+def tuned(
+    options: list[list[Mapping[str, JsonValue]]], stagger_s: float | None = None, room: int = 9
+) -> Any:
     host = Host(bias_pct=0)
+    started: list[str] = []
 
-    def start(arguments: Mapping[str, JsonValue]) -> ScriptedProcess:
+    def start(arguments: Mapping[str, JsonValue], share: float) -> ScriptedProcess:
         if arguments.get("moe") == "broken":
             raise bench.PatcherError("Traceback\n  File x\nValueError: not for this GPU")
-        made = host.start("baseline", SHARE_BESIDE)
+        if arguments.get("moe") == "slow":
+            started.append("slow")
+            raise TooLateError("the baseline process does not answer: compiling 7 of 99")
+        if len(host.open) >= room:
+            raise bench.PatcherError("ValueError: no memory left")
+        made = host.start("baseline", share)
         made.speed = RATES.get(str(arguments.get("moe")), 1.0)
         made.speed *= RATES.get(str(arguments.get("attention")), 1.0)
         return made
 
     ScriptedSide.seeds = []
-    found = tune(start, WORKLOAD, options, ClockMonitor("cpu"))
+    found = tune(start, WORKLOAD, options, ClockMonitor("cpu"), stagger_s=stagger_s)
     assert not host.open
+    assert len(started) <= 1, "what took too long is not waited for twice"
     return found
 
 
@@ -366,6 +382,15 @@ def test_the_best_stock_configuration_is_the_baseline() -> None:
     assert found.trials[2].tokens_per_s is None
     assert found.trials[-1].arguments == {"moe": "b", "attention": "a"}
     assert tuned([[{"attention": "c"}]]).chosen == {}
+    # side by side, also where only two of four fit: those that do not are tried again alone
+    for room in (9, 2):
+        beside = tuned([moe, attention], stagger_s=0.0, room=room)
+        assert beside.chosen == found.chosen
+        for one, other in zip(beside.trials, found.trials, strict=True):
+            assert (one.arguments, one.failure) == (other.arguments, other.failure)
+    slow = tuned([[{"moe": "slow"}, {"moe": "b"}]], stagger_s=0.0)
+    assert [one.failure for one in slow.trials] == ["", "it took too long to load", ""]
+    assert slow.chosen == {"moe": "b"}
     with pytest.raises(bench.UsageError, match="no options to tune"):
         options_of("transformers")
 

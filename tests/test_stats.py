@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import bench
-from bench import Sample
-from bench.intervals import FAR_OUT, MIN_PAIRS, first_decided, mean_of, pulled_in, schedule
+from bench import Sample, Window
+from bench.adjust import FAR_OUT, pulled_in, without_order
+from bench.intervals import MIN_PAIRS, first_decided, mean_of, schedule
 from bench.stats import compare, holm, judge, look_confidences, pairs_needed, read_samples
 
 
@@ -351,3 +352,87 @@ def test_what_process_pairs_differ_by_is_no_stall() -> None:
     moved, count = pulled_in(values, owner)
     assert (count, moved[4:]) == (1, values[4:])
     assert moved[3] < 0.01
+
+
+def in_order(ratios: list[float], patched_first: list[bool]) -> list[Window]:
+    """The windows of such pairs, the arm that began first."""
+    both = [
+        Window(
+            pair=one.pair,
+            arm=one.arm,
+            kind="ab",
+            tokens=1000,
+            decode_s=1000 / one.tokens_per_s,
+            prefill_s=0.1,
+        )
+        for one in pairs(ratios)
+    ]
+    return [
+        window
+        for index, first in enumerate(patched_first)
+        for window in both[2 * index : 2 * index + 2][:: -1 if first else 1]
+    ]
+
+
+def test_what_beginning_a_pair_does_is_found_and_taken_out() -> None:
+    rng = random.Random(6)
+    first = [index % 4 in (0, 3) for index in range(25)]
+    quiet = [math.exp(0.01 + rng.gauss(0, 0.001)) for _ in first]
+    slowed = [
+        one * math.exp(-0.007 if begins else 0.007)
+        for one, begins in zip(quiet, first, strict=True)
+    ]
+    plain, found = compare(in_order(quiet, first)), compare(in_order(slowed, first))
+    assert found.order_effect_pct == pytest.approx(-0.7, abs=0.05)
+    assert plain.order_effect_pct == pytest.approx(0, abs=0.05)
+    assert found.gain_pct == pytest.approx(plain.gain_pct, abs=0.001)
+    assert found.pair_sd_pct == pytest.approx(plain.pair_sd_pct, abs=0.01)
+    assert (found.verdict, plain.verdict) == ("accept", "accept")
+    one_order = compare(in_order(slowed, [False] * len(slowed)))
+    assert one_order.order_effect_pct is None, "nothing to tell it by"
+    assert one_order.pair_sd_pct > 0.6
+
+
+def test_the_lines_of_a_file_say_nothing_of_who_began() -> None:
+    """Sorted by speed they would be an order effect that takes all spread out."""
+    rng = random.Random(12)
+    samples = pairs([math.exp(rng.gauss(0.006, 0.005)) for _ in range(12)])
+    by_speed = sorted(samples, key=lambda one: (one.pair, one.tokens_per_s))
+    assert compare(by_speed) == compare(samples)
+    assert compare(samples).order_effect_pct is None
+
+
+def test_an_odd_number_of_pairs_does_not_lean_to_the_arm_that_begins_less() -> None:
+    first = [True, False, True, True, False, True, True, False, True]
+    ratios = [-0.007 if begins else 0.007 for begins in first]
+    owner = [index // 3 for index in range(9)]
+    found = without_order(ratios, first, owner)
+    assert found.effect == pytest.approx(-0.007)
+    assert found.ratios == pytest.approx([0.0] * 9)
+
+
+def test_what_process_pairs_differ_by_is_no_effect_of_order() -> None:
+    """Each has one order only, as where the arms run one after the other."""
+    first, owner = [True] * 4 + [False] * 4, [0] * 4 + [1] * 4
+    ratios = [0.01] * 4 + [-0.01] * 4
+    assert without_order(ratios, first, owner) == (ratios, None)
+    mixed = without_order([0.01, 0.01, -0.01, -0.01], [True, False] * 2, [0, 0, 1, 1])
+    assert mixed.effect == 0
+
+
+def test_a_stall_does_not_move_the_order_effect() -> None:
+    rng = random.Random(9)
+    first = [index % 2 == 0 for index in range(12)]
+    ratios = [rng.gauss(-0.003 if begins else 0.003, 0.0003) for begins in first]
+    ratios[4] += 0.08
+    effect = without_order(ratios, first).effect
+    assert effect == pytest.approx(-0.003, abs=0.0004)
+
+
+def test_the_order_effect_costs_a_degree_of_freedom_but_not_in_whole_blocks() -> None:
+    values = [0.01, 0.012, 0.009, 0.011, 0.013, 0.008]
+    [free], [paid] = mean_of(values).spreads, mean_of(values, ordered=True).spreads
+    assert (free.degrees, paid.degrees) == (5, 4)
+    assert paid.error == pytest.approx(free.error * math.sqrt(5 / 4))
+    blocks = mean_of(values * 3, ordered=True).spreads
+    assert [(spread.block, spread.degrees) for spread in blocks] == [(1, 16), (2, 8)]

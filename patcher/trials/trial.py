@@ -22,7 +22,7 @@ from bench import SCHEMA_VERSION, Comparison, Record, Window, Workload
 from bench.clocks import ClockMonitor
 from bench.comparison import Arm
 from bench.process_pairs import ArmProcess
-from bench.stats import MIN_PROCESS_PAIRS
+from bench.stats import MIN_PROCESS_PAIRS, without_order
 from bench.throughput import decide_on
 from bench.windows import Pair, abba, take_pair
 
@@ -194,6 +194,8 @@ class Kinds(Record):
     """Of the mean gain of one process pair: what two processes differ by, mostly."""
     pair_sd_pct: float | None
     """Median over trials."""
+    order_effect_pct: float | None
+    """By how much the window that begins a pair is the faster one; median over trials."""
     turn_sd_ms: float | None
     """Of what both windows of a pair differ by in a turn, which is the same steps of both; warm-up
     pairs left out."""
@@ -272,6 +274,9 @@ def _kind(trials: Sequence[Trial]) -> Kinds:
         half_width_pct=_median([(one.gain_high_pct - one.gain_low_pct) / 2 for one in found]),
         process_pair_sd_pct=statistics.stdev(pairs, centre) if len(pairs) > 1 else None,
         pair_sd_pct=_median([one.pair_sd_pct for one in found]),
+        order_effect_pct=_median(
+            [one.order_effect_pct for one in found if one.order_effect_pct is not None]
+        ),
         turn_sd_ms=turn_sd_ms,
         pair_sd_by_turns_pct=by_turns_pct,
         planted_pct=_median(planted),
@@ -282,36 +287,51 @@ def _kind(trials: Sequence[Trial]) -> Kinds:
 def _turns(trials: Sequence[Trial]) -> tuple[float | None, float | None]:
     """`Kinds.turn_sd_ms` and `Kinds.pair_sd_by_turns_pct`; Nones where turns were not kept."""
     pairs = [both for trial in trials for own in _timed_pairs(trial) for both in own]
-    times = [
-        [
+    # of either order apart: what beginning a pair does is no spread
+    by_order: dict[bool, list[list[float]]] = {}
+    for both in pairs:
+        apart = [
             first - second
             for first, second in zip(both["patched"].turns_s, both["baseline"].turns_s, strict=True)
         ]
-        for both in pairs
-    ]
-    if len(times) < 2 or not times[0]:
+        by_order.setdefault(_patched_first(both), []).append(apart)
+    orders = [times for times in by_order.values() if len(times) > 1]
+    if not orders or not orders[0][0]:
         return None, None
-    variances = [statistics.variance(turn) for turn in zip(*times, strict=True)]
+    spare = sum(len(times) - 1 for times in orders)
+    variances = [
+        sum((len(turn) - 1) * statistics.variance(turn) for turn in turns) / spare
+        for turns in zip(*(zip(*times, strict=True) for times in orders), strict=True)
+    ]
     window_s = statistics.median(one.decode_s for both in pairs for one in both.values())
     pair_pct = 100 * math.sqrt(sum(variances)) / window_s
     return 1e3 * math.sqrt(statistics.mean(variances)), pair_pct
 
 
 def _by_process_pair(trial: Trial) -> list[float]:
-    """Gain of each process pair in percent."""
-    return [
-        100 * math.expm1(statistics.mean(map(_log_ratio, pairs)))
-        for pairs in _timed_pairs(trial)
-        if pairs
-    ]
+    """Gain of each process pair in percent, without the order effect."""
+    pairs = [(owner, both) for owner, own in enumerate(_timed_pairs(trial)) for both in own]
+    owners = [owner for owner, _ in pairs]
+    ratios = [_log_ratio(both) for _, both in pairs]
+    if not ratios:
+        return []
+    ratios = without_order(ratios, [_patched_first(both) for _, both in pairs], owners).ratios
+    by_owner: dict[int, list[float]] = {}
+    for owner, ratio in zip(owners, ratios, strict=True):
+        by_owner.setdefault(owner, []).append(ratio)
+    return [100 * math.expm1(statistics.mean(own)) for own in by_owner.values()]
 
 
 def _timed_pairs(trial: Trial) -> list[list[dict[Arm, Window]]]:
-    """Of each process pair, without its warm-up pair."""
+    """Of each process pair, without its warm-up pair; in a pair the arm first that began."""
     found: dict[int | None, dict[int, dict[Arm, Window]]] = {}
     for window in trial.windows:
         found.setdefault(window.process, {}).setdefault(window.pair, {})[window.arm] = window
     return [list(pairs.values())[1:] for pairs in found.values()]
+
+
+def _patched_first(arms: Mapping[Arm, Window]) -> bool:
+    return next(iter(arms)) == "patched"
 
 
 def _log_ratio(arms: Mapping[Arm, Window]) -> float:
