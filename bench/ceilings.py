@@ -39,6 +39,10 @@ class Ceilings(Record):
         on_gpu = self.launch_us > 0
         return self._us(contract, point, self.memory_gb_s if on_gpu else self.cached_gb_s)
 
+    def launch_pct(self, call_us: float) -> float | None:
+        """Share of the launch floor that a call of so many microseconds is at; None on a CPU."""
+        return 100 * self.launch_us / call_us if self.launch_us > 0 else None
+
     def floor_us(self, contract: Contract, point: Point) -> float:
         """No call on this machine takes less, even with all of its data in the cache."""
         return max(self._us(contract, point, self.cached_gb_s), self.launch_us) / SLACK

@@ -60,6 +60,9 @@ class Timing(Record):
     light_pct: float | None = None
     """Share of the speed of light: the time that the contract's bytes and arithmetic take at the
     machine's measured ceilings, over `candidate_us`."""
+    launch_pct: float | None = None
+    """CUDA: share of the launch floor: the time of this machine's shortest kernel in a graph, over
+    `candidate_us`. What moves few bytes is near it and not near the speed of light."""
     candidate_cold_us: float | None = None
     """CUDA: with L2 overwritten before each call."""
     baseline_cold_us: float | None = None

@@ -42,7 +42,8 @@ SINGLES = 4
 HEARINGS = 5
 """A point is measured so often before its clocks are called false: a busy machine looks so, too."""
 PAUSE_S = 1.0
-"""Before a point is measured again because the baseline waited for other programs."""
+"""Before a point is measured again because the baseline waited for other programs; then twice as
+long each time."""
 COLD_CALLS = 12
 SPANS_S = 60.0
 """CUPTI starts slowly."""
@@ -104,7 +105,7 @@ class Sitting:
                 self._take(self.ours, self._fresh(point, sets), sets // 2, "verified")
         problem: str | None = ""
         waited: str | None = ""
-        for _ in range(HEARINGS):
+        for hearing in range(HEARINGS):
             ours, theirs, dropped = self._pairs(point, sets)
             alone = [self._single(point, sets) for _ in range(SINGLES)]
             floor = self.ceilings.floor_us(self.op.contract, point)
@@ -113,7 +114,7 @@ class Sitting:
             if problem is None and waited is None:
                 break
             if waited is not None:
-                time.sleep(PAUSE_S)
+                time.sleep(PAUSE_S * 2**hearing)
         else:
             if problem is not None:
                 raise Found("clocks", problem)
@@ -135,6 +136,7 @@ class Sitting:
             dropped_pairs=dropped,
             calls=sum(block.calls for block in ours),
             light_pct=100 * self.ceilings.light_us(self.op.contract, point) / candidate_us,
+            launch_pct=self.ceilings.launch_pct(candidate_us),
             **more,
         )
 

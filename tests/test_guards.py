@@ -169,7 +169,7 @@ def test_what_the_baseline_does_wrong_is_not_the_candidates(zygote: Zygote) -> N
 def test_a_baselines_process_that_died_is_started_anew() -> None:
     candidate = Candidate(op=NORM.name, language=Language.TORCH, source=RIGHT)
     settings = JudgeSettings(
-        device="cpu", baseline="honest", pairs=2, points=1, calls=0, lives_s=0.0, threads=1
+        device="cpu", baseline="honest", pairs=6, points=1, calls=0, lives_s=0.0, threads=1
     )
     with open_judge(settings) as judge:
         for _ in range(2):

@@ -31,6 +31,8 @@ def timing_table(op: Op, sweep: Sweep, evaluation: Evaluation) -> str:
         columns.append(("GFLOP/s", lambda t: f"{flops[id(t)] / t.candidate_us / 1e3:.1f}"))
     if any(timing.light_pct is not None for timing in timings):
         columns.append(("of light", lambda t: _pct(t.light_pct)))
+    if any(timing.launch_pct is not None for timing in timings):
+        columns.append(("of launch floor", lambda t: _pct(t.launch_pct)))
     if any(timing.candidate_cold_us is not None for timing in timings):
         columns += [
             ("cold us", lambda t: _us(t.candidate_cold_us)),

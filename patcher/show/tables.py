@@ -48,6 +48,7 @@ def evaluation_table(evaluation: Evaluation) -> Table:
         "speedup",
         "95 % interval",
         "of light",
+        "of launch floor",
         "cold us",
     )
     for name in names:
@@ -60,6 +61,7 @@ def evaluation_table(evaluation: Evaluation) -> Table:
             f"{timing.speedup:.3f}x",
             f"{timing.speedup_low:.3f} .. {timing.speedup_high:.3f}",
             "-" if timing.light_pct is None else f"{timing.light_pct:.0f} %",
+            "-" if timing.launch_pct is None else f"{timing.launch_pct:.0f} %",
             "-" if timing.candidate_cold_us is None else f"{timing.candidate_cold_us:.2f}",
         )
     return table
@@ -142,6 +144,8 @@ def comparison_lines(name: str, comparison: Comparison) -> Text:
         f"{comparison.pairs} pairs (SD {comparison.pair_sd_pct:.2f} %); "
         f"{comparison.baseline_tokens_per_s:,.1f} -> {comparison.patched_tokens_per_s:,.1f} tok/s"
     )
+    if comparison.order_effect_pct is not None:
+        text.append(f"; beginning a pair gains {comparison.order_effect_pct:+.2f} %, taken out")
     return text
 
 
