@@ -100,6 +100,20 @@ class Manifest(Record):
     """The judge's word, which is about that source."""
     provenance: Provenance
 
+    @property
+    def left_out(self) -> list[str]:
+        """Sizes that the op's kernels may run at and this one is not called at, in words: it is
+        slower there.
+        """
+        found = []
+        for axis, guard in self.guards.axes.items():
+            full = self.contract.guards.axes.get(axis, AxisGuard())
+            if guard.minimum != full.minimum:
+                found.append(f"{axis} below {guard.minimum}")
+            if guard.maximum != full.maximum:
+                found.append(f"{axis} above {guard.maximum}")
+        return found
+
     @model_validator(mode="after")
     def _about_one_thing(self) -> Manifest:
         if not self.op == self.entry == self.contract.name == self.evidence.op:

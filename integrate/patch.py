@@ -29,6 +29,7 @@ from bench import (
 from integrate.binaries import describe_binary, load_kernel
 from integrate.changes import Change, replaced, what_changed
 from integrate.manifest import DeviceKind, Manifest, PatchGuards, Provenance, Target
+from integrate.narrow import worth_calling
 
 if TYPE_CHECKING:
     from bench.toolchains import Built
@@ -59,7 +60,7 @@ class Patch:
         built: Built | None = None,
         tensor_parallel: tuple[int, ...] = (),
     ) -> Patch:
-        """Write a bundle.
+        """Write a bundle, guarded to where the judge did not find the kernel slower.
 
         Args:
             built: this candidate's build, whose binary goes along where it can be carried.
@@ -108,7 +109,7 @@ class Patch:
             guards=PatchGuards(
                 device=device,
                 dtypes=tuple(op.contract.dtype_choices()),
-                axes=op.contract.guards.axes,
+                axes=worth_calling(op.contract, evaluation),
                 capabilities=_capabilities(evaluation),
                 tensor_parallel=tensor_parallel,
                 graph_safe=op.contract.guards.graph_safe,

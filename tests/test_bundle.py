@@ -15,7 +15,7 @@ import torch
 from patch_sample import CANDIDATE, OP, evaluation, kernel, make_patch
 
 import bench
-from bench import Candidate, Language
+from bench import AxisGuard, Candidate, Language
 from bench.toolchains import Built, build, toolchain
 from integrate import Patch, pack, unpacked, verify
 
@@ -251,6 +251,40 @@ def test_a_cache_that_cannot_be_written_is_wrong_usage(
     with pytest.raises(bench.UsageError, match="cannot write") as caught:
         patch.kernel()
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("speedups", "guard"),
+    [
+        ({1: 1.2, 8: 1.1, 64: 1.0}, AxisGuard()),
+        ({1: 1.2, 8: 1.1, 64: 0.9}, AxisGuard(maximum=8)),
+        ({1: 0.9, 8: 1.1, 64: 0.9}, AxisGuard(minimum=8, maximum=8)),
+        ({1: 1.2, 8: 0.9, 64: 1.1}, AxisGuard()),
+        ({1: 0.9, 8: 0.9, 64: 0.9}, AxisGuard()),
+    ],
+)
+def test_a_kernel_is_not_called_where_it_is_surely_slower(
+    tmp_path: Path, speedups: dict[int, float], guard: AxisGuard
+) -> None:
+    judged = evaluation()
+    timings = tuple(
+        judged.timings[0].model_copy(
+            update={
+                "axes": {"tokens": size, "hidden": 2880},
+                "speedup": speedup,
+                "speedup_low": speedup - 0.02,
+                "speedup_high": speedup + 0.02,
+            }
+        )
+        for size, speedup in speedups.items()
+    )
+    judged = judged.model_copy(update={"timings": timings, "sweep": "cpu"})
+    folder = tmp_path / "patch"
+    made = Patch.create(folder, OP, CANDIDATE, judged, engine="transformers", made_by="test")
+    unswept = {axis: one for axis, one in OP.contract.guards.axes.items() if axis != "tokens"}
+    assert made.manifest.guards.axes == unswept | (
+        {"tokens": guard} if guard != AxisGuard() else {}
+    )
 
 
 def test_the_workers_that_it_is_for_are_kept(tmp_path: Path) -> None:

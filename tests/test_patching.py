@@ -298,3 +298,10 @@ def test_a_candidate_that_was_judged_is_bundled_on_that_verdict(cli: Cli, tmp_pa
     code, document = cli(*words)
     assert (code, document["evidence"]["digest"]) == (0, good.digest)
     assert cli("verify", "made", "--json")[1]["id"] == document["id"]
+    [timing] = evaluation().timings
+    slow = {"axes": {"tokens": 64}, "speedup": 0.8, "speedup_low": 0.7, "speedup_high": 0.9}
+    both = {"sweep": "cpu", "timings": (timing, timing.model_copy(update=slow))}
+    Path("verdict.json").write_text(evaluation(good).model_copy(update=both).model_dump_json())
+    code, said = cli(*words[:-1])
+    assert code == 0
+    assert "the engine's own code runs at tokens above 1: it is faster there" in said

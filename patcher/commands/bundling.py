@@ -47,7 +47,10 @@ def bundle(
     threads: Threads = None,
     as_json: Json = False,
 ) -> int:
-    """Judge a candidate and, if it is right and faster, make it a patch bundle."""
+    """Judge a candidate and, if it is right and faster, make it a patch bundle.
+
+    At sizes at either end of the sweep where it is slower, the engine's own code goes on running.
+    """
     from bench import judge
     from patcher.settings import resolve
     from patcher.show.tables import print_evaluation
@@ -71,7 +74,11 @@ def bundle(
         return 1
     manifest = make_bundle(target, candidate, evaluation, engine=engine, tensor_parallel=workers)
     speedup = f"{evaluation.geomean_speedup:.3f}x against {evaluation.baseline}"
-    output.emit(manifest, Text(f"{manifest.id} in {target}: {speedup}"))
+    lines = [Text(f"{manifest.id} in {target}: {speedup}")]
+    if manifest.left_out:
+        slow = ", ".join(manifest.left_out)
+        lines.append(Text(f"the engine's own code runs at {slow}: it is faster there"))
+    output.emit(manifest, *lines)
     return 0
 
 
