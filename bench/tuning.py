@@ -1,20 +1,23 @@
 """Best stock configuration first: a flag's win must never be booked as a kernel's.
 
 One option after another is tried on top of the best so far, each way in a process of its own, in
-short windows. What does not start, or is not faster by more than windows differ, is not taken.
+short windows; the ways of one option may load side by side. What does not start, or is not faster
+by more than windows differ, is not taken.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from functools import partial
 
 from pydantic import JsonValue
 
 from bench.clocks import ClockMonitor
 from bench.comparison import Arm, Trial, Tuning
 from bench.errors import PatcherError, UsageError
-from bench.process_pairs import ArmProcess
+from bench.process_pairs import SHARE_BESIDE, ArmProcess, TooLateError, open_all
 from bench.windows import Pair, Side, prompt_seed, take_pair
 from bench.workload import Workload
 
@@ -25,7 +28,10 @@ LEAST_GAIN_PCT = 0.5
 """Trials come one after another: what is smaller may be drift."""
 
 Arguments = Mapping[str, JsonValue]
-Start = Callable[[Arguments], ArmProcess]
+Start = Callable[[Arguments, float], ArmProcess]
+"""Starts stock with these arguments and such a share of the device's memory."""
+Rate = Callable[[ArmProcess, Arguments], Trial]
+"""How fast a loaded process is."""
 
 
 def options_of(engine: str) -> Sequence[Sequence[Arguments]]:
@@ -48,9 +54,15 @@ def tune(
     clocks: ClockMonitor,
     *,
     seed: int = 0,
+    stagger_s: float | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Tuning:
     """Find the fastest stock configuration.
+
+    Args:
+        stagger_s: from one start to the next, where the ways of an option can load side by side;
+            one that fails there is tried again alone, since it may be for want of memory, but not
+            one that took too long. None: each alone.
 
     Raises:
         PatcherError: stock itself does not run.
@@ -59,39 +71,82 @@ def tune(
     total = 1 + sum(map(len, options))
     short = workload.model_copy(update={"output_len": min(workload.output_len, STEPS)})
     report("tune the baseline (stock)", 0, total)
-    best = _rate(start, {}, short, clocks, seed)
+    rate = partial(_rate, workload=short, clocks=clocks, seed=seed)
+    with closing(start({}, SHARE_BESIDE)) as process:
+        best = rate(process, {})
     trials = [best]
     for ways in options:
-        base = best
-        for way in ways:
-            arguments = {**base.arguments, **way}
-            report(f"tune the baseline ({_words(way)})", len(trials), total)
-            try:
-                trial = _rate(start, arguments, short, clocks, seed)
-            except PatcherError as error:
-                trial = Trial(
-                    arguments=arguments, tokens_per_s=None, failure=_last_line(error.message)
-                )
+        tried = {_words(way): {**best.arguments, **way} for way in ways}
+        stage = f"tune the baseline ({'; '.join(tried)})"
+        report(stage, len(trials), total)
+        found = _beside(start, rate, tried, stagger_s)
+        for name, arguments in tried.items():
+            trial = found.get(name) or _alone(start, rate, arguments)
             trials.append(trial)
+            report(stage, len(trials), total)
             if _faster(trial, best):
                 best = trial
     return Tuning(trials=tuple(trials), chosen=best.arguments)
 
 
-def _rate(
-    start: Start, arguments: Arguments, workload: Workload, clocks: ClockMonitor, seed: int
-) -> Trial:
-    process = start(arguments)
+def _beside(
+    start: Start, rate: Rate, tried: Mapping[str, Arguments], stagger_s: float | None
+) -> dict[str, Trial]:
+    """Of those that load and run while the others are there."""
+    if stagger_s is None or len(tried) < 2:
+        return {}
+    share = 2 * SHARE_BESIDE / len(tried)
+    failed: dict[str, PatcherError] = {}
+
+    def loaded(name: str) -> ArmProcess | None:
+        try:
+            return start(tried[name], share)
+        except PatcherError as error:
+            failed[name] = error
+            return None
+
+    opened = open_all(list(tried), loaded, stagger_s)
+    found = {
+        name: _failed(tried[name], error)
+        for name, error in failed.items()
+        if isinstance(error, TooLateError)
+    }
+    with ExitStack() as stack:
+        there = {
+            name: stack.enter_context(closing(process))
+            for name, process in opened.items()
+            if process is not None
+        }
+        for name, process in there.items():
+            with suppress(PatcherError):
+                found[name] = rate(process, tried[name])
+    return found
+
+
+def _alone(start: Start, rate: Rate, arguments: Arguments) -> Trial:
     try:
-        process.warm_up(prompt_seed(seed, -1), workload.output_len)
-        side = process.side()
-        windows = []
-        for number in range(WINDOWS):
-            pair = Pair(number, "aa", ("baseline", "patched"))
-            sides: dict[Arm, Side] = {"baseline": side}
-            windows += take_pair(pair, sides, workload, process.vocab_size, seed, clocks)
-    finally:
-        process.close()
+        with closing(start(arguments, SHARE_BESIDE)) as process:
+            return rate(process, arguments)
+    except PatcherError as error:
+        return _failed(arguments, error)
+
+
+def _failed(arguments: Arguments, error: PatcherError) -> Trial:
+    late = isinstance(error, TooLateError)
+    failure = "it took too long to load" if late else _last_line(error.message)
+    return Trial(arguments=dict(arguments), tokens_per_s=None, failure=failure)
+
+
+def _rate(
+    process: ArmProcess, arguments: Arguments, workload: Workload, clocks: ClockMonitor, seed: int
+) -> Trial:
+    process.warm_up(prompt_seed(seed, -1), workload.output_len)
+    side = process.side()
+    windows = []
+    for number in range(WINDOWS):
+        pair = Pair(number, "aa", ("baseline", "patched"))
+        sides: dict[Arm, Side] = {"baseline": side}
+        windows += take_pair(pair, sides, workload, process.vocab_size, seed, clocks)
     rates = [window.tokens_per_s for window in windows[1:]]
     return Trial(
         arguments=dict(arguments),

@@ -31,7 +31,8 @@ from hotspot import Profile, capture
 from integrate import Patch
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
-from patcher.endtoend.measure import decide_on, explain_measured, measure_in_child
+from patcher.endtoend.judging import decide_on, explain_measured
+from patcher.endtoend.measure import measure_in_child
 from patcher.endtoend.measured import Job, Measured
 from patcher.endtoend.other_traffic import shapes_of
 from patcher.judges import LOCAL

@@ -24,12 +24,12 @@ from integrate import Patch, Receipt
 from patcher.endtoend import arm_protocol as say
 from patcher.endtoend.arm import serve
 from patcher.endtoend.arm_process import ArmProcess, arm_environment
+from patcher.endtoend.asking import loads_beside
 from patcher.endtoend.called import difference, merged
 from patcher.endtoend.measured import Job
 from patcher.endtoend.pairs import (
     PatchSitting,
     identical,
-    loads_beside,
     measure_pairs,
 )
 

@@ -21,11 +21,11 @@ from test_report_lanes import decode, without_times
 
 from bench import Candidate, Environment, Evaluation, Language, Throughput, load_op
 from integrate import Patch
-from patcher.endtoend import measure
+from patcher.endtoend import judging
 from patcher.endtoend.measured import Job, Measured
-from patcher.reconciling.explain import explain
 from patcher.reconciling.launches import ShapeLaunches, StepLaunches, patched_steps, step_launches
 from patcher.reconciling.micro import Saving, saving
+from patcher.reconciling.patched import patched_kernel as kernel_of
 from patcher.reconciling.reconcile import reconcile
 from patcher.verdicts.decide import decide
 
@@ -169,9 +169,9 @@ def test_what_a_bundle_says_of_dependent_launch_is_told(
     judged = sample_evaluation(candidate)
     Patch.create(tmp_path / "patch", op, candidate, judged, engine="transformers", made_by="test")
     taken = Measured(**{name: parts[name] for name in Measured.model_fields if name in parts})
-    monkeypatch.setattr(measure, "measure_in_child", lambda *_: taken)
-    found = measure.measure_and_decide(
-        Job(workload=WORKLOAD), tmp_path / "patch", lambda *_: None
+    monkeypatch.setattr(judging, "measure_together", lambda *_: (taken,))
+    found = judging.measure_and_decide(
+        Job(workload=WORKLOAD), [tmp_path / "patch"], lambda *_: None
     ).reconciliation
     assert found is not None
     assert any("programmatic dependent launch" in caveat for caveat in found.caveats) == told
@@ -258,7 +258,7 @@ def test_one_measured_patch_is_put_together() -> None:
     throughput = throughput_of()
     calls = {DECODE: 16 * patched_steps(throughput)}
     judged = evaluation().model_copy(update={"sweep": "cpu"})
-    found = explain(judged, contract, throughput, calls)
+    found = reconcile([kernel_of(judged, contract, throughput, calls)], throughput)
     assert [row.launches for row in found.rows] == [2 * 6]  # two a layer
     assert found.explained is False
 

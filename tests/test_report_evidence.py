@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import re
 from typing import Any
 
 import pytest
 from report_page import Page
 from report_sample import full, in_processes, patched_kernel, sample, throughput_of, windows
+from rich.console import Console
 from test_report_charts import inside
 from test_report_lanes import decode
 
+from bench.ceilings import Ceilings
 from patcher.reconciling.reconcile import GainRow, Reconciliation, reconcile
 from patcher.report import Report, charts, render_html, render_json, render_markdown, views
 from patcher.report.reconciled import MOST_ROWS, reconciled
 from patcher.report.samples import process_runs, samples
+from patcher.show.tables import evaluation_table
 
 WIDTHS = (charts.WIDE, charts.NARROW)
 
@@ -124,3 +128,28 @@ def test_a_report_that_was_not_reconciled_says_why() -> None:
     assert "how often it runs in a decode step was not recorded" in page.text
     assert len(page.named("svg")) == 14
     assert "were not reconciled" in render_markdown(sample(reconciliation=None))
+
+
+def test_a_small_kernel_is_held_against_the_launch_floor() -> None:
+    at_best = Ceilings(
+        device="NVIDIA H200",
+        memory_gb_s=4000,
+        cached_gb_s=9000,
+        flops={"bf16": 7e14},
+        launch_us=1.2,
+    )
+    assert at_best.launch_pct(1.5) == pytest.approx(80)
+    assert at_best.model_copy(update={"launch_us": 0.0}).launch_pct(1.5) is None
+    report = full(decode())
+    assert report.best is not None
+    near = tuple(one.model_copy(update={"launch_pct": 80.4}) for one in report.best.timings)
+    told = report.best.model_copy(update={"timings": near})
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(evaluation_table(told))
+    assert "of launch floor" in (text := console.export_text())
+    assert text.count("80 %") == len(near)
+    page = plain(render_html(report.model_copy(update={"best": told})))
+    assert page.count("80 %") == plain(render_html(report)).count("80 %") + len(near)
+    written = plain(render_markdown(report.model_copy(update={"best": told})))
+    assert "Launch floor" in written
+    assert "80 %" in written

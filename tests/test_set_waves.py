@@ -26,10 +26,11 @@ from bench.windows import Taken
 from integrate import Patch, Receipt
 from patcher.endtoend import arm_protocol as say
 from patcher.endtoend import asking, set_waves
+from patcher.endtoend.asking import with_cache_size
 from patcher.endtoend.called import called_between
 from patcher.endtoend.measured import Job, Measured
-from patcher.endtoend.set_waves import SetSitting, measure_waves, with_cache_size
-from patcher.endtoend.sets import Sets, measure_sets
+from patcher.endtoend.set_waves import SetSitting, measure_waves
+from patcher.endtoend.sets import Sets, combination_of, measure_sets
 
 __all__ = ("bundles", "quick_collections")  # fixtures of tests here
 
@@ -50,7 +51,9 @@ class ScriptedArm(Named):
 
     machine: Scripted
 
-    def __init__(self, name: str, load: say.Load, patches: tuple[Patch, ...] = ()) -> None:
+    def __init__(
+        self, name: str, load: say.Load, patches: tuple[Patch, ...] = (), load_s: float = 0.0
+    ) -> None:
         if name == "reference":
             self.name, self.patches, self.runs = name, (), 0
             self.machine.names.append(name)
@@ -181,7 +184,7 @@ def test_each_set_has_its_own_gain_receipts_quality_and_other_points(
             assert [point.batch for point in each.elsewhere.points] == [1, 16]
             for point in each.elsewhere.points:
                 assert (point.comparison.pairs, point.comparison.process_pairs) == (12, 3)
-    gains = [one.combination.comparison.gain_pct for one in found.measured]
+    gains = [combination_of(one).comparison.gain_pct for one in found.measured]
     assert gains == [pytest.approx(gain, abs=0.15) for gain in (2.0, 1.2, 3.2)]
     assert not list(tmp_path.rglob("*.npy"))
     by_seed: dict[int, set[str]] = {}
@@ -198,7 +201,7 @@ def test_what_is_wrong_with_one_set_is_not_held_against_another(
     norm, rope = (Patch.load(folder).manifest.id for folder in bundles[:2])
     machine.other_model = rope
     found = measure(bundles, tmp_path / "model")
-    verdicts = {one.patches: one.combination.comparison.verdict for one in found.measured}
+    verdicts = {one.patches: combination_of(one).comparison.verdict for one in found.measured}
     assert verdicts == {(norm,): "accept", (rope,): "reject", (norm, rope): "reject"}
     machine.other_model, machine.slower_at_16 = "", norm
     found = measure(bundles, tmp_path / "slower")

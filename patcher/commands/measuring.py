@@ -49,13 +49,13 @@ def _writable(folder: Path | None) -> Path | None:
     "patcher throughput gpt-oss-20b --engine vllm --patch P --elsewhere",
     "patcher throughput gpt-oss-20b --patch P --also-batch 1,64 --also-context 4096,8192",
     "patcher throughput gpt-oss-20b --engine vllm --patch P --patch Q --best-set",
-    "patcher throughput gpt-oss-20b --engine vllm --patch P --report verdict",
+    "patcher throughput gpt-oss-20b --engine vllm --patch P --patch Q --report verdict",
 )
 def throughput(
     model: Annotated[str, typer.Argument(help="Preset, Hugging Face id or folder.")],
     patches: Annotated[
         list[Path] | None,
-        typer.Option("--patch", help="A patch bundle; several with --best-set."),
+        typer.Option("--patch", help="A patch bundle; several: all in together."),
     ] = None,
     find_best: Annotated[
         bool,
@@ -119,7 +119,7 @@ def throughput(
     report: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the report of one --patch: HTML, Markdown, JSON.", callback=_writable
+            help="Folder for the verdict as a page: HTML, Markdown, JSON.", callback=_writable
         ),
     ] = None,
     profile: Annotated[
@@ -155,11 +155,13 @@ def throughput(
         return 0 if comparison.verdict == "accept" else 1
     if not patches and not self_test:
         raise UsageError("nothing to compare", "give --patch BUNDLE, --from SAMPLES or --self-test")
+    from contextlib import ExitStack
     from datetime import UTC, datetime
 
     from hotspot import read
     from integrate import Patch, unpacked
-    from patcher.endtoend.measure import measure_and_decide, measure_planted
+    from patcher.endtoend.judging import measure_and_decide
+    from patcher.endtoend.measure import measure_planted
     from patcher.endtoend.other_traffic import other_shapes
     from patcher.endtoend.throughput_job import Asked, job_of
     from patcher.report import write
@@ -174,7 +176,9 @@ def throughput(
     shapes = other_shapes(workload, elsewhere, also_batch, also_context)
     job = job.model_copy(update={"lock_mhz": lock_mhz, "elsewhere": shapes})
     if (report or profile or patched_profile) and (find_best or not patches):
-        raise UsageError("a report is of one patch", "give --patch once; --best-set writes its own")
+        raise UsageError(
+            "a report is of one verdict", "give --patch without --best-set, which writes its own"
+        )
     command = shlex.join(["patcher", *sys.argv[1:]])
     profiles = [read(one, model) if one else None for one in (profile, patched_profile)]
     if find_best:
@@ -185,22 +189,25 @@ def throughput(
         write_out(out, planted)
         output.emit(planted, *planted_lines(planted))
         return 5 if planted.wrong else int(not planted.all_found)
-    if len(patches) > 1:
-        raise UsageError("several patches", "say --best-set, or give one --patch")
     shown: list[Any] = []
-    with unpacked(patches[0]) as folder:
+    with ExitStack() as stack:
+        folders = [stack.enter_context(unpacked(patch)) for patch in patches]
         with output.progress() as bar:
-            result = measure_and_decide(job, folder, bar, *profiles)
+            result = measure_and_decide(job, folders, bar, *profiles)
         write_out(out, result)
         if report is not None:
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            told = report_of(result, Patch.load(folder), now, (command,), *profiles)
+            bundles = [Patch.load(folder) for folder in folders]
+            told = report_of(result, bundles, now, (command,), *profiles)
             shown.append(Text(f"report: {write(told, report)[0]}"))
-    measured = result.measured
+    measured = result.measured[0]
     lines: list[Any] = [*throughput_lines(measured.throughput), *quality_lines(measured.quality)]
     if measured.elsewhere is not None:
         lines += elsewhere_lines(measured.elsewhere)
-    lines.append(Text(f"receipt: {measured.receipt.total_calls:,} calls of the patched kernel"))
+    for name, one in zip(result.patches, result.measured, strict=True):
+        whose = f" of {name}" if len(result.patches) > 1 else ""
+        calls = f"{one.receipt.total_calls:,} calls of the patched kernel"
+        lines.append(Text(f"receipt{whose}: {calls}"))
     output.emit(result, *lines, *decision_lines(result.decision), *shown)
     return 0 if result.decision.verdict == "accept" else 1
 

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from bench import PatcherError, Record, Shape, relayed
 from bench.environment import engine_environment
-from bench.process_pairs import Memory
+from bench.process_pairs import Memory, TooLateError
 from bench.windows import Taken
 from integrate import Patch, Receipt, switching_on
 from patcher.endtoend import arm_protocol as say
@@ -199,7 +199,8 @@ class ArmProcess:
             left = deadline - time.monotonic()
             if left <= 0 or len(self._buffer) > _REPLY_LIMIT:
                 self.kill()
-                raise PatcherError(f"the {self.name} process does not answer: {self.last_words}")
+                said = f"the {self.name} process does not answer: {self.last_words}"
+                raise TooLateError(said) if left <= 0 else PatcherError(said)
             ready, _, _ = select.select([stdout], [], [], left)
             if ready:
                 chunk = os.read(stdout.fileno(), 1 << 16)

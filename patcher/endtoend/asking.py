@@ -13,12 +13,12 @@ from pydantic import JsonValue
 from bench import Quality, cloze
 from bench.clocks import ClockMonitor
 from bench.comparison import Tuning
-from bench.process_pairs import SHARE_ALONE, SHARE_BESIDE
+from bench.process_pairs import SHARE_ALONE
 from bench.quality import compare_logits
 from bench.tuning import options_of, tune
 from integrate import Patch
 from patcher.endtoend import arm_protocol as say
-from patcher.endtoend.arm_process import ArmProcess
+from patcher.endtoend.arm_process import LOAD_S, ArmProcess
 from patcher.endtoend.measured import Job, Report
 
 REFERENCE: dict[str, dict[str, JsonValue]] = {"vllm": {"enforce_eager": True}}
@@ -26,6 +26,10 @@ REFERENCE: dict[str, dict[str, JsonValue]] = {"vllm": {"enforce_eager": True}}
 ROUTING_STEPS = 16
 REVERT_STEPS = 256
 """Greedy tokens a sequence, at most, that must be the same before and after."""
+TUNED_LOAD_S = 300.0
+"""A way to serve that takes longer to load, since it compiles, say, is not waited for."""
+STAGGER_S = 2.0
+"""From one start to the next, so that who starts first is the first to take memory."""
 
 
 class Yardstick(NamedTuple):
@@ -48,13 +52,17 @@ class Asking:
         """The best stock configuration, which is all processes' from then on."""
         with ClockMonitor(self.job.workload.device, self.job.lock_mhz) as clocks:
             found = tune(
-                lambda arguments: self.started(
-                    "baseline", {**self.arguments, **arguments}, SHARE_BESIDE
+                lambda arguments, share: self.started(
+                    "baseline",
+                    {**self.arguments, **arguments},
+                    share,
+                    load_s=TUNED_LOAD_S if arguments else LOAD_S,
                 ),
                 self.job.workload,
                 options_of(self.job.workload.engine),
                 clocks,
                 seed=self.job.seed,
+                stagger_s=STAGGER_S if loads_beside(self.job) else None,
                 progress=report,
             )
         self.arguments |= found.chosen
@@ -66,6 +74,7 @@ class Asking:
         arguments: dict[str, JsonValue],
         memory_share: float,
         patches: tuple[Patch, ...] = (),
+        load_s: float = LOAD_S,
     ) -> ArmProcess:
         load = say.Load(
             workload=self.job.workload,
@@ -73,7 +82,7 @@ class Asking:
             memory_share=memory_share,
             room=self.job.elsewhere,
         )
-        return ArmProcess(name, load, patches)
+        return ArmProcess(name, load, patches, load_s)
 
     def greedy(self, process: ArmProcess) -> list[list[int]]:
         steps = max(min(self.job.workload.output_len, REVERT_STEPS), self.job.quality_steps)
@@ -119,3 +128,22 @@ class Asking:
         return quality.model_copy(
             update={"task_refusal": refusal or "it is not taken where each arm is a process"}
         )
+
+
+def loads_beside(job: Job) -> bool:
+    """Whether two may load at the same time: not while vLLM finds out what memory is left."""
+    return job.workload.engine != "vllm" or "kv_cache_memory_bytes" in job.arguments
+
+
+def with_cache_size(job: Job) -> Job:
+    """With the size of vLLM's KV cache said: else it takes whatever its share leaves, and cannot
+    load beside another that does so, too.
+    """
+    if loads_beside(job):
+        return job
+    from bench.engines.vllm import cache_bytes
+
+    size = cache_bytes(job.workload, job.elsewhere)
+    if size is None:
+        return job
+    return job.model_copy(update={"arguments": {**job.arguments, "kv_cache_memory_bytes": size}})

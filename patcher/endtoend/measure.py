@@ -18,98 +18,17 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
-from bench import (
-    Contract,
-    Evaluation,
-    PatcherError,
-    relayed,
-)
+from bench import PatcherError, relayed
 from bench.environment import engine_environment
 from bench.leash import leashed
-from hotspot import Profile
 from integrate import Patch, Receipt
-from patcher.endtoend.measured import Job, Judged, Measured, Report
-from patcher.reconciling.explain import explain
-from patcher.reconciling.proof import seen_per_step
-from patcher.reconciling.reconcile import Reconciliation
-from patcher.verdicts.decide import Decision, decide
+from patcher.endtoend.measured import Job, Measured, Report
 
 if TYPE_CHECKING:
     from bench.planted import PlantedGains
 
 RESULT: TypeAdapter[tuple[Measured, ...]] = TypeAdapter(tuple[Measured, ...])
 """What the measuring process leaves."""
-
-
-def measure_and_decide(
-    job: Job,
-    patch_folder: Path,
-    report: Report,
-    before: Profile | None = None,
-    after: Profile | None = None,
-) -> Judged:
-    """Measure a bundle and decide on it by its own evidence.
-
-    Args:
-        before: a profile of the engine as it comes.
-        after: of the patched one; how often the kernel is launched is read off it.
-
-    Raises:
-        VerificationError: the bundle was changed, or does not fit this environment.
-    """
-    patch = Patch.load(patch_folder)
-    measured = measure_in_child(job, patch_folder, report)
-    evaluation = Evaluation.model_validate(patch.manifest.evidence)
-    seen = seen_per_step(patch, measured.receipt, after, before) if after else None
-    pdl = patch.manifest.guards.pdl
-    reconciliation = explain_measured(
-        measured, evaluation, patch.contract, before, after, seen, pdl
-    )
-    return Judged(
-        measured=measured,
-        reconciliation=reconciliation,
-        decision=decide_on(measured, evaluation, reconciliation),
-    )
-
-
-def explain_measured(
-    measured: Measured,
-    evaluation: Evaluation,
-    contract: Contract,
-    before: Profile | None = None,
-    after: Profile | None = None,
-    seen_per_step: float | None = None,
-    pdl: bool = False,
-) -> Reconciliation:
-    """Whether the kernel's own gain explains what was measured; see `explain`."""
-    receipt = measured.receipt
-    return explain(
-        evaluation,
-        contract,
-        measured.throughput,
-        receipt.calls,
-        replayed=bool(receipt.replayed) if receipt.calls else None,
-        before=before,
-        after=after,
-        seen_per_step=seen_per_step,
-        pdl=pdl,
-    )
-
-
-def decide_on(
-    measured: Measured, evaluation: Evaluation, reconciliation: Reconciliation | None = None
-) -> Decision:
-    """The rule's word on a measurement."""
-    return decide(
-        measured.throughput,
-        measured.quality,
-        evaluation,
-        measured.receipt,
-        measured.quality_receipt,
-        measured.reverted_identical,
-        reconciliation=reconciliation,
-        elsewhere=measured.elsewhere,
-    )
 
 
 def measure_in_child(job: Job, patch_folder: Path, report: Report) -> Measured:

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pydantic import Field, JsonValue
 
 from bench import SCHEMA_VERSION, Quality, Record, Shape, Throughput, Workload
+from bench.comparison import Verdict
 from bench.stats import DEFAULT_PAIRS, DEFAULT_PROCESS_PAIRS, LOOKS
 from integrate import Receipt
 from patcher.endtoend.elsewhere import Elsewhere
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.verdicts.decide import Decision
 
+STRICTEST: tuple[Verdict, ...] = ("reject", "inconclusive", "accept")
 Report = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
 
@@ -57,9 +59,18 @@ class Measured(Record):
 
 
 class Judged(Record):
-    """A measurement and the rule's word on it."""
+    """Patches that were in together: what was measured, and the rule's word on each."""
 
     schema_version: int = SCHEMA_VERSION
-    measured: Measured
+    patches: tuple[str, ...] = Field(min_length=1)
+    """By their ids."""
+    measured: tuple[Measured, ...]
+    """For each of them, with its own receipts; all else they share."""
     reconciliation: Reconciliation | None = None
-    decision: Decision
+    """Of all of them."""
+    decisions: tuple[Decision, ...]
+
+    @property
+    def decision(self) -> Decision:
+        """The strictest: all are kept, or none."""
+        return min(self.decisions, key=lambda one: STRICTEST.index(one.verdict))

@@ -19,13 +19,10 @@ from bench.process_pairs import Plan, measure_processes
 from bench.windows import Pair, Side
 from integrate import Patch, Receipt
 from patcher.endtoend.arm_process import ArmProcess
-from patcher.endtoend.asking import Asking
+from patcher.endtoend.asking import STAGGER_S, Asking, loads_beside, with_cache_size
 from patcher.endtoend.called import called_between, merged
 from patcher.endtoend.measured import Job, Measured, Report
 from patcher.endtoend.other_traffic import OtherTraffic, peak_memory
-
-STAGGER_S = 5.0
-"""So that the one that starts first is the first to take memory."""
 
 
 def measure_pairs(job: Job, patches: Sequence[Patch], report: Report) -> tuple[Measured, ...]:
@@ -39,6 +36,7 @@ def measure_pairs(job: Job, patches: Sequence[Patch], report: Report) -> tuple[M
         PatcherError: as `bench.process_pairs.measure_processes`.
     """
     refuse_other_engines(job, patches)
+    job = with_cache_size(job)
     sitting = PatchSitting(job, patches)
     tuning = sitting.tune(report) if job.tune else None
     with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
@@ -88,11 +86,6 @@ def refuse_other_engines(job: Job, patches: Iterable[Patch]) -> None:
                 f"{patch.manifest.id} is for {target}, not for {job.workload.engine}",
                 f"say --engine {target}",
             )
-
-
-def loads_beside(job: Job) -> bool:
-    """Whether two may load at the same time: not while vLLM finds out what memory is left."""
-    return job.workload.engine != "vllm" or "kv_cache_memory_bytes" in job.arguments
 
 
 def elsewhere(other: OtherTraffic, last: Pair, processes: Mapping[Arm, ArmProcess]) -> None:

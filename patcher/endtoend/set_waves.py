@@ -27,20 +27,12 @@ from bench.waves import (
 )
 from integrate import Patch, Receipt
 from patcher.endtoend.arm_process import ArmProcess
-from patcher.endtoend.asking import Asking
+from patcher.endtoend.asking import STAGGER_S, Asking, loads_beside, with_cache_size
 from patcher.endtoend.called import called_between, merged
 from patcher.endtoend.measured import Job, Measured, Report
 from patcher.endtoend.other_traffic import OtherTraffic, peak_memory, planned
-from patcher.endtoend.pairs import (
-    identical,
-    loads_beside,
-    refuse_other_engines,
-    told,
-)
+from patcher.endtoend.pairs import identical, refuse_other_engines, told
 from patcher.endtoend.waves_folder import Begun, Compared, TakenWave, Tokens, WavesFolder
-
-STAGGER_S = 2.0
-"""From one start to the next, so that who starts first is the first to take memory."""
 
 
 def measure_waves(
@@ -76,20 +68,6 @@ def measure_waves(
         report("quality", 0, 1)
         compared = sitting.compare()
         return {name: sitting.measured(name, compared, clocks, report) for name in sets}
-
-
-def with_cache_size(job: Job) -> Job:
-    """With the size of vLLM's KV cache said: else it takes whatever its share leaves, and cannot
-    load beside another that does so, too.
-    """
-    if loads_beside(job):
-        return job
-    from bench.engines.vllm import cache_bytes
-
-    size = cache_bytes(job.workload, job.elsewhere)
-    if size is None:
-        return job
-    return job.model_copy(update={"arguments": {**job.arguments, "kv_cache_memory_bytes": size}})
 
 
 class SetSitting(Asking):

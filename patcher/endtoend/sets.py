@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
-from bench import SCHEMA_VERSION, Evaluation, Record, UsageError
+from bench import SCHEMA_VERSION, Record, UsageError
 from bench.comparison import Comparison
 from integrate import Patch
 from patcher.endtoend.best_set import BestSet, Combination, best_set
+from patcher.endtoend.judging import decide_on, refuse_one_point_twice
 from patcher.endtoend.kept import read_record, write_record
-from patcher.endtoend.measure import decide_on, measure_together
-from patcher.endtoend.measured import Job, Measured, Report
+from patcher.endtoend.measure import measure_together
+from patcher.endtoend.measured import Job, Judged, Measured, Report
 from patcher.endtoend.set_waves import measure_waves
 from patcher.report import Report as Shown
 from patcher.verdicts.decide import Decision
@@ -37,31 +38,21 @@ InWaves = Callable[
 """As `patcher.endtoend.set_waves.measure_waves`."""
 
 
-class SetMeasured(Record):
-    """One combination: what was measured for each of its patches, which were in together."""
-
-    schema_version: int = SCHEMA_VERSION
-    patches: tuple[str, ...]
-    measured: tuple[Measured, ...]
-    decisions: tuple[Decision, ...]
-
-    @property
-    def combination(self) -> Combination:
-        """With the rule's word in place of the comparison's where the rule is the stricter."""
-        comparison = self.measured[0].throughput.comparison
-        for decision in self.decisions:
-            if comparison.verdict == "accept" and decision.verdict != "accept":
-                said = "; ".join(decision.reasons)
-                comparison = _with_word(comparison, decision, said)
-        return Combination(patches=self.patches, comparison=comparison)
-
-
 class Sets(Record):
     """All that was measured, and the best of it."""
 
     schema_version: int = SCHEMA_VERSION
     best: BestSet
-    measured: tuple[SetMeasured, ...]
+    measured: tuple[Judged, ...]
+
+
+def combination_of(judged: Judged) -> Combination:
+    """With the rule's word in place of the comparison's where the rule is the stricter."""
+    comparison = judged.measured[0].throughput.comparison
+    decision = judged.decision
+    if comparison.verdict == "accept" and decision.verdict != "accept":
+        comparison = _with_word(comparison, decision, "; ".join(decision.reasons))
+    return Combination(patches=judged.patches, comparison=comparison)
 
 
 def _with_word(comparison: Comparison, decision: Decision, said: str) -> Comparison:
@@ -86,7 +77,9 @@ def measure_sets(
             `patcher.endtoend.set_waves.measure_waves`.
     """
     patches = [Patch.load(folder) for folder in folders]
-    _check(patches)
+    if len(patches) < 2:
+        raise UsageError("one patch is no set", "give --patch twice or more with --best-set")
+    refuse_one_point_twice(patches)
     keep.mkdir(parents=True, exist_ok=True)
     of_id = dict(zip((patch.manifest.id for patch in patches), folders, strict=True))
     taking = _Taking(job, of_id, keep, report, measure, in_waves)
@@ -95,7 +88,7 @@ def measure_sets(
     if len(names) > 2 and _worse_together(done, names):
         taking.take(list(combinations(names, len(names) - 1)))
     measured = tuple(done.values())
-    return Sets(best=best_set([one.combination for one in measured]), measured=measured)
+    return Sets(best=best_set([combination_of(one) for one in measured]), measured=measured)
 
 
 def report_of(found: Sets, name: str, created: str, command: str) -> Shown:
@@ -105,9 +98,7 @@ def report_of(found: Sets, name: str, created: str, command: str) -> Shown:
     chosen = frozenset(found.best.patches)
     by_set = {frozenset(one.patches): one for one in found.measured}
     shown = by_set.get(chosen) or max(found.measured, key=lambda one: len(one.patches))
-    first, decision = shown.measured[0], shown.decisions[0]
-    for other in shown.decisions:
-        decision = other if other.verdict != "accept" else decision
+    first = shown.measured[0]
     return Shown(
         run_id=name,
         created=created,
@@ -120,7 +111,7 @@ def report_of(found: Sets, name: str, created: str, command: str) -> Shown:
         quality=first.quality,
         elsewhere=first.elsewhere,
         best_set=found.best,
-        decision=decision,
+        decision=shown.decision,
         reverted_identical=first.reverted_identical,
         environment=first.throughput.environment,
     )
@@ -133,22 +124,6 @@ def keep_name(job: Job, folders: Sequence[Path]) -> str:
     return f"best-set-{_digest(text)}"
 
 
-def _check(patches: Sequence[Patch]) -> None:
-    if len(patches) < 2:
-        raise UsageError("one patch is no set", "give --patch twice or more with --best-set")
-    points: dict[tuple[str, str], str] = {}
-    for patch in patches:
-        target = patch.manifest.target
-        other = points.setdefault((target.engine, target.point), patch.manifest.id)
-        if other != patch.manifest.id:
-            raise UsageError(
-                f"{other} and {patch.manifest.id} are for one patch point, {target.point}",
-                "compare them one by one; only one can be in",
-            )
-    if len(points) < len(patches):
-        raise UsageError("a patch was given twice", "name each once")
-
-
 @dataclass
 class _Taking:
     """What has been measured, of what was asked for."""
@@ -159,7 +134,7 @@ class _Taking:
     report: Report
     measure: Measure
     in_waves: InWaves
-    done: dict[frozenset[str], SetMeasured] = field(default_factory=dict)
+    done: dict[frozenset[str], Judged] = field(default_factory=dict)
     one_by_one: bool = False
 
     def take(self, plan: Sequence[tuple[str, ...]]) -> None:
@@ -168,7 +143,7 @@ class _Taking:
             path = self._path(chosen)
             if path.is_file():
                 hint = "remove it: that combination is then measured again"
-                self.done[frozenset(chosen)] = read_record(path, SetMeasured, hint)
+                self.done[frozenset(chosen)] = read_record(path, Judged, hint)
         missing = [chosen for chosen in plan if frozenset(chosen) not in self.done]
         if missing and self.job.process_pairs and not self.one_by_one:
             self._take_in_waves(plan, missing)
@@ -199,8 +174,8 @@ class _Taking:
 
     def _keep(self, chosen: tuple[str, ...], measured: tuple[Measured, ...]) -> None:
         bundles = [Patch.load(self.of_id[patch]) for patch in chosen]
-        evidence = [Evaluation.model_validate(each.manifest.evidence) for each in bundles]
-        found = SetMeasured(
+        evidence = [each.evaluation for each in bundles]
+        found = Judged(
             patches=chosen,
             measured=measured,
             decisions=tuple(map(decide_on, measured, evidence)),
@@ -221,9 +196,9 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _worse_together(done: dict[frozenset[str], SetMeasured], names: Sequence[str]) -> bool:
+def _worse_together(done: dict[frozenset[str], Judged], names: Sequence[str]) -> bool:
     """Whether all at once is not accepted, or gains less than the best one alone."""
-    whole = done[frozenset(names)].combination.comparison
-    alone = [done[frozenset({name})].combination.comparison for name in names]
+    whole = combination_of(done[frozenset(names)]).comparison
+    alone = [combination_of(done[frozenset({name})]).comparison for name in names]
     accepted = [one.gain_pct for one in alone if one.verdict == "accept"]
     return whole.verdict != "accept" or whole.gain_pct < max(accepted, default=-100.0)

@@ -11,7 +11,7 @@ from hotspot import Profile
 from integrate import Patch
 from patcher.agent import ended
 from patcher.attempts import Attempt, Stopped
-from patcher.endtoend.measure import explain_measured
+from patcher.endtoend.judging import explain_measured
 from patcher.endtoend.measured import Measured
 from patcher.pipeline import DEMO, Made, Plan
 from patcher.reconciling.proof import seen_per_step

@@ -1,7 +1,10 @@
-"""The report of one patch that was measured by itself, outside of a run."""
+"""The report of patches that were measured outside of a run, one or several together."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from bench import Candidate
 from hotspot import Profile
 from integrate import Patch
 from integrate import Receipt as FullReceipt
@@ -11,24 +14,27 @@ from patcher.report.record import Receipt, Report
 
 def report_of(
     judged: Judged,
-    patch: Patch,
+    patches: Sequence[Patch],
     created: str,
     commands: tuple[str, ...],
     before: Profile | None = None,
     after: Profile | None = None,
 ) -> Report:
-    """Everything that a verdict rests on, with what the bundle brings: evaluation and source.
+    """Everything that a verdict rests on, with what the bundles bring: evaluation and source.
 
     Args:
+        patches: in the order of `judged.patches`.
         created: ISO 8601, UTC.
         before: a profile of the engine as it comes.
         after: of the patched one.
     """
-    measured = judged.measured
+    measured = judged.measured[0]
     throughput = measured.throughput
-    candidate = patch.candidate()
+    name = " + ".join(judged.patches)
+    sources = [patch.candidate() for patch in patches]
+    only = patches[0] if len(patches) == 1 else None
     return Report(
-        run_id=patch.manifest.id,
+        run_id=name,
         created=created,
         title=throughput.workload.model,
         commands=commands,
@@ -36,14 +42,16 @@ def report_of(
         workload=throughput.workload,
         profile=before.model_dump(mode="json") if before else None,
         profile_after=after.model_dump(mode="json") if after else None,
-        best=patch.evaluation,
-        candidate_source=candidate.source,
-        candidate_language=str(candidate.language),
-        patch_id=patch.manifest.id,
+        best=only.evaluation if only else None,
+        candidate_source=(
+            sources[0].source if only else "\n".join(map(_headed, judged.patches, sources))
+        ),
+        candidate_language=str(sources[0].language) if only else "several",
+        patch_id=name,
         throughput=throughput,
         quality=measured.quality,
-        receipt=receipt_of(measured.receipt),
-        quality_receipt=receipt_of(measured.quality_receipt),
+        receipt=_together(patches, [one.receipt for one in judged.measured]),
+        quality_receipt=_together(patches, [one.quality_receipt for one in judged.measured]),
         reconciliation=judged.reconciliation,
         elsewhere=measured.elsewhere,
         decision=judged.decision,
@@ -55,3 +63,19 @@ def report_of(
 def receipt_of(receipt: FullReceipt) -> Receipt:
     """What a report shows of it."""
     return Receipt(calls=receipt.calls, fallbacks=receipt.fallbacks)
+
+
+def _headed(patch_id: str, candidate: Candidate) -> str:
+    """Its source, below a line that says whose it is."""
+    return f"==> {patch_id} ({candidate.language})\n{candidate.source}"
+
+
+def _together(patches: Sequence[Patch], receipts: Sequence[FullReceipt]) -> Receipt:
+    """Of one patch as it is; of several each count with its op."""
+    if len(patches) == 1:
+        return receipt_of(receipts[0])
+    own = [(patch.manifest.op, each) for patch, each in zip(patches, receipts, strict=True)]
+    return Receipt(
+        calls={f"{op}: {at}": count for op, each in own for at, count in each.calls.items()},
+        fallbacks={f"{op}: {why}": n for op, each in own for why, n in each.fallbacks.items()},
+    )

@@ -112,11 +112,12 @@ def _sweep(report: Report) -> str:
                 wording.times(row.speedup),
                 f"{wording.times(row.speedup_low)} to {wording.times(row.speedup_high)}",
                 wording.percent(row.light_pct, 0),
+                wording.percent(row.launch_pct, 0),
             ]
             for row in group.rows
         ]
         head = [plain(group.axis), "Candidate", "Baseline", "Speedup", "95 % interval"]
-        blocks.append(table([*head, "Speed of light"], rows, "rrrrrr"))
+        blocks.append(table([*head, "Speed of light", "Launch floor"], rows, "rrrrrrr"))
     if report.best.geomean_speedup is not None:
         blocks.append(f"Geometric mean {wording.times(report.best.geomean_speedup)}.")
     return "\n\n".join(blocks)

@@ -73,6 +73,7 @@ class SweepRow:
     pairs: int
     calls: int
     light_pct: float | None = None
+    launch_pct: float | None = None
 
     @property
     def light_us(self) -> float | None:

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from patcher.reconciling.proof import Proof
     from patcher.reconciling.reconcile import Reconciliation
 
-RULE_VERSION = 3
-"""3: pairs far out count as if less far."""
+RULE_VERSION = 4
+"""3: pairs far out count as if less far; 4: what beginning a pair does is taken out, and a GPU at
+its power cap in over a quarter of the windows is judged in that state."""
 
 
 class ReceiptLike(Protocol):

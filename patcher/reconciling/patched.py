@@ -1,4 +1,4 @@
-"""One measured patch, reconciled: what contract, receipts and profiles know, put together."""
+"""What contract, receipts and profiles know of one patch's kernel, put together."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from bench import Contract, Evaluation, Throughput, presets
 from hotspot import Profile
 from patcher.reconciling.launches import step_launches
-from patcher.reconciling.reconcile import PatchedKernel, Reconciliation, reconcile
+from patcher.reconciling.reconcile import PatchedKernel
 
 
-def explain(
+def patched_kernel(
     evaluation: Evaluation,
     contract: Contract,
     throughput: Throughput,
@@ -18,20 +18,20 @@ def explain(
     *,
     replayed: bool | None = None,
     before: Profile | None = None,
-    after: Profile | None = None,
     seen_per_step: float | None = None,
     pdl: bool = False,
-) -> Reconciliation:
-    """Whether a patch's own gain explains the A/B's.
+) -> PatchedKernel:
+    """What is known of one patch's kernel.
 
     Args:
         calls: of the A/B's receipt, by kernel and shape.
         replayed: whether they ran in CUDA graphs.
+        before: a profile of the engine as it comes, for its layers where the model is no preset.
         seen_per_step: launches of the patched kernel in a step of a profile, see `ProofRow`.
         pdl: whether its kernel takes part in programmatic dependent launch, as its manifest says.
     """
     sweep = next((one for one in contract.sweeps if one.name == evaluation.sweep), None)
-    kernel = PatchedKernel(
+    return PatchedKernel(
         evaluation=evaluation,
         launches=step_launches(
             evaluation.op,
@@ -45,7 +45,6 @@ def explain(
         replayed=replayed,
         pdl=pdl,
     )
-    return reconcile([kernel], throughput, before, after)
 
 
 def _calls_per_step(

@@ -1,0 +1,127 @@
+"""Patches measured, held against their micro gains, and decided on by their own evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench import Contract, Evaluation, UsageError
+from hotspot import Profile
+from integrate import Patch
+from patcher.endtoend.measure import measure_together
+from patcher.endtoend.measured import Job, Judged, Measured, Report
+from patcher.reconciling.patched import patched_kernel
+from patcher.reconciling.proof import seen_per_step
+from patcher.reconciling.reconcile import PatchedKernel, Reconciliation, reconcile
+from patcher.verdicts.decide import Decision, decide
+
+
+def measure_and_decide(
+    job: Job,
+    patch_folders: Sequence[Path],
+    report: Report,
+    before: Profile | None = None,
+    after: Profile | None = None,
+) -> Judged:
+    """Measure bundles, all in together, and decide on each by its own evidence.
+
+    Args:
+        before: a profile of the engine as it comes.
+        after: of the patched one; how often a kernel is launched is read off it.
+
+    Raises:
+        UsageError: two bundles for one patch point, or one twice.
+        VerificationError: a bundle was changed, or does not fit this environment.
+    """
+    patches = [Patch.load(folder) for folder in patch_folders]
+    refuse_one_point_twice(patches)
+    measured = measure_together(job, patch_folders, report)
+    kernels = [
+        _kernel(
+            one,
+            patch.evaluation,
+            patch.contract,
+            before,
+            seen_per_step(patch, one.receipt, after, before) if after else None,
+            patch.manifest.guards.pdl,
+        )
+        for patch, one in zip(patches, measured, strict=True)
+    ]
+    reconciliation = reconcile(kernels, measured[0].throughput, before, after)
+    return Judged(
+        patches=tuple(patch.manifest.id for patch in patches),
+        measured=measured,
+        reconciliation=reconciliation,
+        decisions=tuple(
+            decide_on(one, patch.evaluation, reconciliation)
+            for patch, one in zip(patches, measured, strict=True)
+        ),
+    )
+
+
+def refuse_one_point_twice(patches: Sequence[Patch]) -> None:
+    """Raises:
+    UsageError: two are for one patch point, or one was given twice.
+    """
+    points: dict[tuple[str, str], str] = {}
+    for patch in patches:
+        target = patch.manifest.target
+        other = points.setdefault((target.engine, target.point), patch.manifest.id)
+        if other != patch.manifest.id:
+            raise UsageError(
+                f"{other} and {patch.manifest.id} are for one patch point, {target.point}",
+                "compare them one by one; only one can be in",
+            )
+    if len(points) < len(patches):
+        raise UsageError("a patch was given twice", "name each once")
+
+
+def explain_measured(
+    measured: Measured,
+    evaluation: Evaluation,
+    contract: Contract,
+    before: Profile | None = None,
+    after: Profile | None = None,
+    seen_per_step: float | None = None,
+    pdl: bool = False,
+) -> Reconciliation:
+    """Whether one kernel's own gain explains what was measured; see `patched_kernel`."""
+    kernel = _kernel(measured, evaluation, contract, before, seen_per_step, pdl)
+    return reconcile([kernel], measured.throughput, before, after)
+
+
+def _kernel(
+    measured: Measured,
+    evaluation: Evaluation,
+    contract: Contract,
+    before: Profile | None,
+    seen_per_step: float | None,
+    pdl: bool,
+) -> PatchedKernel:
+    receipt = measured.receipt
+    return patched_kernel(
+        evaluation,
+        contract,
+        measured.throughput,
+        receipt.calls,
+        replayed=bool(receipt.replayed) if receipt.calls else None,
+        before=before,
+        seen_per_step=seen_per_step,
+        pdl=pdl,
+    )
+
+
+def decide_on(
+    measured: Measured, evaluation: Evaluation, reconciliation: Reconciliation | None = None
+) -> Decision:
+    """The rule's word on a measurement."""
+    return decide(
+        measured.throughput,
+        measured.quality,
+        evaluation,
+        measured.receipt,
+        measured.quality_receipt,
+        measured.reverted_identical,
+        reconciliation=reconciliation,
+        elsewhere=measured.elsewhere,
+    )
