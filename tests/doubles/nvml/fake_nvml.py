@@ -91,5 +91,6 @@ def nvmlDeviceSetGpuLockedClocks(handle: int, low: int, high: int) -> None:
 
 def nvmlDeviceResetGpuLockedClocks(handle: int) -> None:
     _answer()
-    (_folder() / "locked").unlink(missing_ok=True)
+    # first the note: who sees the lock gone may read at once who took it away
     _note("reset")
+    (_folder() / "locked").unlink(missing_ok=True)
