@@ -129,6 +129,8 @@ class PatchPointSpec(Record):
     point: str
     summary: str
     calls_per_layer: int
+    takes: dict[str, int] = Field(default_factory=dict)
+    """Calls a layer that other points of the engine lose while this one is in, by their names."""
     replaces: str = ""
     """Pattern of kernels that ran there before and are no op's own, as a library's matmuls: what
     they are in a ledger is not changed by it."""

@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, ClassVar
@@ -23,6 +23,7 @@ from bench import (
     MissingError,
     Op,
     Outcome,
+    PatchPointSpec,
     UsageError,
     VerificationError,
 )
@@ -181,6 +182,31 @@ class Patch:
     @property
     def contract(self) -> Contract:
         return self.manifest.contract
+
+    @property
+    def point(self) -> PatchPointSpec | None:
+        """Where it goes, as its contract says."""
+        target = self.manifest.target
+        return next(
+            (
+                one
+                for one in self.contract.patch_points
+                if (one.engine, one.point) == (target.engine, target.point)
+            ),
+            None,
+        )
+
+    def calls_per_layer(self, together: Iterable[Patch] = ()) -> int | None:
+        """By the contract, less what the points of patches that are in together with it take."""
+        own = self.point
+        if own is None:
+            return None
+        others = [other.point for other in together if other is not self]
+        return own.calls_per_layer - sum(
+            other.takes.get(own.point, 0)
+            for other in others
+            if other is not None and other.engine == own.engine
+        )
 
     @property
     def evaluation(self) -> Evaluation:

@@ -190,16 +190,9 @@ def execute(
         folder = run.path / made.folder
         measured = run.step("measure", lambda: measure_in_child(job, folder, report), Measured)
         evaluation = run.load(f"{op_name}/{optimisation.best_iteration}/evaluate", Evaluation)
-        contract = load_op(op_name).contract
         reconciliation = run.step(
             "reconcile",
-            lambda: explain_measured(
-                measured,
-                evaluation,
-                contract,
-                profile,
-                pdl=Patch.load(folder).manifest.guards.pdl,
-            ),
+            lambda: explain_measured(measured, Patch.load(folder), profile),
             Reconciliation,
         )
         decision = run.step(

@@ -22,13 +22,24 @@ from bench import Candidate, Evaluation, Language, Outcome
 from bench.contract import Point
 from bench.judge import JudgeSettings, open_judge
 from bench.judge.accuracy import explain_touched
-from bench.judge.cases import Case, Expected, expect, make_inputs, tensors_of, value_problem
+from bench.judge.cases import (
+    Case,
+    Expected,
+    expect,
+    make_inputs,
+    scalars_by_name,
+    tensors_of,
+    value_problem,
+)
 from bench.judge.kit.captured import Arena, Captured
 from bench.judge.kit.loading import load
 from bench.judge.regimes import regimes_of
 from bench.op import Op
 
-NAMES = ("linear", "moe_finalize", "moe_reduce", "moe_route", "moe_topk", "rope", "rope_kv_update")
+NAMES = (
+    *("linear", "moe_finalize", "moe_reduce", "moe_route", "moe_topk"),
+    *("reduce_add_rms_norm", "rope", "rope_kv_update"),
+)
 OPS = {name: bench.load_op(name) for name in NAMES}
 SOLUTIONS = {
     (name, info.language): (candidate, next((op.folder / "solutions" / info.name).glob("*.py")))
@@ -50,6 +61,11 @@ def hidden(op: Op, dtypes: dict[str, str]) -> list[Point]:
     return [Point(axes=shape.axes, dtypes=dtypes) for shape in op.contract.hidden]
 
 
+def served(op: Op, point: Point, regime: str, seed: int) -> Case:
+    """With the scalars that the sweeps use."""
+    return Case(point, regime, seed, tuple(scalar.value for scalar in op.contract.scalars))
+
+
 def problem(op: Op, case: Case) -> tuple[dict[str, Tensor], Expected]:
     values = make_inputs(op, case, "cpu")
     inputs = {tensor.name: values[tensor.name] for tensor in op.contract.tensors}
@@ -59,7 +75,7 @@ def problem(op: Op, case: Case) -> tuple[dict[str, Tensor], Expected]:
 def wrong_with(op: Op, case: Case, kernel: Callable[..., Any]) -> str | None:
     inputs, expected = problem(op, case)
     values = {name: value.clone() for name, value in inputs.items()}
-    kernel(*values.values())
+    kernel(*values.values(), *case.scalars)
     for tensor in op.contract.tensors:
         if tensor.access == "read":
             assert (
@@ -113,7 +129,7 @@ def test_the_torch_solution_is_right_in_every_regime_and_dtype(name: str) -> Non
         for number, point in enumerate(hidden(op, dtypes)):
             regimes = regimes_of(op)[(index + number) % 2 :: 2]
             for regime in ("normal", *regimes):
-                case = Case(point, regime, 10 * index + number, ())
+                case = served(op, point, regime, 10 * index + number)
                 assert wrong_with(op, case, kernel) is None, case.label()
 
 
@@ -121,9 +137,10 @@ def test_the_torch_solution_is_right_in_every_regime_and_dtype(name: str) -> Non
 def test_the_planted_control_is_told_from_the_honest_baseline(name: str) -> None:
     op = OPS[name]
     for sweep in op.contract.sweeps:
-        case = Case(sweep.points()[4], "normal", 5, ())
+        case = served(op, sweep.points()[4], "normal", 5)
         inputs, expected = problem(op, case)
-        assert value_problem(op, [case], [expected], [op.control(**inputs)]) is not None
+        scalars = scalars_by_name(op, case)
+        assert value_problem(op, [case], [expected], [op.control(**inputs, **scalars)]) is not None
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "moe_topk"])
@@ -223,6 +240,11 @@ WRONG = {
     "moe_route": ("tile_map.fill_(-1)", "pass"),
     # the softmax over all experts
     "moe_topk": ("order.values[:, :top_k].float(), 1)", "order.values.float(), 1)[:, :top_k]"),
+    # a row that is skipped may hold NaN
+    "reduce_add_rms_norm": (
+        "term.masked_fill((chosen < 0).unsqueeze(1), 0.0)",
+        "term * (chosen >= 0).unsqueeze(1)",
+    ),
     # turned the other way
     "rope": ("second * cos + first * sin", "second * cos - first * sin"),
     # padding is written to the last place
@@ -284,7 +306,7 @@ def interpreted(name: str) -> list[str]:
             small = {axis: min(size, few.get(axis, size)) for axis, size in point.axes.items()}
             point = point.model_copy(update={"axes": small})
             regime = op.inputs.REGIMES[number % len(op.inputs.REGIMES)]
-            case = Case(point, regime, number, ())
+            case = served(op, point, regime, number)
             if said := wrong_with(op, case, kernel):
                 found.append(f"{case.label()}: {said}")
     return found
@@ -298,12 +320,11 @@ if __name__ == "__main__":
 def test_the_yardstick_waits_for_nothing(name: str) -> None:
     """It is captured in CUDA graphs: no size or index may be read back by the host."""
     op = bench.load_op(name)
-    scalars = tuple(scalar.value for scalar in op.contract.scalars)
-    case = Case(op.sweep("cpu").points()[0], "normal", 1, scalars)
+    case = served(op, op.sweep("cpu").points()[0], "normal", 1)
     inputs = make_inputs(op, case, "cpu")
     run = op.baselines[op.honest_baseline]("cpu")
     with FakeTensorMode() as fake:  # raises where a value is asked for
-        run(*map(fake.from_tensor, inputs.values()), *scalars)
+        run(*map(fake.from_tensor, inputs.values()), *case.scalars)
 
 
 def test_another_sets_values_are_lent_but_for_weights() -> None:

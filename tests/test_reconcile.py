@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from patch_sample import evaluation as sample_evaluation
+from patch_sample import make_patch
 from report_sample import (
     WORKLOAD,
     comparison,
@@ -19,7 +20,15 @@ from report_sample import (
 from test_measure import evidence
 from test_report_lanes import decode, without_times
 
-from bench import Candidate, Environment, Evaluation, Language, Throughput, load_op
+from bench import (
+    Candidate,
+    Environment,
+    Evaluation,
+    Language,
+    Throughput,
+    UsageError,
+    load_op,
+)
 from integrate import Patch
 from patcher.endtoend import judging
 from patcher.endtoend.measured import Job, Measured
@@ -253,14 +262,37 @@ def test_a_bucket_that_holds_the_batch_is_the_batch() -> None:
     assert found.shapes[0].axes["tokens"] == 200
 
 
-def test_one_measured_patch_is_put_together() -> None:
-    contract = load_op(OP).contract
+def test_one_measured_patch_is_put_together(tmp_path: Path) -> None:
     throughput = throughput_of()
     calls = {DECODE: 16 * patched_steps(throughput)}
     judged = evaluation().model_copy(update={"sweep": "cpu"})
-    found = reconcile([kernel_of(judged, contract, throughput, calls)], throughput)
+    patch = make_patch(tmp_path / "patch")
+    manifest = patch.manifest.model_copy(update={"evidence": judged})
+    patch = Patch(patch.folder, manifest, patch.digest)
+    found = reconcile([kernel_of(patch, throughput, calls)], throughput)
     assert [row.launches for row in found.rows] == [2 * 6]  # two a layer
     assert found.explained is False
+
+
+def test_a_point_may_take_calls_from_another(tmp_path: Path) -> None:
+    made = make_patch(tmp_path / "patch")
+
+    def at(op: str, engine: str = "vllm") -> Patch:
+        contract = load_op(op).contract
+        point = next(one for one in contract.patch_points if one.engine == engine)
+        target = made.manifest.target.model_copy(update={"engine": engine, "point": point.point})
+        update = {"contract": contract, "target": target, "id": f"{op}-{engine}"}
+        return Patch(made.folder, made.manifest.model_copy(update=update), op)
+
+    norm, sums, both = at(OP), at("moe_reduce"), at("reduce_add_rms_norm")
+    assert [one.calls_per_layer() for one in (norm, sums, both)] == [2, 1, 1]
+    assert [one.calls_per_layer([norm, both]) for one in (norm, both)] == [1, 1]
+    elsewhere = at(OP, "transformers")
+    assert elsewhere.calls_per_layer([elsewhere, both]) == 2
+    judging.refuse_one_point_twice([norm, sums])
+    judging.refuse_one_point_twice([norm, both])
+    with pytest.raises(UsageError, match="takes all calls of moe_reduce-vllm"):
+        judging.refuse_one_point_twice([norm, sums, both])
 
 
 def test_an_unexplained_gain_is_a_reason_and_never_a_rejection() -> None:

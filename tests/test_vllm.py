@@ -87,19 +87,25 @@ def test_the_names_that_the_proof_looks_for_are_those_of_a_real_profile() -> Non
     kernels = {kernel["name"]: kernel["instances"] for kernel in profile["kernels"]}
     steps, layers = profile["steps"], profile["layers"]
     for case in CASES:
-        launches = {"moe_route": 4}.get(case.op, case.calls_per_layer) * layers
+        [a_layer] = (
+            point.calls_per_layer
+            for point in bench.load_op(case.op).contract.patch_points
+            if point.engine == "vllm"
+        )
+        launches = {"moe_route": 4}.get(case.op, a_layer) * layers
         assert matching(case.theirs, kernels) / steps == launches, case.op
         assert matching(case.ours, kernels) == 0
         ours = f"{case.op}_kernel"
         rest = {n: c for n, c in kernels.items() if not matching(case.theirs, {n: c})}
-        calls = case.calls_per_layer * layers * steps
+        calls = a_layer * layers * steps
         patched = {"kernels": {**rest, ours: calls}, "calls": {"a": calls}, "fallbacks": {}}
-        given = counted(case.op, case, {"kernels": kernels}, patched, steps, layers)
+        given = counted(case.op, case, {"kernels": kernels}, patched, steps, a_layer * layers)
         assert all(check["passed"] for check in given)
         # neither half-replaced, nor more launches than calls
         for wrong in ({**kernels, ours: calls}, {**rest, ours: calls + steps}):
             given = counted(
-                case.op, case, {"kernels": kernels}, {**patched, "kernels": wrong}, steps, layers
+                *(case.op, case, {"kernels": kernels}),
+                *({**patched, "kernels": wrong}, steps, a_layer * layers),
             )
             assert [check["passed"] for check in given].count(False) == 1
 
@@ -171,6 +177,7 @@ PLACES = {
     "triton_kernels.routing.routing": ["triton_kernels.routing:routing"],
     "triton_kernels.matmul_ogs.reduce_grouped": ["triton_kernels.matmul_ogs:reduce_grouped"],
     "triton_kernels.matmul_ogs.gate_up": [f"{EXPERTS}:matmul_ogs", f"{EXPERTS}:make_routing_data"],
+    "gpt_oss.experts_to_norm": ["vllm.model_executor.models.gpt_oss:GptOssModel.forward"],
     "triton_kernels.matmul_ogs.down": [f"{EXPERTS}:matmul_ogs", f"{EXPERTS}:make_routing_data"],
 }
 
@@ -731,3 +738,175 @@ def test_a_worker_has_what_is_switched_on_and_its_compiled_code_knows(
     finally:
         hooked.plugin.remove()
     assert WorkerWrapperBase.init_device is started
+
+
+TOP_K = 2
+
+
+@pytest.fixture
+def gpt_oss(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes gpt-oss models of vLLM's own classes, two layers deep, with doubles for what needs a
+    GPU: attention, and the experts, which are linear maps. Those end as vLLM's do, in
+    `reduce_grouped` (its double sums in PyTorch), or in a sum of their own.
+    """
+    import transformers
+    from vllm.model_executor.layers.fused_moe.runner import moe_runner
+    from vllm.model_executor.models import gpt_oss as engine
+
+    class Attention(torch.nn.Module):
+        def __init__(self, config: Any, **rest: Any) -> None:
+            super().__init__()
+            self.mix = torch.nn.Linear(config.hidden_size, config.hidden_size)
+
+        def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return self.mix(hidden) + positions.unsqueeze(1)
+
+    class Experts(moe_runner.MoERunner):
+        grouped = True
+
+        def __init__(self, num_experts: int, hidden_size: int, prefix: str, **rest: Any) -> None:
+            torch.nn.Module.__init__(self)
+            sizes = dict.fromkeys(("tp_size", "ep_size", "dp_size", "pcp_size"), 1)
+            sizes |= dict.fromkeys(("hidden_dim", "hidden_dim_unpadded"), hidden_size)
+            flags = {"is_sequence_parallel": False, "skip_final_all_reduce": False}
+            self.moe_config = SimpleNamespace(experts_per_token=TOP_K, **sizes, **flags)
+            self.router = self.gate = self._shared_experts = None
+            self.routed_input_transform = self.routed_output_transform = None
+            self.routed_scaling_factor = 1.0
+            self.layer_name = prefix
+            self._forward_entry = moe_runner._moe_forward
+            self.maps = torch.nn.Parameter(torch.empty(num_experts, hidden_size, hidden_size))
+            moe_runner.register_layer_for_moe_forward_op(config, self)
+
+        @property
+        def _quant_method(self) -> Any:
+            return SimpleNamespace(
+                skip_forward_padding=True, has_unpadded_output=False, moe_kernel=None
+            )
+
+        def _forward_impl(self, hidden: Any, logits: Any, *rest: Any) -> Any:
+            scores, chosen = logits.topk(TOP_K)
+            order = chosen.flatten().argsort(stable=True)
+            maps = self.maps[chosen.flatten()[order]]
+            rows = torch.einsum("rh,rhk->rk", hidden[order // TOP_K], maps)
+            rows = rows * scores.softmax(-1).flatten()[order, None]
+            index = order.argsort().view(-1, TOP_K).int()
+            if not self.grouped:
+                return rows[index.long()].sum(1)
+            library = sys.modules["triton_kernels.matmul_ogs"]
+            plain = library.FusedActivation(), library.Epilogue(library.FnSpecs.default())
+            output = torch.full_like(hidden, torch.nan)
+            more = {"x_mx_scale": None, "out_dtype": output.dtype}
+            summed, _ = library.reduce_grouped(
+                rows[None, None], index, output[None], None, *plain, **more
+            )
+            return summed[0]
+
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": TOP_K, "vocab_size": 50}
+    model = transformers.GptOssConfig(**sizes, **experts)
+    monkeypatch.setattr(engine.TransformerBlock, "attention_cls", Attention)
+    monkeypatch.setattr(engine, "FusedMoE", Experts)
+
+    def make(grouped: bool) -> Any:
+        Experts.grouped = grouped
+        with monkeypatch.context() as known:
+            known.setattr(config, "model_config", SimpleNamespace(hf_config=model))
+            made = engine.GptOssModel(vllm_config=config)
+        generator = torch.Generator().manual_seed(1)
+        for parameter in made.parameters():
+            parameter.data.normal_(0, 0.2, generator=generator)
+        return made
+
+    yield make
+    config.compilation_config.static_forward_context.clear()
+    config.compilation_config.static_all_moe_layers.clear()
+
+
+def reduce_add_norm(rows, row_map, residual, weight, output, epsilon):  # type: ignore[no-untyped-def]
+    """The contract of reduce_add_rms_norm in plain PyTorch."""
+    some = (row_map >= 0).unsqueeze(-1)
+    added = rows[row_map.clamp(min=0).long()].masked_fill(~some, 0.0).sum(1)
+    output.copy_(added)
+    add_norm(output, residual, weight, epsilon)
+
+
+@needs_vllm
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("rows", [False, True])
+def test_experts_and_the_norm_after_them_are_one_call(
+    rows: bool, backend: str | None, config: Any, gpt_oss: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.forward_context import set_forward_context
+
+    library = sys.modules["triton_kernels.matmul_ogs"]
+    sums: list[int] = []
+
+    def summing(x: Any, index: Any, out: Any, *rest: Any, **more: Any) -> Any:
+        sums.append(len(index))
+        out[0] = (x[0, 0][index.long()] * (index >= 0).unsqueeze(-1)).sum(1)
+        return out, None
+
+    monkeypatch.setattr(library, "reduce_grouped", summing)
+    model = gpt_oss(rows)
+    tokens, positions = torch.arange(5), torch.arange(5) / 7
+
+    def run(forward: Any) -> Any:
+        with set_forward_context(None, config):
+            return forward(tokens, positions)
+
+    expected = run(model.forward)
+    assert sums == [5, 5] * rows
+    sums.clear()
+    guards = guards_of("reduce_add_rms_norm", I=torch.int32, T=torch.float32, W=torch.float32)
+    guards = replace(guards, scalars=(("epsilon", float),))
+    kernel = dispatcher("reduce_add_rms_norm", reduce_add_norm, guards)
+    monkeypatch.setattr(POINTS["gpt_oss.experts_to_norm"], "find", lambda self: "")
+    point = POINTS["gpt_oss.experts_to_norm"]()
+    point.install(kernel)
+    forward = model.forward
+    if backend is not None:
+        forward = torch.compile(forward, fullgraph=True, backend=backend, dynamic=True)
+    try:
+        for _ in range(2):
+            torch.testing.assert_close(run(forward), expected)
+        assert not sums
+        label = f"reduce_add_rms_norm tokens=5 hidden=32 top_k={TOP_K} spare=0 float32/int32"
+        assert dict(kernel.book.calls) == {label: 4}
+        assert not kernel.book.fallbacks
+        assert library.reduce_grouped is summing
+
+        # what the kernel may not be given: the sum and the norm of the engine
+        kernel._last, kernel._known = (lambda *_: False, kernel._last[1]), {}
+        kernel.guards = replace(guards, axes={"hidden": bench.AxisGuard(maximum=16)})
+        torch.testing.assert_close(run(forward), expected)
+        assert sums == [5, 5]
+        assert dict(kernel.book.fallbacks) == {"hidden 32 is over 16": 2}
+    finally:
+        point.remove()
+        kernel.close()
+        torch._dynamo.reset()
+    assert torch.equal(run(model.forward), expected)
+
+
+@needs_vllm
+def test_a_model_whose_layers_are_looked_at_is_left_alone(
+    config: Any, gpt_oss: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.forward_context import set_forward_context
+
+    model = gpt_oss(False)
+    guards = guards_of("reduce_add_rms_norm", I=torch.int32, T=torch.float32, W=torch.float32)
+    kernel = dispatcher("reduce_add_rms_norm", nothing, guards)
+    point = POINTS["gpt_oss.experts_to_norm"]()
+    point.install(kernel)
+    try:
+        model.aux_hidden_state_layers = (1,)
+        with set_forward_context(None, config):
+            hidden, seen = model.forward(torch.arange(3), torch.arange(3) / 7)
+        assert len(seen) == 1
+        assert hidden.isfinite().all()
+        assert not kernel.book.calls
+    finally:
+        point.remove()
+        kernel.close()

@@ -156,7 +156,7 @@ class Reduce(_Function):
             if indx is None:
                 # the first matmul: there is nothing to sum
                 return original(*given, **more)
-            if out_mx_scale is not None or _does_more(fused_activation, epilogue, more):
+            if out_mx_scale is not None or does_more(fused_activation, epilogue, more):
                 kernel.book.reasons["more than a sum"] += 1
             elif kernel(x.squeeze(1), indx, out.new_empty((0, indx.shape[1])), out.squeeze(0)):
                 return out, None
@@ -165,7 +165,7 @@ class Reduce(_Function):
         return reduce_grouped
 
 
-def _does_more(fused_activation: Any, epilogue: Any, more: dict[str, Any]) -> bool:
+def does_more(fused_activation: Any, epilogue: Any, more: dict[str, Any]) -> bool:
     """Whether activation, epilogue or scales take part in the sum."""
     x_flex, out_flex = more.get("x_flex"), more.get("out_flex")
     scales = [

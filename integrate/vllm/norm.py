@@ -58,18 +58,19 @@ class AddRmsNorm(VllmPoint):
         operator = kernel.op(engines_own())
 
         def forward(layer: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-            if (
-                residual is None
-                or type(layer) is not norm
-                or not layer.pass_weight_add
-                or layer.variance_size_override is not None
-            ):
+            if residual is None or not is_plain(layer, norm):
                 return original(layer, x, residual)
             operator(x, residual, layer.weight.data, layer.variance_epsilon)
             return x, residual
 
         swap.install(forward)
         self._swaps = [swap]
+
+
+def is_plain(layer: Any, kind: Any) -> bool:
+    """Whether it is of that class and no other, with a weight, and all of the row in its mean."""
+    own: bool = type(layer) is kind
+    return own and layer.pass_weight_add and layer.variance_size_override is None
 
 
 def engines_own() -> Callable[..., None]:

@@ -6,6 +6,7 @@ import json
 
 from bench import VerificationError
 from integrate.vllm import sources
+from integrate.vllm.experts_to_norm import ExpertsToNorm
 from integrate.vllm.linear import Linear
 from integrate.vllm.matmul import Down, GateUp
 from integrate.vllm.moe import Reduce, Routing
@@ -14,7 +15,8 @@ from integrate.vllm.point import VllmPoint
 from integrate.vllm.rope import RopeKvUpdate
 
 POINTS: dict[str, type[VllmPoint]] = {
-    point.name: point for point in (AddRmsNorm, RopeKvUpdate, Routing, Reduce, GateUp, Down, Linear)
+    point.name: point
+    for point in (AddRmsNorm, RopeKvUpdate, Routing, Reduce, GateUp, Down, Linear, ExpertsToNorm)
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -170,9 +170,13 @@ def receipts(
     if profile is not None:
         seen = read(profile, model or UNNAMED)
         stock = read(before, model or UNNAMED) if before else None
-        for name in dict.fromkeys(one.patch_id for one in found):
-            with _bundle(patch or name) as bundle:
-                proofs.append(prove(found, seen, bundle, before=stock, whole=whole))
+        names = dict.fromkeys(patch or one.patch_id for one in found)
+        with ExitStack() as stack:
+            bundles = [stack.enter_context(_bundle(name)) for name in names]
+            proofs += [
+                prove(found, seen, one, before=stock, whole=whole, together=bundles)
+                for one in bundles
+            ]
     problems = _problems(found)
     document = {
         "schema_version": SCHEMA_VERSION,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import Contract, Evaluation, UsageError
+from bench import Evaluation, UsageError
 from hotspot import Profile
 from integrate import Patch
 from patcher.endtoend.measure import measure_together
@@ -39,11 +39,10 @@ def measure_and_decide(
     kernels = [
         _kernel(
             one,
-            patch.evaluation,
-            patch.contract,
+            patch,
             before,
-            seen_per_step(patch, one.receipt, after, before) if after else None,
-            patch.manifest.guards.pdl,
+            seen_per_step(patch, one.receipt, after, before, patches) if after else None,
+            patches,
         )
         for patch, one in zip(patches, measured, strict=True)
     ]
@@ -61,7 +60,7 @@ def measure_and_decide(
 
 def refuse_one_point_twice(patches: Sequence[Patch]) -> None:
     """Raises:
-    UsageError: two are for one patch point, or one was given twice.
+    UsageError: two are for one patch point, one was given twice, or one would never run.
     """
     points: dict[tuple[str, str], str] = {}
     for patch in patches:
@@ -74,40 +73,40 @@ def refuse_one_point_twice(patches: Sequence[Patch]) -> None:
             )
     if len(points) < len(patches):
         raise UsageError("a patch was given twice", "name each once")
+    for patch in patches:
+        if patch.calls_per_layer(patches) == 0:
+            name = patch.manifest.id
+            raise UsageError(f"another patch takes all calls of {name}", f"leave {name} out")
 
 
 def explain_measured(
     measured: Measured,
-    evaluation: Evaluation,
-    contract: Contract,
+    patch: Patch,
     before: Profile | None = None,
     after: Profile | None = None,
     seen_per_step: float | None = None,
-    pdl: bool = False,
 ) -> Reconciliation:
     """Whether one kernel's own gain explains what was measured; see `patched_kernel`."""
-    kernel = _kernel(measured, evaluation, contract, before, seen_per_step, pdl)
+    kernel = _kernel(measured, patch, before, seen_per_step)
     return reconcile([kernel], measured.throughput, before, after)
 
 
 def _kernel(
     measured: Measured,
-    evaluation: Evaluation,
-    contract: Contract,
+    patch: Patch,
     before: Profile | None,
     seen_per_step: float | None,
-    pdl: bool,
+    together: Sequence[Patch] = (),
 ) -> PatchedKernel:
     receipt = measured.receipt
     return patched_kernel(
-        evaluation,
-        contract,
+        patch,
         measured.throughput,
         receipt.calls,
         replayed=bool(receipt.replayed) if receipt.calls else None,
         before=before,
         seen_per_step=seen_per_step,
-        pdl=pdl,
+        together=together,
     )
 
 

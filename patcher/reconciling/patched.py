@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from bench import Contract, Evaluation, Throughput, presets
+from bench import Throughput, presets
 from hotspot import Profile
+from integrate import Patch
 from patcher.reconciling.launches import step_launches
 from patcher.reconciling.reconcile import PatchedKernel
 
 
 def patched_kernel(
-    evaluation: Evaluation,
-    contract: Contract,
+    patch: Patch,
     throughput: Throughput,
     calls: Mapping[str, int],
     *,
     replayed: bool | None = None,
     before: Profile | None = None,
     seen_per_step: float | None = None,
-    pdl: bool = False,
+    together: Iterable[Patch] = (),
 ) -> PatchedKernel:
     """What is known of one patch's kernel.
 
@@ -28,8 +28,9 @@ def patched_kernel(
         replayed: whether they ran in CUDA graphs.
         before: a profile of the engine as it comes, for its layers where the model is no preset.
         seen_per_step: launches of the patched kernel in a step of a profile, see `ProofRow`.
-        pdl: whether its kernel takes part in programmatic dependent launch, as its manifest says.
+        together: all patches that were in, some of which take calls from others.
     """
+    evaluation, contract = patch.evaluation, patch.contract
     sweep = next((one for one in contract.sweeps if one.name == evaluation.sweep), None)
     return PatchedKernel(
         evaluation=evaluation,
@@ -38,23 +39,20 @@ def patched_kernel(
             throughput,
             calls,
             axis=(sweep or contract.sweeps[0]).axis,
-            contract=_calls_per_step(contract, throughput, before),
+            contract=_calls_per_step(patch.calls_per_layer(together), throughput, before),
             profile=seen_per_step,
         ),
         dtypes=tuple(dict.fromkeys(sweep.dtypes.values())) if sweep else (),
         replayed=replayed,
-        pdl=pdl,
+        pdl=patch.manifest.guards.pdl,
     )
 
 
 def _calls_per_step(
-    contract: Contract, throughput: Throughput, profile: Profile | None
+    calls_per_layer: int | None, throughput: Throughput, profile: Profile | None
 ) -> float | None:
-    """Of one layer, by the op's patch point, times the model's layers."""
+    """Of one layer, times the model's layers."""
     workload, known = throughput.workload, presets()
     layers = known[workload.model].layers if workload.model in known else None
     layers = layers or (profile.layers if profile else None)
-    for point in contract.patch_points:
-        if point.engine == workload.engine and layers:
-            return float(point.calls_per_layer * layers)
-    return None
+    return float(calls_per_layer * layers) if calls_per_layer is not None and layers else None

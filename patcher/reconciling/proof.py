@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
-from bench import SCHEMA_VERSION, Language, PatchPointSpec, Record
+from bench import SCHEMA_VERSION, Language, Record
 from hotspot import KernelStat, Profile
 from integrate import Patch, Receipt
 
@@ -75,6 +75,7 @@ def prove(
     *,
     before: Profile | None = None,
     whole: bool = False,
+    together: Sequence[Patch] = (),
 ) -> Proof:
     """Hold the receipts of one run against its profile.
 
@@ -85,6 +86,7 @@ def prove(
         before: a profile of the unpatched engine, for old names that do other work, too (a first
             norm without an addition, say): they must run less often by what the new one does.
         whole: the profile covers all that the receipts count, so both must be equal.
+        together: all patches that were in, some of which take calls from others.
     """
     own = [one for one in receipts if one.patch_id == patch.manifest.id]
     claimed = sum(one.total_calls for one in own)
@@ -97,7 +99,7 @@ def prove(
         if name := ours[kernel.name]:
             new[name] += kernel.instances
     old = [one for one in profile.kernels if not ours[one.name] and _engines_own(patch, one.name)]
-    expected = _expected(patch, profile)
+    expected = _expected(patch, profile, together)
     workers = sum(bool(one.calls) for one in own)
     rows = [
         _new_row(name, launches, profile.steps, claimed, expected, max(1, workers), whole)
@@ -158,24 +160,15 @@ def _whose(shown: str, names: set[str], patch: Patch) -> str | None:
     return None
 
 
-def _expected(patch: Patch, profile: Profile) -> int | None:
-    point = _point(patch)
-    return point.calls_per_layer * profile.layers if point and profile.layers else None
+def _expected(patch: Patch, profile: Profile, together: Sequence[Patch]) -> int | None:
+    calls = patch.calls_per_layer(together)
+    return calls * profile.layers if calls is not None and profile.layers else None
 
 
 def _engines_own(patch: Patch, kernel: str) -> bool:
     """Whether it did the work before, by its name."""
-    point = _point(patch)
-    pattern = point.replaces if point else ""
+    pattern = patch.point.replaces if patch.point else ""
     return patch.contract.matches(kernel) or bool(pattern and re.search(pattern, kernel))
-
-
-def _point(patch: Patch) -> PatchPointSpec | None:
-    target = patch.manifest.target
-    points = patch.contract.patch_points
-    return next(
-        (one for one in points if (one.engine, one.point) == (target.engine, target.point)), None
-    )
 
 
 def _new_row(
@@ -256,9 +249,13 @@ def _fewer(
 
 
 def seen_per_step(
-    patch: Patch, receipt: Receipt, after: Profile, before: Profile | None = None
+    patch: Patch,
+    receipt: Receipt,
+    after: Profile,
+    before: Profile | None = None,
+    together: Sequence[Patch] = (),
 ) -> float | None:
     """Launches of the patched kernel in a step of the profile, the most frequent of its parts."""
-    proof = prove([receipt], after, patch, before=before)
+    proof = prove([receipt], after, patch, before=before, together=together)
     rates = [row.per_step for row in proof.rows if row.role == "new" and row.per_step]
     return max(rates, default=None)

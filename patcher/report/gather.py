@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TypeVar
 
-from bench import Evaluation, Record, UsageError, load_op
+from bench import Evaluation, Record, UsageError
 from hotspot import Profile
 from integrate import Patch
 from patcher.agent import ended
@@ -88,7 +88,7 @@ def gather(run: Run, after: Profile | None = None) -> Report:
         quality=measured.quality if measured else None,
         receipt=receipt_of(measured.receipt) if measured else None,
         quality_receipt=receipt_of(measured.quality_receipt) if measured else None,
-        reconciliation=_reconciled(run, measured, evaluation, profile, after),
+        reconciliation=_reconciled(run, measured, profile, after),
         elsewhere=measured.elsewhere if measured else None,
         decision=decision,
         words=run_words(run),
@@ -115,20 +115,17 @@ def _best(found: tuple[Attempt, ...]) -> Attempt | None:
 def _reconciled(
     run: Run,
     measured: Measured | None,
-    evaluation: Evaluation | None,
     before: Profile | None,
     after: Profile | None,
 ) -> Reconciliation | None:
     """As the run recorded it; with a profile of the patched engine it is made anew."""
     if after is None and run.done("reconcile"):
         return run.load("reconcile", Reconciliation)
-    if measured is None or evaluation is None:
+    if measured is None:
         return None
-    contract = load_op(evaluation.op).contract
     patch = Patch.load(run.path / run.load("patch", Made).folder)
     seen = seen_per_step(patch, measured.receipt, after, before) if after else None
-    pdl = patch.manifest.guards.pdl
-    return explain_measured(measured, evaluation, contract, before, after, seen, pdl)
+    return explain_measured(measured, patch, before, after, seen)
 
 
 def _stopped(run: Run, plan: Plan) -> str | None:

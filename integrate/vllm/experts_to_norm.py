@@ -1,0 +1,261 @@
+"""gpt-oss from a layer's experts to the norm after them: the sum over a token's experts, the
+residual add and the norm as one kernel.
+
+In vLLM the sum is the end of an operator that compilers leave whole, and the norm lies on its other
+side, in the next layer. So `GptOssModel.forward` is ours, with the same layers in the same order;
+its experts are called through an operator that gives their rows, and where each token's lie, in
+place of the sum. Whatever experts do not end in a plain sum give it as rows of which a token has
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+
+from integrate.dispatch import Dispatcher
+from integrate.vllm import norm, sources
+from integrate.vllm.moe import does_more
+from integrate.vllm.point import VllmPoint
+from integrate.vllm.swap import Swap
+
+_MODEL = "vllm.model_executor.models.gpt_oss"
+_RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
+_ROUTER = "vllm.model_executor.layers.fused_moe.router.zero_expert_router"
+_MATMUL = "triton_kernels.matmul_ogs"
+_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""[tokens * top_k, hidden], and int32 [tokens, top_k]: which are a token's, -1: none."""
+
+
+class ExpertsToNorm(VllmPoint):
+    """Every layer's experts, and the norm of the layer after it or of the model."""
+
+    name: ClassVar[str] = "gpt_oss.experts_to_norm"
+    op: ClassVar[str] = "reduce_add_rms_norm"
+    parts: ClassVar[tuple[str, ...]] = (
+        f"{_MODEL}:GptOssModel.forward",
+        f"{_MODEL}:TransformerBlock.forward",
+        f"{_MODEL}:MLPBlock.forward",
+        f"{_RUNNER}:MoERunner.forward",
+        f"{_RUNNER}:MoERunner._forward_impl",
+        f"{_RUNNER}:MoERunner._maybe_pad_hidden_states",
+        f"{_RUNNER}:MoERunner._maybe_reduce_final_output",
+        f"{_RUNNER}:_moe_forward",
+        f"{_RUNNER}:get_layer_from_name",
+        *norm.AddRmsNorm.parts,
+        f"{_MATMUL}:reduce_grouped",
+        f"{_MATMUL}:matmul_ogs",
+        f"{_MATMUL}:init_allocation",
+        f"{_EXPERTS}:triton_kernel_fused_experts",
+    )
+
+    def __init__(self, target: Any = None) -> None:
+        super().__init__(target)
+        self._library: Any = None
+        """Of our operator, which goes with it."""
+
+    def find(self) -> str:
+        sources.must_be_as_read(self.name, self.parts)
+        Swap(sources.module(_MODEL).GptOssModel, "forward").must_be_the_engines()
+        return f"{_MODEL}.GptOssModel.forward"
+
+    def install(self, kernel: Dispatcher) -> None:
+        self.find()
+        swap = Swap(sources.module(_MODEL).GptOssModel, "forward")
+        operator = kernel.op(_two_kernels())
+        self._library, experts = _experts_operator(f"experts_{kernel.book.digest[:12]}")
+        swap.install(_forward(swap.original, experts, operator))
+        self._swaps = [swap]
+
+    def remove(self) -> None:
+        super().remove()
+        library, self._library = self._library, None
+        if library is not None:
+            library._destroy()
+
+
+def _forward(original: Any, experts: Any, operator: Callable[..., None]) -> Any:
+    """What stands in the place of `GptOssModel.forward`."""
+    engine, zero = sources.module(_MODEL), sources.module(_ROUTER).ZeroExpertRouter
+
+    def normed(rows: Rows, residual: torch.Tensor, layer: Any) -> torch.Tensor:
+        output = torch.empty_like(residual)
+        operator(*rows, residual, layer.weight.data, output, layer.variance_epsilon)
+        return output
+
+    # by this name vLLM's wrapper of compiled code knows whose forward it was
+    def forward(
+        self: Any,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> Any:
+        if not _plain(self, engine, zero):
+            return original(self, input_ids, positions, intermediate_tensors, inputs_embeds)
+        hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        residual: torch.Tensor = hidden
+        rows: Rows | None = None
+        for layer in self.layers[self.start_layer : self.end_layer]:
+            if rows is None:
+                hidden = layer.input_layernorm(hidden)
+            else:
+                hidden = normed(rows, residual, layer.input_layernorm)
+            hidden = layer.attn(hidden, positions)
+            hidden, residual = layer.post_attention_layernorm(hidden, residual)
+            runner = layer.mlp.experts
+            rows = experts(
+                hidden,
+                layer.mlp.router(hidden),
+                runner.moe_config.experts_per_token,
+                runner._encode_layer_name(),
+            )
+        assert rows is not None
+        return normed(rows, residual, self.norm)
+
+    return forward
+
+
+def _plain(model: Any, engine: Any, zero: type) -> bool:
+    """Whether a layer is attention, experts and two norms on one GPU, and nobody else looks at what
+    goes from layer to layer. Compilers read it, too.
+
+    Args:
+        engine: the module of vLLM's model.
+        zero: the router whose experts add something of their own.
+    """
+    group = engine.get_pp_group()
+    if not (group.is_first_rank and group.is_last_rank) or model.aux_hidden_state_layers:
+        return False
+    layers = model.layers[model.start_layer : model.end_layer]
+    norms = [*(layer.input_layernorm for layer in layers), model.norm]
+    if not layers or not all(norm.is_plain(each, engine.RMSNorm) for each in norms):
+        return False
+    for layer in layers:
+        if type(layer) is not engine.TransformerBlock or type(layer.mlp) is not engine.MLPBlock:
+            return False
+        runner, config = layer.mlp.experts, layer.mlp.experts.moe_config
+        more = (
+            runner._shared_experts,
+            runner.gate,
+            runner.routed_input_transform,
+            runner.routed_output_transform,
+        )
+        if any(item is not None for item in more) or isinstance(runner.router, zero):
+            return False
+        sizes = config.tp_size, config.ep_size, config.dp_size, config.pcp_size
+        if sizes != (1, 1, 1, 1) or layer.mlp.is_sequence_parallel:
+            return False
+        if runner.routed_scaling_factor != 1.0 or config.hidden_dim != layer.mlp.hidden_size:
+            return False
+    return not engine.current_platform.is_rocm()
+
+
+def _experts_operator(name: str) -> tuple[Any, Any]:
+    """`vllm::moe_forward` but for the sum, as an operator that compilers leave whole, and the
+    library that keeps it."""
+    runner = sources.module(_RUNNER)
+    library: Any = torch.library.Library("patcher", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+    def experts(hidden_states, router_logits, top_k, layer_name):  # type: ignore[no-untyped-def]
+        layer = runner.get_layer_from_name(runner._resolve_layer_name(layer_name))
+        with _unsummed() as kept:
+            summed = layer._forward_impl(hidden_states, router_logits, None, None)
+        return kept[0] if kept else _one_row_each(summed, top_k)
+
+    def fake(hidden_states, router_logits, top_k, layer_name):  # type: ignore[no-untyped-def]
+        tokens, hidden = hidden_states.shape
+        rows = hidden_states.new_empty((tokens * top_k, hidden))
+        return rows, hidden_states.new_empty((tokens, top_k), dtype=torch.int32)
+
+    # not by `from __future__ import annotations`: the type of a layer's name is known to vLLM alone
+    experts.__annotations__ = {
+        "hidden_states": torch.Tensor,
+        "router_logits": torch.Tensor,
+        "top_k": int,
+        "layer_name": runner._layer_name_type,
+        "return": Rows,
+    }
+    sources.module("vllm.utils.torch_utils").direct_register_custom_op(
+        name,
+        experts,
+        # as vLLM says of its own
+        mutates_args=["hidden_states"],
+        fake_impl=fake,
+        target_lib=library,
+        tags=(torch.Tag.needs_fixed_stride_order,),
+    )
+    return library, getattr(torch.ops.patcher, name)
+
+
+@contextmanager
+def _unsummed() -> Iterator[list[Rows]]:
+    """While it is open, `reduce_grouped` keeps rows and map of a plain sum over experts, and leaves
+    the sum alone. What the engine or another patch has there does everything else."""
+    library = sources.module(_MATMUL)
+    summing = library.reduce_grouped
+    kept: list[Rows] = []
+
+    def reduce_grouped(
+        x: Any,
+        indx: Any,
+        out: Any,
+        out_mx_scale: Any,
+        fused_activation: Any,
+        epilogue: Any,
+        **more: Any,
+    ) -> Any:
+        given = (x, indx, out, out_mx_scale, fused_activation, epilogue)
+        whole = indx is not None and x.shape[:3] == (1, 1, indx.numel()) and x.dtype == out.dtype
+        if not whole or out_mx_scale is not None or does_more(fused_activation, epilogue, more):
+            return summing(*given, **more)
+        kept.append((x[0, 0], indx))
+        return out, None
+
+    library.reduce_grouped = reduce_grouped
+    try:
+        yield kept
+    finally:
+        library.reduce_grouped = summing
+
+
+def _one_row_each(summed: torch.Tensor, top_k: int) -> Rows:
+    """What is summed already, as rows of which each token has one."""
+    tokens, hidden = summed.shape
+    rows = summed.new_empty((tokens * top_k, hidden))
+    rows[:tokens] = summed
+    row_map = torch.full((tokens, top_k), -1, dtype=torch.int32, device=summed.device)
+    row_map[:, 0] = torch.arange(tokens, dtype=torch.int32, device=summed.device)
+    return rows, row_map
+
+
+def _two_kernels() -> Callable[..., None]:
+    """What runs where the kernel may not: vLLM's sum, then its norm."""
+    add_norm = norm.engines_own()
+
+    def run(
+        rows: torch.Tensor,
+        row_map: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        output: torch.Tensor,
+        epsilon: float,
+    ) -> None:
+        library = sources.module(_MATMUL)
+        library.reduce_grouped(
+            *(rows[None, None], row_map, output[None], None, library.FusedActivation()),
+            library.Epilogue(library.FnSpecs.default(), (), (), False),
+            x_flex=library.InFlexData(),
+            out_flex=library.OutFlexData(),
+            x_mx_scale=None,
+            out_dtype=output.dtype,
+            flexpoint_saturate_inf=False,
+        )
+        add_norm(output, residual, weight, epsilon)
+
+    return run
