@@ -15,8 +15,9 @@ import bench
 from bench import Candidate, Language
 from integrate import Patch
 from patcher.endtoend.measured import Job, Measured
-from patcher.endtoend.sets import keep_name, measure_sets, report_of
+from patcher.endtoend.sets import keep_name, measure_sets, shown
 from patcher.report import write
+from patcher.report.judged import report_of
 from patcher.show.throughput import best_set_lines
 
 JOB = Job(workload=WORKLOAD)
@@ -85,14 +86,21 @@ def test_each_alone_and_all_together(bundles: list[Path], tmp_path: Path) -> Non
     assert all(one.comparison.p_holm is not None for one in found.best.combinations)
     assert len(found.measured[2].measured) == len(found.measured[2].decisions) == 2
     assert len(best_set_lines(found.best)) == 2
-    shown = report_of(found, "best-set-1", "2026-11-21T08:00:00+00:00", "patcher throughput")
-    assert shown.throughput is not None
-    assert shown.throughput.comparison.gain_pct == 3.0
-    assert shown.decision is not None
-    assert shown.decision.verdict == "accept"
-    [page, text, _] = write(shown, tmp_path / "report")
+    best = shown(found)
+    of_id = {patch.manifest.id: patch for patch in map(Patch.load, bundles)}
+    patches = [of_id[name] for name in best.patches]
+    told = report_of(best, patches, "2026-11-21", ("patcher throughput",), best_set=found.best)
+    assert told.throughput is not None
+    assert told.throughput.comparison.gain_pct == 3.0
+    assert told.decision is not None
+    assert told.decision.verdict == "accept"
+    assert told.reconciliation is not None
+    assert told.receipt is not None
+    assert {call.partition(":")[0] for call in told.receipt.calls} == {NORM, ROPE}
+    [page, text, _] = write(told, tmp_path / "report")
     assert "Several patches" in text.read_text()
     assert "fused_add_rms_norm" in page.read_text()
+    assert (told.candidate_source or "").count("==> ") == 2
 
 
 def test_where_together_is_worse_all_but_one_are_tried(bundles: list[Path], tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def throughput(
     command = shlex.join(["patcher", *sys.argv[1:]])
     profiles = [read(one, model) if one else None for one in (profile, patched_profile)]
     if find_best:
-        return _best_set(job, patches or [], out, output)
+        return _best_set(job, patches or [], out, command, output)
     if not patches:
         with output.progress() as bar:
             planted = measure_planted(job, bar)
@@ -212,14 +212,15 @@ def throughput(
     return 0 if result.decision.verdict == "accept" else 1
 
 
-def _best_set(job: Any, patches: list[Path], out: Path | None, output: Output) -> int:
+def _best_set(job: Any, patches: list[Path], out: Path | None, command: str, output: Output) -> int:
     """Measure the combinations, and name the best; 0 where one is accepted."""
     from contextlib import ExitStack
     from datetime import UTC, datetime
 
     from integrate import Patch, unpacked
-    from patcher.endtoend.sets import keep_name, measure_sets, report_of
+    from patcher.endtoend.sets import keep_name, measure_sets, shown
     from patcher.report import write
+    from patcher.report.judged import report_of
     from patcher.show.throughput import best_set_lines
 
     with ExitStack() as stack:
@@ -229,10 +230,13 @@ def _best_set(job: Any, patches: list[Path], out: Path | None, output: Output) -
             output.err.print(Text(f"each combination is kept in {keep}", style="dim"))
         bar = stack.enter_context(output.progress())
         found = measure_sets(job, folders, keep, bar)
-        names = " ".join(f"--patch {Patch.load(folder).manifest.id}" for folder in folders)
-    write_out(out, found)
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    command = f"patcher throughput {job.workload.model} {names} --best-set"
-    files = write(report_of(found, keep.name, now, command), keep)
+        write_out(out, found)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        of_id = {patch.manifest.id: patch for patch in map(Patch.load, folders)}
+        best = shown(found)
+        told = report_of(
+            best, [of_id[name] for name in best.patches], now, (command,), best_set=found.best
+        )
+        files = write(told, keep)
     output.emit(found.best, *best_set_lines(found.best), Text(f"report: {files[0]}"))
     return 0 if found.best.patches else 1

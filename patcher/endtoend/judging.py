@@ -36,6 +36,17 @@ def measure_and_decide(
     patches = [Patch.load(folder) for folder in patch_folders]
     refuse_one_point_twice(patches)
     measured = measure_together(job, patch_folders, report)
+    return judged(patches, measured, before, after)
+
+
+def judged(
+    patches: Sequence[Patch],
+    measured: Sequence[Measured],
+    before: Profile | None = None,
+    after: Profile | None = None,
+) -> Judged:
+    """Patches that were in together, each decided on by its own evidence; see
+    `measure_and_decide`."""
     kernels = [
         _kernel(
             one,
@@ -49,7 +60,7 @@ def measure_and_decide(
     reconciliation = reconcile(kernels, measured[0].throughput, before, after)
     return Judged(
         patches=tuple(patch.manifest.id for patch in patches),
-        measured=measured,
+        measured=tuple(measured),
         reconciliation=reconciliation,
         decisions=tuple(
             decide_on(one, patch.evaluation, reconciliation)

@@ -22,12 +22,11 @@ from bench import SCHEMA_VERSION, Record, UsageError
 from bench.comparison import Comparison
 from integrate import Patch
 from patcher.endtoend.best_set import BestSet, Combination, best_set
-from patcher.endtoend.judging import decide_on, refuse_one_point_twice
+from patcher.endtoend.judging import judged, refuse_one_point_twice
 from patcher.endtoend.kept import read_record, write_record
 from patcher.endtoend.measure import measure_together
 from patcher.endtoend.measured import Job, Judged, Measured, Report
 from patcher.endtoend.set_waves import measure_waves
-from patcher.report import Report as Shown
 from patcher.verdicts.decide import Decision
 
 Measure = Callable[[Job, Sequence[Path], Report], tuple[Measured, ...]]
@@ -91,30 +90,11 @@ def measure_sets(
     return Sets(best=best_set([combination_of(one) for one in measured]), measured=measured)
 
 
-def report_of(found: Sets, name: str, created: str, command: str) -> Shown:
-    """What `patcher.report` shows of it: the figures of the best set, or of all at once where none
-    is accepted.
-    """
-    chosen = frozenset(found.best.patches)
+def shown(found: Sets) -> Judged:
+    """What a report is about: the best set, or all at once where none is accepted."""
     by_set = {frozenset(one.patches): one for one in found.measured}
-    shown = by_set.get(chosen) or max(found.measured, key=lambda one: len(one.patches))
-    first = shown.measured[0]
-    return Shown(
-        run_id=name,
-        created=created,
-        title=first.throughput.workload.model,
-        commands=(command,),
-        model=first.throughput.workload.model,
-        workload=first.throughput.workload,
-        patch_id=first.throughput.patch,
-        throughput=first.throughput,
-        quality=first.quality,
-        elsewhere=first.elsewhere,
-        best_set=found.best,
-        decision=shown.decision,
-        reverted_identical=first.reverted_identical,
-        environment=first.throughput.environment,
-    )
+    best = by_set.get(frozenset(found.best.patches))
+    return best or max(found.measured, key=lambda one: len(one.patches))
 
 
 def keep_name(job: Job, folders: Sequence[Path]) -> str:
@@ -173,13 +153,7 @@ class _Taking:
         return self.measure(self.job, [self.of_id[patch] for patch in chosen], told)
 
     def _keep(self, chosen: tuple[str, ...], measured: tuple[Measured, ...]) -> None:
-        bundles = [Patch.load(self.of_id[patch]) for patch in chosen]
-        evidence = [each.evaluation for each in bundles]
-        found = Judged(
-            patches=chosen,
-            measured=measured,
-            decisions=tuple(map(decide_on, measured, evidence)),
-        )
+        found = judged([Patch.load(self.of_id[patch]) for patch in chosen], measured)
         write_record(self._path(chosen), found)
         self.done[frozenset(chosen)] = found
 

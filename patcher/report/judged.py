@@ -8,6 +8,7 @@ from bench import Candidate
 from hotspot import Profile
 from integrate import Patch
 from integrate import Receipt as FullReceipt
+from patcher.endtoend.best_set import BestSet
 from patcher.endtoend.measured import Judged
 from patcher.report.record import Receipt, Report
 
@@ -19,6 +20,8 @@ def report_of(
     commands: tuple[str, ...],
     before: Profile | None = None,
     after: Profile | None = None,
+    *,
+    best_set: BestSet | None = None,
 ) -> Report:
     """Everything that a verdict rests on, with what the bundles bring: evaluation and source.
 
@@ -27,6 +30,7 @@ def report_of(
         created: ISO 8601, UTC.
         before: a profile of the engine as it comes.
         after: of the patched one.
+        best_set: the combinations that this one was the best of.
     """
     measured = judged.measured[0]
     throughput = measured.throughput
@@ -54,6 +58,7 @@ def report_of(
         quality_receipt=_together(patches, [one.quality_receipt for one in judged.measured]),
         reconciliation=judged.reconciliation,
         elsewhere=measured.elsewhere,
+        best_set=best_set,
         decision=judged.decision,
         reverted_identical=measured.reverted_identical,
         environment=throughput.environment,
