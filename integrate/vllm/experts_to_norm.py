@@ -211,8 +211,10 @@ def _unsummed() -> Iterator[list[Rows]]:
         **more: Any,
     ) -> Any:
         given = (x, indx, out, out_mx_scale, fused_activation, epilogue)
-        whole = indx is not None and x.shape[:3] == (1, 1, indx.numel()) and x.dtype == out.dtype
-        if not whole or out_mx_scale is not None or does_more(fused_activation, epilogue, more):
+        if indx is None or out_mx_scale is not None:
+            return summing(*given, **more)
+        a_row_each = x.shape[:3] == (1, 1, indx.numel()) and x.dtype == out.dtype
+        if not a_row_each or does_more(fused_activation, epilogue, more):
             return summing(*given, **more)
         kept.append((x[0, 0], indx))
         return out, None
