@@ -42,7 +42,7 @@ NAMES = (
 )
 OPS = {name: bench.load_op(name) for name in NAMES}
 SOLUTIONS = {
-    (name, info.language): (candidate, next((op.folder / "solutions" / info.name).glob("*.py")))
+    (name, info.name): (candidate, next((op.folder / "solutions" / info.name).glob(f"{name}.*")))
     for name, op in OPS.items()
     for info, candidate in op.solutions()
 }
@@ -124,7 +124,7 @@ def test_shapes_tell_the_axes(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_torch_solution_is_right_in_every_regime_and_dtype(name: str) -> None:
     op = OPS[name]
-    kernel = load(str(SOLUTIONS[name, Language.TORCH][1]), "python", name)
+    kernel = load(str(SOLUTIONS[name, "cpu_torch"][1]), "python", name)
     for index, dtypes in enumerate(op.contract.dtype_choices()):
         for number, point in enumerate(hidden(op, dtypes)):
             regimes = regimes_of(op)[(index + number) % 2 :: 2]
@@ -193,7 +193,7 @@ def test_what_an_update_leaves_alone_is_held_to_its_bits() -> None:
     op = OPS["rope_kv_update"]
     point = hidden(op, op.contract.dtype_choices()[0])[1]
     case = Case(point, "padding", 3, ())
-    kernel = load(str(SOLUTIONS[op.name, Language.TORCH][1]), "python", op.name)
+    kernel = load(str(SOLUTIONS[op.name, "cpu_torch"][1]), "python", op.name)
 
     def careless(*tensors: Tensor) -> None:
         kernel(*tensors)
@@ -267,7 +267,7 @@ def judge() -> Iterator[Callable[[str, str], Evaluation]]:
 def test_the_judge_takes_the_right_one_and_says_what_is_wrong_with_another(
     name: str, judge: Callable[[str, str], Evaluation]
 ) -> None:
-    right = SOLUTIONS[name, Language.TORCH][0].source
+    right = SOLUTIONS[name, "cpu_torch"][0].source
     evaluation = judge(name, right)
     assert evaluation.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW), evaluation.log
     old, new = WRONG[name]
@@ -278,13 +278,16 @@ def test_the_judge_takes_the_right_one_and_says_what_is_wrong_with_another(
     assert failed.name == "values"
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if (n, Language.TRITON) in SOLUTIONS])
+TRITON = [key for key, (found, _) in SOLUTIONS.items() if found.language is Language.TRITON]
+
+
+@pytest.mark.parametrize(("name", "solution"), TRITON)
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed here")
-def test_the_triton_solution_is_right_in_the_interpreter(name: str) -> None:
+def test_the_triton_solutions_are_right_in_the_interpreter(name: str, solution: str) -> None:
     # in a process of its own: Triton reads the variable when it is imported
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(
-        [sys.executable, __file__, name],
+        [sys.executable, __file__, name, solution],
         env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -294,10 +297,10 @@ def test_the_triton_solution_is_right_in_the_interpreter(name: str) -> None:
     assert json.loads(run.stdout.splitlines()[-1]) == []
 
 
-def interpreted(name: str) -> list[str]:
-    """What is wrong with the Triton solution. Not in bfloat16, which the interpreter truncates."""
+def interpreted(name: str, solution: str) -> list[str]:
+    """What is wrong with a Triton solution. Not in bfloat16, which the interpreter truncates."""
     op, found = OPS[name], []
-    kernel = load(str(SOLUTIONS[name, Language.TRITON][1]), "python", name)
+    kernel = load(str(SOLUTIONS[name, solution][1]), "python", name)
     for dtypes in op.contract.dtype_choices():
         if "bfloat16" in dtypes.values():
             continue
@@ -313,7 +316,7 @@ def interpreted(name: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(interpreted(sys.argv[1])))
+    print(json.dumps(interpreted(*sys.argv[1:])))
 
 
 @pytest.mark.parametrize("name", sorted(bench.load_ops()))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_cli import ROOT, patcher
 
-from bench import UsageError, VerificationError
+from bench import UsageError, VerificationError, load_ops
 from patcher.optimising.recording import ABOUT, EVALUATIONS, REPLIES, TABLE, read, record, replay
 
 SHIPPED = sorted(path.parent for path in (ROOT / "bench" / "results" / "loop").rglob(ABOUT))
@@ -27,6 +27,19 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     assert patcher("record", "latest", "rec", cwd=folder).returncode == 0
     return folder / "rec"
+
+
+def test_a_kernel_that_a_loop_made_is_the_one_that_won_it() -> None:
+    made = [
+        (candidate.digest, info.origin.removeprefix("loop "))
+        for op in load_ops().values()
+        for info, candidate in op.solutions()
+        if info.origin != "hand"
+    ]
+    assert len(made) >= 2
+    for digest, recording in made:
+        folder = ROOT / "bench" / "results" / "loop" / recording
+        assert read(folder).optimisation.best_digest == digest
 
 
 def test_it_replays_to_the_same_end(recorded: Path) -> None:

@@ -268,9 +268,10 @@ def test_the_honest_are_never_refused() -> None:
     assert len(longer) <= len(found) // 3, longer
 
 
-def test_what_we_ship_needs_no_more_evidence() -> None:
-    for _, candidate in load_op("fused_add_rms_norm").solutions():
-        assert not look(candidate, True).evidence, look(candidate, True).said()
+def test_what_is_shipped_and_written_by_hand_needs_no_more_evidence() -> None:
+    for info, candidate in load_op("fused_add_rms_norm").solutions():
+        if info.origin == "hand":
+            assert not look(candidate, True).evidence, look(candidate, True).said()
 
 
 def test_views_are_named_by_rules() -> None:

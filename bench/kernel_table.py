@@ -1,0 +1,126 @@
+"""The kernels of the library by their verdicts, as a table beside the published one.
+
+`python -m bench.kernel_table FOLDER` prints the page of a folder whose `*.json` are verdicts as
+`patcher evaluate --json` gives them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from bench.errors import PatcherError, UsageError
+from bench.evaluation import Evaluation, Outcome
+
+PUBLISHED = {
+    "fused_add_rms_norm": "1.10 to 1.13x",
+    "moe_finalize": "1.06 to 1.43x",
+    "rope_kv_update": "0.99 to 1.05x",
+}
+"""KForge (arXiv 2606.02963): its kernels of gpt-oss-20b over TensorRT-LLM's, batch 1 to 128."""
+
+
+def read(folder: Path) -> list[tuple[str, Evaluation]]:
+    """Every verdict of the folder with its file's name, by op.
+
+    Raises:
+        UsageError: there is none, or a file is no verdict on a right kernel.
+    """
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            evaluation = Evaluation.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValidationError) as error:
+            raise UsageError(
+                f"{path} holds no verdict", "write it with: patcher evaluate ... --json"
+            ) from error
+        if evaluation.outcome is not Outcome.CORRECT or not evaluation.timings:
+            raise UsageError(f"{path} is {evaluation.outcome}", "only what is right has a row")
+        found.append((path.stem, evaluation))
+    if not found:
+        raise UsageError(
+            f"{folder} holds no verdict", "write one with: patcher evaluate ... --json"
+        )
+    return found
+
+
+def table(found: Sequence[tuple[str, Evaluation]]) -> str:
+    """A table for each sweep's points, a row a kernel: the baseline's time over the kernel's, with
+    the times in microseconds below it.
+    """
+    groups: dict[tuple[tuple[str, int], ...], list[tuple[str, Evaluation]]] = {}
+    for name, evaluation in found:
+        groups.setdefault(_points(evaluation), []).append((name, evaluation))
+    return "\n\n".join(_group(points, rows) for points, rows in groups.items())
+
+
+def _group(points: Sequence[tuple[str, int]], rows: Sequence[tuple[str, Evaluation]]) -> str:
+    axis = points[0][0]
+    columns = [f"{size:,}" for _, size in points]
+    head = ["kernel", "against", *columns, "geomean", "lowest", "of light", "of launch floor"]
+    head += ["sanitizer", "KForge"]
+    lines = [
+        f"| {' | '.join(head)} |",
+        f"| --- | --- |{' ---: |' * (len(head) - 2)}",
+        *(_row(name, evaluation) for name, evaluation in rows),
+    ]
+    return f"By {axis}:\n\n" + "\n".join(lines)
+
+
+def _row(name: str, evaluation: Evaluation) -> str:
+    timings = evaluation.timings
+    cells = [f"{one.speedup:.2f}x<br>{one.candidate_us:.2f}" for one in timings]
+    lowest = min(timings, key=lambda one: one.speedup_low)
+    light = [one.light_pct for one in timings if one.light_pct is not None]
+    launch = [one.launch_pct for one in timings if one.launch_pct is not None]
+    row = [
+        f"[`{evaluation.op}`]({name}.json), {evaluation.language}",
+        evaluation.baseline or "",
+        *cells,
+        f"**{evaluation.geomean_speedup:.2f}x**",
+        f"{lowest.speedup_low:.2f}x",
+        _range(light),
+        _range(launch),
+        "clean" if _sanitized(evaluation) else "not run",
+        PUBLISHED.get(evaluation.op, ""),
+    ]
+    return f"| {' | '.join(row)} |"
+
+
+def _sanitized(evaluation: Evaluation) -> bool:
+    """Whether compute-sanitizer ran, and found nothing."""
+    said = (check.detail for check in evaluation.checks if check.name == "sanitizer")
+    return any("found nothing" in detail for detail in said)
+
+
+def _range(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    return f"{low:.0f} %" if round(low) == round(high) else f"{low:.0f} to {high:.0f} %"
+
+
+def _points(evaluation: Evaluation) -> tuple[tuple[str, int], ...]:
+    """The axis along which the points lie, with its sizes."""
+    axes = [timing.axes for timing in evaluation.timings]
+    moving = next((name for name in axes[0] if len({one[name] for one in axes}) > 1), "tokens")
+    return tuple((moving, one[moving]) for one in axes)
+
+
+def main(words: Sequence[str]) -> int:
+    if len(words) != 1:
+        print("usage: python -m bench.kernel_table FOLDER", file=sys.stderr)
+        return 2
+    try:
+        print(table(read(Path(words[0]))))
+    except PatcherError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

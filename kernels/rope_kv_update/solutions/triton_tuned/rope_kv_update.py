@@ -1,0 +1,151 @@
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rope_kv_update_kernel(
+    pos_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    cs_ptr,
+    slot_ptr,
+    cache_ptr,
+    q_stride,
+    k_stride,
+    v_stride,
+    QH: tl.constexpr,
+    KH: tl.constexpr,
+    HD: tl.constexpr,
+    HALF: tl.constexpr,
+    HALFP: tl.constexpr,
+    BS: tl.constexpr,
+    QB: tl.constexpr,
+    KB: tl.constexpr,
+    KG: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    pos = tl.load(pos_ptr + token)
+    d = tl.arange(0, HALFP)
+    if group < KG:
+        slot = tl.load(slot_ptr + token)
+        kh = group * KB + tl.arange(0, KB)
+        k_mask = (kh < KH)[:, None] & (d < HALF)[None, :]
+        k_off = kh[:, None] * HD + d[None, :]
+        k_row = k_ptr + token * k_stride
+        v_row = v_ptr + token * v_stride
+        ka = tl.load(k_row + k_off, mask=k_mask)
+        kb = tl.load(k_row + HALF + k_off, mask=k_mask)
+        va = tl.load(v_row + k_off, mask=k_mask)
+        vb = tl.load(v_row + HALF + k_off, mask=k_mask)
+        ka32 = ka.to(tl.float32)
+        kb32 = kb.to(tl.float32)
+        if BIASED:
+            k_bias = bias_ptr + QH * HD
+            v_bias = bias_ptr + (QH + KH) * HD
+            ka32 += tl.load(k_bias + k_off, mask=k_mask).to(tl.float32)
+            kb32 += tl.load(k_bias + HALF + k_off, mask=k_mask).to(tl.float32)
+            va32 = va.to(tl.float32) + tl.load(v_bias + k_off, mask=k_mask).to(tl.float32)
+            vb32 = vb.to(tl.float32) + tl.load(v_bias + HALF + k_off, mask=k_mask).to(tl.float32)
+            va = va32.to(cache_ptr.dtype.element_ty)
+            vb = vb32.to(cache_ptr.dtype.element_ty)
+        k_cs_off = tl.broadcast_to(d[None, :], (KB, HALFP))
+        k_cs = cs_ptr + pos * HD
+        k_cos = tl.load(k_cs + k_cs_off, mask=k_mask).to(tl.float32)
+        k_sin = tl.load(k_cs + HALF + k_cs_off, mask=k_mask).to(tl.float32)
+
+        there = k_mask & (slot >= 0)
+        safe = tl.maximum(slot, 0)
+        block = safe // BS
+        inside = safe - block * BS
+        k_dst = cache_ptr + (block * (2 * BS) + inside) * (KH * HD)
+        v_dst = cache_ptr + (block * (2 * BS) + BS + inside) * (KH * HD)
+        tl.store(v_dst + k_off, va, mask=there)
+        tl.store(v_dst + HALF + k_off, vb, mask=there)
+        k_first = ka32 * k_cos - kb32 * k_sin
+        k_second = kb32 * k_cos + ka32 * k_sin
+        tl.store(k_dst + k_off, k_first.to(cache_ptr.dtype.element_ty), mask=there)
+        tl.store(k_dst + HALF + k_off, k_second.to(cache_ptr.dtype.element_ty), mask=there)
+    else:
+        qh = (group - KG) * QB + tl.arange(0, QB)
+        q_mask = (qh < QH)[:, None] & (d < HALF)[None, :]
+        q_off = qh[:, None] * HD + d[None, :]
+        q_row = q_ptr + token * q_stride
+        qa = tl.load(q_row + q_off, mask=q_mask).to(tl.float32)
+        qb = tl.load(q_row + HALF + q_off, mask=q_mask).to(tl.float32)
+        if BIASED:
+            qa += tl.load(bias_ptr + q_off, mask=q_mask).to(tl.float32)
+            qb += tl.load(bias_ptr + HALF + q_off, mask=q_mask).to(tl.float32)
+        q_cs_off = tl.broadcast_to(d[None, :], (QB, HALFP))
+        q_cs = cs_ptr + pos * HD
+        q_cos = tl.load(q_cs + q_cs_off, mask=q_mask).to(tl.float32)
+        q_sin = tl.load(q_cs + HALF + q_cs_off, mask=q_mask).to(tl.float32)
+        q_first = qa * q_cos - qb * q_sin
+        q_second = qb * q_cos + qa * q_sin
+        tl.store(q_row + q_off, q_first.to(q_ptr.dtype.element_ty), mask=q_mask)
+        tl.store(q_row + HALF + q_off, q_second.to(q_ptr.dtype.element_ty), mask=q_mask)
+
+
+def _pow2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def rope_kv_update(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor,
+    cos_sin: torch.Tensor,
+    slots: torch.Tensor,
+    kv_cache: torch.Tensor,
+) -> None:
+    tokens = query.shape[0]
+    block_size, kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[3], kv_cache.shape[4]
+    q_heads = query.shape[1] // head_dim
+    half = head_dim // 2
+    half_p = _pow2(half)
+    biased = bias.numel() > 0
+
+    # pairs of a program, and its warps
+    if tokens <= 16:
+        pairs, warps = 256, 2
+    elif tokens <= 64:
+        pairs, warps = 512, 4
+    else:
+        pairs, warps = 1024, 4
+    q_block = min(max(pairs // half_p, 1), _pow2(q_heads))
+    k_block = min(max(pairs // half_p, 1), _pow2(kv_heads))
+    while warps > 1 and q_block * half_p < 32 * warps:
+        warps //= 2
+    q_groups = -(-q_heads // q_block)
+    k_groups = -(-kv_heads // k_block)
+
+    rope_kv_update_kernel[(tokens, k_groups + q_groups)](
+        positions,
+        query,
+        key,
+        value,
+        bias if biased else query,
+        cos_sin,
+        slots,
+        kv_cache,
+        query.stride(0),
+        key.stride(0),
+        value.stride(0),
+        QH=q_heads,
+        KH=kv_heads,
+        HD=head_dim,
+        HALF=half,
+        HALFP=half_p,
+        BS=block_size,
+        QB=q_block,
+        KB=k_block,
+        KG=k_groups,
+        BIASED=biased,
+        num_warps=warps,
+    )

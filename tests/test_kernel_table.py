@@ -1,0 +1,71 @@
+"""The table of the library's kernels, and the page that ships."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from patch_sample import evaluation
+
+from bench import Check, Outcome, UsageError, load_op
+from bench.kernel_table import main, read, table
+
+PAGE = Path(__file__).resolve().parent.parent / "bench" / "results" / "kernels"
+
+
+def test_the_page_is_its_verdicts_and_they_are_of_what_ships() -> None:
+    found = read(PAGE)
+    assert table(found) in (PAGE / "README.md").read_text(encoding="utf-8")
+    for name, one in found:
+        op, _, solution = name.partition("-")
+        shipped = {info.name: candidate for info, candidate in load_op(op).solutions()}
+        assert shipped[solution].digest == one.digest
+        assert one.environment is not None
+        assert one.environment.device_kind == "cuda"
+
+
+def test_the_readme_says_what_the_verdicts_do() -> None:
+    [told] = [
+        paragraph
+        for paragraph in (PAGE.parents[2] / "README.md").read_text(encoding="utf-8").split("\n\n")
+        if paragraph.startswith("**What came of it so far**")
+    ]
+    for _, one in read(PAGE):
+        speedups = sorted(timing.speedup for timing in one.timings)
+        _, _, rest = " ".join(told.split()).partition(f"`{one.op}`")
+        assert f"{one.geomean_speedup:.2f}x" in rest.partition("`")[0]
+        assert f"({speedups[0]:.2f} to {speedups[-1]:.2f}x" in rest.partition("`")[0]
+
+
+def test_a_row_says_what_was_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plain = evaluation()
+    [timing] = plain.timings
+    wide = timing.model_copy(
+        update={"axes": {"tokens": 1024}, "speedup_low": 0.8, "light_pct": 41.2, "launch_pct": 9.0}
+    )
+    clean = Check(name="sanitizer", passed=True, detail="memcheck found nothing in 9 calls")
+    told = plain.model_copy(
+        update={"timings": (timing, wide), "baseline": "vllm", "checks": (clean,)}
+    )
+    (tmp_path / "norm.json").write_text(told.model_dump_json())
+    (tmp_path / "other.json").write_text(plain.model_dump_json())
+    assert main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "| 1 | 1,024 |" in out
+    assert out.count("By tokens:") == 2
+    [row, other] = [line for line in out.splitlines() if line.startswith("| [")]
+    assert "| 2.00x<br>1.00 | 2.00x<br>1.00 | **2.00x** | 0.80x | 41 % | 9 % | clean |" in row
+    assert "| not run | 1.10 to 1.13x |" in other
+
+
+def test_what_has_no_row_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="holds no verdict"):
+        read(tmp_path)
+    wrong = evaluation(outcome=Outcome.MISMATCH)
+    (tmp_path / "wrong.json").write_text(wrong.model_dump_json())
+    with pytest.raises(UsageError, match="is mismatch"):
+        read(tmp_path)
+    (tmp_path / "wrong.json").write_text("{}")
+    assert main([str(tmp_path)]) == 2
+    assert "holds no verdict" in capsys.readouterr().err
+    assert main([]) == 2
