@@ -141,7 +141,7 @@ def _strip(report: Report) -> Markup | None:
         return None
     found = report.throughput.comparison
     description = (
-        f"Gain {wording.signed_percent(found.gain_pct)}, {found.confidence_pct:g} % interval "
+        f"Gain {wording.signed_percent(found.gain_pct)}, {found.confidence_pct:.4g} % interval "
         f"{wording.interval(found.gain_low_pct, found.gain_high_pct)}, "
         f"margin {wording.signed_percent(found.margin_pct)}."
     )

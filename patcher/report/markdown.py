@@ -44,7 +44,7 @@ def _verdict(report: Report) -> str:
     )
     lines = [f"## {word}{gain}", "", f"**{plain(report.title)}** ({code(report.run_id)})"]
     if head.low_pct is not None and head.high_pct is not None:
-        level = f"{head.confidence_pct:g} % " if head.confidence_pct is not None else ""
+        level = f"{head.confidence_pct:.4g} % " if head.confidence_pct is not None else ""
         margin = (
             f", margin {wording.signed_percent(head.margin_pct)}"
             if head.margin_pct is not None
