@@ -157,8 +157,10 @@ def test_what_the_contracts_say_of_the_layout_is_what_the_library_makes() -> Non
             assert value.is_contiguous()
             assert value.shape == contract.shape(tensor, point)
         reference = runpy.run_path(str(bench.load_op(op).folder / "reference.py"))
+        places, table = reference["laid_out"](columns, depth, "cpu"), reference["numbers"]("cpu")
         for expert in range(N_EXPERTS):
-            found = reference["dequantised"](folded[0][expert], folded[1][expert], columns)
+            of_expert = folded[0][expert], folded[1][expert]
+            found = reference["dequantised"](*of_expert, places, table)
             assert torch.equal(found, numbers[expert].T)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from integrate.dispatch import Dispatcher
 from integrate.vllm import norm, sources
-from integrate.vllm.moe import does_more
+from integrate.vllm.moe import does_more, summed
 from integrate.vllm.point import VllmPoint
 from integrate.vllm.swap import Swap
 
@@ -165,8 +165,8 @@ def _experts_operator(name: str) -> tuple[Any, Any]:
     def experts(hidden_states, router_logits, top_k, layer_name):  # type: ignore[no-untyped-def]
         layer = runner.get_layer_from_name(runner._resolve_layer_name(layer_name))
         with _unsummed() as kept:
-            summed = layer._forward_impl(hidden_states, router_logits, None, None)
-        return kept[0] if kept else _one_row_each(summed, top_k)
+            whole = layer._forward_impl(hidden_states, router_logits, None, None)
+        return kept[0] if kept else _one_row_each(whole, top_k)
 
     def fake(hidden_states, router_logits, top_k, layer_name):  # type: ignore[no-untyped-def]
         tokens, hidden = hidden_states.shape
@@ -226,13 +226,13 @@ def _unsummed() -> Iterator[list[Rows]]:
         library.reduce_grouped = summing
 
 
-def _one_row_each(summed: torch.Tensor, top_k: int) -> Rows:
+def _one_row_each(whole: torch.Tensor, top_k: int) -> Rows:
     """What is summed already, as rows of which each token has one."""
-    tokens, hidden = summed.shape
-    rows = summed.new_empty((tokens * top_k, hidden))
-    rows[:tokens] = summed
-    row_map = torch.full((tokens, top_k), -1, dtype=torch.int32, device=summed.device)
-    row_map[:, 0] = torch.arange(tokens, dtype=torch.int32, device=summed.device)
+    tokens, hidden = whole.shape
+    rows = whole.new_empty((tokens * top_k, hidden))
+    rows[:tokens] = whole
+    row_map = torch.full((tokens, top_k), -1, dtype=torch.int32, device=whole.device)
+    row_map[:, 0] = torch.arange(tokens, dtype=torch.int32, device=whole.device)
     return rows, row_map
 
 
@@ -248,16 +248,7 @@ def _two_kernels() -> Callable[..., None]:
         output: torch.Tensor,
         epsilon: float,
     ) -> None:
-        library = sources.module(_MATMUL)
-        library.reduce_grouped(
-            *(rows[None, None], row_map, output[None], None, library.FusedActivation()),
-            library.Epilogue(library.FnSpecs.default(), (), (), False),
-            x_flex=library.InFlexData(),
-            out_flex=library.OutFlexData(),
-            x_mx_scale=None,
-            out_dtype=output.dtype,
-            flexpoint_saturate_inf=False,
-        )
+        summed(rows[None, None], row_map, output[None])
         add_norm(output, residual, weight, epsilon)
 
     return run

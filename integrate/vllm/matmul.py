@@ -15,6 +15,7 @@ import torch
 from bench import VerificationError
 from integrate.dispatch import Dispatcher
 from integrate.vllm import sources
+from integrate.vllm.moe import summed
 from integrate.vllm.point import VllmPoint
 from integrate.vllm.swap import Swap, remove_all
 
@@ -172,17 +173,7 @@ class _Seam:
             rows = x.new_empty((1, 1, x.shape[0], w.shape[-1]))
             if not kernel(x, *packed, bias, gammas, row_map, *tables, rows[0, 0]):
                 return original(*given)
-            # looked up at every call: it is a patch point, too
-            summed, _ = library.reduce_grouped(
-                *(rows, row_map, y, None, library.FusedActivation()),
-                library.Epilogue(library.FnSpecs.default(), (), (), False),
-                x_flex=library.InFlexData(),
-                out_flex=precision_config.flex_ctx.out_data,
-                x_mx_scale=None,
-                out_dtype=y.dtype,
-                flexpoint_saturate_inf=False,
-            )
-            return summed.squeeze(0)
+            return summed(rows, row_map, y, precision_config.flex_ctx.out_data).squeeze(0)
 
         return matmul_ogs
 

@@ -165,6 +165,28 @@ class Reduce(_Function):
         return reduce_grouped
 
 
+def summed(rows: Any, row_map: Any, out: Any, out_flex: Any = None) -> Any:
+    """vLLM's sum over a token's experts, called as `matmul_ogs` does. It is looked up at every
+    call, since it is a patch point, too.
+
+    Args:
+        rows: [splits, 1, expert_rows, hidden].
+        row_map: int32 [tokens, top_k].
+        out: [1, tokens, hidden], which is written and given back.
+    """
+    library = sources.module(_MATMUL)
+    found, _ = library.reduce_grouped(
+        *(rows, row_map, out, None, library.FusedActivation()),
+        library.Epilogue(library.FnSpecs.default(), (), (), False),
+        x_flex=library.InFlexData(),
+        out_flex=library.OutFlexData() if out_flex is None else out_flex,
+        x_mx_scale=None,
+        out_dtype=out.dtype,
+        flexpoint_saturate_inf=False,
+    )
+    return found
+
+
 def does_more(fused_activation: Any, epilogue: Any, more: dict[str, Any]) -> bool:
     """Whether activation, epilogue or scales take part in the sum."""
     x_flex, out_flex = more.get("x_flex"), more.get("out_flex")
