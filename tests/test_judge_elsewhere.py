@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -39,7 +40,15 @@ from bench.judge.tree import descendants
 from patcher.cli import app
 from patcher.judges import ExchangeJudge, facts
 from patcher.judges import worker as worker_
-from patcher.judges.jobs import JobResult, JobSettings, Machine, Posted, read_job, this_machine
+from patcher.judges.jobs import (
+    JobResult,
+    JobSettings,
+    Machine,
+    Posted,
+    read_job,
+    read_result,
+    this_machine,
+)
 from patcher.judges.one_device import hold
 from patcher.judges.sealed import MANIFEST, seal, unsealed
 from patcher.judges.worker import MOST_ATTEMPTS, Served, Worker
@@ -175,6 +184,24 @@ def damaged_copies(folder: Path, into: Path) -> list[Path]:
                 (copy / path.name).write_bytes(whole[:length])
             found.append(copy)
     return found
+
+
+def test_what_waits_is_built_side_by_side_before_anything_is_judged(tmp_path: Path) -> None:
+    mark = secrets.token_hex(4)
+    posted = [submitted(tmp_path, cpp(f"{GOOD}// {mark} {index}\n")) for index in range(2)]
+    broken = submitted(tmp_path, cpp(f"void fused_add_rms_norm(int {mark}"))
+    stages: list[str] = []
+    with Worker(tmp_path, lambda stage, *_: stages.append(stage), lambda _: None) as worker:
+        shift = worker.serve()
+    assert stages[:3] == ["build"] * 3
+    outcomes = {one.job: one.outcome for one in shift.jobs}
+    assert outcomes.pop(broken.name) == "compilation_failure"
+    assert set(outcomes) == {one.name for one in posted}
+    for one in posted:
+        result = read_result(tmp_path / "results" / one.name)
+        assert result is not None
+        assert result.evaluation is not None
+        assert result.evaluation.build_s == 0.0, "found built"
 
 
 def test_a_half_copied_job_is_not_there_yet(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -24,8 +25,10 @@ from bench import (
     PatcherError,
     Record,
     UsageError,
+    load_op,
 )
 from bench.judge import Progress, open_judge
+from bench.toolchains import build
 from patcher.agent import Judge
 from patcher.judges.counting import with_counters
 from patcher.judges.jobs import (
@@ -106,7 +109,10 @@ class Worker:
         """Judge every job that is there and that no other worker has."""
         served: list[Served] = []
         incomplete: list[str] = []
-        for name in self._waiting():
+        waiting = self._waiting()
+        if len(waiting) > 1:
+            self._build_ahead(waiting)
+        for name in waiting:
             with self._claimed(name) as attempts:
                 if attempts is None or self._has_result(name):
                     continue
@@ -126,6 +132,22 @@ class Worker:
                 if FOLDER_NAME.fullmatch(entry.name) and entry.name not in self._left:
                     found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name))
         return [name for _, name in sorted(found) if not self._has_result(name)]
+
+    def _build_ahead(self, names: Sequence[str]) -> None:
+        """Compilers run side by side before anything is timed, and the judge finds what they made.
+        What cannot be read or built is told when it is judged.
+        """
+
+        def one(name: str) -> None:
+            with suppress(PatcherError):
+                posted = read_job(self.root / "jobs" / name)
+                # one that does not even name its op is never built
+                if posted is not None and posted.job.op in posted.candidate.source:
+                    build(posted.candidate, load_op(posted.job.op).contract)
+
+        with ThreadPoolExecutor(min(len(names), os.cpu_count() or 1)) as pool:
+            for done, _ in enumerate(pool.map(one, names)):
+                self._report("build", done, len(names))
 
     def _has_result(self, name: str) -> bool:
         try:
