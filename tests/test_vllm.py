@@ -808,7 +808,12 @@ def gpt_oss(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(engine.TransformerBlock, "attention_cls", Attention)
     monkeypatch.setattr(engine, "FusedMoE", Experts)
 
+    def forget() -> None:
+        config.compilation_config.static_forward_context.clear()
+        config.compilation_config.static_all_moe_layers.clear()
+
     def make(grouped: bool) -> Any:
+        forget()
         Experts.grouped = grouped
         with monkeypatch.context() as known:
             known.setattr(config, "model_config", SimpleNamespace(hf_config=model))
@@ -819,8 +824,7 @@ def gpt_oss(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         return made
 
     yield make
-    config.compilation_config.static_forward_context.clear()
-    config.compilation_config.static_all_moe_layers.clear()
+    forget()
 
 
 def reduce_add_norm(rows, row_map, residual, weight, output, epsilon):  # type: ignore[no-untyped-def]
@@ -887,6 +891,40 @@ def test_experts_and_the_norm_after_them_are_one_call(
         kernel.close()
         torch._dynamo.reset()
     assert torch.equal(run(model.forward), expected)
+
+
+@needs_vllm
+def test_the_model_as_vllm_compiles_it_runs_the_one_call(
+    config: Any, gpt_oss: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By its own wrapper, which looks into the frame of the forward that it compiles; in pieces, as
+    ever, but not by Inductor, whose passes ask for vLLM's C kernels."""
+    from vllm.forward_context import set_forward_context
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(config.compilation_config, "backend", "eager")
+    monkeypatch.setattr(config.compilation_config, "compile_sizes", [])
+    tokens, positions = torch.arange(5), torch.arange(5) / 7
+    model = gpt_oss(False)
+    with set_forward_context(None, config):
+        expected = model.forward(tokens, positions)
+    guards = guards_of("reduce_add_rms_norm", I=torch.int32, T=torch.float32, W=torch.float32)
+    guards = replace(guards, scalars=(("epsilon", float),))
+    kernel = dispatcher("reduce_add_rms_norm", reduce_add_norm, guards)
+    point = POINTS["gpt_oss.experts_to_norm"]()
+    point.install(kernel)
+    try:
+        model = gpt_oss(False)
+        assert not model.do_not_compile
+        with set_forward_context(None, config):
+            for _ in range(2):
+                torch.testing.assert_close(model(tokens, positions), expected)
+        assert sum(kernel.book.calls.values()) == 4
+        assert not kernel.book.fallbacks
+    finally:
+        point.remove()
+        kernel.close()
+        torch._dynamo.reset()
 
 
 @needs_vllm
