@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -46,6 +46,8 @@ class Chain:
     name: str
     runs: tuple[tuple[int, int], ...]
     """First place and the one after the last, for each time it runs in a step."""
+    as_one: str | None = None
+    """The op of the library that is it as one kernel."""
 
     @property
     def length(self) -> int:
@@ -116,7 +118,8 @@ def find_chains(places: Sequence[Place], texts: Sequence[str]) -> list[Chain]:
         if len(runs) > 1:
             first = runs[0]
             members = [texts[place.name] for place in places[first[0] : first[1]]]
-            chains.append(Chain(_name(members, before, after), tuple(runs)))
+            name, as_one = _name(members, before, after)
+            chains.append(Chain(name, tuple(runs), as_one))
     return sorted(told_apart(chains), key=lambda chain: -_time(places, chain))
 
 
@@ -140,14 +143,15 @@ def _kind(place: Place, text: str) -> str | None:
     return operation
 
 
-def _name(members: Sequence[str], before: str, after: str) -> str:
+def _name(members: Sequence[str], before: str, after: str) -> tuple[str, str | None]:
+    """By the rules, and the op that is it as one kernel where there is one."""
     said = [f"{classify(member)[1]} {member[:4000]}" for member in members]
     for rule in rules("advice")["chain"]:
         beside = rule.get("before", before) == before and rule.get("after", after) == after
         has = rule.get("has", ())
         if beside and all(any(re.search(pattern, one) for one in said) for pattern in has):
-            return str(rule["name"])
-    return " + ".join(dict.fromkeys(classify(member)[1] for member in members))
+            return str(rule["name"]), rule.get("as_one")
+    return " + ".join(dict.fromkeys(classify(member)[1] for member in members)), None
 
 
 def told_apart(chains: list[Chain]) -> list[Chain]:
@@ -156,7 +160,7 @@ def told_apart(chains: list[Chain]) -> list[Chain]:
     told = _apart([chain.name for chain in chains], by_length)
     numbered = [f"{name}, no. {told[: i + 1].count(name)}" for i, name in enumerate(told)]
     names = _apart(told, numbered)
-    return [Chain(name, chain.runs) for name, chain in zip(names, chains, strict=True)]
+    return [replace(chain, name=name) for name, chain in zip(names, chains, strict=True)]
 
 
 def _apart(names: list[str], longer: list[str]) -> list[str]:

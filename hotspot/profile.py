@@ -94,6 +94,8 @@ class Hotspot(Record):
     operation: str
     op: str | None
     """The op of the library that covers it."""
+    as_one: str | None = None
+    """Of a chain: the op of the library that is it as one kernel."""
     patch_points: tuple[str, ...] = ()
     """Where patcher can put another kernel: `engine: point`."""
     ceiling_pct: float

@@ -187,6 +187,8 @@ class _Ranking:
             origin=" + ".join(dict.fromkeys(kernel.origin for kernel in kinds)),
             operation=" + ".join(dict.fromkeys(kernel.operation for kernel in kinds)),
             op=None,
+            as_one=chain.as_one,
+            patch_points=_points(load_ops().get(chain.as_one or "")),
             ceiling_pct=self._gain_pct(own_ns),
             reachable_pct=self._gain_pct(max(own_ns - longest * self.steps, 0.0)),
             instances=instances,

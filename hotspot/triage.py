@@ -22,7 +22,7 @@ def triage(spot: Hotspot, chain: str | None = None) -> tuple[Triage, str]:
         wall=f"{spot.wall_pct or 0:.1f} %",
         ceiling=f"+{spot.ceiling_pct:.2g} %",
         sol=f"{spot.speed_of_light_pct or 0:.0f} %",
-        op=spot.op,
+        op=spot.op or spot.as_one,
         points=f" ({', '.join(spot.patch_points)})" if spot.patch_points else "",
         gap=f"{spot.gap_ns / max(spot.instances, 1) / 1e3:.1f} us",
         launches=round(sum(v.instances for v in spot.variants) / max(spot.instances, 1)),
@@ -37,7 +37,8 @@ def _fits(rule: dict[str, Any], spot: Hotspot, chain: str | None) -> bool:
     texts = (("origin", spot.origin), ("operation", spot.operation), ("name", spot.name))
     if any(key in rule and not re.search(rule[key], text[:4000]) for key, text in texts):
         return False
-    if (rule.get("covered") and spot.op is None) or (rule.get("chained") and chain is None):
+    asked = (("covered", spot.op), ("chained", chain), ("as_one", spot.as_one))
+    if any(rule.get(key) and value is None for key, value in asked):
         return False
     bounds = (
         ("wall_pct", spot.wall_pct or 0.0),

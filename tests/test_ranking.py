@@ -15,6 +15,7 @@ from hotspot.profile import Counters
 from hotspot.rank import build_profile
 from hotspot.recording import Launches, Recording, SummaryRow
 from hotspot.roofline import Cost, Served, completed, speed_of_light_ns
+from hotspot.rules import rules
 from hotspot.subtract import subtract
 
 EXPORT = Path(__file__).parent / "data/nsys/decode.sqlite"
@@ -108,6 +109,12 @@ CHAINS = {
     "split-K reduce + add + norm": (24, 2),
 }
 """Runs a step, launches a run; counted by hand in the kernel sequence of the capture."""
+AS_ONE = {
+    "MoE routing": "moe_route",
+    "rope + KV write": "rope_kv_update",
+    "MoE combine + add + norm": "reduce_add_rms_norm",
+}
+"""The library's kernel for a whole chain."""
 
 
 def test_fusion_chains_are_named_and_counted(profile: Profile) -> None:
@@ -121,6 +128,18 @@ def test_fusion_chains_are_named_and_counted(profile: Profile) -> None:
         )
         assert chain.triage == "fuse"
         assert chain.gap_ns > 0
+        assert chain.op is None
+        assert chain.as_one == AS_ONE.get(name)
+        said = f"op {chain.as_one} is that as one kernel" if chain.as_one else "one kernel would do"
+        assert said in chain.reason
+        assert bool(chain.patch_points) is bool(chain.as_one)
+
+
+def test_what_is_a_chain_as_one_kernel_is_an_op_with_a_place() -> None:
+    named = {rule["as_one"] for rule in rules("advice")["chain"] if "as_one" in rule}
+    assert named == set(AS_ONE.values())
+    for name in named:
+        assert bench.load_op(name).contract.patch_points
 
 
 def test_a_chain_is_its_launches_and_the_gaps_between_them(profile: Profile) -> None:
