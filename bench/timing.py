@@ -41,9 +41,9 @@ SINGLES = 4
 """Blocks of one call each."""
 HEARINGS = 5
 """A point is measured so often before its clocks are called false: a busy machine looks so, too."""
-PAUSE_S = 1.0
+PAUSE_S = 4.0
 """Before a point is measured again because the baseline waited for other programs; then twice as
-long each time."""
+long each time: a minute in all."""
 COLD_CALLS = 12
 SPANS_S = 60.0
 """CUPTI starts slowly."""
@@ -106,6 +106,8 @@ class Sitting:
         problem: str | None = ""
         waited: str | None = ""
         for hearing in range(HEARINGS):
+            if waited:
+                time.sleep(PAUSE_S * 2 ** (hearing - 1))
             ours, theirs, dropped = self._pairs(point, sets)
             alone = [self._single(point, sets) for _ in range(SINGLES)]
             floor = self.ceilings.floor_us(self.op.contract, point)
@@ -113,8 +115,6 @@ class Sitting:
             waited = unsteady(theirs)
             if problem is None and waited is None:
                 break
-            if waited is not None:
-                time.sleep(PAUSE_S * 2**hearing)
         else:
             if problem is not None:
                 raise Found("clocks", problem)
