@@ -61,7 +61,7 @@ def solve(sizes: Sequence[tuple[str, int]]) -> dict[str, int]:
     while waiting:
         left = []
         for expression, size in waiting:
-            unknown = _names(expression) - axes.keys()
+            unknown = names_in(expression) - axes.keys()
             if not unknown:
                 if evaluate(expression, axes) != size:
                     raise ValueError(f"{expression} is {size}")
@@ -94,6 +94,7 @@ def _parsed(expression: str) -> ast.expr:
 
 
 @cache
-def _names(expression: str) -> frozenset[str]:
+def names_in(expression: str) -> frozenset[str]:
+    """Axes and dtype symbols that an expression depends on."""
     found = {node.id for node in ast.walk(_parsed(expression)) if isinstance(node, ast.Name)}
     return frozenset(found - {"min", "max", "pow"})

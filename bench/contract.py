@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from bench.arithmetic import evaluate, solve
+from bench.arithmetic import evaluate, names_in, solve
 from bench.records import Record
 
 ITEM_SIZE = {
@@ -196,6 +196,10 @@ class Contract(Record):
 
     def flops(self, point: Point) -> int:
         return int(_arithmetic(self.cost.flops, point))
+
+    def working_axes(self) -> frozenset[str]:
+        """What decides what a call costs; the size of a cache that it looks into does not."""
+        return names_in(self.cost.bytes) | names_in(self.cost.flops)
 
     def signature(self) -> str:
         """The entry as people read it: `fused_add_rms_norm(input, residual, weight, epsilon)`."""

@@ -141,6 +141,37 @@ def test_why_a_saving_is_not_known(shape: dict[str, Any], why: str) -> None:
     assert why in found
 
 
+def test_the_size_of_a_cache_tells_no_shapes_apart() -> None:
+    contract = load_op("rope_kv_update").contract
+    working = contract.working_axes()
+    judged = {
+        "tokens": 8,
+        "q_heads": 8,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "blocks": 32,
+        "positions": 9,
+    }
+    timing = evaluation().timings[0].model_copy(update={"axes": judged})
+    known = evaluation().model_copy(update={"op": "rope_kv_update", "timings": (timing,)})
+
+    def of(working: frozenset[str] | None = working, **served: int) -> Saving | str:
+        shape = SHAPE.model_copy(update={"axes": judged | served})
+        return saving(known, shape, (), None, working)
+
+    exact, larger = of(), of(blocks=2730, positions=131072)
+    assert isinstance(exact, Saving)
+    assert isinstance(larger, Saving)
+    assert larger.us == exact.us
+    assert "judged at" not in exact.note
+    assert "judged at blocks=32, positions=9" in larger.note
+    assert of(None, blocks=2730) == "never judged at this shape"
+    assert of(tokens=16) == "never judged at this shape"
+    assert of(q_heads=64) == "never judged at this shape"
+    assert {"tokens", "q_heads", "kv_heads", "head_dim", "biased"} <= working
+    assert not {"blocks", "positions", "block_size"} & working
+
+
 def test_a_kernel_that_ran_outside_of_graphs_goes_by_its_eager_times() -> None:
     eager = on_gpu(candidate_eager_us=6.0, baseline_eager_us=9.0)
     inside = saving(eager, SHAPE, (), replayed=True)

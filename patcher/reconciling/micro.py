@@ -24,16 +24,22 @@ def saving(
     shape: ShapeLaunches,
     dtypes: tuple[str, ...],
     replayed: bool | None,
+    working_axes: frozenset[str] | None = None,
 ) -> Saving | str:
     """The saving at a shape, or why it is not known: another shape's figure is not taken for it.
 
     Args:
         dtypes: of the timed sweep.
         replayed: whether the engine's calls ran in CUDA graphs, as the timed ones did.
+        working_axes: `Contract.working_axes`. A timing that differs in other axes alone, as in the
+            blocks of a cache of which a call writes a few rows, counts, and the note says so; None:
+            all axes tell.
     """
     if shape.bucket is not None:
         return f"the receipt names a range of sizes of {shape.bucket} only"
     timing = _at(evaluation.timings, shape.axes)
+    if timing is None and working_axes is not None:
+        timing = _at(evaluation.timings, _only(shape.axes, working_axes))
     if timing is None:
         return "never judged at this shape"
     if dtypes and shape.dtypes and set(dtypes) != set(shape.dtypes):
@@ -41,6 +47,8 @@ def saving(
     baseline, speedup = timing.baseline_us, timing.speedup
     note = f"against {evaluation.baseline or 'the strongest baseline'}"
     caveats: tuple[str, ...] = ()
+    if other := _apart(timing.axes, shape.axes):
+        note += f"; judged at {other}"
     kind = evaluation.environment.device_kind if evaluation.environment else "cpu"
     if kind == "cuda" and replayed is not True:
         eager, ours = timing.baseline_eager_us, timing.candidate_eager_us
@@ -65,6 +73,15 @@ def saving(
 
 
 _UNKNOWN = "whether the engine ran it in one was not recorded"
+
+
+def _only(axes: dict[str, int], named: frozenset[str]) -> dict[str, int]:
+    return {name: size for name, size in axes.items() if name in named}
+
+
+def _apart(judged: dict[str, int], seen: dict[str, int]) -> str:
+    shared = [name for name in judged if name in seen]
+    return ", ".join(f"{name}={judged[name]}" for name in shared if judged[name] != seen[name])
 
 
 def _at(timings: tuple[Timing, ...], axes: dict[str, int]) -> Timing | None:

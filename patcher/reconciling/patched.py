@@ -45,6 +45,7 @@ def patched_kernel(
         dtypes=tuple(dict.fromkeys(sweep.dtypes.values())) if sweep else (),
         replayed=replayed,
         pdl=patch.manifest.guards.pdl,
+        working_axes=contract.working_axes(),
     )
 
 

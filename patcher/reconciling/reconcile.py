@@ -81,6 +81,8 @@ class PatchedKernel:
     """Whether its launches ran in CUDA graphs."""
     pdl: bool = False
     """Whether it takes part in programmatic dependent launch."""
+    working_axes: frozenset[str] | None = None
+    """`Contract.working_axes`; None: all axes tell shapes apart."""
 
 
 def reconcile(
@@ -124,7 +126,7 @@ def _kernel_rows(kernel: PatchedKernel, throughput: Throughput) -> tuple[list[Ga
         if shape.per_step == 0:
             rows.append(_outside(op, shape.label))
             continue
-        one = saving(kernel.evaluation, shape, kernel.dtypes, kernel.replayed)
+        one = saving(kernel.evaluation, shape, kernel.dtypes, kernel.replayed, kernel.working_axes)
         if isinstance(one, str):
             unjudged += shape.per_step
             rows.append(
