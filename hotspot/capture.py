@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench import MissingError, PatcherError, Workload, presets, relayed
@@ -45,10 +45,16 @@ def capture(
     folder: Path,
     progress: Callable[[str], None] | None = None,
     steps: int = STEPS,
+    variables: Mapping[str, str] | None = None,
+    first: str = "",
 ) -> Profile:
     """Run the workload in a process of its own and profile steady decode.
 
     Files (`decode.nsys-rep`, `decode.sqlite`) stay in `folder`.
+
+    Args:
+        variables: of the environment of that process, beside what engines read.
+        first: a Python statement that it begins with.
 
     Raises:
         MissingError: the model fits no device here.
@@ -62,48 +68,71 @@ def capture(
             "fit a CPU",
             "read a profile with --from FILE, or try `patcher demo`",
         )
+    program = _Program(workload, steps, variables or {}, first)
     if workload.device == "cuda":
         nsys = find_nsys()
         lacking = missing_libraries(nsys) if nsys else []
         if nsys is not None and not lacking:
-            return _under_nsys(nsys, workload, folder, say, steps)
+            return _under_nsys(nsys, program, folder, say)
         why = f"nsys lacks {', '.join(lacking)}" if lacking else "nsys was not found"
         message = f"{why}: kernels were traced with torch.profiler; see `patcher doctor`"
         warning = ProfileWarning(kind="fallback", message=message)
-        return _with_torch(workload, folder, say, steps, (warning,))
+        return _with_torch(program, folder, say, (warning,))
     message = "no GPU: these are PyTorch operators on the CPU, by their own time, not kernels"
     warning = ProfileWarning(kind="cpu_operators", message=message)
-    return _with_torch(workload, folder, say, steps, (warning,))
+    return _with_torch(program, folder, say, (warning,))
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What is profiled."""
+
+    workload: Workload
+    steps: int
+    variables: Mapping[str, str]
+    first: str
+
+    def command(self, out: Path, mode: str) -> list[str]:
+        then = "from hotspot.target import main; raise SystemExit(main())"
+        begin = ["-c", f"{self.first}; {then}"] if self.first else ["-m", "hotspot.target"]
+        arguments = [self.workload.model_dump_json(), str(out), str(self.steps), mode]
+        return [sys.executable, "-P", *begin, *arguments]
+
+    @property
+    def served(self) -> Served:
+        return Served.of(self.workload.model, self.workload.batch)
 
 
 def _under_nsys(
-    nsys: Path, workload: Workload, folder: Path, say: Callable[[str], None], steps: int
+    nsys: Path,
+    program: _Program,
+    folder: Path,
+    say: Callable[[str], None],
 ) -> Profile:
     say("profile under nsys")
     report = folder / "decode.nsys-rep"
     command = [str(nsys), "profile", *NSYS_OPTIONS, "-o", str(report)]
-    _run([*command, *_target(workload, folder / "unused.json", steps, "nsys")], nsys_environment())
+    command += program.command(folder / "unused.json", "nsys")
+    _run(command, {**nsys_environment(), **program.variables})
     if not report.is_file():
         raise PatcherError(
             "nsys ran the program and wrote no report", "see `patcher doctor`: its importer fails"
         )
     say("export")
     recording = read_sqlite(export_sqlite(report, folder / "decode.sqlite"))
-    served = Served.of(workload.model, workload.batch)
-    return build_profile(recording, workload.model, served=served)
+    return build_profile(recording, program.workload.model, served=program.served)
 
 
 def _with_torch(
-    workload: Workload,
+    program: _Program,
     folder: Path,
     say: Callable[[str], None],
-    steps: int,
     warnings: tuple[ProfileWarning, ...],
 ) -> Profile:
     say("profile with torch.profiler")
     out = folder / "torch.json"
-    _run(_target(workload, out, steps, "torch"), engine_environment())
-    served = Served.of(workload.model, workload.batch)
+    _run(program.command(out, "torch"), {**engine_environment(), **program.variables})
+    workload, steps = program.workload, program.steps
     if workload.device == "cuda":
         traced = read_kineto(out)
         recording = replace(traced, warnings=(*traced.warnings, *warnings))
@@ -111,12 +140,7 @@ def _with_torch(
         rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
         found = tuple(SummaryRow(**row) for row in rows)
         recording = Recording("torch.profiler", rows=found, warnings=warnings)
-    return build_profile(recording, workload.model, served=served, steps=steps)
-
-
-def _target(workload: Workload, out: Path, steps: int, mode: str) -> list[str]:
-    arguments = [workload.model_dump_json(), str(out), str(steps), mode]
-    return [sys.executable, "-P", "-m", "hotspot.target", *arguments]
+    return build_profile(recording, workload.model, served=program.served, steps=steps)
 
 
 def _run(command: list[str], environment: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ from integrate.manifest import Manifest
 from integrate.patch import Patch
 from integrate.receipts import Receipt, read_receipts
 from integrate.store import Applied, Store
-from integrate.switches import Switches, home_store, switching_on
+from integrate.switches import Switches, home_store, starting_up, switching_on
 from integrate.verify import Check, Verified, verify
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ __all__ = [
     "pack",
     "prepare",
     "read_receipts",
+    "starting_up",
     "switching_on",
     "unpacked",
     "verify",

@@ -14,12 +14,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from bench import PatcherError, UsageError
-
-STARTUP = Path(__file__).resolve().parent / "startup"
+from integrate.switches import starting_up
 
 
 def command(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
@@ -43,9 +41,7 @@ def command(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
 
 def environment() -> dict[str, str]:
     """This process's, with our `sitecustomize` before all others."""
-    others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    places = [str(STARTUP), *(place for place in others if place != str(STARTUP))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    return {**os.environ, "PYTHONPATH": starting_up(os.environ.get("PYTHONPATH", ""))}
 
 
 def main() -> NoReturn:

@@ -11,6 +11,9 @@ from bench import UsageError
 from integrate.patch import Patch
 from integrate.store import Applied, Store
 
+STARTUP = Path(__file__).resolve().parent / "startup"
+"""Where the `sitecustomize` lies that puts patches in when Python starts."""
+
 
 def variable(name: str) -> str:
     """`PATCHER_<name>`, or `TLLM_PATCHER_<name>`: only such names reach TensorRT-LLM's workers."""
@@ -84,6 +87,12 @@ def switching_on(patches: Sequence[Patch], home: Path, receipts: Path) -> dict[s
         "PATCHER_RECEIPTS": str(receipts),
         "PATCHER_STRICT": "1",
     }
+
+
+def starting_up(python_path: str) -> str:
+    """A `PYTHONPATH` with our `sitecustomize` before all others."""
+    others = [place for place in python_path.split(os.pathsep) if place]
+    return os.pathsep.join([str(STARTUP), *(one for one in others if one != str(STARTUP))])
 
 
 def home_store() -> Store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sqlite3
 from contextlib import closing
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 from patch_sample import CANDIDATE, OP, evaluation
 
-from bench import Candidate, Language
+from bench import Candidate, Language, VerificationError
 from hotspot import Profile, read
 from integrate import Patch, Receipt
+from patcher.endtoend.patched_capture import ran
 from patcher.reconciling.proof import Proof, kernel_names, prove
 
 EXPORT = Path(__file__).parent / "data/nsys/decode.sqlite"
@@ -164,6 +166,18 @@ def test_an_unpatched_run_never_passes(stock: Profile, patch: Patch) -> None:
     assert {row.kernel for row in proof.rows} == {f"{OLD}_0", f"{OLD}_1"}
 
 
+def test_a_capture_without_the_kernel_in_its_steps_is_not_of_the_patched_engine(
+    patched: Profile, stock: Profile, patch: Patch
+) -> None:
+    told = ran(patch, [claims(patch, 10**6)], patched, [patch])
+    assert "ran 1,000,000 times since the engine began to start, 0 fell back; " in told
+    assert "launches in the profiled steps" in told
+    with pytest.raises(VerificationError, match=r"not of the patched engine.*; 0 launches in the"):
+        ran(patch, [claims(patch, 10**6)], stock, [patch])
+    with pytest.raises(VerificationError, match="ran 0 times"):
+        ran(patch, [], None, [patch])
+
+
 def test_receipts_that_claim_nothing_or_another_patch_never_pass(
     patched: Profile, patch: Patch
 ) -> None:
@@ -260,6 +274,7 @@ def test_names_come_from_the_source(tmp_path: Path) -> None:
         assert kernel_names(patch) == names | {f"patcher::fused_add_rms_norm_{patch.digest[:12]}"}
     for info, candidate in OP.solutions():
         if candidate.language in (Language.CUDA, Language.TRITON):
-            assert "fused_add_rms_norm_kernel" in kernel_names(
-                made(tmp_path / info.name, candidate)
-            )
+            found = kernel_names(made(tmp_path / info.name, candidate))
+            own = {name for name in found if "::" not in name}
+            assert own
+            assert all(re.search(rf"\b{name}\(", candidate.source) for name in own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from patch_sample import OP, evaluation
 from test_cli import patcher
 
 from bench import Language, load_op
-from integrate import Patch
+from integrate import Patch, read_receipts
 from patcher.endtoend.measured import Judged
 from patcher.report import Report
 
@@ -76,9 +77,62 @@ def test_several_patches_are_in_together_and_have_one_verdict(bundle: Path) -> N
     for patch in patches:
         assert patch.candidate().source in (found.candidate_source or "")
         assert patch.manifest.id in (home / "both/report.html").read_text()
+    (home / "both.json").write_text(done.stdout)
+    again = ("throughput", "gpt-oss-tiny", "--from", "both.json", "--json")
+    anew = patcher(*again, *both, "--report", "anew", cwd=home)
+    assert anew.returncode == done.returncode
+    assert Judged.model_validate_json(anew.stdout) == judged_together
+    shown = Report.model_validate_json((home / "anew/report.json").read_text())
+    assert shown.throughput == found.throughput
+    assert shown.created == judged_together.created
+    assert shown.commands[0] == judged_together.command == found.commands[0]
+    for word, said in (
+        (("--margin-pct", "2"), "the margin was declared before it was measured"),
+        (("--best-set",), "several things to do"),
+    ):
+        refused = patcher(*again, *both, *word, cwd=home)
+        assert refused.returncode == 2
+        assert said in refused.stdout
+    named = patcher("throughput", "gpt-oss-20b", *again[2:], *both, cwd=home)
+    assert "both.json is of gpt-oss-tiny, not of gpt-oss-20b" in named.stdout
+    changed = judged_together.measured[0].receipt.model_copy(update={"digest": "other"})
+    of_another = judged_together.measured[0].model_copy(update={"receipt": changed})
+    (home / "other.json").write_text(
+        judged_together.model_copy(
+            update={"measured": (of_another, judged_together.measured[1])}
+        ).model_dump_json()
+    )
+    refused = patcher(*again[:3], "other.json", "--json", *both, cwd=home)
+    assert f"another bundle of the name {ids[0]} was measured" in refused.stdout
+    other = patcher(*again, "--patch", "rope", cwd=home)
+    assert other.returncode == 2
+    assert f"both.json is of {ids[0]}, {ids[1]}, not of {ids[1]}" in other.stdout
     twice = patcher(*words, "--patch", "patch", "--patch", "patch", cwd=home)
     assert twice.returncode == 2
     assert "a patch was given twice" in twice.stderr
+
+
+def test_the_patched_engine_is_profiled(bundle: Path) -> None:
+    home = bundle.parent
+    words = ("profile", "gpt-oss-tiny", "--batch", "2", "--input-len", "8", "--output-len", "12")
+    (home / "kept/receipts").mkdir(parents=True)
+    (home / "kept/receipts/old.json").write_text("of an earlier capture")
+    done = patcher(*words, "--patch", "patch", "--keep", "kept", cwd=home)
+    assert done.returncode == 0, done.stderr
+    name = Patch.load(bundle).manifest.id
+    said = done.stderr.replace("\n", " ")
+    [told] = re.findall(rf"{name} ran (\S+) times since the engine began to start", said)
+    [receipt] = read_receipts(home / "kept/receipts")
+    assert receipt.patch_id == name
+    assert receipt.total_calls == int(told.replace(",", "")) > 0
+    assert sorted(path.name for path in (home / "kept").iterdir()) == ["receipts", "torch.json"]
+    for wrong, said in (
+        (("--patch", "patch", "--engine", "vllm"), f"{name} is for transformers, not for vllm"),
+        (("--patch", "patch", "--from", "kept/torch.json"), "--patch is for capturing"),
+    ):
+        refused = patcher(*words[:2], *wrong, cwd=home)
+        assert refused.returncode == 2
+        assert said in refused.stderr.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
@@ -90,6 +144,8 @@ def test_several_patches_are_in_together_and_have_one_verdict(bundle: Path) -> N
             "a report is of one verdict",
         ),
         (("--patch", "p", "--report", "file/rep"), "cannot make file/rep"),
+        (("--from", "file", "--patch", "p", "--best-set"), "several things to do"),
+        (("--from", "file", "--self-test"), "several things to do"),
     ],
 )
 def test_a_report_that_cannot_be_is_refused_before_the_work(

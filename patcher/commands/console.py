@@ -73,7 +73,8 @@ FromSolution = Annotated[
     typer.Option(
         "--from-solution",
         metavar="NAME",
-        help="A kernel that works elsewhere goes into the prompts: a solution's name, or a file.",
+        help="A kernel that works goes into the prompts, to translate or, in the same language, to "
+        "beat: a solution's name, or a file.",
     ),
 ]
 

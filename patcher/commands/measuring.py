@@ -50,6 +50,7 @@ def _writable(folder: Path | None) -> Path | None:
     "patcher throughput gpt-oss-20b --patch P --also-batch 1,64 --also-context 4096,8192",
     "patcher throughput gpt-oss-20b --engine vllm --patch P --patch Q --best-set",
     "patcher throughput gpt-oss-20b --engine vllm --patch P --patch Q --report verdict",
+    "patcher throughput gpt-oss-20b --from verdict.json --patch P --report verdict",
 )
 def throughput(
     model: Annotated[str, typer.Argument(help="Preset, Hugging Face id or folder.")],
@@ -75,7 +76,11 @@ def throughput(
     ] = None,
     samples: Annotated[
         Path | None,
-        typer.Option("--from", help='JSONL of {"pair", "arm", "tokens_per_s"[, "process"]}.'),
+        typer.Option(
+            "--from",
+            help='JSONL of {"pair", "arm", "tokens_per_s"[, "process"]}; with --patch: what --out '
+            "wrote of them.",
+        ),
     ] = None,
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Plant gains of +1, +0.5 and -1 %; are they found?")
@@ -134,7 +139,8 @@ def throughput(
 ) -> int:
     """End-to-end A/B of a patch, interleaved, with interval and verdict.
 
-    Or, with --from, decide on samples; or, with --self-test, test the measurement itself.
+    Or, with --from, decide on samples, or once more on what was measured of --patch, now with other
+    profiles or another page; or, with --self-test, test the measurement itself.
 
     Exit code 0: accepted, or a best set found; 1: not; of --self-test 0: every planted gain found,
     1: not all, 5: one judged the wrong way round.
@@ -143,9 +149,9 @@ def throughput(
 
     output = Output(as_json)
     margin = resolve({"margin_pct": margin_pct}).margin_pct
-    if sum((samples is not None, bool(patches), self_test)) > 1:
+    if self_test and (samples is not None or patches):
         raise UsageError("several things to do", "give one of --patch, --from and --self-test")
-    if samples is not None:
+    if samples is not None and not patches:
         from bench.stats import compare, read_samples
         from patcher.show.tables import comparison_lines
 
@@ -153,6 +159,8 @@ def throughput(
         write_out(out, comparison)
         output.emit(comparison, comparison_lines(model, comparison))
         return 0 if comparison.verdict == "accept" else 1
+    if samples is not None and find_best:
+        raise UsageError("several things to do", "give --from without --best-set")
     if not patches and not self_test:
         raise UsageError("nothing to compare", "give --patch BUNDLE, --from SAMPLES or --self-test")
     from contextlib import ExitStack
@@ -164,23 +172,25 @@ def throughput(
     from patcher.endtoend.measure import measure_planted
     from patcher.endtoend.other_traffic import other_shapes
     from patcher.endtoend.throughput_job import Asked, job_of
-    from patcher.report import write
-    from patcher.report.judged import report_of
-    from patcher.show.quality import quality_lines
-    from patcher.show.tables import decision_lines, planted_lines
-    from patcher.show.throughput import elsewhere_lines, throughput_lines
+    from patcher.show.tables import planted_lines
 
+    command = shlex.join(["patcher", *sys.argv[1:]])
+    if (report or profile or patched_profile) and (find_best or not patches):
+        raise UsageError(
+            "a report is of one verdict", "give --patch without --best-set, which writes its own"
+        )
+    profiles = [read(one, model) if one else None for one in (profile, patched_profile)]
+    if samples is not None:
+        if margin_pct is not None:
+            raise UsageError(
+                "the margin was declared before it was measured", "leave out --margin-pct"
+            )
+        return _once_more(samples, patches or [], model, profiles, out, report, command, output)
     asked = Asked(preset_name, batch, input_len, output_len, pairs, processes)
     workload = workload_of(model, device, engine, *asked.shape, weights, threads)
     job = job_of(asked, workload, tune_baseline, engine_args or [], margin, quality_steps)
     shapes = other_shapes(workload, elsewhere, also_batch, also_context)
     job = job.model_copy(update={"lock_mhz": lock_mhz, "elsewhere": shapes})
-    if (report or profile or patched_profile) and (find_best or not patches):
-        raise UsageError(
-            "a report is of one verdict", "give --patch without --best-set, which writes its own"
-        )
-    command = shlex.join(["patcher", *sys.argv[1:]])
-    profiles = [read(one, model) if one else None for one in (profile, patched_profile)]
     if find_best:
         return _best_set(job, patches or [], out, command, output)
     if not patches:
@@ -189,17 +199,67 @@ def throughput(
         write_out(out, planted)
         output.emit(planted, *planted_lines(planted))
         return 5 if planted.wrong else int(not planted.all_found)
-    shown: list[Any] = []
     with ExitStack() as stack:
-        folders = [stack.enter_context(unpacked(patch)) for patch in patches]
+        bundles = [stack.enter_context(unpacked(patch)) for patch in patches]
         with output.progress() as bar:
-            result = measure_and_decide(job, folders, bar, *profiles)
+            result = measure_and_decide(job, bundles, bar, *profiles)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        result = result.model_copy(update={"command": command, "created": now})
         write_out(out, result)
-        if report is not None:
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            bundles = [Patch.load(folder) for folder in folders]
-            told = report_of(result, bundles, now, (command,), *profiles)
-            shown.append(Text(f"report: {write(told, report)[0]}"))
+        return _told(
+            result, [Patch.load(one) for one in bundles], (command,), profiles, report, output
+        )
+
+
+def _once_more(
+    file: Path,
+    patches: list[Path],
+    model: str,
+    profiles: list[Any],
+    out: Path | None,
+    report: Path | None,
+    command: str,
+    output: Output,
+) -> int:
+    """Decide anew on what was measured."""
+    from contextlib import ExitStack
+
+    from integrate import Patch, unpacked
+    from patcher.endtoend.judging import judged_again
+
+    with ExitStack() as stack:
+        bundles = [Patch.load(stack.enter_context(unpacked(patch))) for patch in patches]
+        result = judged_again(file, bundles, *profiles)
+        of = result.measured[0].throughput.workload.model
+        if of != model:
+            raise UsageError(f"{file} is of {of}, not of {model}", f"say {of}")
+        write_out(out, result)
+        commands = tuple(filter(None, (result.command, command)))
+        return _told(result, bundles, commands, profiles, report, output)
+
+
+def _told(
+    result: Any,
+    bundles: list[Any],
+    commands: tuple[str, ...],
+    profiles: list[Any],
+    report: Path | None,
+    output: Output,
+) -> int:
+    """Show a verdict, write its page where that is asked for; its exit code."""
+    from datetime import UTC, datetime
+
+    from patcher.report import write
+    from patcher.report.judged import report_of
+    from patcher.show.quality import quality_lines
+    from patcher.show.tables import decision_lines
+    from patcher.show.throughput import elsewhere_lines, throughput_lines
+
+    shown: list[Any] = []
+    if report is not None:
+        created = result.created or datetime.now(UTC).isoformat(timespec="seconds")
+        told = report_of(result, bundles, created, commands, *profiles)
+        shown.append(Text(f"report: {write(told, report)[0]}"))
     measured = result.measured[0]
     lines: list[Any] = [*throughput_lines(measured.throughput), *quality_lines(measured.quality)]
     if measured.elsewhere is not None:

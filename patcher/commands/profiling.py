@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,6 +31,7 @@ UNNAMED = "model"
     "patcher profile gpt-oss-20b --from tokens512.csv --minus tokens256.csv --steps 256",
     "patcher profile --compare stock.sqlite patched.sqlite",
     "patcher profile gpt-oss-20b --batch 8 --input-len 1024   (captures, on a GPU host)",
+    "patcher profile gpt-oss-20b --engine vllm --patch norm.zip --keep patched",
     "patcher profile gpt-oss-tiny   (operators on this CPU)",
 )
 def profile(
@@ -82,6 +84,10 @@ def profile(
             "--keep", help="Folder for the captured files; they name the host and folders."
         ),
     ] = None,
+    patches: Annotated[
+        list[Path] | None,
+        typer.Option("--patch", help="A patch bundle that is in while it is captured."),
+    ] = None,
     top: Annotated[
         int | None, typer.Option(help="Rows to print; default: down to 95 % of busy time.", min=1)
     ] = None,
@@ -96,7 +102,8 @@ def profile(
     from patcher.show.profile import compare_table, profile_tables
 
     output = Output(as_json)
-
+    if patches and (source or compare_files):
+        raise UsageError("--patch is for capturing", "leave out --from and --compare")
     if compare_files is not None:
         if source or minus or plot_file:
             raise UsageError("--compare takes two files and no other", "leave the others out")
@@ -127,7 +134,7 @@ def profile(
         if minus or ncu or window:
             raise UsageError("--minus, --ncu and --window go with --from", "name a profile")
         workload = workload_of(model, device, engine, batch, input_len, output_len, weights)
-        found = _captured(output, workload, keep)
+        found = _captured(output, workload, keep, patches or [])
     _warn(output, found.warnings)
     if plot_file is not None:
         from patcher.report import plot
@@ -143,13 +150,28 @@ def profile(
     return 0
 
 
-def _captured(output: Output, workload: Workload, keep: Path | None) -> Profile:
+def _captured(
+    output: Output, workload: Workload, keep: Path | None, bundles: list[Path]
+) -> Profile:
     from hotspot import capture
 
-    with output.progress() as bar, tempfile.TemporaryDirectory() as scratch:
-        folder = keep or Path(scratch)
+    with ExitStack() as stack:
+        bar = stack.enter_context(output.progress())
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = keep or scratch / "capture"
         folder.mkdir(parents=True, exist_ok=True)
-        return capture(workload, folder, lambda stage: bar(stage, 0, 1))
+        if not bundles:
+            return capture(workload, folder, lambda stage: bar(stage, 0, 1))
+        from integrate import Patch, unpacked
+        from patcher.endtoend.patched_capture import capture_patched
+
+        patches = [Patch.load(stack.enter_context(unpacked(bundle))) for bundle in bundles]
+        found, told = capture_patched(
+            workload, patches, folder, scratch / "store", lambda stage: bar(stage, 0, 1)
+        )
+    for line in told:
+        output.err.print(Text(line))
+    return found
 
 
 def _warn(output: Output, warnings: Iterable[ProfileWarning]) -> None:

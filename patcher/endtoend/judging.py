@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from bench import Evaluation, UsageError
 from hotspot import Profile
 from integrate import Patch
@@ -67,6 +69,43 @@ def judged(
             for patch, one in zip(patches, measured, strict=True)
         ),
     )
+
+
+def judged_again(
+    file: Path,
+    patches: Sequence[Patch],
+    before: Profile | None = None,
+    after: Profile | None = None,
+) -> Judged:
+    """What was measured once, held against the micro gains and decided on anew.
+
+    Args:
+        file: a `Judged` as JSON, as `patcher throughput --out` writes it.
+
+    Raises:
+        UsageError: the file is none, or of other patches.
+    """
+    try:
+        kept = Judged.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise UsageError(
+            f"{file} holds no verdict on patches",
+            "give the file that `patcher throughput --patch ... --out FILE` wrote, of one verdict",
+        ) from error
+    names = tuple(patch.manifest.id for patch in patches)
+    if names != kept.patches:
+        raise UsageError(
+            f"{file} is of {', '.join(kept.patches)}, not of {', '.join(names)}",
+            "give those bundles, in that order",
+        )
+    for patch, one in zip(patches, kept.measured, strict=True):
+        if patch.digest != one.receipt.digest:
+            raise UsageError(
+                f"another bundle of the name {patch.manifest.id} was measured",
+                "give that one: its evidence and guards are part of the verdict",
+            )
+    again = judged(patches, kept.measured, before, after)
+    return again.model_copy(update={"command": kept.command, "created": kept.created})
 
 
 def refuse_one_point_twice(patches: Sequence[Patch]) -> None:

@@ -69,6 +69,10 @@ class Judged(Record):
     reconciliation: Reconciliation | None = None
     """Of all of them."""
     decisions: tuple[Decision, ...]
+    command: str = ""
+    """That measured it."""
+    created: str = ""
+    """When: ISO 8601, UTC."""
 
     @property
     def decision(self) -> Decision:

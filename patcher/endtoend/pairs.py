@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from pydantic import JsonValue
 
-from bench import Quality, Shape, Throughput, UsageError
+from bench import Quality, Shape, Throughput, UsageError, Workload
 from bench.clocks import ClockMonitor
 from bench.comparison import Arm, Tuning
 from bench.process_pairs import Plan, measure_processes
@@ -35,7 +35,7 @@ def measure_pairs(job: Job, patches: Sequence[Patch], report: Report) -> tuple[M
         UsageError: a patch is for another engine.
         PatcherError: as `bench.process_pairs.measure_processes`.
     """
-    refuse_other_engines(job, patches)
+    refuse_other_engines(job.workload, patches)
     job = with_cache_size(job)
     sitting = PatchSitting(job, patches)
     tuning = sitting.tune(report) if job.tune else None
@@ -75,15 +75,15 @@ def measure_pairs(job: Job, patches: Sequence[Patch], report: Report) -> tuple[M
     )
 
 
-def refuse_other_engines(job: Job, patches: Iterable[Patch]) -> None:
+def refuse_other_engines(workload: Workload, patches: Iterable[Patch]) -> None:
     """Raises:
-    UsageError: a patch is for another engine than the job's.
+    UsageError: a patch is for another engine than the workload's.
     """
     for patch in patches:
         target = patch.manifest.target.engine
-        if target != job.workload.engine:
+        if target != workload.engine:
             raise UsageError(
-                f"{patch.manifest.id} is for {target}, not for {job.workload.engine}",
+                f"{patch.manifest.id} is for {target}, not for {workload.engine}",
                 f"say --engine {target}",
             )
 

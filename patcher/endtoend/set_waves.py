@@ -56,7 +56,7 @@ def measure_waves(
     """
     refuse_few(job.process_pairs)
     every = [patch for patches in sets.values() for patch in patches]
-    refuse_other_engines(job, every)
+    refuse_other_engines(job.workload, every)
     for patch in every:
         patch.verify_target()
     job = with_cache_size(job)
