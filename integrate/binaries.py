@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench import Candidate, VerificationError
-from bench.environment import cpu_instructions, device_capability, device_name
+from bench.environment import cpu_instructions, device_name
 from bench.judge.kit import loading
 from integrate.manifest import Binary, Manifest
 
@@ -75,6 +75,6 @@ def _here(device: str) -> tuple[str, str]:
     name = f"{platform.system().lower()}-{platform.machine()}"
     if device == "cpu":
         return name, f"{device_name('cpu')} {cpu_instructions()}"
-    import torch
+    from bench.toolchains.native import cuda_capability
 
-    return name, device_capability() if torch.cuda.is_available() else "none"
+    return name, "{}.{}".format(*cuda_capability())

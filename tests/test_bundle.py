@@ -17,7 +17,9 @@ from patch_sample import CANDIDATE, OP, evaluation, kernel, make_patch
 import bench
 from bench import AxisGuard, Candidate, Language
 from bench.toolchains import Built, build, toolchain
+from bench.toolchains.native import cuda_arch
 from integrate import Patch, pack, unpacked, verify
+from integrate.binaries import describe_binary
 
 DATE = (1980, 1, 1, 0, 0, 0)
 
@@ -298,3 +300,10 @@ def test_the_workers_that_it_is_for_are_kept(tmp_path: Path) -> None:
         tensor_parallel=(1, 2),
     )
     assert Patch.load(patch.folder).manifest.guards.tensor_parallel == (1, 2)
+
+
+@needs_compiler
+def test_a_cuda_binary_is_for_what_it_was_compiled_for(made: tuple[Candidate, Built]) -> None:
+    binary = describe_binary("unit", made[1], "cuda")
+    assert cuda_arch().rstrip("a") == f"sm_{binary.processor.replace('.', '')}"
+    assert binary.file.endswith(f"-{binary.processor}/unit.so")

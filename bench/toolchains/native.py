@@ -133,13 +133,16 @@ class CudaToolchain(_Native):
         ]
 
 
-def cuda_arch() -> str:
-    """The compute capability at hand as nvcc spells it; Hopper (`sm_90a`) where no GPU is."""
+def cuda_capability() -> tuple[int, int]:
+    """What CUDA sources are compiled for: the GPU at hand; Hopper where no GPU is."""
     import torch
 
-    if not torch.cuda.is_available():
-        return "sm_90a"
-    major, minor = torch.cuda.get_device_capability()
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+
+
+def cuda_arch() -> str:
+    """`cuda_capability` as nvcc spells it: `sm_90a`."""
+    major, minor = cuda_capability()
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
