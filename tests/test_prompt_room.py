@@ -105,6 +105,17 @@ def test_what_works_elsewhere_is_translated() -> None:
     assert "Translate" not in prompts().generate(None)
 
 
+def test_a_kernel_of_the_same_language_is_to_be_beaten() -> None:
+    known = Working(name="cuda_row", language=Language.CUDA, source="KERNEL")
+    text = prompts(language=Language.CUDA, elsewhere=[known]).generate(None)
+    assert "# A kernel that works\n`cuda_row`, written in cuda\n```cuda\nKERNEL\n```" in text
+    assert "faster than the kernel above: keep what makes" in text
+    assert "ranslate" not in text
+    other = Working(name="row", language=Language.TRITON, source="OTHER")
+    both = prompts(language=Language.CUDA, elsewhere=[known, other]).generate(None)
+    assert "Translate what works" in both
+
+
 def test_another_design_is_asked_for_by_what_is_known() -> None:
     text = prompts().generate(None, draw=4, unlike=[(attempt(3, 1.25), f"{SOURCE} {SHAPES[1]}")])
     assert "- iteration 3: 1.250; atomics, block barrier, shared memory" in text

@@ -27,7 +27,8 @@ _CPP_TYPES = {"float": "double", "int": "int64_t"}
 
 
 class Working(Record):
-    """A kernel for the same op that works elsewhere: in another language, on another device."""
+    """A kernel for the same op that works: in another language or on another device, or the one to
+    beat."""
 
     name: str
     language: Language
@@ -85,7 +86,10 @@ class Prompts:
             cpp_signature=f"void {contract.name}({tensors}{scalars})",
             python_signature=f"def {contract.name}({', '.join(names)}{hints}) -> None",
         )
-        self._elsewhere = self._part("elsewhere", kernels=elsewhere)
+        # of the same language: nothing is to be translated, something to be beaten
+        same = all(kernel.language == language for kernel in elsewhere)
+        self._to_beat = len(elsewhere) if same else 0
+        self._elsewhere = self._part("elsewhere", kernels=elsewhere, beaten=self._to_beat)
 
     def system(self, role: Role) -> str:
         return self._template("system.md.j2", role=role)
@@ -111,9 +115,13 @@ class Prompts:
             "unlike": self._part("unlike", designs=designs),
             "extra": extra,
         }
-        translate = bool(self._elsewhere)
         return self._render(
-            "generate.md.j2", parts, failure=failure, draw=draw, translate=translate
+            "generate.md.j2",
+            parts,
+            failure=failure,
+            draw=draw,
+            beat=self._to_beat,
+            translate=bool(self._elsewhere),
         )
 
     def repair(
