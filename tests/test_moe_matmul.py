@@ -29,9 +29,10 @@ from bench.judge.regimes import regimes_of
 NAMES = ("moe_matmul_swiglu", "moe_matmul_down")
 OPS = {name: bench.load_op(name) for name in NAMES}
 SOURCES = {
-    (name, info.language): next((op.folder / "solutions" / info.name).glob("*.py"))
+    (name, info.language): op.folder / "solutions" / info.name / f"{name}.py"
     for name, op in OPS.items()
     for info, _ in op.solutions()
+    if info.language in (Language.TORCH, Language.TRITON)
 }
 
 

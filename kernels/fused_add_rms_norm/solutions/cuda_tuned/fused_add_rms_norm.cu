@@ -8,9 +8,240 @@
 
 #include <cstdint>
 
-namespace farn {
+namespace fused_norm {
 
-// ---- conversions ----------------------------------------------------------
+// Eight elements of T as they lie in memory: one 16-byte quad for 16-bit types, two for float.
+template <typename T>
+struct Raw {
+  static constexpr int kQuads = int(sizeof(T)) / 2;
+  uint4 quad[kQuads];
+};
+
+// Activations: read once, past L1 (fresh after the dependency wait). Volatile: stays behind the wait.
+__device__ __forceinline__ void load_data_quad(uint4& v, const void* pointer, int active) {
+  asm volatile(
+      "{\n"
+      "  .reg .pred p;\n"
+      "  setp.ne.b32 p, %5, 0;\n"
+      "  @p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(__cvta_generic_to_global(pointer)), "r"(active)
+      : "memory");
+}
+
+// The weight: read-only for the kernel's whole life. Volatile: stays in front of the wait.
+__device__ __forceinline__ void load_weight_quad(uint4& v, const void* pointer, int active) {
+  asm volatile(
+      "{\n"
+      "  .reg .pred p;\n"
+      "  setp.ne.b32 p, %5, 0;\n"
+      "  @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(__cvta_generic_to_global(pointer)), "r"(active)
+      : "memory");
+}
+
+template <typename T>
+__device__ __forceinline__ Raw<T> load_data(const T* pointer, bool active) {
+  Raw<T> raw;
+#pragma unroll
+  for (int q = 0; q < Raw<T>::kQuads; ++q) {
+    raw.quad[q] = make_uint4(0u, 0u, 0u, 0u);
+    load_data_quad(raw.quad[q], reinterpret_cast<const uint4*>(pointer) + q, int(active));
+  }
+  return raw;
+}
+
+template <typename W>
+__device__ __forceinline__ Raw<W> load_weight(const W* pointer, bool active) {
+  Raw<W> raw;
+#pragma unroll
+  for (int q = 0; q < Raw<W>::kQuads; ++q) {
+    raw.quad[q] = make_uint4(0u, 0u, 0u, 0u);
+    load_weight_quad(raw.quad[q], reinterpret_cast<const uint4*>(pointer) + q, int(active));
+  }
+  return raw;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_data(T* pointer, const Raw<T>& raw) {
+#pragma unroll
+  for (int q = 0; q < Raw<T>::kQuads; ++q) reinterpret_cast<uint4*>(pointer)[q] = raw.quad[q];
+}
+
+// Two 16-bit elements in a word, to and from float.
+template <typename T>
+struct Pair;
+
+template <>
+struct Pair<__nv_bfloat16> {
+  static __device__ __forceinline__ void unpack(uint32_t word, float& low, float& high) {
+    low = __uint_as_float(word << 16);
+    high = __uint_as_float(word & 0xffff0000u);
+  }
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+};
+
+template <>
+struct Pair<__half> {
+  static __device__ __forceinline__ void unpack(uint32_t word, float& low, float& high) {
+    const __half2 pair = *reinterpret_cast<const __half2*>(&word);
+    const float2 both = __half22float2(pair);
+    low = both.x;
+    high = both.y;
+  }
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ void unpack(const Raw<T>& raw, float (&out)[8]) {
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      out[4 * q + 0] = __uint_as_float(raw.quad[q].x);
+      out[4 * q + 1] = __uint_as_float(raw.quad[q].y);
+      out[4 * q + 2] = __uint_as_float(raw.quad[q].z);
+      out[4 * q + 3] = __uint_as_float(raw.quad[q].w);
+    }
+  } else {
+    Pair<T>::unpack(raw.quad[0].x, out[0], out[1]);
+    Pair<T>::unpack(raw.quad[0].y, out[2], out[3]);
+    Pair<T>::unpack(raw.quad[0].z, out[4], out[5]);
+    Pair<T>::unpack(raw.quad[0].w, out[6], out[7]);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ Raw<T> pack(const float (&in)[8]) {
+  Raw<T> raw;
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      raw.quad[q].x = __float_as_uint(in[4 * q + 0]);
+      raw.quad[q].y = __float_as_uint(in[4 * q + 1]);
+      raw.quad[q].z = __float_as_uint(in[4 * q + 2]);
+      raw.quad[q].w = __float_as_uint(in[4 * q + 3]);
+    }
+  } else {
+    raw.quad[0].x = Pair<T>::pack(in[0], in[1]);
+    raw.quad[0].y = Pair<T>::pack(in[2], in[3]);
+    raw.quad[0].z = Pair<T>::pack(in[4], in[5]);
+    raw.quad[0].w = Pair<T>::pack(in[6], in[7]);
+  }
+  return raw;
+}
+
+// One block per row; a unit is eight elements; kUnits units a thread, held in registers.
+template <typename T, typename W, int kThreads, int kUnits>
+__global__ void __launch_bounds__(kThreads)
+    row_kernel(T* input, T* residual, const W* weight, int units, float inv_hidden, float epsilon) {
+  // First of all: the next launch may start. It reads nothing of ours before its own wait, which
+  // lasts until this grid is complete, and this grid completes only after its own wait below, which
+  // every thread executes: so the order of all grids in the chain holds.
+  cudaTriggerProgrammaticLaunchCompletion();
+
+  constexpr int kWarps = kThreads / 32;
+  static_assert(kThreads % 128 == 0, "the partial sums are read four at a time");
+  constexpr bool kEarlyWeight = kUnits <= 2;
+  __shared__ __align__(16) float partial[kWarps];
+
+  const int tid = int(threadIdx.x);
+
+  const uint64_t row = uint64_t(blockIdx.x) * uint64_t(unsigned(units));
+  T* const input_at = input + (row + unsigned(tid)) * 8;
+  T* const residual_at = residual + (row + unsigned(tid)) * 8;
+  const W* const weight_at = weight + tid * 8;
+
+  // The weight may be read before the wait: into registers where they suffice, else into the L2,
+  // once for the grid.
+  Raw<W> raw_weight[kUnits];
+  if constexpr (kEarlyWeight) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      raw_weight[u] = load_weight<W>(weight_at + u * kThreads * 8, tid + u * kThreads < units);
+    }
+  } else {
+    if (blockIdx.x == 0 && tid == kThreads - 1) {
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
+                   :
+                   : "l"(__cvta_generic_to_global(weight)), "r"(unsigned(units) * 8u * unsigned(sizeof(W)))
+                   : "memory");
+    }
+  }
+
+  cudaGridDependencySynchronize();
+
+  Raw<T> raw_residual[kUnits];
+  Raw<T> raw_input[kUnits];
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    const bool active = tid + u * kThreads < units;
+    raw_residual[u] = load_data<T>(residual_at + u * kThreads * 8, active);
+    raw_input[u] = load_data<T>(input_at + u * kThreads * 8, active);
+  }
+
+  // Absent units were read as zeros and add nothing.
+  float x[kUnits][8];
+  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    float r[8];
+    float i[8];
+    unpack<T>(raw_residual[u], r);
+    unpack<T>(raw_input[u], i);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      x[u][k] = r[k] + i[k];
+      sums[k & 3] = fmaf(x[u][k], x[u][k], sums[k & 3]);
+    }
+  }
+  float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+
+  // The residual drains while the row is reduced.
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    if (tid + u * kThreads < units) store_data<T>(residual_at + u * kThreads * 8, pack<T>(x[u]));
+  }
+
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  if ((tid & 31) == 0) partial[tid >> 5] = sum;
+  __syncthreads();
+
+  float4 total = reinterpret_cast<const float4*>(partial)[0];
+#pragma unroll
+  for (int p = 1; p < kWarps / 4; ++p) {
+    const float4 more = reinterpret_cast<const float4*>(partial)[p];
+    total.x += more.x;
+    total.y += more.y;
+    total.z += more.z;
+    total.w += more.w;
+  }
+  const float scale =
+      rsqrtf(fmaf((total.x + total.y) + (total.z + total.w), inv_hidden, epsilon));
+
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    const bool active = tid + u * kThreads < units;
+    if constexpr (!kEarlyWeight) {
+      raw_weight[u] = load_weight<W>(weight_at + u * kThreads * 8, active);
+    }
+    float w[8];
+    float y[8];
+    unpack<W>(raw_weight[u], w);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) y[k] = (x[u][k] * scale) * w[k];
+    if (active) store_data<T>(input_at + u * kThreads * 8, pack<T>(y));
+  }
+}
 
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
@@ -19,451 +250,147 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162f
 template <typename T>
 __device__ __forceinline__ T from_float(float v);
 template <>
-__device__ __forceinline__ float from_float<float>(float v) { return v; }
+__device__ __forceinline__ float from_float<float>(float v) {
+  return v;
+}
 template <>
-__device__ __forceinline__ __half from_float<__half>(float v) { return __float2half_rn(v); }
+__device__ __forceinline__ __half from_float<__half>(float v) {
+  return __float2half_rn(v);
+}
 template <>
 __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
   return __float2bfloat16_rn(v);
 }
 
-// ---- 8 elements, aligned to 16 bytes --------------------------------------
+// Any alignment and any width: element by element, the row read twice. Launched without the
+// programmatic attribute, so it needs no wait. A thread rereads only what it alone writes.
+constexpr int kScalarThreads = 512;
 
-__device__ __forceinline__ void unpack_bf16x8(const uint4 u, float (&o)[8]) {
-  o[0] = __uint_as_float(u.x << 16); o[1] = __uint_as_float(u.x & 0xffff0000u);
-  o[2] = __uint_as_float(u.y << 16); o[3] = __uint_as_float(u.y & 0xffff0000u);
-  o[4] = __uint_as_float(u.z << 16); o[5] = __uint_as_float(u.z & 0xffff0000u);
-  o[6] = __uint_as_float(u.w << 16); o[7] = __uint_as_float(u.w & 0xffff0000u);
-}
-
-__device__ __forceinline__ void load8_vec(const float* p, float (&o)[8]) {
-  const float4 a = reinterpret_cast<const float4*>(p)[0];
-  const float4 b = reinterpret_cast<const float4*>(p)[1];
-  o[0] = a.x; o[1] = a.y; o[2] = a.z; o[3] = a.w;
-  o[4] = b.x; o[5] = b.y; o[6] = b.z; o[7] = b.w;
-}
-
-__device__ __forceinline__ void load8_vec(const __nv_bfloat16* p, float (&o)[8]) {
-  unpack_bf16x8(*reinterpret_cast<const uint4*>(p), o);
-}
-
-__device__ __forceinline__ float2 unpack_half2(unsigned u) {
-  const __half2 h = *reinterpret_cast<const __half2*>(&u);
-  return __half22float2(h);
-}
-
-__device__ __forceinline__ void load8_vec(const __half* p, float (&o)[8]) {
-  const uint4 u = *reinterpret_cast<const uint4*>(p);
-  const float2 a = unpack_half2(u.x);
-  const float2 b = unpack_half2(u.y);
-  const float2 c = unpack_half2(u.z);
-  const float2 d = unpack_half2(u.w);
-  o[0] = a.x; o[1] = a.y; o[2] = b.x; o[3] = b.y;
-  o[4] = c.x; o[5] = c.y; o[6] = d.x; o[7] = d.y;
-}
-
-__device__ __forceinline__ void store8_vec(float* p, const float (&v)[8]) {
-  reinterpret_cast<float4*>(p)[0] = make_float4(v[0], v[1], v[2], v[3]);
-  reinterpret_cast<float4*>(p)[1] = make_float4(v[4], v[5], v[6], v[7]);
-}
-
-__device__ __forceinline__ unsigned pack_bf16(float lo, float hi) {
-  const __nv_bfloat162 h = __floats2bfloat162_rn(lo, hi);
-  return *reinterpret_cast<const unsigned*>(&h);
-}
-
-__device__ __forceinline__ unsigned pack_half(float lo, float hi) {
-  const __half2 h = __floats2half2_rn(lo, hi);
-  return *reinterpret_cast<const unsigned*>(&h);
-}
-
-__device__ __forceinline__ uint4 pack_bf16x8(const float (&v)[8]) {
-  return make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
-                    pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
-}
-
-__device__ __forceinline__ void store8_vec(__nv_bfloat16* p, const float (&v)[8]) {
-  *reinterpret_cast<uint4*>(p) = pack_bf16x8(v);
-}
-
-__device__ __forceinline__ void store8_vec(__half* p, const float (&v)[8]) {
-  *reinterpret_cast<uint4*>(p) = make_uint4(pack_half(v[0], v[1]), pack_half(v[2], v[3]),
-                                            pack_half(v[4], v[5]), pack_half(v[6], v[7]));
-}
-
-template <bool ALIGNED, typename T>
-__device__ __forceinline__ void load8(const T* p, float (&o)[8]) {
-  if constexpr (ALIGNED) {
-    load8_vec(p, o);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) o[i] = to_float(p[i]);
-  }
-}
-
-template <bool ALIGNED, typename T>
-__device__ __forceinline__ void store8(T* p, const float (&v)[8]) {
-  if constexpr (ALIGNED) {
-    store8_vec(p, v);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) p[i] = from_float<T>(v[i]);
-  }
-}
-
-// ---- raw 16-byte loads, kept in program order -----------------------------
-
-__device__ __forceinline__ uint4 load_raw(const uint4* p) {
-  uint4 r;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
-               : "l"(p));
-  return r;
-}
-
-// Zeros where `on` is 0; nothing is read there.
-__device__ __forceinline__ uint4 load_raw_if(const uint4* p, unsigned on) {
-  uint4 r = make_uint4(0u, 0u, 0u, 0u);
-  asm volatile(
-      "{\n\t"
-      ".reg .pred q;\n\t"
-      "setp.ne.u32 q, %5, 0;\n\t"
-      "@q ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n\t"
-      "}"
-      : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w)
-      : "l"(p), "r"(on));
-  return r;
-}
-
-__device__ __forceinline__ void pdl_enter() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  // Let the next kernel become resident; wait for all of the previous one's work.
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// ---- kernel for bf16, hidden = 2880 ---------------------------------------
-
-constexpr int kHidden = 2880;
-constexpr int kVecs = kHidden / 8;    // 360
-constexpr int kThreads = 192;         // two vectors a thread: 384 slots
-constexpr int kWarps = kThreads / 32; // 6
-static_assert(2 * kThreads >= kVecs && kThreads <= kVecs, "two vectors a thread");
-
-__global__ void __launch_bounds__(kThreads)
-    fused_add_rms_norm_bf16_2880_kernel(uint4* input, uint4* residual, const uint4* weight,
-                                        float epsilon) {
-  __shared__ float4 partial[kWarps];
-
+template <typename T, typename W>
+__global__ void __launch_bounds__(kScalarThreads)
+    scalar_kernel(T* input, T* residual, const W* weight, int64_t hidden, float inv_hidden, float epsilon) {
+  __shared__ float partial[kScalarThreads / 32];
+  T* const input_row = input + int64_t(blockIdx.x) * hidden;
+  T* const residual_row = residual + int64_t(blockIdx.x) * hidden;
   const int tid = int(threadIdx.x);
-  const int lane = tid & 31;
-  const unsigned second = tid < kVecs - kThreads ? 1u : 0u;
 
-  uint4* in_row = input + (int64_t(blockIdx.x) * kVecs + tid);
-  uint4* res_row = residual + (int64_t(blockIdx.x) * kVecs + tid);
-  const uint4* w_row = weight + tid;
-
-  pdl_enter();
-
-  const uint4 a0 = load_raw(in_row);
-  const uint4 r0 = load_raw(res_row);
-  const uint4 a1 = load_raw_if(in_row + kThreads, second);
-  const uint4 r1 = load_raw_if(res_row + kThreads, second);
-  const uint4 w0 = load_raw(w_row);
-  const uint4 w1 = load_raw_if(w_row + kThreads, second);
-
-  float x0[8];
-  float x1[8];
-  {
-    float r[8];
-    unpack_bf16x8(a0, x0);
-    unpack_bf16x8(r0, r);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x0[i] += r[i];
-    unpack_bf16x8(a1, x1);
-    unpack_bf16x8(r1, r);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x1[i] += r[i];
-  }
-
-  float s0 = x0[0] * x0[0];
-  float s1 = x0[1] * x0[1];
-  float s2 = x1[0] * x1[0];
-  float s3 = x1[1] * x1[1];
-#pragma unroll
-  for (int i = 2; i < 8; i += 2) {
-    s0 = fmaf(x0[i], x0[i], s0);
-    s1 = fmaf(x0[i + 1], x0[i + 1], s1);
-    s2 = fmaf(x1[i], x1[i], s2);
-    s3 = fmaf(x1[i + 1], x1[i + 1], s3);
-  }
-  float sum = (s0 + s1) + (s2 + s3);
-
-  // The residual stream goes out while the reduction runs.
-  res_row[0] = pack_bf16x8(x0);
-  if (second) res_row[kThreads] = pack_bf16x8(x1);
-
-  // Lanes 0 to 3 end with the sums of the lanes congruent to them modulo 4.
-  sum += __shfl_xor_sync(0xffffffffu, sum, 16);
-  sum += __shfl_xor_sync(0xffffffffu, sum, 8);
-  sum += __shfl_xor_sync(0xffffffffu, sum, 4);
-  if (lane < 4) reinterpret_cast<float*>(partial)[(tid >> 5) * 4 + lane] = sum;
-  __syncthreads();
-
-  const float4 p0 = partial[0];
-  const float4 p1 = partial[1];
-  const float4 p2 = partial[2];
-  const float4 p3 = partial[3];
-  const float4 p4 = partial[4];
-  const float4 p5 = partial[5];
-  const float tx = ((p0.x + p1.x) + (p2.x + p3.x)) + (p4.x + p5.x);
-  const float ty = ((p0.y + p1.y) + (p2.y + p3.y)) + (p4.y + p5.y);
-  const float tz = ((p0.z + p1.z) + (p2.z + p3.z)) + (p4.z + p5.z);
-  const float tw = ((p0.w + p1.w) + (p2.w + p3.w)) + (p4.w + p5.w);
-  const float total = (tx + ty) + (tz + tw);
-
-  const float scale = rsqrtf(fmaf(total, 1.0f / float(kHidden), epsilon));
-
-  {
-    float w[8];
-    unpack_bf16x8(w0, w);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x0[i] = (x0[i] * scale) * w[i];
-    in_row[0] = pack_bf16x8(x0);
-  }
-  if (second) {
-    float w[8];
-    unpack_bf16x8(w1, w);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x1[i] = (x1[i] * scale) * w[i];
-    in_row[kThreads] = pack_bf16x8(x1);
-  }
-}
-
-// ---- generic kernel -------------------------------------------------------
-
-inline int threads_for(int vecs) { return (vecs + 31) / 32 * 32; }
-
-// One block per token; NV vectors of 8 elements per thread.
-template <typename T, typename W, int NV, bool ALIGNED>
-__global__ void __launch_bounds__(1024)
-    fused_add_rms_norm_kernel(T* input, T* residual, const W* weight, float epsilon, int hidden) {
-  __shared__ float partial[32];
-
-  const int vecs = hidden >> 3;
-  const int tid = int(threadIdx.x);
-  const int block_threads = int(blockDim.x);
-
-  T* in_row = input + int64_t(blockIdx.x) * hidden;
-  T* res_row = residual + int64_t(blockIdx.x) * hidden;
-
-  pdl_enter();
-
-  float x[NV][8];
-  float w[NV][8];
   float sum = 0.0f;
-
-#pragma unroll
-  for (int v = 0; v < NV; ++v) {
-    const int index = tid + v * block_threads;
-    if (index < vecs) {
-      float r[8];
-      load8<ALIGNED>(in_row + index * 8, x[v]);
-      load8<ALIGNED>(res_row + index * 8, r);
-      if constexpr (NV == 1) load8<ALIGNED>(weight + index * 8, w[v]);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) x[v][i] += r[i];
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        x[v][i] = 0.0f;
-        w[v][i] = 0.0f;
-      }
-    }
+  for (int64_t c = tid; c < hidden; c += kScalarThreads) {
+    const float x = to_float(residual_row[c]) + to_float(input_row[c]);
+    sum = fmaf(x, x, sum);
   }
-
 #pragma unroll
-  for (int v = 0; v < NV; ++v) {
-    float a = x[v][0] * x[v][0];
-    float b = x[v][1] * x[v][1];
-#pragma unroll
-    for (int i = 2; i < 8; i += 2) {
-      a = fmaf(x[v][i], x[v][i], a);
-      b = fmaf(x[v][i + 1], x[v][i + 1], b);
-    }
-    sum += a + b;
-  }
-
-  // The residual stream goes out while the reduction runs.
-#pragma unroll
-  for (int v = 0; v < NV; ++v) {
-    const int index = tid + v * block_threads;
-    if (index < vecs) store8<ALIGNED>(res_row + index * 8, x[v]);
-  }
-
-#pragma unroll
-  for (int offset = 16; offset > 0; offset >>= 1) {
-    sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-  }
-
-  const int lane = tid & 31;
-  if (lane == 0) partial[tid >> 5] = sum;
+  for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  if ((tid & 31) == 0) partial[tid >> 5] = sum;
   __syncthreads();
-
-  float total = lane < (block_threads >> 5) ? partial[lane] : 0.0f;
+  float total = 0.0f;
 #pragma unroll
-  for (int offset = 16; offset > 0; offset >>= 1) {
-    total += __shfl_xor_sync(0xffffffffu, total, offset);
-  }
+  for (int p = 0; p < kScalarThreads / 32; ++p) total += partial[p];
+  const float scale = rsqrtf(fmaf(total, inv_hidden, epsilon));
 
-  const float mean = total / float(hidden);
-  const float scale = rsqrtf(mean + epsilon);
-
-#pragma unroll
-  for (int v = 0; v < NV; ++v) {
-    const int index = tid + v * block_threads;
-    if (index < vecs) {
-      if constexpr (NV != 1) load8<ALIGNED>(weight + index * 8, w[v]);
-      float y[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) y[i] = (x[v][i] * scale) * w[v][i];
-      store8<ALIGNED>(in_row + index * 8, y);
-    }
+  for (int64_t c = tid; c < hidden; c += kScalarThreads) {
+    const float x = to_float(residual_row[c]) + to_float(input_row[c]);
+    residual_row[c] = from_float<T>(x);
+    input_row[c] = from_float<T>((x * scale) * to_float(weight[c]));
   }
 }
 
-// ---- host -----------------------------------------------------------------
-
-inline void check_launch(cudaError_t status) {
-  if (status != cudaSuccess) {
-    TVM_FFI_THROW(RuntimeError) << "fused_add_rms_norm: " << cudaGetErrorString(status);
-  }
+inline void check(cudaError_t status) {
+  if (status != cudaSuccess) TVM_FFI_THROW(RuntimeError) << cudaGetErrorString(status);
 }
 
-inline cudaLaunchConfig_t make_config(int64_t tokens, int threads, cudaStream_t stream,
-                                      cudaLaunchAttribute* attribute) {
-  attribute->id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute->val.programmaticStreamSerializationAllowed = 1;
-
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned(tokens), 1, 1);
-  config.blockDim = dim3(unsigned(threads), 1, 1);
+template <typename T, typename W, int kThreads, int kUnits>
+void launch_rows(T* input, T* residual, const W* weight, int64_t tokens, int units, float inv_hidden,
+                 float epsilon, cudaStream_t stream) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(tokens));
+  config.blockDim = dim3(unsigned(kThreads));
   config.dynamicSmemBytes = 0;
   config.stream = stream;
-  config.attrs = attribute;
+  config.attrs = &attribute;
   config.numAttrs = 1;
-  return config;
-}
-
-template <typename T, typename W, int NV, bool ALIGNED>
-void launch_kernel(T* input, T* residual, const W* weight, float epsilon, int64_t tokens,
-                   int hidden, int threads, cudaStream_t stream) {
-  cudaLaunchAttribute attribute[1];
-  const cudaLaunchConfig_t config = make_config(tokens, threads, stream, attribute);
-  check_launch(cudaLaunchKernelEx(&config, fused_add_rms_norm_kernel<T, W, NV, ALIGNED>, input,
-                                  residual, weight, epsilon, hidden));
-}
-
-inline void launch_2880(__nv_bfloat16* input, __nv_bfloat16* residual,
-                        const __nv_bfloat16* weight, float epsilon, int64_t tokens,
-                        cudaStream_t stream) {
-  cudaLaunchAttribute attribute[1];
-  const cudaLaunchConfig_t config = make_config(tokens, kThreads, stream, attribute);
-  uint4* in = reinterpret_cast<uint4*>(input);
-  uint4* res = reinterpret_cast<uint4*>(residual);
-  const uint4* w = reinterpret_cast<const uint4*>(weight);
-  check_launch(
-      cudaLaunchKernelEx(&config, fused_add_rms_norm_bf16_2880_kernel, in, res, w, epsilon));
+  check(cudaLaunchKernelEx(&config, row_kernel<T, W, kThreads, kUnits>, input, residual, weight, units,
+                           inv_hidden, epsilon));
 }
 
 template <typename T, typename W>
-struct IsTimedPair {
-  static constexpr bool value = false;
-};
-template <>
-struct IsTimedPair<__nv_bfloat16, __nv_bfloat16> {
-  static constexpr bool value = true;
-};
-
-template <typename T, typename W>
-void launch(const tvm::ffi::TensorView& input_view, const tvm::ffi::TensorView& residual_view,
-            const tvm::ffi::TensorView& weight_view, float epsilon) {
+void launch(tvm::ffi::TensorView input_view, tvm::ffi::TensorView residual_view,
+            tvm::ffi::TensorView weight_view, float epsilon) {
   const int64_t tokens = input_view.size(0);
-  const int64_t hidden64 = input_view.size(1);
-  if (tokens == 0 || hidden64 == 0) return;
-  if (hidden64 % 8 != 0 || hidden64 > 16384) {
-    TVM_FFI_THROW(ValueError)
-        << "fused_add_rms_norm: hidden must be a multiple of 8 and at most 16384";
-  }
-  const int hidden = int(hidden64);
-  const int vecs = hidden / 8;
-
-  T* input = static_cast<T*>(input_view.data_ptr());
-  T* residual = static_cast<T*>(residual_view.data_ptr());
-  const W* weight = static_cast<const W*>(weight_view.data_ptr());
-
+  const int64_t hidden = input_view.size(1);
+  if (tokens == 0 || hidden == 0) return;
   const DLDevice device = input_view.device();
-  auto stream =
-      static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
+  auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
 
-  const bool aligned = ((reinterpret_cast<uintptr_t>(input) |
-                         reinterpret_cast<uintptr_t>(residual) |
-                         reinterpret_cast<uintptr_t>(weight)) & 15u) == 0;
+  T* const input = static_cast<T*>(input_view.data_ptr());
+  T* const residual = static_cast<T*>(residual_view.data_ptr());
+  const W* const weight = static_cast<const W*>(weight_view.data_ptr());
+  const float inv_hidden = float(1.0 / double(hidden));
 
-  if (aligned) {
-    if constexpr (IsTimedPair<T, W>::value) {
-      if (hidden == kHidden) {
-        launch_2880(input, residual, weight, epsilon, tokens, stream);
-        return;
-      }
-    }
-    if (vecs <= 1024) {
-      launch_kernel<T, W, 1, true>(input, residual, weight, epsilon, tokens, hidden,
-                                   threads_for(vecs), stream);
-    } else {
-      launch_kernel<T, W, 2, true>(input, residual, weight, epsilon, tokens, hidden,
-                                   threads_for((vecs + 1) / 2), stream);
-    }
+  const uintptr_t bits = reinterpret_cast<uintptr_t>(input) | reinterpret_cast<uintptr_t>(residual) |
+                         reinterpret_cast<uintptr_t>(weight);
+  if ((bits & 15) != 0 || hidden % 8 != 0 || hidden > 16384) {
+    scalar_kernel<T, W><<<unsigned(tokens), kScalarThreads, 0, stream>>>(input, residual, weight, hidden,
+                                                                         inv_hidden, epsilon);
+    check(cudaGetLastError());
+    return;
+  }
+
+  const int units = int(hidden / 8);
+  if (units <= 128) {
+    launch_rows<T, W, 128, 1>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
+  } else if (units <= 256) {
+    launch_rows<T, W, 256, 1>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
+  } else if (units <= 384) {
+    launch_rows<T, W, 384, 1>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
+  } else if (units <= 512) {
+    launch_rows<T, W, 512, 1>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
+  } else if (units <= 1024) {
+    launch_rows<T, W, 512, 2>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
   } else {
-    if (vecs <= 1024) {
-      launch_kernel<T, W, 1, false>(input, residual, weight, epsilon, tokens, hidden,
-                                    threads_for(vecs), stream);
-    } else {
-      launch_kernel<T, W, 2, false>(input, residual, weight, epsilon, tokens, hidden,
-                                    threads_for((vecs + 1) / 2), stream);
-    }
+    launch_rows<T, W, 512, 4>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
   }
 }
 
-inline bool is_f32(DLDataType t) { return t.code == kDLFloat && t.bits == 32; }
-inline bool is_f16(DLDataType t) { return t.code == kDLFloat && t.bits == 16; }
-inline bool is_bf16(DLDataType t) { return t.code == kDLBfloat && t.bits == 16; }
+inline bool is_type(DLDataType type, int code, int bits) {
+  return int(type.code) == code && int(type.bits) == bits && int(type.lanes) == 1;
+}
 
-}  // namespace farn
+}  // namespace fused_norm
 
 void fused_add_rms_norm(tvm::ffi::TensorView input, tvm::ffi::TensorView residual,
                         tvm::ffi::TensorView weight, double epsilon) {
-  const DLDataType t = input.dtype();
-  const DLDataType r = residual.dtype();
-  const DLDataType w = weight.dtype();
-  const float eps = float(epsilon);
-  if (r.code == t.code && r.bits == t.bits) {
-    if (farn::is_bf16(t) && farn::is_bf16(w)) {
-      return farn::launch<__nv_bfloat16, __nv_bfloat16>(input, residual, weight, eps);
-    }
-    if (farn::is_bf16(t) && farn::is_f32(w)) {
-      return farn::launch<__nv_bfloat16, float>(input, residual, weight, eps);
-    }
-    if (farn::is_f16(t) && farn::is_f16(w)) {
-      return farn::launch<__half, __half>(input, residual, weight, eps);
-    }
-    if (farn::is_f16(t) && farn::is_f32(w)) {
-      return farn::launch<__half, float>(input, residual, weight, eps);
-    }
-    if (farn::is_f32(t) && farn::is_f32(w)) {
-      return farn::launch<float, float>(input, residual, weight, eps);
-    }
+  using fused_norm::is_type;
+  using fused_norm::launch;
+
+  if (input.ndim() != 2 || residual.ndim() != 2 || weight.ndim() != 1) {
+    TVM_FFI_THROW(ValueError) << "fused_add_rms_norm: expected [tokens, hidden] twice and [hidden]";
   }
-  TVM_FFI_THROW(TypeError) << "fused_add_rms_norm: unsupported dtype";
+  if (residual.size(0) != input.size(0) || residual.size(1) != input.size(1) ||
+      weight.size(0) != input.size(1)) {
+    TVM_FFI_THROW(ValueError) << "fused_add_rms_norm: shapes do not agree";
+  }
+
+  const DLDataType t = input.dtype();
+  const DLDataType w = weight.dtype();
+  if (!is_type(residual.dtype(), int(t.code), int(t.bits))) {
+    TVM_FFI_THROW(TypeError) << "fused_add_rms_norm: input and residual differ in dtype";
+  }
+  const float eps = float(epsilon);
+
+  if (is_type(t, kDLBfloat, 16)) {
+    if (is_type(w, kDLBfloat, 16)) {
+      return launch<__nv_bfloat16, __nv_bfloat16>(input, residual, weight, eps);
+    }
+    if (is_type(w, kDLFloat, 32)) return launch<__nv_bfloat16, float>(input, residual, weight, eps);
+  } else if (is_type(t, kDLFloat, 16)) {
+    if (is_type(w, kDLFloat, 16)) return launch<__half, __half>(input, residual, weight, eps);
+    if (is_type(w, kDLFloat, 32)) return launch<__half, float>(input, residual, weight, eps);
+  } else if (is_type(t, kDLFloat, 32)) {
+    if (is_type(w, kDLFloat, 32)) return launch<float, float>(input, residual, weight, eps);
+  }
+  TVM_FFI_THROW(TypeError) << "fused_add_rms_norm: unsupported dtypes";
 }
