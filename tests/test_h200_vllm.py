@@ -1,0 +1,142 @@
+"""The committed verdicts in vLLM on an H200: what was measured gives them again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from test_cli import patcher
+
+from bench.comparison import Comparison
+from bench.throughput import decide_on
+from bench.windows import Kind
+from integrate import Patch, unpacked
+from patcher.endtoend.judging import judged_again
+from patcher.endtoend.measured import Judged
+from patcher.reconciling.vllm_points import KNOWN
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "bench/results/h200-vllm"
+FILES = sorted(FOLDER.glob("*.json"))
+
+
+def bundles_of(file: Path) -> list[Path]:
+    ids = Judged.model_validate_json(file.read_bytes()).patches
+    by_id = {path.stem: path for path in (FOLDER / "bundles").glob("*.zip")}
+    return [by_id[name] for name in ids]
+
+
+def test_there_are_verdicts() -> None:
+    assert FILES
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_its_windows_and_bundles_give_the_verdict_again(file: Path) -> None:
+    kept = Judged.model_validate_json(file.read_bytes())
+    found = kept.measured[0].throughput
+
+    def anew(kind: Kind, stated: Comparison) -> Comparison | None:
+        windows = list(found.windows)
+        return decide_on(windows, kind, stated.margin_pct, stated.confidence_pct)
+
+    assert anew("ab", found.comparison) == found.comparison
+    if found.control is not None:
+        assert anew("aa", found.control) == found.control
+    with ExitStack() as stack:
+        patches = [Patch.load(stack.enter_context(unpacked(one))) for one in bundles_of(file)]
+        again = judged_again(file, patches)
+    assert [one.verdict for one in again.decisions] == [one.verdict for one in kept.decisions]
+    for one in kept.measured:
+        timed = sum(window.kernel_calls or 0 for window in found.windows)
+        assert one.receipt.total_calls > 0
+        assert len(kept.measured) > 1 or one.receipt.total_calls == timed
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_the_page_states_it(file: Path) -> None:
+    kept = Judged.model_validate_json(file.read_bytes())
+    gain = f"{kept.decision.gain_pct:+.2f} %"
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert gain in readme
+    page = file.with_suffix(".html").read_text(encoding="utf-8")
+    assert gain in page.replace("\u2212", "-")
+    assert not re.search(r"/(tmp|home|root|work)/", readme)
+    for bundle in bundles_of(file):
+        assert bundle.name in readme
+
+
+def test_the_script_of_the_sitting_says_what_the_commands_take(tmp_path: Path) -> None:
+    """Its Python notes what it is told and makes the files that the script goes on from."""
+    python = tmp_path / "a python"
+    python.write_text(
+        f"#!{sys.executable}\n"
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "words = sys.argv[1:]\n"
+        f"with open({str(tmp_path / 'said')!r}, 'a') as file:\n"
+        "    print(json.dumps(words), file=file)\n"
+        "if '--out' in words:\n"
+        "    Path(words[words.index('--out') + 1]).write_text('{}')\n"
+        "    sys.exit(1)\n"
+        "if 'evaluate' in words:\n"
+        "    print('{\"outcome\": 0}')\n"
+        "if '--keep' in words:\n"
+        "    Path(words[words.index('--keep') + 1]).mkdir()\n"
+    )
+    python.chmod(0o755)
+
+    def run(*stages: str) -> list[list[str]]:
+        (tmp_path / "said").write_text("")
+        done = subprocess.run(
+            ["bash", str(ROOT / "bench/h200.sh"), str(tmp_path / "out"), *stages],
+            env=os.environ | {"PYTHON": str(python)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
+
+    stages = ("kernels", "bundles", "points", "alone", "together", "one", "profiles")
+    said = run(*stages)
+    assert run("kernels", "alone", "together", "one") == []
+    [points] = [words for words in said if words[1] != "patcher"]
+    said.remove(points)
+    assert set(points[points.index("--ops") + 1].split(",")) <= set(KNOWN)
+    assert {words[2] for words in said} == {"evaluate", "bundle", "throughput", "profile"}
+    help_of = {
+        name: patcher(name, "--help", cwd=tmp_path).stdout for name in {words[2] for words in said}
+    }
+    for words in said:
+        options = {word for word in words if word.startswith("--")}
+        assert options
+        assert all(re.search(rf"{option}\b", help_of[words[2]]) for option in options)
+        if words[2] in ("evaluate", "bundle"):
+            assert (ROOT / words[4]).is_file()
+    wrong = subprocess.run(
+        ["bash", str(ROOT / "bench/h200.sh"), str(tmp_path / "out"), "everything"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert wrong.returncode == 2
+    assert "no stage everything" in wrong.stderr
+
+
+def test_what_failed_in_the_sitting_is_no_result(tmp_path: Path) -> None:
+    for stage in ("kernels", "together"):
+        done = subprocess.run(
+            ["bash", str(ROOT / "bench/h200.sh"), str(tmp_path / "out"), stage, "bundles"],
+            env=os.environ | {"PYTHON": "false"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1
+    assert not list((tmp_path / "out").rglob("*.json"))
