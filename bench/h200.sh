@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# Everything of bench/results that wants an H200 with vLLM 0.25.1 and Nsight's tools, by stages:
+#
+#   bench/h200.sh OUT kernels bundles points alone together one profiles
+#
+# kernels    judges the kernels that ship for vLLM, with compute-sanitizer and counters     about 1 min each
+# bundles    makes patches of those verdicts (of bench/results/kernels where there is none)  seconds
+# points     proves each patch point: receipts = nsys, fallback, revert, restart             4 min
+# alone      each patch alone and all together against the best stock configuration          20 min
+# together   all at once, also at batch 1 and 64 and at contexts of 4k and 8k                10 min
+# one        all at once at batch 1                                                          6 min
+# profiles   the stock and the patched step under nsys, and the page that holds both         4 min
+#
+# Files: OUT/kernels/*.json, OUT/bundles/*.zip, OUT/points, OUT/verdicts/*, OUT/profiles. What is there
+# is not made again: remove it first. `alone` goes on after its last wave (OUT/runs). PYTHON names the
+# interpreter that has vLLM and patcher (`pip install -e .`: `points` finds vLLM's plugin by that).
+set -euo pipefail
+out=${1:?usage: bench/h200.sh OUT STAGE...}; shift
+here=$(cd "$(dirname "$0")/.." && pwd)
+out=$(mkdir -p "$out" && cd "$out" && pwd)
+python=$(command -v "${PYTHON:-python3}")
+[[ $python = /* ]] || python=$PWD/$python
+cd "$here"
+patcher=("$python" -m patcher)
+export PATCHER_RUNS_DIR=$out/runs
+model=(gpt-oss-20b --engine vllm --input-len 1024)
+ops=(rope_kv_update moe_route linear moe_matmul_swiglu moe_matmul_down fused_add_rms_norm reduce_add_rms_norm)
+mkdir -p "$out"/{kernels,bundles,verdicts}
+
+# the kernel that ships: made by a loop
+solution() { find "kernels/$1/solutions" -mindepth 1 -maxdepth 1 -name '*_tuned' | sort | head -n 1; }
+source_of() { find "$(solution "$1")" -name "$1.*" | head -n 1; }
+verdict_of() { echo "$1-$(basename "$(solution "$1")").json"; }
+sweep_of() { if [ "$1" = linear ]; then echo layers; else echo bf16; fi; }
+shipped() { for op in "$@"; do if [ -n "$(solution "$op")" ]; then echo "$op"; else echo "$op: no kernel of a loop yet" >&2; fi; done; }
+patches() { for op in $(shipped "${ops[@]}"); do printf -- '--patch\n%s\n' "$out/bundles/$op.zip"; done; }
+
+kernels() {
+  for op in $(shipped "${ops[@]}" moe_finalize moe_reduce); do
+    local file; file=$out/kernels/$(verdict_of "$op")
+    [ -e "$file" ] && continue
+    "${patcher[@]}" evaluate "$op" "$(source_of "$op")" --sweep "$(sweep_of "$op")" --sanitize --counters --json > "$file.part" || grep -q '"outcome"' "$file.part"
+    mv "$file.part" "$file"
+  done
+}
+
+bundles() {
+  local made=()
+  for op in $(shipped "${ops[@]}"); do
+    local verdict; verdict=$(verdict_of "$op")
+    local known=bench/results/kernels/$verdict; [ -e "$out/kernels/$verdict" ] && known=$out/kernels/$verdict
+    [ -e "$out/bundles/$op.zip" ] || {
+      "${patcher[@]}" bundle "$op" "$(source_of "$op")" "$out/bundles/$op.zip" \
+        --engine vllm --sweep "$(sweep_of "$op")" --evaluation "$known" & made+=($!)
+    }
+  done
+  for job in "${made[@]}"; do wait "$job"; done
+}
+
+points() {
+  "$python" -m patcher.reconciling.vllm_points "$out/points" --jobs 4 --no-own \
+    --ops "$(IFS=,; echo "${ops[*]}")"
+}
+
+# measured NAME OPTION...: exit code 1 of a command that wrote its file is a verdict, too
+measured() {
+  local file=$out/verdicts/$1.json; shift
+  [ -e "$file" ] && return
+  mapfile -t in_it < <(patches)
+  "${patcher[@]}" throughput "${model[@]}" "${in_it[@]}" "$@" --out "$file" || [ -e "$file" ]
+}
+
+alone() {
+  measured alone --best-set --tune-baseline --batch 8 --output-len 128 --processes 3 --pairs 24 \
+    --engine-arg max_cudagraph_capture_size=8
+}
+
+together() {
+  measured together --batch 8 --output-len 64 --also-batch 1,64 --also-context 4096,8192 \
+    --engine-arg max_cudagraph_capture_size=64 --report "$out/verdicts/together"
+}
+
+one() {
+  measured one --batch 1 --output-len 64 --engine-arg max_cudagraph_capture_size=1 --report "$out/verdicts/one"
+}
+
+# captured NAME OPTION...
+captured() {
+  local kept=$out/profiles/$1; shift
+  [ -e "$kept" ] && return
+  rm -rf "$kept.part"
+  "${patcher[@]}" profile "${model[@]}" --batch 8 "$@" --keep "$kept.part"
+  mv "$kept.part" "$kept"
+}
+
+profiles() {
+  mapfile -t in_it < <(patches)
+  mkdir -p "$out/profiles"
+  captured stock
+  captured patched "${in_it[@]}"
+  local before=$out/profiles/stock/decode.sqlite after=$out/profiles/patched/decode.sqlite
+  "${patcher[@]}" profile --compare "$before" "$after"
+  "${patcher[@]}" throughput gpt-oss-20b --from "$out/verdicts/together.json" "${in_it[@]}" --profile "$before" \
+    --patched-profile "$after" --report "$out/verdicts/together-profiled" || [ -e "$out/verdicts/together-profiled/report.html" ]
+}
+
+for stage in "$@"; do
+  case $stage in
+    kernels | bundles | points | alone | together | one | profiles) "$stage" ;;
+    *) echo "no stage $stage: see the head of $0" >&2; exit 2 ;;
+  esac
+done
