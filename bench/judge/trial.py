@@ -29,7 +29,7 @@ from bench.judge.stock import Stock
 from bench.judge.zygote import RunnerFailure
 from bench.op import Op
 from bench.timed_arm import Found, fresh
-from bench.timing import Precision, Sitting
+from bench.timing import FEWEST_PAIRS, Precision, Sitting
 from bench.toolchains import Built
 
 AFTER = 6
@@ -171,7 +171,7 @@ class Trial:
     def timed(self, baseline: Runner, clocks: ClockMonitor, report: Progress) -> dict[str, Any]:
         settings, device = self.settings, self.state.device
         precision = Precision(
-            fewest_pairs=min(settings.pairs, 6),
+            fewest_pairs=min(settings.pairs, FEWEST_PAIRS),
             most_pairs=settings.pairs,
             half_width=settings.precision_pct / 100,
         )
