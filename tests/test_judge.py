@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 import bench
-from bench import Candidate, Evaluation, Language, Outcome
+import bench.timing
+from bench import Candidate, Evaluation, Language, MissingError, Outcome
 from bench.judge import JudgeSettings, evaluate, open_judge, process
 from bench.judge.accuracy import explain_mismatch, rmse_factor
 from bench.judge.blob import FILL, RED_ZONE, Wanted, layout, read_set, strayed, write_set
@@ -119,6 +121,20 @@ def test_a_bad_candidate_has_the_right_outcome(
     assert failed.name == check
     assert re.search(detail, failed.detail)
     assert evaluation.geomean_speedup is None
+
+
+def test_a_machine_too_busy_to_time_is_said_where_a_ratio_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    busy = "blocks of the baseline, all alike, take from 1 to 9 us a call"
+    monkeypatch.setattr(bench.timing, "unsteady", lambda _: busy)
+    monkeypatch.setattr(bench.timing, "PAUSE_S", 0.0)
+    candidate = Candidate(op=OP.name, language=Language.CPP, source=GOOD)
+    quick = replace(SETTINGS, points=1, calls=40, lives_s=0.0)
+    found = evaluate(candidate, replace(quick, pairs=bench.timing.FEWEST_PAIRS - 1))
+    assert found.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
+    with pytest.raises(MissingError, match=f"too busy to time .*: {busy}"):
+        evaluate(candidate, replace(quick, pairs=bench.timing.FEWEST_PAIRS))
 
 
 def test_a_hanging_candidate_is_killed() -> None:
