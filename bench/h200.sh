@@ -6,8 +6,9 @@
 # kernels    judges the kernels that ship for vLLM, with compute-sanitizer and counters     about 1 min each
 # bundles    makes patches of those verdicts (of bench/results/kernels where there is none)  seconds
 # points     proves each patch point: receipts = nsys, fallback, revert, restart             4 min
-# alone      each patch alone and all together against the best stock configuration          20 min
-# together   all at once, also at batch 1 and 64 and at contexts of 4k and 8k                10 min
+# alone      each patch alone and all together against vLLM as it comes                     12 min
+# together   all at once against the best stock configuration, which is looked for first (8 min),
+#            also at batch 1 and 64 and at contexts of 4k and 8k                            18 min
 # one        all at once at batch 1                                                          6 min
 # profiles   the stock and the patched step under nsys, and the page that holds both         4 min
 #
@@ -71,12 +72,12 @@ measured() {
 }
 
 alone() {
-  measured alone --best-set --tune-baseline --batch 8 --output-len 128 --processes 3 --pairs 24 \
+  measured alone --best-set --batch 8 --output-len 128 --processes 3 --pairs 24 \
     --engine-arg max_cudagraph_capture_size=8
 }
 
 together() {
-  measured together --batch 8 --output-len 64 --also-batch 1,64 --also-context 4096,8192 \
+  measured together --tune-baseline --batch 8 --output-len 64 --also-batch 1,64 --also-context 4096,8192 \
     --engine-arg max_cudagraph_capture_size=64 --report "$out/verdicts/together"
 }
 

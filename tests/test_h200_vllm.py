@@ -73,9 +73,9 @@ def test_the_page_states_it(file: Path) -> None:
 
 def test_the_script_of_the_sitting_says_what_the_commands_take(tmp_path: Path) -> None:
     """Its Python notes what it is told and makes the files that the script goes on from."""
-    python = tmp_path / "a python"
-    python.write_text(
-        f"#!{sys.executable}\n"
+    python, program = tmp_path / "a python", tmp_path / "program.py"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$@"\n')
+    program.write_text(
         "import json, sys\n"
         "from pathlib import Path\n"
         "words = sys.argv[1:]\n"

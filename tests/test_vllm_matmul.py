@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_vllm import EXPERTS, _reference, attribute, dispatcher, guards_of, needs_vllm, nothing
+from test_vllm import EXPERTS, _reference
+from vllm_here import attribute, dispatcher, guards_of, needs_vllm, nothing
 
 import bench
 from bench.judge.kit.loading import load

@@ -1,10 +1,20 @@
-"""Whether the vLLM that the code was read against is installed here."""
+"""Whether the vLLM that the code was read against is installed here, and what its tests share."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+
+import bench
+from integrate import Book
+from integrate.activation import contract_guards
+from integrate.dispatch import Dispatcher, Guards
 
 
 def installed() -> str | None:
@@ -17,3 +27,45 @@ def installed() -> str | None:
 needs_vllm = pytest.mark.skipif(
     installed() != "0.25.1", reason=f"needs vLLM 0.25.1, here is {installed() or 'none'}"
 )
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """vLLM's configuration as current, and a world of one process."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    made = VllmConfig(device_config=DeviceConfig(device="cpu"))
+    with set_current_vllm_config(made):
+        meeting = tmp_path_factory.mktemp("world") / "file"
+        parallel_state.init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+        with torch.no_grad():
+            yield made
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+PATCHES = itertools.count()
+
+
+def dispatcher(name: str, kernel: Any, guards: Guards) -> Dispatcher:
+    """Of another patch each time: an operator's name holds the digest."""
+    return Dispatcher(name, kernel, guards, Book(f"{name}-test", f"{next(PATCHES):012x}"))
+
+
+def guards_of(op: str, **dtypes: torch.dtype) -> Guards:
+    """What a bundle of the op has, on the CPU; wherever the tensors begin."""
+    guards = contract_guards(bench.load_op(op).contract, "cpu", [])
+    tensors = tuple(replace(tensor, alignment=1) for tensor in guards.tensors)
+    return replace(guards, tensors=tensors, scalars=(), dtypes=(dtypes,))
+
+
+def nothing(*args: Any) -> None:
+    """A kernel for those who only put it in and out."""
+
+
+def attribute(where: str) -> Any:
+    from integrate.vllm import sources
+
+    return sources.part(where)

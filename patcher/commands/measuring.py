@@ -5,10 +5,9 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from bench import UsageError
 from patcher.commands.console import (
@@ -21,7 +20,6 @@ from patcher.commands.console import (
     Threads,
     app,
     examples,
-    runs_dir,
     write_out,
 )
 from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_of
@@ -163,140 +161,37 @@ def throughput(
         raise UsageError("several things to do", "give --from without --best-set")
     if not patches and not self_test:
         raise UsageError("nothing to compare", "give --patch BUNDLE, --from SAMPLES or --self-test")
-    from contextlib import ExitStack
-    from datetime import UTC, datetime
-
     from hotspot import read
-    from integrate import Patch, unpacked
-    from patcher.endtoend.judging import measure_and_decide
+    from patcher.commands.verdicts import Verdicts
     from patcher.endtoend.measure import measure_planted
     from patcher.endtoend.other_traffic import other_shapes
     from patcher.endtoend.throughput_job import Asked, job_of
     from patcher.show.tables import planted_lines
 
-    command = shlex.join(["patcher", *sys.argv[1:]])
     if (report or profile or patched_profile) and (find_best or not patches):
         raise UsageError(
             "a report is of one verdict", "give --patch without --best-set, which writes its own"
         )
-    profiles = [read(one, model) if one else None for one in (profile, patched_profile)]
+    before, after = (read(one, model) if one else None for one in (profile, patched_profile))
+    command = shlex.join(["patcher", *sys.argv[1:]])
+    verdicts = Verdicts(command, output, out, report, before, after)
     if samples is not None:
         if margin_pct is not None:
             raise UsageError(
                 "the margin was declared before it was measured", "leave out --margin-pct"
             )
-        return _once_more(samples, patches or [], model, profiles, out, report, command, output)
+        return verdicts.once_more(samples, patches or [], model)
     asked = Asked(preset_name, batch, input_len, output_len, pairs, processes)
     workload = workload_of(model, device, engine, *asked.shape, weights, threads)
     job = job_of(asked, workload, tune_baseline, engine_args or [], margin, quality_steps)
     shapes = other_shapes(workload, elsewhere, also_batch, also_context)
     job = job.model_copy(update={"lock_mhz": lock_mhz, "elsewhere": shapes})
     if find_best:
-        return _best_set(job, patches or [], out, command, output)
-    if not patches:
-        with output.progress() as bar:
-            planted = measure_planted(job, bar)
-        write_out(out, planted)
-        output.emit(planted, *planted_lines(planted))
-        return 5 if planted.wrong else int(not planted.all_found)
-    with ExitStack() as stack:
-        bundles = [stack.enter_context(unpacked(patch)) for patch in patches]
-        with output.progress() as bar:
-            result = measure_and_decide(job, bundles, bar, *profiles)
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        result = result.model_copy(update={"command": command, "created": now})
-        write_out(out, result)
-        return _told(
-            result, [Patch.load(one) for one in bundles], (command,), profiles, report, output
-        )
-
-
-def _once_more(
-    file: Path,
-    patches: list[Path],
-    model: str,
-    profiles: list[Any],
-    out: Path | None,
-    report: Path | None,
-    command: str,
-    output: Output,
-) -> int:
-    """Decide anew on what was measured."""
-    from contextlib import ExitStack
-
-    from integrate import Patch, unpacked
-    from patcher.endtoend.judging import judged_again
-
-    with ExitStack() as stack:
-        bundles = [Patch.load(stack.enter_context(unpacked(patch))) for patch in patches]
-        result = judged_again(file, bundles, *profiles)
-        of = result.measured[0].throughput.workload.model
-        if of != model:
-            raise UsageError(f"{file} is of {of}, not of {model}", f"say {of}")
-        write_out(out, result)
-        commands = tuple(filter(None, (result.command, command)))
-        return _told(result, bundles, commands, profiles, report, output)
-
-
-def _told(
-    result: Any,
-    bundles: list[Any],
-    commands: tuple[str, ...],
-    profiles: list[Any],
-    report: Path | None,
-    output: Output,
-) -> int:
-    """Show a verdict, write its page where that is asked for; its exit code."""
-    from datetime import UTC, datetime
-
-    from patcher.report import write
-    from patcher.report.judged import report_of
-    from patcher.show.quality import quality_lines
-    from patcher.show.tables import decision_lines
-    from patcher.show.throughput import elsewhere_lines, throughput_lines
-
-    shown: list[Any] = []
-    if report is not None:
-        created = result.created or datetime.now(UTC).isoformat(timespec="seconds")
-        told = report_of(result, bundles, created, commands, *profiles)
-        shown.append(Text(f"report: {write(told, report)[0]}"))
-    measured = result.measured[0]
-    lines: list[Any] = [*throughput_lines(measured.throughput), *quality_lines(measured.quality)]
-    if measured.elsewhere is not None:
-        lines += elsewhere_lines(measured.elsewhere)
-    for name, one in zip(result.patches, result.measured, strict=True):
-        whose = f" of {name}" if len(result.patches) > 1 else ""
-        calls = f"{one.receipt.total_calls:,} calls of the patched kernel"
-        lines.append(Text(f"receipt{whose}: {calls}"))
-    output.emit(result, *lines, *decision_lines(result.decision), *shown)
-    return 0 if result.decision.verdict == "accept" else 1
-
-
-def _best_set(job: Any, patches: list[Path], out: Path | None, command: str, output: Output) -> int:
-    """Measure the combinations, and name the best; 0 where one is accepted."""
-    from contextlib import ExitStack
-    from datetime import UTC, datetime
-
-    from integrate import Patch, unpacked
-    from patcher.endtoend.sets import keep_name, measure_sets, shown
-    from patcher.report import write
-    from patcher.report.judged import report_of
-    from patcher.show.throughput import best_set_lines
-
-    with ExitStack() as stack:
-        folders = [stack.enter_context(unpacked(patch)) for patch in patches]
-        keep = runs_dir() / keep_name(job, folders)
-        if not output.as_json:
-            output.err.print(Text(f"each combination is kept in {keep}", style="dim"))
-        bar = stack.enter_context(output.progress())
-        found = measure_sets(job, folders, keep, bar)
-        write_out(out, found)
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        of_id = {patch.manifest.id: patch for patch in map(Patch.load, folders)}
-        best = shown(found)
-        told = report_of(
-            best, [of_id[name] for name in best.patches], now, (command,), best_set=found.best
-        )
-        files = write(told, keep)
-    output.emit(found.best, *best_set_lines(found.best), Text(f"report: {files[0]}"))
-    return 0 if found.best.patches else 1
+        return verdicts.best_set(job, patches or [])
+    if patches:
+        return verdicts.measured(job, patches)
+    with output.progress() as bar:
+        planted = measure_planted(job, bar)
+    write_out(out, planted)
+    output.emit(planted, *planted_lines(planted))
+    return 5 if planted.wrong else int(not planted.all_found)
