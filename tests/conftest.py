@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -29,3 +30,11 @@ def _children_hear_signals() -> None:
     ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, usual)
+
+
+@pytest.fixture(autouse=True)
+def _quick_collections() -> Iterator[None]:
+    """A sitting collects garbage before every pair; what all tests loaded is not looked through."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

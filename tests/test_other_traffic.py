@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 from test_measure import WORKLOAD, ScriptedEngine, evidence
-from test_process_pairs import Host, ScriptedProcess, ScriptedSide, quick_collections
+from test_process_pairs import Host, ScriptedProcess, ScriptedSide
 
 import bench
 from bench import Shape
@@ -25,7 +25,6 @@ from patcher.endtoend.pairs import elsewhere
 from patcher.show.throughput import elsewhere_lines
 from patcher.verdicts.decide import decide
 
-__all__ = ("quick_collections",)  # a fixture of each test here
 SHAPES = (Shape(batch=1, context=4), Shape(batch=16, context=4), Shape(batch=2, context=64))
 JOB = Job(workload=WORKLOAD, elsewhere=SHAPES, process_pairs=3)
 

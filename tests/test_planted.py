@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,14 +13,6 @@ from test_measure import WORKLOAD, ScriptedEngine
 from bench.clocks import ClockMonitor
 from bench.engines import Decoding
 from bench.planted import PlantedGains, model_delay, plant, step_seconds
-
-
-@pytest.fixture(autouse=True)
-def quick_collections() -> Iterator[None]:
-    """A sitting collects garbage before every pair; what all tests loaded is not looked through."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class DelayedEngine(ScriptedEngine):

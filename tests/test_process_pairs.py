@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import random
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -33,13 +32,6 @@ from patcher.endtoend.throughput_job import Asked, argument, job_of
 from patcher.show.throughput import throughput_lines
 
 GIB = 1 << 30
-
-
-@pytest.fixture(autouse=True)
-def quick_collections() -> Iterator[None]:
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Host:

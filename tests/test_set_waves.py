@@ -14,7 +14,7 @@ import torch
 from patch_sample import evaluation
 from test_measure import WORKLOAD
 from test_measure_sets import OPS, bundles, ids
-from test_process_pairs import ScriptedSide, quick_collections
+from test_process_pairs import ScriptedSide
 from test_waves import Machine, Named, NamedSide
 
 import bench
@@ -32,7 +32,7 @@ from patcher.endtoend.measured import Job, Measured
 from patcher.endtoend.set_waves import SetSitting, measure_waves
 from patcher.endtoend.sets import Sets, combination_of, measure_sets
 
-__all__ = ("bundles", "quick_collections")  # fixtures of tests here
+__all__ = ("bundles",)  # a fixture of tests here
 
 NORM, ROPE, ROUTE = OPS
 JOB = Job(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from test_measure import WORKLOAD
-from test_process_pairs import Host, ScriptedProcess, ScriptedSide, quick_collections
+from test_process_pairs import Host, ScriptedProcess, ScriptedSide
 
 import bench
 from bench import Shape
@@ -26,8 +26,6 @@ from patcher.trials.trial import (
     verdict_on,
 )
 from patcher.trials.verdict_trials import as_it_should, main
-
-__all__ = ("quick_collections",)  # a fixture of each test here
 
 ASKED = Asked(
     workload=WORKLOAD,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from test_measure import WORKLOAD
-from test_process_pairs import GIB, Host, ScriptedProcess, ScriptedSide, quick_collections
+from test_process_pairs import GIB, Host, ScriptedProcess, ScriptedSide
 
 import bench
 from bench import Shape, Throughput
@@ -15,8 +15,6 @@ from bench.clocks import ClockMonitor
 from bench.process_pairs import SHARE_BESIDE, Memory, Plan
 from bench.stats import holm
 from bench.waves import BASELINE, CONTROL, Wave, WaveSitting, throughput_of
-
-__all__ = ("quick_collections",)  # a fixture of each test here
 
 GAINS = {"a": 2.0, "b": 1.5, "a + b": 3.5, "c": 0.0}
 ROUNDS = 10
