@@ -22,7 +22,7 @@ from bench.judge.process import Left
 from bench.judge.sets import Sets
 from bench.judge.stock import Stock
 from bench.judge.tools import Call
-from bench.timed_arm import fresh_sets
+from bench.timed_arm import fresh, fresh_sets
 
 OP = bench.load_op("moe_matmul_down")
 POINT = OP.sweep("cpu").points()[-1]
@@ -232,3 +232,11 @@ def test_tools_that_watch_a_whole_process_are_given_all_bytes(small_is_large: No
     slot = next(slot for slot in call.plan.slots if slot.name == "weights")
     held = call.data[slot.begin : slot.begin + slot.span_bytes]
     assert (held == inputs["weights"].flatten().numpy()).all()
+
+
+def test_of_few_sets_some_are_twins_and_never_all() -> None:
+    """Three sets are what a large op gets: a call behind a late writer wants two that are unlike."""
+    draw = Secrets(5)
+    drawn = [fresh(OP, POINT, planning.FEWEST_LARGE, draw) for _ in range(400)]
+    assert any(len({case.seed for case in sets}) < len(sets) for sets in drawn)
+    assert all(any(a.seed != b.seed for b in sets) for sets in drawn for a in sets)
