@@ -77,6 +77,16 @@ together() {
 }
 
 alone() {
+  measured alone --best-set --batch 8 --output-len 128 --processes 3 --pairs 24 \
+    --engine-arg max_cudagraph_capture_size=8
+}
+
+tuned() {
+  measured tuned --tune-baseline --batch 8 --output-len 64 \
+    --engine-arg max_cudagraph_capture_size=8 --report "$out/verdicts/tuned"
+}
+
+one() {
   measured one --batch 1 --output-len 64 --engine-arg max_cudagraph_capture_size=1 --report "$out/verdicts/one"
 }
 

@@ -1,4 +1,4 @@
-"""A patch bundle as one file, `<name>.zip`: the same bytes for the same bundle, safe to open."""
+"""A patch bundle as one file, `<name>.zip`: nothing of when or where in it, safe to open."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def is_archive(path: Path) -> bool:
 def pack(patch: Patch, path: Path) -> None:
     """Write a bundle as one file.
 
-    Names are sorted, dates fixed, nothing is compressed: the bytes depend on the bundle alone.
+    Names are sorted and dates fixed: the bytes depend on the bundle and on zlib's release alone.
+    What identifies a bundle is its digest, over the files.
 
     Raises:
         UsageError: the file is there and no patch, or cannot be written.
@@ -41,10 +42,11 @@ def pack(patch: Patch, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".patch-") as scratch:
             staged = Path(scratch) / path.name
-            with zipfile.ZipFile(staged, "w", zipfile.ZIP_STORED) as archive:
+            with zipfile.ZipFile(staged, "w") as archive:
                 for name in sorted([MANIFEST, *patch.manifest.files]):
                     entry = zipfile.ZipInfo(name, _DATE)
                     entry.create_system = 3
+                    entry.compress_type = zipfile.ZIP_DEFLATED
                     entry.external_attr = (stat.S_IFREG | 0o644) << 16
                     archive.writestr(entry, (patch.folder / name).read_bytes())
             staged.replace(path)

@@ -86,8 +86,21 @@ def half(path: Path) -> None:
 
 
 def flipped(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content.replace(b"// fused", b"// Fused"))
+    with zipfile.ZipFile(path) as archive:
+        files = {one: archive.read(one) for one in archive.infolist()}
+    [source] = [one for one, content in files.items() if b"// fused" in content]
+    files[source] = files[source].replace(b"// fused", b"// Fused")
+    with zipfile.ZipFile(path, "w") as archive:
+        for one, content in files.items():
+            archive.writestr(one, content)
+
+
+def damaged(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        longest = max(archive.infolist(), key=lambda one: one.compress_size)
+    content[longest.header_offset + 30 + len(longest.filename) + longest.compress_size // 2] ^= 1
+    path.write_bytes(content)
 
 
 SPOILS: dict[str, Callable[[Path], None]] = {
@@ -105,6 +118,7 @@ SPOILS: dict[str, Callable[[Path], None]] = {
     "understated": understated,
     "half": half,
     "flipped": flipped,
+    "damaged": damaged,
 }
 
 

@@ -77,6 +77,16 @@ def test_several_patches_are_in_together_and_have_one_verdict(bundle: Path) -> N
     for patch in patches:
         assert patch.candidate().source in (found.candidate_source or "")
         assert patch.manifest.id in (home / "both/report.html").read_text()
+    own = (("ran twice",), ("ran once",))
+    decisions = tuple(
+        one.model_copy(update={"verdict": "accept", "reasons": ("faster", *each)})
+        for one, each in zip(judged_together.decisions, own, strict=True)
+    )
+    told = judged_together.model_copy(update={"decisions": decisions}).decision
+    assert told.reasons == ("faster", f"{ids[0]}: ran twice", f"{ids[1]}: ran once")
+    wrong = decisions[1].model_copy(update={"verdict": "reject", "reasons": ("never ran",)})
+    told = judged_together.model_copy(update={"decisions": (decisions[0], wrong)}).decision
+    assert (told.verdict, told.reasons) == ("reject", (f"{ids[1]}: never ran",))
     (home / "both.json").write_text(done.stdout)
     again = ("throughput", "gpt-oss-tiny", "--from", "both.json", "--json")
     anew = patcher(*again, *both, "--report", "anew", cwd=home)

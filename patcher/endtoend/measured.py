@@ -76,5 +76,13 @@ class Judged(Record):
 
     @property
     def decision(self) -> Decision:
-        """The strictest: all are kept, or none."""
-        return min(self.decisions, key=lambda one: STRICTEST.index(one.verdict))
+        """The strictest: all are kept, or none. What is not said of every patch names its own."""
+        strictest = min(self.decisions, key=lambda one: STRICTEST.index(one.verdict))
+        if len(self.patches) == 1:
+            return strictest
+        shared = set.intersection(*(set(one.reasons) for one in self.decisions))
+        reasons = [reason for reason in strictest.reasons if reason in shared]
+        for patch, one in zip(self.patches, self.decisions, strict=True):
+            if one.verdict == strictest.verdict:
+                reasons += [f"{patch}: {reason}" for reason in one.reasons if reason not in shared]
+        return strictest.model_copy(update={"reasons": tuple(reasons)})
