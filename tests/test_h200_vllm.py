@@ -26,10 +26,16 @@ FOLDER = ROOT / "bench/results/h200-vllm"
 FILES = sorted(FOLDER.glob("*.json"))
 
 
+def digest_of(bundle: Path) -> str:
+    with unpacked(bundle) as folder:
+        return Patch.load(folder).digest
+
+
 def bundles_of(file: Path) -> list[Path]:
-    ids = Judged.model_validate_json(file.read_bytes()).patches
-    by_id = {path.stem: path for path in (FOLDER / "bundles").glob("*.zip")}
-    return [by_id[name] for name in ids]
+    """Those that were measured, and no others of the same name."""
+    kept = Judged.model_validate_json(file.read_bytes())
+    by_digest = {digest_of(path): path for path in (FOLDER / "bundles").rglob("*.zip")}
+    return [by_digest[one.receipt.digest] for one in kept.measured]
 
 
 def test_there_are_verdicts() -> None:

@@ -83,10 +83,10 @@ def test_several_patches_are_in_together_and_have_one_verdict(bundle: Path) -> N
         for one, each in zip(judged_together.decisions, own, strict=True)
     )
     told = judged_together.model_copy(update={"decisions": decisions}).decision
-    assert told.reasons == ("faster", f"{ids[0]}: ran twice", f"{ids[1]}: ran once")
+    assert told.reasons == ("faster", f"ran twice ({ids[0]})", f"ran once ({ids[1]})")
     wrong = decisions[1].model_copy(update={"verdict": "reject", "reasons": ("never ran",)})
     told = judged_together.model_copy(update={"decisions": (decisions[0], wrong)}).decision
-    assert (told.verdict, told.reasons) == ("reject", (f"{ids[1]}: never ran",))
+    assert (told.verdict, told.reasons) == ("reject", (f"never ran ({ids[1]})",))
     (home / "both.json").write_text(done.stdout)
     again = ("throughput", "gpt-oss-tiny", "--from", "both.json", "--json")
     anew = patcher(*again, *both, "--report", "anew", cwd=home)

@@ -84,5 +84,5 @@ class Judged(Record):
         reasons = [reason for reason in strictest.reasons if reason in shared]
         for patch, one in zip(self.patches, self.decisions, strict=True):
             if one.verdict == strictest.verdict:
-                reasons += [f"{patch}: {reason}" for reason in one.reasons if reason not in shared]
+                reasons += [f"{reason} ({patch})" for reason in one.reasons if reason not in shared]
         return strictest.model_copy(update={"reasons": tuple(reasons)})
