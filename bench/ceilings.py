@@ -15,6 +15,8 @@ from bench.environment import device_name, fingerprint
 from bench.records import Record, remembered
 from bench.toolchains import cache_root
 
+METHOD = 2
+"""Of measuring; what another one found is not taken for it."""
 SLACK = 1.5
 """A measured time may be this much below the floor: ceilings are measured, too."""
 
@@ -45,7 +47,8 @@ class Ceilings(Record):
 
     def floor_us(self, contract: Contract, point: Point) -> float:
         """No call on this machine takes less, even with all of its data in the cache."""
-        return max(self._us(contract, point, self.cached_gb_s), self.launch_us) / SLACK
+        fastest = max(self.cached_gb_s, self.memory_gb_s)
+        return max(self._us(contract, point, fastest), self.launch_us) / SLACK
 
     def _us(self, contract: Contract, point: Point, gb_s: float) -> float:
         moved = contract.bytes_moved(point) / (gb_s * 1e3)
@@ -55,7 +58,7 @@ class Ceilings(Record):
 
 def ceilings(device: str, threads: int | None = None) -> Ceilings:
     """Measured now, or found in the cache."""
-    path = cache_root() / "ceilings" / f"{fingerprint(device, threads)}.json"
+    path = cache_root() / "ceilings" / f"{METHOD}-{fingerprint(device, threads)}.json"
     return remembered(path, Ceilings, lambda: _measured(device, threads))
 
 
@@ -100,19 +103,32 @@ def _copied(size: int, device: str) -> float:
 
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size / _seconds(lambda: target.copy_(source), device) / 1e9
+    if device == "cuda":
+        seconds = _seconds_of_each(lambda: target.copy_(source), max((1 << 28) // size, 1))
+    else:
+        seconds = _seconds(lambda: target.copy_(source), device)
+    return 2 * size / seconds / 1e9
 
 
 def _launch_us() -> float:
-    """A kernel on one element, from a graph of many."""
+    """A kernel on one element."""
     import torch
 
-    one, calls = torch.zeros(1, device="cuda"), 200
+    one = torch.zeros(1, device="cuda")
+    return _seconds_of_each(lambda: one.add_(1), 200) * 1e6
+
+
+def _seconds_of_each(function: Callable[[], Any], calls: int) -> float:
+    """From a CUDA graph of so many calls: how fast this machine's processors launch them, which
+    may be busy, does not tell.
+    """
+    import torch
+
     graph: Any = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):
-            one.add_(1)
-    return _seconds(graph.replay, "cuda") / calls * 1e6
+            function()
+    return _seconds(graph.replay, "cuda") / calls
 
 
 def _seconds(function: Callable[[], Any], device: str) -> float:

@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from bench import load_op
+from bench.ceilings import Ceilings
 from bench.judge.clockcheck import Block, overran, suspicious, traced, unsteady
 
 PAIRS = 12
@@ -97,3 +99,18 @@ def test_whose_kernels_ran_is_said_by_time() -> None:
     assert seen.said.startswith("by CUPTI at rows=8: 2 kernels and copies in 2 calls: ")
     assert "its own 30 %" in seen.said
     assert list(seen.libraries.values()) == [70.0]
+
+
+def test_no_call_is_accused_where_copies_in_the_cache_were_held_up() -> None:
+    """A busy machine launched them at 1,800 GB/s: an honest matmul at 2,700 was no violation."""
+    op = load_op("moe_matmul_swiglu")
+    point = op.sweep("cuda").points()[-1]
+    at_best = Ceilings(
+        device="a GPU", memory_gb_s=4000, cached_gb_s=9000, flops={"bf16": 7e14}, launch_us=1.2
+    )
+    held_up = at_best.model_copy(update={"cached_gb_s": 1800})
+    honest_us = op.contract.bytes_moved(point) / 2700e3
+    for known in (at_best, held_up):
+        floor_us = known.floor_us(op.contract, point)
+        assert suspicious(blocks(honest_us), blocks(1.2 * honest_us), [], [], floor_us) is None
+        assert suspicious(blocks(floor_us / 2), blocks(honest_us), [], [], floor_us)

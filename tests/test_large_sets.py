@@ -235,7 +235,7 @@ def test_tools_that_watch_a_whole_process_are_given_all_bytes(small_is_large: No
 
 
 def test_of_few_sets_some_are_twins_and_never_all() -> None:
-    """Three sets are what a large op gets: a call behind a late writer wants two that are unlike."""
+    """A large op gets three; a call behind a late writer wants two that are unlike."""
     draw = Secrets(5)
     drawn = [fresh(OP, POINT, planning.FEWEST_LARGE, draw) for _ in range(400)]
     assert any(len({case.seed for case in sets}) < len(sets) for sets in drawn)
