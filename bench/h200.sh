@@ -31,29 +31,36 @@ mkdir -p "$out"/{kernels,bundles,verdicts}
 # the kernel that ships: made by a loop
 solution() { find "kernels/$1/solutions" -mindepth 1 -maxdepth 1 -name '*_tuned' | sort | head -n 1; }
 source_of() { find "$(solution "$1")" -name "$1.*" | head -n 1; }
-verdict_of() { echo "$1-$(basename "$(solution "$1")").json"; }
-sweep_of() { if [ "$1" = linear ]; then echo layers; else echo bf16; fi; }
+# the first is the one that a kernel is known by
+sweeps_of() { if [ "$1" = linear ]; then echo layers bf16; else echo bf16; fi; }
+# verdict_of OP SWEEP
+verdict_of() { local more=.$2; [[ "$(sweeps_of "$1")" = "$2"* ]] && more=; echo "$1-$(basename "$(solution "$1")")$more.json"; }
 shipped() { for op in "$@"; do if [ -n "$(solution "$op")" ]; then echo "$op"; else echo "$op: no kernel of a loop yet" >&2; fi; done; }
 patches() { for op in $(shipped "${ops[@]}"); do printf -- '--patch\n%s\n' "$out/bundles/$op.zip"; done; }
 
 kernels() {
   for op in $(shipped "${ops[@]}" moe_finalize moe_reduce); do
-    local file; file=$out/kernels/$(verdict_of "$op")
-    [ -e "$file" ] && continue
-    "${patcher[@]}" evaluate "$op" "$(source_of "$op")" --sweep "$(sweep_of "$op")" --sanitize --counters --json > "$file.part" || grep -q '"outcome"' "$file.part"
-    mv "$file.part" "$file"
+    for sweep in $(sweeps_of "$op"); do
+      local file; file=$out/kernels/$(verdict_of "$op" "$sweep")
+      [ -e "$file" ] && continue
+      "${patcher[@]}" evaluate "$op" "$(source_of "$op")" --sweep "$sweep" --sanitize --counters --json > "$file.part" || grep -q '"outcome"' "$file.part"
+      mv "$file.part" "$file"
+    done
   done
 }
 
 bundles() {
   local made=()
   for op in $(shipped "${ops[@]}"); do
-    local verdict; verdict=$(verdict_of "$op")
-    local known=bench/results/kernels/$verdict; [ -e "$out/kernels/$verdict" ] && known=$out/kernels/$verdict
-    [ -e "$out/bundles/$op.zip" ] || {
-      "${patcher[@]}" bundle "$op" "$(source_of "$op")" "$out/bundles/$op.zip" \
-        --engine vllm --sweep "$(sweep_of "$op")" --evaluation "$known" & made+=($!)
-    }
+    [ -e "$out/bundles/$op.zip" ] && continue
+    local known=()
+    for sweep in $(sweeps_of "$op"); do
+      local verdict; verdict=$(verdict_of "$op" "$sweep")
+      for folder in "$out/kernels" bench/results/kernels; do
+        [ -e "$folder/$verdict" ] && { known+=(--evaluation "$folder/$verdict"); break; }
+      done
+    done
+    "${patcher[@]}" bundle "$op" "$(source_of "$op")" "$out/bundles/$op.zip" --engine vllm "${known[@]}" & made+=($!)
   done
   for job in "${made[@]}"; do wait "$job"; done
 }

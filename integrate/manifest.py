@@ -98,6 +98,8 @@ class Manifest(Record):
     """sha256 of every file beside the manifest, by its path in the bundle."""
     evidence: Evaluation
     """The judge's word, which is about that source."""
+    further: tuple[Evaluation, ...] = ()
+    """Its word over other sweeps, about the same source."""
     provenance: Provenance
 
     @property
@@ -118,8 +120,11 @@ class Manifest(Record):
     def _about_one_thing(self) -> Manifest:
         if not self.op == self.entry == self.contract.name == self.evidence.op:
             raise ValueError("op, entry, contract and evidence are about different ops")
-        if self.evidence.outcome is not Outcome.CORRECT:
-            raise ValueError(f"the evidence says {self.evidence.outcome}")
+        for one in (self.evidence, *self.further):
+            if one.outcome is not Outcome.CORRECT:
+                raise ValueError(f"the evidence says {one.outcome}")
+            if (one.op, one.digest) != (self.op, self.evidence.digest):
+                raise ValueError("the verdicts are about different sources")
         named = {self.source, *(binary.file for binary in self.binaries)}
         if named != set(self.files) or len(named) != 1 + len(self.binaries):
             raise ValueError("files are not the source and the binaries")

@@ -60,23 +60,26 @@ class Patch:
         run: str | None = None,
         built: Built | None = None,
         tensor_parallel: tuple[int, ...] = (),
+        further: tuple[Evaluation, ...] = (),
     ) -> Patch:
         """Write a bundle, guarded to where the judge did not find the kernel slower.
 
         Args:
             built: this candidate's build, whose binary goes along where it can be carried.
             tensor_parallel: numbers of workers with which it may run; none: any.
+            further: verdicts on this candidate over other sweeps.
 
         Raises:
-            UsageError: the evaluation is not of this candidate or not `correct`, the op has no
+            UsageError: an evaluation is not of this candidate or not `correct`, the op has no
                 patch point for the engine, or the folder holds something else.
             MissingError: the engine is not installed, so its source has no fingerprint.
         """
-        if evaluation.digest != candidate.digest or evaluation.outcome is not Outcome.CORRECT:
-            raise UsageError(
-                f"only a candidate judged correct becomes a patch, this is {evaluation.outcome}",
-                "see `patcher evaluate`",
-            )
+        for one in (evaluation, *further):
+            if one.digest != candidate.digest or one.outcome is not Outcome.CORRECT:
+                raise UsageError(
+                    f"only a candidate judged correct becomes a patch, this is {one.outcome}",
+                    "see `patcher evaluate`",
+                )
         points = [point for point in op.contract.patch_points if point.engine == engine]
         if not points:
             raise UsageError(
@@ -110,7 +113,7 @@ class Patch:
             guards=PatchGuards(
                 device=device,
                 dtypes=tuple(op.contract.dtype_choices()),
-                axes=worth_calling(op.contract, evaluation),
+                axes=worth_calling(op.contract, (evaluation, *further)),
                 capabilities=_capabilities(evaluation),
                 tensor_parallel=tensor_parallel,
                 graph_safe=op.contract.guards.graph_safe,
@@ -120,6 +123,7 @@ class Patch:
             binaries=tuple(binaries),
             files={name: hashlib.sha256(content).hexdigest() for name, content in contents.items()},
             evidence=evaluation,
+            further=further,
             provenance=Provenance(
                 made_by=made_by,
                 model=model,
@@ -212,6 +216,11 @@ class Patch:
     def evaluation(self) -> Evaluation:
         """The evidence it was made on."""
         return self.manifest.evidence
+
+    @property
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """All of it: of each sweep that was judged."""
+        return (self.manifest.evidence, *self.manifest.further)
 
     def candidate(self) -> Candidate:
         """The source, as it was judged.

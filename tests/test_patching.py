@@ -305,3 +305,46 @@ def test_a_candidate_that_was_judged_is_bundled_on_that_verdict(cli: Cli, tmp_pa
     code, said = cli(*words[:-1])
     assert code == 0
     assert "the engine's own code runs at tokens above 1: it is faster there" in said
+
+
+def test_verdicts_over_several_sweeps_are_one_patch(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bench import judge
+
+    good = next(found for info, found in OP.solutions() if info.name == "cpu_simd")
+    Path("kernel.cpp").write_text(good.source)
+    [timing] = evaluation().timings
+    slow = {"axes": {"tokens": 64}, "speedup": 0.8, "speedup_low": 0.7, "speedup_high": 0.9}
+    timings = {"bf16": (timing,), "cpu": (timing, timing.model_copy(update=slow))}
+
+    def over(sweep: str) -> bench.Evaluation:
+        update = {"sweep": sweep, "timings": timings[sweep]}
+        return evaluation(good).model_copy(update=update)
+
+    for sweep in timings:
+        Path(f"{sweep}.json").write_text(over(sweep).model_dump_json())
+    words = ("bundle", OP.name, "kernel.cpp", "made", "--evaluation", "bf16.json", "--evaluation")
+    code, document = cli(*words, "cpu.json", "--json")
+    assert code == 0
+    assert (document["evidence"]["sweep"], document["further"][0]["sweep"]) == ("bf16", "cpu")
+    assert document["guards"]["axes"]["tokens"]["maximum"] == 1
+    patch = Patch.load(Path("made"))
+    assert [one.sweep for one in patch.evaluations] == ["bf16", "cpu"]
+    code, document = cli(*words, "bf16.json", "--json")
+    assert (code, document["error"]["message"]) == (2, "two verdicts are over one sweep")
+    asked: list[str | None] = []
+
+    def judged(candidate: bench.Candidate, settings: judge.JudgeSettings, *rest: object) -> object:
+        asked.append(settings.sweep)
+        return over(str(settings.sweep))
+
+    monkeypatch.setattr(judge, "evaluate", judged)
+    code, said = cli(*words[:3], "again", "--sweep", "cpu", "--sweep", "bf16")
+    assert (code, asked) == (0, ["cpu", "bf16"])
+    assert "over cpu: 2.000x against None; over bf16: 2.000x" in said
+    manifest = json.loads(Path("made/manifest.json").read_text())
+    manifest["further"][0]["digest"] = CANDIDATE.digest
+    Path("made/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(bench.VerificationError, match="is damaged"):
+        Patch.load(Path("made"))

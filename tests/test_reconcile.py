@@ -122,6 +122,11 @@ def test_a_shape_that_was_never_judged_is_not_guessed() -> None:
     some = reconcile([patched_kernel(launches=both)], ab(2))
     assert [row.counted for row in some.rows] == [True, False]
     assert any("never judged" in caveat for caveat in some.caveats)
+    known = evaluation()
+    at_odd = tuple(one.model_copy(update={"axes": odd.axes}) for one in known.timings)
+    over_another = known.model_copy(update={"timings": at_odd})
+    two = reconcile([patched_kernel(launches=both, further=((over_another, ()),))], ab(2))
+    assert [row.counted for row in two.rows] == [True, True]
     assert "how often it runs" in reconcile([patched_kernel(launches=None)], ab(2)).said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # every other command starts without the patches
     "patcher bundle fused_add_rms_norm kernel.cu norm-patch --sweep bf16-fp32-weight",
     "patcher bundle fused_add_rms_norm kernel.cu norm-patch.zip --tensor-parallel 1,2",
     "patcher bundle moe_route candidate.cu P --engine vllm --evaluation evaluation.json",
+    "patcher bundle linear candidate.cu P --engine vllm --sweep layers --sweep bf16",
 )
 def bundle(
     op: Annotated[str, typer.Argument(help="An op of the library.")],
@@ -30,18 +32,20 @@ def bundle(
         Path, typer.Argument(help="Where the patch bundle goes: a folder, or one .zip file.")
     ],
     language: Annotated[Language | None, typer.Option(help="Default: by the file's name.")] = None,
-    sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
+    sweep: Annotated[
+        list[str] | None, typer.Option(help="Which sweep of the op is timed; may be repeated.")
+    ] = None,
     engine: Engine = "transformers",
     tensor_parallel: Annotated[
         str | None,
         typer.Option(help="Workers that may share a layer, as `1,2`; default: any number."),
     ] = None,
     judged: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
             "--evaluation",
             help="The judge's verdict on this very source, as a run keeps it beside the "
-            "candidate: it is not judged again.",
+            "candidate: it is not judged again. May be repeated, each of another sweep.",
         ),
     ] = None,
     threads: Threads = None,
@@ -49,7 +53,8 @@ def bundle(
 ) -> int:
     """Judge a candidate and, if it is right and faster, make it a patch bundle.
 
-    At sizes at either end of the sweep where it is slower, the engine's own code goes on running.
+    At sizes at either end of a sweep where it is slower, the engine's own code goes on running.
+    The first sweep is the one that the patch is known by.
     """
     from bench import judge
     from patcher.settings import resolve
@@ -58,23 +63,32 @@ def bundle(
     workers = worker_counts(tensor_parallel)
     candidate = Candidate.from_file(load_op(op).name, source, language)
     output = Output(as_json)
-    if judged is not None:
-        evaluation = verdict_on(candidate, judged)
+    if judged:
+        evaluations = [verdict_on(candidate, path) for path in judged]
+        sweeps = [one.sweep for one in evaluations]
+        if len(set(sweeps)) < len(sweeps):
+            raise UsageError("two verdicts are over one sweep", "give one of each")
     else:
+        policy, evaluations = resolve().tripwires.for_op(candidate.op), []
         with output.progress() as bar:
-            settings = judge.JudgeSettings(
-                sweep=sweep, threads=threads, policy=resolve().tripwires.for_op(candidate.op)
-            )
-            evaluation = judge.evaluate(candidate, settings, bar)
-    if evaluation.outcome is not Outcome.CORRECT:
-        if as_json:
-            output.emit(evaluation)
-        else:
-            print_evaluation(output.out, evaluation)
-        return 1
-    manifest = make_bundle(target, candidate, evaluation, engine=engine, tensor_parallel=workers)
-    speedup = f"{evaluation.geomean_speedup:.3f}x against {evaluation.baseline}"
-    lines = [Text(f"{manifest.id} in {target}: {speedup}")]
+            chosen: list[str | None] = [*dict.fromkeys(sweep)] if sweep else [None]
+            for name in chosen:
+                settings = judge.JudgeSettings(sweep=name, threads=threads, policy=policy)
+                evaluations.append(judge.evaluate(candidate, settings, bar))
+    for one in evaluations:
+        if one.outcome is not Outcome.CORRECT:
+            if as_json:
+                output.emit(one)
+            else:
+                print_evaluation(output.out, one)
+            return 1
+    manifest = make_bundle(target, candidate, evaluations, engine=engine, tensor_parallel=workers)
+    told = [
+        (f"over {one.sweep}: " if len(evaluations) > 1 else "")
+        + f"{one.geomean_speedup:.3f}x against {one.baseline}"
+        for one in evaluations
+    ]
+    lines = [Text(f"{manifest.id} in {target}: {'; '.join(told)}")]
     if manifest.left_out:
         slow = ", ".join(manifest.left_out)
         lines.append(Text(f"the engine's own code runs at {slow}: it is faster there"))
@@ -106,7 +120,7 @@ def verdict_on(candidate: Candidate, path: Path) -> Evaluation:
 def make_bundle(
     target: Path,
     candidate: Candidate,
-    evaluation: Evaluation,
+    evaluations: Sequence[Evaluation],
     *,
     engine: str,
     tensor_parallel: tuple[int, ...],
@@ -123,11 +137,12 @@ def make_bundle(
             Path(scratch) / "patch" if packed else target,
             op,
             candidate,
-            evaluation,
+            evaluations[0],
             engine=engine,
             made_by="patcher bundle",
             built=built,
             tensor_parallel=tensor_parallel,
+            further=tuple(evaluations[1:]),
         )
         if packed:
             pack(patch, target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from bench import Throughput, presets
+from bench import Sweep, Throughput, presets
 from hotspot import Profile
 from integrate import Patch
 from patcher.reconciling.launches import step_launches
@@ -31,7 +31,8 @@ def patched_kernel(
         together: all patches that were in, some of which take calls from others.
     """
     evaluation, contract = patch.evaluation, patch.contract
-    sweep = next((one for one in contract.sweeps if one.name == evaluation.sweep), None)
+    sweeps = {one.name: one for one in contract.sweeps}
+    sweep = sweeps.get(evaluation.sweep or "")
     return PatchedKernel(
         evaluation=evaluation,
         launches=step_launches(
@@ -42,11 +43,18 @@ def patched_kernel(
             contract=_calls_per_step(patch.calls_per_layer(together), throughput, before),
             profile=seen_per_step,
         ),
-        dtypes=tuple(dict.fromkeys(sweep.dtypes.values())) if sweep else (),
+        dtypes=_dtypes(sweep),
+        further=tuple(
+            (one, _dtypes(sweeps.get(one.sweep or ""))) for one in patch.manifest.further
+        ),
         replayed=replayed,
         pdl=patch.manifest.guards.pdl,
         working_axes=contract.working_axes(),
     )
+
+
+def _dtypes(sweep: Sweep | None) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(sweep.dtypes.values())) if sweep else ()
 
 
 def _calls_per_step(

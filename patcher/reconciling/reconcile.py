@@ -15,7 +15,7 @@ from typing import Literal
 
 from bench import SCHEMA_VERSION, Comparison, Evaluation, Record, Throughput
 from hotspot import Profile
-from patcher.reconciling.launches import StepLaunches
+from patcher.reconciling.launches import ShapeLaunches, StepLaunches
 from patcher.reconciling.micro import Saving, saving
 from patcher.reconciling.moved import moved_rows, overlap_caveat
 
@@ -77,6 +77,8 @@ class PatchedKernel:
     launches: StepLaunches | None
     dtypes: tuple[str, ...] = ()
     """Of the timed sweep, each once; empty: not known."""
+    further: tuple[tuple[Evaluation, tuple[str, ...]], ...] = ()
+    """The same of verdicts over other sweeps."""
     replayed: bool | None = None
     """Whether its launches ran in CUDA graphs."""
     pdl: bool = False
@@ -126,7 +128,7 @@ def _kernel_rows(kernel: PatchedKernel, throughput: Throughput) -> tuple[list[Ga
         if shape.per_step == 0:
             rows.append(_outside(op, shape.label))
             continue
-        one = saving(kernel.evaluation, shape, kernel.dtypes, kernel.replayed, kernel.working_axes)
+        one = _saving(kernel, shape)
         if isinstance(one, str):
             unjudged += shape.per_step
             rows.append(
@@ -154,6 +156,16 @@ def _kernel_rows(kernel: PatchedKernel, throughput: Throughput) -> tuple[list[Ga
     if here is not None and here.device != there.device:
         caveats.append(f"{op} was timed on {here.device}, the model on {there.device}")
     return rows, caveats
+
+
+def _saving(kernel: PatchedKernel, shape: ShapeLaunches) -> Saving | str:
+    """By the first verdict that knows the shape, or why the first of all does not."""
+    judged = ((kernel.evaluation, kernel.dtypes), *kernel.further)
+    found = [
+        saving(evaluation, shape, dtypes, kernel.replayed, kernel.working_axes)
+        for evaluation, dtypes in judged
+    ]
+    return next((one for one in found if isinstance(one, Saving)), found[0])
 
 
 def _outside(op: str, label: str) -> GainRow:
