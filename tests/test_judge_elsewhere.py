@@ -438,6 +438,27 @@ def test_what_this_machine_cannot_judge_is_left_to_others(
     assert [path.name for path in (tmp_path / "results").iterdir()] == [second.name]
 
 
+def test_a_judge_that_fails_at_one_job_serves_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = submitted(tmp_path), submitted(tmp_path, cpp("int another;"))
+    judged = Worker._judged
+
+    def fails(self: Worker, posted: Posted) -> Evaluation:
+        return judged(self, posted) if posted.name == second.name else [][1]
+
+    monkeypatch.setattr(Worker, "_judged", fails)
+    assert app(["worker", str(tmp_path), "--once", "--json"], standalone_mode=False) == 1
+    said = capsys.readouterr()
+    outcomes = {job["job"]: job["outcome"] for job in json.loads(said.out)["jobs"]}
+    assert outcomes == {first.name: "failed", second.name: "generation_failure"}
+    assert "IndexError" in said.err
+    assert [path.name for path in (tmp_path / "results").iterdir()] == [second.name]
+    monkeypatch.undo()
+    [job], _ = serve(tmp_path)
+    assert (job.job, job.outcome) == (first.name, "generation_failure")
+
+
 def test_a_job_that_ends_its_workers_is_refused_at_last(tmp_path: Path) -> None:
     posted = submitted(tmp_path)
     claim = tmp_path / "claims" / f"{posted.name}.lock"
@@ -576,6 +597,29 @@ def test_a_run_is_judged_on_one_kind_of_device(tmp_path: Path) -> None:
             with pytest.raises(VerificationError, match="judged on H200, driver 580, and"):
                 hold(run, other)
         assert hold(run, nowhere) == nowhere
+
+
+def test_a_run_is_judged_beside_one_set_of_packages(tmp_path: Path) -> None:
+    """Where vLLM is missing its kernel is no baseline, and a candidate looks better."""
+
+    def beside(**packages: str) -> Evaluation:
+        environment = Environment(device="H200", device_kind="cuda", python="3", packages=packages)
+        return Evaluation(
+            op=OP.name,
+            language="cuda",
+            digest="a" * 64,
+            outcome=Outcome.RUNTIME_ERROR,
+            environment=environment,
+        )
+
+    first = beside(torch="2.11.0", vllm="0.25.1")
+    with Run.create(tmp_path, command="optimize") as run:
+        run.step("x/0/evaluate", lambda: hold(run, first), Evaluation)
+        assert hold(run, first) == first
+        with pytest.raises(VerificationError, match=r"beside vllm none, not 0\.25\.1$"):
+            hold(run, beside(torch="2.11.0"))
+        with pytest.raises(VerificationError, match=r"flashinfer-python 0\.6, not none, torch 2"):
+            hold(run, beside(torch="2.13.0", vllm="0.25.1", **{"flashinfer-python": "0.6"}))
 
 
 def test_the_agents_are_told_of_the_machine_that_was_seen_last(

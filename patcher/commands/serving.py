@@ -11,7 +11,7 @@ from rich.text import Text
 
 from patcher.commands.console import Json, Output, app, examples
 
-COLOURS = {"correct": "green", "refused": "red", "left": "yellow"}
+COLOURS = {"correct": "green", "refused": "red", "failed": "red", "left": "yellow"}
 
 
 @app.command()
@@ -36,7 +36,8 @@ def worker(
     directions; what is half-copied is not there yet. Who can write into DIR is believed by both
     sides.
 
-    Exit code 0: all that was there is judged or refused; 3: this machine lacks what a job needs.
+    Exit code 0: all that was there is judged or refused; 3: this machine lacks what a job needs;
+    1: the judge itself failed at a job (stderr has its traceback), which is left to others.
     """
     from patcher.judges.worker import Served, Shift, Worker
     from patcher.report.wording import visible
@@ -72,4 +73,5 @@ def worker(
     )
     if interrupted:
         return 130
-    return 3 if any(job.outcome == "left" for job in served) else 0
+    outcomes = {job.outcome for job in served}
+    return 1 if "failed" in outcomes else 3 if "left" in outcomes else 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -53,7 +54,7 @@ class Served(Record):
 
     job: str
     outcome: str
-    """Of the evaluation, or `refused`, or `left`: this machine lacks what it needs."""
+    """Of the evaluation, or `refused`, `left` (this machine lacks what it needs), or `failed`."""
     detail: str = ""
     seconds: float | None = None
 
@@ -194,6 +195,12 @@ class Worker:
             digest = posted.digest if posted else None
             self._write(name, JobResult(job=digest, refusal=refusal, machine=self.machine))
             return Served(job=name, outcome="refused", detail=error.message)
+        except Exception as error:  # the judge's own defect: the jobs behind it are served
+            self._close()
+            self._left.add(name)
+            traceback.print_exc()
+            told = f"the judge failed: {type(error).__name__}: {error}"
+            return Served(job=name, outcome="failed", detail=told)
         self._write(name, JobResult(job=posted.digest, evaluation=evaluation, machine=self.machine))
         speedup = evaluation.geomean_speedup
         detail = f"{speedup:.3f} x {evaluation.baseline}" if speedup is not None else ""
