@@ -66,6 +66,10 @@ def test_several_patches_are_in_together_and_have_one_verdict(bundle: Path) -> N
     judged_together = Judged.model_validate_json(done.stdout)
     ids = tuple(patch.manifest.id for patch in patches)
     assert judged_together.patches == ids
+    first, second = json.loads(done.stdout)["measured"]
+    assert {"throughput", "quality", "receipt"} <= set(first)
+    assert "receipt" in second
+    assert not {"throughput", "quality"} & set(second)
     assert all(one.receipt.total_calls > 0 for one in judged_together.measured)
     found = Report.model_validate_json((home / "both/report.json").read_text())
     assert found.patch_id == " + ".join(ids)

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from pydantic import Field, JsonValue
+from pydantic import (
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from bench import SCHEMA_VERSION, Quality, Record, Shape, Throughput, Workload
 from bench.comparison import Verdict
@@ -65,7 +72,7 @@ class Judged(Record):
     patches: tuple[str, ...] = Field(min_length=1)
     """By their ids."""
     measured: tuple[Measured, ...]
-    """For each of them, with its own receipts; all else they share."""
+    """For each of them, with its own receipts; all else they share, and a file holds it once."""
     reconciliation: Reconciliation | None = None
     """Of all of them."""
     decisions: tuple[Decision, ...]
@@ -73,6 +80,23 @@ class Judged(Record):
     """That measured it."""
     created: str = ""
     """When: ISO 8601, UTC."""
+
+    @model_serializer(mode="wrap")
+    def _shared_once(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = write(self)
+        first, *others = data["measured"]
+        for one in others:
+            for name in [name for name, value in one.items() if value == first[name]]:
+                del one[name]
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shared_everywhere(cls, data: Any) -> Any:
+        match data:
+            case {"measured": [{**first}, *others]} if all(isinstance(one, dict) for one in others):
+                return data | {"measured": [first, *(first | one for one in others)]}
+        return data
 
     @property
     def decision(self) -> Decision:
