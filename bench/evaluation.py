@@ -166,6 +166,11 @@ class Evaluation(Record):
         return self.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
 
     @property
+    def missing_baselines(self) -> tuple[str, ...]:
+        """Known baselines that did not run here: nothing is said about these."""
+        return tuple(name for name, said in self.baselines.items() if not said.endswith(" us"))
+
+    @property
     def light_share(self) -> float | None:
         """Geometric mean over the timed points of the share of the speed of light, at most 1: its
         inverse is the most by which the score can still grow. None where a point's share is not

@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patch_sample import evaluation
 from typer.testing import CliRunner
 
 import bench
@@ -457,6 +458,17 @@ def test_a_judge_that_fails_at_one_job_serves_the_next(
     monkeypatch.undo()
     [job], _ = serve(tmp_path)
     assert (job.job, job.outcome) == (first.name, "generation_failure")
+
+
+def test_what_a_verdict_does_not_stand_against_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(tmp_path)
+    said = {"eager": "20.8 us", "vllm": "not here: No module named 'vllm'"}
+    found = evaluation(NO_ENTRY).model_copy(update={"baseline": "eager", "baselines": said})
+    monkeypatch.setattr(Worker, "_judged", lambda *_: found)
+    [job], _ = serve(tmp_path)
+    assert job.detail == "2.000 x eager, vllm did not run"
 
 
 def test_a_job_that_ends_its_workers_is_refused_at_last(tmp_path: Path) -> None:

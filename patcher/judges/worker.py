@@ -203,7 +203,10 @@ class Worker:
             return Served(job=name, outcome="failed", detail=told)
         self._write(name, JobResult(job=posted.digest, evaluation=evaluation, machine=self.machine))
         speedup = evaluation.geomean_speedup
-        detail = f"{speedup:.3f} x {evaluation.baseline}" if speedup is not None else ""
+        detail = ""
+        if speedup is not None:
+            silent = [f"{name} did not run" for name in evaluation.missing_baselines]
+            detail = ", ".join([f"{speedup:.3f} x {evaluation.baseline}", *silent])
         return Served(
             job=name, outcome=evaluation.outcome, detail=detail, seconds=evaluation.total_s
         )
