@@ -588,24 +588,26 @@ def test_evaluate_asks_elsewhere_and_the_same_command_takes_the_verdict_up(
         assert told["outcome"] == "generation_failure"
 
 
-def test_a_run_is_judged_on_one_kind_of_device(tmp_path: Path) -> None:
-    def on(device: str, driver: str | None = None) -> Evaluation:
-        environment = Environment(
-            device=device, device_kind="cuda", python="3", packages={}, driver=driver
-        )
-        return Evaluation(
-            op=OP.name,
-            language="cuda",
-            digest="a" * 64,
-            outcome=Outcome.RUNTIME_ERROR,
-            environment=environment,
-        )
+def judged_on(device: str, driver: str | None = None, **packages: str) -> Evaluation:
+    environment = Environment(
+        device=device, device_kind="cuda", python="3", packages=packages, driver=driver
+    )
+    return Evaluation(
+        op=OP.name,
+        language="cuda",
+        digest="a" * 64,
+        outcome=Outcome.RUNTIME_ERROR,
+        environment=environment,
+    )
 
-    nowhere = on("H200").model_copy(update={"environment": None})
+
+def test_a_run_is_judged_on_one_kind_of_device(tmp_path: Path) -> None:
+    ours = judged_on("H200", "580")
+    nowhere = ours.model_copy(update={"environment": None})
     with Run.create(tmp_path, command="optimize") as run:
-        for number, known in enumerate((nowhere, on("H200", "580"), on("H200", "580"))):
+        for number, known in enumerate((nowhere, ours, ours)):
             run.step(f"x/{number}/evaluate", lambda known=known: hold(run, known), Evaluation)
-        for other in (on("H100", "580"), on("H200", "590")):
+        for other in (judged_on("H100", "580"), judged_on("H200", "590")):
             with pytest.raises(VerificationError, match="judged on H200, driver 580, and"):
                 hold(run, other)
         assert hold(run, nowhere) == nowhere
@@ -613,25 +615,15 @@ def test_a_run_is_judged_on_one_kind_of_device(tmp_path: Path) -> None:
 
 def test_a_run_is_judged_beside_one_set_of_packages(tmp_path: Path) -> None:
     """Where vLLM is missing its kernel is no baseline, and a candidate looks better."""
-
-    def beside(**packages: str) -> Evaluation:
-        environment = Environment(device="H200", device_kind="cuda", python="3", packages=packages)
-        return Evaluation(
-            op=OP.name,
-            language="cuda",
-            digest="a" * 64,
-            outcome=Outcome.RUNTIME_ERROR,
-            environment=environment,
-        )
-
-    first = beside(torch="2.11.0", vllm="0.25.1")
+    first = judged_on("H200", torch="2.11.0", vllm="0.25.1")
+    another = judged_on("H200", torch="2.13.0", vllm="0.25.1", flashinfer="0.6")
     with Run.create(tmp_path, command="optimize") as run:
         run.step("x/0/evaluate", lambda: hold(run, first), Evaluation)
         assert hold(run, first) == first
         with pytest.raises(VerificationError, match=r"beside vllm none, not 0\.25\.1$"):
-            hold(run, beside(torch="2.11.0"))
-        with pytest.raises(VerificationError, match=r"flashinfer-python 0\.6, not none, torch 2"):
-            hold(run, beside(torch="2.13.0", vllm="0.25.1", **{"flashinfer-python": "0.6"}))
+            hold(run, judged_on("H200", torch="2.11.0"))
+        with pytest.raises(VerificationError, match=r"flashinfer 0\.6, not none, torch 2"):
+            hold(run, another)
 
 
 def test_the_agents_are_told_of_the_machine_that_was_seen_last(
