@@ -247,6 +247,7 @@ class Sitting(Generic[Process]):
     def _beside(self, kind: Kind, begun: tuple[Arm, Arm], pairs: list[Pair]) -> None:
         arms = self._open_both(kind, begun)
         sides: dict[Arm, Side] = {arm: process.side() for arm, process in arms.items()}
+        self._tell()
         for pair in pairs:
             vocab = arms["baseline"].vocab_size
             self.windows += take_pair(pair, sides, self.workload, vocab, self.seed, self.clocks)
@@ -263,6 +264,7 @@ class Sitting(Generic[Process]):
         for arm in begun:
             process = self._open(kind, arm, SHARE_ALONE)
             side = process.side()
+            self._tell()
             for pair in pairs:
                 [found[pair.number, arm]] = take_pair(
                     pair, {arm: side}, self.workload, process.vocab_size, self.seed, self.clocks
@@ -324,6 +326,7 @@ class Sitting(Generic[Process]):
         """Memory and latency, after the pairs, and what else is asked, which counts calls and so
         comes before any that no window is of.
         """
+        self._tell(f"asking {' and '.join(processes)}")
         for arm, process in processes.items():
             if last.kind == "ab":
                 self.peak[arm] = max(self.peak.get(arm, 0), process.memory().peak)

@@ -133,7 +133,8 @@ def test_a_gain_is_found_and_bias_between_processes_is_in_the_interval() -> None
     assert host.most == 2
     assert said[-1][1] == said[-1][2]
     assert {stage.partition(" (")[0] for stage, _, _ in said} == {"pairs in processes"}
-    assert said[-1][0].endswith("])")
+    taken = [stage for stage, _, _ in said if "asking" not in stage]
+    assert taken[-1].endswith("])")
 
 
 def test_processes_are_fresh_swapped_and_warm() -> None:

@@ -66,6 +66,8 @@ def test_several_patches_are_in_together_and_have_one_verdict(bundle: Path) -> N
     judged_together = Judged.model_validate_json(done.stdout)
     ids = tuple(patch.manifest.id for patch in patches)
     assert judged_together.patches == ids
+    assert {"pairs", "quality"} <= set(judged_together.took_s)
+    assert all(seconds >= 0 for seconds in judged_together.took_s.values())
     first, second = json.loads(done.stdout)["measured"]
     assert {"throughput", "quality", "receipt"} <= set(first)
     assert "receipt" in second

@@ -21,6 +21,7 @@ from patcher.commands.console import Output, runs_dir, write_out
 from patcher.endtoend.judging import judged_again, measure_and_decide
 from patcher.endtoend.measured import Job, Judged
 from patcher.endtoend.sets import keep_name, measure_sets, shown
+from patcher.endtoend.timeline import Timeline
 from patcher.report import write
 from patcher.report.judged import report_of
 from patcher.show.quality import quality_lines
@@ -48,8 +49,11 @@ class Verdicts:
         with ExitStack() as stack:
             bundles = [stack.enter_context(unpacked(file)) for file in files]
             with self.output.progress() as bar:
-                result = measure_and_decide(job, bundles, bar, self.before, self.after)
-            result = result.model_copy(update={"command": self.command, "created": _now()})
+                timeline = Timeline(bar)
+                result = measure_and_decide(job, bundles, timeline, self.before, self.after)
+            took_s = timeline.took_s()
+            when = {"command": self.command, "created": _now(), "took_s": took_s}
+            result = result.model_copy(update=when)
             return self._tell(result, [Patch.load(one) for one in bundles], (self.command,))
 
     def once_more(self, kept: Path, files: Sequence[Path], model: str) -> int:
@@ -100,6 +104,9 @@ class Verdicts:
             whose = f" of {name}" if len(result.patches) > 1 else ""
             calls = f"{one.receipt.total_calls:,} calls of the patched kernel"
             lines.append(Text(f"receipt{whose}: {calls}"))
+        if result.took_s:
+            spent = ", ".join(f"{kind} {seconds:.0f}" for kind, seconds in result.took_s.items())
+            lines.append(Text(f"took {sum(result.took_s.values()):.0f} s: {spent}"))
         self.output.emit(result, *lines, *decision_lines(result.decision), *page)
         return 0 if result.decision.verdict == "accept" else 1
 

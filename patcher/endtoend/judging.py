@@ -105,7 +105,8 @@ def judged_again(
                 "give that one: its evidence and guards are part of the verdict",
             )
     again = judged(patches, kept.measured, before, after)
-    return again.model_copy(update={"command": kept.command, "created": kept.created})
+    told = {"command": kept.command, "created": kept.created, "took_s": kept.took_s}
+    return again.model_copy(update=told)
 
 
 def refuse_one_point_twice(patches: Sequence[Patch]) -> None:

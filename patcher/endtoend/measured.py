@@ -80,6 +80,8 @@ class Judged(Record):
     """That measured it."""
     created: str = ""
     """When: ISO 8601, UTC."""
+    took_s: dict[str, float] = Field(default_factory=dict)
+    """Seconds that it took, by what they went for; see `patcher.endtoend.timeline`."""
 
     @model_serializer(mode="wrap")
     def _shared_once(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
