@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Everything of bench/results that wants an H200 with vLLM 0.25.1 and Nsight's tools, by stages:
 #
-#   bench/h200.sh OUT kernels bundles points together alone tuned one profiles
+#   bench/h200.sh OUT kernels bundles points together alone one profiles
 #
 # kernels    judges the kernels that ship for vLLM, with compute-sanitizer and counters     about 1 min each
 # bundles    makes patches of those verdicts (of bench/results/kernels where there is none)  seconds
 # points     proves each patch point: receipts = nsys, fallback, revert, restart             4 min
-# together   all at once, also at batch 1 and 64 and at contexts of 4k and 8k                10 min
+# together   all at once against the best stock configuration, which is looked for first;
+#            also at batch 1 and 64 and at contexts of 4k and 8k                            18 min
 # alone      each patch alone and all together                                              16 min
-# tuned      all at once against the best stock configuration, which is looked for first    16 min
 # one        all at once at batch 1                                                          6 min
 # profiles   the stock and the patched step under nsys, and the page that holds both         4 min
 #
@@ -79,11 +79,16 @@ measured() {
 }
 
 together() {
-  measured together --batch 8 --output-len 64 --also-batch 1,64 --also-context 4096,8192 \
+  measured together --tune-baseline --batch 8 --output-len 64 --also-batch 1,64 --also-context 4096,8192 \
     --engine-arg max_cudagraph_capture_size=64 --report "$out/verdicts/together"
 }
 
 alone() {
+  measured alone --best-set --batch 8 --output-len 128 --processes 3 --pairs 24 \
+    --engine-arg max_cudagraph_capture_size=8
+}
+
+one() {
   measured alone --best-set --batch 8 --output-len 128 --processes 3 --pairs 24 \
     --engine-arg max_cudagraph_capture_size=8
 }
@@ -119,7 +124,7 @@ profiles() {
 
 for stage in "$@"; do
   case $stage in
-    kernels | bundles | points | together | alone | tuned | one | profiles) "$stage" ;;
+    kernels | bundles | points | together | alone | one | profiles) "$stage" ;;
     *) echo "no stage $stage: see the head of $0" >&2; exit 2 ;;
   esac
 done

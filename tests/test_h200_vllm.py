@@ -109,9 +109,9 @@ def test_the_script_of_the_sitting_says_what_the_commands_take(tmp_path: Path) -
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
 
-    stages = ("kernels", "bundles", "points", "together", "alone", "tuned", "one", "profiles")
+    stages = ("kernels", "bundles", "points", "together", "alone", "one", "profiles")
     said = run(*stages)
-    assert run("kernels", "together", "alone", "tuned", "one") == []
+    assert run("kernels", "together", "alone", "one") == []
     [points] = [words for words in said if words[1] != "patcher"]
     said.remove(points)
     assert set(points[points.index("--ops") + 1].split(",")) <= set(KNOWN)
