@@ -135,6 +135,13 @@ def test_the_script_of_the_sitting_says_what_the_commands_take(tmp_path: Path) -
     assert "no stage everything" in wrong.stderr
 
 
+def test_no_stage_of_the_sitting_is_written_twice() -> None:
+    """The shell would take the later one and say nothing."""
+    script = (ROOT / "bench/h200.sh").read_text()
+    named = re.findall(r"^(\w+)\(\) \{", script, re.MULTILINE)
+    assert len(named) == len(set(named)) > 8
+
+
 def test_what_failed_in_the_sitting_is_no_result(tmp_path: Path) -> None:
     for stage in ("kernels", "together"):
         done = subprocess.run(
