@@ -88,11 +88,6 @@ alone() {
     --engine-arg max_cudagraph_capture_size=8
 }
 
-tuned() {
-  measured tuned --tune-baseline --batch 8 --output-len 64 \
-    --engine-arg max_cudagraph_capture_size=8 --report "$out/verdicts/tuned"
-}
-
 one() {
   measured one --batch 1 --output-len 64 --engine-arg max_cudagraph_capture_size=1 --report "$out/verdicts/one"
 }

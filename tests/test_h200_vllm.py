@@ -112,6 +112,9 @@ def test_the_script_of_the_sitting_says_what_the_commands_take(tmp_path: Path) -
     stages = ("kernels", "bundles", "points", "together", "alone", "one", "profiles")
     said = run(*stages)
     assert run("kernels", "together", "alone", "one") == []
+    outs = {Path(words[words.index("--out") + 1]).stem: words for words in said if "--out" in words}
+    assert set(outs) == {"together", "alone", "one"}
+    assert {name for name, words in outs.items() if "--tune-baseline" in words} == {"together"}
     [points] = [words for words in said if words[1] != "patcher"]
     said.remove(points)
     assert set(points[points.index("--ops") + 1].split(",")) <= set(KNOWN)
@@ -140,6 +143,8 @@ def test_no_stage_of_the_sitting_is_written_twice() -> None:
     script = (ROOT / "bench/h200.sh").read_text()
     named = re.findall(r"^(\w+)\(\) \{", script, re.MULTILINE)
     assert len(named) == len(set(named)) > 8
+    [called] = re.findall(r"^    (.*)\) \"\$stage\" ;;$", script, re.MULTILINE)
+    assert set(called.split(" | ")) <= set(named)
 
 
 def test_what_failed_in_the_sitting_is_no_result(tmp_path: Path) -> None:
