@@ -136,8 +136,8 @@ def judge(
     low, high = _percent(mean.value - half), _percent(mean.value + half)
     verdict, reason = _verdict(ratios, mean, low, high, margin_pct)
     if outlying:
-        word = "pair lies" if outlying == 1 else "pairs lie"
-        reason += f"; {outlying} {word} far out and count as if less far"
+        words = "pair lies far out and counts" if outlying == 1 else "pairs lie far out and count"
+        reason += f"; {outlying} {words} as if less far"
     return Judgement(
         gain_pct=_percent(mean.value),
         low_pct=low,
