@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench import SCHEMA_VERSION, MissingError, PatcherError, Record, VerificationError
+from bench import (
+    SCHEMA_VERSION,
+    Evaluation,
+    MissingError,
+    PatcherError,
+    Record,
+    VerificationError,
+)
 from integrate.binaries import fitting_binary
 from integrate.changes import Change
 from integrate.manifest import Manifest
@@ -113,7 +120,11 @@ def verify_workers(manifest: Manifest, tensor_parallel: int) -> None:
 
 def _evidence(patch: Patch) -> str:
     patch.candidate()
-    evaluation = patch.evaluation
+    further = [f"over {one.sweep}: {_in_words(one)}" for one in patch.manifest.further]
+    return "; ".join([_in_words(patch.evaluation), *further])
+
+
+def _in_words(evaluation: Evaluation) -> str:
     where = f" on {evaluation.environment.device}" if evaluation.environment else ""
     if evaluation.geomean_speedup is None:
         return f"{evaluation.outcome}{where}"

@@ -331,6 +331,7 @@ def test_verdicts_over_several_sweeps_are_one_patch(
     assert document["guards"]["axes"]["tokens"]["maximum"] == 1
     patch = Patch.load(Path("made"))
     assert [one.sweep for one in patch.evaluations] == ["bf16", "cpu"]
+    assert "2.000x; over cpu: 2.000x" in cli("verify", "made")[1]
     code, document = cli(*words, "bf16.json", "--json")
     assert (code, document["error"]["message"]) == (2, "two verdicts are over one sweep")
     asked: list[str | None] = []
