@@ -51,13 +51,15 @@ def table(found: Sequence[tuple[str, Evaluation]]) -> str:
     """A table for each sweep's points, a row a kernel: the baseline's time over the kernel's, with
     the times in microseconds below it.
     """
-    groups: dict[tuple[tuple[str, int], ...], list[tuple[str, Evaluation]]] = {}
+    ops = [evaluation.op for _, evaluation in found]
+    groups: dict[tuple[tuple[str, int], ...], list[str]] = {}
     for name, evaluation in found:
-        groups.setdefault(_points(evaluation), []).append((name, evaluation))
+        row = _row(name, evaluation, several=ops.count(evaluation.op) > 1)
+        groups.setdefault(_points(evaluation), []).append(row)
     return "\n\n".join(_group(points, rows) for points, rows in groups.items())
 
 
-def _group(points: Sequence[tuple[str, int]], rows: Sequence[tuple[str, Evaluation]]) -> str:
+def _group(points: Sequence[tuple[str, int]], rows: Sequence[str]) -> str:
     axis = points[0][0]
     columns = [f"{size:,}" for _, size in points]
     head = ["kernel", "against", *columns, "geomean", "lowest", "of light", "of launch floor"]
@@ -65,19 +67,21 @@ def _group(points: Sequence[tuple[str, int]], rows: Sequence[tuple[str, Evaluati
     lines = [
         f"| {' | '.join(head)} |",
         f"| --- | --- |{' ---: |' * (len(head) - 2)}",
-        *(_row(name, evaluation) for name, evaluation in rows),
+        *rows,
     ]
     return f"By {axis}:\n\n" + "\n".join(lines)
 
 
-def _row(name: str, evaluation: Evaluation) -> str:
+def _row(name: str, evaluation: Evaluation, several: bool) -> str:
+    """`several`: the op has other rows, over other sweeps."""
     timings = evaluation.timings
     cells = [f"{one.speedup:.2f}x<br>{one.candidate_us:.2f}" for one in timings]
     lowest = min(timings, key=lambda one: one.speedup_low)
     light = [one.light_pct for one in timings if one.light_pct is not None]
     launch = [one.launch_pct for one in timings if one.launch_pct is not None]
     row = [
-        f"[`{evaluation.op}`]({name}.json), {evaluation.language}",
+        f"[`{evaluation.op}`]({name}.json), {evaluation.language}"
+        + (f", sweep `{evaluation.sweep}`" if several and evaluation.sweep else ""),
         evaluation.baseline or "",
         *cells,
         f"**{evaluation.geomean_speedup:.2f}x**",

@@ -18,7 +18,14 @@ struct Raw {
 };
 
 // Activations: read once, past L1 (fresh after the dependency wait). Volatile: stays behind the wait.
-__device__ __forceinline__ void load_data_quad(uint4& v, const void* pointer, int active) {
+__device__ __forceinline__ void load_data_quad(uint4& v, const void* pointer) {
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(__cvta_generic_to_global(pointer))
+               : "memory");
+}
+
+__device__ __forceinline__ void load_data_quad_if(uint4& v, const void* pointer, int active) {
   asm volatile(
       "{\n"
       "  .reg .pred p;\n"
@@ -30,8 +37,15 @@ __device__ __forceinline__ void load_data_quad(uint4& v, const void* pointer, in
       : "memory");
 }
 
-// The weight: read-only for the kernel's whole life. Volatile: stays in front of the wait.
-__device__ __forceinline__ void load_weight_quad(uint4& v, const void* pointer, int active) {
+// The weight: read-only for the kernel's whole life. Volatile: stays behind the activations' loads.
+__device__ __forceinline__ void load_weight_quad(uint4& v, const void* pointer) {
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(__cvta_generic_to_global(pointer))
+               : "memory");
+}
+
+__device__ __forceinline__ void load_weight_quad_if(uint4& v, const void* pointer, int active) {
   asm volatile(
       "{\n"
       "  .reg .pred p;\n"
@@ -43,24 +57,33 @@ __device__ __forceinline__ void load_weight_quad(uint4& v, const void* pointer, 
       : "memory");
 }
 
+// always: known when compiled that every thread has this unit.
 template <typename T>
-__device__ __forceinline__ Raw<T> load_data(const T* pointer, bool active) {
+__device__ __forceinline__ Raw<T> load_data(const T* pointer, bool always, bool active) {
   Raw<T> raw;
 #pragma unroll
   for (int q = 0; q < Raw<T>::kQuads; ++q) {
-    raw.quad[q] = make_uint4(0u, 0u, 0u, 0u);
-    load_data_quad(raw.quad[q], reinterpret_cast<const uint4*>(pointer) + q, int(active));
+    if (always) {
+      load_data_quad(raw.quad[q], reinterpret_cast<const uint4*>(pointer) + q);
+    } else {
+      raw.quad[q] = make_uint4(0u, 0u, 0u, 0u);
+      load_data_quad_if(raw.quad[q], reinterpret_cast<const uint4*>(pointer) + q, int(active));
+    }
   }
   return raw;
 }
 
 template <typename W>
-__device__ __forceinline__ Raw<W> load_weight(const W* pointer, bool active) {
+__device__ __forceinline__ Raw<W> load_weight(const W* pointer, bool always, bool active) {
   Raw<W> raw;
 #pragma unroll
   for (int q = 0; q < Raw<W>::kQuads; ++q) {
-    raw.quad[q] = make_uint4(0u, 0u, 0u, 0u);
-    load_weight_quad(raw.quad[q], reinterpret_cast<const uint4*>(pointer) + q, int(active));
+    if (always) {
+      load_weight_quad(raw.quad[q], reinterpret_cast<const uint4*>(pointer) + q);
+    } else {
+      raw.quad[q] = make_uint4(0u, 0u, 0u, 0u);
+      load_weight_quad_if(raw.quad[q], reinterpret_cast<const uint4*>(pointer) + q, int(active));
+    }
   }
   return raw;
 }
@@ -140,52 +163,59 @@ __device__ __forceinline__ Raw<T> pack(const float (&in)[8]) {
 }
 
 // One block per row; a unit is eight elements; kUnits units a thread, held in registers.
-template <typename T, typename W, int kThreads, int kUnits>
+// kFixed: the number of units of a row where it is known when compiled (and epsilon is then a normal
+// number, so that the argument of the square root is one), else 0.
+template <typename T, typename W, int kThreads, int kUnits, int kFixed>
 __global__ void __launch_bounds__(kThreads)
-    row_kernel(T* input, T* residual, const W* weight, int units, float inv_hidden, float epsilon) {
+    row_kernel(T* input, T* residual, const W* weight, int dynamic_units, float inv_hidden, float epsilon) {
   // First of all: the next launch may start. It reads nothing of ours before its own wait, which
   // lasts until this grid is complete, and this grid completes only after its own wait below, which
   // every thread executes: so the order of all grids in the chain holds.
   cudaTriggerProgrammaticLaunchCompletion();
 
   constexpr int kWarps = kThreads / 32;
-  static_assert(kThreads % 128 == 0, "the partial sums are read four at a time");
-  constexpr bool kEarlyWeight = kUnits <= 2;
-  __shared__ __align__(16) float partial[kWarps];
+  static_assert(kThreads % 32 == 0, "whole warps");
+  static_assert(kFixed <= kThreads * kUnits, "the row fits the block");
+  constexpr bool kEarlyWeight = kUnits <= 3;
+  __shared__ __align__(16) float partial[kWarps * 4];
 
   const int tid = int(threadIdx.x);
+  const int units = kFixed > 0 ? kFixed : dynamic_units;
 
-  const uint64_t row = uint64_t(blockIdx.x) * uint64_t(unsigned(units));
-  T* const input_at = input + (row + unsigned(tid)) * 8;
-  T* const residual_at = residual + (row + unsigned(tid)) * 8;
+  const uint64_t offset = uint64_t(blockIdx.x) * uint64_t(unsigned(units) * 8u) + uint64_t(unsigned(tid) * 8u);
+  T* const input_at = input + offset;
+  T* const residual_at = residual + offset;
   const W* const weight_at = weight + tid * 8;
 
-  // The weight may be read before the wait: into registers where they suffice, else into the L2,
-  // once for the grid.
-  Raw<W> raw_weight[kUnits];
-  if constexpr (kEarlyWeight) {
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      raw_weight[u] = load_weight<W>(weight_at + u * kThreads * 8, tid + u * kThreads < units);
-    }
-  } else {
-    if (blockIdx.x == 0 && tid == kThreads - 1) {
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
-                   :
-                   : "l"(__cvta_generic_to_global(weight)), "r"(unsigned(units) * 8u * unsigned(sizeof(W)))
-                   : "memory");
-    }
+  // The weight may be read before the wait: into the L2, once for the grid, by the bulk engine, which
+  // keeps out of the way of the loads.
+  if (blockIdx.x == 0 && tid == kThreads - 32) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
+                 :
+                 : "l"(__cvta_generic_to_global(weight)), "r"(unsigned(units) * 8u * unsigned(sizeof(W)))
+                 : "memory");
   }
 
   cudaGridDependencySynchronize();
 
+  // The activations first: the reduction hangs on them. The weight is needed only after it.
   Raw<T> raw_residual[kUnits];
   Raw<T> raw_input[kUnits];
+  Raw<W> raw_weight[kUnits];
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
-    const bool active = tid + u * kThreads < units;
-    raw_residual[u] = load_data<T>(residual_at + u * kThreads * 8, active);
-    raw_input[u] = load_data<T>(input_at + u * kThreads * 8, active);
+    const bool always = kFixed >= (u + 1) * kThreads;
+    const bool active = always || tid + u * kThreads < units;
+    raw_residual[u] = load_data<T>(residual_at + u * kThreads * 8, always, active);
+    raw_input[u] = load_data<T>(input_at + u * kThreads * 8, always, active);
+  }
+  if constexpr (kEarlyWeight) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const bool always = kFixed >= (u + 1) * kThreads;
+      const bool active = always || tid + u * kThreads < units;
+      raw_weight[u] = load_weight<W>(weight_at + u * kThreads * 8, always, active);
+    }
   }
 
   // Absent units were read as zeros and add nothing.
@@ -205,41 +235,81 @@ __global__ void __launch_bounds__(kThreads)
   }
   float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
 
-  // The residual drains while the row is reduced.
+  if constexpr (!kEarlyWeight) {
 #pragma unroll
-  for (int u = 0; u < kUnits; ++u) {
-    if (tid + u * kThreads < units) store_data<T>(residual_at + u * kThreads * 8, pack<T>(x[u]));
+    for (int u = 0; u < kUnits; ++u) {
+      const bool always = kFixed >= (u + 1) * kThreads;
+      const bool active = always || tid + u * kThreads < units;
+      raw_weight[u] = load_weight<W>(weight_at + u * kThreads * 8, always, active);
+    }
   }
 
+  // Three shuffles leave four sums a warp (in lanes 0 to 3); the residual is packed and stored while
+  // they are under way.
 #pragma unroll
-  for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-  if ((tid & 31) == 0) partial[tid >> 5] = sum;
+  for (int step = 0; step < 3; ++step) {
+    const float other = __shfl_xor_sync(0xffffffffu, sum, 16 >> step);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (u % 3 == step) {
+        const bool always = kFixed >= (u + 1) * kThreads;
+        if (always || tid + u * kThreads < units) {
+          store_data<T>(residual_at + u * kThreads * 8, pack<T>(x[u]));
+        }
+      }
+    }
+    sum += other;
+  }
+  if ((tid & 31) < 4) partial[(tid >> 5) * 4 + (tid & 31)] = sum;
   __syncthreads();
 
   float4 total = reinterpret_cast<const float4*>(partial)[0];
 #pragma unroll
-  for (int p = 1; p < kWarps / 4; ++p) {
+  for (int p = 1; p < kWarps; ++p) {
     const float4 more = reinterpret_cast<const float4*>(partial)[p];
     total.x += more.x;
     total.y += more.y;
     total.z += more.z;
     total.w += more.w;
   }
-  const float scale =
-      rsqrtf(fmaf((total.x + total.y) + (total.z + total.w), inv_hidden, epsilon));
+
+  // The product with the weight waits for no scale: it fills the time in which the scale is made.
+  // Float storage keeps the order scale, then weight, which cannot leave the normal range first.
+  constexpr bool kProductFirst = sizeof(T) == 2;
+  if constexpr (kProductFirst) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      float w[8];
+      unpack<W>(raw_weight[u], w);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) x[u][k] *= w[k];
+    }
+  }
+
+  const float mean_square = fmaf((total.x + total.y) + (total.z + total.w), inv_hidden, epsilon);
+  float scale;
+  if constexpr (kFixed > 0) {
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(scale) : "f"(mean_square));
+  } else {
+    scale = rsqrtf(mean_square);
+  }
 
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
-    const bool active = tid + u * kThreads < units;
-    if constexpr (!kEarlyWeight) {
-      raw_weight[u] = load_weight<W>(weight_at + u * kThreads * 8, active);
-    }
-    float w[8];
+    const bool always = kFixed >= (u + 1) * kThreads;
     float y[8];
-    unpack<W>(raw_weight[u], w);
+    if constexpr (kProductFirst) {
 #pragma unroll
-    for (int k = 0; k < 8; ++k) y[k] = (x[u][k] * scale) * w[k];
-    if (active) store_data<T>(input_at + u * kThreads * 8, pack<T>(y));
+      for (int k = 0; k < 8; ++k) y[k] = x[u][k] * scale;
+    } else {
+      float w[8];
+      unpack<W>(raw_weight[u], w);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) y[k] = (x[u][k] * scale) * w[k];
+    }
+    if (always || tid + u * kThreads < units) {
+      store_data<T>(input_at + u * kThreads * 8, pack<T>(y));
+    }
   }
 }
 
@@ -299,7 +369,7 @@ inline void check(cudaError_t status) {
   if (status != cudaSuccess) TVM_FFI_THROW(RuntimeError) << cudaGetErrorString(status);
 }
 
-template <typename T, typename W, int kThreads, int kUnits>
+template <typename T, typename W, int kThreads, int kUnits, int kFixed>
 void launch_rows(T* input, T* residual, const W* weight, int64_t tokens, int units, float inv_hidden,
                  float epsilon, cudaStream_t stream) {
   cudaLaunchAttribute attribute{};
@@ -312,8 +382,8 @@ void launch_rows(T* input, T* residual, const W* weight, int64_t tokens, int uni
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, row_kernel<T, W, kThreads, kUnits>, input, residual, weight, units,
-                           inv_hidden, epsilon));
+  check(cudaLaunchKernelEx(&config, row_kernel<T, W, kThreads, kUnits, kFixed>, input, residual, weight,
+                           units, inv_hidden, epsilon));
 }
 
 template <typename T, typename W>
@@ -340,18 +410,20 @@ void launch(tvm::ffi::TensorView input_view, tvm::ffi::TensorView residual_view,
   }
 
   const int units = int(hidden / 8);
-  if (units <= 128) {
-    launch_rows<T, W, 128, 1>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
+  if (units == 360 && epsilon >= 1e-37f) {
+    launch_rows<T, W, 128, 3, 360>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
+  } else if (units <= 128) {
+    launch_rows<T, W, 128, 1, 0>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
   } else if (units <= 256) {
-    launch_rows<T, W, 256, 1>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
+    launch_rows<T, W, 128, 2, 0>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
   } else if (units <= 384) {
-    launch_rows<T, W, 384, 1>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
-  } else if (units <= 512) {
-    launch_rows<T, W, 512, 1>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
+    launch_rows<T, W, 128, 3, 0>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
+  } else if (units <= 768) {
+    launch_rows<T, W, 256, 3, 0>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
   } else if (units <= 1024) {
-    launch_rows<T, W, 512, 2>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
+    launch_rows<T, W, 512, 2, 0>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
   } else {
-    launch_rows<T, W, 512, 4>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
+    launch_rows<T, W, 512, 4, 0>(input, residual, weight, tokens, units, inv_hidden, epsilon, stream);
   }
 }
 

@@ -107,9 +107,8 @@ __device__ __forceinline__ void cluster_wait() {
 // NT: token tiles of 8; MT: row tiles of 16; S: blocks of a cluster that split K.
 template <int NT, int MT, int S>
 struct Shape {
-  static constexpr bool kOnce = NT == 1 || S > 1;  // a block (cluster) has one tile; else it walks over tiles
   static constexpr int kWarps = S == 1 ? (MT == 2 ? 12 : 16) : (S == 2 ? 16 : 8);
-  static constexpr int kBlocks = S == 1 ? (NT == 1 ? 2 : 1) : ((NT > 2 || S == 2) ? 2 : 4);
+  static constexpr int kBlocks = S == 1 ? 1 : ((NT > 2 || S == 2) ? 2 : 4);
   static constexpr int kThreads = kWarps * 32;
 };
 
@@ -119,22 +118,17 @@ template <typename T, int NT, int MT, int CH, int S>
 __global__ void __launch_bounds__(Shape<NT, MT, S>::kThreads, Shape<NT, MT, S>::kBlocks)
     linear_mma(const T* x, const T* weight, const T* bias, T* output, int tokens, int inner, int outer, int tiles,
                int passes) {
-  constexpr bool kOnce = Shape<NT, MT, S>::kOnce;
   constexpr int kWarps = Shape<NT, MT, S>::kWarps;
   constexpr int kRows = 16 * MT;
   constexpr int kStride = kRows + 4;
   constexpr int kSlab = 8 * kStride;   // partial sums of a warp for one token tile
   constexpr int kCells = 8 * kRows;    // outputs of one token tile
-  constexpr int kRed = (NT == 1 ? 1 : 2) * kWarps * kSlab;
+  constexpr int kRed = 2 * kWarps * kSlab;
   constexpr int kPart = S > 1 ? NT * S * kCells : 0;
   constexpr int kAcc = NT == 1 ? 2 : 1;
   constexpr int kHeld = NT == 1 ? CH : 1;
-  constexpr int kEarly = (S == 1 && NT > 1) ? (CH + 1) / 2 : CH;
-  static_assert(NT == 1 || NT % 2 == 0, "the two slabs alternate over the token tiles");
+  constexpr int kEarly = S == 1 ? (CH + 1) / 2 : CH;
   __shared__ float smem[kRed + kPart];
-
-  // The next call may start now: each call waits below for the whole of the one before it.
-  cudaTriggerProgrammaticLaunchCompletion();
 
   const int tid = static_cast<int>(threadIdx.x);
   const int threads = static_cast<int>(blockDim.x);
@@ -175,6 +169,7 @@ __global__ void __launch_bounds__(Shape<NT, MT, S>::kThreads, Shape<NT, MT, S>::
         wp[mt][h] = weight + static_cast<size_t>(row) * static_cast<size_t>(inner) + k_;
       }
   };
+  const T* xp = x + static_cast<size_t>(min(g, tokens - 1)) * static_cast<size_t>(inner);
 
   int tile = group;
   int pass = 0;
@@ -188,14 +183,12 @@ __global__ void __launch_bounds__(Shape<NT, MT, S>::kThreads, Shape<NT, MT, S>::
       for (int h = 0; h < 2; ++h) w[j][mt][h] = load_weight(wp[mt][h] + j * 32, k + j * 32, inner);
   unsigned short bias_now = load_bias(bias + min(tile * kRows + tid % kRows, outer - 1));
 
-  // Moves along K with k (used where NT == 1).
-  const T* xp = x + static_cast<size_t>(min(g, tokens - 1)) * static_cast<size_t>(inner) + first;
-
   cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
 
   if constexpr (NT == 1) {
 #pragma unroll
-    for (int j = 0; j < CH; ++j) xf[j] = load_x(xp + j * 32, k + j * 32, inner);
+    for (int j = 0; j < CH; ++j) xf[j] = load_x(xp + k + j * 32, k + j * 32, inner);
   }
 #pragma unroll
   for (int j = kEarly; j < CH; ++j)
@@ -204,27 +197,18 @@ __global__ void __launch_bounds__(Shape<NT, MT, S>::kThreads, Shape<NT, MT, S>::
 #pragma unroll
       for (int h = 0; h < 2; ++h) w[j][mt][h] = load_weight(wp[mt][h] + j * 32, k + j * 32, inner);
 
+  int parity = 0;
   while (true) {
     int next_tile = tile;
     int next_pass = pass + 1;
     if (next_pass == passes) {
       next_pass = 0;
-      if constexpr (!kOnce) next_tile += groups;
+      next_tile += groups;
     }
-    bool more = next_pass != 0;
-    int next_k = k + span;
-    if constexpr (!kOnce) {
-      more = next_tile < tiles;
-      next_k = first + next_pass * span;
-      aim(next_tile, next_k);
-    } else {
-#pragma unroll
-      for (int mt = 0; mt < MT; ++mt)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) wp[mt][h] += span;
-      xp += span;
-    }
+    const bool more = next_tile < tiles;
+    const int next_k = first + next_pass * span;
     const int limit = more ? inner : 0;
+    if constexpr (S == 1) aim(next_tile, next_k);
 
 #pragma unroll
     for (int j = 0; j < CH; ++j) {
@@ -252,15 +236,18 @@ __global__ void __launch_bounds__(Shape<NT, MT, S>::kThreads, Shape<NT, MT, S>::
         for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
           for (int h = 0; h < 2; ++h) w[j][mt][h] = load_weight(wp[mt][h] + j * 32, next_k + j * 32, limit);
-        if constexpr (NT == 1) xf[j] = load_x(xp + j * 32, next_k + j * 32, limit);
+      }
+    }
+    if constexpr (S == 1 && NT == 1) {
+      if (passes > 1) {
+#pragma unroll
+        for (int j = 0; j < CH; ++j) xf[j] = load_x(xp + next_k + j * 32, next_k + j * 32, limit);
       }
     }
 
     if (next_pass == 0) {  // the tile is complete: sum over warps, then over the cluster
       unsigned short bias_next = bias_now;
-      if constexpr (!kOnce) {
-        if (more) bias_next = load_bias(bias + min(next_tile * kRows + tid % kRows, outer - 1));
-      }
+      if (more) bias_next = load_bias(bias + min(next_tile * kRows + tid % kRows, outer - 1));
       const float bias_value = Traits<T>::from_bits(bias_now);
       uint32_t remote = 0;
       if constexpr (S > 1) {
@@ -270,7 +257,8 @@ __global__ void __launch_bounds__(Shape<NT, MT, S>::kThreads, Shape<NT, MT, S>::
       }
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
-        float* slab = smem + (nt & 1) * (kWarps * kSlab);
+        float* slab = smem + parity * (kWarps * kSlab);
+        parity ^= 1;
         float* mine = slab + warp * kSlab + 2 * q * kStride + g;
 #pragma unroll
         for (int mt = 0; mt < MT; ++mt) {
@@ -332,17 +320,15 @@ __global__ void __launch_bounds__(Shape<NT, MT, S>::kThreads, Shape<NT, MT, S>::
           }
         }
       }
-      if constexpr (!kOnce) {
-        bias_now = bias_next;
+      bias_now = bias_next;
 #pragma unroll
-        for (int h = 0; h < kAcc; ++h)
+      for (int h = 0; h < kAcc; ++h)
 #pragma unroll
-          for (int nt = 0; nt < NT; ++nt)
+        for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
-            for (int mt = 0; mt < MT; ++mt)
+          for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
-              for (int i = 0; i < 4; ++i) acc[h][nt][mt][i] = 0.f;
-      }
+            for (int i = 0; i < 4; ++i) acc[h][nt][mt][i] = 0.f;
     }
 
     if (!more) break;
@@ -350,6 +336,7 @@ __global__ void __launch_bounds__(Shape<NT, MT, S>::kThreads, Shape<NT, MT, S>::
     pass = next_pass;
     k = next_k;
     if constexpr (S > 1) {
+      aim(tile, k);
 #pragma unroll
       for (int j = 0; j < CH; ++j)
 #pragma unroll
@@ -358,8 +345,176 @@ __global__ void __launch_bounds__(Shape<NT, MT, S>::kThreads, Shape<NT, MT, S>::
           for (int h = 0; h < 2; ++h) w[j][mt][h] = load_weight(wp[mt][h] + j * 32, k + j * 32, inner);
       if constexpr (NT == 1) {
 #pragma unroll
-        for (int j = 0; j < CH; ++j) xf[j] = load_x(xp + j * 32, k + j * 32, inner);
+        for (int j = 0; j < CH; ++j) xf[j] = load_x(xp + k + j * 32, k + j * 32, inner);
       }
+    }
+  }
+}
+
+// ------------------------------- one-shot streaming kernel (16-bit T, up to 8 tokens)
+//
+// One block a multiprocessor owns up to D + ST consecutive tiles of 4 rows: one contiguous piece of the weight. Its
+// warps split K, CH chunks of 64 k each, and a lane asks for all of its weight at once: D tiles land in registers, ST
+// more in its own cells of shared memory. Nothing is ever refilled, so no load waits for another one.
+//
+// In the mma the tokens are A and the weight is B. With at most 8 tokens half of A would be idle, so rows 0..7 of A are
+// the tokens over the first 32 k of a chunk and rows 8..15 the same tokens over the last 32; column 2 r + h of B is row
+// r over half h. The sums wanted are c[0] (half 0 by half 0) and c[3] (half 1 by half 1); c[1] and c[2] mix the halves
+// and are dropped. So a quarter of a warp reads one whole line of 128 bytes, and a lane ends with one output's part.
+
+constexpr int kStreamChunks = 3;    // chunks of 64 k a warp
+constexpr int kStreamWarps = 16;    // at most
+constexpr int kStreamTiles = 6;     // tiles in registers
+
+__device__ __forceinline__ void copy_weight(uint32_t target, const void* p, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(p), "r"(valid ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+// Folds to one instruction where pending is known at compile time.
+__device__ __forceinline__ void wait_copies_of(int pending) {
+  switch (pending) {
+    case 7: wait_copies<7>(); break;
+    case 6: wait_copies<6>(); break;
+    case 5: wait_copies<5>(); break;
+    case 4: wait_copies<4>(); break;
+    case 3: wait_copies<3>(); break;
+    case 2: wait_copies<2>(); break;
+    case 1: wait_copies<1>(); break;
+    default: wait_copies<0>(); break;
+  }
+}
+
+template <typename T, int CH, int D, int ST>
+__global__ void __launch_bounds__(kStreamWarps * 32, 1)
+    linear_stream(const T* x, const T* weight, const T* bias, T* output, int tokens, int inner, int outer, int tiles) {
+  constexpr int kTile = kStreamWarps * 32 + 4;  // floats of a tile's parts; the 4 spread its columns over the banks
+  __shared__ float parts[(D + ST) * kTile];
+  extern __shared__ __align__(16) uint4 stage[];  // [warp][tile][chunk][lane]
+
+  const int tid = static_cast<int>(threadIdx.x);
+  const int threads = static_cast<int>(blockDim.x);
+  const int warps = threads >> 5;
+  const int lane = tid & 31;
+  const int warp = tid >> 5;
+  const int g = lane >> 2;
+  const int q = lane & 3;
+
+  const int block = static_cast<int>(blockIdx.x);
+  const int blocks = static_cast<int>(gridDim.x);
+  const int share = tiles / blocks;
+  const int extra = tiles - share * blocks;
+  const int count = share + (block < extra ? 1 : 0);  // 1 .. D + ST
+  const int row0 = (block * share + min(block, extra)) * 4;
+
+  const int k0 = warp * (CH * 64);
+  const int kw = k0 + (lane & 7) * 8;
+  const size_t step = static_cast<size_t>(inner) * 4;
+  const T* wp = weight + static_cast<size_t>(row0 + (lane >> 3)) * static_cast<size_t>(inner) + kw;
+
+  uint4 w[D][CH];
+#pragma unroll
+  for (int d = 0; d < D; ++d) {
+    const int limit = d < count ? inner : 0;
+#pragma unroll
+    for (int j = 0; j < CH; ++j) w[d][j] = load_weight(wp + j * 64, kw + j * 64, limit);
+    wp += step;
+  }
+  const int cols = count * 4;
+  const int total = tokens * cols;
+  int cell = tid;
+  int token = cell / cols;
+  int col = cell - token * cols;
+  unsigned short bias_bits = load_bias(bias + row0 + col);
+
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+
+  // x of token g: its half 0 and half 1 of every chunk of this warp. Tokens that are not there are zeros.
+  uint4 xa[CH];
+  uint4 xb[CH];
+  {
+    const bool there = g < tokens;
+    const int limit = there ? inner : 0;
+    const int kx = k0 + q * 8;
+    const T* xp = x + static_cast<size_t>(there ? g : 0) * static_cast<size_t>(inner) + kx;
+#pragma unroll
+    for (int j = 0; j < CH; ++j) {
+      xa[j] = load_x(xp + j * 64, kx + j * 64, limit);
+      xb[j] = load_x(xp + j * 64 + 32, kx + j * 64 + 32, limit);
+    }
+  }
+
+  if constexpr (ST > 0) {
+    const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(stage)) +
+                            static_cast<uint32_t>(warp * (ST * CH * 32) + lane) * 16u;
+#pragma unroll
+    for (int s = 0; s < ST; ++s) {
+      if (D + s < count) {
+#pragma unroll
+        for (int j = 0; j < CH; ++j) {
+          const bool valid = kw + j * 64 < inner;
+          const T* from = valid ? wp + j * 64 : weight;
+          copy_weight(target + static_cast<uint32_t>((s * CH + j) * 512), from, valid);
+        }
+      }
+      commit_copies();
+      wp += step;
+    }
+  }
+  // The page of the output is looked up now, not in front of the last store. It changes nothing.
+  if (tid == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(output + row0));
+
+  auto multiply = [&](const uint4(&v)[CH]) -> float {
+    float a[4] = {0.f, 0.f, 0.f, 0.f};
+    float b[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int j = 0; j < CH; ++j) {
+      Traits<T>::mma(a, xa[j].x, xb[j].x, xa[j].y, xb[j].y, v[j].x, v[j].y);
+      Traits<T>::mma(b, xa[j].z, xb[j].z, xa[j].w, xb[j].w, v[j].z, v[j].w);
+    }
+    return (a[0] + b[0]) + (a[3] + b[3]);  // token g, row q
+  };
+
+  float* mine = parts + warp * 32 + lane;
+#pragma unroll
+  for (int d = 0; d < D; ++d) {
+    if (d < count) mine[d * kTile] = multiply(w[d]);
+  }
+  if constexpr (ST > 0) {
+    const uint4* from = stage + warp * (ST * CH * 32) + lane;
+#pragma unroll
+    for (int s = 0; s < ST; ++s) {
+      if (D + s < count) {
+        wait_copies_of(ST - 1 - s);  // a lane reads only what it copied itself
+        uint4 v[CH];
+#pragma unroll
+        for (int j = 0; j < CH; ++j) v[j] = from[(s * CH + j) * 32];
+        mine[(D + s) * kTile] = multiply(v);
+      }
+    }
+  }
+
+  __syncthreads();
+  while (cell < total) {
+    const float* p = parts + (col >> 2) * kTile + token * 4 + (col & 3);
+    float s[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < kStreamWarps; ++i) {
+      if (i < warps) s[i & 3] += p[i * 32];
+    }
+    const float sum = (s[0] + s[1]) + (s[2] + s[3]);
+    output[static_cast<size_t>(token) * static_cast<size_t>(outer) + row0 + col] =
+        Traits<T>::from_float(sum + Traits<T>::from_bits(bias_bits));
+    cell += threads;
+    if (cell < total) {
+      token = cell / cols;
+      col = cell - token * cols;
+      bias_bits = load_bias(bias + row0 + col);
     }
   }
 }
@@ -381,13 +536,13 @@ template <typename T, bool kVector>
 __global__ void __launch_bounds__(256)
     linear_simt(const T* x, const T* weight, const T* bias, T* output, int tokens, int inner, int outer) {
   __shared__ float red[8][64];
-  cudaTriggerProgrammaticLaunchCompletion();
   const int tid = static_cast<int>(threadIdx.x);
   const int lane = tid & 31;
   const int warp = tid >> 5;
   const int n0 = static_cast<int>(blockIdx.x) * 8;
   const int t0 = static_cast<int>(blockIdx.y) * 8;
   cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
 
   float acc[64];
 #pragma unroll
@@ -453,11 +608,18 @@ __global__ void __launch_bounds__(256)
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 template <typename... Expected, typename... Actual>
-void start(void (*kernel)(Expected...), dim3 grid, int threads, int cluster, cudaStream_t stream, Actual... args) {
+void start(void (*kernel)(Expected...), dim3 grid, int threads, int cluster, size_t shared, cudaStream_t stream,
+           Actual... args) {
+  if (shared > 0) {
+    const cudaError_t allowed =
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(shared));
+    if (allowed != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "linear: " << cudaGetErrorString(allowed);
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads), 1, 1);
-  config.dynamicSmemBytes = 0;
+  config.dynamicSmemBytes = shared;
   config.stream = stream;
   cudaLaunchAttribute attributes[2] = {};
   unsigned count = 0;
@@ -498,19 +660,47 @@ void launch_mma(const Call<T>& c) {
   const int warps = ceil_div(chunks, S * CH * passes);
   const int tiles = ceil_div(c.outer, 16 * MT);
   int groups = tiles;
-  if (!Shape<NT, MT, S>::kOnce) {
+  if (S == 1) {
     const int room = c.multiprocessors * (max_warps / warps);
     if (groups > room) groups = room;
   }
-  start(linear_mma<T, NT, MT, CH, S>, dim3(static_cast<unsigned>(groups * S), 1, 1), warps * 32, S, c.stream, c.x,
-        c.weight, c.bias, c.output, c.tokens, c.inner, c.outer, tiles, passes);
+  start(linear_mma<T, NT, MT, CH, S>, dim3(static_cast<unsigned>(groups * S), 1, 1), warps * 32, S, 0, c.stream,
+        c.x, c.weight, c.bias, c.output, c.tokens, c.inner, c.outer, tiles, passes);
 }
 
 template <typename T, bool kVector>
 void launch_simt(const Call<T>& c) {
   start(linear_simt<T, kVector>,
         dim3(static_cast<unsigned>(ceil_div(c.outer, 8)), static_cast<unsigned>(ceil_div(c.tokens, 8)), 1), 256, 1,
-        c.stream, c.x, c.weight, c.bias, c.output, c.tokens, c.inner, c.outer);
+        0, c.stream, c.x, c.weight, c.bias, c.output, c.tokens, c.inner, c.outer);
+}
+
+template <typename T, int ST>
+void launch_stream(const Call<T>& c, int tiles, int blocks) {
+  const int warps = ceil_div(ceil_div(c.inner, 64), kStreamChunks);
+  const size_t shared = static_cast<size_t>(warps) * (ST * kStreamChunks * 512);
+  start(linear_stream<T, kStreamChunks, kStreamTiles, ST>, dim3(static_cast<unsigned>(blocks), 1, 1), warps * 32, 1,
+        shared, c.stream, c.x, c.weight, c.bias, c.output, c.tokens, c.inner, c.outer, tiles);
+}
+
+// True where the whole weight fits in flight at once and the call was launched.
+template <typename T>
+bool try_stream(const Call<T>& c) {
+  if (c.tokens > 8 || c.outer % 4 != 0) return false;
+  if (c.inner <= 1536 || c.inner > kStreamWarps * kStreamChunks * 64) return false;
+  const int tiles = c.outer / 4;
+  const int blocks = tiles < c.multiprocessors ? tiles : c.multiprocessors;
+  const int most = ceil_div(tiles, blocks);
+  if (most <= kStreamTiles) {
+    launch_stream<T, 0>(c, tiles, blocks);
+  } else if (most <= kStreamTiles + 4) {
+    launch_stream<T, 4>(c, tiles, blocks);
+  } else if (most <= kStreamTiles + 8) {
+    launch_stream<T, 8>(c, tiles, blocks);
+  } else {
+    return false;
+  }
+  return true;
 }
 
 template <typename T>
@@ -520,8 +710,9 @@ void dispatch_mma(const Call<T>& c) {
   if (c.tokens <= 8) {
     if (tiles * 8 <= c.multiprocessors && chunks >= 32) return launch_mma<T, 1, 1, 2, 8>(c);
     if (tiles * 2 <= c.multiprocessors && chunks >= 24) return launch_mma<T, 1, 1, 3, 4>(c);
+    if (try_stream(c)) return;
     if (tiles < c.multiprocessors && chunks >= 24) return launch_mma<T, 1, 1, 3, 2>(c);
-    return launch_mma<T, 1, 1, 3, 1>(c);
+    return launch_mma<T, 1, 1, 6, 1>(c);
   }
   const bool split = tiles * 2 <= c.multiprocessors && chunks >= 24;
   if (c.tokens <= 16) {
