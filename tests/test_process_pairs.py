@@ -6,6 +6,7 @@ import io
 import random
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from test_measure import WORKLOAD
 import bench
 from bench import Throughput
 from bench.clocks import ClockMonitor
-from bench.comparison import Arm
+from bench.comparison import Arm, Tuning
 from bench.process_pairs import (
     SHARE_ALONE,
     SHARE_BESIDE,
@@ -28,6 +29,8 @@ from bench.process_pairs import (
 from bench.traffic import traffic, traffics
 from bench.tuning import options_of, tune
 from bench.windows import Pair, Taken, turn_lengths
+from patcher.cli import app
+from patcher.endtoend.asking import Asking
 from patcher.endtoend.throughput_job import Asked, argument, job_of
 from patcher.show.throughput import throughput_lines
 
@@ -386,6 +389,29 @@ def test_the_best_stock_configuration_is_the_baseline() -> None:
     assert slow.chosen == {"moe": "b"}
     with pytest.raises(bench.UsageError, match="no options to tune"):
         options_of("transformers")
+
+
+def test_the_best_stock_configuration_is_found_without_a_patch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = Host(bias_pct=0)
+    monkeypatch.setattr("bench.engines.vllm.OPTIONS", (({"moe": "a"}, {"moe": "b"}),))
+
+    def started(
+        asking: Asking, name: Arm, arguments: dict[str, JsonValue], share: float, **_: float
+    ) -> ScriptedProcess:
+        made = host.start(name, share)
+        made.speed = RATES.get(str(arguments.get("moe")), 1.0)
+        return made
+
+    monkeypatch.setattr(Asking, "started", started)
+    words = ["throughput", "gpt-oss-tiny", "--engine", "vllm", "--device", "cpu", "--batch", "2"]
+    words += ["--tune-baseline", "--out", str(tmp_path / "tuned.json")]
+    assert app(words, standalone_mode=False) == 0
+    assert not host.open
+    assert "baseline: moe=b" in capsys.readouterr().out
+    found = Tuning.model_validate_json((tmp_path / "tuned.json").read_text())
+    assert [trial.arguments for trial in found.trials] == [{}, {"moe": "a"}, {"moe": "b"}]
 
 
 def test_turns_are_cut_alike_for_both_ways_of_taking_turns() -> None:

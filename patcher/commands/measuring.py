@@ -104,7 +104,10 @@ def throughput(
     ] = None,
     tune_baseline: Annotated[
         bool,
-        typer.Option("--tune-baseline", help="vllm: the best stock configuration is the baseline."),
+        typer.Option(
+            "--tune-baseline",
+            help="vllm: the best stock configuration is the baseline; without --patch: which is it?",
+        ),
     ] = False,
     engine_args: Annotated[
         list[str] | None,
@@ -138,7 +141,8 @@ def throughput(
     """End-to-end A/B of a patch, interleaved, with interval and verdict.
 
     Or, with --from, decide on samples, or once more on what was measured of --patch, now with other
-    profiles or another page; or, with --self-test, test the measurement itself.
+    profiles or another page; or, with --self-test, test the measurement itself; or, with
+    --tune-baseline alone, look for vLLM's best stock configuration.
 
     Exit code 0: accepted, or a best set found; 1: not; of --self-test 0: every planted gain found,
     1: not all, 5: one judged the wrong way round.
@@ -159,8 +163,11 @@ def throughput(
         return 0 if comparison.verdict == "accept" else 1
     if samples is not None and find_best:
         raise UsageError("several things to do", "give --from without --best-set")
-    if not patches and not self_test:
-        raise UsageError("nothing to compare", "give --patch BUNDLE, --from SAMPLES or --self-test")
+    if not (patches or self_test or tune_baseline):
+        raise UsageError(
+            "nothing to compare",
+            "give --patch BUNDLE, --from SAMPLES, --self-test or --tune-baseline",
+        )
     from hotspot import read
     from patcher.commands.verdicts import Verdicts
     from patcher.endtoend.measure import measure_planted
@@ -190,6 +197,15 @@ def throughput(
         return verdicts.best_set(job, patches or [])
     if patches:
         return verdicts.measured(job, patches)
+    if not self_test:
+        from patcher.endtoend.asking import Asking, with_cache_size
+        from patcher.show.throughput import tuning_lines
+
+        with output.progress() as bar:
+            found = Asking(with_cache_size(job)).tune(bar)
+        write_out(out, found)
+        output.emit(found, *tuning_lines(found))
+        return 0
     with output.progress() as bar:
         planted = measure_planted(job, bar)
     write_out(out, planted)
