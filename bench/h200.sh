@@ -85,7 +85,7 @@ together() {
 }
 
 alone() {
-  measured alone --best-set --batch 8 --output-len 128 --processes 3 --pairs 24 \
+  measured alone --best-set --batch 8 --output-len 64 --processes 3 --pairs 24 \
     --engine-arg max_cudagraph_capture_size=8
 }
 
