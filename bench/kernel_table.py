@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from bench.errors import PatcherError, UsageError
-from bench.evaluation import Evaluation, Outcome
+from bench.evaluation import Evaluation
 
 PUBLISHED = {
     "fused_add_rms_norm": "1.10 to 1.13x",
@@ -37,7 +37,7 @@ def read(folder: Path) -> list[tuple[str, Evaluation]]:
             raise UsageError(
                 f"{path} holds no verdict", "write it with: patcher evaluate ... --json"
             ) from error
-        if evaluation.outcome is not Outcome.CORRECT or not evaluation.timings:
+        if not evaluation.right or not evaluation.timings:
             raise UsageError(f"{path} is {evaluation.outcome}", "only what is right has a row")
         found.append((path.stem, evaluation))
     if not found:

@@ -99,7 +99,8 @@ class Manifest(Record):
     evidence: Evaluation
     """The judge's word, which is about that source."""
     further: tuple[Evaluation, ...] = ()
-    """Its word over other sweeps, about the same source."""
+    """Its word over other sweeps, about the same source: right, and at some sizes perhaps slower,
+    at which it is not called."""
     provenance: Provenance
 
     @property
@@ -120,9 +121,11 @@ class Manifest(Record):
     def _about_one_thing(self) -> Manifest:
         if not self.op == self.entry == self.contract.name == self.evidence.op:
             raise ValueError("op, entry, contract and evidence are about different ops")
+        if self.evidence.outcome is not Outcome.CORRECT:
+            raise ValueError(f"the evidence says {self.evidence.outcome}")
         for one in (self.evidence, *self.further):
-            if one.outcome is not Outcome.CORRECT:
-                raise ValueError(f"the evidence says {one.outcome}")
+            if not one.right:
+                raise ValueError(f"the evidence over {one.sweep} says {one.outcome}")
             if (one.op, one.digest) != (self.op, self.evidence.digest):
                 raise ValueError("the verdicts are about different sources")
         named = {self.source, *(binary.file for binary in self.binaries)}

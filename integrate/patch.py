@@ -67,7 +67,8 @@ class Patch:
         Args:
             built: this candidate's build, whose binary goes along where it can be carried.
             tensor_parallel: numbers of workers with which it may run; none: any.
-            further: verdicts on this candidate over other sweeps.
+            further: verdicts on this candidate over other sweeps, right there and not slower at
+                every size.
 
         Raises:
             UsageError: an evaluation is not of this candidate or not `correct`, the op has no
@@ -75,7 +76,8 @@ class Patch:
             MissingError: the engine is not installed, so its source has no fingerprint.
         """
         for one in (evaluation, *further):
-            if one.digest != candidate.digest or one.outcome is not Outcome.CORRECT:
+            known = one.right if one is not evaluation else one.outcome is Outcome.CORRECT
+            if one.digest != candidate.digest or not known:
                 raise UsageError(
                     f"only a candidate judged correct becomes a patch, this is {one.outcome}",
                     "see `patcher evaluate`",

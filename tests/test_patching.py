@@ -334,6 +334,17 @@ def test_verdicts_over_several_sweeps_are_one_patch(
     assert "2.000x; over cpu: 2.000x" in cli("verify", "made")[1]
     code, document = cli(*words, "bf16.json", "--json")
     assert (code, document["error"]["message"]) == (2, "two verdicts are over one sweep")
+    lost = over("cpu").model_copy(update={"outcome": bench.Outcome.TOO_SLOW, "geomean_speedup": 0.9})
+    Path("cpu.json").write_text(lost.model_dump_json())
+    code, document = cli(*words, "cpu.json", "--json")
+    assert (code, document["guards"]["axes"]["tokens"]["maximum"]) == (0, 1), "slower as a whole"
+    first = (*words[:-2], "cpu.json", "--evaluation", "bf16.json", "--json")
+    assert cli(*first)[1]["outcome"] == "too_slow", "but not where it is known by that"
+    Path("cpu.json").write_text(
+        lost.model_copy(update={"timings": (timing.model_copy(update=slow),)}).model_dump_json()
+    )
+    code, document = cli(*words, "cpu.json", "--json")
+    assert (code, document["outcome"]) == (1, "too_slow"), "slower everywhere"
     asked: list[str | None] = []
 
     def judged(candidate: bench.Candidate, settings: judge.JudgeSettings, *rest: object) -> object:

@@ -54,7 +54,8 @@ def bundle(
     """Judge a candidate and, if it is right and faster, make it a patch bundle.
 
     At sizes at either end of a sweep where it is slower, the engine's own code goes on running.
-    The first sweep is the one that the patch is known by.
+    The first sweep is the one that the patch is known by, on which it must be faster; over a further
+    one it may be slower at some sizes, not at all of them.
     """
     from bench import judge
     from patcher.settings import resolve
@@ -76,7 +77,10 @@ def bundle(
                 settings = judge.JudgeSettings(sweep=name, threads=threads, policy=policy)
                 evaluations.append(judge.evaluate(candidate, settings, bar))
     for one in evaluations:
-        if one.outcome is not Outcome.CORRECT:
+        faster = one.outcome is Outcome.CORRECT
+        if not faster and one is not evaluations[0] and one.right:
+            faster = any(timing.speedup_high >= 1 for timing in one.timings)
+        if not faster:
             if as_json:
                 output.emit(one)
             else:
