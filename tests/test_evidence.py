@@ -230,12 +230,17 @@ def test_all_three_tools_are_run(double: Double) -> None:
 )
 def test_a_finding_is_a_guard_violation(double: Double, tool: str, text: str) -> None:
     recorded = {"memcheck": CLEAN, "racecheck": NO_RACE, "initcheck": CLEAN, tool: text}
-    double("compute-sanitizer", PRINTS, **recorded)
+    which = double("compute-sanitizer", PRINTS, **recorded)
     said = sanitized(FINE)
     assert said.outcome is Outcome.GUARD_VIOLATION
     assert said.detail.startswith(f"{tool}: ")
     assert ".cu:" in said.detail
     assert "/home" not in said.detail + said.log
+    told = "before 2026.3 it also reports what mbarriers order"
+    assert (told in said.detail) == (tool == "racecheck")
+    newer = which.read_text(encoding="utf-8").replace("2025.3.1.0", "2026.4.0.0")
+    which.write_text(newer, encoding="utf-8")
+    assert "mbarriers" not in sanitized(FINE).detail
 
 
 def test_a_tool_that_does_not_work_here_accuses_nobody(double: Double) -> None:

@@ -334,7 +334,9 @@ def test_verdicts_over_several_sweeps_are_one_patch(
     assert "2.000x; over cpu: 2.000x" in cli("verify", "made")[1]
     code, document = cli(*words, "bf16.json", "--json")
     assert (code, document["error"]["message"]) == (2, "two verdicts are over one sweep")
-    lost = over("cpu").model_copy(update={"outcome": bench.Outcome.TOO_SLOW, "geomean_speedup": 0.9})
+    lost = over("cpu").model_copy(
+        update={"outcome": bench.Outcome.TOO_SLOW, "geomean_speedup": 0.9}
+    )
     Path("cpu.json").write_text(lost.model_dump_json())
     code, document = cli(*words, "cpu.json", "--json")
     assert (code, document["guards"]["axes"]["tokens"]["maximum"]) == (0, 1), "slower as a whole"

@@ -36,6 +36,9 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "racecheck": ("--racecheck-report", "analysis"),
     "initcheck": (),
 }
+_FOLLOWS_MBARRIERS = (2026, 3)
+"""From here on racecheck sees what mbarriers order; its release notes name false positives before
+(2025.4, 2026.1, 2026.3), and on 2025.3.1 every pipeline of bulk copies drew some."""
 _HIDDEN = 3
 """Hidden shapes that are run beside the smallest and the largest swept one."""
 _UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -136,6 +139,7 @@ def sanitize(
         report = parse(ran.log, name)
         if own := [finding for finding in report.findings if finding.counts]:
             more = f"; {report.errors} reports" if (report.errors or 0) > 1 else ""
+            more += _doubt(name, version)
             return Sanitized(
                 outcome=Outcome.GUARD_VIOLATION,
                 detail=own[0].told() + more,
@@ -217,6 +221,18 @@ def _points(op: Op, sweep: Sweep) -> list[Point]:
     swept = sweep.points()
     hidden = [Point(axes=s.axes, dtypes=sweep.dtypes) for s in op.contract.hidden[:_HIDDEN]]
     return [swept[0], *swept[-1:], *hidden] if len(swept) > 1 else [*swept, *hidden]
+
+
+def _doubt(name: str, version: str) -> str:
+    """What else a finding of such a version may be; it counts all the same."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if name != "racecheck" or not numbers or numbers >= _FOLLOWS_MBARRIERS:
+        return ""
+    least = ".".join(map(str, _FOLLOWS_MBARRIERS))
+    return (
+        f"; compute-sanitizer {version}, and before {least} it also reports what mbarriers order: "
+        "judge with a newer one (pip install nvidia-cuda-sanitizer-api, PATCHER_COMPUTE_SANITIZER)"
+    )
 
 
 def _run(tool: Path, name: str, job: tools.Job, limit_s: float, memory_bytes: int) -> tools.Ran:

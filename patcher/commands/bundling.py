@@ -54,8 +54,8 @@ def bundle(
     """Judge a candidate and, if it is right and faster, make it a patch bundle.
 
     At sizes at either end of a sweep where it is slower, the engine's own code goes on running.
-    The first sweep is the one that the patch is known by, on which it must be faster; over a further
-    one it may be slower at some sizes, not at all of them.
+    The first sweep is the one that the patch is known by, on which it must be faster; over a
+    further one it may be slower at some sizes, not at all of them.
     """
     from bench import judge
     from patcher.settings import resolve

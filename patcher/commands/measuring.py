@@ -106,7 +106,7 @@ def throughput(
         bool,
         typer.Option(
             "--tune-baseline",
-            help="vllm: the best stock configuration is the baseline; without --patch: which is it?",
+            help="vllm: the best stock configuration is the baseline; without --patch: find it.",
         ),
     ] = False,
     engine_args: Annotated[
