@@ -222,7 +222,7 @@ class Sitting(Generic[Process]):
     """A/B process pairs."""
     windows: list[Window] = field(default_factory=list)
     steps: dict[Arm, list[float]] = field(default_factory=dict)
-    peak: dict[Arm, int] = field(default_factory=dict)
+    peak: dict[Arm, list[int]] = field(default_factory=dict)
     residency: str = ""
     together: bool | None = None
     _kept: Process | None = None
@@ -329,7 +329,7 @@ class Sitting(Generic[Process]):
         self._tell(f"asking {' and '.join(processes)}")
         for arm, process in processes.items():
             if last.kind == "ab":
-                self.peak[arm] = max(self.peak.get(arm, 0), process.memory().peak)
+                self.peak.setdefault(arm, []).append(process.memory().peak)
             self.visit(last, arm, process)
             if last.kind == "ab":
                 own = self.steps.setdefault(arm, [])

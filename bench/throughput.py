@@ -9,6 +9,7 @@ beside it: the baseline on both sides.
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -126,7 +127,7 @@ def of_processes(
     comparison: Comparison,
     windows: Sequence[Window],
     steps: Mapping[Arm, Sequence[float]],
-    peak: Mapping[Arm, int],
+    peak: Mapping[Arm, Sequence[int]],
     residency: str,
     margin_pct: float,
     clocks: ClockMonitor,
@@ -135,7 +136,8 @@ def of_processes(
 
     Args:
         steps: seconds of each arm's steps, see `bench.latency.in_steps`.
-        peak: each arm's peak memory in bytes.
+        peak: peak memory in bytes of each arm's processes. The median is the arm's: whichever is
+            the first of its kind on a machine compiles, and takes memory for that.
     """
     threads = workload.threads or torch.get_num_threads()
     return Throughput(
@@ -150,7 +152,7 @@ def of_processes(
         latency={
             arm: latency_of(arm, windows, every, workload.batch) for arm, every in steps.items()
         },
-        peak_memory_bytes=dict(peak),
+        peak_memory_bytes={arm: statistics.median_low(every) for arm, every in peak.items()},
         residency=residency,
     )
 

@@ -305,7 +305,7 @@ def throughput_of(
         comparison,
         windows,
         {arm: [s for wave in own for s in wave.steps[each]] for arm, each in arms.items()},
-        {arm: max(wave.peak[each] for wave in own) for arm, each in arms.items()},
+        {arm: [wave.peak[each] for wave in own] for arm, each in arms.items()},
         f"{loaded} processes loaded at once, idle but for the one that has its turn; "
         "one baseline for all that were measured beside it",
         margin_pct,

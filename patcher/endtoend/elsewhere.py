@@ -30,7 +30,7 @@ class OtherPoint(Record):
 
 class PeakMemory(Record):
     """Of the GPU: what torch took in one batch of each arm; where each arm is a process, what it
-    reserved in all its windows.
+    reserved in all its windows (the median of the arm's processes).
     """
 
     baseline_bytes: int = Field(gt=0)
