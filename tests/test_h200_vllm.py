@@ -20,10 +20,12 @@ from integrate import Patch, unpacked
 from patcher.endtoend.judging import judged_again
 from patcher.endtoend.measured import Judged
 from patcher.reconciling.vllm_points import KNOWN
+from patcher.report.verdict_table import table
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "bench/results/h200-vllm"
 FILES = sorted(FOLDER.glob("*.json"))
+ALONE = sorted((FOLDER / "alone").glob("*.json"))
 
 
 def digest_of(bundle: Path) -> str:
@@ -40,6 +42,7 @@ def bundles_of(file: Path) -> list[Path]:
 
 def test_there_are_verdicts() -> None:
     assert FILES
+    assert len(ALONE) == 8
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
@@ -75,6 +78,17 @@ def test_the_page_states_it(file: Path) -> None:
     assert not re.search(r"/(tmp|home|root|work)/", readme)
     for bundle in bundles_of(file):
         assert bundle.name in readme
+
+
+@pytest.mark.parametrize("file", ALONE, ids=lambda path: path.stem)
+def test_the_windows_of_one_alone_give_its_row_again(file: Path) -> None:
+    kept = Judged.model_validate_json(file.read_bytes())
+    found = kept.measured[0].throughput
+    stated = found.comparison
+    again = decide_on(list(found.windows), "ab", stated.margin_pct, stated.confidence_pct)
+    assert again == stated
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert table([kept]).splitlines()[2] in readme
 
 
 def test_the_script_of_the_sitting_says_what_the_commands_take(tmp_path: Path) -> None:
