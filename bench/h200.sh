@@ -8,10 +8,13 @@
 # points     proves each patch point: receipts = nsys, fallback, revert, restart             4 min
 # together   all at once against the best stock configuration, which is looked for first;
 #            also at batch 1 and 64 and at contexts of 4k and 8k                            18 min
-# alone      each patch alone and all together                                              16 min
+# alone      each patch alone and all together                                              13 min
 # one        all at once at batch 1                                                          6 min
 # profiles   the stock and the patched step under nsys, and the page that holds both         4 min
 #
+# Two may run at once, on a GPU each (CUDA_VISIBLE_DEVICES): a kernel that one has begun the other
+# leaves; OUT/kernels/*.part of one that was killed is in the way until it is removed. Where the matmuls
+# shall pass the sanitizer, PATCHER_COMPUTE_SANITIZER names one of 2026.3 or later.
 # Files: OUT/kernels/*.json, OUT/bundles/*.zip, OUT/points, OUT/verdicts/*, OUT/profiles. What is there
 # is not made again: remove it first. `alone` goes on after its last wave (OUT/runs). PYTHON names the
 # interpreter that has vLLM and patcher (`pip install -e .`: `points` finds vLLM's plugin by that).
@@ -43,6 +46,7 @@ kernels() {
     for sweep in $(sweeps_of "$op"); do
       local file closer=(); file=$out/kernels/$(verdict_of "$op" "$sweep")
       [ -e "$file" ] && continue
+      (set -o noclobber; : > "$file.part") 2> /dev/null || continue
       [[ "$(sweeps_of "$op")" = "$sweep"* ]] && closer=(--sanitize --counters)
       "${patcher[@]}" evaluate "$op" "$(source_of "$op")" --sweep "$sweep" "${closer[@]}" --json > "$file.part" || grep -q '"outcome"' "$file.part"
       mv "$file.part" "$file"

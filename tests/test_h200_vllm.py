@@ -126,6 +126,11 @@ def test_the_script_of_the_sitting_says_what_the_commands_take(tmp_path: Path) -
     stages = ("kernels", "bundles", "points", "together", "alone", "one", "profiles")
     said = run(*stages)
     assert run("kernels", "together", "alone", "one") == []
+    kernel = tmp_path / "out/kernels/moe_route-cuda_tuned.json"
+    begun = kernel.rename(f"{kernel}.part")
+    assert run("kernels") == [], "another has begun it"
+    begun.unlink()
+    assert [words[2:4] for words in run("kernels")] == [["evaluate", "moe_route"]]
     outs = {Path(words[words.index("--out") + 1]).stem: words for words in said if "--out" in words}
     assert set(outs) == {"together", "alone", "one"}
     assert {name for name, words in outs.items() if "--tune-baseline" in words} == {"together"}
