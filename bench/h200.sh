@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Everything of bench/results that wants an H200 with vLLM 0.25.1 and Nsight's tools, by stages:
 #
-#   bench/h200.sh OUT kernels bundles points together alone one profiles
+#   bench/h200.sh OUT kernels bundles points stock together alone one profiles
 #
 # kernels    judges the kernels that ship for vLLM, with compute-sanitizer and counters     about 1 min each
 # bundles    makes patches of those verdicts (of bench/results/kernels where there is none)  seconds
 # points     proves each patch point: receipts = nsys, fallback, revert, restart             4 min
-# together   all at once against the best stock configuration, which is looked for first;
-#            also at batch 1 and 64 and at contexts of 4k and 8k                            18 min
+# stock      looks for vLLM's best stock configuration                                      10 min
+# together   all at once against that (looked for first where `stock` has not run);
+#            also at batch 1 and 64 and at contexts of 4k and 8k                            13 min
 # alone      each patch alone and all together                                              13 min
 # one        all at once at batch 1                                                          6 min
 # profiles   the stock and the patched step under nsys, and the page that holds both         4 min
@@ -83,8 +84,26 @@ measured() {
   "${patcher[@]}" throughput "${model[@]}" "${in_it[@]}" "$@" --out "$file" || [ -e "$file" ]
 }
 
+stock() {
+  local file=$out/verdicts/stock.json
+  [ -e "$file" ] && return
+  "${patcher[@]}" throughput "${model[@]}" --tune-baseline --batch 8 --output-len 64 \
+    --engine-arg max_cudagraph_capture_size=64 --out "$file" || [ -e "$file" ]
+}
+
+# the best stock configuration's arguments, as options for both arms
+found() {
+  python3 - "$out/verdicts/stock.json" << 'SCRIPT'
+import json, sys
+for name, value in json.load(open(sys.argv[1])).get("chosen", {}).items():
+    print("--engine-arg", f"{name}={json.dumps(value)}", sep="\n")
+SCRIPT
+}
+
 together() {
-  measured together --tune-baseline --batch 8 --output-len 64 --also-batch 1,64 --also-context 4096,8192 \
+  local best=(--tune-baseline)
+  [ -e "$out/verdicts/stock.json" ] && mapfile -t best < <(found)
+  measured together "${best[@]}" --batch 8 --output-len 64 --also-batch 1,64 --also-context 4096,8192 \
     --engine-arg max_cudagraph_capture_size=64 --report "$out/verdicts/together"
 }
 
@@ -119,7 +138,7 @@ profiles() {
 
 for stage in "$@"; do
   case $stage in
-    kernels | bundles | points | together | alone | one | profiles) "$stage" ;;
+    kernels | bundles | points | stock | together | alone | one | profiles) "$stage" ;;
     *) echo "no stage $stage: see the head of $0" >&2; exit 2 ;;
   esac
 done

@@ -56,6 +56,7 @@ def tune(
     seed: int = 0,
     stagger_s: float | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    tried_one: Callable[[Trial], None] | None = None,
 ) -> Tuning:
     """Find the fastest stock configuration.
 
@@ -63,11 +64,13 @@ def tune(
         stagger_s: from one start to the next, where the ways of an option can load side by side;
             one that fails there is tried again alone, since it may be for want of memory, but not
             one that took too long. None: each alone.
+        tried_one: told of each trial when it is over.
 
     Raises:
         PatcherError: stock itself does not run.
     """
     report = progress or (lambda stage, done, total: None)
+    told = tried_one or (lambda trial: None)
     total = 1 + sum(map(len, options))
     short = workload.model_copy(update={"output_len": min(workload.output_len, STEPS)})
     report("tune the baseline (stock)", 0, total)
@@ -75,6 +78,7 @@ def tune(
     with closing(start({}, SHARE_BESIDE)) as process:
         best = rate(process, {})
     trials = [best]
+    told(best)
     for ways in options:
         tried = {_words(way): {**best.arguments, **way} for way in ways}
         stage = f"tune the baseline ({'; '.join(tried)})"
@@ -83,6 +87,7 @@ def tune(
         for name, arguments in tried.items():
             trial = found.get(name) or _alone(start, rate, arguments)
             trials.append(trial)
+            told(trial)
             report(stage, len(trials), total)
             if _faster(trial, best):
                 best = trial

@@ -19,6 +19,7 @@ from bench.windows import Kind
 from integrate import Patch, unpacked
 from patcher.endtoend.judging import judged_again
 from patcher.endtoend.measured import Judged
+from patcher.endtoend.throughput_job import argument
 from patcher.reconciling.vllm_points import KNOWN
 from patcher.report.verdict_table import table
 
@@ -123,17 +124,27 @@ def test_the_script_of_the_sitting_says_what_the_commands_take(tmp_path: Path) -
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
 
-    stages = ("kernels", "bundles", "points", "together", "alone", "one", "profiles")
+    stages = ("kernels", "bundles", "points", "together", "stock", "alone", "one", "profiles")
     said = run(*stages)
-    assert run("kernels", "together", "alone", "one") == []
+    assert run("kernels", "together", "stock", "alone", "one") == []
     kernel = tmp_path / "out/kernels/moe_route-cuda_tuned.json"
     begun = kernel.rename(f"{kernel}.part")
     assert run("kernels") == [], "another has begun it"
     begun.unlink()
     assert [words[2:4] for words in run("kernels")] == [["evaluate", "moe_route"]]
     outs = {Path(words[words.index("--out") + 1]).stem: words for words in said if "--out" in words}
-    assert set(outs) == {"together", "alone", "one"}
-    assert {name for name, words in outs.items() if "--tune-baseline" in words} == {"together"}
+    assert set(outs) == {"together", "stock", "alone", "one"}
+    searched = {name for name, words in outs.items() if "--tune-baseline" in words}
+    assert searched == {"together", "stock"}
+    verdicts = tmp_path / "out/verdicts"
+    (verdicts / "together.json").unlink()
+    modes = {"cudagraph_mode": "PIECEWISE"}
+    chosen = {"moe_backend": "marlin", "compilation_config": modes}
+    (verdicts / "stock.json").write_text(json.dumps({"chosen": chosen}))
+    [again] = run("together")
+    assert "--tune-baseline" not in again
+    found = dict(argument(again[at + 1]) for at, word in enumerate(again) if word == "--engine-arg")
+    assert found == {**chosen, "max_cudagraph_capture_size": 64}
     [points] = [words for words in said if words[1] != "patcher"]
     said.remove(points)
     assert set(points[points.index("--ops") + 1].split(",")) <= set(KNOWN)

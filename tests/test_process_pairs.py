@@ -418,7 +418,13 @@ def test_the_best_stock_configuration_is_found_without_a_patch(
     words += ["--tune-baseline", "--out", str(tmp_path / "tuned.json")]
     assert app(words, standalone_mode=False) == 0
     assert not host.open
-    assert "baseline: moe=b" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert said.out.strip() == "baseline: moe=b"
+    assert [line.split(": ")[0] for line in said.err.splitlines()] == [
+        "tried stock",
+        "tried moe=a",
+        "tried moe=b",
+    ]
     found = Tuning.model_validate_json((tmp_path / "tuned.json").read_text())
     assert [trial.arguments for trial in found.trials] == [{}, {"moe": "a"}, {"moe": "b"}]
 

@@ -199,12 +199,12 @@ def throughput(
         return verdicts.measured(job, patches)
     if not self_test:
         from patcher.endtoend.asking import Asking, with_cache_size
-        from patcher.show.throughput import tuning_lines
+        from patcher.show.throughput import trial_line, tuning_lines
 
         with output.progress() as bar:
-            found = Asking(with_cache_size(job)).tune(bar)
+            found = Asking(with_cache_size(job)).tune(bar, lambda one: bar.say(trial_line(one)))
         write_out(out, found)
-        output.emit(found, *tuning_lines(found))
+        output.emit(found, tuning_lines(found)[-1])
         return 0
     with output.progress() as bar:
         planted = measure_planted(job, bar)

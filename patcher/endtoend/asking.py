@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from pydantic import JsonValue
 
 from bench import Quality, cloze
 from bench.clocks import ClockMonitor
-from bench.comparison import Tuning
+from bench.comparison import Trial, Tuning
 from bench.process_pairs import SHARE_ALONE
 from bench.quality import compare_logits
 from bench.tuning import options_of, tune
@@ -48,7 +49,7 @@ class Asking:
         self.arguments: dict[str, JsonValue] = dict(job.arguments)
         """Of the engine, in every process."""
 
-    def tune(self, report: Report) -> Tuning:
+    def tune(self, report: Report, tried_one: Callable[[Trial], None] | None = None) -> Tuning:
         """The best stock configuration, which is all processes' from then on."""
         with ClockMonitor(self.job.workload.device, self.job.lock_mhz) as clocks:
             found = tune(
@@ -64,6 +65,7 @@ class Asking:
                 seed=self.job.seed,
                 stagger_s=STAGGER_S if loads_beside(self.job) else None,
                 progress=report,
+                tried_one=tried_one,
             )
         self.arguments |= found.chosen
         return found

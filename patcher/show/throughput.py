@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench import Throughput
-from bench.comparison import Arm, Tuning
+from bench.comparison import Arm, Trial, Tuning
 from patcher.endtoend.best_set import BestSet
 from patcher.endtoend.elsewhere import Elsewhere
 from patcher.show.quality import clock_lines
@@ -95,13 +95,15 @@ def best_set_lines(found: BestSet) -> list[Text | Table]:
 
 def tuning_lines(tuning: Tuning) -> list[Text]:
     """Each stock configuration tried, and the one that is the baseline."""
-    lines = []
-    for trial in tuning.trials:
-        said = trial.failure
-        if trial.tokens_per_s is not None:
-            said = f"{trial.tokens_per_s:,.1f} tok/s, windows within {trial.spread_pct:.2f} %"
-        lines.append(Text(f"tried {_words(trial.arguments)}: {said}", style="dim"))
+    lines = [trial_line(trial) for trial in tuning.trials]
     return [*lines, Text(f"baseline: {_words(tuning.chosen)}")]
+
+
+def trial_line(trial: Trial) -> Text:
+    said = trial.failure
+    if trial.tokens_per_s is not None:
+        said = f"{trial.tokens_per_s:,.1f} tok/s, windows within {trial.spread_pct:.2f} %"
+    return Text(f"tried {_words(trial.arguments)}: {said}", style="dim")
 
 
 def _words(arguments: Mapping[str, object]) -> str:
