@@ -12,6 +12,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,10 +20,12 @@ import bench
 import bench.installed
 from bench import Candidate, Language, MissingError, Outcome, UsageError
 from bench.judge import JudgeSettings, evaluate, tools
+from bench.judge.blob import Layout
 from bench.judge.cases import Secrets
 from bench.judge.counters import counters, metrics, read
-from bench.judge.sanitizer import Sanitized, parse, sanitize
-from bench.toolchains import Built, build
+from bench.judge.sanitizer import Sanitized, _control, _options, parse, sanitize
+from bench.judge.trial import Trial
+from bench.toolchains import Built, build, toolchain
 
 OP = bench.load_op("fused_add_rms_norm")
 SOLUTIONS = {info.name: candidate for info, candidate in OP.solutions()}
@@ -187,13 +190,18 @@ def double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Double:
 PRINTS = 'cp "$here/$which" "$log" && "$@" || exit 1; grep -q " 0 [eh]" "$log" || exit 99'
 
 
+def candidate_of(source: str) -> Candidate:
+    return Candidate(op=OP.name, language=Language.TORCH, source=source)
+
+
 def built(source: str) -> Built:
-    return build(Candidate(op=OP.name, language=Language.TORCH, source=source), OP.contract)
+    return build(candidate_of(source), OP.contract)
 
 
 def sanitized(source: str, limit_s: float = 60) -> Sanitized:
     sweep = OP.sweep("cpu").model_copy(update={"values": (1, 4)})
-    return sanitize(OP, built(source), sweep, "cpu", Secrets(1), limit_s=limit_s)
+    candidate = candidate_of(source)
+    return sanitize(OP, candidate, built(source), sweep, "cpu", Secrets(1), limit_s=limit_s)
 
 
 FINE = """
@@ -230,17 +238,107 @@ def test_all_three_tools_are_run(double: Double) -> None:
 )
 def test_a_finding_is_a_guard_violation(double: Double, tool: str, text: str) -> None:
     recorded = {"memcheck": CLEAN, "racecheck": NO_RACE, "initcheck": CLEAN, tool: text}
-    which = double("compute-sanitizer", PRINTS, **recorded)
+    double("compute-sanitizer", PRINTS, **recorded)
     said = sanitized(FINE)
     assert said.outcome is Outcome.GUARD_VIOLATION
     assert said.detail.startswith(f"{tool}: ")
     assert ".cu:" in said.detail
     assert "/home" not in said.detail + said.log
-    told = "before 2026.3 it also reports what mbarriers order"
-    assert (told in said.detail) == (tool == "racecheck")
-    newer = which.read_text(encoding="utf-8").replace("2025.3.1.0", "2026.4.0.0")
-    which.write_text(newer, encoding="utf-8")
-    assert "mbarriers" not in sanitized(FINE).detail
+
+
+HANDS_OVER = FINE + "# by an mbarrier\n"
+CONTROLLED = (
+    'for job; do :; done; grep -q \'"slots": \\[\\]\' "$job" && which=control; '
+    'cp "$here/$which" "$log"; "$@"; grep -q " 0 [eh]" "$log" || exit 99'
+)
+
+
+@pytest.fixture
+def control(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call, of something that runs here: the double says what the tool says of it."""
+    call = tools.Call(
+        Layout(slots=(), set_bytes=0, sent_bytes=0, returned_bytes=0), (), np.empty(0, np.uint8), ()
+    )
+    nothing = built(f"def {OP.name}():\n    pass\n")
+    job = tools.Job("cpu", nothing, OP.name, (call,))
+    monkeypatch.setattr(bench.judge.sanitizer, "_control", lambda op, device: job)
+
+
+@pytest.mark.usefixtures("control")
+def test_races_are_set_aside_where_a_right_hand_over_is_reported_too(double: Double) -> None:
+    recorded = {"memcheck": CLEAN, "racecheck": RACE, "initcheck": CLEAN}
+    double("compute-sanitizer", CONTROLLED, control=RACE, **recorded)
+    said = sanitized(HANDS_OVER)
+    assert said.outcome is None
+    assert said.set_aside
+    assert said.detail == (
+        "memcheck, initcheck found nothing in 5 calls; 1 reports of racecheck set aside: below it "
+        "a hand-over by mbarriers that is right is reported, too; compute-sanitizer 2025.3.1.0"
+    )
+    assert "block.cu:41" in said.log
+    plain = sanitized(FINE)
+    assert plain.outcome is Outcome.GUARD_VIOLATION, "it has no mbarriers"
+    # a tool that follows the hand-over is believed
+    double("compute-sanitizer", CONTROLLED, control=NO_RACE, **recorded)
+    said = sanitized(HANDS_OVER)
+    assert said.outcome is Outcome.GUARD_VIOLATION
+    assert not said.set_aside
+    # other tools' findings are never set aside
+    double("compute-sanitizer", CONTROLLED, control=RACE, **{**recorded, "initcheck": UNWRITTEN})
+    said = sanitized(HANDS_OVER)
+    assert said.outcome is Outcome.GUARD_VIOLATION
+    assert said.detail.startswith("initcheck: ")
+
+
+def test_without_a_control_a_race_counts(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.judge.sanitizer, "_control", lambda op, device: None)
+    double("compute-sanitizer", PRINTS, memcheck=CLEAN, racecheck=RACE, initcheck=CLEAN)
+    assert sanitized(HANDS_OVER).outcome is Outcome.GUARD_VIOLATION
+
+
+def test_what_is_asked_of_racecheck_follows_its_version() -> None:
+    proxies = "--racecheck-fence-proxy-async"
+    assert proxies not in _options("racecheck", "2026.3.0.0")
+    assert proxies in _options("racecheck", "2026.4.0.0")
+    assert proxies not in _options("memcheck", "2026.4.0.0")
+
+
+@pytest.mark.skipif(toolchain(Language.CUDA).missing() is not None, reason="needs nvcc")
+def test_the_control_builds() -> None:
+    job = _control(OP, "cuda")
+    assert job is not None
+    assert job.built is not None
+    assert job.built.path is not None
+    assert job.built.path.is_file()
+
+
+RIGHT = """
+import torch
+
+def fused_add_rms_norm(input, residual, weight, epsilon):
+    total = input.float() + residual.float()
+    residual.copy_(total)
+    gain = torch.rsqrt(total.square().mean(-1, keepdim=True) + epsilon) * weight.float()
+    input.copy_(total * gain{noise})
+"""
+
+
+@pytest.mark.parametrize("noise", ["", " * (1 + 2e-7 * torch.rand(()))"])
+def test_who_escapes_racecheck_is_looked_at_longer(
+    noise: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aside = Sanitized(outcome=None, detail="set aside", set_aside=True)
+    monkeypatch.setattr(Trial, "sanitized", lambda self, *_: self.believed(aside))
+    monkeypatch.setattr(Trial, "repeats", lambda *_: None)
+    settings = JudgeSettings(device="cpu", points=1, sanitize=True, calls=10, lives_s=0)
+    verdict = evaluate(candidate_of(RIGHT.replace("{noise}", noise)), settings)
+    [check] = [one for one in verdict.checks if one.name == "sanitizer"]
+    if noise:
+        assert verdict.outcome is Outcome.GUARD_VIOLATION
+        assert check.detail.startswith("races were reported, and equal inputs gave other bits")
+    else:
+        assert verdict.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
+        assert check.detail == "set aside; instead, equal bits in 30 calls at each of two sizes"
 
 
 def test_a_tool_that_does_not_work_here_accuses_nobody(double: Double) -> None:

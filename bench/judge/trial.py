@@ -23,7 +23,7 @@ from bench.judge import cases as cases_
 from bench.judge.cases import Case, Secrets
 from bench.judge.planning import soaked_calls, soaked_sets
 from bench.judge.process import Left, Runner, placed
-from bench.judge.sanitizer import sanitize
+from bench.judge.sanitizer import Sanitized, sanitize
 from bench.judge.sets import Sets
 from bench.judge.stock import Stock
 from bench.judge.zygote import RunnerFailure
@@ -34,6 +34,10 @@ from bench.toolchains import Built
 
 AFTER = 6
 """Correctness cases that come again, on other seeds, after the timed calls."""
+ALIKE = 3
+"""Calls on equal inputs in a row, each at addresses of its own."""
+LONGER = 10
+"""So many times that, of a candidate whose races the sanitizer cannot judge."""
 LATE = ("triton", "torch", "cutedsl")
 """Languages that compile at the first call of a shape."""
 
@@ -154,12 +158,7 @@ class Trial:
 
     def repeats(self, declared: bool) -> None:
         """Equal inputs at two addresses, and once more: equal bits."""
-        scalars = tuple(scalar.value for scalar in self.op.contract.scalars)
-        differ = []
-        for point in (self.sweep.points()[0], self.sweep.points()[-1]):
-            case = Case(point, "normal", self.draw.seed(), scalars)
-            first, *others = self._called(self._made([case] * 3)).blocks
-            differ += [point.label() for other in others if (other != first).any()]
+        differ = self._differing(rounds=1)
         allowed = declared and not self.op.contract.guards.deterministic
         if differ and not allowed:
             detail = f"equal inputs gave other bits at {differ[0]}"
@@ -167,6 +166,16 @@ class Trial:
         self.state.check(
             "determinism", True, "declared otherwise" if differ else "equal bits thrice"
         )
+
+    def _differing(self, rounds: int) -> list[str]:
+        """Points, the smallest and the largest, at which equal inputs gave other bits."""
+        scalars = tuple(scalar.value for scalar in self.op.contract.scalars)
+        differ = []
+        for point in (self.sweep.points()[0], self.sweep.points()[-1]):
+            sets = self._made([Case(point, "normal", self.draw.seed(), scalars)] * ALIKE)
+            blocks = [block for _ in range(rounds) for block in self._called(sets).blocks]
+            differ += [point.label() for block in blocks[1:] if (block != blocks[0]).any()]
+        return differ
 
     def timed(self, baseline: Runner, clocks: ClockMonitor, report: Progress) -> dict[str, Any]:
         settings, device = self.settings, self.state.device
@@ -242,14 +251,24 @@ class Trial:
         report("sanitize", 0, 1)
         settings = self.settings
         said = sanitize(
-            *(self.op, built, self.sweep, self.state.device, self.draw),
+            *(self.op, self.state.candidate, built, self.sweep, self.state.device, self.draw),
             limit_s=settings.load_timeout_s,
             memory_bytes=settings.memory_bytes,
         )
         report("sanitize", 1, 1)
+        self.believed(said)
+
+    def believed(self, said: Sanitized) -> None:
+        """What is set aside is made up for by looking longer."""
         if said.outcome is not None:
             raise Wrong(said.outcome, "sanitizer", said.detail, said.log)
-        self.state.check("sanitizer", True, said.detail)
+        detail = said.detail
+        if said.set_aside:
+            if differ := self._differing(LONGER):
+                detail = f"races were reported, and equal inputs gave other bits at {differ[0]}"
+                raise Wrong(Outcome.GUARD_VIOLATION, "sanitizer", detail, said.log)
+            detail += f"; instead, equal bits in {LONGER * ALIKE} calls at each of two sizes"
+        self.state.check("sanitizer", True, detail)
 
     def passed(self) -> None:
         discriminates = self.rejected > self.planted // 2
