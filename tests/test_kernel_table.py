@@ -58,6 +58,12 @@ def test_a_row_says_what_was_measured(capsys: pytest.CaptureFixture[str], tmp_pa
     [row, other] = [line for line in out.splitlines() if line.startswith("| [")]
     assert "| 2.00x<br>1.00 | 2.00x<br>1.00 | **2.00x** | 0.80x | 41 % | 9 % | clean |" in row
     assert "| not run | 1.10 to 1.13x |" in other
+    aside = clean.model_copy(update={"detail": f"{clean.detail}; 9 reports of racecheck set aside"})
+    (tmp_path / "norm.json").write_text(
+        told.model_copy(update={"checks": (aside,)}).model_dump_json()
+    )
+    assert main([str(tmp_path)]) == 0
+    assert "| 9 % | clean, races set aside |" in capsys.readouterr().out
     assert "cpp, sweep `bf16` |" in row, "there are two of this op"
 
 
