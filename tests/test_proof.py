@@ -16,7 +16,7 @@ from bench import Candidate, Language, VerificationError
 from hotspot import Profile, read
 from integrate import Patch, Receipt
 from patcher.endtoend.patched_capture import ran
-from patcher.reconciling.proof import Proof, kernel_names, prove
+from patcher.reconciling.proof import Proof, kernel_names, prove, seen_per_step
 
 EXPORT = Path(__file__).parent / "data/nsys/decode.sqlite"
 OLD = "triton_red_fused_fused_add_rms_norm"
@@ -141,6 +141,40 @@ def test_counts_that_differ_are_told(patched: Profile, patch: Patch) -> None:
         proof = prove([claims(patch, calls)], patched, patch, whole=whole)
         assert not proof.passed
         assert f"{count:,} launches" in new_row(proof).said
+
+
+def test_a_call_may_run_one_of_several_kernels_by_its_shape(
+    patched: Profile, tmp_path: Path
+) -> None:
+    patch = cuda_patch(tmp_path / "cuda")
+    count = launches(patched, TRITON)
+    theirs = next(one for one in patched.kernels if TRITON in one.name)
+    parts = [
+        theirs.model_copy(update={"name": f"<unnamed>::{name}", "instances": instances})
+        for name, instances in (("add_norm<float>", count // 4), ("second", count - count // 4))
+    ]
+    others = tuple(one for one in patched.kernels if TRITON not in one.name)
+    profile = patched.model_copy(update={"kernels": (*others, *parts)})
+    receipt = claims(patch, count)
+    for whole in (False, True):
+        proof = prove([receipt], profile, patch, whole=whole)
+        assert proof.passed, proof
+    assert "by the contract 48, which its kernels share (48 in all)" in proof.rows[0].said
+    assert seen_per_step(patch, receipt, profile) == 48
+    fewer = parts[1].model_copy(update={"instances": count // 4})
+    profile = patched.model_copy(update={"kernels": (*others, parts[0], fewer)})
+    assert not prove([receipt], profile, patch).passed
+    assert seen_per_step(patch, receipt, profile) == 12
+
+
+def test_a_kernels_launch_bounds_may_be_reckoned(tmp_path: Path) -> None:
+    bounds = "256, 2", "32 * (W + 1) * kGroups, 1", "(NW + 4) * 32", "f(g(1), 2)"
+    source = "".join(
+        f"__global__ void __launch_bounds__({one}) kernel_{number}(int* x) {{}}\n"
+        for number, one in enumerate(bounds)
+    )
+    patch = made(tmp_path / "p", Candidate(op=OP.name, language=Language.CUDA, source=source))
+    assert {f"kernel_{number}" for number in range(4)} <= kernel_names(patch)
 
 
 def test_a_kernel_that_runs_in_some_layers_only_is_told(patch: Patch, stock: Profile) -> None:

@@ -19,7 +19,8 @@ from integrate import Patch, Receipt
 
 _ANONYMOUS = {"(anonymous namespace)", "(anonymous)", "<unnamed>", "_NV_ANON_NAMESPACE"}
 _SPACE = r"(?:\(anonymous namespace\)|\(anonymous\)|<unnamed>|\w+)::"
-_BOUNDS = re.compile(r"__(?:launch_bounds|cluster_dims|maxnreg|block_size)__\s*\([^)]*\)")
+_NESTED = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+_BOUNDS = re.compile(rf"__(?:launch_bounds|cluster_dims|maxnreg|block_size)__\s*{_NESTED}")
 _GLOBAL = re.compile(r"__global__\s+[^()]*?(\w+)\s*\(")
 _MARKS = {Language.TRITON: r"\bjit\b", Language.CUTEDSL: r"\bkernel\b"}
 """How a Python source marks its kernels."""
@@ -101,8 +102,9 @@ def prove(
     old = [one for one in profile.kernels if not ours[one.name] and _engines_own(patch, one.name)]
     expected = _expected(patch, profile, together)
     workers = sum(bool(one.calls) for one in own)
+    together_as = _shared(new, profile.steps, expected, max(1, workers))
     rows = [
-        _new_row(name, launches, profile.steps, claimed, expected, max(1, workers), whole)
+        _new_row(name, launches, together_as, profile.steps, claimed, expected, workers, whole)
         for name, launches in new.items()
     ]
     rows += _old_rows(old, profile, fallbacks, _fewer(before, profile, patch, new, old))
@@ -171,9 +173,25 @@ def _engines_own(patch: Patch, kernel: str) -> bool:
     return patch.contract.matches(kernel) or bool(pattern and re.search(pattern, kernel))
 
 
+def _fits(launches: int, steps: int, expected: int, workers: int) -> bool:
+    """One profile may show one worker's device, or all of them."""
+    return round(launches / steps) in {expected * count for count in range(1, workers + 1)}
+
+
+def _shared(new: Counter[str], steps: int | None, expected: int | None, workers: int) -> int | None:
+    """Launches of all where a call runs one of several kernels, by its shape; None: each call runs
+    each of them."""
+    if not steps or expected is None or len(new) < 2:
+        return None
+    if any(_fits(launches, steps, expected, workers) for launches in new.values()):
+        return None
+    return new.total() if _fits(new.total(), steps, expected, workers) else None
+
+
 def _new_row(
     name: str,
     launches: int,
+    shared: int | None,
     steps: int | None,
     claimed: int,
     expected: int | None,
@@ -181,18 +199,17 @@ def _new_row(
     whole: bool,
 ) -> ProofRow:
     per_step = launches / steps if steps else None
+    counted = launches if shared is None else shared
     passed, said = True, f"{launches:,} of the {claimed:,} calls that the receipts claim"
-    if whole and launches != claimed:
-        passed, said = False, f"{launches:,} launches, but the receipts claim {claimed:,} calls"
-    elif launches > claimed:
-        passed, said = (
-            False,
-            f"{launches:,} launches, but the receipts claim {claimed:,} calls only",
-        )
-    elif per_step is not None and expected is not None:
-        # one profile may show one worker's device, or all of them
-        passed = round(per_step) in {expected * count for count in range(1, workers + 1)}
+    if whole and counted != claimed:
+        passed, said = False, f"{counted:,} launches, but the receipts claim {claimed:,} calls"
+    elif counted > claimed:
+        passed, said = False, f"{counted:,} launches, but the receipts claim {claimed:,} calls only"
+    elif per_step is not None and steps and expected is not None:
+        passed = _fits(counted, steps, expected, max(1, workers))
         said += f"; {per_step:.4g} a step, by the contract {expected}"
+        if shared is not None:
+            said += f", which its kernels share ({shared / steps:.4g} in all)"
     return ProofRow(
         kernel=name,
         role="new",
@@ -255,7 +272,12 @@ def seen_per_step(
     before: Profile | None = None,
     together: Sequence[Patch] = (),
 ) -> float | None:
-    """Launches of the patched kernel in a step of the profile, the most frequent of its parts."""
+    """Launches of the patched kernel in a step of the profile: of all its parts where a call runs
+    one of them, else of the most frequent."""
     proof = prove([receipt], after, patch, before=before, together=together)
-    rates = [row.per_step for row in proof.rows if row.role == "new" and row.per_step]
-    return max(rates, default=None)
+    new = Counter({row.kernel: row.launches for row in proof.rows if row.role == "new"})
+    expected = proof.expected_per_step
+    shared = _shared(new, after.steps, expected, max(1, bool(receipt.calls)))
+    if not new or not after.steps:
+        return None
+    return (shared or max(new.values())) / after.steps
