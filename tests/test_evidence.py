@@ -249,23 +249,22 @@ def test_a_finding_is_a_guard_violation(double: Double, tool: str, text: str) ->
 HANDS_OVER = FINE + "# by an mbarrier\n"
 CONTROLLED = (
     'for job; do :; done; grep -q \'"slots": \\[\\]\' "$job" && which=control; '
-    'cp "$here/$which" "$log"; "$@"; grep -q " 0 [eh]" "$log" || exit 99'
+    'cp "$here/$which" "$log"; "$@" || exit 1; grep -q " 0 [eh]" "$log" || exit 99'
 )
 
 
-@pytest.fixture
-def control(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its call, of something that runs here: the double says what the tool says of it."""
-    call = tools.Call(
-        Layout(slots=(), set_bytes=0, sent_bytes=0, returned_bytes=0), (), np.empty(0, np.uint8), ()
-    )
-    nothing = built(f"def {OP.name}():\n    pass\n")
-    job = tools.Job("cpu", nothing, OP.name, (call,))
+def control_of(body: str) -> tools.Job:
+    """A call of something that runs here; the double says what the tool says of it."""
+    nothing = Layout(slots=(), set_bytes=0, sent_bytes=0, returned_bytes=0)
+    call = tools.Call(nothing, (), np.empty(0, np.uint8), ())
+    return tools.Job("cpu", built(f"def {OP.name}():\n    {body}\n"), OP.name, (call,))
+
+
+def test_races_are_set_aside_where_a_right_hand_over_is_reported_too(
+    double: Double, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = control_of("pass")
     monkeypatch.setattr(bench.judge.sanitizer, "_control", lambda op, device: job)
-
-
-@pytest.mark.usefixtures("control")
-def test_races_are_set_aside_where_a_right_hand_over_is_reported_too(double: Double) -> None:
     recorded = {"memcheck": CLEAN, "racecheck": RACE, "initcheck": CLEAN}
     double("compute-sanitizer", CONTROLLED, control=RACE, **recorded)
     said = sanitized(HANDS_OVER)
@@ -290,9 +289,16 @@ def test_races_are_set_aside_where_a_right_hand_over_is_reported_too(double: Dou
     assert said.detail.startswith("initcheck: ")
 
 
-def test_without_a_control_a_race_counts(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.judge.sanitizer, "_control", lambda op, device: None)
-    double("compute-sanitizer", PRINTS, memcheck=CLEAN, racecheck=RACE, initcheck=CLEAN)
+@pytest.mark.parametrize("broken", ["control that says nothing", "control that breaks", "none"])
+def test_without_a_control_that_ran_a_race_counts(
+    broken: str, double: Double, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "raise RuntimeError" if broken == "control that breaks" else "pass"
+    job = None if broken == "none" else control_of(body)
+    monkeypatch.setattr(bench.judge.sanitizer, "_control", lambda op, device: job)
+    said_of_it = HEAD if broken == "control that says nothing" else RACE
+    recorded = {"memcheck": CLEAN, "racecheck": RACE, "initcheck": CLEAN}
+    double("compute-sanitizer", CONTROLLED, control=said_of_it, **recorded)
     assert sanitized(HANDS_OVER).outcome is Outcome.GUARD_VIOLATION
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -155,11 +155,10 @@ def sanitize(
         ran = run(name, job)
         report = parse(ran.log, name)
         if own := _own(report):
-            if name == "racecheck" and _HAS_MBARRIERS.search(candidate.source):
-                control = _control(op, device)
-                if control and _own(parse(run(name, control).log, name)):
-                    aside = own
-                    continue
+            handed_over = name == "racecheck" and _HAS_MBARRIERS.search(candidate.source)
+            if handed_over and _own(_of_control(run, name, _control(op, device))):
+                aside = own
+                continue
             more = f"; {report.errors} reports" if (report.errors or 0) > 1 else ""
             return Sanitized(
                 outcome=Outcome.GUARD_VIOLATION,
@@ -255,6 +254,18 @@ def _points(op: Op, sweep: Sweep) -> list[Point]:
 
 def _own(report: Report) -> list[Finding]:
     return [finding for finding in report.findings if finding.counts]
+
+
+def _of_control(
+    run: Callable[[str, tools.Job], tools.Ran], name: str, control: tools.Job | None
+) -> Report:
+    """What the tool says of it; where it did not run to its end: nothing."""
+    if control is not None:
+        ran = run(name, control)
+        report = parse(ran.log, name)
+        if _came_to_an_end(ran, report):
+            return report
+    return Report(findings=(), errors=None)
 
 
 def _control(op: Op, device: str) -> tools.Job | None:

@@ -28,7 +28,9 @@ def run(job: dict[str, Any]) -> None:
         _end(device)
         return
     with open(job["data"], "rb") as file:
-        data = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+        sent = bytearray(file.read())
+    # PyTorch takes no empty buffer
+    data = torch.frombuffer(sent, dtype=torch.uint8) if sent else torch.empty(0, dtype=torch.uint8)
     function = loading.load(job["path"], job["binding"], job["entry"])
     with torch.inference_mode():
         for call in job["calls"]:
