@@ -7,7 +7,7 @@ import torch
 
 import bench
 from bench import Workload
-from bench.engines import Engine, open_engine
+from bench.engines import Engine, open_engine, peak_memory_bytes
 
 TINY = Workload(
     model="gpt-oss-tiny",
@@ -86,3 +86,17 @@ def test_missing_weights_are_a_clear_error(tmp_path: object) -> None:
         open_engine(nowhere)
     with pytest.raises(bench.UsageError, match="no published weights"):
         open_engine(TINY.model_copy(update={"weights": "hub"}))
+
+
+def test_peak_memory_is_what_was_needed_not_what_the_allocator_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    segments = [
+        {"segment_pool_id": pool, "total_size": total, "allocated_size": used}
+        for pool, total, used in (((0, 0), 900, 300), ((0, 1), 50, 20), ((3, 0), 8, 8))
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 500)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 958)
+    assert peak_memory_bytes("cuda") == 500 + 30
+    assert peak_memory_bytes("cpu") > 1 << 20
