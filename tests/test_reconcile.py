@@ -248,6 +248,34 @@ def test_rows_of_a_profile_take_part() -> None:
     assert not any("not to scale" in caveat for caveat in found.caveats)
 
 
+def test_what_a_patched_kernel_took_the_place_of_is_not_counted_twice() -> None:
+    """A kernel that only one profile has, a patch's own by its name, and idle time."""
+    before = decode()
+    after = patched(before)
+    moe = next(spot for spot in before.hotspots if spot.kind == "kernel" and not spot.op)
+    step_us = (before.wall_ns or 0) / (before.steps or 1) / 1e3
+    rate = {"baseline_tokens_per_s": WORKLOAD.batch / step_us * 1e6}
+    served = throughput_of(comparison=comparison(9.0, 0.5, 23, **rate))
+    alone = reconcile([patched_kernel()], served)
+    other = moe.model_copy(
+        update={"name": "mine::kernel", "exposed_ns": (moe.exposed_ns or 0) // 2}
+    )
+    spots = tuple(other if spot == moe else spot for spot in after.hotspots)
+    renamed = after.model_copy(update={"hotspots": spots})
+    found = reconcile([patched_kernel()], served, before, renamed)
+    shown = {row.name: row for row in found.rows if row.kind == "moved"}
+    assert (shown[moe.name].note, shown["mine::kernel"].note) == ("gone", "new")
+    assert not any(row.counted for row in shown.values())
+    assert found.expected_us == alone.expected_us
+    mine = patched_kernel(owns=lambda name: name in (moe.name, "mine::kernel"))
+    found = reconcile([mine], served, before, renamed)
+    assert not {moe.name, "mine::kernel"} & {row.name for row in found.rows}
+    [own] = [row for row in found.rows if "to compare with its micro gain" in row.note]
+    half = (moe.exposed_ns or 0) / 2 / (before.steps or 1) / 1e3
+    was = next(row for row in shown.values() if "to compare" in row.note)
+    assert own.saved_us == pytest.approx((was.saved_us or 0) + half, rel=1e-3)
+
+
 def test_a_profile_that_cannot_take_part_says_so() -> None:
     found = reconcile([patched_kernel()], ab(2), decode(), without_times())
     assert any("does not know its decode steps" in caveat for caveat in found.caveats)

@@ -8,6 +8,7 @@ from bench import Sweep, Throughput, presets
 from hotspot import Profile
 from integrate import Patch
 from patcher.reconciling.launches import step_launches
+from patcher.reconciling.proof import is_of
 from patcher.reconciling.reconcile import PatchedKernel
 
 
@@ -50,6 +51,7 @@ def patched_kernel(
         replayed=replayed,
         pdl=patch.manifest.guards.pdl,
         working_axes=contract.working_axes(),
+        owns=is_of(patch),
     )
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Literal
 
 from bench import SCHEMA_VERSION, Language, Record
@@ -127,6 +128,12 @@ def prove(
         rows=tuple(rows),
         problems=tuple(problems),
     )
+
+
+def is_of(patch: Patch) -> Callable[[str], bool]:
+    """Whether a profile's kernel of that name is the patch's, or did its work before."""
+    names = cache(lambda: kernel_names(patch))
+    return lambda shown: bool(_whose(shown, names(), patch)) or _engines_own(patch, shown)
 
 
 def kernel_names(patch: Patch) -> set[str]:

@@ -9,7 +9,7 @@ of the A/B.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -85,6 +85,8 @@ class PatchedKernel:
     """Whether it takes part in programmatic dependent launch."""
     working_axes: frozenset[str] | None = None
     """`Contract.working_axes`; None: all axes tell shapes apart."""
+    owns: Callable[[str], bool] = lambda name: False
+    """Whether a profile's kernel of that name is it, or did its work before."""
 
 
 def reconcile(
@@ -110,7 +112,9 @@ def reconcile(
         caveats += said
     if before is not None and after is not None:
         ops = [kernel.evaluation.op for kernel in kernels]
-        moved, said = moved_rows(before, after, ops, step_us)
+        moved, said = moved_rows(
+            *(before, after, ops, step_us), lambda name: any(one.owns(name) for one in kernels)
+        )
         rows += [GainRow(kind="moved", **vars(one)) for one in moved]
         caveats += said
     caveats += overlap_caveat(after or before)
