@@ -272,6 +272,7 @@ def test_what_a_patched_kernel_took_the_place_of_is_not_counted_twice() -> None:
     assert not {moe.name, "mine::kernel"} & {row.name for row in found.rows}
     [own] = [row for row in found.rows if "to compare with its micro gain" in row.note]
     half = (moe.exposed_ns or 0) / 2 / (before.steps or 1) / 1e3
+    assert any("a step keeps the GPU busy for" in caveat for caveat in found.caveats)
     was = next(row for row in shown.values() if "to compare" in row.note)
     assert own.saved_us == pytest.approx((was.saved_us or 0) + half, rel=1e-3)
 

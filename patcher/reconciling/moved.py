@@ -71,7 +71,19 @@ def moved_rows(
     if few:
         rows.append(Moved(f"{few} rows that hardly moved", None, small, False, "within noise"))
     caveat = "a row of a profile is one recording before and one after: it has no interval"
-    return rows, [caveat, *apart]
+    return rows, [caveat, *apart, *_in_all(before, after)]
+
+
+def _in_all(before: Profile, after: Profile) -> list[str]:
+    """What the step gains by the profiles alone: all changes, and how they overlap."""
+    if not (before.busy_ns and before.steps and after.busy_ns and after.steps):
+        return []
+    was = before.busy_ns / before.steps / 1e3
+    now = after.busy_ns / after.steps / 1e3
+    return [
+        f"by the profiles alone a step keeps the GPU busy for {was:,.0f} us before and "
+        f"{now:,.0f} us after, which would be {100 * (was / now - 1):+.2f} %"
+    ]
 
 
 def _names(found: ProfileComparison, ops: Sequence[str]) -> set[str]:
