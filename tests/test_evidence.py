@@ -23,7 +23,8 @@ from bench.judge import JudgeSettings, evaluate, tools
 from bench.judge.blob import Layout
 from bench.judge.cases import Secrets
 from bench.judge.counters import counters, metrics, read
-from bench.judge.sanitizer import Sanitized, _control, _options, parse, sanitize
+from bench.judge.sanitizer import Sanitized, _control, _options, sanitize
+from bench.judge.sanitizer_text import parse
 from bench.judge.trial import Trial
 from bench.toolchains import Built, build, toolchain
 
