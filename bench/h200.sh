@@ -14,8 +14,7 @@
 # profiles   the stock and the patched step under nsys, and the page that holds both         4 min
 #
 # Two may run at once, on a GPU each (CUDA_VISIBLE_DEVICES): a kernel that one has begun the other
-# leaves; OUT/kernels/*.part of one that was killed is in the way until it is removed. Where the matmuls
-# shall pass the sanitizer, PATCHER_COMPUTE_SANITIZER names one of 2026.3 or later.
+# leaves; OUT/kernels/*.part of one that was killed is in the way until it is removed.
 # Files: OUT/kernels/*.json, OUT/bundles/*.zip, OUT/points, OUT/verdicts/*, OUT/profiles. What is there
 # is not made again: remove it first. `alone` goes on after its last wave (OUT/runs). PYTHON names the
 # interpreter that has vLLM and patcher (`pip install -e .`: `points` finds vLLM's plugin by that).
