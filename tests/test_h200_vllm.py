@@ -26,7 +26,7 @@ from patcher.report.verdict_table import table
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "bench/results/h200-vllm"
 FILES = sorted(FOLDER.glob("*.json"))
-ALONE = sorted((FOLDER / "alone").glob("*.json"))
+ALONE = sorted([*(FOLDER / "alone").glob("*.json"), *(FOLDER / "earlier").glob("*.json")])
 
 
 def digest_of(bundle: Path) -> str:
@@ -43,7 +43,7 @@ def bundles_of(file: Path) -> list[Path]:
 
 def test_there_are_verdicts() -> None:
     assert FILES
-    assert len(ALONE) == 9
+    assert len(ALONE) == 18
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
@@ -81,7 +81,7 @@ def test_the_page_states_it(file: Path) -> None:
         assert bundle.name in readme
 
 
-@pytest.mark.parametrize("file", ALONE, ids=lambda path: path.stem)
+@pytest.mark.parametrize("file", ALONE, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_windows_of_one_alone_give_its_row_again(file: Path) -> None:
     kept = Judged.model_validate_json(file.read_bytes())
     found = kept.measured[0].throughput

@@ -187,9 +187,18 @@ __global__ void __launch_bounds__(kThreads)
   T* const residual_at = residual + offset;
   const W* const weight_at = weight + tid * 8;
 
-  // The weight may be read before the wait: into the L2, once for the grid, by the bulk engine, which
-  // keeps out of the way of the loads.
-  if (blockIdx.x == 0 && tid == kThreads - 32) {
+  // The weight is no kernel's output: it may be read before the wait. All blocks read the same few L2
+  // lines, so they do it here, while the grid before still runs, and not in the burst after the wait.
+  Raw<W> raw_weight[kUnits];
+  if constexpr (kEarlyWeight) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const bool always = kFixed >= (u + 1) * kThreads;
+      const bool active = always || tid + u * kThreads < units;
+      raw_weight[u] = load_weight<W>(weight_at + u * kThreads * 8, always, active);
+    }
+  } else if (blockIdx.x == 0 && tid == kThreads - 32) {
+    // Too many registers to hold: into the L2, once for the grid, by the bulk engine.
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
                  :
                  : "l"(__cvta_generic_to_global(weight)), "r"(unsigned(units) * 8u * unsigned(sizeof(W)))
@@ -198,24 +207,15 @@ __global__ void __launch_bounds__(kThreads)
 
   cudaGridDependencySynchronize();
 
-  // The activations first: the reduction hangs on them. The weight is needed only after it.
+  // From here on one trip to memory: the activations. The reduction hangs on them.
   Raw<T> raw_residual[kUnits];
   Raw<T> raw_input[kUnits];
-  Raw<W> raw_weight[kUnits];
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
     const bool always = kFixed >= (u + 1) * kThreads;
     const bool active = always || tid + u * kThreads < units;
     raw_residual[u] = load_data<T>(residual_at + u * kThreads * 8, always, active);
     raw_input[u] = load_data<T>(input_at + u * kThreads * 8, always, active);
-  }
-  if constexpr (kEarlyWeight) {
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      const bool always = kFixed >= (u + 1) * kThreads;
-      const bool active = always || tid + u * kThreads < units;
-      raw_weight[u] = load_weight<W>(weight_at + u * kThreads * 8, always, active);
-    }
   }
 
   // Absent units were read as zeros and add nothing.
@@ -263,14 +263,25 @@ __global__ void __launch_bounds__(kThreads)
   if ((tid & 31) < 4) partial[(tid >> 5) * 4 + (tid & 31)] = sum;
   __syncthreads();
 
+  // Four warps: a balanced tree, all reads issued first. More warps: one after another, in few registers.
   float4 total = reinterpret_cast<const float4*>(partial)[0];
+  if constexpr (kWarps == 4) {
+    const float4 b = reinterpret_cast<const float4*>(partial)[1];
+    const float4 c = reinterpret_cast<const float4*>(partial)[2];
+    const float4 d = reinterpret_cast<const float4*>(partial)[3];
+    total.x = (total.x + b.x) + (c.x + d.x);
+    total.y = (total.y + b.y) + (c.y + d.y);
+    total.z = (total.z + b.z) + (c.z + d.z);
+    total.w = (total.w + b.w) + (c.w + d.w);
+  } else {
 #pragma unroll
-  for (int p = 1; p < kWarps; ++p) {
-    const float4 more = reinterpret_cast<const float4*>(partial)[p];
-    total.x += more.x;
-    total.y += more.y;
-    total.z += more.z;
-    total.w += more.w;
+    for (int p = 1; p < kWarps; ++p) {
+      const float4 more = reinterpret_cast<const float4*>(partial)[p];
+      total.x += more.x;
+      total.y += more.y;
+      total.z += more.z;
+      total.w += more.w;
+    }
   }
 
   // The product with the weight waits for no scale: it fills the time in which the scale is made.
@@ -286,7 +297,9 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
 
-  const float mean_square = fmaf((total.x + total.y) + (total.z + total.w), inv_hidden, epsilon);
+  float per_element = inv_hidden;
+  if constexpr (kFixed > 0) per_element = float(1.0 / double(kFixed * 8));
+  const float mean_square = fmaf((total.x + total.y) + (total.z + total.w), per_element, epsilon);
   float scale;
   if constexpr (kFixed > 0) {
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(scale) : "f"(mean_square));

@@ -10,12 +10,11 @@
 
 namespace moe_down {
 
-constexpr int kWarps = 24;     // of a block: kSplit * kGroups
-constexpr int kThreads = 32 * kWarps;
-constexpr int kList = 256;     // blocks of rows that one thread block may meet
-constexpr int kPitch = 36;     // floats from row to row of partial sums
-constexpr int kMaxTiles = 3;   // tiles of 8 rows at most
-constexpr int kNever = 1 << 29;
+constexpr int kList = 128;         // blocks of rows that one thread block may meet
+constexpr int kMaxStages = 8;      // of a group's ring
+constexpr int kMaxChunks = 45;     // of 64 along k that the workers of a group cover
+constexpr int kScaleBytes = 2944;  // of a stage, for the scales: 64 for each chunk, rounded up
+constexpr unsigned kAll = 0xffffffffu;
 
 struct Params {
   const void* x;
@@ -28,12 +27,10 @@ struct Params {
   int experts;
   int hidden;
   int inner;
-  int block_rows;  // rows of one expert that are done at once
-  int chunks;      // of 64 along k
-  int upe;         // units (of 32 columns) of an expert
-  int span;        // chunks of a unit, padded
-  int stages;      // blocks of rows whose x is staged at once (one tile each)
-  int x_bytes;     // of staged x
+  int chunks;       // of 64 along k
+  int upe;          // units (of 16 columns) of an expert
+  int stages;       // of a group's ring
+  int stage_bytes;  // weights, scales, partial sums
 };
 
 __device__ __forceinline__ int load_int(const int* p) {
@@ -42,39 +39,60 @@ __device__ __forceinline__ int load_int(const int* p) {
   return v;
 }
 
-__device__ __forceinline__ uint4 load_weights(const uint8_t* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
-
-__device__ __forceinline__ uint32_t load_scales(const uint8_t* p) {
+// 32 bits, or zero.
+__device__ __forceinline__ uint32_t load_if(const uint8_t* p, bool wanted) {
   uint32_t v;
-  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
+  asm volatile(
+      "{\n\t"
+      ".reg .pred p;\n\t"
+      "setp.ne.u32 p, %2, 0;\n\t"
+      "mov.b32 %0, 0;\n\t"
+      "@p ld.global.b32 %0, [%1];\n\t"
+      "}"
+      : "=r"(v)
+      : "l"(p), "r"(uint32_t(wanted)));
   return v;
 }
 
-__device__ __forceinline__ void copy_async(float* to, const float* from) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// threadIdx.x, read anew: what follows from it need not stay in registers.
-__device__ __forceinline__ int thread_index() {
-  int v;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(v));
-  return v;
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// The first chunk of a warp; spreads the longer shares over the schedulers.
-template <int kSplit>
-__device__ __forceinline__ int first_chunk(int thread) {
-  const int warp = thread >> 5;
-  return (warp + warp / kSplit) % kSplit;
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n\t"
+        ".reg .pred p;\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, p;\n\t"
+        "}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (done == 0u);
+}
+
+__device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, uint32_t bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
 }
 
 __device__ __forceinline__ uint32_t mul2(uint32_t a, uint32_t b) {
@@ -105,24 +123,24 @@ __device__ __forceinline__ void decode(uint32_t w, uint32_t (&a)[4]) {
   a[3] = ((y * 17u) & 0x01C001C0u) | ((w << 1) & 0x80008000u);
 }
 
-// 64 of k for two tiles of 16 columns and MT tiles of 8 rows.
-template <int MT, bool High>
-__device__ __forceinline__ void multiply(float (&acc)[2][MT][4], const uint4 (&w)[2],
-                                         const uint32_t (&s)[2], const uint8_t* xp) {
+// A worker's chunks of 64 along k, for 16 columns and MT tiles of 8 rows. Two chains of sums if
+// there is one tile.
+template <int MT, int MTMAX, int kEach, bool High>
+__device__ __forceinline__ void multiply(float (&acc)[MT == 1 ? 2 : 1][MT][4],
+                                         const uint32_t (&x)[kEach][MTMAX][8],
+                                         const uint32_t (&s)[kEach], const uint8_t* wp) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    uint4 b[MT];
+  for (int e = 0; e < kEach; ++e) {
+    const uint4 w = *reinterpret_cast<const uint4*>(wp + e * 128);
 #pragma unroll
-    for (int m = 0; m < MT; ++m) b[m] = *reinterpret_cast<const uint4*>(xp + (m * 2 + h) * 512);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int h = 0; h < 2; ++h) {
       // fast: bf16 2^(scale - 1), right for scales up to 128; High: 2^(scale - 127)
       constexpr uint32_t kAdd = High ? 0u : 0x3F003F00u;
-      const uint32_t low = __byte_perm(s[i], 0u, h ? 0x4242u : 0x4040u) * 128u + kAdd;
-      const uint32_t high = __byte_perm(s[i], 0u, h ? 0x4343u : 0x4141u) * 128u + kAdd;
+      const uint32_t low = __byte_perm(s[e], 0u, h ? 0x4242u : 0x4040u) * 128u + kAdd;
+      const uint32_t high = __byte_perm(s[e], 0u, h ? 0x4343u : 0x4141u) * 128u + kAdd;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const uint32_t word = h ? (j ? w[i].w : w[i].z) : (j ? w[i].y : w[i].x);
+        const uint32_t word = h ? (j ? w.w : w.z) : (j ? w.y : w.x);
         uint32_t a[4];
         decode(word, a);
         if (High) {
@@ -134,344 +152,348 @@ __device__ __forceinline__ void multiply(float (&acc)[2][MT][4], const uint4 (&w
         a[2] = mul2(a[2], low);
         a[3] = mul2(a[3], high);
 #pragma unroll
-        for (int m = 0; m < MT; ++m) mma(acc[i][m], a, j ? b[m].z : b[m].x, j ? b[m].w : b[m].y);
+        for (int m = 0; m < MT; ++m) {
+          mma(acc[MT == 1 ? j : 0][m], a, x[e][m][(h * 2 + j) * 2], x[e][m][(h * 2 + j) * 2 + 1]);
+        }
       }
     }
   }
 }
 
-template <int MT>
-__device__ __forceinline__ void chunk(float (&acc)[2][MT][4], const uint4 (&w)[2],
-                                      const uint32_t (&s)[2], const uint8_t* xp) {
-  if (__any_sync(0xffffffffu, ((s[0] | s[1]) & 0x80808080u) != 0u)) {
-    multiply<MT, true>(acc, w, s, xp);
+// One unit's share of a worker: partial sums to `red`, 512 bytes for each tile of 8 rows.
+template <int MT, int MTMAX, int kEach>
+__device__ __forceinline__ void consume(const uint32_t (&x)[kEach][MTMAX][8], const uint8_t* wp,
+                                        const uint8_t* sp, uint8_t* red) {
+  uint32_t s[kEach];
+  uint32_t any = 0u;
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    s[e] = *reinterpret_cast<const uint32_t*>(sp + e * 64);
+    any |= s[e];
+  }
+  constexpr int kChains = MT == 1 ? 2 : 1;
+  float acc[kChains][MT][4];
+#pragma unroll
+  for (int c = 0; c < kChains; ++c)
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[c][m][i] = 0.0f;
+
+  if (__any_sync(kAll, (any & 0x80808080u) != 0u)) {
+    multiply<MT, MTMAX, kEach, true>(acc, x, s, wp);
   } else {
-    multiply<MT, false>(acc, w, s, xp);
+    multiply<MT, MTMAX, kEach, false>(acc, x, s, wp);
+  }
+
+#pragma unroll
+  for (int m = 0; m < MT; ++m) {
+    float4 v = make_float4(acc[0][m][0], acc[0][m][1], acc[0][m][2], acc[0][m][3]);
+    if (kChains == 2) {
+      v.x += acc[kChains - 1][m][0];
+      v.y += acc[kChains - 1][m][1];
+      v.z += acc[kChains - 1][m][2];
+      v.w += acc[kChains - 1][m][3];
+    }
+    *reinterpret_cast<float4*>(red + m * 512) = v;
   }
 }
 
-// The weights in flight, and where the next come from. Units count from the first unit of the
-// block's first block of rows.
-template <int D, int kSplit, int kGroups>
-struct Stream {
-  uint4 w[D][2];
-  uint32_t s[D][2];
-  const uint8_t* wp;
-  const uint8_t* sp;
-  int k;     // chunk that slot 0 of the next batch gets; kNever or more past the last unit
-  int unit;
-
-  __device__ __forceinline__ void seek(const Params& p, int last, const int4* list) {
-    k = kNever;
-    if (unit < last) {
-      const int thread = thread_index();
-      const int g = (thread >> 2) & 7, t = thread & 3;
-      const int kq = first_chunk<kSplit>(thread);
-      const int slot = int(unsigned(unit) / unsigned(p.upe));
-      const int tile = unit - slot * p.upe;
-      const size_t expert = size_t(list[slot].x);
-      const size_t inner = size_t(p.inner);
-      const int n16 = 2 * tile;
-      const int scale_rows = (p.hidden + 255) / 256 * 8;
-      wp = p.weights + expert * (size_t(p.hidden) / 2 * inner) + size_t(tile) * 16 * inner +
-           ((g >> 1) * 2 * p.inner + (g & 1) * 64 + t * 16 + kq * 128);
-      sp = p.scales + (expert * scale_rows + size_t((n16 >> 4) * 8 + (n16 & 7))) * inner +
-           (((n16 >> 3) & 1) * 32 + g * 4 + kq * 64);
-      k = kq;
-    }
-  }
-
-  __device__ __forceinline__ void load(int d, const Params& p) {
-    if (k + d * kSplit < p.chunks) {
-      w[d][0] = load_weights(wp + d * (kSplit * 128));
-      w[d][1] = load_weights((wp + 8 * size_t(p.inner)) + d * (kSplit * 128));
-      s[d][0] = load_scales(sp + d * (kSplit * 64));
-      s[d][1] = load_scales((sp + p.inner) + d * (kSplit * 64));
-    }
-  }
-
-  __device__ __forceinline__ void advance(const Params& p, int last, const int4* list) {
-    k += D * kSplit;
-    wp += D * kSplit * 128;
-    sp += D * kSplit * 64;
-    if (k >= p.span) {
-      unit += kGroups;
-      seek(p, last, list);
-    }
-  }
-};
-
-// This group's units of one block of rows.
-template <int D, int kSplit, int kGroups, int MT>
-__device__ __forceinline__ void run_units(const Params& p, Stream<D, kSplit, kGroups>& stream,
-                                          const int4* list, int slot, int last, int& unit,
-                                          const uint8_t* xs, float* red, const float* gates,
-                                          float* bias_rows) {
-  constexpr int kGroupThreads = 32 * kSplit;
-  constexpr int kPart = 8 * MT * kPitch;  // floats of a warp's partial sums
-  const int end = min(last, (slot + 1) * p.upe);
-  const int lane = int(threadIdx.x) & 31;
-  const int kq = first_chunk<kSplit>(int(threadIdx.x));
-  const uint8_t* const xlane =
-      xs + ((lane & 3) * 8 + ((lane >> 2) ^ (2 * (lane & 3)))) * 16 + kq * (MT * 1024);
-  while (unit < end) {
-    {
-      // the bias travels while the group multiplies; two buffers, as others may still read one
-      const int thread = thread_index();
-      const int local = thread % kGroupThreads, group = thread / kGroupThreads;
-      if (local < 8) {
-        const int column = (unit - slot * p.upe) * 32 + local * 4;
-        copy_async(bias_rows + (group * 2 + ((unit / kGroups) & 1)) * 32 + local * 4,
-                   p.bias + size_t(list[slot].x) * p.hidden + column);
-      }
-    }
-
-    float acc[2][MT][4];
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) acc[i][m][c] = 0.0f;
-
-    const uint8_t* xp = xlane;
-#pragma unroll 1
-    for (int k = kq; k < p.span; k += D * kSplit) {
-#pragma unroll
-      for (int d = 0; d < D; ++d) {
-        if (k + d * kSplit < p.chunks) {
-          chunk<MT>(acc, stream.w[d], stream.s[d], xp + d * (kSplit * MT * 1024));
-        }
-        stream.load(d, p);
-      }
-      xp += D * kSplit * MT * 1024;
-      stream.advance(p, last, list);
-    }
-
-    const int thread = thread_index();
-    const int local = thread % kGroupThreads, group = thread / kGroupThreads;
-    group_sync<kGroupThreads>(1 + group);  // the unit before has been read
-    float* const mine = red + (thread >> 5) * kPart + 2 * (thread & 3) * kPitch + ((thread >> 2) & 7);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int m = 0; m < MT; ++m) {
-        float* const to = mine + m * 8 * kPitch + i * 16;
-        to[0] = acc[i][m][0];
-        to[kPitch] = acc[i][m][1];
-        to[8] = acc[i][m][2];
-        to[kPitch + 8] = acc[i][m][3];
-      }
-    }
-    copy_wait();
-    group_sync<kGroupThreads>(1 + group);
-    const int4 info = list[slot];
-    const int n4 = (local & 7) * 4;
-    const float* const from = red + group * kSplit * kPart + n4;
-    const float* const bias_from = bias_rows + (group * 2 + ((unit / kGroups) & 1)) * 32 + n4;
-    for (int q = local; q < 64 * MT; q += kGroupThreads) {
-      const int row = q >> 3;
-      if (row < info.z) {
-        float4 sum = *reinterpret_cast<const float4*>(from + row * kPitch);
-#pragma unroll
-        for (int part = 1; part < kSplit; ++part) {
-          const float4 more = *reinterpret_cast<const float4*>(from + part * kPart + row * kPitch);
-          sum.x += more.x;
-          sum.y += more.y;
-          sum.z += more.z;
-          sum.w += more.w;
-        }
-        const float4 bias = *reinterpret_cast<const float4*>(bias_from);
-        const float gate = gates[row];
-        const __nv_bfloat162 v0 =
-            __floats2bfloat162_rn(gate * (sum.x + bias.x), gate * (sum.y + bias.y));
-        const __nv_bfloat162 v1 =
-            __floats2bfloat162_rn(gate * (sum.z + bias.z), gate * (sum.w + bias.w));
-        uint2 packed;
-        packed.x = *reinterpret_cast<const uint32_t*>(&v0);
-        packed.y = *reinterpret_cast<const uint32_t*>(&v1);
-        __nv_bfloat16* const out = static_cast<__nv_bfloat16*>(p.output) +
-                                   size_t(info.y + row) * p.hidden +
-                                   ((unit - slot * p.upe) * 32 + n4);
-        *reinterpret_cast<uint2*>(out) = packed;
-      }
-    }
-    unit += kGroups;
-  }
-}
-
-template <int D, int kSplit, int kGroups, int MTMAX>
-__global__ void __launch_bounds__(kThreads, 1) tensor_kernel(const Params p) {
-  static_assert(kSplit * kGroups == kWarps, "all warps have a place");
-  static_assert(MTMAX <= 3, "staging counts up to three tiles");
-  constexpr int kStages = MTMAX == 1 ? 2 : 1;  // blocks of rows staged at once, at most
+// Each group: kWorkers warps that multiply, kEach chunks of k each, and one that plans, fetches
+// and adds. Group q of a block has every kGroups-th of the block's units, from its q-th.
+template <int MTMAX, int kWorkers, int kEach, int kGroups>
+__global__ void __launch_bounds__(32 * (kWorkers + 1) * kGroups, 1) stream_kernel(const Params p) {
+  static_assert(kWorkers * kEach == kMaxChunks, "workers cover all chunks");
+  constexpr int kBlockRows = 8 * MTMAX;
+  constexpr int kGroupThreads = 32 * (kWorkers + 1);
   extern __shared__ __align__(128) uint8_t shared_bytes[];
-  __shared__ int4 list[kList];  // expert, first row, rows
-  __shared__ __align__(16) float bias_rows[kGroups * 2 * 32];
-  __shared__ float gates[kStages * 8 * MTMAX];
-  __shared__ int block_count;
-
-  cudaGridDependencySynchronize();
-  asm volatile("griddepcontrol.launch_dependents;");
+  __shared__ int4 lists[kGroups][kList];  // expert, first row, rows
+  __shared__ int4 plans[kGroups];         // first place in the list, first tile, units
+  __shared__ __align__(8) unsigned long long full_barriers[kGroups][kMaxStages];
+  __shared__ __align__(8) unsigned long long done_barriers[kGroups][kMaxStages];
 
   const int lane = int(threadIdx.x) & 31;
-  const int warp = int(threadIdx.x) >> 5;
-  const int blocks = int(gridDim.x), me = int(blockIdx.x);
-  if (warp == 0) {
-    int count = 0;
-    for (int base = 0; base < p.experts; base += 32) {
-      const int e = base + lane;
-      int here = 0;
-      if (e < p.experts) {
-        const int rows = load_int(p.offsets + e + 1) - load_int(p.offsets + e);
-        here = (rows + p.block_rows - 1) / p.block_rows;
+  const int warp = __shfl_sync(kAll, int(threadIdx.x) >> 5, 0);
+  const int group = warp / (kWorkers + 1);
+  const int worker = warp - group * (kWorkers + 1);
+  const int g = lane >> 2, t = lane & 3;
+  const int weight_bytes = p.inner * 8;
+  uint8_t* const ring = shared_bytes + group * (p.stages * p.stage_bytes);
+  int4* const list = lists[group];
+  const uint32_t full = shared_address(&full_barriers[group][0]);
+  const uint32_t done = shared_address(&done_barriers[group][0]);
+
+  if (worker == kWorkers) {
+    // fetches, and adds the workers' sums
+    if (lane == 0) {
+      for (int s = 0; s < p.stages; ++s) {
+        barrier_init(full + s * 8, 1u);
+        barrier_init(done + s * 8, uint32_t(kWorkers));
       }
-      count += __reduce_add_sync(0xffffffffu, here);
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
-    const int total = count * p.upe;
-    const int share = total / blocks, rest = total % blocks;
-    const int begin = me * share + min(me, rest);
-    const int past = begin + share + (me < rest ? 1 : 0);
-    if (begin < past) {
-      const int slot0 = begin / p.upe, slot1 = (past - 1) / p.upe;
-      int before = 0;
+    __syncwarp();
+    cudaGridDependencySynchronize();
+    asm volatile("griddepcontrol.launch_dependents;");
+
+    const int blocks = int(gridDim.x), me = int(blockIdx.x);
+    int slot = 0, tile = 0, units = 0;
+    {
+      int count = 0, start0 = 0, rows0 = 0;
       for (int base = 0; base < p.experts; base += 32) {
         const int e = base + lane;
-        int here = 0, start = 0, rows = 0;
+        int start = 0, rows = 0;
         if (e < p.experts) {
           start = load_int(p.offsets + e);
           rows = load_int(p.offsets + e + 1) - start;
-          here = (rows + p.block_rows - 1) / p.block_rows;
         }
-        int upto = here;
+        if (base == 0) {
+          start0 = start;
+          rows0 = rows;
+        }
+        count += int(__reduce_add_sync(kAll, unsigned(rows + kBlockRows - 1) / unsigned(kBlockRows)));
+      }
+      const int total = count * p.upe;
+      const int share = total / blocks, rest = total - share * blocks;
+      const int begin = me * share + min(me, rest);
+      const int past = begin + share + (me < rest ? 1 : 0);
+      if (begin < past) {
+        const int slot0 = begin / p.upe, slot1 = (past - 1) / p.upe;
+        int before = 0;
+        for (int base = 0; base < p.experts && before <= slot1; base += 32) {
+          const int e = base + lane;
+          int start = start0, rows = rows0;
+          if (base != 0) {
+            start = 0;
+            rows = 0;
+            if (e < p.experts) {
+              start = load_int(p.offsets + e);
+              rows = load_int(p.offsets + e + 1) - start;
+            }
+          }
+          const int here = int(unsigned(rows + kBlockRows - 1) / unsigned(kBlockRows));
+          int upto = here;
 #pragma unroll
-        for (int d = 1; d < 32; d <<= 1) {
-          const int v = __shfl_up_sync(0xffffffffu, upto, d);
-          if (lane >= d) upto += v;
+          for (int d = 1; d < 32; d <<= 1) {
+            const int v = __shfl_up_sync(kAll, upto, d);
+            if (lane >= d) upto += v;
+          }
+          const int first = before + upto - here;
+          for (int i = max(0, slot0 - first); i < here && first + i <= slot1; ++i) {
+            const int passed = i * kBlockRows;
+            list[first + i - slot0] = make_int4(e, start + passed, min(kBlockRows, rows - passed), 0);
+          }
+          before += __shfl_sync(kAll, upto, 31);
         }
-        const int slot = before + upto - here;
-        for (int i = max(0, slot0 - slot); i < here && slot + i <= slot1; ++i) {
-          const int done = i * p.block_rows;
-          list[slot + i - slot0] =
-              make_int4(e, start + done, min(p.block_rows, rows - done), 0);
+        units = (past - begin - group + kGroups - 1) / kGroups;
+        tile = begin - slot0 * p.upe + group;
+        if (tile >= p.upe) {
+          tile -= p.upe;
+          slot = 1;
         }
-        before += __shfl_sync(0xffffffffu, upto, 31);
       }
     }
-    if (lane == 0) block_count = count;
-  }
-  __syncthreads();
+    if (lane == 0) plans[group] = make_int4(slot, tile, units, 0);
+    __syncwarp();
 
-  // from here on, units count from the first of the first block of rows
-  int unit, last, slots;
-  {
-    const int total = block_count * p.upe;
-    const int share = total / blocks, rest = total % blocks;
-    const int begin = me * share + min(me, rest);
-    const int past = begin + share + (me < rest ? 1 : 0);
-    if (begin >= past) return;
-    const int slot0 = begin / p.upe, slot1 = (past - 1) / p.upe;
-    unit = begin - slot0 * p.upe + warp / kSplit;
-    last = past - slot0 * p.upe;
-    slots = slot1 - slot0 + 1;
-  }
+    const int scale_rows = (p.hidden + 255) / 256 * 8;
+    int issued = 0, next_slot = slot, next_tile = tile;
+    auto issue = [&](int stage) {
+      if (lane == 0) {
+        const size_t expert = size_t(list[next_slot].x);
+        const uint32_t barrier = full + stage * 8;
+        const uint32_t to = shared_address(ring + stage * p.stage_bytes);
+        barrier_expect(barrier, uint32_t(weight_bytes + p.inner));
+        copy_bulk(to, p.weights + (expert * size_t(p.upe) + size_t(next_tile)) * size_t(weight_bytes),
+                  uint32_t(weight_bytes), barrier);
+        copy_bulk(to + weight_bytes,
+                  p.scales + (expert * size_t(scale_rows) +
+                              size_t((next_tile >> 4) * 8 + (next_tile & 7))) *
+                                 size_t(p.inner),
+                  uint32_t(p.inner), barrier);
+      }
+      ++issued;
+      next_tile += kGroups;
+      if (next_tile >= p.upe) {
+        next_tile -= p.upe;
+        ++next_slot;
+      }
+    };
+    const int ahead = min(units, p.stages);
+    for (int s = 0; s < ahead; ++s) issue(s);
+    __syncwarp();
+    group_sync<kGroupThreads>(1 + group);
 
-  // the first weights set out before x is staged
-  Stream<D, kSplit, kGroups> stream;
+    const __nv_bfloat16* const gates = static_cast<const __nv_bfloat16*>(p.gates);
+    __nv_bfloat16* const output = static_cast<__nv_bfloat16*>(p.output);
+    const bool odd = (g & 1) != 0;
+    int stage = 0, loaded = -1, tiles = 0;
+    uint32_t phase = 0u;
+    int4 info = make_int4(0, 0, 0, 0);
+    float gate[MTMAX][2];
 #pragma unroll
-  for (int d = 0; d < D; ++d) {
-    stream.w[d][0] = stream.w[d][1] = make_uint4(0u, 0u, 0u, 0u);
-    stream.s[d][0] = stream.s[d][1] = 0u;
-  }
-  stream.wp = p.weights;
-  stream.sp = p.scales;
-  stream.unit = unit;
-  stream.seek(p, last, list);
+    for (int m = 0; m < MTMAX; ++m) gate[m][0] = gate[m][1] = 0.0f;
+
+    for (int i = 0; i < units; ++i) {
+      if (slot != loaded) {
+        loaded = slot;
+        info = list[slot];
+        tiles = (info.z + 7) >> 3;
 #pragma unroll
-  for (int d = 0; d < D; ++d) stream.load(d, p);
-  stream.advance(p, last, list);
+        for (int m = 0; m < MTMAX; ++m) {
+          const int row = m * 8 + 2 * t;
+          gate[m][0] = row < info.z ? __bfloat162float(gates[info.y + row]) : 0.0f;
+          gate[m][1] = row + 1 < info.z ? __bfloat162float(gates[info.y + row + 1]) : 0.0f;
+        }
+      }
+      const float* const bias = p.bias + size_t(info.x) * p.hidden + tile * 16 + g;
+      const float bias0 = __ldg(bias), bias1 = __ldg(bias + 8);
 
-  uint8_t* const xs = shared_bytes;
-  float* const red = reinterpret_cast<float*>(shared_bytes + p.x_bytes);
-  const int stages = MTMAX == 1 ? p.stages : 1;
+      barrier_wait(done + stage * 8, phase);
+      __syncwarp();
+      const float4* const red = reinterpret_cast<const float4*>(ring + stage * p.stage_bytes +
+                                                                weight_bytes + kScaleBytes) +
+                                lane;
+      float4 sum[MTMAX];
+#pragma unroll
+      for (int m = 0; m < MTMAX; ++m) {
+        sum[m] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (m < tiles) {
+#pragma unroll
+          for (int w = 0; w < kWorkers; ++w) {
+            const float4 more = red[(w * MTMAX + m) * 32];
+            sum[m].x += more.x;
+            sum[m].y += more.y;
+            sum[m].z += more.z;
+            sum[m].w += more.w;
+          }
+        }
+      }
+      __syncwarp();  // the stage has been read, weights and sums
+      if (issued < units) issue(stage);
+      __syncwarp();
 
-  for (int base = 0; base < slots; base += stages) {
-    if (base != 0) __syncthreads();  // the rows before are no longer read
-    const int staged = min(stages, slots - base);
-    const int base_rows = list[base].z;
-    const int tiles = (base_rows + 7) >> 3;
-
-    {
-      const int thread = thread_index();
-      const int stage = thread / (8 * MTMAX), row = thread % (8 * MTMAX);
-      if (stage < staged) {
-        const int4 info = list[base + stage];
-        if (row < info.z) {
-          gates[thread] =
-              __bfloat162float(static_cast<const __nv_bfloat16*>(p.gates)[info.y + row]);
+#pragma unroll
+      for (int m = 0; m < MTMAX; ++m) {
+        if (m < tiles) {
+          const float v00 = gate[m][0] * (sum[m].x + bias0);
+          const float v01 = gate[m][1] * (sum[m].y + bias0);
+          const float v10 = gate[m][0] * (sum[m].z + bias1);
+          const float v11 = gate[m][1] * (sum[m].w + bias1);
+          // neighbours in g swap, so that each has two columns of one row
+          const float other0 = __shfl_xor_sync(kAll, odd ? v00 : v01, 4);
+          const float other1 = __shfl_xor_sync(kAll, odd ? v10 : v11, 4);
+          const __nv_bfloat162 pair0 =
+              odd ? __floats2bfloat162_rn(other0, v01) : __floats2bfloat162_rn(v00, other0);
+          const __nv_bfloat162 pair1 =
+              odd ? __floats2bfloat162_rn(other1, v11) : __floats2bfloat162_rn(v10, other1);
+          const int row = m * 8 + 2 * t + (odd ? 1 : 0);
+          if (row < info.z) {
+            __nv_bfloat16* const out =
+                output + size_t(info.y + row) * p.hidden + (tile * 16 + (g & 6));
+            *reinterpret_cast<__nv_bfloat162*>(out) = pair0;
+            *reinterpret_cast<__nv_bfloat162*>(out + 8) = pair1;
+          }
         }
       }
 
-      // pieces of 8 rows and 32 along k, of all tiles: those of one block of rows, or for
-      // MTMAX = 1 one of each block of rows
-      const int g = (thread >> 2) & 7, t = thread & 3;
-      const int halves = 2 * p.chunks;
-      const int pieces = (MTMAX == 1 ? staged : tiles) * halves;
-      const int step = (MTMAX == 1 ? 1 : tiles) * 1024;  // bytes from chunk to chunk
-      const int next = MTMAX == 1 ? p.chunks * 1024 : 1024;  // bytes from tile to tile
-      const uint8_t* const x = static_cast<const uint8_t*>(p.x) + t * 16;
-      uint8_t* const dst = xs + t * 4;
-      constexpr int kBatch = MTMAX == 1 ? 4 : 6;
-      for (int c = thread >> 5; c < pieces; c += kWarps * kBatch) {
-        uint4 v[kBatch];
+      tile += kGroups;
+      if (tile >= p.upe) {
+        tile -= p.upe;
+        ++slot;
+      }
+      if (++stage == p.stages) {
+        stage = 0;
+        phase ^= 1u;
+      }
+    }
+  } else {
+    // multiplies
+    const int first = worker * kEach;
+    if (p.chunks < kMaxChunks) {
+      // no scale where there is no chunk: whatever is read as weights there is finite, and x is 0
+      for (int s = 0; s < p.stages; ++s) {
+        uint8_t* const scales = ring + s * p.stage_bytes + weight_bytes;
+        for (int i = p.inner + (worker * 32 + lane) * 4; i < kScaleBytes; i += kWorkers * 32 * 4) {
+          *reinterpret_cast<uint32_t*>(scales + i) = 0u;
+        }
+      }
+    }
+    cudaGridDependencySynchronize();
+    group_sync<kGroupThreads>(1 + group);
+
+    const int4 plan = plans[group];
+    int slot = plan.x, tile = plan.y;
+    const int units = plan.z;
+    const uint8_t* const weights_lane =
+        ring + ((g >> 1) * 2 * p.inner + first * 128 + (g & 1) * 64 + t * 16);
+    const uint8_t* const scales_lane = ring + (weight_bytes + first * 64 + g * 4);
+    uint8_t* const red_lane =
+        ring + (weight_bytes + kScaleBytes + worker * (MTMAX * 512) + lane * 16);
+
+    uint32_t x[kEach][MTMAX][8];
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int q = c + kWarps * i;
-          v[i] = make_uint4(0u, 0u, 0u, 0u);
-          if (q < pieces) {
-            const int tile = (q >= halves ? 1 : 0) + (q >= 2 * halves ? 1 : 0);
-            const int piece = q - tile * halves;
-            const int4 info = list[MTMAX == 1 ? base + tile : base];
-            const int row = MTMAX == 1 ? g : tile * 8 + g;
-            if (row < info.z) {
-              v[i] = *reinterpret_cast<const uint4*>(
-                  x + size_t(info.y + row) * (size_t(p.inner) * 2) + size_t(piece) * 64);
+    for (int e = 0; e < kEach; ++e)
+#pragma unroll
+      for (int m = 0; m < MTMAX; ++m)
+#pragma unroll
+        for (int q = 0; q < 8; ++q) x[e][m][q] = 0u;
+
+    int stage = 0, offset = 0, loaded = -1, tiles = 1;
+    uint32_t phase = 0u;
+    for (int i = 0; i < units; ++i) {
+      if (slot != loaded) {
+        loaded = slot;
+        const int4 info = list[slot];
+        tiles = (info.z + 7) >> 3;
+#pragma unroll
+        for (int m = 0; m < MTMAX; ++m) {
+          const int row = m * 8 + g;
+          const bool present = row < info.z;
+          const uint8_t* const from =
+              static_cast<const uint8_t*>(p.x) +
+              (size_t(info.y + (present ? row : 0)) * size_t(p.inner) + size_t(first * 64 + 2 * t)) *
+                  2;
+#pragma unroll
+          for (int e = 0; e < kEach; ++e) {
+            const bool wanted = present && first + e < p.chunks;
+#pragma unroll
+            for (int q = 0; q < 8; ++q) {
+              x[e][m][q] = load_if(from + (e * 128 + (q >> 1) * 32 + (q & 1) * 16), wanted);
             }
           }
         }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int q = c + kWarps * i;
-          if (q < pieces) {
-            const int tile = (q >= halves ? 1 : 0) + (q >= 2 * halves ? 1 : 0);
-            const int piece = q - tile * halves;
-            uint8_t* const to = dst + tile * next + (piece >> 1) * step + (piece & 1) * 512;
-            *reinterpret_cast<uint32_t*>(to + (0 + (g ^ 0)) * 16) = v[i].x;
-            *reinterpret_cast<uint32_t*>(to + (8 + (g ^ 2)) * 16) = v[i].y;
-            *reinterpret_cast<uint32_t*>(to + (16 + (g ^ 4)) * 16) = v[i].z;
-            *reinterpret_cast<uint32_t*>(to + (24 + (g ^ 6)) * 16) = v[i].w;
-          }
+      }
+
+      barrier_wait(full + stage * 8, phase);
+      __syncwarp();
+      const uint8_t* const wp = weights_lane + offset;
+      const uint8_t* const sp = scales_lane + offset + ((tile >> 3) & 1) * 32;
+      uint8_t* const red = red_lane + offset;
+      if constexpr (MTMAX == 1) {
+        consume<1, MTMAX, kEach>(x, wp, sp, red);
+      } else {
+        if (tiles == 1) {
+          consume<1, MTMAX, kEach>(x, wp, sp, red);
+        } else if (tiles == 2) {
+          consume<2, MTMAX, kEach>(x, wp, sp, red);
+        } else {
+          consume<3, MTMAX, kEach>(x, wp, sp, red);
         }
       }
-    }
-    __syncthreads();
+      __syncwarp();
+      if (lane == 0) barrier_arrive(done + stage * 8);
 
-    if constexpr (MTMAX == 1) {
-      for (int stage = 0; stage < staged; ++stage) {
-        run_units<D, kSplit, kGroups, 1>(p, stream, list, base + stage, last, unit,
-                                         xs + stage * (p.chunks * 1024), red, gates + stage * 8,
-                                         bias_rows);
+      tile += kGroups;
+      if (tile >= p.upe) {
+        tile -= p.upe;
+        ++slot;
       }
-    } else {
-      if (tiles == 1) {
-        run_units<D, kSplit, kGroups, 1>(p, stream, list, base, last, unit, xs, red, gates,
-                                         bias_rows);
-      } else if (tiles == 2) {
-        run_units<D, kSplit, kGroups, 2>(p, stream, list, base, last, unit, xs, red, gates,
-                                         bias_rows);
-      } else {
-        run_units<D, kSplit, kGroups, 3>(p, stream, list, base, last, unit, xs, red, gates,
-                                         bias_rows);
+      offset += p.stage_bytes;
+      if (++stage == p.stages) {
+        stage = 0;
+        offset = 0;
+        phase ^= 1u;
       }
     }
   }
@@ -587,12 +609,6 @@ inline void launch(void (*kernel)(Params), dim3 grid, int threads, size_t bytes,
   check(cudaGetLastError());
 }
 
-// Chunks of a unit, padded to whole batches of D for each of `split` warps.
-inline int padded(int chunks, int split, int depth) {
-  const int each = (chunks + split - 1) / split;
-  return (each + depth - 1) / depth * depth * split;
-}
-
 inline bool aligned(const void* p, uintptr_t to) { return reinterpret_cast<uintptr_t>(p) % to == 0; }
 
 }  // namespace moe_down
@@ -626,57 +642,44 @@ void moe_matmul_down(tvm::ffi::TensorView x, tvm::ffi::TensorView weights,
   p.experts = int(experts);
   p.hidden = int(hidden);
   p.inner = int(inner);
-  p.block_rows = 8;
   p.chunks = int(inner / 64);
-  p.upe = int(hidden / 32);
-  p.span = 0;
-  p.stages = 1;
-  p.x_bytes = 0;
+  p.upe = int(hidden / 16);
+  p.stages = 0;
+  p.stage_bytes = 0;
 
   const DLDevice device = output.device();
   auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
 
-  if (is_bfloat && aligned(p.x, 16) && aligned(p.weights, 16) && aligned(p.scales, 4) &&
-      aligned(p.bias, 16) && aligned(p.output, 8)) {
+  if (is_bfloat && inner / 64 <= kMaxChunks && aligned(p.x, 16) && aligned(p.weights, 16) &&
+      aligned(p.scales, 16) && aligned(p.bias, 4) && aligned(p.output, 4)) {
     int processors = 0, most = 0;
     check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device.device_id));
     check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.device_id));
     const int64_t room = int64_t(most) - 6144;  // less what is static
-    const int64_t x_tile = inner / 64 * 1024;
-    const int64_t red_tile = int64_t(kWarps) * 8 * kPitch * 4;
-    const int64_t each = x_tile + red_tile;
-    int64_t tiles = (tokens + 7) / 8;
-    if (tiles > kMaxTiles) tiles = kMaxTiles;
-    if (rows <= 4 * experts) tiles = 1;  // few rows for each expert: blocks of 8 suffice
-    if (tiles * each > room) tiles = room / each;
-    if (tiles >= 1) {
-      const int64_t active = rows < experts ? rows : experts;
-      const int64_t row_blocks = active + rows / (8 * tiles);
-      const int64_t units = row_blocks * (hidden / 32);
-      const int64_t blocks = units < processors ? units : processors;
-      if (units < (int64_t(1) << 28) && row_blocks / blocks + 3 <= kList) {
-        p.block_rows = int(8 * tiles);
-        int64_t x_tiles = tiles;
-        if (tiles == 1 && 2 * x_tile + red_tile <= room) {
-          p.stages = 2;
-          x_tiles = 2;
-        }
-        p.x_bytes = int(x_tiles * x_tile);
-        const size_t bytes = size_t(x_tiles * x_tile + tiles * red_tile);
-        void (*kernel)(Params) = nullptr;
-        if (tiles > 1) {
-          kernel = tensor_kernel<2, 4, 6, kMaxTiles>;
-          p.span = padded(p.chunks, 4, 2);
-        } else if (tokens <= 4) {
-          kernel = tensor_kernel<3, 8, 3, 1>;
-          p.span = padded(p.chunks, 8, 3);
-        } else {
-          kernel = tensor_kernel<3, 4, 6, 1>;
-          p.span = padded(p.chunks, 4, 3);
-        }
-        launch(kernel, dim3(unsigned(blocks)), kThreads, bytes, stream, p);
-        return;
+    // few rows for each expert: blocks of 8 suffice
+    const bool few = tokens <= 8 || rows <= 4 * experts;
+    const int64_t tiles = few ? 1 : 3;
+    const int64_t workers = few ? 9 : 15;
+    const int64_t groups = few ? 2 : 1;
+    const int64_t stage_bytes = inner * 8 + kScaleBytes + workers * tiles * 512;
+    int64_t stages = room / (groups * stage_bytes);
+    if (stages > kMaxStages) stages = kMaxStages;
+    const int64_t active = rows < experts ? rows : experts;
+    const int64_t row_blocks = active + rows / (8 * tiles);
+    const int64_t units = row_blocks * (hidden / 16);
+    const int64_t blocks = units < processors ? units : processors;
+    if (stages >= 2 && units < (int64_t(1) << 28) && row_blocks / blocks + 3 <= kList) {
+      p.stages = int(stages);
+      p.stage_bytes = int(stage_bytes);
+      void (*kernel)(Params) = nullptr;
+      if (few) {
+        kernel = stream_kernel<1, 9, 5, 2>;
+      } else {
+        kernel = stream_kernel<3, 15, 3, 1>;
       }
+      launch(kernel, dim3(unsigned(blocks)), int(32 * (workers + 1) * groups),
+             size_t(groups * stages * stage_bytes), stream, p);
+      return;
     }
   }
 

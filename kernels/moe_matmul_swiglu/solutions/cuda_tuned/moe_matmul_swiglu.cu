@@ -550,6 +550,286 @@ __global__ void __launch_bounds__(kThreads, 1) moe_mma_kernel(const Params p) {
   }
 }
 
+// ---------------------------------------------------------------- few rows: streams of registers
+
+constexpr int kGroupWarps = 5;  // warps that share a tile, each a fifth of k
+constexpr int kGroups = 3;      // tiles that a block works on at a time
+constexpr int kStreamWarps = kGroupWarps * kGroups;
+constexpr int kStreamThreads = 32 * kStreamWarps;
+constexpr int kChunk = 9;       // 64s of k of one warp
+constexpr int kStreamRows = 8;  // rows of an expert in one pass
+constexpr int kStreamExperts = 32;
+constexpr int kStreamMaxRows = 5 * kStreamExperts;
+constexpr int kFragBytes = 16 * kHidden;  // the activations of a pass, as B fragments
+constexpr int kFillItems = kHidden / 32;  // each of 32 of k for eight rows
+constexpr int kStreamBytes = 2 * kFragBytes + kGroups * 2 * kGroupWarps * 512;
+static_assert(kChunk * kGroupWarps * 64 == kHidden, "fifths of k");
+static_assert(kFillItems % kStreamWarps == 0, "equal shares of the fill");
+static_assert(kStreamMaxRows <= kStreamThreads, "a thread for each row");
+
+__device__ __forceinline__ void stream_weights(uint4& v, const uint8_t* from, uint32_t go) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %5, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(from), "r"(go));
+}
+
+__device__ __forceinline__ void stream_scales(uint32_t& v, const uint8_t* from, uint32_t go) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];\n"
+      "}\n"
+      : "+r"(v)
+      : "l"(from), "r"(go));
+}
+
+__global__ void __launch_bounds__(kStreamThreads, 1) moe_stream_kernel(const Params p) {
+  extern __shared__ __align__(128) uint8_t dynamic_smem[];
+  __shared__ int row_token[kStreamMaxRows];
+
+  const int tiles = p.inner >> 3;
+  const int lane = threadIdx.x & 31;
+  const int warp = __shfl_sync(0xffffffffu, int(threadIdx.x >> 5), 0);
+  const int group = warp / kGroupWarps;
+  const int member = warp - group * kGroupWarps;
+  const int g = lane >> 2;
+  const int t = lane & 3;
+  const bool odd = (g & 1) != 0;
+  const uint32_t fragments = shared_address(dynamic_smem);
+  const uint32_t partials =
+      fragments + 2 * kFragBytes + group * (2 * kGroupWarps * 512) + lane * 16;
+  const size_t scale_rows = size_t((p.inner * 2 + 255) / 256) * 8;
+  const uint8_t* lane_weights =
+      p.weights + (lane >> 3) * (2 * kHidden) + (lane & 7) * 16 + member * (kChunk * 128);
+  const uint8_t* lane_scales = p.scales + g * 4 + member * (kChunk * 64);
+
+  cudaGridDependencySynchronize();
+
+  const int h = lane < p.experts ? p.histogram[lane] : 0;
+  int entry = 0;
+  if (int(threadIdx.x) < p.rows) entry = p.gather[threadIdx.x];
+  {
+    const size_t me = (size_t(blockIdx.x) * kStreamThreads + threadIdx.x) * 128;
+    const size_t jump = size_t(gridDim.x) * kStreamThreads * 128;
+    const size_t x_bytes = size_t(p.tokens) * kHidden * sizeof(__nv_bfloat16);
+    for (size_t i = me; i < x_bytes; i += jump) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(p.x) + i));
+    }
+  }
+  __syncwarp();
+
+  // every warp finds out by itself which tiles of which passes are the block's
+  const int np = (h + kStreamRows - 1) / kStreamRows;
+  int sums = (np << 16) | h;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, sums, d);
+    if (lane >= d) sums += other;
+  }
+  const int first_pass = (sums >> 16) - np;
+  const int first_row = (sums & 0xFFFF) - h;
+  const int passes = __shfl_sync(0xffffffffu, sums, 31) >> 16;
+  const int units = passes * tiles;
+  const int share = units / int(gridDim.x);
+  const int rest = units - share * int(gridDim.x);
+  const int block = int(blockIdx.x);
+  const int begin = block * share + min(block, rest);
+  const int end = begin + share + (block < rest ? 1 : 0);
+  if (begin >= end) return;
+  const int pass0 = begin / tiles;
+  const int pass1 = (end - 1) / tiles;
+
+  for (int pass = pass0; pass <= pass1; pass += 2) {
+    // two passes at a time: both have their activations in shared memory
+    int expert[2];
+    int row[2];
+    int rows[2];
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      const int wanted = min(pass + s, pass1);
+      const uint32_t found = __ballot_sync(
+          0xffffffffu, wanted >= first_pass && wanted < first_pass + np);
+      const int from = (__ffs(int(found)) - 1) & 31;
+      const int done = (wanted - __shfl_sync(0xffffffffu, first_pass, from)) * kStreamRows;
+      expert[s] = from;
+      row[s] = __shfl_sync(0xffffffffu, first_row, from) + done;
+      rows[s] = min(kStreamRows, __shfl_sync(0xffffffffu, h, from) - done);
+    }
+    const int split = (pass + 1) * tiles;  // first tile of the second pass
+    const int last = min(end, split + tiles);
+    int u = max(begin, split - tiles) + group;
+
+    // the first weights, before anything else is waited for
+    uint4 packed[kChunk];
+    uint32_t scale[kChunk];
+    {
+      const uint32_t go = u < last ? 1u : 0u;
+      const bool second = u >= split;
+      const int e = second ? expert[1] : expert[0];
+      const int tile = tile_at(u - (second ? split : split - tiles), tiles);
+      const uint8_t* w =
+          lane_weights + size_t(e) * p.inner * kHidden + size_t(tile) * (8 * kHidden);
+      const uint8_t* s = lane_scales +
+                         (e * scale_rows + size_t((tile >> 4) * 8 + (tile & 7))) * kHidden +
+                         ((tile >> 3) & 1) * 32;
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) {
+        packed[k] = make_uint4(0u, 0u, 0u, 0u);
+        scale[k] = 0u;
+        stream_scales(scale[k], s + k * 64, go);
+        stream_weights(packed[k], w + k * 128, go);
+      }
+    }
+
+    if (pass == pass0) {
+      if (int(threadIdx.x) < p.rows) row_token[threadIdx.x] = entry / p.top_k;
+      __syncthreads();
+    }
+
+    // activations in the order of B fragments: 16 bytes of a lane for each 32 of k
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      if (s == 0 || pass < pass1) {
+        const bool live = g < rows[s];
+        const int token = live ? row_token[row[s] + g] : 0;
+        const uint4* from = reinterpret_cast<const uint4*>(p.x + size_t(token) * kHidden) + t;
+        uint4 v[kFillItems / kStreamWarps];
+#pragma unroll
+        for (int i = 0; i < kFillItems / kStreamWarps; ++i) {
+          v[i] = make_uint4(0u, 0u, 0u, 0u);
+          if (live) v[i] = from[(warp + i * kStreamWarps) * 4];
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kFillItems / kStreamWarps; ++i) {
+          transpose4(v[i].x, v[i].y, v[i].z, v[i].w, t);
+          store_shared4(
+              fragments + s * kFragBytes + ((warp + i * kStreamWarps) * 32 + lane) * 16,
+              __uint_as_float(v[i].x), __uint_as_float(v[i].y), __uint_as_float(v[i].z),
+              __uint_as_float(v[i].w));
+        }
+      }
+    }
+    __syncthreads();
+
+    int turn = 0;
+    uint32_t buffer = 0u;
+    for (; u < last; u += kGroups) {
+      const bool second = u >= split;
+      const int e = second ? expert[1] : expert[0];
+      const int tile = tile_at(u - (second ? split : split - tiles), tiles);
+      const bool mine = turn == member;
+      float bias0 = 0.0f;
+      float bias1 = 0.0f;
+      if (mine) {
+        const float* from = p.bias + size_t(e) * p.inner * 2 + size_t(tile) * 16 + g;
+        bias0 = __ldg(from);
+        bias1 = __ldg(from + 8);
+      }
+
+      // where the next tile's bytes come from
+      const int next = u + kGroups;
+      const uint32_t go = next < last ? 1u : 0u;
+      const bool next_second = next >= split;
+      const int next_e = next_second ? expert[1] : expert[0];
+      const int next_tile = tile_at(next - (next_second ? split : split - tiles), tiles);
+      const uint8_t* w =
+          lane_weights + size_t(next_e) * p.inner * kHidden + size_t(next_tile) * (8 * kHidden);
+      const uint8_t* s =
+          lane_scales +
+          (next_e * scale_rows + size_t((next_tile >> 4) * 8 + (next_tile & 7))) * kHidden +
+          ((next_tile >> 3) & 1) * 32;
+
+      const uint32_t at =
+          fragments + (second ? uint32_t(kFragBytes) : 0u) + member * (kChunk * 1024) + lane * 16;
+      float acc[2][4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        acc[0][c] = 0.0f;
+        acc[1][c] = 0.0f;
+      }
+#pragma unroll
+      for (int part = 0; part < kChunk; part += 3) {
+        uint32_t b[3][1][8];
+#pragma unroll
+        for (int k = 0; k < 3; ++k) {
+          const uint4 low = load_shared4(at + (part + k) * 1024);
+          const uint4 high = load_shared4(at + (part + k) * 1024 + 512);
+          b[k][0][0] = low.x;
+          b[k][0][1] = low.y;
+          b[k][0][2] = low.z;
+          b[k][0][3] = low.w;
+          b[k][0][4] = high.x;
+          b[k][0][5] = high.y;
+          b[k][0][6] = high.z;
+          b[k][0][7] = high.w;
+        }
+        const bool wide = __any_sync(
+            0xffffffffu,
+            ((scale[part] | scale[part + 1] | scale[part + 2]) & 0x80808080u) != 0u);
+        if (__builtin_expect(!wide, 1)) {
+#pragma unroll
+          for (int k = 0; k < 3; ++k) {
+            step<false, 1, 2>(packed[part + k], scale[part + k], b[k], acc);
+          }
+        } else {
+#pragma unroll
+          for (int k = 0; k < 3; ++k) {
+            step<true, 1, 2>(packed[part + k], scale[part + k], b[k], acc);
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < 3; ++k) {
+          stream_scales(scale[part + k], s + (part + k) * 64, go);
+          stream_weights(packed[part + k], w + (part + k) * 128, go);
+        }
+      }
+
+      const uint32_t to = partials + buffer * (kGroupWarps * 512);
+      store_shared4(to + member * 512, acc[0][0] + acc[1][0], acc[0][1] + acc[1][1],
+                    acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
+      asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(32 * kGroupWarps) : "memory");
+
+      if (mine) {
+        float c[4] = {bias0, bias0, bias1, bias1};
+#pragma unroll
+        for (int i = 0; i < kGroupWarps; ++i) {
+          const uint4 v = load_shared4(to + i * 512);
+          c[0] += __uint_as_float(v.x);
+          c[1] += __uint_as_float(v.y);
+          c[2] += __uint_as_float(v.z);
+          c[3] += __uint_as_float(v.w);
+        }
+        const int row_first = second ? row[1] : row[0];
+        const int row_count = second ? rows[1] : rows[0];
+        const int column = tile * 8 + (g >> 1) + (odd ? 4 : 0);
+        __nv_bfloat16* out = p.output + size_t(row_first) * p.inner + column;
+        const float r0 = __shfl_xor_sync(0xffffffffu, odd ? c[0] : c[2], 4);
+        const float r1 = __shfl_xor_sync(0xffffffffu, odd ? c[1] : c[3], 4);
+        const float gate0 = odd ? r0 : c[0];
+        const float gate1 = odd ? r1 : c[1];
+        const float up0 = odd ? c[2] : r0;
+        const float up1 = odd ? c[3] : r1;
+        const float y0 = activate_fast(gate0, up0, p.alpha, p.limit);
+        const float y1 = activate_fast(gate1, up1, p.alpha, p.limit);
+        const int r = 2 * t;
+        if (r < row_count) out[size_t(r) * p.inner] = __float2bfloat16_rn(y0);
+        if (r + 1 < row_count) out[size_t(r + 1) * p.inner] = __float2bfloat16_rn(y1);
+      }
+      __syncwarp();
+      if (++turn == kGroupWarps) turn = 0;
+      buffer ^= 1u;
+    }
+    __syncthreads();  // the activations may be overwritten now
+  }
+}
+
 // ---------------------------------------------------------------- plain float32 FMA, any size
 
 __device__ __forceinline__ float low_half(uint32_t a) { return __uint_as_float(a << 16); }
@@ -665,6 +945,22 @@ void launch_mma(const Params& params, int grid, size_t bytes, cudaStream_t strea
   check(cudaLaunchKernelEx(&config, moe_mma_kernel<EXACT>, params));
 }
 
+void launch_stream(const Params& params, int grid, cudaStream_t stream) {
+  check(cudaFuncSetAttribute(moe_stream_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             kStreamBytes));
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(unsigned(grid));
+  config.blockDim = dim3(unsigned(kStreamThreads));
+  config.dynamicSmemBytes = size_t(kStreamBytes);
+  config.stream = stream;
+  cudaLaunchAttribute attribute[1];
+  attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute[0].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attribute;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, moe_stream_kernel, params));
+}
+
 template <typename T>
 void launch_simple(tvm::ffi::TensorView x, tvm::ffi::TensorView weights,
                    tvm::ffi::TensorView scales, tvm::ffi::TensorView bias,
@@ -771,6 +1067,11 @@ void moe_matmul_swiglu(tvm::ffi::TensorView x, tvm::ffi::TensorView weights,
   params.alpha = float(alpha);
   params.limit = float(limit);
   const size_t bytes = size_t(stages * stage_bytes + 128);
+  if (exact && experts <= kStreamExperts && rows <= 5 * experts &&
+      rows * (inner / 8) < (int64_t(1) << 30)) {
+    launch_stream(params, processors, stream);
+    return;
+  }
   if (exact) {
     launch_mma<true>(params, processors, bytes, stream);
   } else {
