@@ -239,7 +239,8 @@ class Tuning(Record):
     trials: tuple[Trial, ...]
     """The first one is stock."""
     chosen: dict[str, JsonValue]
-    """Arguments of the fastest trial; stock where none is faster by more than its spread."""
+    """Arguments of the fastest trial; stock where none is faster by more than its spread, or not so
+    once more beside stock (the last two trials)."""
 
 
 class Throughput(Record):

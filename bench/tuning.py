@@ -2,11 +2,13 @@
 
 One option after another is tried on top of the best so far, each way in a process of its own, in
 short windows; the ways of one option may load side by side. What does not start, or is not faster
-by more than windows differ, is not taken.
+by more than windows differ, is not taken. What else the machine does differs from trial to trial:
+what was found has to beat stock once more, side by side where both can be loaded.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -26,6 +28,9 @@ WINDOWS = 5
 STEPS = 64
 LEAST_GAIN_PCT = 0.5
 """Trials come one after another: what is smaller may be drift."""
+
+EXCEPTION = re.compile(r"(\([^)]*\) )*[\w.]*(Error|Exception)\b")
+"""How a line begins that names one; vLLM puts the process in front."""
 
 Arguments = Mapping[str, JsonValue]
 Start = Callable[[Arguments, float], ArmProcess]
@@ -71,7 +76,7 @@ def tune(
     """
     report = progress or (lambda stage, done, total: None)
     told = tried_one or (lambda trial: None)
-    total = 1 + sum(map(len, options))
+    total = 1 + sum(map(len, options)) + 2
     short = workload.model_copy(update={"output_len": min(workload.output_len, STEPS)})
     report("tune the baseline (stock)", 0, total)
     rate = partial(_rate, workload=short, clocks=clocks, seed=seed)
@@ -79,18 +84,28 @@ def tune(
         best = rate(process, {})
     trials = [best]
     told(best)
-    for ways in options:
-        tried = {_words(way): {**best.arguments, **way} for way in ways}
+
+    def all_of(tried: Mapping[str, Arguments]) -> list[Trial]:
         stage = f"tune the baseline ({'; '.join(tried)})"
         report(stage, len(trials), total)
+        begun = len(trials)
         found = _beside(start, rate, tried, stagger_s)
         for name, arguments in tried.items():
             trial = found.get(name) or _alone(start, rate, arguments)
             trials.append(trial)
             told(trial)
             report(stage, len(trials), total)
+        return trials[begun:]
+
+    for ways in options:
+        for trial in all_of({_words(way): {**best.arguments, **way} for way in ways}):
             if _faster(trial, best):
                 best = trial
+    if best.arguments:
+        stock, again = all_of({"stock": {}, _words(best.arguments): best.arguments})
+        if not _faster(again, stock):
+            best = stock
+    report("tune the baseline", total, total)
     return Tuning(trials=tuple(trials), chosen=best.arguments)
 
 
@@ -173,4 +188,6 @@ def _words(way: Arguments) -> str:
 
 def _last_line(message: str) -> str:
     """Of a process's last words: the exception, without the traceback and its folders."""
-    return message.strip().splitlines()[-1][:300] if message.strip() else "no reason given"
+    lines = message.strip().splitlines() or ["no reason given"]
+    named = [line for line in lines if EXCEPTION.match(line)]  # warnings may follow it
+    return (named or lines)[-1].strip()[:300]
