@@ -6,7 +6,7 @@
 # kernels    judges the kernels that ship for vLLM, with compute-sanitizer and counters     about 1 min each
 # bundles    makes patches of those verdicts (of bench/results/kernels where there is none)  seconds
 # points     proves each patch point: receipts = nsys, fallback, revert, restart             4 min
-# stock      looks for vLLM's best stock configuration                                      10 min
+# stock      looks for vLLM's best stock configuration                 8 min, more where one compiles
 # together   all at once against that (looked for first where `stock` has not run);
 #            also at batch 1 and 64 and at contexts of 4k and 8k                            13 min
 # alone      each patch alone and all together                                              13 min
