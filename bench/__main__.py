@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from bench import Candidate, Language, load_op
+from bench.copy_rates import copy_rates
 from bench.judge import JudgeSettings, open_judge
 from bench.judge.judge import Judge
 from bench.judging_bytes import judging_bytes
@@ -88,6 +89,7 @@ BENCHMARKS = {
     "build": binding_build_time,
     "judge": judging_time,
     "bytes": judging_bytes,
+    "copies": copy_rates,
     "reading": reading_time,
     "statistics": statistics_table,
 }
