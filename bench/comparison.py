@@ -9,6 +9,7 @@ from pydantic import Field, JsonValue
 
 from bench.evaluation import Environment
 from bench.records import SCHEMA_VERSION, Record
+from bench.stock import Tuning
 from bench.workload import Workload
 
 Arm = Literal["baseline", "patched"]
@@ -221,28 +222,6 @@ class Latency(Record):
     """Inter-token latency over those: `p50`, `p90`, `p99`, `max`."""
 
 
-class Trial(Record):
-    """One way to start the engine, and how fast it was."""
-
-    arguments: dict[str, JsonValue]
-    """Of the engine, beside those that the workload asks for; empty: stock."""
-    tokens_per_s: float | None
-    """Median over short windows; None where it did not run."""
-    spread_pct: float | None = None
-    """Largest window over smallest, less one."""
-    failure: str = ""
-
-
-class Tuning(Record):
-    """The search for the best stock configuration, the baseline of both arms."""
-
-    trials: tuple[Trial, ...]
-    """The first one is stock."""
-    chosen: dict[str, JsonValue]
-    """Arguments of the fastest trial; stock where none is faster by more than its spread, or not so
-    once more beside stock (the last two trials)."""
-
-
 class Throughput(Record):
     """One whole end-to-end A/B as measured."""
 
@@ -266,6 +245,9 @@ class Throughput(Record):
     """How two processes shared the device, in words; empty: both arms are one process."""
     engine_arguments: dict[str, JsonValue] = Field(default_factory=dict)
     """Beside what the workload asks for, of both arms."""
+    patched_arguments: dict[str, JsonValue] = Field(default_factory=dict)
+    """Over those, of the patched arm alone: what its patches are for, where the baseline is
+    another configuration."""
     tuning: Tuning | None = None
     """How these were found, where they were looked for."""
 

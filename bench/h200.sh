@@ -9,8 +9,8 @@
 # stock      looks for vLLM's best stock configuration                 8 min, more where one compiles
 # together   all at once against that (looked for first where `stock` has not run);
 #            also at batch 1 and 64 and at contexts of 4k and 8k                            13 min
-# alone      each patch alone and all together                                              13 min
-# one        all at once at batch 1                                                          6 min
+# alone      each patch alone and all together, against that where `stock` has run          13 min
+# one        all at once at batch 1, likewise                                                7 min
 # profiles   the stock and the patched step under nsys, and the page that holds both         4 min
 #
 # Two may run at once, on a GPU each (CUDA_VISIBLE_DEVICES): a kernel that one has begun the other
@@ -90,29 +90,26 @@ stock() {
     --engine-arg max_cudagraph_capture_size=64 --out "$file" || [ -e "$file" ]
 }
 
-# the best stock configuration's arguments, as options for both arms
-found() {
-  python3 - "$out/verdicts/stock.json" << 'SCRIPT'
-import json, sys
-for name, value in json.load(open(sys.argv[1])).get("chosen", {}).items():
-    print("--engine-arg", f"{name}={json.dumps(value)}", sep="\n")
-SCRIPT
-}
+# against the best stock configuration, where `stock` has found it
+against() { if [ -e "$out/verdicts/stock.json" ]; then printf -- '--tuned\n%s\n' "$out/verdicts/stock.json"; fi; }
 
 together() {
-  local best=(--tune-baseline)
-  [ -e "$out/verdicts/stock.json" ] && mapfile -t best < <(found)
+  local best; mapfile -t best < <(against)
+  [ ${#best[@]} -gt 0 ] || best=(--tune-baseline)
   measured together "${best[@]}" --batch 8 --output-len 64 --also-batch 1,64 --also-context 4096,8192 \
     --engine-arg max_cudagraph_capture_size=64 --report "$out/verdicts/together"
 }
 
 alone() {
-  measured alone --best-set --batch 8 --output-len 64 --processes 3 --pairs 24 \
+  local best; mapfile -t best < <(against)
+  measured alone "${best[@]}" --best-set --batch 8 --output-len 64 --processes 3 --pairs 24 \
     --engine-arg max_cudagraph_capture_size=8
 }
 
 one() {
-  measured one --batch 1 --output-len 64 --engine-arg max_cudagraph_capture_size=1 --report "$out/verdicts/one"
+  local best; mapfile -t best < <(against)
+  measured one "${best[@]}" --batch 1 --output-len 256 --processes 6 --pairs 60 \
+    --engine-arg max_cudagraph_capture_size=1 --report "$out/verdicts/one"
 }
 
 # captured NAME OPTION...

@@ -17,17 +17,16 @@ from functools import partial
 from pydantic import JsonValue
 
 from bench.clocks import ClockMonitor
-from bench.comparison import Arm, Trial, Tuning
+from bench.comparison import Arm
 from bench.errors import PatcherError, UsageError
 from bench.process_pairs import SHARE_BESIDE, ArmProcess, TooLateError, open_all
+from bench.stock import Trial, Tuning, overriding, words
 from bench.windows import Pair, Side, prompt_seed, take_pair
 from bench.workload import Workload
 
 WINDOWS = 5
 """Of a trial; the first is left out."""
 STEPS = 64
-LEAST_GAIN_PCT = 0.5
-"""Trials come one after another: what is smaller may be drift."""
 
 EXCEPTION = re.compile(r"(\([^)]*\) )*[\w.]*(Error|Exception)\b")
 """How a line begins that names one; vLLM puts the process in front."""
@@ -58,6 +57,7 @@ def tune(
     options: Sequence[Sequence[Arguments]],
     clocks: ClockMonitor,
     *,
+    wanted: Arguments | None = None,
     seed: int = 0,
     stagger_s: float | None = None,
     progress: Callable[[str, int, int], None] | None = None,
@@ -66,6 +66,8 @@ def tune(
     """Find the fastest stock configuration.
 
     Args:
+        wanted: what patches will want the engine told. Where that is not what was found, it is
+            tried at the end, too: their gain must not be such a flag's.
         stagger_s: from one start to the next, where the ways of an option can load side by side;
             one that fails there is tried again alone, since it may be for want of memory, but not
             one that took too long. None: each alone.
@@ -76,7 +78,7 @@ def tune(
     """
     report = progress or (lambda stage, done, total: None)
     told = tried_one or (lambda trial: None)
-    total = 1 + sum(map(len, options)) + 2
+    total = 1 + sum(map(len, options)) + 2 + bool(wanted)
     short = workload.model_copy(update={"output_len": min(workload.output_len, STEPS)})
     report("tune the baseline (stock)", 0, total)
     rate = partial(_rate, workload=short, clocks=clocks, seed=seed)
@@ -98,13 +100,18 @@ def tune(
         return trials[begun:]
 
     for ways in options:
-        for trial in all_of({_words(way): {**best.arguments, **way} for way in ways}):
-            if _faster(trial, best):
+        for trial in all_of({words(way): {**best.arguments, **way} for way in ways}):
+            if trial.beats(best):
                 best = trial
     if best.arguments:
-        stock, again = all_of({"stock": {}, _words(best.arguments): best.arguments})
-        if not _faster(again, stock):
-            best = stock
+        last = {words({}): {}, words(best.arguments): best.arguments}
+        if other := overriding(wanted or {}, best.arguments):
+            both = {**best.arguments, **other}
+            last[words(both)] = both
+        best, *others = all_of(last)
+        for trial in others:
+            if trial.beats(best):
+                best = trial
     report("tune the baseline", total, total)
     return Tuning(trials=tuple(trials), chosen=best.arguments)
 
@@ -173,17 +180,6 @@ def _rate(
         tokens_per_s=statistics.median(rates),
         spread_pct=100 * (max(rates) / min(rates) - 1),
     )
-
-
-def _faster(trial: Trial, best: Trial) -> bool:
-    if trial.tokens_per_s is None or best.tokens_per_s is None:
-        return False
-    gain = 100 * (trial.tokens_per_s / best.tokens_per_s - 1)
-    return gain > max(LEAST_GAIN_PCT, trial.spread_pct or 0, best.spread_pct or 0)
-
-
-def _words(way: Arguments) -> str:
-    return ", ".join(f"{name}={value}" for name, value in way.items())
 
 
 def _last_line(message: str) -> str:

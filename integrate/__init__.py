@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from integrate.export import export_patch
     from integrate.imports import import_kernel
     from integrate.measuring import activated, await_engine
+    from integrate.points import engine_wants
     from integrate.tensorrt_llm import check_workers, write_module
     from integrate.tensorrt_llm_recipe import write_recipe
     from integrate.tensorrt_llm_source import SEAMS, make_diff
@@ -34,6 +35,7 @@ _LAZY = {
     "activate": "integrate.activation",
     "activated": "integrate.measuring",
     "await_engine": "integrate.measuring",
+    "engine_wants": "integrate.points",
     "export_patch": "integrate.export",
     "import_kernel": "integrate.imports",
     "prepare": "integrate.activation",
@@ -66,6 +68,7 @@ __all__ = [
     "activated",
     "await_engine",
     "check_workers",
+    "engine_wants",
     "export_patch",
     "home_store",
     "import_kernel",

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import inspect
 import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from bench import MissingError, UsageError, VerificationError
@@ -81,17 +82,7 @@ def find_point(engine: str, name: str) -> type[PatchPoint]:
         UsageError: there is none.
         MissingError: its engine is not installed.
     """
-    module = _ADAPTERS.get(engine)
-    points: dict[str, type[PatchPoint]] = {}
-    if module is not None:
-        try:
-            points = importlib.import_module(module).POINTS
-        except ModuleNotFoundError as error:
-            if (error.name or "").startswith(("integrate", "bench")):
-                raise
-            raise MissingError(
-                f"{error.name} is not installed", f"install {engine} in this environment"
-            ) from None
+    points = _points_of(engine)
     if name not in points:
         known = ", ".join(points) or "none"
         raise UsageError(
@@ -99,6 +90,35 @@ def find_point(engine: str, name: str) -> type[PatchPoint]:
             "see CONTRIBUTING.md, Add an engine",
         )
     return points[name]
+
+
+def engine_wants(engine: str, names: Iterable[str] | None = None) -> dict[str, Any]:
+    """Arguments of the engine without which points, all of its where none are named, are never
+    called; most want none.
+
+    Raises:
+        UsageError, MissingError: see `find_point`.
+    """
+    chosen = _points_of(engine) if names is None else names
+    found: dict[str, Any] = {}
+    for name in chosen:
+        found |= getattr(find_point(engine, name), "wants", {})
+    return found
+
+
+def _points_of(engine: str) -> dict[str, type[PatchPoint]]:
+    module = _ADAPTERS.get(engine)
+    if module is None:
+        return {}
+    try:
+        points: dict[str, type[PatchPoint]] = importlib.import_module(module).POINTS
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith(("integrate", "bench")):
+            raise
+        raise MissingError(
+            f"{error.name} is not installed", f"install {engine} in this environment"
+        ) from None
+    return points
 
 
 class Fingerprint(str):

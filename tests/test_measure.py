@@ -17,6 +17,7 @@ from bench.engines import Decoding, Generation, open_engine
 from bench.environment import describe
 from bench.quality import assess, greedy_identical
 from bench.stats import compare, look_confidences, pairs_needed, read_samples
+from bench.stock import Trial, Tuning
 from bench.throughput import measure
 from bench.windows import turn_lengths
 from integrate import Receipt
@@ -435,6 +436,17 @@ def evidence(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def in_another_configuration(rate: float | None) -> Throughput:
+    """The patched arm runs with flags of its own, which gave this by themselves."""
+    own = {"moe_backend": "triton"}
+    trials = [Trial(arguments={"moe_backend": "b"}, tokens_per_s=100.0, spread_pct=0.1)]
+    if rate is not None:
+        trials.append(Trial(arguments=own, tokens_per_s=rate, spread_pct=0.1))
+    tuning = Tuning(trials=tuple(trials), chosen={"moe_backend": "b"})
+    throughput: Throughput = evidence()["throughput"]
+    return throughput.model_copy(update={"patched_arguments": own, "tuning": tuning})
+
+
 NEVER = Receipt(patch_id="p", digest="d", pid=1, calls={}, fallbacks={"dtype": 5})
 WRONG = Evaluation(op="op", language="cpp", digest="d", outcome=Outcome.MISMATCH)
 
@@ -452,6 +464,20 @@ WRONG = Evaluation(op="op", language="cpp", digest="d", outcome=Outcome.MISMATCH
         ({"evaluation": WRONG}, "reject", "mismatch, not correct"),
         ({"control": comparison("accept", 2.0)}, "inconclusive", "A/A control"),
         ({"control": None}, "inconclusive", "no A/A control"),
+        (
+            {"throughput": in_another_configuration(99.0)},
+            "accept",
+            "the patched arm runs with moe_backend=triton, by itself no faster",
+        ),
+        ({"throughput": in_another_configuration(101.0)}, "inconclusive", "no trial shows"),
+        ({"throughput": in_another_configuration(None)}, "inconclusive", "no trial shows"),
+        (
+            {
+                "throughput": in_another_configuration(99.0).model_copy(update={"tuning": None}),
+            },
+            "inconclusive",
+            "no trial shows",
+        ),
     ],
 )
 def test_the_rule_accepts_only_on_every_evidence(

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from test_measure import WORKLOAD
 import bench
 from bench import Throughput
 from bench.clocks import ClockMonitor
-from bench.comparison import Arm, Tuning
+from bench.comparison import Arm
 from bench.process_pairs import (
     SHARE_ALONE,
     SHARE_BESIDE,
@@ -26,13 +27,17 @@ from bench.process_pairs import (
     TooLateError,
     measure_processes,
 )
+from bench.stock import Tuning
 from bench.throughput import of_processes
 from bench.traffic import traffic, traffics
 from bench.tuning import options_of, tune
 from bench.windows import Pair, Taken, turn_lengths
+from integrate import engine_wants
 from patcher.cli import app
 from patcher.endtoend.asking import Asking
-from patcher.endtoend.throughput_job import Asked, argument, job_of
+from patcher.endtoend.measured import Job
+from patcher.endtoend.pairs import told
+from patcher.endtoend.throughput_job import Asked, argument, job_of, read_tuning
 from patcher.show.throughput import throughput_lines
 
 GIB = 1 << 30
@@ -330,12 +335,56 @@ def test_what_does_not_go_together_is_refused() -> None:
     ):
         with pytest.raises(bench.UsageError, match=said):
             job_of(asked(**given), workload, tune_it, args, 0.5, 32)
+    found = tuned([[{"moe": "b"}]])
+    assert job_of(asked(), vllm, False, [], 0.5, 32, found).tuned == found
+    with pytest.raises(bench.UsageError, match="a search, and what one found"):
+        job_of(asked(), vllm, True, [], 0.5, 32, found)
+    with pytest.raises(bench.UsageError, match="no options of its own"):
+        job_of(asked(), WORKLOAD, False, [], 0.5, 32, found)
+
+
+def test_a_search_that_was_made_before_is_read(tmp_path: Path) -> None:
+    found, file = tuned([[{"moe": "b"}]]), tmp_path / "stock.json"
+    file.write_text(found.model_dump_json())
+    assert read_tuning(file) == found
+    file.write_text('{"chosen": {}}')
+    with pytest.raises(bench.UsageError, match="is no search"):
+        read_tuning(file)
+    with pytest.raises(bench.UsageError, match="cannot be read"):
+        read_tuning(tmp_path / "other.json")
+
+
+def asking(tuning: Tuning | None, **arguments: JsonValue) -> Asking:
+    vllm = WORKLOAD.model_copy(update={"engine": "vllm"})
+    return Asking(Job(workload=vllm, process_pairs=3, arguments=arguments, tuned=tuning))
+
+
+def test_patches_get_the_configuration_that_they_are_for() -> None:
+    def patch(point: str) -> Any:
+        return SimpleNamespace(manifest=SimpleNamespace(target=SimpleNamespace(point=point)))
+
+    route, norm = patch("triton_kernels.routing.routing"), patch("layernorm.rms_norm")
+    found = tuned([[{"moe_backend": "humming"}, {"moe_backend": "triton"}]])
+    sitting = asking(found, max_num_seqs=8)
+    assert sitting.tuning(lambda *told: None) is found
+    assert sitting.arguments == {"max_num_seqs": 8, "moe_backend": "humming"}
+    assert sitting.arguments_of([norm]) == sitting.arguments_of([]) == sitting.arguments
+    wanted = {"max_num_seqs": 8, "moe_backend": "triton"}
+    assert sitting.arguments_of([norm, route]) == wanted
+    # what nobody said is the engine's to choose
+    assert asking(None).arguments_of([route]) == {}
+    assert engine_wants("vllm") == {"moe_backend": "triton"}
+    assert engine_wants("transformers") == {}
+    measured = told(run(Host()), None, sitting, [norm, route], found)
+    assert measured.patched_arguments == {"moe_backend": "triton"}
+    assert told(run(Host()), None, sitting, [norm], found).patched_arguments == {}
 
 
 def test_what_was_measured_is_shown() -> None:
     found = run(Host())
     tuning = tuned([[{"moe": "broken"}, {"moe": "b"}]])
     update = {"tuning": tuning, "engine_arguments": tuning.chosen, "routing_entropy_pct": 97.5}
+    update["patched_arguments"] = {"moe": "a"}
     console = Console(width=160, record=True, file=io.StringIO())
     for shown in throughput_lines(found.model_copy(update=update)):
         console.print(shown)
@@ -344,11 +393,12 @@ def test_what_was_measured_is_shown() -> None:
         *("patch: accept", "A/A control", "CV of repeats", "first token ms", "p99"),
         *("3 process pairs: both arms loaded at once", "routing entropy: 97.5 % of uniform"),
         *("tried moe=broken: ValueError: not for this GPU", "baseline: moe=b", "clocks: "),
+        "engine of the patched arm: moe=a",
     ):
         assert said in text, said
 
 
-RATES = {"a": 1.02, "b": 1.05, "c": 0.9, "close": 1.051}
+RATES = {"a": 1.02, "b": 1.05, "c": 0.9, "close": 1.051, "humming": 1.03}
 
 
 def tuned(
@@ -356,6 +406,7 @@ def tuned(
     stagger_s: float | None = None,
     room: int = 9,
     busy: int = 0,
+    wanted: Mapping[str, JsonValue] | None = None,
 ) -> Any:
     """`busy`: so many starts fall into a time in which all is slower."""
     host = Host(bias_pct=0)
@@ -372,14 +423,15 @@ def tuned(
         if len(host.open) >= room:
             raise bench.PatcherError("ValueError: no memory left")
         made = host.start("baseline", share)
-        made.speed = RATES.get(str(arguments.get("moe")), 1.0)
-        made.speed *= RATES.get(str(arguments.get("attention")), 1.0)
+        for name in ("moe", "moe_backend", "attention"):
+            made.speed *= RATES.get(str(arguments.get(name)), 1.0)
         if len(host.started) <= busy:
             made.speed *= 0.96
         return made
 
     ScriptedSide.seeds = []
-    found = tune(start, WORKLOAD, options, ClockMonitor("cpu"), stagger_s=stagger_s)
+    clocks = ClockMonitor("cpu")
+    found = tune(start, WORKLOAD, options, clocks, wanted=wanted, stagger_s=stagger_s)
     assert not host.open
     assert len(started) <= 1, "what took too long is not waited for twice"
     return found
@@ -408,6 +460,27 @@ def test_the_best_stock_configuration_is_the_baseline() -> None:
     assert tuned([[{"moe": "stock by name"}]], busy=1).chosen == {}
     with pytest.raises(bench.UsageError, match="no options to tune"):
         options_of("transformers")
+
+
+def test_what_patches_want_is_tried_by_itself() -> None:
+    moe: list[Mapping[str, JsonValue]] = [{"moe": "a"}, {"moe": "b"}]
+    attention: list[Mapping[str, JsonValue]] = [{"attention": "a"}]
+    found = tuned([moe, attention], wanted={"moe": "c"})
+    assert found.chosen == {"moe": "b", "attention": "a"}
+    assert found.trials[-1].arguments == {"moe": "c", "attention": "a"}
+    assert found.no_faster({"moe": "c", "attention": "a"})
+    assert found.no_faster(found.chosen)
+    assert not found.no_faster({"moe": "never tried"})
+    assert not found.no_faster({"moe": "c"})
+    # nothing more is tried where that is what was found, or nothing was
+    assert len(tuned([moe], wanted={"moe": "b"}).trials) == 1 + 2 + 2
+    assert len(tuned([[{"moe": "c"}]], wanted={"moe": "c"}).trials) == 1 + 1
+    # held up, stock and `a` look slower than they are; side by side, what patches want is faster
+    late = tuned([[{"moe": "c"}, {"moe": "close"}]], wanted={"moe": "b"}, busy=1)
+    assert late.chosen == {"moe": "close"}
+    best = tuned([[{"moe": "a"}]], wanted={"moe": "b"})
+    assert best.chosen == {"moe": "b"}
+    assert not best.model_copy(update={"chosen": {"moe": "a"}}).no_faster({"moe": "b"})
 
 
 def test_the_best_stock_configuration_is_found_without_a_patch(

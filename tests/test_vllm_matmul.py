@@ -4,6 +4,7 @@ would be given goes to the contracts' solutions in PyTorch."""
 from __future__ import annotations
 
 import runpy
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -277,3 +278,29 @@ def test_whatever_is_not_as_it_was_read_is_left_to_the_engine(
     assert second.book.fallbacks["another split of K"] == 1
     assert sum(first.book.calls.values()) == 1
     assert not second.book.calls
+
+
+@torch.no_grad()
+def test_a_call_that_is_left_to_the_engine_holds_no_rows_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are as large as what the engine takes itself, and were the patch's peak memory."""
+    from integrate.vllm import matmul
+
+    made: list[weakref.ref[torch.Tensor]] = []
+    new_empty = torch.Tensor.new_empty
+
+    def watched(self: torch.Tensor, *size: Any, **more: Any) -> torch.Tensor:
+        tensor = new_empty(self, *size, **more)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", watched)
+    alive: list[int] = []
+    seam = matmul._Seam()
+    kernel = seam._kernels.setdefault(DOWN, dispatching(DOWN))
+    run = seam._replacement(lambda *given: alive.append(sum(one() is not None for one in made)))
+    run(**second_call(Layer(tokens=130)))
+    assert kernel.book.fallbacks["tokens 130 is over 128"] == 1
+    assert made
+    assert alive == [0]

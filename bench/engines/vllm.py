@@ -40,7 +40,10 @@ LENGTH_STEP = 1024
 LEAST_CACHE_BYTES = 1 << 30
 MEMORY_SHARE = 0.6
 OPTIONS: tuple[tuple[dict[str, Any], ...], ...] = (
-    tuple({"moe_backend": name} for name in ("triton", "marlin", "flashinfer_cutlass")),
+    tuple(
+        {"moe_backend": name}
+        for name in ("triton", "triton_unfused", "marlin", "humming", "flashinfer_cutlass")
+    ),
     tuple({"attention_backend": name} for name in ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")),
     tuple(
         {"compilation_config": {"cudagraph_mode": mode}}

@@ -10,7 +10,7 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ import torch
 
 from integrate.dispatch import Dispatcher
 from integrate.vllm import norm, sources
-from integrate.vllm.moe import does_more, summed
+from integrate.vllm.moe import TRITON, does_more, summed
 from integrate.vllm.point import VllmPoint
 from integrate.vllm.swap import Swap
 
@@ -37,6 +37,7 @@ class ExpertsToNorm(VllmPoint):
 
     name: ClassVar[str] = "gpt_oss.experts_to_norm"
     op: ClassVar[str] = "reduce_add_rms_norm"
+    wants: ClassVar[Mapping[str, str]] = TRITON
     parts: ClassVar[tuple[str, ...]] = (
         f"{_MODEL}:GptOssModel.forward",
         f"{_MODEL}:TransformerBlock.forward",

@@ -7,6 +7,7 @@ name of one module, so that two points share what is put there; `reduce_grouped`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ import torch
 from bench import VerificationError
 from integrate.dispatch import Dispatcher
 from integrate.vllm import sources
-from integrate.vllm.moe import summed
+from integrate.vllm.moe import TRITON, summed
 from integrate.vllm.point import VllmPoint
 from integrate.vllm.swap import Swap, remove_all
 
@@ -28,6 +29,7 @@ _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_
 class _Matmul(VllmPoint):
     """One of the two calls."""
 
+    wants: ClassVar[Mapping[str, str]] = TRITON
     parts: ClassVar[tuple[str, ...]] = (
         f"{_MATMUL}:matmul_ogs",
         f"{_MATMUL}:init_allocation",
@@ -172,6 +174,7 @@ class _Seam:
             row_map = scatter_indx.src_indx.view(-1, routing_data.n_expts_act)
             rows = x.new_empty((1, 1, x.shape[0], w.shape[-1]))
             if not kernel(x, *packed, bias, gammas, row_map, *tables, rows[0, 0]):
+                del rows  # of a long prefill hundreds of megabytes, which the engine takes anew
                 return original(*given)
             return summed(rows, row_map, y, precision_config.flex_ctx.out_data).squeeze(0)
 

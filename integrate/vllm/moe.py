@@ -9,6 +9,7 @@ original's tensors do.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,8 @@ from integrate.vllm.swap import Swap
 _ROUTING = "triton_kernels.routing"
 _MATMUL = "triton_kernels.matmul_ogs"
 _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
+TRITON: Mapping[str, str] = {"moe_backend": "triton"}
+"""Whose functions these are; on compute capability 9.0 vLLM takes them by itself, too."""
 
 
 class _Function(VllmPoint):
@@ -28,6 +31,7 @@ class _Function(VllmPoint):
 
     module: ClassVar[str]
     function: ClassVar[str]
+    wants: ClassVar[Mapping[str, str]] = TRITON
 
     def find(self) -> str:
         sources.must_be_as_read(self.name, self.parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from integrate.dispatch import Dispatcher
@@ -18,6 +19,8 @@ class VllmPoint(ABC):
     op: ClassVar[str]
     parts: ClassVar[tuple[str, ...]]
     """Source text that it replaces or relies on: `module:attribute`."""
+    wants: ClassVar[Mapping[str, str]] = {}
+    """Arguments of `LLM` without which vLLM never comes there, where it is told otherwise."""
 
     def __init__(self, target: Any = None) -> None:
         """Takes no target: classes and modules are patched, before models are built of them."""

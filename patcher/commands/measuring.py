@@ -43,6 +43,8 @@ def _writable(folder: Path | None) -> Path | None:
     "patcher throughput gpt-oss-tiny --self-test --pairs 200",
     "patcher throughput gpt-oss-20b --engine vllm --patch norm-patch --preset quick",
     "patcher throughput gpt-oss-20b --engine vllm --patch P --preset kforge --tune-baseline",
+    "patcher throughput gpt-oss-20b --engine vllm --tune-baseline --out stock.json",
+    "patcher throughput gpt-oss-20b --engine vllm --patch P --tuned stock.json",
     "patcher throughput gpt-oss-tiny --patch norm-patch --processes 3",
     "patcher throughput gpt-oss-20b --engine vllm --patch P --elsewhere",
     "patcher throughput gpt-oss-20b --patch P --also-batch 1,64 --also-context 4096,8192",
@@ -109,6 +111,10 @@ def throughput(
             help="vllm: the best stock configuration is the baseline; without --patch: find it.",
         ),
     ] = False,
+    tuned: Annotated[
+        Path | None,
+        typer.Option(help="vllm: what --tune-baseline wrote to --out, in place of a search."),
+    ] = None,
     engine_args: Annotated[
         list[str] | None,
         typer.Option("--engine-arg", metavar="NAME=VALUE", help="vllm: an argument for both arms."),
@@ -172,7 +178,7 @@ def throughput(
     from patcher.commands.verdicts import Verdicts
     from patcher.endtoend.measure import measure_planted
     from patcher.endtoend.other_traffic import other_shapes
-    from patcher.endtoend.throughput_job import Asked, job_of
+    from patcher.endtoend.throughput_job import Asked, job_of, read_tuning
     from patcher.show.tables import planted_lines
 
     if (report or profile or patched_profile) and (find_best or not patches):
@@ -190,7 +196,10 @@ def throughput(
         return verdicts.once_more(samples, patches or [], model)
     asked = Asked(preset_name, batch, input_len, output_len, pairs, processes)
     workload = workload_of(model, device, engine, *asked.shape, weights, threads)
-    job = job_of(asked, workload, tune_baseline, engine_args or [], margin, quality_steps)
+    before_it = None if tuned is None else read_tuning(tuned)
+    job = job_of(
+        asked, workload, tune_baseline, engine_args or [], margin, quality_steps, before_it
+    )
     shapes = other_shapes(workload, elsewhere, also_batch, also_context)
     job = job.model_copy(update={"lock_mhz": lock_mhz, "elsewhere": shapes})
     if find_best:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,11 +13,11 @@ from pydantic import JsonValue
 
 from bench import Quality, cloze
 from bench.clocks import ClockMonitor
-from bench.comparison import Trial, Tuning
 from bench.process_pairs import SHARE_ALONE
 from bench.quality import compare_logits
+from bench.stock import Trial, Tuning, overriding
 from bench.tuning import options_of, tune
-from integrate import Patch
+from integrate import Patch, engine_wants
 from patcher.endtoend import arm_protocol as say
 from patcher.endtoend.arm_process import LOAD_S, ArmProcess
 from patcher.endtoend.measured import Job, Report
@@ -47,7 +47,21 @@ class Asking:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.arguments: dict[str, JsonValue] = dict(job.arguments)
-        """Of the engine, in every process."""
+        """Of the engine, in every process, but for what patches want; see `arguments_of`."""
+
+    def tuning(self, report: Report) -> Tuning | None:
+        """The best stock configuration, looked for or told, where either was asked for."""
+        if self.job.tuned is not None:
+            self.arguments |= self.job.tuned.chosen
+            return self.job.tuned
+        return self.tune(report) if self.job.tune else None
+
+    def arguments_of(self, patches: Iterable[Patch]) -> dict[str, JsonValue]:
+        """With what patches want where that is not the baseline: they replace what another
+        configuration never calls."""
+        names = [patch.manifest.target.point for patch in patches]
+        wanted = engine_wants(self.job.workload.engine, names)
+        return {**self.arguments, **overriding(wanted, self.arguments)}
 
     def tune(self, report: Report, tried_one: Callable[[Trial], None] | None = None) -> Tuning:
         """The best stock configuration, which is all processes' from then on."""
@@ -62,6 +76,7 @@ class Asking:
                 self.job.workload,
                 options_of(self.job.workload.engine),
                 clocks,
+                wanted=engine_wants(self.job.workload.engine),
                 seed=self.job.seed,
                 stagger_s=STAGGER_S if loads_beside(self.job) else None,
                 progress=report,

@@ -16,6 +16,7 @@ from pydantic import (
 from bench import SCHEMA_VERSION, Quality, Record, Shape, Throughput, Workload
 from bench.comparison import Verdict
 from bench.stats import DEFAULT_PAIRS, DEFAULT_PROCESS_PAIRS, LOOKS
+from bench.stock import Tuning
 from integrate import Receipt
 from patcher.endtoend.elsewhere import Elsewhere
 from patcher.reconciling.reconcile import Reconciliation
@@ -45,6 +46,8 @@ class Job(Record):
     """Of the engine in both arms, beside what the workload asks for; with process pairs."""
     tune: bool = False
     """Whether the best stock configuration is looked for first; with process pairs."""
+    tuned: Tuning | None = None
+    """What such a search found before, in place of another; with process pairs."""
     elsewhere: tuple[Shape, ...] = ()
     """Other traffic at which nothing may be lost."""
 

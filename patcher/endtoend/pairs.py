@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
-from pydantic import JsonValue
 
 from bench import Quality, Shape, Throughput, UsageError, Workload
 from bench.clocks import ClockMonitor
-from bench.comparison import Arm, Tuning
+from bench.comparison import Arm
 from bench.process_pairs import Plan, measure_processes
+from bench.stock import Tuning, overriding
 from bench.windows import Pair, Side
 from integrate import Patch, Receipt
 from patcher.endtoend.arm_process import ArmProcess
@@ -38,7 +38,7 @@ def measure_pairs(job: Job, patches: Sequence[Patch], report: Report) -> tuple[M
     refuse_other_engines(job.workload, patches)
     job = with_cache_size(job)
     sitting = PatchSitting(job, patches)
-    tuning = sitting.tune(report) if job.tune else None
+    tuning = sitting.tuning(report)
     with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
         other = OtherTraffic(job, clocks, report)
         throughput = measure_processes(
@@ -60,7 +60,7 @@ def measure_pairs(job: Job, patches: Sequence[Patch], report: Report) -> tuple[M
         )
     report("quality", 0, 1)
     quality, entropy = sitting.finish()
-    throughput = told(throughput, entropy, sitting.arguments, tuning)
+    throughput = told(throughput, entropy, sitting, patches, tuning)
     memory = peak_memory(throughput.peak_memory_bytes, job.workload.device)
     return tuple(
         Measured(
@@ -101,14 +101,16 @@ def elsewhere(other: OtherTraffic, last: Pair, processes: Mapping[Arm, ArmProces
 def told(
     throughput: Throughput,
     entropy: float | None,
-    arguments: dict[str, JsonValue],
+    asking: Asking,
+    patches: Sequence[Patch],
     tuning: Tuning | None,
 ) -> Throughput:
     """With what was found beside the windows."""
     return throughput.model_copy(
         update={
             "routing_entropy_pct": entropy,
-            "engine_arguments": arguments,
+            "engine_arguments": asking.arguments,
+            "patched_arguments": overriding(asking.arguments_of(patches), asking.arguments),
             "tuning": tuning,
         }
     )
@@ -136,7 +138,7 @@ class PatchSitting(Asking):
 
     def start(self, arm: Arm, memory_share: float) -> ArmProcess:
         patches = self.patches if arm == "patched" else ()
-        return self.started(arm, self.arguments, memory_share, patches)
+        return self.started(arm, self.arguments_of(patches), memory_share, patches)
 
     def visit(self, pair: Pair, arm: Arm, process: ArmProcess) -> None:
         """See `bench.process_pairs.Visit`."""

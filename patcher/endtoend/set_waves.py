@@ -12,9 +12,9 @@ from pathlib import Path
 
 from bench import UsageError, Window
 from bench.clocks import ClockMonitor
-from bench.comparison import Tuning
 from bench.environment import fingerprint
 from bench.process_pairs import Plan, refuse_few
+from bench.stock import Tuning
 from bench.waves import (
     BASELINE,
     CONTROL,
@@ -99,7 +99,7 @@ class SetSitting(Asking):
         here = fingerprint(workload.device, workload.threads)
 
         def begin() -> Begun:
-            tuning = self.tune(report) if self.job.tune else None
+            tuning = self.tuning(report)
             return Begun(fingerprint=here, arguments=self.arguments, tuning=tuning)
 
         begun = self.folder.begun(begin)
@@ -134,7 +134,8 @@ class SetSitting(Asking):
         ).run()
 
     def start(self, name: str, memory_share: float) -> ArmProcess:
-        return self.started(name, self.arguments, memory_share, self.sets.get(name, ()))
+        patches = self.sets.get(name, ())
+        return self.started(name, self.arguments_of(patches), memory_share, patches)
 
     def begin(self, process: ArmProcess) -> None:
         """See `bench.waves.Begin`; what an interrupted first wave left is forgotten."""
@@ -211,7 +212,8 @@ class SetSitting(Asking):
         throughput = told(
             throughput_of(name, waves, job.workload, job.margin_pct, clocks),
             compared.routing_entropy_pct,
-            self.arguments,
+            self,
+            self.sets[name],
             self._tuning,
         )
         other = OtherTraffic(job, clocks, report)

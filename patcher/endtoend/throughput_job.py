@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from bench import UsageError, Workload
 from bench.process_pairs import Plan
 from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
+from bench.stock import Tuning
 from bench.traffic import traffic
 from patcher.endtoend.measured import Job
 
@@ -64,6 +66,7 @@ def job_of(
     engine_args: Sequence[str],
     margin_pct: float,
     quality_steps: int,
+    tuned: Tuning | None = None,
 ) -> Job:
     """Raises:
     UsageError: options that do not go together.
@@ -79,11 +82,13 @@ def job_of(
             f"{plan.process_pairs} process pairs do not show what processes differ by",
             f"say --processes {MIN_PROCESS_PAIRS} or more",
         )
-    if workload.engine != "vllm" and (tune or engine_args):
+    if workload.engine != "vllm" and (tune or tuned or engine_args):
         raise UsageError(
             f"{workload.engine} has no options of its own here",
-            "leave out --tune-baseline and --engine-arg, or say --engine vllm",
+            "leave out --tune-baseline, --tuned and --engine-arg, or say --engine vllm",
         )
+    if tune and tuned:
+        raise UsageError("a search, and what one found", "give --tune-baseline or --tuned")
     job = Job(
         workload=workload,
         margin_pct=margin_pct,
@@ -91,10 +96,26 @@ def job_of(
         quality_steps=quality_steps,
         arguments=dict(map(argument, engine_args)),
         tune=tune,
+        tuned=tuned,
     )
     if plan is None:
         return job
     return job.model_copy(update={"process_pairs": plan.process_pairs, "pairs_each": plan.pairs})
+
+
+def read_tuning(path: Path) -> Tuning:
+    """What a search for the best stock configuration wrote.
+
+    Raises:
+        UsageError: there is none in the file.
+    """
+    try:
+        return Tuning.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        reason = "is no search" if isinstance(error, ValidationError) else "cannot be read"
+        raise UsageError(
+            f"{path} {reason}", "make one: patcher throughput MODEL --tune-baseline --out FILE"
+        ) from error
 
 
 def argument(text: str) -> tuple[str, JsonValue]:

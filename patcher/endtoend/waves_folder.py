@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, JsonValue
 
 from bench import SCHEMA_VERSION, Quality, Record, VerificationError, Window
-from bench.comparison import Tuning
+from bench.stock import Tuning
 from bench.waves import Wave
 from integrate import Receipt
 from patcher.endtoend.kept import Kept, read_record, write_record

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from rich.table import Table
 from rich.text import Text
 
 from bench import Throughput
-from bench.comparison import Arm, Trial, Tuning
+from bench.comparison import Arm
+from bench.stock import Trial, Tuning, words
 from patcher.endtoend.best_set import BestSet
 from patcher.endtoend.elsewhere import Elsewhere
 from patcher.show.quality import clock_lines
@@ -27,7 +26,9 @@ def throughput_lines(found: Throughput) -> list[Text | Table]:
     if found.tuning is not None:
         shown += tuning_lines(found.tuning)
     elif found.engine_arguments:
-        shown.append(Text(f"engine: {_words(found.engine_arguments)}"))
+        shown.append(Text(f"engine: {words(found.engine_arguments)}"))
+    if found.patched_arguments:
+        shown.append(Text(f"engine of the patched arm: {words(found.patched_arguments)}"))
     if found.residency:
         count = found.comparison.process_pairs
         shown.append(Text(f"{count} process pairs: {found.residency}"))
@@ -96,15 +97,11 @@ def best_set_lines(found: BestSet) -> list[Text | Table]:
 def tuning_lines(tuning: Tuning) -> list[Text]:
     """Each stock configuration tried, and the one that is the baseline."""
     lines = [trial_line(trial) for trial in tuning.trials]
-    return [*lines, Text(f"baseline: {_words(tuning.chosen)}")]
+    return [*lines, Text(f"baseline: {words(tuning.chosen)}")]
 
 
 def trial_line(trial: Trial) -> Text:
     said = trial.failure
     if trial.tokens_per_s is not None:
         said = f"{trial.tokens_per_s:,.1f} tok/s, windows within {trial.spread_pct:.2f} %"
-    return Text(f"tried {_words(trial.arguments)}: {said}", style="dim")
-
-
-def _words(arguments: Mapping[str, object]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in arguments.items()) or "stock"
+    return Text(f"tried {words(trial.arguments)}: {said}", style="dim")

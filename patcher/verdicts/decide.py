@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Protocol
 
 from bench import SCHEMA_VERSION, Evaluation, Outcome, Quality, Record, Throughput, Window
 from bench.comparison import Verdict
+from bench.stock import words
 
 if TYPE_CHECKING:
     from patcher.endtoend.elsewhere import Elsewhere
     from patcher.reconciling.proof import Proof
     from patcher.reconciling.reconcile import Reconciliation
 
-RULE_VERSION = 4
+RULE_VERSION = 5
 """3: pairs far out count as if less far; 4: what beginning a pair does is taken out, and a GPU at
-its power cap in over a quarter of the windows is judged in that state."""
+its power cap in over a quarter of the windows is judged in that state; 5: arms that differ in flags
+tell nothing unless a trial shows the patched arm's by themselves to be no faster."""
 
 
 class ReceiptLike(Protocol):
@@ -89,6 +91,9 @@ def decide(
             "after the revert the greedy output is bit-identical to before"
             + (", as far as two stock processes repeat it" if comparison.process_pairs else ""),
         ]
+        if throughput.patched_arguments:
+            told = words(throughput.patched_arguments)
+            reasons.append(f"the patched arm runs with {told}, by itself no faster than the other")
         if elsewhere is not None and elsewhere.unknown:
             verdict = "inconclusive" if verdict == "accept" else verdict
             reasons += elsewhere.unknown
@@ -162,7 +167,14 @@ def _where_it_ran(windows: Sequence[Window]) -> list[str]:
 
 
 def _void(throughput: Throughput) -> list[str]:
-    """Why the sitting tells nothing: both sides of the control are the same program."""
+    """Why the sitting tells nothing: both sides of the control are the same program, and what is
+    not the patch's must not be booked as its gain.
+    """
+    if (own := throughput.patched_arguments) and not _only_for_the_patch(throughput):
+        return [
+            f"the patched arm runs with {words(own)}, and no trial shows that this is no faster by "
+            "itself than the baseline: see --tune-baseline"
+        ]
     control = throughput.control
     if control is None or control.pairs < 2:
         return ["no A/A control in the sitting"]
@@ -173,3 +185,10 @@ def _void(throughput: Throughput) -> list[str]:
             "nothing can be told"
         ]
     return []
+
+
+def _only_for_the_patch(throughput: Throughput) -> bool:
+    """Whether the patched arm's own flags are no faster than the baseline, without any patch."""
+    tuning = throughput.tuning
+    own = throughput.patched_arguments
+    return tuning is not None and tuning.no_faster({**tuning.chosen, **own})
