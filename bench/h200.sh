@@ -86,7 +86,7 @@ measured() {
 stock() {
   local file=$out/verdicts/stock.json
   [ -e "$file" ] && return
-  "${patcher[@]}" throughput "${model[@]}" --tune-baseline --batch 8 --output-len 64 \
+  "${patcher[@]}" throughput "${model[@]}" --tune-baseline --batch 8 --output-len 64 --also-batch 1 \
     --engine-arg max_cudagraph_capture_size=64 --out "$file" || [ -e "$file" ]
 }
 

@@ -12,6 +12,18 @@ LEAST_GAIN_PCT = 0.5
 """Trials come one after another: what is smaller may be drift."""
 
 
+class RateElsewhere(Record):
+    """The same process at other traffic: what is best there may be another configuration."""
+
+    batch: int
+    context: int
+    """Prompt tokens."""
+    tokens_per_s: float
+    """Median over short windows."""
+    spread_pct: float
+    """Largest window over smallest, less one."""
+
+
 class Trial(Record):
     """One way to start the engine, and how fast it was."""
 
@@ -21,6 +33,8 @@ class Trial(Record):
     """Median over short windows; None where it did not run."""
     spread_pct: float | None = None
     """Largest window over smallest, less one."""
+    elsewhere: tuple[RateElsewhere, ...] = ()
+    """Where that was asked for; nothing is chosen by it."""
     failure: str = ""
 
     def beats(self, other: Trial) -> bool:

@@ -20,9 +20,9 @@ from bench.clocks import ClockMonitor
 from bench.comparison import Arm
 from bench.errors import PatcherError, UsageError
 from bench.process_pairs import SHARE_BESIDE, ArmProcess, TooLateError, open_all
-from bench.stock import Trial, Tuning, overriding, words
+from bench.stock import RateElsewhere, Trial, Tuning, overriding, words
 from bench.windows import Pair, Side, prompt_seed, take_pair
-from bench.workload import Workload
+from bench.workload import Shape, Workload
 
 WINDOWS = 5
 """Of a trial; the first is left out."""
@@ -58,6 +58,7 @@ def tune(
     clocks: ClockMonitor,
     *,
     wanted: Arguments | None = None,
+    elsewhere: Sequence[Shape] = (),
     seed: int = 0,
     stagger_s: float | None = None,
     progress: Callable[[str, int, int], None] | None = None,
@@ -68,6 +69,7 @@ def tune(
     Args:
         wanted: what patches will want the engine told. Where that is not what was found, it is
             tried at the end, too: their gain must not be such a flag's.
+        elsewhere: other traffic at which each is timed, too; nothing is chosen by that.
         stagger_s: from one start to the next, where the ways of an option can load side by side;
             one that fails there is tried again alone, since it may be for want of memory, but not
             one that took too long. None: each alone.
@@ -81,7 +83,7 @@ def tune(
     total = 1 + sum(map(len, options)) + 2 + bool(wanted)
     short = workload.model_copy(update={"output_len": min(workload.output_len, STEPS)})
     report("tune the baseline (stock)", 0, total)
-    rate = partial(_rate, workload=short, clocks=clocks, seed=seed)
+    rate = partial(_rate, workload=short, elsewhere=elsewhere, clocks=clocks, seed=seed)
     with closing(start({}, SHARE_BESIDE)) as process:
         best = rate(process, {})
     trials = [best]
@@ -165,21 +167,43 @@ def _failed(arguments: Arguments, error: PatcherError) -> Trial:
 
 
 def _rate(
-    process: ArmProcess, arguments: Arguments, workload: Workload, clocks: ClockMonitor, seed: int
+    process: ArmProcess,
+    arguments: Arguments,
+    workload: Workload,
+    elsewhere: Sequence[Shape],
+    clocks: ClockMonitor,
+    seed: int,
 ) -> Trial:
     process.warm_up(prompt_seed(seed, -1), workload.output_len)
-    side = process.side()
-    windows = []
-    for number in range(WINDOWS):
-        pair = Pair(number, "aa", ("baseline", "patched"))
-        sides: dict[Arm, Side] = {"baseline": side}
-        windows += take_pair(pair, sides, workload, process.vocab_size, seed, clocks)
-    rates = [window.tokens_per_s for window in windows[1:]]
+
+    def rates(side: Side, traffic: Workload) -> list[float]:
+        windows = []
+        for number in range(WINDOWS):
+            pair = Pair(number, "aa", ("baseline", "patched"))
+            sides: dict[Arm, Side] = {"baseline": side}
+            windows += take_pair(pair, sides, traffic, process.vocab_size, seed, clocks)
+        return [window.tokens_per_s for window in windows[1:]]
+
+    found = rates(process.side(), workload)
+    others = [rates(process.side(shape), shape.of(workload)) for shape in elsewhere]
     return Trial(
         arguments=dict(arguments),
-        tokens_per_s=statistics.median(rates),
-        spread_pct=100 * (max(rates) / min(rates) - 1),
+        tokens_per_s=statistics.median(found),
+        spread_pct=_spread_pct(found),
+        elsewhere=tuple(
+            RateElsewhere(
+                batch=shape.batch,
+                context=shape.context,
+                tokens_per_s=statistics.median(each),
+                spread_pct=_spread_pct(each),
+            )
+            for shape, each in zip(elsewhere, others, strict=True)
+        ),
     )
+
+
+def _spread_pct(rates: Sequence[float]) -> float:
+    return 100 * (max(rates) / min(rates) - 1)
 
 
 def _last_line(message: str) -> str:

@@ -78,7 +78,7 @@ class ScriptedProcess:
         self.windows, self.compiling = 0, 0
 
     def side(self, shape: bench.Shape | None = None) -> ScriptedSide:
-        return ScriptedSide(self)
+        return ScriptedSide(self, WORKLOAD.batch if shape is None else shape.batch)
 
     def warm_up(self, seed: int, steps: int) -> None:
         return
@@ -99,8 +99,8 @@ class ScriptedProcess:
 class ScriptedSide:
     seeds: list[tuple[int, Arm]] = []  # noqa: RUF012
 
-    def __init__(self, process: ScriptedProcess) -> None:
-        self.process = process
+    def __init__(self, process: ScriptedProcess, batch: int) -> None:
+        self.process, self.batch = process, batch
 
     def prefill(self, seed: int) -> None:
         self.seeds.append((seed, self.process.arm))
@@ -118,7 +118,7 @@ class ScriptedSide:
         self.steps += steps
 
     def end(self) -> Taken:
-        tokens = [[1] * (1 + self.steps)] * WORKLOAD.batch
+        tokens = [[1] * (1 + self.steps)] * self.batch
         calls = self.steps if self.process.arm == "patched" else 0
         return Taken(tokens, self.decode_s, 0.1, calls)
 
@@ -498,6 +498,7 @@ def test_the_best_stock_configuration_is_found_without_a_patch(
 
     monkeypatch.setattr(Asking, "started", started)
     words = ["throughput", "gpt-oss-tiny", "--engine", "vllm", "--device", "cpu", "--batch", "2"]
+    words += ["--also-batch", "1"]
     words += ["--tune-baseline", "--out", str(tmp_path / "tuned.json")]
     assert app(words, standalone_mode=False) == 0
     assert not host.open
@@ -510,7 +511,9 @@ def test_the_best_stock_configuration_is_found_without_a_patch(
         "tried stock",
         "tried moe=b",
     ]
+    assert " at batch 1 and context " in said.err.splitlines()[0]
     found = Tuning.model_validate_json((tmp_path / "tuned.json").read_text())
+    assert [[one.batch for one in trial.elsewhere] for trial in found.trials] == [[1]] * 5
     assert [trial.arguments for trial in found.trials] == [
         {},
         {"moe": "a"},

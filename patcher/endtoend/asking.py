@@ -77,6 +77,7 @@ class Asking:
                 options_of(self.job.workload.engine),
                 clocks,
                 wanted=engine_wants(self.job.workload.engine),
+                elsewhere=self.job.elsewhere,
                 seed=self.job.seed,
                 stagger_s=STAGGER_S if loads_beside(self.job) else None,
                 progress=report,

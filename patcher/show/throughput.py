@@ -104,4 +104,7 @@ def trial_line(trial: Trial) -> Text:
     said = trial.failure
     if trial.tokens_per_s is not None:
         said = f"{trial.tokens_per_s:,.1f} tok/s, windows within {trial.spread_pct:.2f} %"
+        for one in trial.elsewhere:
+            where = f"batch {one.batch} and context {one.context:,}"
+            said += f"; {one.tokens_per_s:,.1f} at {where}"
     return Text(f"tried {words(trial.arguments)}: {said}", style="dim")
