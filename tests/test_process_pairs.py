@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pydantic import JsonValue
 from rich.console import Console
 from test_measure import WORKLOAD
@@ -359,25 +361,73 @@ def asking(tuning: Tuning | None, **arguments: JsonValue) -> Asking:
     return Asking(Job(workload=vllm, process_pairs=3, arguments=arguments, tuned=tuning))
 
 
-def test_patches_get_the_configuration_that_they_are_for() -> None:
-    def patch(point: str) -> Any:
-        return SimpleNamespace(manifest=SimpleNamespace(target=SimpleNamespace(point=point)))
+def patch_of(point: str) -> Any:
+    return SimpleNamespace(manifest=SimpleNamespace(target=SimpleNamespace(point=point)))
 
-    route, norm = patch("triton_kernels.routing.routing"), patch("layernorm.rms_norm")
+
+ROUTE, NORM = patch_of("triton_kernels.routing.routing"), patch_of("layernorm.rms_norm")
+
+
+def test_a_patch_is_held_against_the_configuration_that_it_is_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here another backend's logits are further off than any patch may be."""
+    generator = torch.Generator().manual_seed(0)
+    truth = {name: torch.randn(40, 50, generator=generator) for name in ("humming", "triton")}
+    noise = {name: torch.randn(40, 50, generator=generator) * 1e-3 for name in "abc"}
+    asked_for: list[tuple[str, Any]] = []
+
+    @contextmanager
+    def started(
+        self: Asking, name: str, arguments: dict[str, JsonValue], share: float, *_: Any
+    ) -> Iterator[Any]:
+        asked_for.append((name, arguments.get("moe_backend")))
+        yield SimpleNamespace(
+            name=name,
+            backend=arguments["moe_backend"],
+            ask=lambda *_: SimpleNamespace(percent=97.0),
+        )
+
+    def logits(
+        self: Asking, process: Any, tokens: Any, reference: bool = False
+    ) -> tuple[torch.Tensor, str]:
+        noisy = 0 if reference else noise["a"]
+        return truth[process.backend] + noisy, "no compilation"
+
+    monkeypatch.setattr(Asking, "started", started)
+    monkeypatch.setattr(Asking, "logits", logits)
+    sitting = asking(None, moe_backend="humming")
+    stock = truth["humming"] + noise["a"], truth["humming"] + noise["a"]
+    same, entropy = sitting.quality([NORM], truth["humming"] + noise["b"], stock, [[1]])
+    assert (same.passed, entropy) == (True, 97.0)
+    assert same.reference == "no compilation"
+    other, _ = sitting.quality([ROUTE], truth["triton"] + noise["b"], stock, [[1]])
+    assert other.passed
+    assert other.reference == "no compilation, all with moe_backend=triton"
+    damaged, _ = sitting.quality([ROUTE], truth["triton"] + 10 * noise["c"], stock, [[1]])
+    assert not damaged.passed
+    assert asked_for == [
+        ("reference", "humming"),
+        ("reference", "triton"),
+        ("unpatched", "triton"),
+    ]
+
+
+def test_patches_get_the_configuration_that_they_are_for() -> None:
     found = tuned([[{"moe_backend": "humming"}, {"moe_backend": "triton"}]])
     sitting = asking(found, max_num_seqs=8)
     assert sitting.tuning(lambda *told: None) is found
     assert sitting.arguments == {"max_num_seqs": 8, "moe_backend": "humming"}
-    assert sitting.arguments_of([norm]) == sitting.arguments_of([]) == sitting.arguments
+    assert sitting.arguments_of([NORM]) == sitting.arguments_of([]) == sitting.arguments
     wanted = {"max_num_seqs": 8, "moe_backend": "triton"}
-    assert sitting.arguments_of([norm, route]) == wanted
+    assert sitting.arguments_of([NORM, ROUTE]) == wanted
     # what nobody said is the engine's to choose
-    assert asking(None).arguments_of([route]) == {}
+    assert asking(None).arguments_of([ROUTE]) == {}
     assert engine_wants("vllm") == {"moe_backend": "triton"}
     assert engine_wants("transformers") == {}
-    measured = told(run(Host()), None, sitting, [norm, route], found)
+    measured = told(run(Host()), None, sitting, [NORM, ROUTE], found)
     assert measured.patched_arguments == {"moe_backend": "triton"}
-    assert told(run(Host()), None, sitting, [norm], found).patched_arguments == {}
+    assert told(run(Host()), None, sitting, [NORM], found).patched_arguments == {}
 
 
 def test_what_was_measured_is_shown() -> None:

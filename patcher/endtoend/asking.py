@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from bench import Quality, cloze
 from bench.clocks import ClockMonitor
 from bench.process_pairs import SHARE_ALONE
 from bench.quality import compare_logits
-from bench.stock import Trial, Tuning, overriding
+from bench.stock import Trial, Tuning, overriding, words
 from bench.tuning import options_of, tune
 from integrate import Patch, engine_wants
 from patcher.endtoend import arm_protocol as say
@@ -48,6 +49,9 @@ class Asking:
         self.job = job
         self.arguments: dict[str, JsonValue] = dict(job.arguments)
         """Of the engine, in every process, but for what patches want; see `arguments_of`."""
+        self._yardsticks: dict[str, Yardstick] = {}
+        self._unpatched: dict[str, torch.Tensor] = {}
+        """By arguments, as JSON; of the tokens that were first asked for."""
 
     def tuning(self, report: Report) -> Tuning | None:
         """The best stock configuration, looked for or told, where either was asked for."""
@@ -122,12 +126,12 @@ class Asking:
             )
             return torch.from_numpy(np.load(path, allow_pickle=False)), wrote.how
 
-    def yardstick(self, tokens: list[list[int]]) -> Yardstick:
+    def yardstick(self, tokens: list[list[int]], arguments: Mapping[str, JsonValue]) -> Yardstick:
         """What higher precision or the engine without compilation says over these tokens, and how
         spread out the routing is; a process of its own.
         """
-        arguments = {**self.arguments, **REFERENCE.get(self.job.workload.engine, {})}
-        with self.started("reference", arguments, SHARE_ALONE) as process:
+        plain = {**arguments, **REFERENCE.get(self.job.workload.engine, {})}
+        with self.started("reference", plain, SHARE_ALONE) as process:
             entropy = process.ask(
                 say.Routing(seed=self.job.seed, steps=ROUTING_STEPS), say.Entropy
             ).percent
@@ -135,17 +139,34 @@ class Asking:
 
     def quality(
         self,
-        baseline: torch.Tensor,
-        again: torch.Tensor,
+        patches: Sequence[Patch],
         patched: torch.Tensor,
-        reference: Yardstick,
-    ) -> Quality:
-        """By logits of two baselines and a patched process."""
-        quality = compare_logits(baseline, again, patched, reference.logits, reference.how)
+        baseline: tuple[torch.Tensor, torch.Tensor],
+        tokens: list[list[int]],
+    ) -> tuple[Quality, float | None]:
+        """By logits over these tokens of a process with these patches and of two baselines; and the
+        routing's entropy. Takes a process more.
+
+        Where the patches' arm has another configuration than the baseline, what they replace is
+        that configuration: then they are held against it, without them, in one process more still,
+        since the baseline may differ from it by more than a patch may.
+        """
+        arguments = self.arguments_of(patches)
+        key = json.dumps(arguments, sort_keys=True)
+        if key not in self._yardsticks:
+            self._yardsticks[key] = self.yardstick(tokens, arguments)
+        reference = self._yardsticks[key]
+        how = reference.how
+        if arguments != self.arguments:
+            if key not in self._unpatched:
+                with self.started("unpatched", arguments, SHARE_ALONE) as process:
+                    self._unpatched[key] = self.logits(process, tokens)[0]
+            baseline = self._unpatched[key], self._unpatched[key]
+            how += f", all with {words(overriding(arguments, self.arguments))}"
+        quality = compare_logits(*baseline, patched, reference.logits, how)
         refusal = cloze.refusal(self.job.workload)
-        return quality.model_copy(
-            update={"task_refusal": refusal or "it is not taken where each arm is a process"}
-        )
+        told = {"task_refusal": refusal or "it is not taken where each arm is a process"}
+        return quality.model_copy(update=told), reference.entropy_pct
 
 
 def loads_beside(job: Job) -> bool:

@@ -161,13 +161,10 @@ class PatchSitting(Asking):
                 self._quality = called_between(timed, process.receipts())
 
     def finish(self) -> tuple[Quality, float | None]:
-        """Quality and routing entropy, with the help of one more process."""
-        reference = self.yardstick(self._before)
+        """Quality and routing entropy, with the help of one more process or two."""
         assert self._again is not None
-        quality = self.quality(
-            self._logits["baseline"], self._again, self._logits["patched"], reference
-        )
-        return quality, reference.entropy_pct
+        baseline = self._logits["baseline"], self._again
+        return self.quality(self.patches, self._logits["patched"], baseline, self._before)
 
     def receipt(self, patch: Patch) -> Receipt:
         return merged(self._receipts[patch.manifest.id])

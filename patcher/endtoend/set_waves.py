@@ -240,12 +240,12 @@ class SetSitting(Asking):
         return (self.taken[0].greedy if self.taken else self._greedy)["before"]
 
     def _compared(self) -> Compared:
-        reference = self.yardstick(self._before)
-        baseline, again = self.folder.logits(BASELINE), self.folder.logits(CONTROL)
+        baseline = self.folder.logits(BASELINE), self.folder.logits(CONTROL)
+        found = {
+            name: self.quality(patches, self.folder.logits(name), baseline, self._before)
+            for name, patches in self.sets.items()
+        }
         return Compared(
-            routing_entropy_pct=reference.entropy_pct,
-            quality={
-                name: self.quality(baseline, again, self.folder.logits(name), reference)
-                for name in self.sets
-            },
+            routing_entropy_pct=next(iter(found.values()))[1],
+            quality={name: quality for name, (quality, _) in found.items()},
         )
