@@ -101,7 +101,7 @@ class ScriptedProcess:
 class ScriptedSide:
     seeds: list[tuple[int, Arm]] = []  # noqa: RUF012
 
-    def __init__(self, process: ScriptedProcess, batch: int) -> None:
+    def __init__(self, process: ScriptedProcess, batch: int = WORKLOAD.batch) -> None:
         self.process, self.batch = process, batch
 
     def prefill(self, seed: int) -> None:
