@@ -28,8 +28,8 @@ WINDOWS = 5
 """Of a trial; the first is left out."""
 STEPS = 64
 
-EXCEPTION = re.compile(r"(\([^)]*\) )*[\w.]*(Error|Exception)\b")
-"""How a line begins that names one; vLLM puts the process in front."""
+EXCEPTION = re.compile(r"((\([^)]*\)|\[rank\d+\]:) )*[\w.]*(Error|Exception)\b")
+"""How a line begins that names one; vLLM puts the process in front, PyTorch the rank."""
 
 Arguments = Mapping[str, JsonValue]
 Start = Callable[[Arguments, float], ArmProcess]

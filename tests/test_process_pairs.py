@@ -442,7 +442,7 @@ def test_what_was_measured_is_shown() -> None:
     for said in (
         *("patch: accept", "A/A control", "CV of repeats", "first token ms", "p99"),
         *("3 process pairs: both arms loaded at once", "routing entropy: 97.5 % of uniform"),
-        *("tried moe=broken: ValueError: not for this GPU", "baseline: moe=b", "clocks: "),
+        *("tried moe=broken: [rank0]: ValueError: not for this GPU", "baseline: moe=b", "clocks: "),
         "engine of the patched arm: moe=a",
     ):
         assert said in text, said
@@ -465,7 +465,7 @@ def tuned(
     def start(arguments: Mapping[str, JsonValue], share: float) -> ScriptedProcess:
         if arguments.get("moe") == "broken":
             raise bench.PatcherError(
-                "File x\nValueError: not for this GPU\n[W1] WARNING: no clean exit"
+                "File x\n[rank0]: ValueError: not for this GPU\n[rank0]:[W1] WARNING: no clean exit"
             )
         if arguments.get("moe") == "slow":
             started.append("slow")
@@ -493,7 +493,7 @@ def test_the_best_stock_configuration_is_the_baseline() -> None:
     found = tuned([moe, attention])
     assert found.chosen == {"moe": "b", "attention": "a"}
     assert found.trials[0].arguments == {}
-    assert found.trials[2].failure == "ValueError: not for this GPU"
+    assert found.trials[2].failure == "[rank0]: ValueError: not for this GPU"
     assert found.trials[2].tokens_per_s is None
     assert [trial.arguments for trial in found.trials[-2:]] == [{}, found.chosen]
     assert tuned([[{"attention": "c"}]]).chosen == {}

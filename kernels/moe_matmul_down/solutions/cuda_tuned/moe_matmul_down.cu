@@ -31,6 +31,15 @@ struct Params {
   int upe;          // units (of 16 columns) of an expert
   int stages;       // of a group's ring
   int stage_bytes;  // weights, scales, partial sums
+  float inverse_upe;
+  float inverse_blocks;
+  int guess_units;  // that a block asks for before it knows the rows; the next three tell which
+  int guess_share;
+  int guess_rest;
+  int guess_total;
+  int bias_lines;  // of 128 bytes to prefetch
+  int x_lines;
+  int gate_lines;
 };
 
 __device__ __forceinline__ int load_int(const int* p) {
@@ -52,6 +61,26 @@ __device__ __forceinline__ uint32_t load_if(const uint8_t* p, bool wanted) {
       : "=r"(v)
       : "l"(p), "r"(uint32_t(wanted)));
   return v;
+}
+
+__device__ __forceinline__ void prefetch_line(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
+}
+
+__device__ __forceinline__ void prefetch_bulk(const uint8_t* p, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+}
+
+// floor(n / d), for 0 <= n < 2^22 and inverse = 1 / d.
+__device__ __forceinline__ int quotient(int n, int d, float inverse) {
+  int q = int(float(n) * inverse);
+  const int r = n - q * d;
+  if (r < 0) {
+    --q;
+  } else if (r >= d) {
+    ++q;
+  }
+  return q;
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
@@ -95,6 +124,21 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, uint
       : "memory");
 }
 
+__device__ __forceinline__ void copy_bulk_hint(uint32_t to, const uint8_t* from, uint32_t bytes,
+                                               uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 __device__ __forceinline__ uint32_t mul2(uint32_t a, uint32_t b) {
   uint32_t d;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -111,6 +155,21 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
 template <int Threads>
 __device__ __forceinline__ void group_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(Threads) : "memory");
+}
+
+template <int Threads>
+__device__ __forceinline__ void group_arrive(int id) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(Threads) : "memory");
+}
+
+// Sum over this lane and those before it.
+__device__ __forceinline__ int scan(int v, int lane) {
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1) {
+    const int more = __shfl_up_sync(kAll, v, d);
+    if (lane >= d) v += more;
+  }
+  return v;
 }
 
 // The four pairs of numbers of a word, as bf16 of value (FP4 number) * 2^-126.
@@ -218,51 +277,53 @@ __global__ void __launch_bounds__(32 * (kWorkers + 1) * kGroups, 1) stream_kerne
   const int worker = warp - group * (kWorkers + 1);
   const int g = lane >> 2, t = lane & 3;
   const int weight_bytes = p.inner * 8;
+  const int blocks = int(gridDim.x), me = int(blockIdx.x);
   uint8_t* const ring = shared_bytes + group * (p.stages * p.stage_bytes);
   int4* const list = lists[group];
   const uint32_t full = shared_address(&full_barriers[group][0]);
   const uint32_t done = shared_address(&done_barriers[group][0]);
+  const int scale_rows = (p.hidden + 255) / 256 * 8;
 
   if (worker == kWorkers) {
     // fetches, and adds the workers' sums
-    if (lane == 0) {
-      for (int s = 0; s < p.stages; ++s) {
-        barrier_init(full + s * 8, 1u);
-        barrier_init(done + s * 8, uint32_t(kWorkers));
-      }
+    if (lane < p.stages) {
+      barrier_init(full + lane * 8, 1u);
+      barrier_init(done + lane * 8, uint32_t(kWorkers));
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncwarp();
     cudaGridDependencySynchronize();
     asm volatile("griddepcontrol.launch_dependents;");
 
-    const int blocks = int(gridDim.x), me = int(blockIdx.x);
     int slot = 0, tile = 0, units = 0;
     {
-      int count = 0, start0 = 0, rows0 = 0;
-      for (int base = 0; base < p.experts; base += 32) {
+      int start = 0, rows = 0;
+      if (lane < p.experts) {
+        start = load_int(p.offsets + lane);
+        rows = load_int(p.offsets + lane + 1) - start;
+      }
+      int here = int(unsigned(rows + kBlockRows - 1) / unsigned(kBlockRows));
+      int upto = scan(here, lane);
+      int count = __shfl_sync(kAll, upto, 31);
+      for (int base = 32; base < p.experts; base += 32) {
         const int e = base + lane;
-        int start = 0, rows = 0;
+        int more = 0;
         if (e < p.experts) {
-          start = load_int(p.offsets + e);
-          rows = load_int(p.offsets + e + 1) - start;
+          const int from = load_int(p.offsets + e);
+          more = load_int(p.offsets + e + 1) - from;
         }
-        if (base == 0) {
-          start0 = start;
-          rows0 = rows;
-        }
-        count += int(__reduce_add_sync(kAll, unsigned(rows + kBlockRows - 1) / unsigned(kBlockRows)));
+        count += int(__reduce_add_sync(kAll, unsigned(more + kBlockRows - 1) / unsigned(kBlockRows)));
       }
       const int total = count * p.upe;
-      const int share = total / blocks, rest = total - share * blocks;
+      const int share = quotient(total, blocks, p.inverse_blocks), rest = total - share * blocks;
       const int begin = me * share + min(me, rest);
       const int past = begin + share + (me < rest ? 1 : 0);
       if (begin < past) {
-        const int slot0 = begin / p.upe, slot1 = (past - 1) / p.upe;
+        const int slot0 = quotient(begin, p.upe, p.inverse_upe);
+        const int slot1 = quotient(past - 1, p.upe, p.inverse_upe);
         int before = 0;
         for (int base = 0; base < p.experts && before <= slot1; base += 32) {
           const int e = base + lane;
-          int start = start0, rows = rows0;
           if (base != 0) {
             start = 0;
             rows = 0;
@@ -270,19 +331,15 @@ __global__ void __launch_bounds__(32 * (kWorkers + 1) * kGroups, 1) stream_kerne
               start = load_int(p.offsets + e);
               rows = load_int(p.offsets + e + 1) - start;
             }
-          }
-          const int here = int(unsigned(rows + kBlockRows - 1) / unsigned(kBlockRows));
-          int upto = here;
-#pragma unroll
-          for (int d = 1; d < 32; d <<= 1) {
-            const int v = __shfl_up_sync(kAll, upto, d);
-            if (lane >= d) upto += v;
+            here = int(unsigned(rows + kBlockRows - 1) / unsigned(kBlockRows));
+            upto = scan(here, lane);
           }
           const int first = before + upto - here;
           for (int i = max(0, slot0 - first); i < here && first + i <= slot1; ++i) {
             const int passed = i * kBlockRows;
             list[first + i - slot0] = make_int4(e, start + passed, min(kBlockRows, rows - passed), 0);
           }
+          __syncwarp();
           before += __shfl_sync(kAll, upto, 31);
         }
         units = (past - begin - group + kGroups - 1) / kGroups;
@@ -294,18 +351,25 @@ __global__ void __launch_bounds__(32 * (kWorkers + 1) * kGroups, 1) stream_kerne
       }
     }
     if (lane == 0) plans[group] = make_int4(slot, tile, units, 0);
+    __threadfence_block();
     __syncwarp();
+    group_arrive<kGroupThreads>(1 + group);  // the workers may read the plan
 
-    const int scale_rows = (p.hidden + 255) / 256 * 8;
+    const uint64_t policy = evict_first();
     int issued = 0, next_slot = slot, next_tile = tile;
     auto issue = [&](int stage) {
       if (lane == 0) {
         const size_t expert = size_t(list[next_slot].x);
         const uint32_t barrier = full + stage * 8;
         const uint32_t to = shared_address(ring + stage * p.stage_bytes);
+        const uint8_t* const from =
+            p.weights + (expert * size_t(p.upe) + size_t(next_tile)) * size_t(weight_bytes);
         barrier_expect(barrier, uint32_t(weight_bytes + p.inner));
-        copy_bulk(to, p.weights + (expert * size_t(p.upe) + size_t(next_tile)) * size_t(weight_bytes),
-                  uint32_t(weight_bytes), barrier);
+        if constexpr (MTMAX == 1) {
+          copy_bulk_hint(to, from, uint32_t(weight_bytes), barrier, policy);
+        } else {
+          copy_bulk(to, from, uint32_t(weight_bytes), barrier);
+        }
         copy_bulk(to + weight_bytes,
                   p.scales + (expert * size_t(scale_rows) +
                               size_t((next_tile >> 4) * 8 + (next_tile & 7))) *
@@ -322,7 +386,6 @@ __global__ void __launch_bounds__(32 * (kWorkers + 1) * kGroups, 1) stream_kerne
     const int ahead = min(units, p.stages);
     for (int s = 0; s < ahead; ++s) issue(s);
     __syncwarp();
-    group_sync<kGroupThreads>(1 + group);
 
     const __nv_bfloat16* const gates = static_cast<const __nv_bfloat16*>(p.gates);
     __nv_bfloat16* const output = static_cast<__nv_bfloat16*>(p.output);
@@ -333,6 +396,13 @@ __global__ void __launch_bounds__(32 * (kWorkers + 1) * kGroups, 1) stream_kerne
     float gate[MTMAX][2];
 #pragma unroll
     for (int m = 0; m < MTMAX; ++m) gate[m][0] = gate[m][1] = 0.0f;
+
+    float bias0 = 0.0f, bias1 = 0.0f;
+    if (units > 0) {
+      const float* const bias = p.bias + size_t(list[slot].x) * p.hidden + tile * 16 + g;
+      bias0 = __ldg(bias);
+      bias1 = __ldg(bias + 8);
+    }
 
     for (int i = 0; i < units; ++i) {
       if (slot != loaded) {
@@ -346,8 +416,19 @@ __global__ void __launch_bounds__(32 * (kWorkers + 1) * kGroups, 1) stream_kerne
           gate[m][1] = row + 1 < info.z ? __bfloat162float(gates[info.y + row + 1]) : 0.0f;
         }
       }
-      const float* const bias = p.bias + size_t(info.x) * p.hidden + tile * 16 + g;
-      const float bias0 = __ldg(bias), bias1 = __ldg(bias + 8);
+      // the bias of the unit after this one
+      int after_slot = slot, after_tile = tile + kGroups;
+      if (after_tile >= p.upe) {
+        after_tile -= p.upe;
+        ++after_slot;
+      }
+      float after0 = 0.0f, after1 = 0.0f;
+      if (i + 1 < units) {
+        const float* const bias =
+            p.bias + size_t(list[after_slot].x) * p.hidden + after_tile * 16 + g;
+        after0 = __ldg(bias);
+        after1 = __ldg(bias + 8);
+      }
 
       barrier_wait(done + stage * 8, phase);
       __syncwarp();
@@ -397,11 +478,10 @@ __global__ void __launch_bounds__(32 * (kWorkers + 1) * kGroups, 1) stream_kerne
         }
       }
 
-      tile += kGroups;
-      if (tile >= p.upe) {
-        tile -= p.upe;
-        ++slot;
-      }
+      slot = after_slot;
+      tile = after_tile;
+      bias0 = after0;
+      bias1 = after1;
       if (++stage == p.stages) {
         stage = 0;
         phase ^= 1u;
@@ -410,6 +490,29 @@ __global__ void __launch_bounds__(32 * (kWorkers + 1) * kGroups, 1) stream_kerne
   } else {
     // multiplies
     const int first = worker * kEach;
+    constexpr int kHelpers = 32 * kWorkers * kGroups;  // threads that prefetch
+    const int id = (group * kWorkers + worker) * 32 + lane;
+
+    // weights alone may be asked for before the wait
+    if (id == 0) {
+      // the block's first units, if each expert has one block of rows
+      const int begin = me * p.guess_share + min(me, p.guess_rest);
+      const int past = min(begin + p.guess_units, p.guess_total);
+      for (int unit = begin; unit < past; ++unit) {
+        const int expert = quotient(unit, p.upe, p.inverse_upe);
+        const int tile = unit - expert * p.upe;
+        prefetch_bulk(p.weights + size_t(unit) * size_t(weight_bytes), uint32_t(weight_bytes));
+        prefetch_bulk(p.scales + (size_t(expert) * size_t(scale_rows) +
+                                  size_t((tile >> 4) * 8 + (tile & 7))) *
+                                     size_t(p.inner),
+                      uint32_t(p.inner));
+      }
+    }
+    __syncwarp();
+    {
+      const int line = me + blocks * id;
+      if (line < p.bias_lines) prefetch_line(p.bias + size_t(line) * 32);
+    }
     if (p.chunks < kMaxChunks) {
       // no scale where there is no chunk: whatever is read as weights there is finite, and x is 0
       for (int s = 0; s < p.stages; ++s) {
@@ -420,6 +523,17 @@ __global__ void __launch_bounds__(32 * (kWorkers + 1) * kGroups, 1) stream_kerne
       }
     }
     cudaGridDependencySynchronize();
+    {
+      // x and gates to L2 while the offsets come
+      const int lines = p.x_lines + p.gate_lines;
+      for (int i = me + blocks * id; i < lines; i += blocks * kHelpers) {
+        const uint8_t* const line =
+            i < p.x_lines ? static_cast<const uint8_t*>(p.x) + size_t(i) * 128
+                          : static_cast<const uint8_t*>(p.gates) + size_t(i - p.x_lines) * 128;
+        prefetch_line(line);
+      }
+    }
+    __syncwarp();
     group_sync<kGroupThreads>(1 + group);
 
     const int4 plan = plans[group];
@@ -631,7 +745,7 @@ void moe_matmul_down(tvm::ffi::TensorView x, tvm::ffi::TensorView weights,
   const int64_t tokens = row_map.size(0);
   if (rows == 0 || experts == 0 || hidden == 0) return;
 
-  Params p;
+  Params p = {};
   p.x = x.data_ptr();
   p.weights = static_cast<const uint8_t*>(weights.data_ptr());
   p.scales = static_cast<const uint8_t*>(scales.data_ptr());
@@ -644,8 +758,6 @@ void moe_matmul_down(tvm::ffi::TensorView x, tvm::ffi::TensorView weights,
   p.inner = int(inner);
   p.chunks = int(inner / 64);
   p.upe = int(hidden / 16);
-  p.stages = 0;
-  p.stage_bytes = 0;
 
   const DLDevice device = output.device();
   auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
@@ -668,9 +780,28 @@ void moe_matmul_down(tvm::ffi::TensorView x, tvm::ffi::TensorView weights,
     const int64_t row_blocks = active + rows / (8 * tiles);
     const int64_t units = row_blocks * (hidden / 16);
     const int64_t blocks = units < processors ? units : processors;
-    if (stages >= 2 && units < (int64_t(1) << 28) && row_blocks / blocks + 3 <= kList) {
+    // below 2^22 units, quotients by way of float are right
+    if (stages >= 2 && units < (int64_t(1) << 22) && row_blocks / blocks + 3 <= kList) {
       p.stages = int(stages);
       p.stage_bytes = int(stage_bytes);
+      p.inverse_upe = 1.0f / float(p.upe);
+      p.inverse_blocks = 1.0f / float(blocks);
+      if (rows >= experts) {
+        const int64_t total = experts * (hidden / 16);  // at most `units`
+        const int64_t share = total / blocks;
+        int64_t wanted = rows >= 2 * experts ? 3 : 2;
+        if (wanted > share) wanted = share;
+        p.guess_units = int(wanted);
+        p.guess_share = int(share);
+        p.guess_rest = int(total - share * blocks);
+        p.guess_total = int(total);
+      }
+      const int64_t bias_lines = experts * (hidden / 32);
+      p.bias_lines = bias_lines <= 8192 ? int(bias_lines) : 0;
+      const int64_t x_lines = rows * (inner / 64);
+      p.x_lines = x_lines <= 65536 ? int(x_lines) : 65536;
+      const int64_t gate_lines = (rows * 2 + 127) / 128;
+      p.gate_lines = gate_lines <= 1024 ? int(gate_lines) : 1024;
       void (*kernel)(Params) = nullptr;
       if (few) {
         kernel = stream_kernel<1, 9, 5, 2>;
