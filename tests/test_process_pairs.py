@@ -512,6 +512,46 @@ def test_the_best_stock_configuration_is_the_baseline() -> None:
         options_of("transformers")
 
 
+def test_stock_is_tried_as_the_others_are() -> None:
+    """A process may be slower alone than beside others: here by 4 %."""
+    host = Host(bias_pct=0)
+
+    def start(arguments: Mapping[str, JsonValue], share: float) -> ScriptedProcess:
+        if arguments.get("moe") == "large" and len(host.open) > 1:
+            raise bench.PatcherError("ValueError: no memory left")
+        return host.start("baseline", share)
+
+    class Lonely(ScriptedSide):
+        def turn(self, steps: int) -> None:
+            before = self.decode_s
+            super().turn(steps)
+            if len(host.open) == 1:
+                self.decode_s = before + 1.04 * (self.decode_s - before)
+
+    ScriptedSide.seeds = []
+    ways: list[Mapping[str, JsonValue]] = [{"moe": "large"}, {"moe": "other"}]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            ScriptedProcess, "side", lambda self, shape=None: Lonely(self, WORKLOAD.batch)
+        )
+        found = tune(start, WORKLOAD, [ways], ClockMonitor("cpu"), stagger_s=0.0)
+    assert not host.open
+    assert found.chosen == {}
+    rates = [trial.tokens_per_s for trial in found.trials]
+    assert len(rates) == 3
+    assert rates == [pytest.approx(rates[0], rel=0.005)] * 3
+
+    def broken(arguments: Mapping[str, JsonValue], share: float) -> ScriptedProcess:
+        if not arguments:
+            raise bench.PatcherError("File x\nValueError: no such model")
+        return host.start("baseline", share)
+
+    for stagger_s in (None, 0.0):
+        with pytest.raises(bench.PatcherError, match="stock does not run: ValueError: no such"):
+            tune(broken, WORKLOAD, [ways], ClockMonitor("cpu"), stagger_s=stagger_s)
+    assert not host.open
+
+
 def test_what_patches_want_is_tried_by_itself() -> None:
     moe: list[Mapping[str, JsonValue]] = [{"moe": "a"}, {"moe": "b"}]
     attention: list[Mapping[str, JsonValue]] = [{"attention": "a"}]
