@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything of bench/results that wants an H200 with vLLM 0.25.1 and Nsight's tools, by stages:
 #
-#   bench/h200.sh OUT kernels bundles points stock together alone one profiles
+#   bench/h200.sh OUT kernels bundles points stock together alone one served profiles
 #
 # kernels    judges the kernels that ship for vLLM, with compute-sanitizer and counters     about 1 min each
 # bundles    makes patches of those verdicts (of bench/results/kernels where there is none)  seconds
@@ -11,6 +11,7 @@
 #            also at batch 1 and 64 and at contexts of 4k and 8k                            13 min
 # alone      each patch alone and all together, against that where `stock` has run          13 min
 # one        all at once at batch 1, likewise                                                7 min
+# served     all at once, each engine alone on the GPU, as it is served                       9 min
 # profiles   the stock and the patched step under nsys, and the page that holds both         4 min
 #
 # Two may run at once, on a GPU each (CUDA_VISIBLE_DEVICES): a kernel that one has begun the other
@@ -112,6 +113,12 @@ one() {
     --engine-arg max_cudagraph_capture_size=1 --report "$out/verdicts/one"
 }
 
+served() {
+  local best; mapfile -t best < <(against)
+  measured served "${best[@]}" --alone --batch 8 --output-len 64 --processes 3 \
+    --engine-arg max_cudagraph_capture_size=64
+}
+
 # captured NAME OPTION...
 captured() {
   local kept=$out/profiles/$1; shift
@@ -134,7 +141,7 @@ profiles() {
 
 for stage in "$@"; do
   case $stage in
-    kernels | bundles | points | stock | together | alone | one | profiles) "$stage" ;;
+    kernels | bundles | points | stock | together | alone | one | served | profiles) "$stage" ;;
     *) echo "no stage $stage: see the head of $0" >&2; exit 2 ;;
   esac
 done

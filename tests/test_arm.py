@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ import bench
 from bench import Language, Workload
 from bench.clocks import ClockMonitor
 from bench.comparison import Arm
+from bench.process_pairs import Plan
 from bench.windows import Pair, Side, take_pair
 from integrate import Patch, Receipt
 from patcher.endtoend import arm_protocol as say
@@ -247,6 +249,21 @@ def test_a_patch_of_another_engine_starts_nothing(patch: Patch) -> None:
     job = Job(workload=WORKLOAD.model_copy(update={"engine": "vllm"}), process_pairs=3)
     with pytest.raises(bench.UsageError, match="is for transformers, not for vllm"):
         measure_pairs(job, [patch], lambda *told: None)
+
+
+def test_what_is_served_alone_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[bool | None] = []
+
+    def measure_processes(start: Any, workload: Any, plan: Plan, **_: Any) -> Any:
+        planned.append(plan.together)
+        raise bench.PatcherError("planned")
+
+    monkeypatch.setattr("patcher.endtoend.pairs.measure_processes", measure_processes)
+    for alone in (True, False):
+        job = Job(workload=WORKLOAD, process_pairs=3, alone=alone)
+        with pytest.raises(bench.PatcherError, match="planned"):
+            measure_pairs(job, [], lambda *told: None)
+    assert planned == [False, None]
 
 
 def test_vllm_loads_one_after_the_other_unless_its_cache_has_a_size() -> None:

@@ -123,23 +123,24 @@ def test_the_script_of_the_sitting_says_what_the_commands_take(tmp_path: Path) -
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
 
-    stages = ("kernels", "bundles", "points", "together", "stock", "alone", "one", "profiles")
+    measured = ("together", "stock", "alone", "one", "served")
+    stages = ("kernels", "bundles", "points", *measured, "profiles")
     said = run(*stages)
-    assert run("kernels", "together", "stock", "alone", "one") == []
+    assert run("kernels", *measured) == []
     kernel = tmp_path / "out/kernels/moe_route-cuda_tuned.json"
     begun = kernel.rename(f"{kernel}.part")
     assert run("kernels") == [], "another has begun it"
     begun.unlink()
     assert [words[2:4] for words in run("kernels")] == [["evaluate", "moe_route"]]
     outs = {Path(words[words.index("--out") + 1]).stem: words for words in said if "--out" in words}
-    assert set(outs) == {"together", "stock", "alone", "one"}
+    assert set(outs) == set(measured)
     searched = {name for name, words in outs.items() if "--tune-baseline" in words}
     assert searched == {"together", "stock"}
     verdicts = tmp_path / "out/verdicts"
     (verdicts / "together.json").unlink()
-    for name in ("alone", "one"):
+    for name in ("alone", "one", "served"):
         (verdicts / f"{name}.json").unlink()
-    for again in run("together", "alone", "one"):
+    for again in run("together", "alone", "one", "served"):
         assert "--tune-baseline" not in again
         assert again[again.index("--tuned") + 1] == str(verdicts / "stock.json")
     [points] = [words for words in said if words[1] != "patcher"]

@@ -104,6 +104,12 @@ def throughput(
             min=0,
         ),
     ] = None,
+    alone: Annotated[
+        bool,
+        typer.Option(
+            "--alone", help="One process at a time, as served; else two are loaded where they fit."
+        ),
+    ] = False,
     tune_baseline: Annotated[
         bool,
         typer.Option(
@@ -201,7 +207,12 @@ def throughput(
         asked, workload, tune_baseline, engine_args or [], margin, quality_steps, before_it
     )
     shapes = other_shapes(workload, elsewhere, also_batch, also_context)
-    job = job.model_copy(update={"lock_mhz": lock_mhz, "elsewhere": shapes})
+    if alone and (find_best or not patches or not job.process_pairs):
+        raise UsageError(
+            "--alone is for one verdict with a process for each arm",
+            "give --patch, --processes 3 or --engine vllm, and no --best-set",
+        )
+    job = job.model_copy(update={"lock_mhz": lock_mhz, "elsewhere": shapes, "alone": alone})
     if find_best:
         return verdicts.best_set(job, patches or [])
     if patches:

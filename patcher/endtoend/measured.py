@@ -42,6 +42,9 @@ class Job(Record):
     """Of processes, one for each arm; 0: the patch comes and goes in one process."""
     pairs_each: int = Field(default=DEFAULT_PAIRS // DEFAULT_PROCESS_PAIRS, ge=2)
     """Pairs of windows in each process pair."""
+    alone: bool = False
+    """Whether each process has the device to itself, as a served engine has, though two fit: an
+    idle one beside it may change how fast it is."""
     arguments: dict[str, JsonValue] = Field(default_factory=dict)
     """Of the engine in both arms, beside what the workload asks for; with process pairs."""
     tune: bool = False

@@ -48,6 +48,7 @@ def measure_pairs(job: Job, patches: Sequence[Patch], report: Report) -> tuple[M
                 process_pairs=job.process_pairs,
                 pairs=job.pairs_each,
                 looks=1,
+                together=False if job.alone else None,
                 stagger_s=STAGGER_S if loads_beside(job) else None,
             ),
             margin_pct=job.margin_pct,
