@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
+from bench.evaluation import Environment
 from bench.records import Record
+from bench.workload import Workload
 
 LEAST_GAIN_PCT = 0.5
 """Trials come one after another: what is smaller may be drift."""
@@ -53,6 +55,9 @@ class Tuning(Record):
     chosen: dict[str, JsonValue]
     """Arguments of the fastest trial; stock where none is faster by more than its spread, or not so
     once more beside stock (the last trials)."""
+    workload: Workload | None = None
+    environment: Environment | None = None
+    """What it was looked for with; None in files of before that was kept."""
 
     def no_faster(self, arguments: Mapping[str, JsonValue]) -> bool:
         """Whether a trial with these arguments ran, and does not beat what was chosen."""

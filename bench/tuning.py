@@ -20,6 +20,7 @@ from pydantic import JsonValue
 
 from bench.clocks import ClockMonitor
 from bench.comparison import Arm
+from bench.environment import describe
 from bench.errors import PatcherError, UsageError
 from bench.process_pairs import SHARE_BESIDE, ArmProcess, TooLateError, open_all
 from bench.stock import RateElsewhere, Trial, Tuning, overriding, words
@@ -129,7 +130,12 @@ def tune(
             if trial.beats(best):
                 best = trial
     report("tune the baseline", total, total)
-    return Tuning(trials=tuple(trials), chosen=best.arguments)
+    return Tuning(
+        trials=tuple(trials),
+        chosen=best.arguments,
+        workload=workload,
+        environment=describe(workload.device, workload.threads, clocks.description),
+    )
 
 
 def _beside(

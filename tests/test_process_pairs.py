@@ -348,12 +348,23 @@ def test_what_does_not_go_together_is_refused() -> None:
 def test_a_search_that_was_made_before_is_read(tmp_path: Path) -> None:
     found, file = tuned([[{"moe": "b"}]]), tmp_path / "stock.json"
     file.write_text(found.model_dump_json())
-    assert read_tuning(file) == found
+    assert read_tuning(file, WORKLOAD) == found
+    assert read_tuning(file, WORKLOAD.model_copy(update={"batch": 1})) == found
+    other = WORKLOAD.model_copy(update={"model": "another"})
+    with pytest.raises(bench.UsageError, match="with other model, engine or weights"):
+        read_tuning(file, other)
+    there = found.environment.model_copy(update={"device": "another", "packages": {"vllm": "1"}})
+    file.write_text(found.model_copy(update={"environment": there}).model_dump_json())
+    with pytest.raises(bench.UsageError, match="with other device, libraries"):
+        read_tuning(file, WORKLOAD)
+    file.write_text(found.model_copy(update={"workload": None}).model_dump_json())
+    with pytest.raises(bench.UsageError, match="does not say what it is a search of"):
+        read_tuning(file, WORKLOAD)
     file.write_text('{"chosen": {}}')
     with pytest.raises(bench.UsageError, match="is no search"):
-        read_tuning(file)
+        read_tuning(file, WORKLOAD)
     with pytest.raises(bench.UsageError, match="cannot be read"):
-        read_tuning(tmp_path / "other.json")
+        read_tuning(tmp_path / "other.json", WORKLOAD)
 
 
 def asking(tuning: Tuning | None, **arguments: JsonValue) -> Asking:

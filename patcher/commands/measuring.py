@@ -202,7 +202,7 @@ def throughput(
         return verdicts.once_more(samples, patches or [], model)
     asked = Asked(preset_name, batch, input_len, output_len, pairs, processes)
     workload = workload_of(model, device, engine, *asked.shape, weights, threads)
-    before_it = None if tuned is None else read_tuning(tuned)
+    before_it = None if tuned is None else read_tuning(tuned, workload)
     job = job_of(
         asked, workload, tune_baseline, engine_args or [], margin, quality_steps, before_it
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import JsonValue, ValidationError
 
 from bench import UsageError, Workload
+from bench.environment import describe
 from bench.process_pairs import Plan
 from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
 from bench.stock import Tuning
@@ -103,19 +104,37 @@ def job_of(
     return job.model_copy(update={"process_pairs": plan.process_pairs, "pairs_each": plan.pairs})
 
 
-def read_tuning(path: Path) -> Tuning:
-    """What a search for the best stock configuration wrote.
+def read_tuning(path: Path, workload: Workload) -> Tuning:
+    """What a search for the best stock configuration wrote, at whatever traffic.
 
     Raises:
-        UsageError: there is none in the file.
+        UsageError: there is none in the file, or it is of another model, machine or library.
     """
+    hint = "make one: patcher throughput MODEL --tune-baseline --out FILE"
     try:
-        return Tuning.model_validate_json(path.read_bytes())
+        found = Tuning.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         reason = "is no search" if isinstance(error, ValidationError) else "cannot be read"
-        raise UsageError(
-            f"{path} {reason}", "make one: patcher throughput MODEL --tune-baseline --out FILE"
-        ) from error
+        raise UsageError(f"{path} {reason}", hint) from error
+    if found.workload is None or found.environment is None:
+        raise UsageError(f"{path} does not say what it is a search of", hint)
+    of = found.workload.model_copy(
+        update={name: getattr(workload, name) for name in ("batch", "input_len", "output_len")}
+    )
+    here, there = describe(workload.device, workload.threads), found.environment
+    differ = [
+        name
+        for name, same in (
+            ("model, engine or weights", of == workload),
+            ("device", here.device == there.device),
+            ("driver", here.driver == there.driver),
+            ("libraries", here.packages == there.packages),
+        )
+        if not same
+    ]
+    if differ:
+        raise UsageError(f"{path} is a search with other {', '.join(differ)}", hint)
+    return found
 
 
 def argument(text: str) -> tuple[str, JsonValue]:
