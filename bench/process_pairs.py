@@ -308,6 +308,7 @@ class Sitting(Generic[Process]):
         )
 
     def _try_room(self) -> tuple[bool, str]:
+        self._tell("loading the first, to see whether two fit")
         try:
             first = self._started("baseline", SHARE_BESIDE)
         except (MissingError, UsageError):

@@ -197,6 +197,22 @@ def test_where_two_do_not_fit_one_is_loaded_at_a_time(host: Host) -> None:
     assert found.comparison.gain_pct == pytest.approx(3.0, abs=0.3)
 
 
+@pytest.mark.parametrize("together", [None, False])
+def test_no_process_starts_in_silence(together: bool | None) -> None:
+    said: list[str] = []
+    before: list[str] = []
+
+    class Noting(Host):
+        def start(self, arm: Arm, share: float) -> ScriptedProcess:
+            before.append(said[-1] if said else "")
+            return super().start(arm, share)
+
+    plan = Plan(process_pairs=3, pairs=9, together=together)
+    run(Noting(), plan, progress=lambda stage, done, total: said.append(stage))
+    assert len(before) > 6
+    assert all("loading" in stage for stage in before)
+
+
 def test_two_may_load_side_by_side() -> None:
     class Slow(Host):
         """Where the second of two has begun before the first is loaded."""

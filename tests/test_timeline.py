@@ -8,6 +8,7 @@ from patcher.endtoend.timeline import Timeline
 def test_time_is_the_stages_until_the_next_word() -> None:
     now, told = [100.0], []
     timeline = Timeline(lambda *said: told.append(said), lambda: now[0])
+    now[0] += 3.0
     for stage, seconds in (
         ("tune the baseline (stock)", 30.0),
         ("pairs in processes (process pair 1: loading the patched)", 50.0),
@@ -27,6 +28,7 @@ def test_time_is_the_stages_until_the_next_word() -> None:
         "pairs": 9.0,
         "other traffic": 8.0,
         "tokens, logits, memory": 6.0,
+        "getting ready": 3.0,
     }
     assert sum(timeline.took_s().values()) == now[0] - 100.0
     assert told[0] == ("tune the baseline (stock)", 1, 2)

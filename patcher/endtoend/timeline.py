@@ -17,6 +17,8 @@ KINDS = {
 }
 """What a stage's words say of it; else it takes pairs."""
 PAIRS = "pairs"
+BEFORE = "getting ready"
+"""Until the first word."""
 
 
 class Timeline:
@@ -25,7 +27,7 @@ class Timeline:
     def __init__(self, report: Report, clock: Callable[[], float] = time.monotonic) -> None:
         self._report, self._clock = report, clock
         self._spent: dict[str, float] = {}
-        self._kind, self._since = "", clock()
+        self._kind, self._since = BEFORE, clock()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         self._turn(kind_of(stage))
@@ -35,7 +37,7 @@ class Timeline:
         """Seconds by kind, the longest first."""
         self._turn(self._kind)
         spent = sorted(self._spent.items(), key=lambda one: -one[1])
-        return {kind: round(seconds, 1) for kind, seconds in spent if kind}
+        return {kind: round(seconds, 1) for kind, seconds in spent if seconds > 0}
 
     def _turn(self, kind: str) -> None:
         now = self._clock()
