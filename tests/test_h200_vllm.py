@@ -25,7 +25,7 @@ from patcher.report.verdict_table import table
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "bench/results/h200-vllm"
 FILES = sorted(FOLDER.glob("*.json"))
-ALONE = sorted([*(FOLDER / "alone").glob("*.json"), *(FOLDER / "earlier").glob("*.json")])
+ALONE = sorted([*(FOLDER / "alone").glob("*.json"), *(FOLDER / "earlier").rglob("*.json")])
 
 
 def digest_of(bundle: Path) -> str:
@@ -42,7 +42,7 @@ def bundles_of(file: Path) -> list[Path]:
 
 def test_there_are_verdicts() -> None:
     assert FILES
-    assert len(ALONE) == 18
+    assert len(ALONE) == 27
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)

@@ -550,266 +550,174 @@ __global__ void __launch_bounds__(kThreads, 1) moe_mma_kernel(const Params p) {
   }
 }
 
-// ---------------------------------------------------------------- few rows: streams of registers
+// ---------------------------------------------------------------- few rows: two halves of a block
+//
+// A block has two halves, each of 15 computing warps and one that loads and finishes. A half takes
+// every other tile of the block and has half of the stages; the halves never wait for each other.
 
-constexpr int kGroupWarps = 5;  // warps that share a tile, each a fifth of k
-constexpr int kGroups = 3;      // tiles that a block works on at a time
-constexpr int kStreamWarps = kGroupWarps * kGroups;
-constexpr int kStreamThreads = 32 * kStreamWarps;
-constexpr int kChunk = 9;       // 64s of k of one warp
-constexpr int kStreamRows = 8;  // rows of an expert in one pass
-constexpr int kStreamExperts = 32;
-constexpr int kStreamMaxRows = 5 * kStreamExperts;
-constexpr int kFragBytes = 16 * kHidden;  // the activations of a pass, as B fragments
-constexpr int kFillItems = kHidden / 32;  // each of 32 of k for eight rows
-constexpr int kStreamBytes = 2 * kFragBytes + kGroups * 2 * kGroupWarps * 512;
-static_assert(kChunk * kGroupWarps * 64 == kHidden, "fifths of k");
-static_assert(kFillItems % kStreamWarps == 0, "equal shares of the fill");
-static_assert(kStreamMaxRows <= kStreamThreads, "a thread for each row");
+constexpr int kPairThreads = 2 * kThreads;       // 1024: 64 registers a thread
+constexpr int kPairStages = kMaxStages / 2;      // of a half
+constexpr int kPairRows = 8;                     // rows of an expert in one pass
+constexpr int kPairExperts = 32;
+static_assert(kPairThreads == 1024, "the count of the named barrier below");
 
-__device__ __forceinline__ void stream_weights(uint4& v, const uint8_t* from, uint32_t go) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.u32 p, %5, 0;\n"
-      "@p ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-      "}\n"
-      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-      : "l"(from), "r"(go));
-}
-
-__device__ __forceinline__ void stream_scales(uint32_t& v, const uint8_t* from, uint32_t go) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.u32 p, %2, 0;\n"
-      "@p ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];\n"
-      "}\n"
-      : "+r"(v)
-      : "l"(from), "r"(go));
-}
-
-__global__ void __launch_bounds__(kStreamThreads, 1) moe_stream_kernel(const Params p) {
-  extern __shared__ __align__(128) uint8_t dynamic_smem[];
-  __shared__ int row_token[kStreamMaxRows];
-
-  const int tiles = p.inner >> 3;
-  const int lane = threadIdx.x & 31;
-  const int warp = __shfl_sync(0xffffffffu, int(threadIdx.x >> 5), 0);
-  const int group = warp / kGroupWarps;
-  const int member = warp - group * kGroupWarps;
-  const int g = lane >> 2;
-  const int t = lane & 3;
-  const bool odd = (g & 1) != 0;
-  const uint32_t fragments = shared_address(dynamic_smem);
-  const uint32_t partials =
-      fragments + 2 * kFragBytes + group * (2 * kGroupWarps * 512) + lane * 16;
-  const size_t scale_rows = size_t((p.inner * 2 + 255) / 256) * 8;
-  const uint8_t* lane_weights =
-      p.weights + (lane >> 3) * (2 * kHidden) + (lane & 7) * 16 + member * (kChunk * 128);
-  const uint8_t* lane_scales = p.scales + g * 4 + member * (kChunk * 64);
-
-  cudaGridDependencySynchronize();
-
-  const int h = lane < p.experts ? p.histogram[lane] : 0;
-  int entry = 0;
-  if (int(threadIdx.x) < p.rows) entry = p.gather[threadIdx.x];
-  {
-    const size_t me = (size_t(blockIdx.x) * kStreamThreads + threadIdx.x) * 128;
-    const size_t jump = size_t(gridDim.x) * kStreamThreads * 128;
-    const size_t x_bytes = size_t(p.tokens) * kHidden * sizeof(__nv_bfloat16);
-    for (size_t i = me; i < x_bytes; i += jump) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(p.x) + i));
-    }
-  }
-  __syncwarp();
-
-  // every warp finds out by itself which tiles of which passes are the block's
-  const int np = (h + kStreamRows - 1) / kStreamRows;
-  int sums = (np << 16) | h;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, sums, d);
-    if (lane >= d) sums += other;
-  }
+// the whole warp: expert and rows of a pass; sums are the inclusive sums of passes and rows
+__device__ __forceinline__ void find_pass(int wanted, int h, int sums, int& expert, int& row,
+                                          int& rows) {
+  const int np = (h + kPairRows - 1) / kPairRows;
   const int first_pass = (sums >> 16) - np;
-  const int first_row = (sums & 0xFFFF) - h;
+  const uint32_t found =
+      __ballot_sync(0xffffffffu, wanted >= first_pass && wanted < first_pass + np);
+  const int from = (__ffs(int(found)) - 1) & 31;
+  const int done = (wanted - __shfl_sync(0xffffffffu, first_pass, from)) * kPairRows;
+  expert = from;
+  row = __shfl_sync(0xffffffffu, (sums & 0xFFFF) - h, from) + done;
+  rows = min(kPairRows, __shfl_sync(0xffffffffu, h, from) - done);
+}
+
+// the whole warp: which tiles of all passes are the block's
+__device__ __forceinline__ void find_share(int sums, int tiles, int& begin, int& end) {
   const int passes = __shfl_sync(0xffffffffu, sums, 31) >> 16;
   const int units = passes * tiles;
   const int share = units / int(gridDim.x);
   const int rest = units - share * int(gridDim.x);
   const int block = int(blockIdx.x);
-  const int begin = block * share + min(block, rest);
-  const int end = begin + share + (block < rest ? 1 : 0);
-  if (begin >= end) return;
-  const int pass0 = begin / tiles;
-  const int pass1 = (end - 1) / tiles;
+  begin = block * share + min(block, rest);
+  end = begin + share + (block < rest ? 1 : 0);
+}
 
-  for (int pass = pass0; pass <= pass1; pass += 2) {
-    // two passes at a time: both have their activations in shared memory
-    int expert[2];
-    int row[2];
-    int rows[2];
-#pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      const int wanted = min(pass + s, pass1);
-      const uint32_t found = __ballot_sync(
-          0xffffffffu, wanted >= first_pass && wanted < first_pass + np);
-      const int from = (__ffs(int(found)) - 1) & 31;
-      const int done = (wanted - __shfl_sync(0xffffffffu, first_pass, from)) * kStreamRows;
-      expert[s] = from;
-      row[s] = __shfl_sync(0xffffffffu, first_row, from) + done;
-      rows[s] = min(kStreamRows, __shfl_sync(0xffffffffu, h, from) - done);
-    }
-    const int split = (pass + 1) * tiles;  // first tile of the second pass
-    const int last = min(end, split + tiles);
-    int u = max(begin, split - tiles) + group;
+struct PairProducer {
+  int unit;    // next tile to load, counted over all passes
+  int first;   // first tile of its pass
+  int last;    // end of its pass
+  int expert;  // of its pass
+};
 
-    // the first weights, before anything else is waited for
-    uint4 packed[kChunk];
-    uint32_t scale[kChunk];
-    {
-      const uint32_t go = u < last ? 1u : 0u;
-      const bool second = u >= split;
-      const int e = second ? expert[1] : expert[0];
-      const int tile = tile_at(u - (second ? split : split - tiles), tiles);
-      const uint8_t* w =
-          lane_weights + size_t(e) * p.inner * kHidden + size_t(tile) * (8 * kHidden);
-      const uint8_t* s = lane_scales +
-                         (e * scale_rows + size_t((tile >> 4) * 8 + (tile & 7))) * kHidden +
-                         ((tile >> 3) & 1) * 32;
-#pragma unroll
-      for (int k = 0; k < kChunk; ++k) {
-        packed[k] = make_uint4(0u, 0u, 0u, 0u);
-        scale[k] = 0u;
-        stream_scales(scale[k], s + k * 64, go);
-        stream_weights(packed[k], w + k * 128, go);
+__device__ __forceinline__ void issue_pair(const Params& p, PairProducer& next, int h, int sums,
+                                           uint32_t to, uint32_t bar, int tiles, int lane) {
+  if (next.unit >= next.last) {
+    const int pass = next.unit / tiles;
+    int row;
+    int rows;
+    find_pass(pass, h, sums, next.expert, row, rows);
+    next.first = pass * tiles;
+    next.last = next.first + tiles;
+  }
+  const int tile = tile_at(next.unit - next.first, tiles);
+  if (lane == 0) {
+    const size_t scale_rows = size_t((p.inner * 2 + 255) / 256) * 8;
+    const size_t e = size_t(next.expert);
+    barrier_expect(bar, uint32_t(9 * kHidden + 64));
+    bulk_load(to, p.weights + e * p.inner * kHidden + size_t(tile) * (8 * kHidden),
+              uint32_t(8 * kHidden), bar);
+    bulk_load(to + 8 * kHidden,
+              p.scales + (e * scale_rows + size_t((tile >> 4) * 8 + (tile & 7))) * kHidden,
+              uint32_t(kHidden), bar);
+    bulk_load(to + 9 * kHidden, p.bias + e * p.inner * 2 + size_t(tile) * 16, 64u, bar);
+  }
+  __syncwarp();
+  next.unit += 2;
+}
+
+__global__ void __launch_bounds__(kPairThreads, 1) moe_pair_kernel(const Params p) {
+  extern __shared__ __align__(128) uint8_t dynamic_smem[];
+  __shared__ __align__(8) uint64_t barrier_words[2 * kMaxStages];
+  __shared__ int plan_rows[32];
+  __shared__ int plan_sums[32];
+
+  const int tiles = p.inner >> 3;
+  const int lane = threadIdx.x & 31;
+  const int warp = __shfl_sync(0xffffffffu, int(threadIdx.x >> 5), 0);
+  const bool finisher = warp >= 2 * kComputeWarps;
+  const int half = finisher ? warp - 2 * kComputeWarps : (warp >= kComputeWarps ? 1 : 0);
+  const int g = lane >> 2;
+  const int t = lane & 3;
+  const uint32_t ring = ((shared_address(dynamic_smem) + 127u) & ~127u) +
+                        uint32_t(half * (kPairStages * kExactStage));
+  // of each half: four of stages that were loaded, then four of stages that were summed
+  const uint32_t loaded = shared_address(barrier_words) + uint32_t(half * (2 * kPairStages * 8));
+  const uint32_t summed = loaded + kPairStages * 8;
+  // where a lane's weights lie, and, of the first of them, later its sums
+  const uint32_t lane_weights = (lane >> 3) * kPartPitch + (lane & 7) * 16;
+
+  if (finisher) {
+    if (lane == 0) {
+      for (int s = 0; s < kPairStages; ++s) {
+        barrier_init(loaded + 8 * s, 1u);
+        barrier_init(summed + 8 * s, kComputeWarps);
       }
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncwarp();
+  }
+  cudaGridDependencySynchronize();
+
+  if (finisher) {
+    const int h = lane < p.experts ? p.histogram[lane] : 0;
+    int sums = (((h + kPairRows - 1) / kPairRows) << 16) | h;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, sums, d);
+      if (lane >= d) sums += other;
+    }
+    if (half == 0) {
+      plan_rows[lane] = h;
+      plan_sums[lane] = sums;
+    }
+    __syncwarp();
+    // the computing warps wait here; the loading ones go on at once
+    asm volatile("bar.arrive 1, 1024;" ::: "memory");
+
+    int begin;
+    int end;
+    find_share(sums, tiles, begin, end);
+    PairProducer next = {begin + half, 0, 0, 0};
+    for (int s = 0; s < kPairStages && next.unit < end; ++s) {
+      issue_pair(p, next, h, sums, ring + s * kExactStage, loaded + 8 * s, tiles, lane);
     }
 
-    if (pass == pass0) {
-      if (int(threadIdx.x) < p.rows) row_token[threadIdx.x] = entry / p.top_k;
-      __syncthreads();
-    }
-
-    // activations in the order of B fragments: 16 bytes of a lane for each 32 of k
-#pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      if (s == 0 || pass < pass1) {
-        const bool live = g < rows[s];
-        const int token = live ? row_token[row[s] + g] : 0;
-        const uint4* from = reinterpret_cast<const uint4*>(p.x + size_t(token) * kHidden) + t;
-        uint4 v[kFillItems / kStreamWarps];
-#pragma unroll
-        for (int i = 0; i < kFillItems / kStreamWarps; ++i) {
-          v[i] = make_uint4(0u, 0u, 0u, 0u);
-          if (live) v[i] = from[(warp + i * kStreamWarps) * 4];
-        }
+    const bool odd = (g & 1) != 0;
+    int stage = 0;
+    uint32_t parity = 0u;
+    int u = begin + half;
+    while (u < end) {
+      const int pass = u / tiles;
+      const int first = pass * tiles;
+      const int last = min(end, first + tiles);
+      int expert;
+      int row;
+      int rows;
+      find_pass(pass, h, sums, expert, row, rows);
+      for (; u < last; u += 2) {
+        const uint32_t base = ring + stage * kExactStage;
+        const int tile = tile_at(u - first, tiles);
+        barrier_wait(loaded + 8 * stage, parity);
+        barrier_wait(summed + 8 * stage, parity);
         __syncwarp();
-#pragma unroll
-        for (int i = 0; i < kFillItems / kStreamWarps; ++i) {
-          transpose4(v[i].x, v[i].y, v[i].z, v[i].w, t);
-          store_shared4(
-              fragments + s * kFragBytes + ((warp + i * kStreamWarps) * 32 + lane) * 16,
-              __uint_as_float(v[i].x), __uint_as_float(v[i].y), __uint_as_float(v[i].z),
-              __uint_as_float(v[i].w));
-        }
-      }
-    }
-    __syncthreads();
 
-    int turn = 0;
-    uint32_t buffer = 0u;
-    for (; u < last; u += kGroups) {
-      const bool second = u >= split;
-      const int e = second ? expert[1] : expert[0];
-      const int tile = tile_at(u - (second ? split : split - tiles), tiles);
-      const bool mine = turn == member;
-      float bias0 = 0.0f;
-      float bias1 = 0.0f;
-      if (mine) {
-        const float* from = p.bias + size_t(e) * p.inner * 2 + size_t(tile) * 16 + g;
-        bias0 = __ldg(from);
-        bias1 = __ldg(from + 8);
-      }
-
-      // where the next tile's bytes come from
-      const int next = u + kGroups;
-      const uint32_t go = next < last ? 1u : 0u;
-      const bool next_second = next >= split;
-      const int next_e = next_second ? expert[1] : expert[0];
-      const int next_tile = tile_at(next - (next_second ? split : split - tiles), tiles);
-      const uint8_t* w =
-          lane_weights + size_t(next_e) * p.inner * kHidden + size_t(next_tile) * (8 * kHidden);
-      const uint8_t* s =
-          lane_scales +
-          (next_e * scale_rows + size_t((next_tile >> 4) * 8 + (next_tile & 7))) * kHidden +
-          ((next_tile >> 3) & 1) * 32;
-
-      const uint32_t at =
-          fragments + (second ? uint32_t(kFragBytes) : 0u) + member * (kChunk * 1024) + lane * 16;
-      float acc[2][4];
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        acc[0][c] = 0.0f;
-        acc[1][c] = 0.0f;
-      }
-#pragma unroll
-      for (int part = 0; part < kChunk; part += 3) {
-        uint32_t b[3][1][8];
-#pragma unroll
-        for (int k = 0; k < 3; ++k) {
-          const uint4 low = load_shared4(at + (part + k) * 1024);
-          const uint4 high = load_shared4(at + (part + k) * 1024 + 512);
-          b[k][0][0] = low.x;
-          b[k][0][1] = low.y;
-          b[k][0][2] = low.z;
-          b[k][0][3] = low.w;
-          b[k][0][4] = high.x;
-          b[k][0][5] = high.y;
-          b[k][0][6] = high.z;
-          b[k][0][7] = high.w;
-        }
-        const bool wide = __any_sync(
-            0xffffffffu,
-            ((scale[part] | scale[part + 1] | scale[part + 2]) & 0x80808080u) != 0u);
-        if (__builtin_expect(!wide, 1)) {
-#pragma unroll
-          for (int k = 0; k < 3; ++k) {
-            step<false, 1, 2>(packed[part + k], scale[part + k], b[k], acc);
-          }
-        } else {
-#pragma unroll
-          for (int k = 0; k < 3; ++k) {
-            step<true, 1, 2>(packed[part + k], scale[part + k], b[k], acc);
-          }
-        }
-#pragma unroll
-        for (int k = 0; k < 3; ++k) {
-          stream_scales(scale[part + k], s + (part + k) * 64, go);
-          stream_weights(packed[part + k], w + (part + k) * 128, go);
-        }
-      }
-
-      const uint32_t to = partials + buffer * (kGroupWarps * 512);
-      store_shared4(to + member * 512, acc[0][0] + acc[1][0], acc[0][1] + acc[1][1],
-                    acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
-      asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(32 * kGroupWarps) : "memory");
-
-      if (mine) {
+        const float bias0 = __uint_as_float(load_shared(base + 9 * kHidden + g * 4));
+        const float bias1 = __uint_as_float(load_shared(base + 9 * kHidden + g * 4 + 32));
         float c[4] = {bias0, bias0, bias1, bias1};
 #pragma unroll
-        for (int i = 0; i < kGroupWarps; ++i) {
-          const uint4 v = load_shared4(to + i * 512);
+        for (int w = 0; w < kComputeWarps; ++w) {
+          const uint4 v = load_shared4(base + lane_weights + w * (kSteps * 128));
           c[0] += __uint_as_float(v.x);
           c[1] += __uint_as_float(v.y);
           c[2] += __uint_as_float(v.z);
           c[3] += __uint_as_float(v.w);
         }
-        const int row_first = second ? row[1] : row[0];
-        const int row_count = second ? rows[1] : rows[0];
+
+        __syncwarp();
+        if (next.unit < end) {
+          // the stage was written by plain stores; now the copy engine writes it
+          if (lane == 0) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+          issue_pair(p, next, h, sums, base, loaded + 8 * stage, tiles, lane);
+        }
+
+        // an even g holds gates, the next g their ups: even lanes take column g, odd ones g + 8
         const int column = tile * 8 + (g >> 1) + (odd ? 4 : 0);
-        __nv_bfloat16* out = p.output + size_t(row_first) * p.inner + column;
+        __nv_bfloat16* out = p.output + size_t(row) * p.inner + column;
         const float r0 = __shfl_xor_sync(0xffffffffu, odd ? c[0] : c[2], 4);
         const float r1 = __shfl_xor_sync(0xffffffffu, odd ? c[1] : c[3], 4);
         const float gate0 = odd ? r0 : c[0];
@@ -819,14 +727,123 @@ __global__ void __launch_bounds__(kStreamThreads, 1) moe_stream_kernel(const Par
         const float y0 = activate_fast(gate0, up0, p.alpha, p.limit);
         const float y1 = activate_fast(gate1, up1, p.alpha, p.limit);
         const int r = 2 * t;
-        if (r < row_count) out[size_t(r) * p.inner] = __float2bfloat16_rn(y0);
-        if (r + 1 < row_count) out[size_t(r + 1) * p.inner] = __float2bfloat16_rn(y1);
+        if (r < rows) out[size_t(r) * p.inner] = __float2bfloat16_rn(y0);
+        if (r + 1 < rows) out[size_t(r + 1) * p.inner] = __float2bfloat16_rn(y1);
+        __syncwarp();
+
+        if (++stage == kPairStages) {
+          stage = 0;
+          parity ^= 1u;
+        }
+      }
+    }
+    return;
+  }
+
+  {
+    // rows and activations are needed after the plan: bring them into L2 meanwhile
+    const size_t me = size_t(blockIdx.x) * (64 * kComputeWarps) + threadIdx.x;
+    const size_t jump = size_t(gridDim.x) * (64 * kComputeWarps) * 128;
+    const size_t gather_bytes = size_t(p.rows) * sizeof(int);
+    for (size_t i = me * 128; i < gather_bytes; i += jump) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(p.gather) + i));
+    }
+    const size_t x_bytes = size_t(p.tokens) * kHidden * sizeof(__nv_bfloat16);
+    for (size_t i = me * 128; i < x_bytes; i += jump) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(p.x) + i));
+    }
+  }
+  __syncwarp();
+  asm volatile("bar.sync 1, 1024;" ::: "memory");
+
+  const int first_step = (warp - half * kComputeWarps) * kSteps;
+  const uint32_t my_weights = lane_weights + first_step * 128;
+  const uint32_t my_scales = 8 * kHidden + g * 4 + first_step * 64;
+  int begin;
+  int end;
+  find_share(plan_sums[lane], tiles, begin, end);
+  int stage = 0;
+  uint32_t parity = 0u;
+  int u = begin + half;
+  while (u < end) {
+    const int pass = u / tiles;
+    const int first = pass * tiles;
+    const int last = min(end, first + tiles);
+
+    // this warp's slice of k of all rows, as B fragments
+    uint32_t b[kSteps][1][8];
+    {
+      int expert;
+      int row;
+      int rows;
+      find_pass(pass, plan_rows[lane], plan_sums[lane], expert, row, rows);
+      const bool live = g < rows;
+      const int token = live ? p.gather[row + g] / p.top_k : 0;
+      const uint4* from =
+          reinterpret_cast<const uint4*>(p.x + size_t(token) * kHidden) + first_step * 8 + t;
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        uint4 low = make_uint4(0u, 0u, 0u, 0u);
+        uint4 high = make_uint4(0u, 0u, 0u, 0u);
+        if (live) {
+          low = __ldg(from + k * 8);
+          high = __ldg(from + k * 8 + 4);
+        }
+        b[k][0][0] = low.x;
+        b[k][0][1] = low.y;
+        b[k][0][2] = low.z;
+        b[k][0][3] = low.w;
+        b[k][0][4] = high.x;
+        b[k][0][5] = high.y;
+        b[k][0][6] = high.z;
+        b[k][0][7] = high.w;
       }
       __syncwarp();
-      if (++turn == kGroupWarps) turn = 0;
-      buffer ^= 1u;
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        transpose4(b[k][0][0], b[k][0][1], b[k][0][2], b[k][0][3], t);
+        transpose4(b[k][0][4], b[k][0][5], b[k][0][6], b[k][0][7], t);
+      }
     }
-    __syncthreads();  // the activations may be overwritten now
+
+    for (; u < last; u += 2) {
+      const int q = u - first;
+      const uint32_t base = ring + stage * kExactStage;
+      const uint32_t at = base + my_weights;
+      const uint32_t at_scales = base + my_scales + ((q | 15) < tiles ? (q & 1) * 32 : 0);
+      barrier_wait(loaded + 8 * stage, parity);
+      __syncwarp();
+
+      uint32_t scale[kSteps];
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) scale[k] = load_shared(at_scales + k * 64);
+      uint4 packed0 = load_shared4(at);
+      const uint4 packed1 = load_shared4(at + 128);
+
+      float acc[1][4] = {{0.0f, 0.0f, 0.0f, 0.0f}};
+      const bool wide =
+          __any_sync(0xffffffffu, ((scale[0] | scale[1] | scale[2]) & 0x80808080u) != 0u);
+      if (__builtin_expect(!wide, 1)) {
+        step<false, 1, 1>(packed0, scale[0], b[0], acc);
+        packed0 = load_shared4(at + 256);
+        step<false, 1, 1>(packed1, scale[1], b[1], acc);
+        step<false, 1, 1>(packed0, scale[2], b[2], acc);
+      } else {
+        step<true, 1, 1>(packed0, scale[0], b[0], acc);
+        packed0 = load_shared4(at + 256);
+        step<true, 1, 1>(packed1, scale[1], b[1], acc);
+        step<true, 1, 1>(packed0, scale[2], b[2], acc);
+      }
+
+      // over the very bytes that this lane read its first weights from
+      store_shared4(at, acc[0][0], acc[0][1], acc[0][2], acc[0][3]);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(summed + 8 * stage);
+      if (++stage == kPairStages) {
+        stage = 0;
+        parity ^= 1u;
+      }
+    }
   }
 }
 
@@ -945,20 +962,20 @@ void launch_mma(const Params& params, int grid, size_t bytes, cudaStream_t strea
   check(cudaLaunchKernelEx(&config, moe_mma_kernel<EXACT>, params));
 }
 
-void launch_stream(const Params& params, int grid, cudaStream_t stream) {
-  check(cudaFuncSetAttribute(moe_stream_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             kStreamBytes));
+void launch_pair(const Params& params, int grid, size_t bytes, cudaStream_t stream) {
+  check(cudaFuncSetAttribute(moe_pair_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             int(bytes)));
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(grid));
-  config.blockDim = dim3(unsigned(kStreamThreads));
-  config.dynamicSmemBytes = size_t(kStreamBytes);
+  config.blockDim = dim3(unsigned(kPairThreads));
+  config.dynamicSmemBytes = bytes;
   config.stream = stream;
   cudaLaunchAttribute attribute[1];
   attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute[0].val.programmaticStreamSerializationAllowed = 1;
   config.attrs = attribute;
   config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, moe_stream_kernel, params));
+  check(cudaLaunchKernelEx(&config, moe_pair_kernel, params));
 }
 
 template <typename T>
@@ -1067,9 +1084,9 @@ void moe_matmul_swiglu(tvm::ffi::TensorView x, tvm::ffi::TensorView weights,
   params.alpha = float(alpha);
   params.limit = float(limit);
   const size_t bytes = size_t(stages * stage_bytes + 128);
-  if (exact && experts <= kStreamExperts && rows <= 5 * experts &&
+  if (exact && experts <= kPairExperts && rows <= 5 * experts &&
       rows * (inner / 8) < (int64_t(1) << 30)) {
-    launch_stream(params, processors, stream);
+    launch_pair(params, processors, bytes, stream);
     return;
   }
   if (exact) {
