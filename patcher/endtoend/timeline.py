@@ -37,7 +37,7 @@ class Timeline:
         """Seconds by kind, the longest first."""
         self._turn(self._kind)
         spent = sorted(self._spent.items(), key=lambda one: -one[1])
-        return {kind: round(seconds, 1) for kind, seconds in spent if seconds > 0}
+        return {kind: round(seconds, 1) for kind, seconds in spent}
 
     def _turn(self, kind: str) -> None:
         now = self._clock()
