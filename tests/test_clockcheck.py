@@ -8,7 +8,7 @@ import pytest
 
 from bench import load_op
 from bench.ceilings import Ceilings
-from bench.judge.clockcheck import Block, overran, suspicious, traced, unsteady
+from bench.judge.clockcheck import Block, blind, overran, suspicious, traced, unsteady
 
 PAIRS = 12
 
@@ -82,6 +82,16 @@ def test_a_baseline_that_waits_for_other_programs_is_no_yardstick() -> None:
     problem = unsteady(THEIRS[:5] + waiting[:7])
     assert problem is not None
     assert "8" in problem
+
+
+def test_a_forged_clock_is_not_excused_by_a_noise_in_which_it_would_hide() -> None:
+    """As of two judges on one core: the noise excuses 400 of the 480 us that are left out."""
+    assert blind(THEIRS) is None
+    jumps = [300.0 * (i % 3) for i in range(PAIRS)]
+    noisy = [Block(b.times_us, b.calls, b.wall_us + j) for b, j in zip(THEIRS, jumps, strict=True)]
+    forged = blocks(4.0, hidden_us=16.0 * 24, seed=7)
+    assert suspicious(forged, noisy, alone(5.0), THEIRS_ALONE, 0.1) is None
+    assert "unsteady by" in str(blind(noisy))
 
 
 def test_work_on_any_stream_is_inside_of_the_events() -> None:

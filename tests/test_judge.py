@@ -137,6 +137,28 @@ def test_a_machine_too_busy_to_time_is_said_where_a_ratio_is_asked_for(
         evaluate(candidate, replace(quick, pairs=bench.timing.FEWEST_PAIRS))
 
 
+def test_a_point_is_heard_again_until_the_judges_clock_can_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A forged clock is believed in none of the hearings that can tell nothing."""
+    heard: list[str] = []
+
+    def hearing(*_: object) -> str | None:
+        heard.append("")
+        return None if len(heard) < 3 else "the judge's clock saw more"
+
+    monkeypatch.setattr(bench.timing, "suspicious", hearing)
+    monkeypatch.setattr(
+        bench.timing, "blind", lambda _: "its clock is unsteady" if len(heard) < 4 else None
+    )
+    monkeypatch.setattr(bench.timing, "PAUSE_S", 0.0)
+    candidate = Candidate(op=OP.name, language=Language.CPP, source=GOOD)
+    found = evaluate(candidate, replace(SETTINGS, points=1, calls=40, lives_s=0.0, pairs=4))
+    assert found.outcome is Outcome.GUARD_VIOLATION
+    assert [check.name for check in found.failed_checks] == ["clocks"]
+    assert len(heard) == bench.timing.HEARINGS
+
+
 def test_a_hanging_candidate_is_killed() -> None:
     source = altered(ENTRY, "volatile int go = 1; while (go) {} " + ENTRY)
     candidate = Candidate(op=OP.name, language=Language.CPP, source=source)

@@ -28,6 +28,9 @@ NOISE_US = 25.0
 SPREADS = 4.0
 NOISY = math.log(2)
 """The widest 95 % interval, on each side, of the logarithm of the baseline's time."""
+BLIND = 0.5
+"""Share of the baseline's time from which on what noise excuses is too much to be excused: over two
+judges on one core a clock at a fifth of its speed was believed then, in one verdict of six."""
 SPAN_EXCESS = 0.1
 SPAN_NOISE_NS = 20_000.0
 """By how much work on the GPU may outlast the events around it."""
@@ -112,6 +115,20 @@ def unsteady(theirs: Sequence[Block]) -> str | None:
         return None
     low, high = (pick(block.figure for block in theirs) for pick in (min, max))
     return f"blocks of the baseline, all alike, take from {low:.3g} to {high:.3g} us a call"
+
+
+def blind(theirs: Sequence[Block]) -> str | None:
+    """Whether the judge's clock, over blocks of the baseline, is so unsteady that a forged clock
+    would hide in its noise, in words, or None. Of the baseline alone, too.
+    """
+    whole = statistics.median(block.figure * block.calls for block in theirs)
+    noise = SPREADS * _spread([block.hidden_us for block in theirs])
+    if noise <= BLIND * whole + NOISE_US:
+        return None
+    return (
+        f"the judge's clock is unsteady by {noise:.3g} us over blocks of the baseline, all alike, "
+        f"that take {whole:.3g} us"
+    )
 
 
 def overran(spans: Sequence[Span], events_ns: float) -> str | None:
