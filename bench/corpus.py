@@ -276,6 +276,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="regular expression on KIND/NAME")
     parser.add_argument("--kind", action="append", help="cheat, twin, honest or fault")
     parser.add_argument("--no-tripwires", action="store_true")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="of timed blocks at each point")
     asked = parser.parse_args()
     os.environ["PATCHER_OPS"] = str(asked.folder.resolve() / "ops")
     os.environ.setdefault("PATCHER_BUILD_TIMEOUT_S", "30" if asked.device == "cpu" else "90")
@@ -288,7 +289,9 @@ def main() -> int:
             and entry.kind in (asked.kind or [entry.kind])
         ]
         print(len(entries), flush=True)
-        settings = settings_for(asked.device, not asked.no_tripwires)
+        settings = replace(
+            settings_for(asked.device, not asked.no_tripwires), pairs=max(asked.pairs, 1)
+        )
         for result in judged(entries, settings, token):
             print(result.model_dump_json(), flush=True)
     except PatcherError as error:
