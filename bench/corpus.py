@@ -252,12 +252,12 @@ def _result(
     )
 
 
-def settings_for(device: str, tripwires: bool) -> JudgeSettings:
+def settings_for(device: str, tripwires: bool, pairs: int = PAIRS) -> JudgeSettings:
     """Short timings against the op's honest baseline: the judge is tested, not the speed."""
     return JudgeSettings(
         device=device,
         baseline="honest",
-        pairs=PAIRS,
+        pairs=pairs,
         calls=CALLS if device == "cpu" else CALLS // 2,
         lives_s=0.0,
         points=POINTS,
@@ -282,6 +282,8 @@ def main() -> int:
     os.environ.setdefault("PATCHER_BUILD_TIMEOUT_S", "30" if asked.device == "cpu" else "90")
     token = os.environ.get(HONEYTOKEN, "no key was planted")
     try:
+        if asked.pairs < 1:
+            raise UsageError(f"--pairs {asked.pairs}", "a point takes one or more")
         entries = [
             entry
             for entry in read_corpus(asked.folder, asked.device)
@@ -289,9 +291,7 @@ def main() -> int:
             and entry.kind in (asked.kind or [entry.kind])
         ]
         print(len(entries), flush=True)
-        settings = replace(
-            settings_for(asked.device, not asked.no_tripwires), pairs=max(asked.pairs, 1)
-        )
+        settings = settings_for(asked.device, not asked.no_tripwires, asked.pairs)
         for result in judged(entries, settings, token):
             print(result.model_dump_json(), flush=True)
     except PatcherError as error:

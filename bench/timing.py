@@ -103,7 +103,8 @@ class Sitting:
         Raises:
             Found: a timed call went wrong, or the clocks do not agree.
             RunnerFailure: the candidate failed while timed.
-            MissingError: the baseline's own times are all over the place.
+            MissingError: the baseline's own times are all over the place, or the judge's clock over
+                them.
         """
         sets = block_sets(self.op, point, self.device)
         for arm in (self.theirs, self.ours):
@@ -111,30 +112,7 @@ class Sitting:
         if self.device == "cuda":
             for _ in range(2):
                 self._take(self.ours, self._fresh(point, sets), sets // 2, "verified")
-        problems: list[str] = []
-        hearing, tells = 0, self.precision.tells
-        while True:
-            hearing += 1
-            ours, theirs, dropped = self._pairs(point, sets)
-            alone = [self._single(point, sets) for _ in range(SINGLES)]
-            floor = self.ceilings.floor_us(self.op.contract, point)
-            problem = suspicious(ours, theirs, [a for a, _ in alone], [b for _, b in alone], floor)
-            waited = self._waited(theirs)
-            problems += [problem] if problem else []
-            if problem is None and waited is None:
-                break
-            if hearing < HEARINGS:
-                if waited and tells:
-                    time.sleep(PAUSE_S * 2 ** (hearing - 1))
-                continue
-            if problems and (2 * len(problems) > HEARINGS or not tells):
-                raise Found("clocks", problems[-1])
-            if not tells:
-                break
-            raise MissingError(
-                f"this machine is too busy to time {point.label()}: {waited or problems[-1]}",
-                "end what else runs here, or judge on another machine (--judge)",
-            )
+        ours, theirs, dropped = self._heard(point, sets)
         speedup = of_pairs(ours, theirs)
         candidate_us = statistics.median(block.figure for block in ours)
         more = self._served_otherwise(point, sets) if self.device == "cuda" else {}
@@ -152,6 +130,35 @@ class Sitting:
             launch_pct=self.ceilings.launch_pct(candidate_us),
             **more,
         )
+
+    def _heard(self, point: Point, sets: int) -> tuple[list[Block], list[Block], int]:
+        """Blocks of both arms and how many pairs were dropped, of the first hearing that tells; a
+        quick look (not `tells`) goes on with the last. Raises: see `compare`.
+        """
+        problems: list[str] = []
+        hearing, tells = 0, self.precision.tells
+        while True:
+            hearing += 1
+            ours, theirs, dropped = self._pairs(point, sets)
+            alone = [self._single(point, sets) for _ in range(SINGLES)]
+            floor = self.ceilings.floor_us(self.op.contract, point)
+            problem = suspicious(ours, theirs, [a for a, _ in alone], [b for _, b in alone], floor)
+            waited = self._waited(theirs)
+            problems += [problem] if problem else []
+            if problem is None and waited is None:
+                return ours, theirs, dropped
+            if hearing == HEARINGS:
+                break
+            if waited and tells:
+                time.sleep(PAUSE_S * 2 ** (hearing - 1))
+        if problems and (2 * len(problems) > HEARINGS or not tells):
+            raise Found("clocks", problems[-1])
+        if tells:
+            raise MissingError(
+                f"this machine is too busy to time {point.label()}: {waited or problems[-1]}",
+                "end what else runs here, or judge on another machine (--judge)",
+            )
+        return ours, theirs, dropped
 
     def _waited(self, theirs: Sequence[Block]) -> str | None:
         """Whether what the baseline's blocks say of this machine makes a hearing worth nothing. On

@@ -85,7 +85,7 @@ def test_a_baseline_that_waits_for_other_programs_is_no_yardstick() -> None:
 
 
 def test_a_forged_clock_is_not_excused_by_a_noise_in_which_it_would_hide() -> None:
-    """As of two judges on one core: the noise excuses 400 of the 480 us that are left out."""
+    """As of several judges on one core: 384 of 480 us are left out, and noise excuses 1,200."""
     assert blind(THEIRS) is None
     jumps = [300.0 * (i % 3) for i in range(PAIRS)]
     noisy = [Block(b.times_us, b.calls, b.wall_us + j) for b, j in zip(THEIRS, jumps, strict=True)]
