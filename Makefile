@@ -27,8 +27,8 @@ check: $(STAMP) ## format, lint and types
 	$(PY) -m pyright
 
 bench: $(STAMP) ## benchmarks; figures, not verdicts
-	@$(PY) -m bench
-	@$(PY) -m integrate.cost
+	@$(PY) -m patcher.bench.lab
+	@$(PY) -m patcher.integrate.cost
 
 clean: ## remove .venv and caches
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -2,10 +2,8 @@
 comparison.
 """
 
-from bench.candidate import Candidate, Language, guess_language
-from bench.comparison import Comparison, Quality, Sample, Throughput, Window
-from bench.contract import AxisGuard, Contract, PatchPointSpec, Point, Sweep, TensorSpec
-from bench.errors import (
+from patcher.bench.ab.records import Quality, Throughput
+from patcher.bench.errors import (
     BudgetError,
     MissingError,
     PatcherError,
@@ -14,19 +12,22 @@ from bench.errors import (
     WaitingError,
     relayed,
 )
-from bench.evaluation import (
+from patcher.bench.judge.evaluation import (
     Check,
-    Environment,
     Evaluation,
     KernelCounters,
     Outcome,
     Timing,
     geomean,
 )
-from bench.op import Op, SolutionInfo, library, load_op, load_ops
-from bench.records import SCHEMA_VERSION, Record
-from bench.stats import compare, pairs_needed, read_samples
-from bench.workload import Preset, Shape, Workload, preset, presets
+from patcher.bench.machine.environment import Environment
+from patcher.bench.ops.candidate import Candidate, Language, guess_language
+from patcher.bench.ops.contract import AxisGuard, Contract, PatchPointSpec, Point, Sweep, TensorSpec
+from patcher.bench.ops.op import Op, SolutionInfo, library, load_op, load_ops
+from patcher.bench.records import SCHEMA_VERSION, Record
+from patcher.bench.stats.compare import compare, pairs_needed, read_samples
+from patcher.bench.stats.comparison import Comparison, Sample, Window
+from patcher.bench.workload import Preset, Shape, Workload, preset, presets
 
 __all__ = [
     "SCHEMA_VERSION",

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from bench.errors import UsageError
-from bench.records import SCHEMA_VERSION, Record
+from patcher.bench.errors import UsageError
+from patcher.bench.records import SCHEMA_VERSION, Record
 
 
 class Preset(Record):
@@ -82,7 +82,7 @@ def presets() -> dict[str, Preset]:
     """Every preset shipped in `bench/workloads/`, by name."""
     found = {}
     for file in sorted(
-        resources.files("bench").joinpath("workloads").iterdir(), key=lambda item: item.name
+        resources.files("patcher.bench").joinpath("workloads").iterdir(), key=lambda item: item.name
     ):
         if file.name.endswith(".toml"):
             preset = Preset(**tomllib.loads(file.read_text(encoding="utf-8")))

@@ -1,13 +1,13 @@
 """Where does the time go? Profiles read or captured, classified and ranked."""
 
-from hotspot.capture import NSYS_OPTIONS, capture
-from hotspot.classify import classify
-from hotspot.compare import ProfileComparison, compare
-from hotspot.ledger import LedgerRow, ledger
-from hotspot.ncu import ncu_finding
-from hotspot.nsys import find_nsys, nsys_environment, nsys_finding
-from hotspot.profile import Gpu, Hotspot, KernelStat, Profile, ProfileWarning
-from hotspot.read import read
+from patcher.hotspot.capture import NSYS_OPTIONS, capture
+from patcher.hotspot.classify import classify
+from patcher.hotspot.compare import ProfileComparison, compare
+from patcher.hotspot.ledger import LedgerRow, ledger
+from patcher.hotspot.ncu import ncu_finding
+from patcher.hotspot.nsys import find_nsys, nsys_environment, nsys_finding
+from patcher.hotspot.profile import Gpu, Hotspot, KernelStat, Profile, ProfileWarning
+from patcher.hotspot.read import read
 
 __all__ = [
     "NSYS_OPTIONS",

@@ -11,16 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench import MissingError, PatcherError, Workload, presets, relayed
-from bench.environment import engine_environment
-from bench.leash import leashed
-from hotspot.nsys import export_sqlite, find_nsys, missing_libraries, nsys_environment
-from hotspot.profile import Profile, ProfileWarning
-from hotspot.rank import build_profile
-from hotspot.readers.kineto import read_kineto
-from hotspot.readers.sqlite import read_sqlite
-from hotspot.recording import Recording, SummaryRow
-from hotspot.roofline import Served
+from patcher.bench import MissingError, PatcherError, Workload, presets, relayed
+from patcher.bench.machine.environment import engine_environment
+from patcher.bench.sandbox.die_with_parent import leashed
+from patcher.hotspot.nsys import export_sqlite, find_nsys, missing_libraries, nsys_environment
+from patcher.hotspot.profile import Profile, ProfileWarning
+from patcher.hotspot.rank import build_profile
+from patcher.hotspot.readers.kineto import read_kineto
+from patcher.hotspot.readers.sqlite import read_sqlite
+from patcher.hotspot.recording import Recording, SummaryRow
+from patcher.hotspot.roofline import Served
 
 STEPS = 16
 """Decode steps in the capture range."""
@@ -93,8 +93,8 @@ class _Program:
     first: str
 
     def command(self, out: Path, mode: str) -> list[str]:
-        then = "from hotspot.target import main; raise SystemExit(main())"
-        begin = ["-c", f"{self.first}; {then}"] if self.first else ["-m", "hotspot.target"]
+        then = "from patcher.hotspot.target import main; raise SystemExit(main())"
+        begin = ["-c", f"{self.first}; {then}"] if self.first else ["-m", "patcher.hotspot.target"]
         arguments = [self.workload.model_dump_json(), str(out), str(self.steps), mode]
         return [sys.executable, "-P", *begin, *arguments]
 

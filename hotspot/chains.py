@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hotspot.classify import classify
-from hotspot.recording import Launches
-from hotspot.rules import rules
-from hotspot.steps import Steps, main_stream
-from hotspot.timeline import Codes, Integers, exposed, gaps
+from patcher.hotspot.classify import classify
+from patcher.hotspot.recording import Launches
+from patcher.hotspot.rules import rules
+from patcher.hotspot.steps import Steps, main_stream
+from patcher.hotspot.timeline import Codes, Integers, exposed, gaps
 
 LONGEST_WAIT_NS = 1_000_000
 """Idle time that ends a chain: the host did something else there."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from hotspot.names import normalise
-from hotspot.rules import rules
+from patcher.hotspot.names import normalise
+from patcher.hotspot.rules import rules
 
 
 @cache

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from bench import SCHEMA_VERSION, Record
-from hotspot.names import normalise
-from hotspot.profile import Hotspot, Profile
+from patcher.bench import SCHEMA_VERSION, Record
+from patcher.hotspot.names import normalise
+from patcher.hotspot.profile import Hotspot, Profile
 
 OURS = re.compile(r"\bpatcher(::|_)")
 """How kernels that patcher puts in are named."""

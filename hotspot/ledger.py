@@ -3,8 +3,8 @@ them add up."""
 
 from __future__ import annotations
 
-from bench import Record
-from hotspot.profile import Hotspot, Profile, Triage
+from patcher.bench import Record
+from patcher.hotspot.profile import Hotspot, Profile, Triage
 
 COVERED_PCT = 95.0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from hotspot.rules import rules
+from patcher.hotspot.rules import rules
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
 LONGEST = 20_000

@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 from typing import Literal
 
-from bench import MissingError, UsageError
-from bench.installed import find_ncu, version_of
-from hotspot.names import printable
+from patcher.bench import MissingError, UsageError
+from patcher.bench.machine.installed import find_ncu, version_of
+from patcher.hotspot.names import printable
 
 _RAW = ("--page", "raw", "--csv", "--print-units", "base")
 _SECONDS = 300

@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 from typing import Literal
 
-from bench import MissingError, UsageError
-from bench.environment import engine_environment
-from bench.installed import find_tool, version_of
+from patcher.bench import MissingError, UsageError
+from patcher.bench.machine.environment import engine_environment
+from patcher.bench.machine.installed import find_tool, version_of
 
 PLACES = (
     "/opt/nvidia/nsight-systems/*/bin/nsys",

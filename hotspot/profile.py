@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from bench import SCHEMA_VERSION, Record
+from patcher.bench import SCHEMA_VERSION, Record
 
 Triage = Literal["replace", "fuse", "closed", "configuration", "leave"]
 """`closed`: replace the call, the kernel's source is not to be had; `configuration`: first try

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from bench import Op, load_ops
-from hotspot.chains import Chain, Place, find_chains, usual_step
-from hotspot.names import family, normalise, printable
-from hotspot.profile import Counters, Hotspot, KernelStat, Profile, StepLaunch, Variant
-from hotspot.recording import Recording
-from hotspot.roofline import REACHABLE, Served, completed, cost_of, speed_of_light_ns
-from hotspot.stats import EVERYTHING, Spans, of_launches, of_rows, spans_of, steady, window_text
-from hotspot.triage import triage
+from patcher.bench import Op, load_ops
+from patcher.hotspot.chains import Chain, Place, find_chains, usual_step
+from patcher.hotspot.names import family, normalise, printable
+from patcher.hotspot.profile import Counters, Hotspot, KernelStat, Profile, StepLaunch, Variant
+from patcher.hotspot.recording import Recording
+from patcher.hotspot.roofline import REACHABLE, Served, completed, cost_of, speed_of_light_ns
+from patcher.hotspot.stats import (
+    EVERYTHING,
+    Spans,
+    of_launches,
+    of_rows,
+    spans_of,
+    steady,
+    window_text,
+)
+from patcher.hotspot.triage import triage
 
 MOST_DRAWN = 5000
 """Launches of a step that the profile keeps for drawing."""

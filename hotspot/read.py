@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from bench import UsageError
-from hotspot.profile import Profile, ProfileWarning
-from hotspot.rank import build_profile
-from hotspot.readers import read_recording
-from hotspot.readers.ncu import Attached, attach, read_ncu
-from hotspot.readers.sqlite import NODE_LEVEL
-from hotspot.recording import Recording
-from hotspot.roofline import Served
-from hotspot.stats import EVERYTHING
-from hotspot.subtract import subtract
+from patcher.bench import UsageError
+from patcher.hotspot.profile import Profile, ProfileWarning
+from patcher.hotspot.rank import build_profile
+from patcher.hotspot.readers import read_recording
+from patcher.hotspot.readers.ncu import Attached, attach, read_ncu
+from patcher.hotspot.readers.sqlite import NODE_LEVEL
+from patcher.hotspot.recording import Recording
+from patcher.hotspot.roofline import Served
+from patcher.hotspot.stats import EVERYTHING
+from patcher.hotspot.subtract import subtract
 
 
 def read(

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hotspot.profile import Gpu, ProfileWarning
-from hotspot.timeline import Codes, Integers, by_start
+from patcher.hotspot.profile import Gpu, ProfileWarning
+from patcher.hotspot.timeline import Codes, Integers, by_start
 
 
 class SummaryRow(NamedTuple):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from bench import Op, Point, UsageError, presets
-from hotspot.profile import Counters, Gpu
-from hotspot.rules import rules
+from patcher.bench import Op, Point, UsageError, presets
+from patcher.hotspot.profile import Counters, Gpu
+from patcher.hotspot.rules import rules
 
 REACHABLE = 0.8
 """Of the speed of light: what a good kernel reaches."""

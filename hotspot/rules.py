@@ -11,4 +11,6 @@ from typing import Any
 @cache
 def rules(name: str) -> dict[str, Any]:
     """`families`, `advice` or `gpus`: see the file of that name."""
-    return tomllib.loads(resources.files("hotspot").joinpath(f"{name}.toml").read_text("utf-8"))
+    return tomllib.loads(
+        resources.files("patcher.hotspot").joinpath(f"{name}.toml").read_text("utf-8")
+    )

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotspot.classify import classify
-from hotspot.names import printable
-from hotspot.profile import KernelStat, ProfileWarning
-from hotspot.recording import Launches, Recording, SummaryRow
-from hotspot.steps import Steps, find_steps
-from hotspot.timeline import Integers, busy_time, by_device, exposed
+from patcher.hotspot.classify import classify
+from patcher.hotspot.names import printable
+from patcher.hotspot.profile import KernelStat, ProfileWarning
+from patcher.hotspot.recording import Launches, Recording, SummaryRow
+from patcher.hotspot.steps import Steps, find_steps
+from patcher.hotspot.timeline import Integers, busy_time, by_device, exposed
 
 EVERYTHING = "all"
 """The window that keeps warm-up, loading and capture in."""

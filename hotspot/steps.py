@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotspot.recording import Launches
-from hotspot.timeline import Codes, Integers, gaps
+from patcher.hotspot.recording import Launches
+from patcher.hotspot.timeline import Codes, Integers, gaps
 
 COVERED = 0.98
 """Share of the kernel time between the first and the last step whose kernels a step must hold."""

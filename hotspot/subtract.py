@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bench import UsageError
-from hotspot.names import normalise
-from hotspot.profile import ProfileWarning
-from hotspot.recording import Recording, SummaryRow
+from patcher.bench import UsageError
+from patcher.hotspot.names import normalise
+from patcher.hotspot.profile import ProfileWarning
+from patcher.hotspot.recording import Recording, SummaryRow
 
 
 def subtract(longer: Recording, shorter: Recording) -> Recording:
@@ -58,7 +58,7 @@ def _by_name(recording: Recording) -> dict[str, SummaryRow]:
 def _rows(recording: Recording) -> tuple[SummaryRow, ...]:
     if recording.launches is None:
         return recording.rows
-    from hotspot.stats import of_launches
+    from patcher.hotspot.stats import of_launches
 
     kernels = of_launches(recording.launches, recording.launches.end - recording.launches.start)
     return tuple(SummaryRow(k.name, k.instances, k.total_ns) for k in kernels)

@@ -1,4 +1,4 @@
-"""The program that is profiled: `python -P -m hotspot.target WORKLOAD_JSON OUT STEPS MODE`.
+"""The program that is profiled: `python -P -m patcher.hotspot.target WORKLOAD_JSON OUT STEPS MODE`.
 
 Loads the model, warms up, then decodes steadily inside the capture range and the NVTX range
 `decode`, one range `step` a step and `module::CLASS` ranges around the parts of a layer. `MODE` is
@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from bench import PatcherError, Workload
-from bench.engines import Decoder, Decoding, open_decoder
-from hotspot.capture import ERROR
-from hotspot.names import MODULE, is_whole, row_name
+from patcher.bench import PatcherError, Workload
+from patcher.bench.engines import Decoder, Decoding, open_decoder
+from patcher.hotspot.capture import ERROR
+from patcher.hotspot.names import MODULE, is_whole, row_name
 
 WARM_UP_STEPS = 4
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from hotspot.profile import Hotspot, Triage
-from hotspot.rules import rules
+from patcher.hotspot.profile import Hotspot, Triage
+from patcher.hotspot.rules import rules
 
 
 def triage(spot: Hotspot, chain: str | None = None) -> tuple[Triage, str]:

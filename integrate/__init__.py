@@ -4,41 +4,41 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from integrate.archive import is_archive, pack, unpacked
-from integrate.changes import Change
-from integrate.manifest import Manifest
-from integrate.patch import Patch
-from integrate.receipts import Receipt, read_receipts
-from integrate.store import Applied, Store
-from integrate.switches import Switches, home_store, starting_up, switching_on
-from integrate.verify import Check, Verified, verify
+from patcher.integrate.archive import is_archive, pack, unpacked
+from patcher.integrate.changes import Change
+from patcher.integrate.manifest import Manifest
+from patcher.integrate.patch import Patch
+from patcher.integrate.receipts import Receipt, read_receipts
+from patcher.integrate.store import Applied, Store
+from patcher.integrate.switches import Switches, home_store, starting_up, switching_on
+from patcher.integrate.verify import Check, Verified, verify
 
 if TYPE_CHECKING:
-    from integrate.activation import Activation, activate, prepare
-    from integrate.counts import Book
-    from integrate.export import export_patch
-    from integrate.imports import import_kernel
-    from integrate.measuring import activated, await_engine
-    from integrate.points import engine_wants
-    from integrate.tensorrt_llm import check_workers, write_module
-    from integrate.tensorrt_llm_recipe import write_recipe
-    from integrate.tensorrt_llm_source import SEAMS, make_diff
+    from patcher.integrate.activation import Activation, activate, prepare
+    from patcher.integrate.counts import Book
+    from patcher.integrate.export import export_patch
+    from patcher.integrate.imports import import_kernel
+    from patcher.integrate.measuring import activated, await_engine
+    from patcher.integrate.points import engine_wants
+    from patcher.integrate.tensorrt_llm import check_workers, write_module
+    from patcher.integrate.tensorrt_llm_recipe import write_recipe
+    from patcher.integrate.tensorrt_llm_source import SEAMS, make_diff
 
 _LAZY = {
-    "SEAMS": "integrate.tensorrt_llm_source",
-    "check_workers": "integrate.tensorrt_llm",
-    "make_diff": "integrate.tensorrt_llm_source",
-    "write_module": "integrate.tensorrt_llm",
-    "write_recipe": "integrate.tensorrt_llm_recipe",
-    "Activation": "integrate.activation",
-    "Book": "integrate.counts",
-    "activate": "integrate.activation",
-    "activated": "integrate.measuring",
-    "await_engine": "integrate.measuring",
-    "engine_wants": "integrate.points",
-    "export_patch": "integrate.export",
-    "import_kernel": "integrate.imports",
-    "prepare": "integrate.activation",
+    "SEAMS": "patcher.integrate.tensorrt_llm_source",
+    "check_workers": "patcher.integrate.tensorrt_llm",
+    "make_diff": "patcher.integrate.tensorrt_llm_source",
+    "write_module": "patcher.integrate.tensorrt_llm",
+    "write_recipe": "patcher.integrate.tensorrt_llm_recipe",
+    "Activation": "patcher.integrate.activation",
+    "Book": "patcher.integrate.counts",
+    "activate": "patcher.integrate.activation",
+    "activated": "patcher.integrate.measuring",
+    "await_engine": "patcher.integrate.measuring",
+    "engine_wants": "patcher.integrate.points",
+    "export_patch": "patcher.integrate.export",
+    "import_kernel": "patcher.integrate.imports",
+    "prepare": "patcher.integrate.activation",
 }
 
 

@@ -1,7 +1,7 @@
 """Run a program with the patches that are switched on, for engines without plugins: transformers.
 
-    PATCHER_PATCHES=on python -m integrate SCRIPT [ARGS...]
-    PATCHER_PATCHES=on python -m integrate -m MODULE [ARGS...]
+    PATCHER_PATCHES=on python -m patcher.integrate SCRIPT [ARGS...]
+    PATCHER_PATCHES=on python -m patcher.integrate -m MODULE [ARGS...]
 
 The program starts anew as `python SCRIPT` with a `sitecustomize` on `PYTHONPATH`, which the
 processes that it starts inherit: torchrun's workers, and those of multiprocessing. Nothing happens
@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from bench import PatcherError, UsageError
-from integrate.switches import starting_up
+from patcher.bench import PatcherError, UsageError
+from patcher.integrate.switches import starting_up
 
 
 def command(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
@@ -29,8 +29,9 @@ def command(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
     program = argv[1:] if argv[:1] == ["-m"] else argv
     if not program or program[0].startswith("-"):
         raise UsageError(
-            "python -m integrate needs a program",
-            "python -m integrate SCRIPT [ARGS...], or python -m integrate -m MODULE [ARGS...]",
+            "python -m patcher.integrate needs a program",
+            "python -m patcher.integrate SCRIPT [ARGS...], or "
+            "python -m patcher.integrate -m MODULE [ARGS...]",
         )
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise UsageError(
@@ -47,7 +48,7 @@ def environment() -> dict[str, str]:
 def main() -> NoReturn:
     argv = sys.argv[1:]
     before = sys.orig_argv[1 : len(sys.orig_argv) - len(argv)]
-    flags = before[: -1 if before and before[-1] != "integrate" else -2]
+    flags = before[: -1 if before and before[-1] != "patcher.integrate" else -2]
     try:
         line = command(flags, argv)
     except PatcherError as error:

@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from bench import Contract, PatcherError
-from integrate.counts import Book, GraphWatch
-from integrate.dispatch import AxisGuard, Dispatcher, Guards, TensorGuard
-from integrate.manifest import Manifest
-from integrate.patch import Patch
-from integrate.points import PatchPoint, find_point
-from integrate.receipts import Receipt, ReceiptWriter, own_rank
-from integrate.store import Applied, Store
-from integrate.switches import Switches, home_store, variable
-from integrate.verify import verify_device, verify_workers
+from patcher.bench import Contract, PatcherError
+from patcher.integrate.counts import Book, GraphWatch
+from patcher.integrate.dispatch import AxisGuard, Dispatcher, Guards, TensorGuard
+from patcher.integrate.manifest import Manifest
+from patcher.integrate.patch import Patch
+from patcher.integrate.points import PatchPoint, find_point
+from patcher.integrate.receipts import Receipt, ReceiptWriter, own_rank
+from patcher.integrate.store import Applied, Store
+from patcher.integrate.switches import Switches, home_store, variable
+from patcher.integrate.verify import verify_device, verify_workers
 
 log = logging.getLogger("patcher")
 

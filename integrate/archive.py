@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from bench import UsageError, VerificationError
-from integrate.patch import MANIFEST, Patch
+from patcher.bench import UsageError, VerificationError
+from patcher.integrate.patch import MANIFEST, Patch
 
 SUFFIX = ".zip"
 _DATE = (1980, 1, 1, 0, 0, 0)

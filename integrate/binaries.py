@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench import Candidate, VerificationError
-from bench.environment import cpu_instructions, device_name
-from bench.judge.kit import loading
-from integrate.manifest import Binary, Manifest
+from patcher.bench import Candidate, VerificationError
+from patcher.bench.machine.environment import cpu_instructions, device_name
+from patcher.bench.runner import loading
+from patcher.integrate.manifest import Binary, Manifest
 
 if TYPE_CHECKING:
-    from bench.toolchains import Built
+    from patcher.bench.toolchains import Built
 
 log = logging.getLogger("patcher")
 
@@ -48,7 +48,7 @@ def load_kernel(folder: Path, manifest: Manifest, candidate: Candidate) -> Calla
         UsageError: the cache folder cannot be written.
         VerificationError: it does not build or load here.
     """
-    from bench.toolchains import build, load
+    from patcher.bench.toolchains import build, load
 
     if binary := fitting_binary(manifest):
         try:
@@ -75,6 +75,6 @@ def _here(device: str) -> tuple[str, str]:
     name = f"{platform.system().lower()}-{platform.machine()}"
     if device == "cpu":
         return name, f"{device_name('cpu')} {cpu_instructions()}"
-    from bench.toolchains.native import cuda_capability
+    from patcher.bench.toolchains.native import cuda_capability
 
     return name, "{}.{}".format(*cuda_capability())

@@ -6,9 +6,9 @@ import difflib
 import hashlib
 from typing import Literal
 
-from bench import Record
-from integrate.manifest import Replaced, Target
-from integrate.points import Fingerprint
+from patcher.bench import Record
+from patcher.integrate.manifest import Replaced, Target
+from patcher.integrate.points import Fingerprint
 
 _LONGEST = 20_000
 """Characters of a function or class that a bundle keeps whole."""

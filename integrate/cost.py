@@ -1,4 +1,4 @@
-"""What dispatch costs a call, and adds to a graph: `python -m integrate.cost`, in `make bench`."""
+"""What dispatch costs a call, and adds to a graph: `python -m patcher.integrate.cost`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from bench.environment import describe
-from integrate.counts import Book, GraphWatch
-from integrate.dispatch import AxisGuard, Dispatcher, Guards, TensorGuard
+from patcher.bench.machine.environment import describe
+from patcher.integrate.counts import Book, GraphWatch
+from patcher.integrate.dispatch import AxisGuard, Dispatcher, Guards, TensorGuard
 
 CALLS = 500
 """Of each contender in a pair: so short that mostly no other program gets in between."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from integrate.counts import Book, Case, GraphWatch
-from integrate.keys import key_of, matcher_of, never
+from patcher.integrate.counts import Book, Case, GraphWatch
+from patcher.integrate.keys import key_of, matcher_of, never
 
 log = logging.getLogger("patcher")
 

@@ -13,13 +13,9 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench import (
-    SCHEMA_VERSION,
-    Record,
-    UsageError,
-)
-from integrate.formats import CARRIED, Carried, Format, flashinfer_dataset, hf_repository
-from integrate.patch import Patch
+from patcher.bench import SCHEMA_VERSION, Record, UsageError
+from patcher.integrate.formats import CARRIED, Carried, Format, flashinfer_dataset, hf_repository
+from patcher.integrate.patch import Patch
 
 FORMATS = ("hf-kernels", "flashinfer")
 

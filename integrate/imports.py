@@ -17,7 +17,7 @@ from typing import Any
 import tomlkit
 from pydantic import ValidationError
 
-from bench import (
+from patcher.bench import (
     SCHEMA_VERSION,
     Candidate,
     Language,
@@ -27,11 +27,11 @@ from bench import (
     VerificationError,
     load_ops,
 )
-from integrate.formats import CARRIED, Carried
-from integrate.formats.foreign_contract import Refused, op_of
-from integrate.formats.foreign_schema import Definition, Solution, Trace
-from integrate.formats.foreign_source import candidate_from
-from integrate.formats.op_folder import op_files, own_op_files
+from patcher.integrate.formats import CARRIED, Carried
+from patcher.integrate.formats.foreign_contract import Refused, op_of
+from patcher.integrate.formats.foreign_schema import Definition, Solution, Trace
+from patcher.integrate.formats.foreign_source import candidate_from
+from patcher.integrate.formats.op_folder import op_files, own_op_files
 
 
 class Imported(Record):

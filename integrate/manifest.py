@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from bench import AxisGuard, Contract, Evaluation, Language, Outcome, Record
+from patcher.bench import AxisGuard, Contract, Evaluation, Language, Outcome, Record
 
 PatchId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,99}$")]
 """Names a folder of the store, so it can be no path."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from integrate.activation import Activation, activate
+from patcher.integrate.activation import Activation, activate
 
 
 def await_engine(engine: str) -> None:
@@ -15,7 +15,7 @@ def await_engine(engine: str) -> None:
         PatcherError: when measuring, why it cannot wait.
     """
     if engine == "vllm":
-        from integrate.vllm import register
+        from patcher.integrate.vllm import register
 
         register()
 
@@ -31,7 +31,7 @@ def activated(engine: str, model: Any = None) -> Activation:
     """
     if engine != "vllm":
         return activate(engine, model)
-    from integrate.vllm import sources
+    from patcher.integrate.vllm import sources
 
     worker = sources.module("vllm.v1.worker.worker_base").WorkerWrapperBase
     plugin = getattr(worker.init_device, "plugin", None)

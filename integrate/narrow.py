@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bench import AxisGuard, Contract, Evaluation
+from patcher.bench import AxisGuard, Contract, Evaluation
 
 
 def worth_calling(contract: Contract, evaluations: Iterable[Evaluation]) -> dict[str, AxisGuard]:

@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from pydantic import ValidationError
 
-from bench import (
+from patcher.bench import (
     Candidate,
     Contract,
     Evaluation,
@@ -27,13 +27,13 @@ from bench import (
     UsageError,
     VerificationError,
 )
-from integrate.binaries import describe_binary, load_kernel
-from integrate.changes import Change, replaced, what_changed
-from integrate.manifest import DeviceKind, Manifest, PatchGuards, Provenance, Target
-from integrate.narrow import worth_calling
+from patcher.integrate.binaries import describe_binary, load_kernel
+from patcher.integrate.changes import Change, replaced, what_changed
+from patcher.integrate.manifest import DeviceKind, Manifest, PatchGuards, Provenance, Target
+from patcher.integrate.narrow import worth_calling
 
 if TYPE_CHECKING:
-    from bench.toolchains import Built
+    from patcher.bench.toolchains import Built
 
 MANIFEST = "manifest.json"
 
@@ -310,7 +310,7 @@ def engine_version(engine: str) -> str:
 
 
 def _fingerprint(engine: str, point: str) -> str:
-    from integrate.points import find_point
+    from patcher.integrate.points import find_point
 
     try:
         return find_point(engine, point).fingerprint()

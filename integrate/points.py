@@ -13,15 +13,15 @@ import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from bench import MissingError, UsageError, VerificationError
+from patcher.bench import MissingError, UsageError, VerificationError
 
 if TYPE_CHECKING:
-    from integrate.dispatch import Dispatcher
+    from patcher.integrate.dispatch import Dispatcher
 
 _ADAPTERS = {
-    "tensorrt_llm": "integrate.tensorrt_llm",
-    "transformers": "integrate.transformers",
-    "vllm": "integrate.vllm.points",
+    "tensorrt_llm": "patcher.integrate.tensorrt_llm",
+    "transformers": "patcher.integrate.transformers",
+    "vllm": "patcher.integrate.vllm.points",
 }
 """Engine to the module whose `POINTS` are its adapters; imported when a patch asks for one."""
 
@@ -113,7 +113,7 @@ def _points_of(engine: str) -> dict[str, type[PatchPoint]]:
     try:
         points: dict[str, type[PatchPoint]] = importlib.import_module(module).POINTS
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith(("integrate", "bench")):
+        if (error.name or "").startswith("patcher"):
             raise
         raise MissingError(
             f"{error.name} is not installed", f"install {engine} in this environment"

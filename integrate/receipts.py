@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, ValidationError
 
-from bench import SCHEMA_VERSION, Record, UsageError, VerificationError
+from patcher.bench import SCHEMA_VERSION, Record, UsageError, VerificationError
 
 if TYPE_CHECKING:
-    from integrate.counts import Book
+    from patcher.integrate.counts import Book
 
 log = logging.getLogger("patcher")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from bench import SCHEMA_VERSION, Record, UsageError, VerificationError
-from integrate.manifest import PatchId
-from integrate.patch import Patch
+from patcher.bench import SCHEMA_VERSION, Record, UsageError, VerificationError
+from patcher.integrate.manifest import PatchId
+from patcher.integrate.patch import Patch
 
 
 class Applied(Record):

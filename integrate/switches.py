@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import UsageError
-from integrate.patch import Patch
-from integrate.store import Applied, Store
+from patcher.bench import UsageError
+from patcher.integrate.patch import Patch
+from patcher.integrate.store import Applied, Store
 
-STARTUP = Path(__file__).resolve().parent / "startup"
+STARTUP = Path(__file__).absolute().parent / "startup"
 """Where the `sitecustomize` lies that puts patches in when Python starts."""
 
 

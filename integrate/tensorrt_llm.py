@@ -5,7 +5,7 @@ _torch/modules/rms_norm.py (0419019), _torch/models/modeling_gpt_oss.py (050b6cb
 llmapi/mpi_session.py (00a1352); tests/doubles/trtllm/README.md lists all. Written against those
 and a double of them: it has not met a TensorRT-LLM that runs.
 
-Where a kernel is launched in C++ there is no such point: `integrate.tensorrt_llm_source`.
+Where a kernel is launched in C++ there is no such point: `patcher.integrate.tensorrt_llm_source`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any, ClassVar
 import torch
 from torch._library.custom_ops import CustomOpDef
 
-from bench import MissingError, UsageError, VerificationError
-from integrate.activation import Activation, activate, variable
-from integrate.dispatch import Dispatcher
-from integrate.points import PatchPoint, source_digest
-from integrate.receipts import Receipt, read_receipts
+from patcher.bench import MissingError, UsageError, VerificationError
+from patcher.integrate.activation import Activation, activate, variable
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.points import PatchPoint, source_digest
+from patcher.integrate.receipts import Receipt, read_receipts
 
 log = logging.getLogger("patcher")
 
@@ -209,7 +209,7 @@ _TEMPLATE = '''"""Made by patcher for --custom_module_dirs; all processes of Ten
 It does nothing unless TLLM_PATCHER_PATCHES says so. To take it out, leave the option away.
 """
 
-from integrate.tensorrt_llm import join
+from patcher.integrate.tensorrt_llm import join
 from tensorrt_llm._torch.models import modeling_{model}
 from tensorrt_llm._torch.models.modeling_utils import register_auto_model
 

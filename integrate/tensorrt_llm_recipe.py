@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench import UsageError
-from integrate.tensorrt_llm_source import SourceDiff
+from patcher.bench import UsageError
+from patcher.integrate.tensorrt_llm_source import SourceDiff
 
 
 def write_recipe(folder: Path, diff: SourceDiff, architecture: str = "90-real") -> Path:

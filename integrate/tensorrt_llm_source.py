@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import UsageError, VerificationError
+from patcher.bench import UsageError, VerificationError
 
 NAMESPACE = "patcher_kernel"
 """Where the replacement defines its function."""

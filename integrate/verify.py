@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench import (
+from patcher.bench import (
     SCHEMA_VERSION,
     Evaluation,
     MissingError,
@@ -12,10 +12,10 @@ from bench import (
     Record,
     VerificationError,
 )
-from integrate.binaries import fitting_binary
-from integrate.changes import Change
-from integrate.manifest import Manifest
-from integrate.patch import Patch, SourceChangedError
+from patcher.integrate.binaries import fitting_binary
+from patcher.integrate.changes import Change
+from patcher.integrate.manifest import Manifest
+from patcher.integrate.patch import Patch, SourceChangedError
 
 
 class Check(Record):
@@ -134,7 +134,7 @@ def _in_words(evaluation: Evaluation) -> str:
 
 def _kernel(patch: Patch) -> str:
     """How this machine would come by the kernel; nothing is built or loaded."""
-    from bench.toolchains import toolchain
+    from patcher.bench.toolchains import toolchain
 
     manifest = patch.manifest
     if binary := fitting_binary(manifest):

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from bench import MissingError, PatcherError, UsageError
+from patcher.bench import MissingError, PatcherError, UsageError
 
 # isort: off
 from patcher.commands import (  # noqa: F401 (importing registers them, as --help lists them)

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable
 from typing import Literal
 
-from bench import Language, PatcherError, Record
-from bench.installed import compute_sanitizer_finding
-from bench.judge.sandbox import sandbox_description
-from bench.toolchains import cache_root, toolchain
-from hotspot import ncu_finding, nsys_finding
-from integrate import Switches, home_store
+from patcher.bench import Language, PatcherError, Record
+from patcher.bench.machine.installed import compute_sanitizer_finding
+from patcher.bench.sandbox.policy import sandbox_description
+from patcher.bench.toolchains import cache_root, toolchain
+from patcher.hotspot import ncu_finding, nsys_finding
+from patcher.integrate import Switches, home_store
 from patcher.models.registry import listed
 from patcher.settings import resolve
 

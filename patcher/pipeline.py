@@ -12,7 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from bench import (
+from patcher.attempts import Optimisation
+from patcher.attempts import Progress as LoopProgress
+from patcher.bench import (
     SCHEMA_VERSION,
     Candidate,
     Evaluation,
@@ -22,19 +24,17 @@ from bench import (
     Workload,
     load_op,
 )
-from bench.environment import describe
-from bench.environment import facts as machine_facts
-from bench.judge import JudgeSettings
-from bench.stats import DEFAULT_PAIRS, DEFAULT_PROCESS_PAIRS
-from bench.toolchains import build
-from hotspot import Profile, capture
-from integrate import Patch
-from patcher.attempts import Optimisation
-from patcher.attempts import Progress as LoopProgress
+from patcher.bench.judge import JudgeSettings
+from patcher.bench.machine.environment import describe
+from patcher.bench.machine.environment import facts as machine_facts
+from patcher.bench.stats.compare import DEFAULT_PAIRS, DEFAULT_PROCESS_PAIRS
+from patcher.bench.toolchains import build
 from patcher.endtoend.judging import decide_on, explain_measured
 from patcher.endtoend.measure import measure_in_child
 from patcher.endtoend.measured import Job, Measured
 from patcher.endtoend.other_traffic import shapes_of
+from patcher.hotspot import Profile, capture
+from patcher.integrate import Patch
 from patcher.judges import LOCAL
 from patcher.judges.languages import require_sense
 from patcher.optimising.carried import kept_levers
@@ -203,7 +203,7 @@ def execute(
 
 def _profile(run: Run, workload: Workload, report: Report, profile_file: Path | None) -> Profile:
     if profile_file is not None:
-        from hotspot import read
+        from patcher.hotspot import read
 
         return read(profile_file, workload.model)
     report("profile", 0, 1)

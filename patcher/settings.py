@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from bench import Record, UsageError
+from patcher.bench import Record, UsageError
 from patcher.models.registry import Entry, Name
 from patcher.optimising.levers import AuxiliaryLever, PromptLever, ScoreLever, Tripwires
 from patcher.prompting.room import PROMPT_TOKENS

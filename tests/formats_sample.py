@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-import bench
-from bench import Candidate, Evaluation, Language, Op, Outcome, Timing
-from integrate import Patch
+from patcher import bench
+from patcher.bench import Candidate, Evaluation, Language, Op, Outcome, Timing
+from patcher.integrate import Patch
 
 NORM = "fused_add_rms_norm"
 NORM_TORCH = '''"""fused_add_rms_norm in plain PyTorch, in place."""

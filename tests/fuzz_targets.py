@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench import PatcherError
+from patcher.bench import PatcherError
 
 DATA = Path(__file__).parent / "data"
 SECONDS = 1.0
@@ -36,8 +36,8 @@ def _read(suffix: str) -> Callable[[bytes], None]:
 
 
 def _read_path(path: Path) -> None:
-    from bench import UsageError
-    from hotspot import read
+    from patcher.bench import UsageError
+    from patcher.hotspot import read
 
     try:
         profile = read(path, "gpt-oss-20b", force=True)
@@ -64,8 +64,8 @@ def _parquet(data: bytes) -> None:
 
 
 def _counters(data: bytes) -> None:
-    from bench import MissingError, UsageError
-    from hotspot.readers.ncu import attach, read_ncu
+    from patcher.bench import MissingError, UsageError
+    from patcher.hotspot.readers.ncu import attach, read_ncu
 
     path = Path(_scratch.name) / "counters.csv"
     path.write_bytes(data)
@@ -81,8 +81,8 @@ def _check_sentence(error: PatcherError) -> None:
 
 
 def _names(data: bytes) -> None:
-    from hotspot.classify import classify
-    from hotspot.names import family, match_key, normalise, printable
+    from patcher.hotspot.classify import classify
+    from patcher.hotspot.names import family, match_key, normalise, printable
 
     name = data.decode("utf-8", "replace")
     shown = printable(name)
@@ -207,7 +207,7 @@ def main() -> None:
 
     target = sys.argv[1]
     with atheris.instrument_imports(include=["hotspot"]):
-        importlib.import_module("hotspot.read")
+        importlib.import_module("patcher.hotspot.read")
 
     corpus = Path(tempfile.mkdtemp(prefix="patcher-corpus-"))
     for index, content in enumerate(seeds(target)):

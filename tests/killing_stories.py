@@ -14,10 +14,10 @@ from typing import Any
 from tried_sample import timed
 
 import patcher.runs.run
-from bench import Candidate, Check, Evaluation, Language, Outcome, load_op
 from patcher.agent import loop as agent
 from patcher.agent import optimize
 from patcher.attempts.tried import Ask, Tried
+from patcher.bench import Candidate, Check, Evaluation, Language, Outcome, load_op
 from patcher.models import Reply, Request, Usage
 from patcher.models.budget import Budget
 from patcher.models.ceilings import Ceilings
@@ -83,7 +83,7 @@ def loop(root: Path, effect: Effect) -> None:
 
 def whole(root: Path, effect: Effect) -> None:
     """Profile, loop, patch, A/B, decision, report."""
-    import integrate.patch
+    import patcher.integrate.patch
     from patcher import pipeline
     from patcher.commands.workloads import workload_for
     from patcher.report import gather
@@ -94,7 +94,7 @@ def whole(root: Path, effect: Effect) -> None:
         with effect(step):
             return record
 
-    integrate.patch.datetime = _Stopped  # type: ignore[attr-defined]
+    patcher.integrate.patch.datetime = _Stopped  # type: ignore[attr-defined]
     pipeline._profile = lambda *_: done("profile", profile)  # type: ignore[assignment]
     pipeline.measure_in_child = lambda *_: done("measure", measured)  # type: ignore[assignment]
     pipeline.build = lambda *_: built  # type: ignore[attr-defined]
@@ -116,10 +116,10 @@ def _canned() -> tuple[Any, Any, Any]:
     """What was profiled, measured and built."""
     from report_sample import sample
 
-    from bench.toolchains import Built
-    from hotspot import read
-    from integrate import Receipt
+    from patcher.bench.toolchains import Built
     from patcher.endtoend.measured import Measured
+    from patcher.hotspot import read
+    from patcher.integrate import Receipt
 
     report = sample()
     receipt = Receipt(patch_id="p", digest="d", pid=1, calls={f"{OP} tokens=8": 3})

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-import bench
-from bench import Candidate, Evaluation, Language, Outcome, Timing, Workload
-from integrate import Patch
-from integrate.dispatch import AxisGuard, Guards, TensorGuard
+from patcher import bench
+from patcher.bench import Candidate, Evaluation, Language, Outcome, Timing, Workload
+from patcher.integrate import Patch
+from patcher.integrate.dispatch import AxisGuard, Guards, TensorGuard
 
 OP = bench.load_op("fused_add_rms_norm")
 SOURCE = "// fused_add_rms_norm\n"

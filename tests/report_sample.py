@@ -6,7 +6,8 @@ import math
 import random
 from typing import Any, Literal
 
-from bench import (
+from patcher.attempts import Attempt, Recommendation
+from patcher.bench import (
     Check,
     Comparison,
     Environment,
@@ -18,11 +19,10 @@ from bench import (
     Window,
     Workload,
 )
-from bench.comparison import Arm, Verdict
-from hotspot import Hotspot, Profile
-from patcher.attempts import Attempt, Recommendation
+from patcher.bench.stats.comparison import Arm, Verdict
 from patcher.endtoend.best_set import BestSet, Combination, best_set
 from patcher.endtoend.elsewhere import Elsewhere, OtherPoint, PeakMemory
+from patcher.hotspot import Hotspot, Profile
 from patcher.models import Usage
 from patcher.reconciling.launches import ShapeLaunches, StepLaunches
 from patcher.reconciling.reconcile import PatchedKernel, reconcile

@@ -11,11 +11,11 @@ import pytest
 import torch
 from patch_sample import LAYERS, OP, TINY, evaluation, state
 
-import bench
-from bench import Candidate, Language
-from bench.engines import Engine, open_engine
-from integrate import Patch, Store, Switches, activate, read_receipts
-from integrate.transformers import GptOssDecoderLayers
+from patcher import bench
+from patcher.bench import Candidate, Language
+from patcher.bench.engines import Engine, open_engine
+from patcher.integrate import Patch, Store, Switches, activate, read_receipts
+from patcher.integrate.transformers import GptOssDecoderLayers
 
 SOURCE = """
 import torch

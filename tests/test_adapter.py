@@ -12,9 +12,9 @@ import pytest
 import torch
 from patch_sample import OP, evaluation
 
-import bench
-from bench import Candidate, Contract, Language
-from integrate import Patch, Store, Switches, activate, points, read_receipts, verify
+from patcher import bench
+from patcher.bench import Candidate, Contract, Language
+from patcher.integrate import Patch, Store, Switches, activate, points, read_receipts, verify
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE = """

@@ -10,7 +10,9 @@ from typing import cast
 import pytest
 from tried_sample import timed
 
-from bench import (
+from patcher.agent import MAX_FUNCTIONAL_FAILURES, MAX_TOKENS, best_candidate, optimize
+from patcher.attempts import Optimisation, Progress
+from patcher.bench import (
     BudgetError,
     Candidate,
     Check,
@@ -22,8 +24,6 @@ from bench import (
     WaitingError,
     load_op,
 )
-from patcher.agent import MAX_FUNCTIONAL_FAILURES, MAX_TOKENS, best_candidate, optimize
-from patcher.attempts import Optimisation, Progress
 from patcher.models import Reply, Request, Role, Usage
 from patcher.models.exchange import ExchangeModel
 from patcher.models.replay import Recorded, ReplayModel

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bench import Language
+from patcher.bench import Language
 from patcher.prompting.extract import TAGS, Failure, blocks, extract_json, extract_source
 
 SOURCE = "void norm(int a) {\n  return;\n}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from jinja2 import UndefinedError
 
-from bench import Check, Evaluation, Language, Outcome, load_op
+from patcher.bench import Check, Evaluation, Language, Outcome, load_op
 from patcher.prompting.extract import Failure, blocks
 from patcher.prompting.quoting import LOG_LIMIT, clip, quote
 from patcher.prompting.rendering import Prompts

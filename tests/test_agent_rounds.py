@@ -15,7 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tried_sample import OP, SHAPES, judged
 
-from bench import (
+from patcher.agent import Extra, Rules, optimize
+from patcher.attempts import Optimisation, Stopped
+from patcher.attempts.tried import Round
+from patcher.bench import (
     BudgetError,
     Candidate,
     Evaluation,
@@ -24,9 +27,6 @@ from bench import (
     WaitingError,
     load_op,
 )
-from patcher.agent import Extra, Rules, optimize
-from patcher.attempts import Optimisation, Stopped
-from patcher.attempts.tried import Round
 from patcher.models import Reply, Request, Usage
 from patcher.models.budget import Budget
 from patcher.models.ceilings import Ceilings

@@ -16,13 +16,12 @@ import torch
 from patch_sample import LAYERS, OP, evaluation
 from pydantic import ValidationError
 
-import bench
-from bench import Language, Workload
-from bench.clocks import ClockMonitor
-from bench.comparison import Arm
-from bench.process_pairs import Plan
-from bench.windows import Pair, Side, take_pair
-from integrate import Patch, Receipt
+from patcher import bench
+from patcher.bench import Language, Workload
+from patcher.bench.ab.process_pairs import Plan
+from patcher.bench.ab.windows import Pair, Side, take_pair
+from patcher.bench.machine.clocks import ClockMonitor
+from patcher.bench.stats.comparison import Arm
 from patcher.endtoend import arm_protocol as say
 from patcher.endtoend.arm import serve
 from patcher.endtoend.arm_process import ArmProcess, arm_environment
@@ -34,6 +33,7 @@ from patcher.endtoend.pairs import (
     identical,
     measure_pairs,
 )
+from patcher.integrate import Patch, Receipt
 
 WORKLOAD = Workload(
     model="gpt-oss-tiny",

@@ -14,12 +14,12 @@ import pytest
 import torch
 from patch_sample import CANDIDATE, OP, evaluation, kernel, make_patch
 
-import bench
-from bench import AxisGuard, Candidate, Language
-from bench.toolchains import Built, build, toolchain
-from bench.toolchains.native import cuda_arch
-from integrate import Patch, pack, unpacked, verify
-from integrate.binaries import describe_binary
+from patcher import bench
+from patcher.bench import AxisGuard, Candidate, Language
+from patcher.bench.toolchains import Built, build, toolchain
+from patcher.bench.toolchains.native import cuda_arch
+from patcher.integrate import Patch, pack, unpacked, verify
+from patcher.integrate.binaries import describe_binary
 
 DATE = (1980, 1, 1, 0, 0, 0)
 

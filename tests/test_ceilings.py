@@ -15,7 +15,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from bench import BudgetError, Evaluation, Language, MissingError, Outcome, PatcherError
+from patcher.bench import BudgetError, Evaluation, Language, MissingError, Outcome, PatcherError
 from patcher.models import ModelError, Reply, Request, Trouble
 from patcher.models.api import ApiModel
 from patcher.models.budget import SHORTEST_S, Budget

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from test_measure import evidence
 
-from bench import Window
-from bench.clock_blocks import arm_clocks, block_clocks, dropped, power_capped, unfit
-from bench.clocks import ClockSample
+from patcher.bench import Window
+from patcher.bench.ab.window_clocks import arm_clocks, block_clocks, dropped, power_capped, unfit
+from patcher.bench.machine.clocks import ClockSample
 from patcher.show.quality import clock_lines
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bench.clocks import ClockMonitor
+from patcher.bench.machine.clocks import ClockMonitor
 
 DOUBLE = Path(__file__).resolve().parent / "doubles" / "nvml"
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HOLD = """
 import os, time
 import fake_nvml
-from bench.clocks import ClockMonitor
+from patcher.bench.machine.clocks import ClockMonitor
 with ClockMonitor("cuda", lock_mhz=1500, nvml=fake_nvml) as clocks:
     clocks.sample()
     print(clocks.description, flush=True)

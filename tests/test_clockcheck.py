@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from bench import load_op
-from bench.ceilings import Ceilings
-from bench.judge.clockcheck import Block, blind, overran, suspicious, traced, unsteady
+from patcher.bench import load_op
+from patcher.bench.judge.ceilings import Ceilings
+from patcher.bench.judge.clockcheck import Block, blind, overran, suspicious, traced, unsteady
 
 PAIRS = 12
 

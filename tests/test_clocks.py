@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_measure import FakeNvml
 
-from bench.clocks import ClockMonitor
+from patcher.bench.machine.clocks import ClockMonitor
 
 
 class LyingNvml(FakeNvml):
@@ -91,7 +91,7 @@ def test_an_ended_process_leaves_no_lock(tmp_path: Path, end: str) -> None:
 import os, signal, sys
 from pathlib import Path
 from test_measure import FakeNvml
-from bench.clocks import ClockMonitor
+from patcher.bench.machine.clocks import ClockMonitor
 
 class Marking(FakeNvml):
     def nvmlDeviceResetGpuLockedClocks(self, handle):

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench import Quality, UsageError, Workload, cloze
-from bench.engines import Engine, open_engine
-from bench.quality import assess
+from patcher.bench import Quality, UsageError, Workload
+from patcher.bench.ab import cloze
+from patcher.bench.ab.quality import assess
+from patcher.bench.engines import Engine, open_engine
 
 KNOWN = 90
 """Items that the model of these tests has learned by heart."""

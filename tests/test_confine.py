@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from bench.judge import sandbox
-from bench.judge.kit import confine
+from patcher.bench.runner import confine
+from patcher.bench.sandbox import policy as sandbox
 
 ROOT = Path(__file__).resolve().parent.parent
 SECRET = "a-secret-of-the-judge"

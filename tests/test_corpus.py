@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from test_cli import patcher
 
-import bench
-from bench.corpus import Result, read_corpus
-from bench.environment import describe
-from bench.evaluation import Outcome
-from bench.mutations import mutations
-from bench.scorecard import ScoreCard, corpus_folder, run_corpus
+from patcher import bench
+from patcher.bench.judge.evaluation import Outcome
+from patcher.bench.machine.environment import describe
+from patcher.bench.selftest.corpus import Result, read_corpus
+from patcher.bench.selftest.mutations import mutations
+from patcher.bench.selftest.scorecard import ScoreCard, corpus_folder, run_corpus
 
 CORPUS = corpus_folder()
 SLOW = "hang|deadlock|deep_recursion|disk_full|compile_bomb|infinite_loop|inductor"

@@ -9,9 +9,9 @@ import torch
 from test_dispatch import Graph, made, tensors
 from test_measure import comparison, evidence
 
-from bench import Outcome, Window
-from integrate import Receipt
-from integrate.counts import GraphWatch
+from patcher.bench import Outcome, Window
+from patcher.integrate import Receipt
+from patcher.integrate.counts import GraphWatch
 from patcher.reconciling.proof import Proof
 from patcher.verdicts.decide import Decision, decide
 

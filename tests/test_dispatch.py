@@ -20,10 +20,10 @@ import pytest
 import torch
 from patch_sample import add_norm_guards, kernel
 
-from integrate import Book, Receipt, read_receipts
-from integrate.counts import GraphWatch
-from integrate.dispatch import AxisGuard, Dispatcher, Guards, TensorGuard
-from integrate.receipts import ReceiptWriter
+from patcher.integrate import Book, Receipt, read_receipts
+from patcher.integrate.counts import GraphWatch
+from patcher.integrate.dispatch import AxisGuard, Dispatcher, Guards, TensorGuard
+from patcher.integrate.receipts import ReceiptWriter
 
 CALL = "op tokens=2 hidden=8 float32"
 
@@ -254,8 +254,8 @@ def test_receipts_outlive_a_worker_that_is_killed(tmp_path: Path) -> None:
         import sys, time, torch
         from patch_sample import add_norm_guards, kernel
         from integrate import Book
-        from integrate.dispatch import Dispatcher
-        from integrate.receipts import ReceiptWriter
+        from patcher.integrate.dispatch import Dispatcher
+        from patcher.integrate.receipts import ReceiptWriter
         from pathlib import Path
         dispatch = Dispatcher("op", kernel, add_norm_guards(), Book("some-patch", "d"))
         ReceiptWriter(Path(sys.argv[1])).add(dispatch.book, "vllm:norm")
@@ -301,7 +301,7 @@ def test_a_writer_tells_the_last_counts_when_it_closes(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_what_is_too_large_to_copy_is_written_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("integrate.dispatch._MOST_COPIED", 40)
+    monkeypatch.setattr("patcher.integrate.dispatch._MOST_COPIED", 40)
     seen: list[tuple[int, ...]] = []
 
     def run(*args: Any) -> None:

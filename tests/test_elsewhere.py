@@ -8,7 +8,7 @@ import pytest
 from report_sample import comparison, elsewhere
 from test_measure import evidence
 
-from bench import Comparison, UsageError
+from patcher.bench import Comparison, UsageError
 from patcher.endtoend.best_set import Combination, best_set
 from patcher.endtoend.elsewhere import Elsewhere, OtherPoint, PeakMemory
 from patcher.verdicts.decide import decide

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import bench
-from bench import Workload
-from bench.engines import Engine, open_engine, peak_memory_bytes
+from patcher import bench
+from patcher.bench import Workload
+from patcher.bench.engines import Engine, open_engine, peak_memory_bytes
 
 TINY = Workload(
     model="gpt-oss-tiny",

@@ -9,8 +9,8 @@ import pytest
 from model_servers import APIS, serving
 from test_cli import error_of, patcher
 
-from bench import Language, UsageError, load_op
 from patcher.agent import MAX_TOKENS
+from patcher.bench import Language, UsageError, load_op
 from patcher.models.registry import Entry
 from patcher.optimising.estimate import JUDGE_S, Figure, estimate
 from patcher.settings import Settings

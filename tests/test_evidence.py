@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 import torch
 
-import bench
-import bench.installed
-from bench import Candidate, Language, MissingError, Outcome, UsageError
-from bench.judge import JudgeSettings, evaluate, tools
-from bench.judge.blob import Layout
-from bench.judge.cases import Secrets
-from bench.judge.counters import counters, metrics, read
-from bench.judge.sanitizer import Sanitized, _control, _options, sanitize
-from bench.judge.sanitizer_text import parse
-from bench.judge.trial import Trial
-from bench.toolchains import Built, build, toolchain
+import patcher.bench.machine.installed
+from patcher import bench
+from patcher.bench import Candidate, Language, MissingError, Outcome, UsageError
+from patcher.bench.judge import JudgeSettings, evaluate, tools
+from patcher.bench.judge.blob import Layout
+from patcher.bench.judge.cases import Secrets
+from patcher.bench.judge.counters import counters, metrics, read
+from patcher.bench.judge.sanitizer import Sanitized, _control, _options, sanitize
+from patcher.bench.judge.sanitizer_text import parse
+from patcher.bench.judge.trial import Trial
+from patcher.bench.toolchains import Built, build, toolchain
 
 OP = bench.load_op("fused_add_rms_norm")
 SOLUTIONS = {info.name: candidate for info, candidate in OP.solutions()}
@@ -157,9 +157,9 @@ Double = Callable[..., Path]
 @pytest.fixture
 def double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Double:
     """A double for one of NVIDIA's tools: prints a recording to its log, runs the program."""
-    monkeypatch.setattr(bench.installed.shutil, "which", lambda _: None)
+    monkeypatch.setattr(patcher.bench.machine.installed.shutil, "which", lambda _: None)
     for name in ("NCU_PLACES", "SANITIZER_PLACES"):
-        monkeypatch.setattr(bench.installed, name, ())
+        monkeypatch.setattr(patcher.bench.machine.installed, name, ())
     monkeypatch.delenv("CUDA_HOME", raising=False)
 
     def double(name: str, body: str, **recorded: str) -> Path:
@@ -265,7 +265,7 @@ def test_races_are_set_aside_where_a_right_hand_over_is_reported_too(
     double: Double, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = control_of("pass")
-    monkeypatch.setattr(bench.judge.sanitizer, "_control", lambda op, device: job)
+    monkeypatch.setattr(patcher.bench.judge.sanitizer, "_control", lambda op, device: job)
     recorded = {"memcheck": CLEAN, "racecheck": RACE, "initcheck": CLEAN}
     double("compute-sanitizer", CONTROLLED, control=RACE, **recorded)
     said = sanitized(HANDS_OVER)
@@ -296,7 +296,7 @@ def test_without_a_control_that_ran_a_race_counts(
 ) -> None:
     body = "raise RuntimeError" if broken == "control that breaks" else "pass"
     job = None if broken == "none" else control_of(body)
-    monkeypatch.setattr(bench.judge.sanitizer, "_control", lambda op, device: job)
+    monkeypatch.setattr(patcher.bench.judge.sanitizer, "_control", lambda op, device: job)
     said_of_it = HEAD if broken == "control that says nothing" else RACE
     recorded = {"memcheck": CLEAN, "racecheck": RACE, "initcheck": CLEAN}
     double("compute-sanitizer", CONTROLLED, control=said_of_it, **recorded)
@@ -527,7 +527,8 @@ def test_the_gate_is_for_cuda() -> None:
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or bench.installed.find_compute_sanitizer() is None,
+    not torch.cuda.is_available()
+    or patcher.bench.machine.installed.find_compute_sanitizer() is None,
     reason="needs a CUDA device and compute-sanitizer",
 )
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from formats_sample import (
     softmax_library,
 )
 
-import bench
-from integrate import Patch, export_patch
+from patcher import bench
+from patcher.integrate import Patch, export_patch
 
 EPSILON = 1e-3
 

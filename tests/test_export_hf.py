@@ -25,8 +25,6 @@ from kernels._rust import (
 )
 from kernels.variants import parse_variant
 
-import bench
-from integrate import export_patch
 from kernels import (
     LocalLayerRepository,
     Mode,
@@ -35,6 +33,8 @@ from kernels import (
     use_kernel_forward_from_hub,
     use_kernel_mapping,
 )
+from patcher import bench
+from patcher.integrate import export_patch
 
 EPSILON = 1e-3
 COMPILED = pytest.param(
@@ -179,7 +179,7 @@ def test_kernel_builders_parser_takes_the_source_layout(
     candidate = norm_candidate(solution)
     patch = make_patch(tmp_path / "patch", candidate, sweep)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    monkeypatch.setattr("bench.toolchains.compilers.search_path", lambda: str(tmp_path))
+    monkeypatch.setattr("patcher.bench.toolchains.compilers.search_path", lambda: str(tmp_path))
     root = tmp_path / "repository"
     assert export_patch(patch, "hf-kernels", root).variant is None
     [backend] = Build.open(root).general.backends

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import bench
-from hotspot import read
-from hotspot.readers import read_recording
+from patcher import bench
+from patcher.hotspot import read
+from patcher.hotspot.readers import read_recording
 
 EXPORT = Path(__file__).parent / "data/nsys/decode.sqlite"
 TABLES = """

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-import bench
-from bench import Candidate, Language, Outcome
-from bench.judge import JudgeSettings, open_judge
-from bench.judge.cases import Case, Expected, Secrets, value_problem
-from bench.judge.process import Limits, Runner
-from bench.judge.regimes import EXACT
-from bench.judge.stock import Stock
-from bench.judge.zygote import RunnerFailure, Zygote
-from bench.op import Op
-from bench.timed_arm import Arm, fresh_sets
-from bench.toolchains import build
+from patcher import bench
+from patcher.bench import Candidate, Language, Outcome
+from patcher.bench.judge import JudgeSettings, open_judge
+from patcher.bench.judge.cases import Case, Expected, Secrets, value_problem
+from patcher.bench.judge.process import Limits, Runner
+from patcher.bench.judge.random_pool import Stock
+from patcher.bench.judge.regimes import EXACT
+from patcher.bench.judge.timed_arm import Arm, fresh_sets
+from patcher.bench.judge.zygote import RunnerFailure, Zygote
+from patcher.bench.ops.op import Op
+from patcher.bench.toolchains import build
 
 NORM = bench.load_op("fused_add_rms_norm")
 STOCK = Stock(NORM, NORM.sweep("cpu"), "cpu", Secrets(1))
@@ -151,7 +151,7 @@ def test_exact_inputs_forgive_nothing() -> None:
 
 
 def _cases(op: Op) -> list[Case]:
-    from bench.judge.cases import correctness_cases
+    from patcher.bench.judge.cases import correctness_cases
 
     return correctness_cases(op, op.sweep("cpu"), Secrets(1))
 

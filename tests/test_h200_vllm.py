@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from test_cli import patcher
 
-from bench.comparison import Comparison
-from bench.throughput import decide_on
-from bench.windows import Kind
-from integrate import Patch, unpacked
+from patcher.bench.ab.throughput import decide_on
+from patcher.bench.ab.windows import Kind
+from patcher.bench.lab.verdict_table import table
+from patcher.bench.lab.vllm_points import KNOWN
+from patcher.bench.stats.comparison import Comparison
 from patcher.endtoend.judging import judged_again
 from patcher.endtoend.measured import Judged
-from patcher.reconciling.vllm_points import KNOWN
-from patcher.report.verdict_table import table
+from patcher.integrate import Patch, unpacked
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "bench/results/h200-vllm"
@@ -114,7 +114,7 @@ def test_the_script_of_the_sitting_says_what_the_commands_take(tmp_path: Path) -
     def run(*stages: str) -> list[list[str]]:
         (tmp_path / "said").write_text("")
         done = subprocess.run(
-            ["bash", str(ROOT / "bench/h200.sh"), str(tmp_path / "out"), *stages],
+            ["bash", str(ROOT / "bench/lab/h200.sh"), str(tmp_path / "out"), *stages],
             env=os.environ | {"PYTHON": str(python)},
             capture_output=True,
             text=True,
@@ -157,7 +157,7 @@ def test_the_script_of_the_sitting_says_what_the_commands_take(tmp_path: Path) -
         if words[2] in ("evaluate", "bundle"):
             assert (ROOT / words[4]).is_file()
     wrong = subprocess.run(
-        ["bash", str(ROOT / "bench/h200.sh"), str(tmp_path / "out"), "everything"],
+        ["bash", str(ROOT / "bench/lab/h200.sh"), str(tmp_path / "out"), "everything"],
         capture_output=True,
         text=True,
         check=False,
@@ -168,7 +168,7 @@ def test_the_script_of_the_sitting_says_what_the_commands_take(tmp_path: Path) -
 
 def test_no_stage_of_the_sitting_is_written_twice() -> None:
     """The shell would take the later one and say nothing."""
-    script = (ROOT / "bench/h200.sh").read_text()
+    script = (ROOT / "bench/lab/h200.sh").read_text()
     named = re.findall(r"^(\w+)\(\) \{", script, re.MULTILINE)
     assert len(named) == len(set(named)) > 8
     [called] = re.findall(r"^    (.*)\) \"\$stage\" ;;$", script, re.MULTILINE)
@@ -178,7 +178,7 @@ def test_no_stage_of_the_sitting_is_written_twice() -> None:
 def test_what_failed_in_the_sitting_is_no_result(tmp_path: Path) -> None:
     for stage in ("kernels", "together"):
         done = subprocess.run(
-            ["bash", str(ROOT / "bench/h200.sh"), str(tmp_path / "out"), stage, "bundles"],
+            ["bash", str(ROOT / "bench/lab/h200.sh"), str(tmp_path / "out"), stage, "bundles"],
             env=os.environ | {"PYTHON": "false"},
             capture_output=True,
             text=True,

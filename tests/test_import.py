@@ -19,11 +19,11 @@ from formats_sample import (
     softmax_library,
 )
 
-import bench
-from bench import AxisGuard, Candidate, Contract, Language, toolchains
-from bench.toolchains import build
-from integrate import export_patch, import_kernel
+from patcher import bench
+from patcher.bench import AxisGuard, Candidate, Contract, Language, toolchains
+from patcher.bench.toolchains import build
 from patcher.cli import main
+from patcher.integrate import export_patch, import_kernel
 
 DEFINITION = {
     "name": "rmsnorm_h512",
@@ -363,7 +363,7 @@ def test_our_reading_of_the_schema_is_the_librarys() -> None:
     real = pytest.importorskip(
         "flashinfer_bench", reason="pip install --no-deps flashinfer-bench (.ci/setup does)"
     )
-    from integrate.formats import foreign_schema as ours
+    from patcher.integrate.formats import foreign_schema as ours
 
     pairs = [(real.Definition, ours.Definition), (real.Solution, ours.Solution)]
     pairs += [(real.BuildSpec, ours.BuildSpec), (real.SourceFile, ours.Source)]

@@ -23,13 +23,13 @@ from patch_sample import (
     state,
 )
 
-import bench
-import integrate.patch
-from bench import Candidate, Language, Outcome
-from bench.engines import Engine, open_engine
-from integrate import Book, Patch, Receipt, Store, prepare
-from integrate.counts import Case
-from integrate.dispatch import AxisGuard, Dispatcher
+import patcher.integrate.patch
+from patcher import bench
+from patcher.bench import Candidate, Language, Outcome
+from patcher.bench.engines import Engine, open_engine
+from patcher.integrate import Book, Patch, Receipt, Store, prepare
+from patcher.integrate.counts import Case
+from patcher.integrate.dispatch import AxisGuard, Dispatcher
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_a_patch_cannot_name_a_folder_outside_the_store(patch: Patch, tmp_path: 
 def test_another_version_or_other_code_is_refused(
     patch: Patch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(integrate.patch, "engine_version", lambda engine: "4.57.0")
+    monkeypatch.setattr(patcher.integrate.patch, "engine_version", lambda engine: "4.57.0")
     with pytest.raises(bench.VerificationError, match=r"installed is 4\.57\.0"):
         patch.verify_target()
     monkeypatch.undo()

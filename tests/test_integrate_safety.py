@@ -14,10 +14,10 @@ import torch
 from patch_sample import LAYERS, TINY, add_norm_guards, kernel, make_patch, state
 from torch.nn.modules.module import register_module_forward_hook
 
-import bench
-from bench.engines import Engine, open_engine
-from integrate import Book, Patch, prepare
-from integrate.dispatch import Dispatcher
+from patcher import bench
+from patcher.bench.engines import Engine, open_engine
+from patcher.integrate import Book, Patch, prepare
+from patcher.integrate.dispatch import Dispatcher
 
 
 @pytest.fixture(scope="module")

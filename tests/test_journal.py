@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import patcher.runs.durable
 import patcher.runs.journal
-from bench import UsageError, VerificationError
+from patcher.bench import UsageError, VerificationError
 from patcher.runs.journal import GENESIS, Journal, fold, is_written, read_events
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import Record, UsageError, VerificationError, WaitingError
+from patcher.bench import Record, UsageError, VerificationError, WaitingError
 from patcher.runs.run import Run
 
 

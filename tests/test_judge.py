@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-import bench
-import bench.timing
-from bench import Candidate, Evaluation, Language, MissingError, Outcome
-from bench.judge import JudgeSettings, evaluate, open_judge, process
-from bench.judge.accuracy import explain_mismatch, rmse_factor
-from bench.judge.blob import FILL, RED_ZONE, Wanted, layout, read_set, strayed, write_set
+import patcher.bench.judge.timing
+from patcher import bench
+from patcher.bench import Candidate, Evaluation, Language, MissingError, Outcome
+from patcher.bench.judge import JudgeSettings, evaluate, open_judge, process
+from patcher.bench.judge.accuracy import explain_mismatch, rmse_factor
+from patcher.bench.judge.blob import FILL, RED_ZONE, Wanted, layout, read_set, strayed, write_set
 
 OP = bench.load_op("fused_add_rms_norm")
 SOLUTIONS = {info.name: candidate for info, candidate in OP.solutions()}
@@ -127,14 +127,14 @@ def test_a_machine_too_busy_to_time_is_said_where_a_ratio_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     busy = "blocks of the baseline, all alike, take from 1 to 9 us a call"
-    monkeypatch.setattr(bench.timing, "unsteady", lambda _: busy)
-    monkeypatch.setattr(bench.timing, "PAUSE_S", 0.0)
+    monkeypatch.setattr(patcher.bench.judge.timing, "unsteady", lambda _: busy)
+    monkeypatch.setattr(patcher.bench.judge.timing, "PAUSE_S", 0.0)
     candidate = Candidate(op=OP.name, language=Language.CPP, source=GOOD)
     quick = replace(SETTINGS, points=1, calls=40, lives_s=0.0)
-    found = evaluate(candidate, replace(quick, pairs=bench.timing.FEWEST_PAIRS - 1))
+    found = evaluate(candidate, replace(quick, pairs=patcher.bench.judge.timing.FEWEST_PAIRS - 1))
     assert found.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
     with pytest.raises(MissingError, match=f"too busy to time .*: {busy}"):
-        evaluate(candidate, replace(quick, pairs=bench.timing.FEWEST_PAIRS))
+        evaluate(candidate, replace(quick, pairs=patcher.bench.judge.timing.FEWEST_PAIRS))
 
 
 def test_a_point_is_heard_again_until_the_judges_clock_can_tell(
@@ -147,16 +147,18 @@ def test_a_point_is_heard_again_until_the_judges_clock_can_tell(
         heard.append("")
         return None if len(heard) < 3 else "the judge's clock saw more"
 
-    monkeypatch.setattr(bench.timing, "suspicious", hearing)
+    monkeypatch.setattr(patcher.bench.judge.timing, "suspicious", hearing)
     monkeypatch.setattr(
-        bench.timing, "blind", lambda _: "its clock is unsteady" if len(heard) < 4 else None
+        patcher.bench.judge.timing,
+        "blind",
+        lambda _: "its clock is unsteady" if len(heard) < 4 else None,
     )
-    monkeypatch.setattr(bench.timing, "PAUSE_S", 0.0)
+    monkeypatch.setattr(patcher.bench.judge.timing, "PAUSE_S", 0.0)
     candidate = Candidate(op=OP.name, language=Language.CPP, source=GOOD)
     found = evaluate(candidate, replace(SETTINGS, points=1, calls=40, lives_s=0.0, pairs=4))
     assert found.outcome is Outcome.GUARD_VIOLATION
     assert [check.name for check in found.failed_checks] == ["clocks"]
-    assert len(heard) == bench.timing.HEARINGS
+    assert len(heard) == patcher.bench.judge.timing.HEARINGS
 
 
 def test_a_hanging_candidate_is_killed() -> None:

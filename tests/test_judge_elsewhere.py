@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from patch_sample import evaluation
 from typer.testing import CliRunner
 
-import bench
-from bench import (
+from patcher import bench
+from patcher.bench import (
     Candidate,
     Environment,
     Evaluation,
@@ -35,9 +35,9 @@ from bench import (
     VerificationError,
     WaitingError,
 )
-from bench.judge import JudgeSettings, open_judge
-from bench.judge.judge import Judge
-from bench.judge.tree import descendants
+from patcher.bench.judge import JudgeSettings, open_judge
+from patcher.bench.judge.judge import Judge
+from patcher.bench.sandbox.process_tree import descendants
 from patcher.cli import app
 from patcher.judges import ExchangeJudge, facts
 from patcher.judges import worker as worker_

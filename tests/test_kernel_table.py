@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from patch_sample import evaluation
 
-from bench import Check, Outcome, UsageError, load_op
-from bench.kernel_table import main, read, table
+from patcher.bench import Check, Outcome, UsageError, load_op
+from patcher.bench.lab.kernel_table import main, read, table
 
 PAGE = Path(__file__).resolve().parent.parent / "bench" / "results" / "kernels"
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import bench
-import hotspot.readers.kineto
-from hotspot.readers.kineto import read_kineto
-from hotspot.recording import Launches
+import patcher.hotspot.readers.kineto
+from patcher import bench
+from patcher.hotspot.readers.kineto import read_kineto
+from patcher.hotspot.recording import Launches
 
 DATA = Path(__file__).parent / "data/kineto"
 TRACE = DATA / "vllm-decode-kineto.json.gz"
@@ -204,7 +204,7 @@ def test_a_table_of_key_averages_is_refused_with_the_fix() -> None:
 
 
 def test_a_gzip_bomb_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotspot.readers.kineto, "MAX_TRACE", 4 << 20)
+    monkeypatch.setattr(patcher.hotspot.readers.kineto, "MAX_TRACE", 4 << 20)
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(b"[" + b" " * (5 << 20) + b"]"))
     with pytest.raises(bench.UsageError, match="larger than 4 MB"):

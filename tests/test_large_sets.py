@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-import bench
-from bench import Candidate, Evaluation, Language, Outcome
-from bench.judge import JudgeSettings, cases, open_judge, planning, stock
-from bench.judge.cases import Case, Secrets, tensors_of
-from bench.judge.judge import Judge
-from bench.judge.kit.mixing import WIDTH, Mixer
-from bench.judge.process import Left
-from bench.judge.sets import Sets
-from bench.judge.stock import Stock
-from bench.judge.tools import Call
-from bench.timed_arm import fresh, fresh_sets
+from patcher import bench
+from patcher.bench import Candidate, Evaluation, Language, Outcome
+from patcher.bench.judge import JudgeSettings, cases, open_judge, planning
+from patcher.bench.judge import random_pool as stock
+from patcher.bench.judge.cases import Case, Secrets, tensors_of
+from patcher.bench.judge.judge import Judge
+from patcher.bench.judge.process import Left
+from patcher.bench.judge.random_pool import Stock
+from patcher.bench.judge.sets import Sets
+from patcher.bench.judge.timed_arm import fresh, fresh_sets
+from patcher.bench.judge.tools import Call
+from patcher.bench.runner.mixing import WIDTH, Mixer
 
 OP = bench.load_op("moe_matmul_down")
 POINT = OP.sweep("cpu").points()[-1]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.judge.kit import late_writer
-from bench.judge.kit.cudart import CudaError
+from patcher.bench.runner import late_writer
+from patcher.bench.runner.cudart import CudaError
 
 
 def test_its_instructions_assemble(tmp_path: Path) -> None:

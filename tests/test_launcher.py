@@ -17,12 +17,12 @@ import pytest
 import torch
 from patch_sample import CANDIDATE, LAYERS, OP, TINY, evaluation, state
 
-import bench
-import integrate.patch
-from bench import Candidate, Language
-from bench.engines import Engine, open_engine
-from integrate import Patch, Store, Switches, activate, read_receipts
-from integrate.transformers import POINTS
+import patcher.integrate.patch
+from patcher import bench
+from patcher.bench import Candidate, Language
+from patcher.bench.engines import Engine, open_engine
+from patcher.integrate import Patch, Store, Switches, activate, read_receipts
+from patcher.integrate.transformers import POINTS
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = """
@@ -147,7 +147,7 @@ def test_the_launcher_keeps_flags_and_runs_the_sitecustomize_behind_its_own(
 def test_a_python_that_ignores_the_environment_is_refused() -> None:
     blind = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {sys.path!r}\n"
-         "import integrate.__main__ as m; m.command([], ['x'])"],
+         "import patcher.integrate.__main__ as m; m.command([], ['x'])"],
         capture_output=True, text=True,
     )  # fmt: skip
     assert "does not read PYTHONPATH" in blind.stderr
@@ -159,7 +159,7 @@ def engine() -> Engine:
 
 
 def wrong_version(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setattr(integrate.patch, "engine_version", lambda engine: "5.16.0")
+    monkeypatch.setattr(patcher.integrate.patch, "engine_version", lambda engine: "5.16.0")
 
 
 def changed_fingerprint(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

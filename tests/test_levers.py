@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import UsageError
+from patcher.bench import UsageError
 from patcher.models import Role
 from patcher.optimising.levers import LARGEST, LARGEST_FILE, Levers, before_task, load_levers
 from patcher.settings import Settings, example_file, resolve

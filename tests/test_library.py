@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import bench
-from bench import Candidate, Evaluation, Language, Outcome
-from bench.contract import Point
-from bench.judge import JudgeSettings, open_judge
-from bench.judge.accuracy import explain_touched
-from bench.judge.cases import (
+from patcher import bench
+from patcher.bench import Candidate, Evaluation, Language, Outcome
+from patcher.bench.judge import JudgeSettings, open_judge
+from patcher.bench.judge.accuracy import explain_touched
+from patcher.bench.judge.cases import (
     Case,
     Expected,
     expect,
@@ -31,10 +30,11 @@ from bench.judge.cases import (
     tensors_of,
     value_problem,
 )
-from bench.judge.kit.captured import Arena, Captured
-from bench.judge.kit.loading import load
-from bench.judge.regimes import regimes_of
-from bench.op import Op
+from patcher.bench.judge.regimes import regimes_of
+from patcher.bench.ops.contract import Point
+from patcher.bench.ops.op import Op
+from patcher.bench.runner.captured import Arena, Captured
+from patcher.bench.runner.loading import load
 
 NAMES = (
     *("linear", "moe_finalize", "moe_reduce", "moe_route", "moe_topk"),

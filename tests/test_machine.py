@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from killing_stories import OP, ScriptedModel, verdict
 
-import bench.environment
-from bench import Candidate, Evaluation, Language, VerificationError, load_op
-from bench.environment import facts
+import patcher.bench.machine.environment
 from patcher import pipeline
 from patcher.agent import best_candidate, optimize
 from patcher.attempts import Optimisation
+from patcher.bench import Candidate, Evaluation, Language, VerificationError, load_op
+from patcher.bench.machine.environment import facts
 from patcher.optimising.carried import kept_levers
 from patcher.report.gather import gather
 from patcher.runs import machine
@@ -56,7 +56,7 @@ class Bench:
 def update(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine gets another compiler."""
     versions = {"g++": "g++ 99.1.0"}
-    monkeypatch.setattr(bench.environment, "compiler_version", versions.get)
+    monkeypatch.setattr(patcher.bench.machine.environment, "compiler_version", versions.get)
 
 
 def test_the_facts_are_those_that_figures_depend_on_and_name_no_machine() -> None:

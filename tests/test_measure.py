@@ -10,17 +10,26 @@ from typing import Any
 import pytest
 import torch
 
-import bench
-from bench import Comparison, Evaluation, Outcome, Quality, Sample, Throughput, Timing, Workload
-from bench.clocks import ClockMonitor
-from bench.engines import Decoding, Generation, open_engine
-from bench.environment import describe
-from bench.quality import assess, greedy_identical
-from bench.stats import compare, look_confidences, pairs_needed, read_samples
-from bench.stock import Trial, Tuning
-from bench.throughput import measure
-from bench.windows import turn_lengths
-from integrate import Receipt
+from patcher import bench
+from patcher.bench import (
+    Comparison,
+    Evaluation,
+    Outcome,
+    Quality,
+    Sample,
+    Throughput,
+    Timing,
+    Workload,
+)
+from patcher.bench.ab.engine_config import Trial, Tuning
+from patcher.bench.ab.quality import assess, greedy_identical
+from patcher.bench.ab.throughput import measure
+from patcher.bench.ab.windows import turn_lengths
+from patcher.bench.engines import Decoding, Generation, open_engine
+from patcher.bench.machine.clocks import ClockMonitor
+from patcher.bench.machine.environment import describe
+from patcher.bench.stats.compare import compare, look_confidences, pairs_needed, read_samples
+from patcher.integrate import Receipt
 from patcher.verdicts.decide import decide
 
 WORKLOAD = Workload(

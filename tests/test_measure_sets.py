@@ -11,11 +11,11 @@ from patch_sample import SOURCE, evaluation, make_patch
 from report_sample import comparison
 from test_measure import WORKLOAD, evidence
 
-import bench
-from bench import Candidate, Language
-from integrate import Patch
+from patcher import bench
+from patcher.bench import Candidate, Language
 from patcher.endtoend.measured import Job, Measured
 from patcher.endtoend.sets import keep_name, measure_sets, shown
+from patcher.integrate import Patch
 from patcher.report import write
 from patcher.report.judged import report_of
 from patcher.show.throughput import best_set_lines

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import (
+from patcher.bench import (
     Check,
     Environment,
     Evaluation,

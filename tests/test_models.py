@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from model_servers import Slept
 
-from bench import BudgetError, MissingError, UsageError, VerificationError, WaitingError
+from patcher.bench import BudgetError, MissingError, UsageError, VerificationError, WaitingError
 from patcher.models import Asked, ModelError, Reply, Request, Usage, open_model
 from patcher.models.budget import Budget
 from patcher.models.ceilings import Ceilings

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from model_servers import APIS, KEY, Api, ApiServer, Item, Slept, serving
 
-from bench import BudgetError, MissingError, PatcherError, UsageError, VerificationError
+from patcher.bench import BudgetError, MissingError, PatcherError, UsageError, VerificationError
 from patcher.models import Image, ModelError, Reply, Request, open_model
 from patcher.models.budget import REPHRASED, Budget
 from patcher.models.ceilings import Amount, Ceilings

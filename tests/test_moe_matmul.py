@@ -17,14 +17,21 @@ import pytest
 import torch
 from torch import Tensor
 
-import bench
-from bench import Candidate, Evaluation, Language, Outcome
-from bench.arithmetic import evaluate
-from bench.contract import Point
-from bench.judge import JudgeSettings, open_judge
-from bench.judge.cases import Case, Expected, expect, make_inputs, scalars_by_name, value_problem
-from bench.judge.kit.loading import load
-from bench.judge.regimes import regimes_of
+from patcher import bench
+from patcher.bench import Candidate, Evaluation, Language, Outcome
+from patcher.bench.judge import JudgeSettings, open_judge
+from patcher.bench.judge.cases import (
+    Case,
+    Expected,
+    expect,
+    make_inputs,
+    scalars_by_name,
+    value_problem,
+)
+from patcher.bench.judge.regimes import regimes_of
+from patcher.bench.ops.arithmetic import evaluate
+from patcher.bench.ops.contract import Point
+from patcher.bench.runner.loading import load
 
 NAMES = ("moe_matmul_swiglu", "moe_matmul_down")
 OPS = {name: bench.load_op(name) for name in NAMES}

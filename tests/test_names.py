@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotspot import classify
-from hotspot.names import family, match_key, normalise, printable, without_arguments
-from hotspot.readers.kineto import read_kineto
-from hotspot.readers.ncu import read_ncu
+from patcher.hotspot import classify
+from patcher.hotspot.names import family, match_key, normalise, printable, without_arguments
+from patcher.hotspot.readers.kineto import read_kineto
+from patcher.hotspot.readers.ncu import read_ncu
 
 DATA = Path(__file__).parent / "data"
 TRACE = DATA / "kineto/vllm-decode-kineto.json.gz"

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import bench
-import bench.installed
-from bench.installed import find_ncu
-from hotspot import ncu_finding
-from hotspot.names import match_key
-from hotspot.profile import Counters
-from hotspot.readers.ncu import attach, read_ncu
+import patcher.bench.machine.installed
+from patcher import bench
+from patcher.bench.machine.installed import find_ncu
+from patcher.hotspot import ncu_finding
+from patcher.hotspot.names import match_key
+from patcher.hotspot.profile import Counters
+from patcher.hotspot.readers.ncu import attach, read_ncu
 
 DATA = Path(__file__).parent / "data/ncu"
 NVJET = "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_NNT"
@@ -343,8 +343,10 @@ def test_a_report_goes_through_the_newest_ncu(
     for version in ("2024.3.2", "2025.10.0", "2025.9.1"):
         tool(tmp_path / "compute" / version / "ncu", version)
     monkeypatch.delenv("PATCHER_NCU", raising=False)
-    monkeypatch.setattr(bench.installed.shutil, "which", lambda _: None)
-    monkeypatch.setattr(bench.installed, "NCU_PLACES", (f"{tmp_path}/compute/*/ncu",))
+    monkeypatch.setattr(patcher.bench.machine.installed.shutil, "which", lambda _: None)
+    monkeypatch.setattr(
+        patcher.bench.machine.installed, "NCU_PLACES", (f"{tmp_path}/compute/*/ncu",)
+    )
     assert find_ncu() == tmp_path / "compute/2025.10.0/ncu"
     assert ncu_finding() == ("ok", "2025.10.0", "")
     report = write(tmp_path, "report", "run.ncu-rep")

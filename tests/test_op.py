@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import bench
-from bench.contract import Point, _arithmetic
-from bench.judge.accuracy import error_of, explain_mismatch
-from bench.op import Op
+from patcher import bench
+from patcher.bench.judge.accuracy import error_of, explain_mismatch
+from patcher.bench.ops.contract import Point, _arithmetic
+from patcher.bench.ops.op import Op
 
 OP = bench.load_op("fused_add_rms_norm")
 

@@ -13,12 +13,12 @@ from rich.console import Console
 from test_measure import WORKLOAD, ScriptedEngine, evidence
 from test_process_pairs import Host, ScriptedProcess, ScriptedSide
 
-import bench
-from bench import Shape
-from bench.clocks import ClockMonitor, ClockSample
-from bench.comparison import Arm
-from bench.process_pairs import Plan, measure_processes
-from bench.windows import LocalSide, Side, Taken
+from patcher import bench
+from patcher.bench import Shape
+from patcher.bench.ab.process_pairs import Plan, measure_processes
+from patcher.bench.ab.windows import LocalSide, Side, Taken
+from patcher.bench.machine.clocks import ClockMonitor, ClockSample
+from patcher.bench.stats.comparison import Arm
 from patcher.endtoend.measured import Job
 from patcher.endtoend.other_traffic import OtherTraffic, other_shapes, peak_memory, peak_of_arms
 from patcher.endtoend.pairs import elsewhere

@@ -14,10 +14,10 @@ import torch
 from patch_sample import CANDIDATE, OP, evaluation, make_patch
 from test_proof import TRITON, claims, patched_profile, triton_patch
 
-import bench
-import integrate.patch
-from integrate import Patch, Receipt, pack
+import patcher.integrate.patch
+from patcher import bench
 from patcher.cli import main
+from patcher.integrate import Patch, Receipt, pack
 
 
 class GptOssRMSNorm(torch.nn.Module):
@@ -101,8 +101,8 @@ def test_a_changed_target_is_told_by_name_and_diff(
 
 
 def test_what_is_gone_and_what_is_new_is_told(patch: Patch) -> None:
-    from integrate.changes import what_changed
-    from integrate.points import source_digest
+    from patcher.integrate.changes import what_changed
+    from patcher.integrate.points import source_digest
 
     target = patch.manifest.target
     now = source_digest(json.dumps, json.JSONEncoder)
@@ -156,7 +156,7 @@ def test_bad_input_has_its_code(
 def test_another_version_is_refused_by_its_number(
     cli: Cli, patch: Patch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(integrate.patch, "engine_version", lambda engine: "4.57.0")
+    monkeypatch.setattr(patcher.integrate.patch, "engine_version", lambda engine: "4.57.0")
     code, found = cli("verify", "patch", "--json")
     assert code == 5
     assert "installed is 4.57.0" in found["error"]["message"]
@@ -261,7 +261,7 @@ def test_a_candidate_is_bundled_as_a_folder_or_one_file(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The judge is stood in for: its verdict is given, all else is real."""
-    from bench import judge
+    from patcher.bench import judge
 
     good = next(found for info, found in OP.solutions() if info.name == "cpu_simd")
     Path("kernel.cpp").write_text(good.source)
@@ -310,7 +310,7 @@ def test_a_candidate_that_was_judged_is_bundled_on_that_verdict(cli: Cli, tmp_pa
 def test_verdicts_over_several_sweeps_are_one_patch(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bench import judge
+    from patcher.bench import judge
 
     good = next(found for info, found in OP.solutions() if info.name == "cpu_simd")
     Path("kernel.cpp").write_text(good.source)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from test_measure import WORKLOAD, ScriptedEngine
 
-from bench.clocks import ClockMonitor
-from bench.engines import Decoding
-from bench.planted import PlantedGains, model_delay, plant, step_seconds
+from patcher.bench.ab.planted import PlantedGains, model_delay, plant, step_seconds
+from patcher.bench.engines import Decoding
+from patcher.bench.machine.clocks import ClockMonitor
 
 
 class DelayedEngine(ScriptedEngine):

@@ -17,11 +17,10 @@ from pydantic import JsonValue
 from rich.console import Console
 from test_measure import WORKLOAD
 
-import bench
-from bench import Throughput
-from bench.clocks import ClockMonitor
-from bench.comparison import Arm
-from bench.process_pairs import (
+from patcher import bench
+from patcher.bench import Throughput
+from patcher.bench.ab.engine_config import Tuning
+from patcher.bench.ab.process_pairs import (
     SHARE_ALONE,
     SHARE_BESIDE,
     Memory,
@@ -29,17 +28,18 @@ from bench.process_pairs import (
     TooLateError,
     measure_processes,
 )
-from bench.stock import Tuning
-from bench.throughput import of_processes
-from bench.traffic import traffic, traffics
-from bench.tuning import options_of, tune
-from bench.windows import Pair, Taken, turn_lengths
-from integrate import engine_wants
+from patcher.bench.ab.throughput import of_processes
+from patcher.bench.ab.traffic import traffic, traffics
+from patcher.bench.ab.tuning import options_of, tune
+from patcher.bench.ab.windows import Pair, Taken, turn_lengths
+from patcher.bench.machine.clocks import ClockMonitor
+from patcher.bench.stats.comparison import Arm
 from patcher.cli import app
 from patcher.endtoend.asking import Asking
 from patcher.endtoend.measured import Job
 from patcher.endtoend.pairs import told
 from patcher.endtoend.throughput_job import Asked, argument, job_of, read_tuning
+from patcher.integrate import engine_wants
 from patcher.show.throughput import throughput_lines
 
 GIB = 1 << 30
@@ -604,7 +604,7 @@ def test_the_best_stock_configuration_is_found_without_a_patch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     host = Host(bias_pct=0)
-    monkeypatch.setattr("bench.engines.vllm.OPTIONS", (({"moe": "a"}, {"moe": "b"}),))
+    monkeypatch.setattr("patcher.bench.engines.vllm.OPTIONS", (({"moe": "a"}, {"moe": "b"}),))
 
     def started(
         asking: Asking, name: Arm, arguments: dict[str, JsonValue], share: float, **_: float

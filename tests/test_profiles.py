@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import bench
-import hotspot.nsys
-from bench import Workload
-from hotspot import capture, find_nsys, nsys_finding, read
-from hotspot.timeline import busy_time
+import patcher.hotspot.nsys
+from patcher import bench
+from patcher.bench import Workload
+from patcher.hotspot import capture, find_nsys, nsys_finding, read
+from patcher.hotspot.timeline import busy_time
 
 DATA = Path(__file__).parent / "data/nsys"
 SUMMARY = DATA / "cuda_gpu_kern_sum.csv"
@@ -160,7 +160,7 @@ def test_nsys_is_looked_for_and_its_absence_is_a_finding(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(hotspot.nsys, "PLACES", (f"{tmp_path}/compute/*/host/nsys",))
+    monkeypatch.setattr(patcher.hotspot.nsys, "PLACES", (f"{tmp_path}/compute/*/host/nsys",))
     assert find_nsys() is None
     status, message, fix = nsys_finding()
     assert (status, bool(message), bool(fix)) == ("warn", True, True)
@@ -172,7 +172,7 @@ def test_nsys_is_looked_for_and_its_absence_is_a_finding(
     found = find_nsys()
     assert found is not None
     assert "2025.10" in str(found)
-    monkeypatch.setattr(hotspot.nsys, "PLACES", ())
+    monkeypatch.setattr(patcher.hotspot.nsys, "PLACES", ())
     with pytest.raises(bench.MissingError):
         read(write(tmp_path / "x.nsys-rep", b"report"), "m")
 
@@ -234,7 +234,7 @@ def test_keys_do_not_reach_what_is_profiled(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("AWS_PROFILE", "work")
     monkeypatch.setenv("HTTPS_PROXY", "http://me:secret@proxy:8080")
     monkeypatch.setenv("VLLM_USE_FLASHINFER", "1")
-    environment = hotspot.nsys.nsys_environment()
+    environment = patcher.hotspot.nsys.nsys_environment()
     assert not [value for value in environment.values() if "secret" in value]
     assert "AWS_PROFILE" not in environment
     assert environment["VLLM_USE_FLASHINFER"] == "1"

@@ -7,9 +7,9 @@ import math
 import pytest
 from tried_sample import OP, SHAPES, judged
 
-from bench import Evaluation, KernelCounters, Language, Outcome, load_op, load_ops
-from bench.evaluation import Counter
 from patcher.attempts import Attempt, Diagnosis, Recommendation
+from patcher.bench import Evaluation, KernelCounters, Language, Outcome, load_op, load_ops
+from patcher.bench.judge.evaluation import Counter
 from patcher.models import Usage
 from patcher.prompting.extract import blocks
 from patcher.prompting.op_source import baseline_source

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from patch_sample import CANDIDATE, OP, evaluation
 
-from bench import Candidate, Language, VerificationError
-from hotspot import Profile, read
-from integrate import Patch, Receipt
+from patcher.bench import Candidate, Language, VerificationError
 from patcher.endtoend.patched_capture import ran
+from patcher.hotspot import Profile, read
+from patcher.integrate import Patch, Receipt
 from patcher.reconciling.proof import Proof, kernel_names, prove, seen_per_step
 
 EXPORT = Path(__file__).parent / "data/nsys/decode.sqlite"

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from bench.pseudomedian import pseudomedian
+from patcher.bench.stats.hodges_lehmann import pseudomedian
 
 
 def test_known_values() -> None:

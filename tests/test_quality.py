@@ -15,11 +15,11 @@ import torch
 from rich.console import Console
 from test_measure import TINY
 
-from bench import Quality
-from bench.comparison import LogitError
-from bench.engines import Engine, open_engine
-from bench.logits import served_logits
-from bench.quality import assess, compare_logits
+from patcher.bench import Quality
+from patcher.bench.ab.logits import served_logits
+from patcher.bench.ab.quality import assess, compare_logits
+from patcher.bench.ab.records import LogitError
+from patcher.bench.engines import Engine, open_engine
 from patcher.show.quality import quality_lines
 
 STEPS = 6

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from bench import Workload
-from bench.engines import open_engine, transformers
-from bench.engines.random_weights import STD, spread_of
-from bench.logits import logit_error, served_logits
+from patcher.bench import Workload
+from patcher.bench.ab.logits import logit_error, served_logits
+from patcher.bench.engines import open_engine, transformers
+from patcher.bench.engines.random_weights import STD, spread_of
 
 WORKLOAD = Workload(
     model="gpt-oss-tiny",

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import bench
-from hotspot import Gpu, Hotspot, Profile, compare, ledger, read
-from hotspot.chains import Chain, told_apart
-from hotspot.profile import Counters
-from hotspot.rank import build_profile
-from hotspot.recording import Launches, Recording, SummaryRow
-from hotspot.roofline import Cost, Served, completed, speed_of_light_ns
-from hotspot.rules import rules
-from hotspot.subtract import subtract
+from patcher import bench
+from patcher.hotspot import Gpu, Hotspot, Profile, compare, ledger, read
+from patcher.hotspot.chains import Chain, told_apart
+from patcher.hotspot.profile import Counters
+from patcher.hotspot.rank import build_profile
+from patcher.hotspot.recording import Launches, Recording, SummaryRow
+from patcher.hotspot.roofline import Cost, Served, completed, speed_of_light_ns
+from patcher.hotspot.rules import rules
+from patcher.hotspot.subtract import subtract
 
 EXPORT = Path(__file__).parent / "data/nsys/decode.sqlite"
 H200 = Gpu(
@@ -254,7 +254,7 @@ def patched(profile: Profile) -> Recording:
 
 
 def read_launches() -> Recording:
-    from hotspot.readers import read_recording
+    from patcher.hotspot.readers import read_recording
 
     return read_recording(EXPORT)
 

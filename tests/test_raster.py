@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hotspot import read
+from patcher.hotspot import read
 from patcher.models import Image
 from patcher.report import raster
 from patcher.report.picture import plot

@@ -20,7 +20,7 @@ from report_sample import (
 from test_measure import evidence
 from test_report_lanes import decode, without_times
 
-from bench import (
+from patcher.bench import (
     Candidate,
     Environment,
     Evaluation,
@@ -29,9 +29,9 @@ from bench import (
     UsageError,
     load_op,
 )
-from integrate import Patch
 from patcher.endtoend import judging
 from patcher.endtoend.measured import Job, Measured
+from patcher.integrate import Patch
 from patcher.reconciling.launches import ShapeLaunches, StepLaunches, patched_steps, step_launches
 from patcher.reconciling.micro import Saving, saving
 from patcher.reconciling.patched import patched_kernel as kernel_of

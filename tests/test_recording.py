@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_cli import ROOT, patcher
 
-from bench import UsageError, VerificationError, load_ops
+from patcher.bench import UsageError, VerificationError, load_ops
 from patcher.optimising.recording import ABOUT, EVALUATIONS, REPLIES, TABLE, read, record, replay
 
 SHIPPED = sorted(path.parent for path in (ROOT / "bench" / "results" / "loop").rglob(ABOUT))

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import bench
-from bench.judge import regimes
-from bench.judge.accuracy import explain_mismatch
-from bench.judge.cases import (
+from patcher import bench
+from patcher.bench.judge import regimes
+from patcher.bench.judge.accuracy import explain_mismatch
+from patcher.bench.judge.cases import (
     Case,
     Secrets,
     correctness_cases,
@@ -20,8 +20,8 @@ from bench.judge.cases import (
     tensors_of,
     value_problem,
 )
-from bench.op import Op
-from bench.scorecard import corpus_folder
+from patcher.bench.ops.op import Op
+from patcher.bench.selftest.scorecard import corpus_folder
 
 NORM = bench.load_op("fused_add_rms_norm")
 LINEAR = Op(corpus_folder() / "ops" / "linear")

@@ -12,7 +12,10 @@ import pytest
 from test_agent import DEVICE, OP, Judge, Line, advice, code, diagnosis, recording
 from test_memory import HONEYTOKEN, broken
 
-from bench import (
+from patcher import pipeline
+from patcher.agent import optimize
+from patcher.attempts import Optimisation
+from patcher.bench import (
     Candidate,
     Environment,
     Evaluation,
@@ -22,9 +25,6 @@ from bench import (
     WaitingError,
     load_op,
 )
-from patcher import pipeline
-from patcher.agent import optimize
-from patcher.attempts import Optimisation
 from patcher.cli import main
 from patcher.memory import Memory, Recalled
 from patcher.models import Role

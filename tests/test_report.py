@@ -9,7 +9,7 @@ import pytest
 from report_page import Page
 from report_sample import comparison, decision, profile, sample, windows
 
-from bench import Evaluation, Outcome, UsageError
+from patcher.bench import Evaluation, Outcome, UsageError
 from patcher.report import Report, render_html, render_json, render_markdown, views, wording, write
 
 ABSENT = {

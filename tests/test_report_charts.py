@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_sample import comparison, sample
 
-from bench import Timing
+from patcher.bench import Timing
 from patcher.report import charts, views, wording
 from patcher.report.bars import bars
 from patcher.report.svg import Canvas, linear, log_ticks, logarithmic, padded, ticks

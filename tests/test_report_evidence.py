@@ -13,7 +13,7 @@ from rich.console import Console
 from test_report_charts import inside
 from test_report_lanes import decode
 
-from bench.ceilings import Ceilings
+from patcher.bench.judge.ceilings import Ceilings
 from patcher.reconciling.reconcile import GainRow, Reconciliation, reconcile
 from patcher.report import Report, charts, render_html, render_json, render_markdown, views
 from patcher.report.reconciled import MOST_ROWS, reconciled

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from report_page import Page
 from report_sample import sample
 
-from hotspot import Hotspot, KernelStat, Profile
-from hotspot.profile import StepLaunch
-from hotspot.rank import build_profile
-from hotspot.readers.sqlite import read_sqlite
+from patcher.hotspot import Hotspot, KernelStat, Profile
+from patcher.hotspot.profile import StepLaunch
+from patcher.hotspot.rank import build_profile
+from patcher.hotspot.readers.sqlite import read_sqlite
 from patcher.report import charts, plot, render_html, render_markdown, views, wording
 from patcher.report.bars import bars
 from patcher.report.lanes import joined, lanes

@@ -26,26 +26,29 @@ SEES = {
 """kernels (data) <- bench <- hotspot, integrate <- patcher."""
 PUBLIC = {
     "bench": {
-        *(
-            "ceilings",
-            "clock_blocks",
-            "clocks",
-            "cloze",
-            "comparison",
-            "corpus",
-            "engines",
-            "environment",
-        ),
-        *("installed", "judge", "leash", "logits"),
-        *("mutations", "planted", "quality", "scorecard", "stats", "stock", "throughput"),
-        *("latency", "process_pairs", "toolchains", "traffic", "tuning", "waves", "windows"),
+        "ab",
+        "engines",
+        "judge",
+        "machine",
+        "runner",
+        "sandbox",
+        "selftest",
+        "stats",
+        "toolchains",
     },
-    "hotspot": set(),
-    "integrate": set(),
+    "hotspot": {"capture", "compare", "ledger", "nsys", "profile", "read"},
+    "integrate": {"switches", "verify"},
 }
-"""Submodules that other rooms may import; everything else goes through the room's `__init__`."""
+"""Folders and files that other rooms may import; everything else goes through the `__init__`."""
+LAB = Path("bench", "lab")
+"""How our own tables are made: it sees every room, and no room sees it."""
 INIT = "__init__.py"
-FILES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+FILES = [
+    path
+    for room in ROOMS
+    for path in sorted((ROOT / room).rglob("*.py"))
+    if not any(parent.is_symlink() for parent in path.parents)
+]
 
 
 def imports(path: Path) -> list[str]:
@@ -55,22 +58,62 @@ def imports(path: Path) -> list[str]:
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             # what is copied into a sandbox has another name there, and only its siblings
-            assert node.level <= (path.parent.name == "kit"), f"{path}: relative import"
-            found.append("" if node.level else node.module or "")
+            assert node.level <= (path.parent.name == "runner"), f"{path}: relative import"
+            module = "" if node.level else node.module or ""
+            # `from patcher import bench` names a room
+            found += [f"patcher.{a.name}" for a in node.names] if module == "patcher" else [module]
     return found
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_one_way(path: Path) -> None:
-    room = path.relative_to(ROOT).parts[0]
+    inside = path.relative_to(ROOT)
+    if inside.is_relative_to(LAB):
+        return
+    room = inside.parts[0]
     for name in imports(path):
-        top, _, rest = name.partition(".")
-        assert top != "kernels", "kernels/ is data"
-        assert top != "tests"
-        if top in ROOMS:
-            assert top in SEES[room], f"{room} must not see {name}"
-            if top != room and rest:
+        assert name.partition(".")[0] not in {"kernels", "tests", "bench", "hotspot", "integrate"}
+        if name.partition(".")[0] == "patcher":
+            top, _, rest = name.removeprefix("patcher.").partition(".")
+            assert not name.startswith("patcher.bench.lab"), "the lab is no part of the product"
+            assert (top if top in ROOMS else "patcher") in SEES[room], f"{room} must not see {name}"
+            if top in ROOMS and top != room and rest:
                 assert rest.split(".")[0] in PUBLIC[top], f"{name} is private to {top}"
+
+
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    """Over folders, as `test_no_two_files_import_each_other` is over files; late imports count."""
+    arrows: dict[str, set[str]] = {}
+    for path in FILES:
+        if path.relative_to(ROOT).parts[0] == "patcher" or path.parent.parent == ROOT:
+            continue
+        for name in imports(path):
+            here, there = part(path.relative_to(ROOT).as_posix()), part(named_file(name))
+            if there and here != there:
+                arrows.setdefault(here, set()).add(there)
+    while arrows:
+        free = [here for here, there in arrows.items() if not there & arrows.keys()]
+        assert free, f"a circle among {sorted(arrows)}"
+        for here in free:
+            del arrows[here]
+
+
+def named_file(name: str) -> str:
+    """The file of a module, from the root; empty for what is not ours."""
+    inside = name.removeprefix("patcher.").replace(".", "/")
+    places = (
+        f"{inside}.py",
+        f"{inside}/{INIT}",
+        f"patcher/{inside}.py",
+        f"patcher/{inside}/{INIT}",
+    )
+    return next((place for place in places if (ROOT / place).is_file()), "")
+
+
+def part(file: str) -> str:
+    """The folder of a room, or a file that lies in the room itself; empty: a room's face."""
+    top, _, rest = file.partition("/")
+    return "" if rest in ("", INIT) else f"{top}/{rest.split('/')[0].removesuffix('.py')}"
 
 
 def test_no_two_files_import_each_other() -> None:
@@ -93,14 +136,17 @@ def loaded(path: Path) -> Iterator[Path]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node not in late:
             for alias in node.names:  # a file of the package, or else a name of the module
-                places = (Path(*node.module.split("."), alias.name), Path(*node.module.split(".")))
+                module = [x for x in node.module.split(".") if x != "patcher"]
+                if node.module.split(".")[1:2] and module[0] not in ROOMS:
+                    module = ["patcher", *module]
+                places = (Path(*module, alias.name), Path(*module))
                 files = (at for each in places for at in (each.with_suffix(".py"), each / INIT))
                 if found := next((at for at in files if ROOT / at in FILES), None):
                     yield found
 
 
 def test_what_a_served_engine_imports_is_torch_and_the_standard_library() -> None:
-    beside = {"integrate.counts", "integrate.keys"}
+    beside = {"patcher.integrate.counts", "patcher.integrate.keys"}
     for file in ("dispatch.py", "counts.py", "keys.py"):
         names = {name for name in imports(ROOT / "integrate" / file) if name not in beside}
         assert {n.partition(".")[0] for n in names} - set(sys.stdlib_module_names) <= {"torch"}
@@ -120,7 +166,8 @@ def test_files_hold_one_idea(path: Path) -> None:
 
 def test_the_runner_imports_neither_the_judge_nor_torch_before_it_is_told_to() -> None:
     code = (
-        "import bench.judge.kit.runner, sys; print('torch' in sys.modules, 'scipy' in sys.modules)"
+        "import patcher.bench.runner.runner, sys;"
+        "print('torch' in sys.modules, 'scipy' in sys.modules)"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
@@ -155,26 +202,33 @@ def test_the_wheel_holds_the_kernel_library_and_no_package_called_kernels(tmp_pa
         capture_output=True,
     )
     [wheel] = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {path.relative_to(ROOT).as_posix() for path in FILES} <= set(names), "every package"
-    assert "patcher/kernel_library/fused_add_rms_norm/op.toml" in names
-    assert {"bench/cloze.toml", "bench/clock_watchdog.py"} <= set(names)
-    solution = "patcher/kernel_library/fused_add_rms_norm/solutions/cuda_row"
-    assert f"{solution}/fused_add_rms_norm.cu" in names
-    assert "patcher/optimising/demo.jsonl" in names
-    assert {"patcher/memory/known.toml", "patcher/memory/words.txt"} <= set(names)
-    assert "patcher/example.toml" in names
+    names = set(zipfile.ZipFile(wheel).namelist())
+    product = {p.relative_to(ROOT) for p in FILES if not p.relative_to(ROOT).is_relative_to(LAB)}
+    installed = {p if p.parts[0] == "patcher" else Path("patcher", p) for p in product}
+    assert {path.as_posix() for path in installed} <= names, "every package"
     assert {
+        "patcher/bench/ab/cloze.toml",
+        "patcher/bench/ab/traffic.toml",
+        "patcher/bench/judge/counters.toml",
+        "patcher/bench/judge/tripwires.toml",
+        "patcher/bench/py.typed",
+        "patcher/bench/toolchains/hints/cpp.md.j2",
+        "patcher/bench/workloads/gpt-oss-20b.toml",
+        "patcher/example.toml",
+        "patcher/hotspot/families.toml",
+        "patcher/integrate/vllm/sources.json",
+        "patcher/kernel_library/fused_add_rms_norm/op.toml",
+        "patcher/kernel_library/fused_add_rms_norm/solutions/cuda_row/fused_add_rms_norm.cu",
+        "patcher/memory/known.toml",
+        "patcher/memory/words.txt",
+        "patcher/optimising/demo.jsonl",
         "patcher/prompting/templates/generate.md.j2",
-        "bench/toolchains/hints/cpp.md.j2",
-    } <= set(names)
-    assert "bench/toolchains/cutedsl_check.py" in names
-    assert "patcher/report/report.html.j2" in names
-    assert "hotspot/families.toml" in names
-    assert "integrate/startup/sitecustomize.py" in names
-    assert {f"integrate/{e}/__init__.py" for e in ("transformers", "vllm")} <= set(names)
-    assert "bench/workloads/gpt-oss-20b.toml" in names
-    assert not [name for name in names if name.startswith(("kernels/", "tests/"))]
+        "patcher/report/report.html.j2",
+    } <= names
+    tops = {name.partition("/")[0] for name in names}
+    assert tops == {"patcher", f"{wheel.name.split('-py3')[0]}.dist-info"}, "nothing beside patcher"
+    unwanted = ("patcher/bench/lab", "patcher/bench/results", "patcher/selftest_corpus")
+    assert not [name for name in names if name.startswith(unwanted)]
 
 
 PYTHON_DOUBLE = """#!/bin/bash
@@ -233,5 +287,5 @@ def test_without_a_gpu_the_set_up_never_lets_pip_take_a_cuda_build(
 def copy_of_repository(target: Path) -> Path:
     """Building writes beside the sources, so it happens on a copy."""
     ignore = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "patcher-runs")
-    shutil.copytree(ROOT, target, ignore=ignore)
+    shutil.copytree(ROOT, target, ignore=ignore, symlinks=True)
     return target

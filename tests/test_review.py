@@ -15,11 +15,11 @@ from report_sample import attempt, patched
 from test_measure import evidence
 from test_report_lanes import decode
 
-from bench import Evaluation, Outcome, UsageError, VerificationError
-from bench.comparison import Verdict
-from hotspot import Profile
-from integrate import pack
+from patcher.bench import Evaluation, Outcome, UsageError, VerificationError
+from patcher.bench.stats.comparison import Verdict
 from patcher.endtoend.measured import Measured
+from patcher.hotspot import Profile
+from patcher.integrate import pack
 from patcher.pipeline import Made
 from patcher.report import render_html, render_markdown
 from patcher.report.gather import gather

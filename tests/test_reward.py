@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-import bench
-from bench import Candidate, Check, Evaluation, Language, MissingError, Outcome, Timing, UsageError
-from bench.judge import JudgeSettings
+from patcher import bench
 from patcher.attempts import judged as judged_
 from patcher.attempts.judged import rewarded
 from patcher.attempts.reward import reward
+from patcher.bench import (
+    Candidate,
+    Check,
+    Evaluation,
+    Language,
+    MissingError,
+    Outcome,
+    Timing,
+    UsageError,
+)
+from patcher.bench.judge import JudgeSettings
 
 OP = "fused_add_rms_norm"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import Evaluation, Outcome, UsageError, VerificationError
+from patcher.bench import Evaluation, Outcome, UsageError, VerificationError
 from patcher.optimising.levers import ScoreLever
 from patcher.optimising.scoring import Scorer
 from patcher.runs.run import Run

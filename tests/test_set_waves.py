@@ -17,13 +17,12 @@ from test_measure_sets import OPS, bundles, ids
 from test_process_pairs import ScriptedSide
 from test_waves import Machine, Named, NamedSide
 
-import bench
-from bench import Language, Shape
-from bench.clocks import ClockMonitor
-from bench.engines.vllm import cache_bytes
-from bench.waves import BASELINE, CONTROL
-from bench.windows import Taken
-from integrate import Patch, Receipt
+from patcher import bench
+from patcher.bench import Language, Shape
+from patcher.bench.ab.shared_baseline import BASELINE, CONTROL
+from patcher.bench.ab.windows import Taken
+from patcher.bench.engines.vllm import cache_bytes
+from patcher.bench.machine.clocks import ClockMonitor
 from patcher.endtoend import arm_protocol as say
 from patcher.endtoend import asking, set_waves
 from patcher.endtoend.asking import with_cache_size
@@ -31,6 +30,7 @@ from patcher.endtoend.called import called_between
 from patcher.endtoend.measured import Job, Measured
 from patcher.endtoend.set_waves import SetSitting, measure_waves
 from patcher.endtoend.sets import Sets, combination_of, measure_sets
+from patcher.integrate import Patch, Receipt
 
 __all__ = ("bundles",)  # a fixture of tests here
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import UsageError
+from patcher.bench import UsageError
 from patcher.settings import NAMES, resolve
 
 

@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 
-import bench
-from bench import Sample, Window
-from bench.adjust import FAR_OUT, pulled_in, without_order
-from bench.intervals import MIN_PAIRS, first_decided, mean_of, schedule
-from bench.stats import compare, holm, judge, look_confidences, pairs_needed, read_samples
+from patcher import bench
+from patcher.bench import Sample, Window
+from patcher.bench.stats.adjust import FAR_OUT, pulled_in, without_order
+from patcher.bench.stats.compare import (
+    compare,
+    holm,
+    judge,
+    look_confidences,
+    pairs_needed,
+    read_samples,
+)
+from patcher.bench.stats.intervals import MIN_PAIRS, first_decided, mean_of, schedule
 
 
 def pairs(ratios: list[float]) -> list[Sample]:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotspot.rank import build_profile
-from hotspot.recording import Launches, Recording
-from hotspot.steps import find_steps
-from hotspot.timeline import busy_time, exposed, gaps
+from patcher.hotspot.rank import build_profile
+from patcher.hotspot.recording import Launches, Recording
+from patcher.hotspot.steps import find_steps
+from patcher.hotspot.timeline import busy_time, exposed, gaps
 
 LAYER = ["qkv", "rope", "kv", "attention", "out", "norm", "router", "topk", "up", "down", "sum"]
 STEP = ["embed", *LAYER * 12, "head", "argmax"]

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from killing_stories import verdict
 
-from bench import Language, load_op
-from bench.judge.tree import descendants
-from hotspot import Profile, read
 from patcher import pipeline
 from patcher.agent import optimize
+from patcher.bench import Language, load_op
+from patcher.bench.sandbox.process_tree import descendants
 from patcher.commands.workloads import workload_for
+from patcher.hotspot import Profile, read
 from patcher.models import Reply, Usage
 from patcher.models.replay import Recorded, ReplayModel
 from patcher.runs.journal import is_written
@@ -242,7 +242,7 @@ def test_stopped_while_a_candidate_is_built(
 AHEAD = """
 import sys
 from bench import Candidate
-from bench.judge import open_judge
+from patcher.bench.judge import open_judge
 from patcher.runs.stopping import Stopping
 
 with Stopping(), open_judge() as judge:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tried_sample import SHAPES, tried
 
-from bench import Outcome, UsageError
 from patcher.attempts.tried import Ask, Tried, best_of, rounds, standing
+from patcher.bench import Outcome, UsageError
 from patcher.strategies import STRATEGIES, Beam, Evolve, Refine, Sample, Single, open_strategy
 from patcher.strategies.beam import PATIENCE
 from patcher.strategies.designs import designs

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench import Candidate, Language, load_ops
 from patcher.attempts.structure import APART, structure
+from patcher.bench import Candidate, Language, load_ops
 
 CUDA = """
 // adds

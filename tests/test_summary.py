@@ -11,9 +11,9 @@ from statistics import median
 import numpy as np
 import pytest
 
-import bench
-from hotspot.readers.summary import read_summary
-from hotspot.recording import Recording, SummaryRow
+from patcher import bench
+from patcher.hotspot.readers.summary import read_summary
+from patcher.hotspot.recording import Recording, SummaryRow
 
 DATA = Path(__file__).parent / "data/nsys"
 Times = dict[str, list[tuple[int, int]]]

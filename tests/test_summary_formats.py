@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import bench
-from hotspot.readers.summary import read_summary
-from hotspot.readers.tables import tables
-from hotspot.recording import SummaryRow
+from patcher import bench
+from patcher.hotspot.readers.summary import read_summary
+from patcher.hotspot.readers.tables import tables
+from patcher.hotspot.recording import SummaryRow
 
 DATA = Path(__file__).parent / "data/nsys"
 

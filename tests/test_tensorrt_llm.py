@@ -20,12 +20,12 @@ import torch
 from patch_sample import add_norm_guards, kernel
 from trtllm_sample import CALLS, Setup, installed, make_patch
 
-import bench
-from integrate import Book, Receipt, Store, read_receipts
-from integrate.activation import Switches, activate
-from integrate.dispatch import AxisGuard, Dispatcher
-from integrate.points import find_point
-from integrate.tensorrt_llm import (
+from patcher import bench
+from patcher.integrate import Book, Receipt, Store, read_receipts
+from patcher.integrate.activation import Switches, activate
+from patcher.integrate.dispatch import AxisGuard, Dispatcher
+from patcher.integrate.points import find_point
+from patcher.integrate.tensorrt_llm import (
     ENGINE,
     FusedAddRmsNorm,
     check_workers,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from trtllm_sample import DOUBLE, RUN
 
-import bench
-from bench.engines.tensorrt_llm import (
+from patcher import bench
+from patcher.bench.engines.tensorrt_llm import (
     Benchmark,
     command,
     options,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import bench
-from integrate.tensorrt_llm_recipe import write_recipe
-from integrate.tensorrt_llm_source import SEAMS, SourceSeam, make_diff
+from patcher import bench
+from patcher.integrate.tensorrt_llm_recipe import write_recipe
+from patcher.integrate.tensorrt_llm_source import SEAMS, SourceSeam, make_diff
 
 NEEDS_GIT = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 NEEDS_GXX = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")

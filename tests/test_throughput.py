@@ -10,11 +10,11 @@ import pytest
 import torch
 from test_measure import WORKLOAD, ScriptedEngine
 
-import bench
-from bench import Throughput, Window, Workload
-from bench.clocks import ClockMonitor, ClockSample
-from bench.engines import Decoding
-from bench.throughput import decide_on, measure, unfit_pairs
+from patcher import bench
+from patcher.bench import Throughput, Window, Workload
+from patcher.bench.ab.throughput import decide_on, measure, unfit_pairs
+from patcher.bench.engines import Decoding
+from patcher.bench.machine.clocks import ClockMonitor, ClockSample
 
 
 class ScriptedClocks(ClockMonitor):

@@ -10,9 +10,9 @@ import pytest
 from patch_sample import OP, evaluation
 from test_cli import patcher
 
-from bench import Language, load_op
-from integrate import Patch, read_receipts
+from patcher.bench import Language, load_op
 from patcher.endtoend.measured import Judged
+from patcher.integrate import Patch, read_receipts
 from patcher.report import Report
 
 WORDS = ("--batch", "2", "--input-len", "8", "--output-len", "12", "--quality-steps", "4")

@@ -18,7 +18,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from bench import (
+from patcher.agent import optimize
+from patcher.bench import (
     Candidate,
     Check,
     Evaluation,
@@ -30,13 +31,12 @@ from bench import (
     guess_language,
     load_op,
 )
-from bench.judge import JudgeSettings, evaluate
-from bench.judge.sandbox import sandbox_description
-from bench.toolchains import EXAMPLE_OP, Built, build, compilers, load, toolchain
-from bench.toolchains.foreign import MetalToolchain, SyclToolchain
-from integrate import Patch
-from patcher.agent import optimize
+from patcher.bench.judge import JudgeSettings, evaluate
+from patcher.bench.sandbox.policy import sandbox_description
+from patcher.bench.toolchains import EXAMPLE_OP, Built, build, compilers, load, toolchain
+from patcher.bench.toolchains.foreign import MetalToolchain, SyclToolchain
 from patcher.doctor import examine
+from patcher.integrate import Patch
 from patcher.models import Reply, Usage
 from patcher.models.replay import Recorded, ReplayModel
 from patcher.pipeline import Plan, start

@@ -19,17 +19,17 @@ from patch_sample import LAYERS, TINY, evaluation, state
 from transformers import StaticCache
 from transformers.models.gpt_oss import modeling_gpt_oss as source
 
-import bench
-from bench import Candidate, Language
-from bench.engines import Engine, open_engine
-from integrate import Book, Patch, prepare
-from integrate.activation import guards_of
-from integrate.dispatch import AxisGuard, Dispatcher
-from integrate.transformers import POINTS, GptOssDecoderLayers, GptOssExpertsFunction
-from integrate.transformers.decoder_layer import _add_then_norm
-from integrate.transformers.experts import _weigh_and_sum
-from integrate.transformers.rotary import _rotate
-from integrate.transformers.router import _top_k
+from patcher import bench
+from patcher.bench import Candidate, Language
+from patcher.bench.engines import Engine, open_engine
+from patcher.integrate import Book, Patch, prepare
+from patcher.integrate.activation import guards_of
+from patcher.integrate.dispatch import AxisGuard, Dispatcher
+from patcher.integrate.transformers import POINTS, GptOssDecoderLayers, GptOssExpertsFunction
+from patcher.integrate.transformers.decoder_layer import _add_then_norm
+from patcher.integrate.transformers.experts import _weigh_and_sum
+from patcher.integrate.transformers.rotary import _rotate
+from patcher.integrate.transformers.router import _top_k
 
 STEPS = 3
 PER_LAYER = {name: 2 if name == "gpt_oss.decoder_layer" else 1 for name in POINTS}

@@ -12,11 +12,11 @@ import pytest
 from test_measure import WORKLOAD
 from test_process_pairs import Host, ScriptedProcess, ScriptedSide
 
-import bench
-from bench import Shape
-from patcher.trials.driver import Driver
-from patcher.trials.folder import Asked, Folder, markdown
-from patcher.trials.trial import (
+from patcher import bench
+from patcher.bench import Shape
+from patcher.bench.lab.trials.driver import Driver
+from patcher.bench.lab.trials.folder import Asked, Folder, markdown
+from patcher.bench.lab.trials.trial import (
     Repeats,
     Resident,
     Setting,
@@ -25,7 +25,7 @@ from patcher.trials.trial import (
     summarise,
     verdict_on,
 )
-from patcher.trials.verdict_trials import as_it_should, main
+from patcher.bench.lab.trials.verdict_trials import as_it_should, main
 
 ASKED = Asked(
     workload=WORKLOAD,

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import Candidate, Language, Outcome, UsageError, guess_language, load_op
-from bench.judge import JudgeSettings, Policy, evaluate, stripping
-from bench.judge.stripping import Views, views
-from bench.judge.tripwires import LONGEST, Rule, Tripwires, look, rules
+from patcher.bench import Candidate, Language, Outcome, UsageError, guess_language, load_op
+from patcher.bench.judge import JudgeSettings, Policy, evaluate, stripping
+from patcher.bench.judge.stripping import Views, views
+from patcher.bench.judge.tripwires import LONGEST, Rule, Tripwires, look, rules
 from patcher.optimising import levers
 from patcher.settings import resolve
 

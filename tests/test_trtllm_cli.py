@@ -11,7 +11,7 @@ import pytest
 from test_cli import error_of, patcher
 from trtllm_sample import CALLS, DOUBLE, RUN, installed, make_patch, write_program
 
-from integrate import Store
+from patcher.integrate import Store
 
 LENGTHS = [
     *("--vocab-size", str(RUN.vocab_size), "--requests", str(RUN.requests)),

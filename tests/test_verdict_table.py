@@ -9,11 +9,11 @@ from report_sample import throughput_of
 from test_elsewhere import at
 from test_measure import evidence
 
-from bench import UsageError
+from patcher.bench import UsageError
+from patcher.bench.lab.verdict_table import PUBLISHED, main, read, table
 from patcher.endtoend.best_set import BestSet
 from patcher.endtoend.measured import Judged, Measured
 from patcher.endtoend.sets import Sets, combination_of
-from patcher.report.verdict_table import PUBLISHED, main, read, table
 from patcher.verdicts.decide import decide
 
 

@@ -28,10 +28,10 @@ from vllm_here import (
     nothing,
 )
 
-import bench
-from integrate import Patch, Store
-from integrate.points import find_point
-from integrate.vllm.points import POINTS
+from patcher import bench
+from patcher.integrate import Patch, Store
+from patcher.integrate.points import find_point
+from patcher.integrate.vllm.points import POINTS
 
 __all__ = ("config",)  # a fixture of tests here
 
@@ -57,10 +57,10 @@ def test_the_plugin_is_declared_and_does_nothing_unless_it_is_asked() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     declared = project["project"]["entry-points"]["vllm.general_plugins"]
-    assert declared == {"patcher": "integrate.vllm:register"}
-    assert "integrate.vllm" in project["tool"]["setuptools"]["packages"]
+    assert declared == {"patcher": "patcher.integrate.vllm:register"}
+    assert "patcher.integrate.vllm" in project["tool"]["setuptools"]["packages"]
     code = (
-        "import sys, integrate.vllm as plugin; plugin.register(); plugin.register();"
+        "import sys, patcher.integrate.vllm as plugin; plugin.register(); plugin.register();"
         "print([name for name in ('torch', 'vllm', 'scipy') if name in sys.modules])"
     )
     assert python(code).strip() == "[]"
@@ -69,7 +69,7 @@ def test_the_plugin_is_declared_and_does_nothing_unless_it_is_asked() -> None:
 
 @without_vllm
 def test_where_vllm_is_missing_it_says_so() -> None:
-    code = "import logging; logging.basicConfig(); import integrate.vllm as p; p.register()"
+    code = "import logging; logging.basicConfig(); import patcher.integrate.vllm as p; p.register()"
     assert "vllm is not installed" in python(code, PATCHER_PATCHES="on")
     strict = python(code, PATCHER_PATCHES="on", PATCHER_STRICT="1")
     assert "MissingError: vllm is not installed" in strict
@@ -87,7 +87,7 @@ def test_every_part_that_is_relied_on_has_a_digest() -> None:
 
 
 def test_the_names_that_the_proof_looks_for_are_those_of_a_real_profile() -> None:
-    from patcher.reconciling.vllm_cases import CASES, counted, matching
+    from patcher.bench.lab.vllm_cases import CASES, counted, matching
 
     profile = json.loads((ROOT / "bench/results/h200-profile/vllm-decode.json").read_text())
     kernels = {kernel["name"]: kernel["instances"] for kernel in profile["kernels"]}
@@ -117,7 +117,7 @@ def test_the_names_that_the_proof_looks_for_are_those_of_a_real_profile() -> Non
 
 
 def test_a_narrowed_op_differs_in_its_guards_alone() -> None:
-    from patcher.reconciling.vllm_points import narrowed, shipped
+    from patcher.bench.lab.vllm_points import narrowed, shipped
 
     op = narrowed(OP, 1)
     assert op.contract.guards.axes["tokens"].maximum == 1
@@ -185,7 +185,7 @@ def test_a_point_goes_in_and_out_without_a_trace(name: str, config: Any) -> None
 def test_code_that_is_not_as_it_was_read_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from integrate.vllm import sources
+    from patcher.integrate.vllm import sources
 
     real = sources.text
     monkeypatch.setattr(
@@ -449,8 +449,8 @@ def test_a_worker_has_what_is_switched_on_and_its_compiled_code_knows(
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    import integrate.vllm as plugin
-    from integrate.vllm.plugin import FACTOR
+    import patcher.integrate.vllm as plugin
+    from patcher.integrate.vllm.plugin import FACTOR
 
     patch = Patch.create(
         tmp_path / "patch", OP, CANDIDATE, evaluation(), engine="vllm", made_by="test"

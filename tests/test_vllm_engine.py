@@ -22,11 +22,11 @@ import pytest
 import torch
 from vllm_here import needs_vllm
 
-import bench
-from bench import Shape, Workload
-from bench.engines import open_engine, open_measurable
-from bench.engines import vllm as driver
-from bench.engines.vllm import OPTIONS, VllmEngine, refuse_dummy
+from patcher import bench
+from patcher.bench import Shape, Workload
+from patcher.bench.engines import open_engine, open_measurable
+from patcher.bench.engines import vllm as driver
+from patcher.bench.engines.vllm import OPTIONS, VllmEngine, refuse_dummy
 from patcher.endtoend.arm import delay_of
 
 VOCAB = 31

@@ -14,9 +14,9 @@ import torch
 from patch_sample import kernel as add_norm
 from vllm_here import config, dispatcher, guards_of, needs_vllm, nothing
 
-import bench
-from integrate.dispatch import Guards
-from integrate.vllm.points import POINTS
+from patcher import bench
+from patcher.integrate.dispatch import Guards
+from patcher.integrate.vllm.points import POINTS
 
 __all__ = ("config",)  # a fixture of tests here
 

@@ -14,10 +14,10 @@ import torch
 from test_vllm import EXPERTS, _reference
 from vllm_here import attribute, dispatcher, guards_of, needs_vllm, nothing
 
-import bench
-from bench.judge.kit.loading import load
-from integrate.dispatch import AxisGuard, Dispatcher
-from integrate.vllm.points import POINTS
+from patcher import bench
+from patcher.bench.runner.loading import load
+from patcher.integrate.dispatch import AxisGuard, Dispatcher
+from patcher.integrate.vllm.points import POINTS
 
 pytestmark = needs_vllm
 
@@ -216,7 +216,7 @@ def second_call(layer: Layer, **more: Any) -> dict[str, Any]:
 def test_whatever_is_not_as_it_was_read_is_left_to_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from integrate.vllm import matmul
+    from patcher.integrate.vllm import matmul
 
     layer, many = Layer(), Layer(tokens=130)
     asked: list[Any] = []
@@ -285,7 +285,7 @@ def test_a_call_that_is_left_to_the_engine_holds_no_rows_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They are as large as what the engine takes itself, and were the patch's peak memory."""
-    from integrate.vllm import matmul
+    from patcher.integrate.vllm import matmul
 
     made: list[weakref.ref[torch.Tensor]] = []
     new_empty = torch.Tensor.new_empty

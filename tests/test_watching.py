@@ -19,9 +19,9 @@ from killing_stories import OP
 from rich.console import Console
 from test_stopping import LIMIT_S, Stage, recorded
 
-from bench import Outcome
 from patcher.attempts import Attempt, Phase, Progress
 from patcher.attempts import Stage as Doing
+from patcher.bench import Outcome
 from patcher.models import Usage
 from patcher.runs.index import attempts_page
 from patcher.show.tables import attempts_table

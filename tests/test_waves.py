@@ -9,12 +9,12 @@ import pytest
 from test_measure import WORKLOAD
 from test_process_pairs import GIB, Host, ScriptedProcess, ScriptedSide
 
-import bench
-from bench import Shape, Throughput
-from bench.clocks import ClockMonitor
-from bench.process_pairs import SHARE_BESIDE, Memory, Plan
-from bench.stats import holm
-from bench.waves import BASELINE, CONTROL, Wave, WaveSitting, throughput_of
+from patcher import bench
+from patcher.bench import Shape, Throughput
+from patcher.bench.ab.process_pairs import SHARE_BESIDE, Memory, Plan
+from patcher.bench.ab.shared_baseline import BASELINE, CONTROL, Wave, WaveSitting, throughput_of
+from patcher.bench.machine.clocks import ClockMonitor
+from patcher.bench.stats.compare import holm
 
 GAINS = {"a": 2.0, "b": 1.5, "a + b": 3.5, "c": 0.0}
 ROUNDS = 10

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-import bench
-from bench import Language, UsageError, VerificationError
-from bench.judge import Policy
-from bench.toolchains import cache_root, toolchain
+from patcher import bench
+from patcher.bench import Language, UsageError, VerificationError
+from patcher.bench.judge import Policy
+from patcher.bench.toolchains import cache_root, toolchain
 from patcher.cli import app
 from patcher.judges.worker import Worker
 from patcher.workspace import (

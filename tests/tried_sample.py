@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench import Candidate, Check, Evaluation, Language, Outcome, Timing
 from patcher.attempts.tried import Ask, Kind, Tried
+from patcher.bench import Candidate, Check, Evaluation, Language, Outcome, Timing
 from patcher.prompting.extract import Failure
 
 OP = "fused_add_rms_norm"

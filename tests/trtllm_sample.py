@@ -15,10 +15,10 @@ from typing import Any
 
 from patch_sample import OP, evaluation
 
-from bench import Candidate, Language
-from bench.engines.tensorrt_llm import Benchmark, run_benchmark
-from integrate import Patch, Store
-from integrate.tensorrt_llm import write_module
+from patcher.bench import Candidate, Language
+from patcher.bench.engines.tensorrt_llm import Benchmark, run_benchmark
+from patcher.integrate import Patch, Store
+from patcher.integrate.tensorrt_llm import write_module
 
 ROOT = Path(__file__).resolve().parent.parent
 DOUBLE = ROOT / "tests/doubles/trtllm"

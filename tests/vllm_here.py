@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-import bench
-from integrate import Book
-from integrate.activation import contract_guards
-from integrate.dispatch import Dispatcher, Guards
+from patcher import bench
+from patcher.integrate import Book
+from patcher.integrate.activation import contract_guards
+from patcher.integrate.dispatch import Dispatcher, Guards
 
 
 def installed() -> str | None:
@@ -66,6 +66,6 @@ def nothing(*args: Any) -> None:
 
 
 def attribute(where: str) -> Any:
-    from integrate.vllm import sources
+    from patcher.integrate.vllm import sources
 
     return sources.part(where)

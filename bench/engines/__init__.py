@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bench.errors import UsageError
-from bench.workload import Shape, Workload
+from patcher.bench.errors import UsageError
+from patcher.bench.workload import Shape, Workload
 
 if TYPE_CHECKING:
     import torch
@@ -151,7 +151,7 @@ def open_engine(workload: Workload) -> Engine:
         MissingError: the engine or the device is not on this machine.
     """
     if workload.engine == "transformers":
-        from bench.engines.transformers import TransformersEngine
+        from patcher.bench.engines.transformers import TransformersEngine
 
         return TransformersEngine(workload)
     if workload.engine == "vllm":
@@ -179,7 +179,7 @@ def open_measurable(
         UsageError: as `open_engine`, or arguments for an engine that has none.
     """
     if workload.engine == "vllm":
-        from bench.engines.vllm import VllmEngine
+        from patcher.bench.engines.vllm import VllmEngine
 
         share = {"gpu_memory_utilization": memory_share}
         return VllmEngine(workload, {**share, **(arguments or {})}, room=room)

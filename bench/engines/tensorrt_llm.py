@@ -14,15 +14,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from bench.engines.tensorrt_llm_inputs import (
+from patcher.bench.engines.tensorrt_llm_inputs import (
     Benchmark,
     command,
     options,
     write_dataset,
     write_inputs,
 )
-from bench.engines.tensorrt_llm_report import Report, read_report, take_window
-from bench.errors import MissingError, PatcherError, UsageError
+from patcher.bench.engines.tensorrt_llm_report import Report, read_report, take_window
+from patcher.bench.errors import MissingError, PatcherError, UsageError
 
 WORKER_PREFIX = "TLLM_"
 """Workers are given the variables that begin so (and with TRTLLM), and no other."""

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from bench.errors import UsageError
-from bench.records import Record
+from patcher.bench.errors import UsageError
+from patcher.bench.records import Record
 
 
 class Benchmark(Record):

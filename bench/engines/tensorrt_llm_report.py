@@ -12,10 +12,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from bench.comparison import Arm, Window
-from bench.engines.tensorrt_llm_inputs import Benchmark
-from bench.errors import VerificationError
-from bench.records import SCHEMA_VERSION, Record
+from patcher.bench.engines.tensorrt_llm_inputs import Benchmark
+from patcher.bench.errors import VerificationError
+from patcher.bench.records import SCHEMA_VERSION, Record
+from patcher.bench.stats.comparison import Arm, Window
 
 AGREEMENT = 0.01
 """How far the report's own figures may be from one another, as a share."""

@@ -12,22 +12,22 @@ from typing import Any, cast
 import torch
 from packaging.version import Version
 
-from bench.engines import (
+from patcher.bench.engines import (
     Decoding,
     Generation,
     entropy_pct,
     peak_memory_bytes,
     random_prompts,
 )
-from bench.engines.random_weights import spread_of
-from bench.errors import MissingError, UsageError
-from bench.workload import Workload, presets, weights_id
+from patcher.bench.engines.random_weights import spread_of
+from patcher.bench.errors import MissingError, UsageError
+from patcher.bench.workload import Workload, presets, weights_id
 
 OLDEST = Version("5.17")
 
 
 class TransformersEngine:
-    """One model in this process. See `bench.engines.Engine` for the methods."""
+    """One model in this process. See `patcher.bench.engines.Engine` for the methods."""
 
     def __init__(self, workload: Workload) -> None:
         _check_machine(workload)
@@ -189,7 +189,7 @@ def _load_model(workload: Workload) -> Any:
 
 @torch.no_grad()
 def _randomise(model: torch.nn.Module, seed: int) -> None:
-    """Seeded normal, as `bench.engines.random_weights` spreads them, norms one and in float32 as
+    """Seeded normal, as `engines.random_weights` spreads them, norms one and in float32 as
     `from_pretrained` keeps them.
 
     Zero-like dummy weights would send every token to the same experts, and decode would read a

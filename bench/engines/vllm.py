@@ -21,11 +21,17 @@ from typing import Any
 
 import torch
 
-from bench.engines import Decoding, Generation, peak_memory_bytes, random_prompts, vllm_logits
-from bench.engines.random_weights import STD, spread_of
-from bench.errors import MissingError, UsageError
-from bench.toolchains import cache_root
-from bench.workload import Shape, Workload, presets
+from patcher.bench.engines import (
+    Decoding,
+    Generation,
+    peak_memory_bytes,
+    random_prompts,
+    vllm_logits,
+)
+from patcher.bench.engines.random_weights import STD, spread_of
+from patcher.bench.errors import MissingError, UsageError
+from patcher.bench.toolchains import cache_root
+from patcher.bench.workload import Shape, Workload, presets
 
 LOAD_FORMAT = "patcher_random"
 RANDOM_WEIGHTS = "PATCHER_RANDOM_WEIGHTS"
@@ -56,7 +62,7 @@ not go with the model or the GPU."""
 
 
 class VllmEngine:
-    """One model in this process. See `bench.engines.Decoder` for the methods."""
+    """One model in this process. See `patcher.bench.engines.Decoder` for the methods."""
 
     def __init__(
         self,
@@ -146,7 +152,7 @@ class VllmEngine:
         return vllm_logits.routing_entropy_pct(self, prompts, steps)
 
     def served_logits(self, prompts: torch.Tensor, forced: torch.Tensor) -> torch.Tensor:
-        """See `bench.engines.vllm_logits.served_logits`."""
+        """See `patcher.bench.engines.vllm_logits.served_logits`."""
         return vllm_logits.served_logits(self, prompts, forced)
 
     @property
@@ -295,7 +301,7 @@ def register_loader() -> None:
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Normal, as `bench.engines.random_weights` spreads them; norms one; packed MXFP4 blocks any
+    """Normal, as `engines.random_weights` spreads them; norms one; packed MXFP4 blocks any
     byte, their scales `MXFP4_SCALE` or, where the rest would be smaller, less by so many halvings.
     """
     device = next(model.parameters()).device

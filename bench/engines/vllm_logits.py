@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from bench.engines import Decoding, Generation, entropy_pct
-from bench.errors import PatcherError
+from patcher.bench.engines import Decoding, Generation, entropy_pct
+from patcher.bench.errors import PatcherError
 
 
 class Running(Protocol):

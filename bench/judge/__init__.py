@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bench.candidate import Candidate
-from bench.evaluation import Evaluation
-from bench.judge.tripwires import Policy
+from patcher.bench.judge.evaluation import Evaluation
+from patcher.bench.judge.tripwires import Policy
+from patcher.bench.ops.candidate import Candidate
 
 if TYPE_CHECKING:
-    from bench.judge.judge import Judge
+    from patcher.bench.judge.judge import Judge
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
@@ -39,7 +39,7 @@ class JudgeSettings:
     """Pairs stop once the interval is this narrow on each side."""
     calls: int = 1000
     """Checked calls of a candidate that passes, at least: some cheats are right for a while. Of
-    an op with large inputs fewer, see `bench.judge.planning`."""
+    an op with large inputs fewer, see `patcher.bench.judge.planning`."""
     lives_s: float = 3.0
     """Likewise, how long its process is called."""
     timeout_s: float = 30.0
@@ -75,7 +75,7 @@ def evaluate(
 def open_judge(settings: JudgeSettings | None = None) -> AbstractContextManager[Judge]:
     """A judge for many candidates: what is trusted is started once."""
     # imported late: it brings torch, and many commands judge nothing
-    from bench.judge.judge import Judge
+    from patcher.bench.judge.judge import Judge
 
     return Judge(settings or JudgeSettings())
 

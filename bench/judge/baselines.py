@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import statistics
 
-from bench.contract import Sweep
-from bench.environment import fingerprint
-from bench.errors import MissingError
-from bench.evaluation import geomean
-from bench.judge import Progress
-from bench.judge.cases import Secrets
-from bench.judge.planning import block_sets
-from bench.judge.process import Runner
-from bench.judge.stock import Stock
-from bench.judge.zygote import RunnerFailure
-from bench.op import Op
-from bench.records import Record, remembered
-from bench.timed_arm import Arm, fresh_sets
-from bench.toolchains import cache_root
+from patcher.bench.errors import MissingError
+from patcher.bench.judge import Progress
+from patcher.bench.judge.cases import Secrets
+from patcher.bench.judge.evaluation import geomean
+from patcher.bench.judge.planning import block_sets
+from patcher.bench.judge.process import Runner
+from patcher.bench.judge.random_pool import Stock
+from patcher.bench.judge.timed_arm import Arm, fresh_sets
+from patcher.bench.judge.zygote import RunnerFailure
+from patcher.bench.machine.environment import fingerprint
+from patcher.bench.ops.contract import Sweep
+from patcher.bench.ops.op import Op
+from patcher.bench.records import Record, remembered
+from patcher.bench.toolchains import cache_root
 
 LOAD_S = 600.0
 BLOCKS = 4

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.records import Record
+from patcher.bench.records import Record
 
 RED_ZONE = 256
 FILL = 0xFF

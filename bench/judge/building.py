@@ -7,14 +7,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from bench.candidate import Candidate
-from bench.errors import UsageError
-from bench.evaluation import Evaluation, Outcome
-from bench.judge import JudgeSettings, Progress
-from bench.judge.trial import State
-from bench.judge.tripwires import Tripwires, look
-from bench.op import Op
-from bench.toolchains import Built, build, toolchain
+from patcher.bench.errors import UsageError
+from patcher.bench.judge import JudgeSettings, Progress
+from patcher.bench.judge.evaluation import Evaluation, Outcome
+from patcher.bench.judge.trial import State
+from patcher.bench.judge.tripwires import Tripwires, look
+from patcher.bench.ops.candidate import Candidate
+from patcher.bench.ops.op import Op
+from patcher.bench.toolchains import Built, build, toolchain
 
 NOTHING_RAN = "compiled only: it was neither run nor timed, and nothing is known of its values"
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.contract import ITEM_SIZE, Point, Sweep, TensorSpec
-from bench.judge import regimes
-from bench.judge.accuracy import FLUSHED, explain_mismatch, explain_touched
-from bench.judge.blob import Layout, Travel, Wanted, layout
-from bench.op import Op
+from patcher.bench.judge import regimes
+from patcher.bench.judge.accuracy import FLUSHED, explain_mismatch, explain_touched
+from patcher.bench.judge.blob import Layout, Travel, Wanted, layout
+from patcher.bench.ops.contract import ITEM_SIZE, Point, Sweep, TensorSpec
+from patcher.bench.ops.op import Op
 
 Values = dict[str, Tensor]
 MIXED_BYTES = 16 << 20

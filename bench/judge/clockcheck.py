@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.judge.tools import library_of
-from bench.stats import half_width
+from patcher.bench.judge.tools import library_of
+from patcher.bench.stats.compare import half_width
 
 HIDDEN = 0.15
 """Share of the baseline's time that the two clocks may differ by."""

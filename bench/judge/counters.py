@@ -17,15 +17,15 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from bench.candidate import Candidate
-from bench.contract import Point
-from bench.errors import MissingError, UsageError
-from bench.evaluation import Counter, Evaluation, KernelCounters
-from bench.installed import find_ncu
-from bench.judge import tools
-from bench.op import load_op
-from bench.records import Record
-from bench.toolchains import Built, build
+from patcher.bench.errors import MissingError, UsageError
+from patcher.bench.judge import tools
+from patcher.bench.judge.evaluation import Counter, Evaluation, KernelCounters
+from patcher.bench.machine.installed import find_ncu
+from patcher.bench.ops.candidate import Candidate
+from patcher.bench.ops.contract import Point
+from patcher.bench.ops.op import load_op
+from patcher.bench.records import Record
+from patcher.bench.toolchains import Built, build
 
 WARM, CALLS = 3, 3
 _DURATION = "gpu__time_duration.sum"

@@ -13,23 +13,24 @@ from typing import Any, Self
 
 import torch
 
-from bench.candidate import Candidate
-from bench.clocks import ClockMonitor
-from bench.contract import Sweep
-from bench.errors import MissingError, UsageError, VerificationError
-from bench.evaluation import Evaluation, Outcome, geomean
-from bench.judge import JudgeSettings, Progress, tree
-from bench.judge import cases as cases_
-from bench.judge.baselines import LOAD_S, Strongest, strongest
-from bench.judge.building import begin, compile_check
-from bench.judge.cases import Secrets
-from bench.judge.planning import require_fits
-from bench.judge.process import Limits, Runner
-from bench.judge.trial import AFTER, State, Trial, Wrong, reseeded
-from bench.judge.tripwires import Tripwires
-from bench.judge.zygote import RunnerFailure, Zygote
-from bench.op import Op, load_op
-from bench.toolchains import Built, build, cache_root, toolchain
+from patcher.bench.errors import MissingError, UsageError, VerificationError
+from patcher.bench.judge import JudgeSettings, Progress
+from patcher.bench.judge import cases as cases_
+from patcher.bench.judge.baselines import LOAD_S, Strongest, strongest
+from patcher.bench.judge.building import begin, compile_check
+from patcher.bench.judge.cases import Secrets
+from patcher.bench.judge.evaluation import Evaluation, Outcome, geomean
+from patcher.bench.judge.planning import require_fits
+from patcher.bench.judge.process import Limits, Runner
+from patcher.bench.judge.trial import AFTER, State, Trial, Wrong, reseeded
+from patcher.bench.judge.tripwires import Tripwires
+from patcher.bench.judge.zygote import RunnerFailure, Zygote
+from patcher.bench.machine.clocks import ClockMonitor
+from patcher.bench.ops.candidate import Candidate
+from patcher.bench.ops.contract import Sweep
+from patcher.bench.ops.op import Op, load_op
+from patcher.bench.sandbox import process_tree as tree
+from patcher.bench.toolchains import Built, build, cache_root, toolchain
 
 CANARY_PAUSE_S = 3.0
 """Between tries: the memory of a process that was killed comes back late."""
@@ -79,7 +80,7 @@ class Judge:
     def evaluate(
         self, candidate: Candidate, report: Progress, seed: int | None = None
     ) -> Evaluation:
-        """See `bench.judge.evaluate`. A `seed` makes the compared outputs repeat bit by bit;
+        """See `judge.evaluate`. A `seed` makes the compared outputs repeat bit by bit;
         without one, seeds are secret, as a verdict needs.
         """
         settings = self.settings

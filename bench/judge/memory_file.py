@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 
-from bench.judge.blob import Bytes
+from patcher.bench.judge.blob import Bytes
 
 CAPACITY = 1 << 30
 """Bytes that inputs, or outputs, of one command may have; memory is used as it is written."""
@@ -24,7 +24,7 @@ def write_at_start(descriptor: int, data: Bytes) -> None:
     """All of it.
 
     Raises:
-        ValueError: more than `CAPACITY`, which `bench.judge.planning` should have kept below.
+        ValueError: more than `CAPACITY`, which `judge.planning` should have kept below.
     """
     if data.nbytes > CAPACITY:
         raise ValueError(f"{data.nbytes} bytes for one command, {CAPACITY} at most")

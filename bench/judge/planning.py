@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from bench.contract import Point, Sweep
-from bench.errors import UsageError
-from bench.judge.blob import Layout
-from bench.judge.cases import shapes_tried, tensors_of
-from bench.judge.memory_file import CAPACITY
-from bench.op import Op
+from patcher.bench.errors import UsageError
+from patcher.bench.judge.blob import Layout
+from patcher.bench.judge.cases import shapes_tried, tensors_of
+from patcher.bench.judge.memory_file import CAPACITY
+from patcher.bench.ops.contract import Point, Sweep
+from patcher.bench.ops.op import Op
 
 SETS = {"cpu": 16, "cuda": 32}
 """Buffer sets of a block."""

@@ -19,12 +19,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from bench.errors import MissingError
-from bench.judge import sandbox, tree
-from bench.judge.blob import Bytes, Layout
-from bench.judge.memory_file import memory_file, read_from_start, write_at_start
-from bench.judge.zygote import RunnerFailure, Zygote
-from bench.toolchains import Built, cache_root
+from patcher.bench.errors import MissingError
+from patcher.bench.judge.blob import Bytes, Layout
+from patcher.bench.judge.memory_file import memory_file, read_from_start, write_at_start
+from patcher.bench.judge.zygote import RunnerFailure, Zygote
+from patcher.bench.machine.environment import ROOT
+from patcher.bench.sandbox import policy as sandbox
+from patcher.bench.sandbox import process_tree as tree
+from patcher.bench.toolchains import Built, cache_root
 
 START_S = 300.0
 _REPLY_LIMIT = 1 << 24
@@ -85,7 +87,7 @@ class Runner:
                     memory_bytes=limits.memory_bytes,
                 )
             )
-        root = str(Path(__file__).resolve().parents[2])
+        root = str(ROOT)
         job = {
             "folder": str(self.folder),
             "log": str(self.folder / "log"),

@@ -12,8 +12,8 @@ import random
 import torch
 from torch import Tensor
 
-from bench.contract import Point
-from bench.op import Op
+from patcher.bench.ops.contract import Point
+from patcher.bench.ops.op import Op
 
 EACH = ("zeros", "ones", "one_hot", "negative_zero", "denormal", "nan", "inf")
 """Tried on each tensor alone, too: in all at once one hides the other."""

@@ -24,17 +24,17 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.candidate import Candidate, Language
-from bench.contract import Point, Sweep
-from bench.evaluation import Outcome
-from bench.installed import find_compute_sanitizer, version_of
-from bench.judge import tools
-from bench.judge.blob import Layout
-from bench.judge.cases import Secrets
-from bench.judge.sanitizer_text import Finding, Report, parse
-from bench.op import Op
-from bench.records import Record
-from bench.toolchains import Built, build, toolchain
+from patcher.bench.judge import tools
+from patcher.bench.judge.blob import Layout
+from patcher.bench.judge.cases import Secrets
+from patcher.bench.judge.evaluation import Outcome
+from patcher.bench.judge.sanitizer_text import Finding, Report, parse
+from patcher.bench.machine.installed import find_compute_sanitizer, version_of
+from patcher.bench.ops.candidate import Candidate, Language
+from patcher.bench.ops.contract import Point, Sweep
+from patcher.bench.ops.op import Op
+from patcher.bench.records import Record
+from patcher.bench.toolchains import Built, build, toolchain
 
 _FOUND_CODE = 99
 _OPTIONS: dict[str, tuple[str, ...]] = {
@@ -155,7 +155,7 @@ def _control(op: Op, device: str) -> tools.Job | None:
     """What hands over by mbarriers, called without arguments; None: it cannot be built here."""
     if toolchain(Language.CUDA).missing() is not None:
         return None
-    source = resources.files("bench.judge").joinpath(_CONTROL).read_text("utf-8")
+    source = resources.files("patcher.bench.judge").joinpath(_CONTROL).read_text("utf-8")
     source = source.replace("ENTRY", op.name)
     built = build(Candidate(op=op.name, language=Language.CUDA, source=source), op.contract)
     nothing = Layout(slots=(), set_bytes=0, sent_bytes=0, returned_bytes=0)

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.judge import tools
-from bench.records import Record
+from patcher.bench.judge import tools
+from patcher.bench.records import Record
 
 _MOST_REPORTS = 1000
 """The tools print 100; more is not of them."""

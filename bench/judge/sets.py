@@ -9,12 +9,20 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from bench.judge.blob import FILL, Bytes, Layout, Slot, read_set, strayed, write_set
-from bench.judge.cases import Case, Expected, Values, expect, make_inputs, tensors_of, value_problem
-from bench.judge.kit.mixing import Mixer
-from bench.judge.process import Left
-from bench.judge.stock import Recipe, Stock
-from bench.op import Op
+from patcher.bench.judge.blob import FILL, Bytes, Layout, Slot, read_set, strayed, write_set
+from patcher.bench.judge.cases import (
+    Case,
+    Expected,
+    Values,
+    expect,
+    make_inputs,
+    tensors_of,
+    value_problem,
+)
+from patcher.bench.judge.process import Left
+from patcher.bench.judge.random_pool import Recipe, Stock
+from patcher.bench.ops.op import Op
+from patcher.bench.runner.mixing import Mixer
 
 
 @dataclass

@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.candidate import Language
+from patcher.bench.ops.candidate import Language
 
 _PYTHON = re.compile(
     r"""

@@ -20,14 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.contract import Point
-from bench.judge import cases as cases_
-from bench.judge import process, sandbox, tree, zygote
-from bench.judge.blob import Bytes, Layout
-from bench.judge.cases import Case
-from bench.judge.sets import packed
-from bench.op import Op
-from bench.toolchains import Built
+from patcher.bench.judge import cases as cases_
+from patcher.bench.judge import process, zygote
+from patcher.bench.judge.blob import Bytes, Layout
+from patcher.bench.judge.cases import Case
+from patcher.bench.judge.sets import packed
+from patcher.bench.ops.contract import Point
+from patcher.bench.ops.op import Op
+from patcher.bench.sandbox import policy as sandbox
+from patcher.bench.sandbox import process_tree as tree
+from patcher.bench.toolchains import Built
 
 LIMIT_S = 180.0
 """Of one run; a memory checker takes 10 to 100 times as long as the kernel alone."""

@@ -11,26 +11,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.candidate import Candidate
-from bench.ceilings import ceilings
-from bench.clocks import ClockMonitor
-from bench.contract import Sweep
-from bench.environment import describe
-from bench.errors import VerificationError
-from bench.evaluation import Check, Evaluation, Outcome, Timing
-from bench.judge import JudgeSettings, Progress
-from bench.judge import cases as cases_
-from bench.judge.cases import Case, Secrets
-from bench.judge.planning import soaked_calls, soaked_sets
-from bench.judge.process import Left, Runner, placed
-from bench.judge.sanitizer import Sanitized, sanitize
-from bench.judge.sets import Sets
-from bench.judge.stock import Stock
-from bench.judge.zygote import RunnerFailure
-from bench.op import Op
-from bench.timed_arm import Found, fresh
-from bench.timing import FEWEST_PAIRS, Precision, Sitting
-from bench.toolchains import Built
+from patcher.bench.errors import VerificationError
+from patcher.bench.judge import JudgeSettings, Progress
+from patcher.bench.judge import cases as cases_
+from patcher.bench.judge.cases import Case, Secrets
+from patcher.bench.judge.ceilings import ceilings
+from patcher.bench.judge.evaluation import Check, Evaluation, Outcome, Timing
+from patcher.bench.judge.planning import soaked_calls, soaked_sets
+from patcher.bench.judge.process import Left, Runner, placed
+from patcher.bench.judge.random_pool import Stock
+from patcher.bench.judge.sanitizer import Sanitized, sanitize
+from patcher.bench.judge.sets import Sets
+from patcher.bench.judge.timed_arm import Found, fresh
+from patcher.bench.judge.timing import FEWEST_PAIRS, Precision, Sitting
+from patcher.bench.judge.zygote import RunnerFailure
+from patcher.bench.machine.clocks import ClockMonitor
+from patcher.bench.machine.environment import describe
+from patcher.bench.ops.candidate import Candidate
+from patcher.bench.ops.contract import Sweep
+from patcher.bench.ops.op import Op
+from patcher.bench.toolchains import Built
 
 AFTER = 6
 """Correctness cases that come again, on other seeds, after the timed calls."""

@@ -16,17 +16,17 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from bench.candidate import Candidate, Language
-from bench.errors import UsageError
-from bench.judge.stripping import Views, views
-from bench.records import Record
+from patcher.bench.errors import UsageError
+from patcher.bench.judge.stripping import Views, views
+from patcher.bench.ops.candidate import Candidate, Language
+from patcher.bench.records import Record
 
 LONGEST = 1 << 18
 """Characters that rules look at, which bounds what hostile text can cost; a policy sees all."""
 SHOWN = 3
 """Lines of one kind that are named."""
 NONDETERMINISTIC = re.compile(r"patcher:[ \t]{0,8}nondeterministic\b")
-"""See `bench.contract.Guards.deterministic`."""
+"""See `patcher.bench.ops.contract.Guards.deterministic`."""
 
 
 class Rule(Record):
@@ -129,7 +129,7 @@ class Tripwires:
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    text = resources.files("bench.judge").joinpath("tripwires.toml").read_text("utf-8")
+    text = resources.files("patcher.bench.judge").joinpath("tripwires.toml").read_text("utf-8")
     return tuple(Rule.model_validate(rule) for rule in tomllib.loads(text)["rule"])
 
 

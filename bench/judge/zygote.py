@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from bench.environment import python_path
-from bench.errors import MissingError
-from bench.leash import leashed
+from patcher.bench.errors import MissingError
+from patcher.bench.machine.environment import python_path
+from patcher.bench.sandbox.die_with_parent import leashed
 
 _SEE = "see `patcher doctor`"
 
@@ -117,7 +117,7 @@ class Zygote:
 def lay_out(kit: Path) -> None:
     """The runner's own code, in a folder that a sandbox can see."""
     shutil.copytree(
-        Path(__file__).parent / "kit",
+        Path(__file__).parents[1] / "runner",
         kit / "patcher_kit",
         ignore=shutil.ignore_patterns("__pycache__"),
     )

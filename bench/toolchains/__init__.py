@@ -15,11 +15,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench.candidate import Candidate, Language
-from bench.contract import Contract
-from bench.errors import MissingError, UsageError
-from bench.judge.kit import loading
-from bench.records import Record
+from patcher.bench.errors import MissingError, UsageError
+from patcher.bench.ops.candidate import Candidate, Language
+from patcher.bench.ops.contract import Contract
+from patcher.bench.records import Record
+from patcher.bench.runner import loading
 
 EXAMPLE_OP = "scaled_add"
 """What every toolchain's one-shot example computes: `scaled_add(x, y, out, scale)`."""
@@ -84,7 +84,7 @@ class Toolchain(Protocol):
     @property
     def hints(self) -> str:
         """How a candidate is written, as a Jinja template over the contract (`hints/`)."""
-        place = resources.files("bench.toolchains") / "hints" / f"{self.language}.md.j2"
+        place = resources.files("patcher.bench.toolchains") / "hints" / f"{self.language}.md.j2"
         return place.read_text(encoding="utf-8")
 
     @property
@@ -95,10 +95,10 @@ class Toolchain(Protocol):
 
 
 def toolchain(language: Language) -> Toolchain:
-    from bench.toolchains.cutedsl import CuteDslToolchain
-    from bench.toolchains.foreign import HipToolchain, MetalToolchain, SyclToolchain
-    from bench.toolchains.native import CppToolchain, CudaToolchain
-    from bench.toolchains.python import TorchToolchain, TritonToolchain
+    from patcher.bench.toolchains.cutedsl import CuteDslToolchain
+    from patcher.bench.toolchains.foreign import HipToolchain, MetalToolchain, SyclToolchain
+    from patcher.bench.toolchains.native import CppToolchain, CudaToolchain
+    from patcher.bench.toolchains.python import TorchToolchain, TritonToolchain
 
     known: dict[Language, type[Toolchain]] = {
         Language.CPP: CppToolchain,

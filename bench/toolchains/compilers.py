@@ -15,10 +15,10 @@ from pathlib import Path
 
 from pydantic import Field
 
-from bench.candidate import Candidate
-from bench.environment import cpu_instructions
-from bench.records import Record
-from bench.toolchains import Built, cache_root
+from patcher.bench.machine.environment import cpu_instructions
+from patcher.bench.ops.candidate import Candidate
+from patcher.bench.records import Record
+from patcher.bench.toolchains import Built, cache_root
 
 BUILD_TIMEOUT_S = 120.0
 """Of one candidate; `$PATCHER_BUILD_TIMEOUT_S` says otherwise."""
@@ -102,7 +102,7 @@ def run_compiler(
     files, no inherited environment; killed with all that it started.
     """
     # imported late: the sandbox hides the project, and so knows its packages
-    from bench.judge import sandbox
+    from patcher.bench.sandbox import policy as sandbox
 
     if timeout_s is None:
         timeout_s = float(os.environ.get("PATCHER_BUILD_TIMEOUT_S", BUILD_TIMEOUT_S))

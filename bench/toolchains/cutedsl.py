@@ -14,12 +14,12 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from bench.candidate import Candidate, Language
-from bench.contract import Contract, Point
-from bench.toolchains import Built, Missing
-from bench.toolchains.compilers import Job, compiled
-from bench.toolchains.native import cuda_arch
-from bench.toolchains.python import TorchToolchain
+from patcher.bench.ops.candidate import Candidate, Language
+from patcher.bench.ops.contract import Contract, Point
+from patcher.bench.toolchains import Built, Missing
+from patcher.bench.toolchains.compilers import Job, compiled
+from patcher.bench.toolchains.native import cuda_arch
+from patcher.bench.toolchains.python import TorchToolchain
 
 PACKAGE = "nvidia-cutlass-dsl"
 _CHECK = "cutedsl_check.py"
@@ -46,7 +46,7 @@ class CuteDslToolchain(TorchToolchain):
             return parsed
         arch = cuda_arch()
         versions = (importlib.metadata.version(name) for name in (PACKAGE, "torch"))
-        check = resources.files("bench.toolchains") / _CHECK
+        check = resources.files("patcher.bench.toolchains") / _CHECK
         job = Job(
             files={_CHECK: check.read_text(encoding="utf-8"), "cases.json": _cases(contract)},
             command=(sys.executable, "-P", _CHECK, candidate.file_name, contract.name),

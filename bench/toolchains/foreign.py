@@ -13,11 +13,11 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import ClassVar
 
-from bench.candidate import Candidate, Language
-from bench.contract import Contract
-from bench.toolchains import Built, Missing, Toolchain
-from bench.toolchains.compilers import Job, compiled, find, run_compiler, version
-from bench.toolchains.native import FFI_UNIT, ffi_paths
+from patcher.bench.ops.candidate import Candidate, Language
+from patcher.bench.ops.contract import Contract
+from patcher.bench.toolchains import Built, Missing, Toolchain
+from patcher.bench.toolchains.compilers import Job, compiled, find, run_compiler, version
+from patcher.bench.toolchains.native import FFI_UNIT, ffi_paths
 
 HIP_ARCH = "gfx90a"
 """`$PATCHER_HIP_ARCH` says otherwise."""

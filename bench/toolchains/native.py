@@ -15,11 +15,11 @@ import tempfile
 from abc import abstractmethod
 from pathlib import Path
 
-from bench.candidate import Candidate, Language
-from bench.contract import Contract
-from bench.errors import MissingError
-from bench.toolchains import Built, Missing, Toolchain, cache_root
-from bench.toolchains.compilers import Job, compiled, find, run_compiler, version
+from patcher.bench.errors import MissingError
+from patcher.bench.ops.candidate import Candidate, Language
+from patcher.bench.ops.contract import Contract
+from patcher.bench.toolchains import Built, Missing, Toolchain, cache_root
+from patcher.bench.toolchains.compilers import Job, compiled, find, run_compiler, version
 
 HEADER_TIMEOUT_S = 600.0
 """Of PyTorch's headers, which are ours to compile."""

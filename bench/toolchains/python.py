@@ -7,9 +7,9 @@ import importlib.util
 import time
 from pathlib import Path
 
-from bench.candidate import Candidate, Language
-from bench.contract import Contract
-from bench.toolchains import Built, Missing, Toolchain
+from patcher.bench.ops.candidate import Candidate, Language
+from patcher.bench.ops.contract import Contract
+from patcher.bench.toolchains import Built, Missing, Toolchain
 
 
 class TorchToolchain(Toolchain):

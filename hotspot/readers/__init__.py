@@ -6,14 +6,14 @@ import tempfile
 import zlib
 from pathlib import Path
 
-from bench import UsageError
-from hotspot.nsys import export_sqlite
-from hotspot.readers.content import GZIP_MAGIC, read_text
-from hotspot.readers.kineto import read_kineto
-from hotspot.readers.parquet import read_parquet
-from hotspot.readers.sqlite import HINT, read_sqlite
-from hotspot.readers.summary import read_summary
-from hotspot.recording import Recording
+from patcher.bench import UsageError
+from patcher.hotspot.nsys import export_sqlite
+from patcher.hotspot.readers.content import GZIP_MAGIC, read_text
+from patcher.hotspot.readers.kineto import read_kineto
+from patcher.hotspot.readers.parquet import read_parquet
+from patcher.hotspot.readers.sqlite import HINT, read_sqlite
+from patcher.hotspot.readers.summary import read_summary
+from patcher.hotspot.recording import Recording
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 ARCHIVES = {

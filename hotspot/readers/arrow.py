@@ -17,8 +17,8 @@ import nanoarrow
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from bench import UsageError
-from hotspot.readers.content import first_line
+from patcher.bench import UsageError
+from patcher.hotspot.readers.content import first_line
 
 Column = NDArray[Any]
 """Of the integer type that was asked for."""

@@ -8,8 +8,8 @@ import zlib
 from pathlib import Path
 from typing import BinaryIO
 
-from bench import UsageError
-from hotspot.names import printable
+from patcher.bench import UsageError
+from patcher.hotspot.names import printable
 
 GZIP_MAGIC = b"\x1f\x8b"
 _PIECE = 1 << 20

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from bench import UsageError
-from hotspot.names import printable
-from hotspot.profile import Gpu
-from hotspot.readers.content import read_text
-from hotspot.recording import Launches, Recording
-from hotspot.timeline import Integers
+from patcher.bench import UsageError
+from patcher.hotspot.names import printable
+from patcher.hotspot.profile import Gpu
+from patcher.hotspot.readers.content import read_text
+from patcher.hotspot.recording import Launches, Recording
+from patcher.hotspot.timeline import Integers
 
 MAX_TRACE = 1 << 30
 """Bytes of JSON. Some 3 million events: hundreds of decode steps; as objects several times that in

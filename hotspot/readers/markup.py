@@ -8,7 +8,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-from hotspot.readers.printed import MAX_COLUMNS, MAX_NAME, Table
+from patcher.hotspot.readers.printed import MAX_COLUMNS, MAX_NAME, Table
 
 _DECODER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str)
 _MEMBER = re.compile(r'\s*"([^"]{1,60})"\s*:\s*(.*?),?\s*')

@@ -15,12 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import UsageError
-from hotspot.names import match_key, printable
-from hotspot.ncu import raw_page
-from hotspot.profile import Counters, ProfileWarning
-from hotspot.readers.content import read_text
-from hotspot.readers.ncu_metrics import DETAILS, FIX, Cell, check_locale, is_wanted, measured
+from patcher.bench import UsageError
+from patcher.hotspot.names import match_key, printable
+from patcher.hotspot.ncu import raw_page
+from patcher.hotspot.profile import Counters, ProfileWarning
+from patcher.hotspot.readers.content import read_text
+from patcher.hotspot.readers.ncu_metrics import (
+    DETAILS,
+    FIX,
+    Cell,
+    check_locale,
+    is_wanted,
+    measured,
+)
 
 MAX_TEXT = 256 << 20
 """Bytes; the raw page of `--set full` takes 30 KB a launch."""

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from bench import UsageError
-from hotspot.profile import Counters
+from patcher.bench import UsageError
+from patcher.hotspot.profile import Counters
 
 FIX = (
     "LC_ALL=C ncu --import REPORT.ncu-rep --page raw --csv --print-units base > counters.csv; to "

@@ -10,11 +10,11 @@ import tempfile
 from contextlib import closing
 from pathlib import Path
 
-from bench import MissingError, UsageError
-from hotspot.readers.content import first_line
-from hotspot.readers.ranges import NVTX, RUNTIME
-from hotspot.readers.sqlite import GRAPHS, KERNELS, MEMORY, read_sqlite
-from hotspot.recording import Recording
+from patcher.bench import MissingError, UsageError
+from patcher.hotspot.readers.content import first_line
+from patcher.hotspot.readers.ranges import NVTX, RUNTIME
+from patcher.hotspot.readers.sqlite import GRAPHS, KERNELS, MEMORY, read_sqlite
+from patcher.hotspot.recording import Recording
 
 HINT = "nsys export --type parquetdir OUT.nsys-rep"
 TABLES = (KERNELS, "StringIds", GRAPHS, *MEMORY, NVTX, RUNTIME, "TARGET_INFO_GPU")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hotspot.readers.cells import column, nanoseconds, number, whole
+from patcher.hotspot.readers.cells import column, nanoseconds, number, whole
 
 Style = Literal["csv", "tsv", "json", "html", "column", "pipe"]
 Cells = tuple[str, ...]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hotspot.readers.arrow import read_columns
-from hotspot.timeline import Integers
+from patcher.hotspot.readers.arrow import read_columns
+from patcher.hotspot.timeline import Integers
 
 NVTX = "NVTX_EVENTS"
 RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"

@@ -14,14 +14,21 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import UsageError
-from hotspot.names import LONGEST, MODULE, is_whole, printable, row_name
-from hotspot.profile import Gpu
-from hotspot.readers.arrow import read_columns, uri
-from hotspot.readers.content import first_line
-from hotspot.readers.ranges import RUNTIME, Calls, Ranges, launching_calls, nvtx_ranges, row_ids
-from hotspot.recording import Launches, Recording
-from hotspot.timeline import Codes, Integers
+from patcher.bench import UsageError
+from patcher.hotspot.names import LONGEST, MODULE, is_whole, printable, row_name
+from patcher.hotspot.profile import Gpu
+from patcher.hotspot.readers.arrow import read_columns, uri
+from patcher.hotspot.readers.content import first_line
+from patcher.hotspot.readers.ranges import (
+    RUNTIME,
+    Calls,
+    Ranges,
+    launching_calls,
+    nvtx_ranges,
+    row_ids,
+)
+from patcher.hotspot.recording import Launches, Recording
+from patcher.hotspot.timeline import Codes, Integers
 
 HINT = "nsys export --type sqlite OUT.nsys-rep"
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from bench import UsageError
-from hotspot.profile import ProfileWarning
-from hotspot.readers.cells import whole
-from hotspot.readers.sums import HINT, Kind, read_sums
-from hotspot.readers.tables import Table, tables
-from hotspot.readers.traces import read_trace
-from hotspot.recording import Recording
+from patcher.bench import UsageError
+from patcher.hotspot.profile import ProfileWarning
+from patcher.hotspot.readers.cells import whole
+from patcher.hotspot.readers.sums import HINT, Kind, read_sums
+from patcher.hotspot.readers.tables import Table, tables
+from patcher.hotspot.readers.traces import read_trace
+from patcher.hotspot.recording import Recording
 
 __all__ = ["HINT", "kind_of", "read_summary"]
 

@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass
 from decimal import ROUND_HALF_EVEN, Decimal
 
-from bench import UsageError
-from hotspot.profile import ProfileWarning
-from hotspot.readers.cells import UNITS, nanoseconds, percent, whole
-from hotspot.readers.tables import Table
-from hotspot.recording import Recording, SummaryRow
+from patcher.bench import UsageError
+from patcher.hotspot.profile import ProfileWarning
+from patcher.hotspot.readers.cells import UNITS, nanoseconds, percent, whole
+from patcher.hotspot.readers.tables import Table
+from patcher.hotspot.recording import Recording, SummaryRow
 
 HINT = "nsys stats --report cuda_gpu_kern_sum --format csv OUT.nsys-rep > kernels.csv"
 _RANGE = re.compile(r", (?:seq|op_id) = \d+(?:, (?:seq|op_id|sizes|input_op_ids) = [^/]*)?/")

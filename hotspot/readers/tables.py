@@ -6,8 +6,15 @@ import re
 from collections.abc import Iterator
 from itertools import accumulate
 
-from hotspot.readers.markup import html_table, json_table
-from hotspot.readers.printed import CHATTER, HEADER, NUMERIC, Table, with_header, without_header
+from patcher.hotspot.readers.markup import html_table, json_table
+from patcher.hotspot.readers.printed import (
+    CHATTER,
+    HEADER,
+    NUMERIC,
+    Table,
+    with_header,
+    without_header,
+)
 
 __all__ = ["Table", "tables"]
 

@@ -9,10 +9,10 @@ from decimal import Decimal
 import numpy as np
 from numpy.typing import NDArray
 
-from bench import UsageError
-from hotspot.profile import Gpu
-from hotspot.readers.cells import nanoseconds
-from hotspot.readers.sums import (
+from patcher.bench import UsageError
+from patcher.hotspot.profile import Gpu
+from patcher.hotspot.readers.cells import nanoseconds
+from patcher.hotspot.readers.sums import (
     HINT,
     Kind,
     not_a_row,
@@ -21,8 +21,8 @@ from hotspot.readers.sums import (
     warn_of_launches,
     warn_of_step,
 )
-from hotspot.readers.tables import Table
-from hotspot.recording import Launches, Recording
+from patcher.hotspot.readers.tables import Table
+from patcher.hotspot.recording import Launches, Recording
 
 _DEVICE = re.compile(r"(.*?) ?\((\d{1,4})\)")
 

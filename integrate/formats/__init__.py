@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from bench import SCHEMA_VERSION, Candidate, Contract, Evaluation, Language, Record
+from patcher.bench import SCHEMA_VERSION, Candidate, Contract, Evaluation, Language, Record
 
 CARRIED = "patcher.json"
 Format = Literal["hf-kernels", "flashinfer"]

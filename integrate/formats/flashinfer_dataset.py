@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from bench import (
+from patcher.bench import (
     Candidate,
     Contract,
     Evaluation,
@@ -35,10 +35,10 @@ from bench import (
     VerificationError,
     load_op,
 )
-from integrate.formats import Files, Written, device_of
-from integrate.formats.flashinfer_definition import definition_of
-from integrate.formats.flashinfer_solution import header_name, solution_of
-from integrate.patch import Patch
+from patcher.integrate.formats import Files, Written, device_of
+from patcher.integrate.formats.flashinfer_definition import definition_of
+from patcher.integrate.formats.flashinfer_solution import header_name, solution_of
+from patcher.integrate.patch import Patch
 
 
 def write(patch: Patch, sweep_name: str | None) -> Written:

@@ -6,7 +6,7 @@ import ast
 import sys
 from typing import Any
 
-from bench import Contract, Op, Sweep, TensorSpec, UsageError
+from patcher.bench import Contract, Op, Sweep, TensorSpec, UsageError
 
 DTYPES = ("float32", "float16", "bfloat16", "int64", "int32")
 """Of ours, those that flashinfer-bench has."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bench import Candidate, Contract, Language, UsageError
-from bench.toolchains.native import binds_with_torch
-from integrate.formats.flashinfer_definition import output_name
+from patcher.bench import Candidate, Contract, Language, UsageError
+from patcher.bench.toolchains.native import binds_with_torch
+from patcher.integrate.formats.flashinfer_definition import output_name
 
 LANGUAGES = {
     Language.CPP: "cpp",

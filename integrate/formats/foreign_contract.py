@@ -7,8 +7,8 @@ import keyword
 import re
 from dataclasses import dataclass
 
-from bench import Contract
-from integrate.formats.foreign_schema import Definition, Workload
+from patcher.bench import Contract
+from patcher.integrate.formats.foreign_schema import Definition, Workload
 
 FLOATS = ("float32", "float16", "bfloat16")
 INTEGERS = ("int64", "int32")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from bench import Record
+from patcher.bench import Record
 
 
 class Axis(Record):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import re
 
-from bench import Candidate, Contract, Language
-from integrate.formats.foreign_contract import Refused
-from integrate.formats.foreign_schema import Definition, Solution
+from patcher.bench import Candidate, Contract, Language
+from patcher.integrate.formats.foreign_contract import Refused
+from patcher.integrate.formats.foreign_schema import Definition, Solution
 
 LANGUAGES = {
     "python": Language.TORCH,

@@ -20,13 +20,13 @@ import platform
 import re
 import sys
 
-from bench import Candidate, Contract, Language, MissingError, UsageError
-from bench.environment import compiler_version
-from bench.toolchains import Built, build, toolchain
-from bench.toolchains.native import binds_with_torch, cuda_arch
-from integrate.formats import Files, Written, device_of
-from integrate.formats.hf_sources import package, readme
-from integrate.patch import Patch
+from patcher.bench import Candidate, Contract, Language, MissingError, UsageError
+from patcher.bench.machine.environment import compiler_version
+from patcher.bench.toolchains import Built, build, toolchain
+from patcher.bench.toolchains.native import binds_with_torch, cuda_arch
+from patcher.integrate.formats import Files, Written, device_of
+from patcher.integrate.formats.hf_sources import package, readme
+from patcher.integrate.patch import Patch
 
 
 def write(patch: Patch, license: str) -> Written:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench import Contract, Evaluation, Language, TensorSpec
-from integrate.formats import Files
+from patcher.bench import Contract, Evaluation, Language, TensorSpec
+from patcher.integrate.formats import Files
 
 
 @dataclass(frozen=True)

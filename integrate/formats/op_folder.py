@@ -6,8 +6,8 @@ import tomllib
 
 import tomlkit
 
-from bench import Contract, VerificationError
-from integrate.formats.foreign_schema import Definition
+from patcher.bench import Contract, VerificationError
+from patcher.integrate.formats.foreign_schema import Definition
 
 
 def op_files(contract: Contract, definition: Definition) -> dict[str, bytes]:

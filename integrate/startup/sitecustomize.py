@@ -1,4 +1,4 @@
-"""Runs when Python starts, in every process of `python -m integrate`: see `integrate.__main__`.
+"""Runs when Python starts, in every process of `python -m patcher.integrate`.
 
 Imports nothing but the standard library, and does nothing until transformers' gpt-oss is imported
 and `PATCHER_PATCHES` is set: then the patches that are on go into every model built from then on.
@@ -42,10 +42,10 @@ class _AfterImport:
 
 
 def _activate() -> Any:
-    if importlib.util.find_spec("integrate") is None:
-        sys.path.append(os.path.dirname(os.path.dirname(_HERE)))  # a checkout
+    if importlib.util.find_spec("patcher") is None:
+        sys.path.append(_HERE.rsplit(os.sep, 3)[0])  # a checkout
     try:
-        from integrate import activate
+        from patcher.integrate import activate
     except ImportError as error:
         import logging  # not at the start of every process
 

@@ -7,11 +7,11 @@ experts functions.
 
 from __future__ import annotations
 
-from integrate.points import PatchPoint
-from integrate.transformers.decoder_layer import GptOssDecoderLayers
-from integrate.transformers.experts import GptOssExpertsFunction
-from integrate.transformers.rotary import GptOssRotaryEmbedding
-from integrate.transformers.router import GptOssRouters
+from patcher.integrate.points import PatchPoint
+from patcher.integrate.transformers.decoder_layer import GptOssDecoderLayers
+from patcher.integrate.transformers.experts import GptOssExpertsFunction
+from patcher.integrate.transformers.rotary import GptOssRotaryEmbedding
+from patcher.integrate.transformers.router import GptOssRouters
 
 POINTS: dict[str, type[PatchPoint]] = {
     point.name: point

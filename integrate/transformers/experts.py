@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from bench import UsageError, VerificationError
-from integrate.dispatch import Dispatcher
-from integrate.points import source_digest
-from integrate.transformers.forwards import Forward, GptOssPoint, Seam, Swap
-from integrate.transformers.parts import check_kinds, written_by_transformers
+from patcher.bench import UsageError, VerificationError
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.points import source_digest
+from patcher.integrate.transformers.forwards import Forward, GptOssPoint, Seam, Swap
+from patcher.integrate.transformers.parts import check_kinds, written_by_transformers
 
 Function = Callable[..., torch.Tensor]
 

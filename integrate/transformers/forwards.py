@@ -1,7 +1,7 @@
 """What every patch point of this engine does: forwards put on instances, and taken off again.
 
 A point is for a model that is built (`target`), or for those that are built from now on (`None`):
-then the constructor hands each new model over; see `integrate.transformers.later`.
+then the constructor hands each new model over; see `patcher.integrate.transformers.later`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.modules import module as nn_module
 
-from bench import UsageError, VerificationError
-from integrate.counts import Book
-from integrate.dispatch import Dispatcher
-from integrate.transformers.later import ModelsBuiltLater
-from integrate.transformers.parts import body_of
+from patcher.bench import UsageError, VerificationError
+from patcher.integrate.counts import Book
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.transformers.later import ModelsBuiltLater
+from patcher.integrate.transformers.parts import body_of
 
 Forward = Callable[..., Any]
 Swap = tuple[torch.nn.Module, Forward]

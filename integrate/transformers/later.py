@@ -15,12 +15,12 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from bench import PatcherError, VerificationError
-from integrate.transformers.parts import written_by_transformers
+from patcher.bench import PatcherError, VerificationError
+from patcher.integrate.transformers.parts import written_by_transformers
 
 if TYPE_CHECKING:
-    from integrate.dispatch import Dispatcher
-    from integrate.points import PatchPoint
+    from patcher.integrate.dispatch import Dispatcher
+    from patcher.integrate.points import PatchPoint
 
 log = logging.getLogger("patcher")
 

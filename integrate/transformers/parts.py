@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench import VerificationError
+from patcher.bench import VerificationError
 
 
 def body_of(model: Any) -> Any:

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from bench import VerificationError
-from integrate.dispatch import Dispatcher
-from integrate.points import source_digest
-from integrate.transformers.forwards import Forward, GptOssPoint, Onlookers, Seam, Swap
-from integrate.transformers.parts import check_kinds
+from patcher.bench import VerificationError
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.points import source_digest
+from patcher.integrate.transformers.forwards import Forward, GptOssPoint, Onlookers, Seam, Swap
+from patcher.integrate.transformers.parts import check_kinds
 
 _FUNCTION = "apply_rotary_pos_emb"
 

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from integrate.dispatch import Dispatcher
-from integrate.points import source_digest
-from integrate.transformers.forwards import Forward, GptOssPoint, Seam, Swap
-from integrate.transformers.parts import check_kinds
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.points import source_digest
+from patcher.integrate.transformers.forwards import Forward, GptOssPoint, Seam, Swap
+from patcher.integrate.transformers.parts import check_kinds
 
 
 class GptOssRouters(GptOssPoint):

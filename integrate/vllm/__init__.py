@@ -20,13 +20,15 @@ log = logging.getLogger("patcher")
 
 def register() -> None:
     """The entry point `vllm.general_plugins`; may be called any number of times."""
-    if os.environ.get("PATCHER_RANDOM_WEIGHTS"):  # never in serving: `bench.engines.vllm` sets it
-        from bench.engines.vllm import register_loader
+    if os.environ.get(
+        "PATCHER_RANDOM_WEIGHTS"
+    ):  # never in serving: `patcher.bench.engines.vllm` sets it
+        from patcher.bench.engines.vllm import register_loader
 
         register_loader()
     chosen = os.environ.get("PATCHER_PATCHES") or os.environ.get("TLLM_PATCHER_PATCHES") or "off"
     if chosen.strip() == "off":
         return
-    from integrate.vllm.plugin import hook
+    from patcher.integrate.vllm.plugin import hook
 
     hook()

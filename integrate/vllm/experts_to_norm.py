@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from integrate.dispatch import Dispatcher
-from integrate.vllm import norm, sources
-from integrate.vllm.moe import TRITON, does_more, summed
-from integrate.vllm.point import VllmPoint
-from integrate.vllm.swap import Swap
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.vllm import norm, sources
+from patcher.integrate.vllm.moe import TRITON, does_more, summed
+from patcher.integrate.vllm.point import VllmPoint
+from patcher.integrate.vllm.swap import Swap
 
 _MODEL = "vllm.model_executor.models.gpt_oss"
 _RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from bench import VerificationError
-from integrate.dispatch import Dispatcher
-from integrate.vllm import sources
-from integrate.vllm.moe import TRITON, summed
-from integrate.vllm.point import VllmPoint
-from integrate.vllm.swap import Swap, remove_all
+from patcher.bench import VerificationError
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.vllm import sources
+from patcher.integrate.vllm.moe import TRITON, summed
+from patcher.integrate.vllm.point import VllmPoint
+from patcher.integrate.vllm.swap import Swap, remove_all
 
 _MATMUL = "triton_kernels.matmul_ogs"
 _FLAGS = f"{_MATMUL}_details.opt_flags"

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from integrate.dispatch import Dispatcher
-from integrate.vllm import sources
-from integrate.vllm.point import VllmPoint
-from integrate.vllm.swap import Swap
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.vllm import sources
+from patcher.integrate.vllm.point import VllmPoint
+from patcher.integrate.vllm.swap import Swap
 
 _ROUTING = "triton_kernels.routing"
 _MATMUL = "triton_kernels.matmul_ogs"

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from bench import VerificationError
-from integrate.dispatch import Dispatcher
-from integrate.vllm import sources
-from integrate.vllm.point import VllmPoint
-from integrate.vllm.swap import Swap
+from patcher.bench import VerificationError
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.vllm import sources
+from patcher.integrate.vllm.point import VllmPoint
+from patcher.integrate.vllm.swap import Swap
 
 _LAYERNORM = "vllm.model_executor.layers.layernorm"
 

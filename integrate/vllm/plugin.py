@@ -6,10 +6,10 @@ import logging
 import os
 from typing import Any
 
-from bench import PatcherError
-from integrate.activation import Activation, Switches, activate
-from integrate.vllm import sources
-from integrate.vllm.swap import Swap
+from patcher.bench import PatcherError
+from patcher.integrate.activation import Activation, Switches, activate
+from patcher.integrate.vllm import sources
+from patcher.integrate.vllm.swap import Swap
 
 log = logging.getLogger("patcher")
 

@@ -6,13 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from integrate.dispatch import Dispatcher
-from integrate.vllm import sources
-from integrate.vllm.swap import Swap, remove_all
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.vllm import sources
+from patcher.integrate.vllm.swap import Swap, remove_all
 
 
 class VllmPoint(ABC):
-    """A patch point; see `integrate.points.PatchPoint` for the methods."""
+    """A patch point; see `patcher.integrate.points.PatchPoint` for the methods."""
 
     engine: ClassVar[str] = "vllm"
     name: ClassVar[str]

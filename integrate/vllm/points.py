@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 
-from bench import VerificationError
-from integrate.vllm import sources
-from integrate.vllm.experts_to_norm import ExpertsToNorm
-from integrate.vllm.linear import Linear
-from integrate.vllm.matmul import Down, GateUp
-from integrate.vllm.moe import Reduce, Routing
-from integrate.vllm.norm import AddRmsNorm
-from integrate.vllm.point import VllmPoint
-from integrate.vllm.rope import RopeKvUpdate
+from patcher.bench import VerificationError
+from patcher.integrate.vllm import sources
+from patcher.integrate.vllm.experts_to_norm import ExpertsToNorm
+from patcher.integrate.vllm.linear import Linear
+from patcher.integrate.vllm.matmul import Down, GateUp
+from patcher.integrate.vllm.moe import Reduce, Routing
+from patcher.integrate.vllm.norm import AddRmsNorm
+from patcher.integrate.vllm.point import VllmPoint
+from patcher.integrate.vllm.rope import RopeKvUpdate
 
 POINTS: dict[str, type[VllmPoint]] = {
     point.name: point
@@ -21,7 +21,7 @@ POINTS: dict[str, type[VllmPoint]] = {
 
 
 def main() -> None:
-    """`python -m integrate.vllm.points`: the digests of the vLLM that is installed, once read."""
+    """`python -m patcher.integrate.vllm.points`: digests of the installed vLLM, once read."""
     names = sorted({name for point in POINTS.values() for name in point.parts})
     if gone := [name for name in names if not sources.text(name)]:
         raise VerificationError(f"this vLLM has no {', '.join(gone)}", "read how it does that now")

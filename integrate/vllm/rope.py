@@ -18,10 +18,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from integrate.dispatch import Dispatcher
-from integrate.vllm import sources
-from integrate.vllm.point import VllmPoint
-from integrate.vllm.swap import Swap, remove_all
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.vllm import sources
+from patcher.integrate.vllm.point import VllmPoint
+from patcher.integrate.vllm.swap import Swap, remove_all
 
 _MODEL = "vllm.model_executor.models.gpt_oss"
 _ATTENTION = "vllm.model_executor.layers.attention.attention"

@@ -1,4 +1,4 @@
-"""One run of vLLM, as a program: `python -P -m integrate.vllm.run JSON`; see `Plan`, `Result`.
+"""One run of vLLM, as a program: `python -P -m patcher.integrate.vllm.run JSON`.
 
 The plugin puts patches in by itself, as in serving: nothing is patched here, but for `own`.
 Decodes inside a CUDA profiler range, so that nsys sees steady steps and nothing else.
@@ -14,15 +14,15 @@ from typing import Any, Literal
 
 import torch
 
-from bench import Record, Workload, load_op
-from bench.engines import Decoding
-from integrate.activation import contract_guards
-from integrate.counts import Book, GraphWatch
-from integrate.dispatch import Dispatcher
-from integrate.measuring import activated
-from integrate.receipts import Receipt
-from integrate.vllm import sources
-from integrate.vllm.moe import Reduce
+from patcher.bench import Record, Workload, load_op
+from patcher.bench.engines import Decoding
+from patcher.integrate.activation import contract_guards
+from patcher.integrate.counts import Book, GraphWatch
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.measuring import activated
+from patcher.integrate.receipts import Receipt
+from patcher.integrate.vllm import sources
+from patcher.integrate.vllm.moe import Reduce
 
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def _run(plan: Plan, own: Book | None) -> Result:
-    from bench.engines.vllm import VllmEngine
+    from patcher.bench.engines.vllm import VllmEngine
 
     tokens, window_s = [], []
     before = after = {}

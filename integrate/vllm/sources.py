@@ -1,7 +1,8 @@
 """Parts of vLLM's source text that the patch points replace or rely on, and whether they changed.
 
 Every name is `module:attribute`, read in vLLM 0.25.1's wheel. When another version has been read
-and found to be the same in what matters, `python -m integrate.vllm.points` writes its digests.
+and found to be the same in what matters, `python -m patcher.integrate.vllm.points` writes its
+digests.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench import MissingError, VerificationError
-from integrate.points import source_text
+from patcher.bench import MissingError, VerificationError
+from patcher.integrate.points import source_text
 
 _USER = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
 

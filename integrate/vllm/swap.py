@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench import UsageError, VerificationError
+from patcher.bench import UsageError, VerificationError
 
 
 class Swap:

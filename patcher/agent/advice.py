@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from pydantic import Field, ValidationError
 
-from bench import Record
 from patcher.agent.asking import Asking
 from patcher.attempts import Diagnosis, Recommendation
+from patcher.bench import Record
 from patcher.models import Reply, Usage
 from patcher.models.replay import RecordingEndedError
 from patcher.prompting.extract import Failure, extract_json, unusable

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench import Candidate, VerificationError
 from patcher.attempts import Optimisation
+from patcher.bench import Candidate, VerificationError
 from patcher.runs.run import Run
 
 

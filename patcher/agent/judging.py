@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench import BudgetError, Candidate, Evaluation, VerificationError
 from patcher.agent.waiting import Waiting
+from patcher.bench import BudgetError, Candidate, Evaluation, VerificationError
 from patcher.models.budget import Budget
 from patcher.runs.run import Run
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bench import BudgetError, Candidate, Evaluation, Language, Op, Outcome, Sweep
 from patcher.agent.asking import Adapt, Asking
 from patcher.agent.ended import ended, stops
 from patcher.agent.judging import Judge, Judging, Prepare
@@ -22,6 +21,7 @@ from patcher.agent.writing import Extra, Writing, Written
 from patcher.attempts import Attempt, Optimisation, Phase, Progress, Stage, Stopped
 from patcher.attempts.structure import structure
 from patcher.attempts.tried import Ask, Round, Tried, best_of
+from patcher.bench import BudgetError, Candidate, Evaluation, Language, Op, Outcome, Sweep
 from patcher.models import Model, Role, Usage
 from patcher.models.budget import Budget
 from patcher.models.replay import RecordingEndedError

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from bench import Outcome, Record
 from patcher.attempts import Stopped
 from patcher.attempts.tried import Tried, standing
+from patcher.bench import Outcome, Record
 
 MAX_FUNCTIONAL_FAILURES = 5
 """Functional rounds in a row that may fail before the loop gives the op up."""

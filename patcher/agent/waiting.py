@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from bench import WaitingError
+from patcher.bench import WaitingError
 
 
 class Waiting:

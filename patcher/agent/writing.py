@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench import Evaluation
 from patcher.agent.advice import Advice, diagnosed, recommended
 from patcher.agent.asking import Asking
 from patcher.attempts import Attempt, Phase, Stage
 from patcher.attempts.tried import Ask, Tried
+from patcher.bench import Evaluation
 from patcher.models import Reply, Role
 from patcher.prompting.extract import Failure, extract_source, unusable
 from patcher.prompting.rendering import Prompts

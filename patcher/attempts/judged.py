@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from bench import (
+from patcher.attempts.reward import AGAINST, Reward, reward
+from patcher.bench import (
     SCHEMA_VERSION,
     Candidate,
     Evaluation,
@@ -14,8 +15,7 @@ from bench import (
     UsageError,
     load_op,
 )
-from bench.judge import JudgeSettings, Progress
-from patcher.attempts.reward import AGAINST, Reward, reward
+from patcher.bench.judge import JudgeSettings, Progress
 from patcher.judges import ExchangeJudge, exchange_folder, open_judges
 
 
@@ -41,7 +41,7 @@ def rewarded(
     Raises:
         UsageError: the op has none of the baselines, or the language is only compiled here.
         WaitingError: the judge is elsewhere; all jobs are written.
-        PatcherError: as `bench.judge.evaluate`; that torch.compile does not run here is no error.
+        PatcherError: as `judge.evaluate`; that torch.compile does not run here is no error.
     """
     op = load_op(candidate.op)
     missing = {

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from bench import SCHEMA_VERSION, Language, Outcome, Record
+from patcher.bench import SCHEMA_VERSION, Language, Outcome, Record
 from patcher.models import Usage
 
 Phase = Literal["functional", "optimisation"]

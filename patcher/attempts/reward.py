@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from bench import SCHEMA_VERSION, Evaluation, Outcome, Record, geomean
+from patcher.bench import SCHEMA_VERSION, Evaluation, Outcome, Record, geomean
 
 AGAINST = ("eager", "torch.compile")
 """The baselines of an op that the scale names, in its order."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from bench import Candidate
+from patcher.bench import Candidate
 
 SHINGLE = 4
 """Skeletons are compared by their runs of so many tokens."""

@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from bench import Candidate, Evaluation, Outcome, Record
 from patcher.attempts import Phase
+from patcher.bench import Candidate, Evaluation, Outcome, Record
 from patcher.prompting.extract import Failure
 
 Kind = Literal["generate", "repair", "optimise", "combine"]

@@ -11,11 +11,11 @@ import typer
 from pydantic import ValidationError
 from rich.text import Text
 
-from bench import Candidate, Evaluation, Language, Outcome, UsageError, load_op
+from patcher.bench import Candidate, Evaluation, Language, Outcome, UsageError, load_op
 from patcher.commands.console import Engine, Json, Output, Threads, app, examples
 
 if TYPE_CHECKING:  # every other command starts without the patches
-    from integrate import Manifest
+    from patcher.integrate import Manifest
 
 
 @app.command()
@@ -57,7 +57,7 @@ def bundle(
     The first sweep is the one that the patch is known by, on which it must be faster; over a
     further one it may be slower at some sizes, not at all of them.
     """
-    from bench import judge
+    from patcher.bench import judge
     from patcher.settings import resolve
     from patcher.show.tables import print_evaluation
 
@@ -130,8 +130,8 @@ def make_bundle(
     tensor_parallel: tuple[int, ...],
 ) -> Manifest:
     """Write it with its prebuilt binary; see `Patch.create` for what is raised."""
-    from bench.toolchains import build
-    from integrate import Patch, is_archive, pack
+    from patcher.bench.toolchains import build
+    from patcher.integrate import Patch, is_archive, pack
 
     op = load_op(candidate.op)
     built = build(candidate, op.contract)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from bench import SCHEMA_VERSION, preset, presets
+from patcher.bench import SCHEMA_VERSION, preset, presets
 from patcher.commands.console import Json, Output, app, examples
 
 

@@ -16,7 +16,7 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console
 
-from bench import UsageError, WaitingError
+from patcher.bench import UsageError, WaitingError
 
 app = typer.Typer(
     name="patcher",

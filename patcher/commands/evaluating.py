@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from bench import Candidate, Language, Outcome, UsageError, load_op
+from patcher.bench import Candidate, Language, Outcome, UsageError, load_op
 from patcher.commands.console import (
     Device,
     Json,
@@ -73,9 +73,9 @@ def evaluate(
     judge is elsewhere and has not answered yet: the same command takes the verdict up. A hip, sycl
     or metal kernel is compiled, and neither run nor timed: its outcome is `compiled` at best.
     """
-    from bench.judge import JudgeSettings
-    from bench.judge.counters import counted, require_ncu
     from patcher.attempts.judged import rewarded
+    from patcher.bench.judge import JudgeSettings
+    from patcher.bench.judge.counters import counted, require_ncu
     from patcher.judges import LOCAL, open_judges
     from patcher.settings import resolve
     from patcher.show.tables import counters_table, print_evaluation

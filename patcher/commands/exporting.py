@@ -32,7 +32,7 @@ def export(
 
     Prints what the format cannot say.
     """
-    from integrate import Patch, export_patch, unpacked
+    from patcher.integrate import Patch, export_patch, unpacked
 
     with unpacked(patch) as folder:
         done = export_patch(Patch.load(folder), to, out, sweep=sweep, license=license)
@@ -57,7 +57,7 @@ def import_(
 
     Nothing of it is run, and nothing is dropped without a word.
     """
-    from integrate import import_kernel
+    from patcher.integrate import import_kernel
 
     done = import_kernel(path, out)
     lines = [f"{out / name}  {digest[:12]}" for name, digest in done.sources.items()]

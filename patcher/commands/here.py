@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from bench import SCHEMA_VERSION, load_op, load_ops
+from patcher.bench import SCHEMA_VERSION, load_op, load_ops
 from patcher.commands.console import Json, Output, app, examples
 
 ops_app = typer.Typer(help="The kernel library.", invoke_without_command=True)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from bench import UsageError
+from patcher.bench import UsageError
 from patcher.commands.console import (
     Device,
     Engine,
@@ -166,7 +166,7 @@ def throughput(
     if self_test and (samples is not None or patches):
         raise UsageError("several things to do", "give one of --patch, --from and --self-test")
     if samples is not None and not patches:
-        from bench.stats import compare, read_samples
+        from patcher.bench.stats.compare import compare, read_samples
         from patcher.show.tables import comparison_lines
 
         comparison = compare(read_samples(samples), margin_pct=margin)
@@ -180,11 +180,11 @@ def throughput(
             "nothing to compare",
             "give --patch BUNDLE, --from SAMPLES, --self-test or --tune-baseline",
         )
-    from hotspot import read
     from patcher.commands.verdicts import Verdicts
     from patcher.endtoend.measure import measure_planted
     from patcher.endtoend.other_traffic import other_shapes
     from patcher.endtoend.throughput_job import Asked, job_of, read_tuning
+    from patcher.hotspot import read
     from patcher.show.tables import planted_lines
 
     if (report or profile or patched_profile) and (find_best or not patches):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.text import Text
 
-from bench import SCHEMA_VERSION, Language, load_op
+from patcher.bench import SCHEMA_VERSION, Language, load_op
 from patcher.commands.console import (
     Json,
     JudgeSpec,

@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from bench import SCHEMA_VERSION, UsageError, VerificationError
-from integrate import (
+from patcher.bench import SCHEMA_VERSION, UsageError, VerificationError
+from patcher.commands.console import Json, Output, app, examples
+from patcher.integrate import (
     Patch,
     Receipt,
     Switches,
@@ -22,7 +23,6 @@ from integrate import (
     unpacked,
     verify,
 )
-from patcher.commands.console import Json, Output, app, examples
 
 HOW_TO_RUN = {
     "transformers": 'call integrate.activate("transformers", model) once the model is built',
@@ -158,8 +158,8 @@ def receipts(
 
     Exit code 5: a patch was kept out, never ran, or a profile does not show what is claimed.
     """
-    from hotspot import read
     from patcher.commands.profiling import UNNAMED
+    from patcher.hotspot import read
     from patcher.reconciling.proof import Proof, prove
     from patcher.show.patches import proof_lines, receipts_table, shapes_table
 

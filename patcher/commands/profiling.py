@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from bench import UsageError, Workload
+from patcher.bench import UsageError, Workload
 from patcher.commands.console import Device, Engine, Json, Output, app, examples
 from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_of
 
 if TYPE_CHECKING:  # every other command starts without the readers
-    from hotspot import Profile, ProfileWarning
+    from patcher.hotspot import Profile, ProfileWarning
 
 UNNAMED = "model"
 """What a model is called of which only two profiles are known."""
@@ -98,7 +98,7 @@ def profile(
     The rows add up to the busy time of the GPU, and each says what to do. A fusion chain is a run
     of small kernels that repeats in every layer; its time is in its members' rows, too.
     """
-    from hotspot import compare, read
+    from patcher.hotspot import compare, read
     from patcher.show.profile import compare_table, profile_tables
 
     output = Output(as_json)
@@ -153,7 +153,7 @@ def profile(
 def _captured(
     output: Output, workload: Workload, keep: Path | None, bundles: list[Path]
 ) -> Profile:
-    from hotspot import capture
+    from patcher.hotspot import capture
 
     with ExitStack() as stack:
         bar = stack.enter_context(output.progress())
@@ -162,8 +162,8 @@ def _captured(
         folder.mkdir(parents=True, exist_ok=True)
         if not bundles:
             return capture(workload, folder, lambda stage: bar(stage, 0, 1))
-        from integrate import Patch, unpacked
         from patcher.endtoend.patched_capture import capture_patched
+        from patcher.integrate import Patch, unpacked
 
         patches = [Patch.load(stack.enter_context(unpacked(bundle))) for bundle in bundles]
         found, told = capture_patched(

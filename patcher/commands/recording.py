@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from bench import SCHEMA_VERSION
+from patcher.bench import SCHEMA_VERSION
 from patcher.commands.console import Json, Output, app, examples, runs_dir
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from bench import SCHEMA_VERSION, UsageError
+from patcher.bench import SCHEMA_VERSION, UsageError
 from patcher.commands.console import Json, Output, app, examples
 
 memory_app = typer.Typer(

@@ -38,7 +38,7 @@ def report(
     now = status(run)
     after = None
     if patched is not None:
-        from hotspot import read
+        from patcher.hotspot import read
 
         after = read(patched, run.config.model or "the model")
     files = write_report(run, tuple(part.strip() for part in formats.split(",")), after)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench import SCHEMA_VERSION
+from patcher.bench import SCHEMA_VERSION
 from patcher.commands.console import Json, Output, app, examples, runs_dir
 
 Which = Annotated[

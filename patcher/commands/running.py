@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from bench import Language, WaitingError, load_op
-from bench.stats import DEFAULT_PAIRS
+from patcher.bench import Language, WaitingError, load_op
+from patcher.bench.stats.compare import DEFAULT_PAIRS
 from patcher.commands.console import (
     BudgetGpuMinutes,
     BudgetMinutes,

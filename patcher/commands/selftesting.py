@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from bench import UsageError
+from patcher.bench import UsageError
 from patcher.commands.console import (
     Device,
     Json,
@@ -21,9 +21,9 @@ from patcher.commands.console import (
 )
 
 if TYPE_CHECKING:  # every other command starts without the judge
-    from bench.corpus import Result
-    from bench.mutations import Killed
-    from bench.scorecard import ScoreCard
+    from patcher.bench.selftest.corpus import Result
+    from patcher.bench.selftest.mutations import Killed
+    from patcher.bench.selftest.scorecard import ScoreCard
 
 
 @app.command()
@@ -55,13 +55,13 @@ def selftest(
     chosen = pick_device(device)
     with output.progress() as bar:
         if mutations:
-            from bench.mutations import survived
+            from patcher.bench.selftest.mutations import survived
 
             killed = list(survived(chosen, bar, only))
             document = {"mutations": [each.model_dump(mode="json") for each in killed]}
             output.emit(document, mutation_table(killed))
             return 0 if killed and all(each.killed for each in killed) else 5
-        from bench.scorecard import score
+        from patcher.bench.selftest.scorecard import score
 
         card = score(chosen, only, bar)
     write_out(out, card)

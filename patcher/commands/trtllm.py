@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from bench import SCHEMA_VERSION, UsageError
+from patcher.bench import SCHEMA_VERSION, UsageError
 from patcher.commands.console import Json, Output, app, examples
 
 trtllm = typer.Typer(
@@ -31,7 +31,7 @@ def module(
 
     Give its folder to trtllm-bench or trtllm-serve as --custom_module_dirs.
     """
-    from integrate import write_module
+    from patcher.integrate import write_module
 
     package = write_module(folder, tensor_parallel=tp)
     Output(as_json).emit(
@@ -50,7 +50,7 @@ def check(
     as_json: Json = False,
 ) -> int:
     """Did every worker run every applied patch? Exit code 5 names the rank that did not."""
-    from integrate import check_workers, home_store
+    from patcher.integrate import check_workers, home_store
 
     applied = [one for one in home_store().applied() if one.engine == "tensorrt_llm"]
     if not applied:
@@ -75,7 +75,7 @@ def diff(
 
     Nothing is written into the checkout.
     """
-    from integrate import SEAMS, make_diff, write_recipe
+    from patcher.integrate import SEAMS, make_diff, write_recipe
 
     if kernel not in SEAMS:
         raise UsageError(f"no seam {kernel!r}", f"there are: {', '.join(SEAMS)}")
@@ -115,7 +115,7 @@ def bench(
     """One `trtllm-bench throughput`: fixed lengths, unique prompts, autotuner and reuse off."""
     from pydantic import ValidationError
 
-    from bench.engines.tensorrt_llm import Benchmark, command, run_benchmark, write_inputs
+    from patcher.bench.engines.tensorrt_llm import Benchmark, command, run_benchmark, write_inputs
 
     try:
         run = Benchmark(

@@ -14,14 +14,14 @@ from typing import Any
 
 from rich.text import Text
 
-from bench import UsageError
-from hotspot import Profile
-from integrate import Patch, unpacked
+from patcher.bench import UsageError
 from patcher.commands.console import Output, runs_dir, write_out
 from patcher.endtoend.judging import judged_again, measure_and_decide
 from patcher.endtoend.measured import Job, Judged
 from patcher.endtoend.sets import keep_name, measure_sets, shown
 from patcher.endtoend.timeline import Timeline
+from patcher.hotspot import Profile
+from patcher.integrate import Patch, unpacked
 from patcher.report import write
 from patcher.report.judged import report_of
 from patcher.show.quality import quality_lines

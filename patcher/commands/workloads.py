@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bench import UsageError, Workload, preset, presets
-from bench.engines import ENGINES
+from patcher.bench import UsageError, Workload, preset, presets
+from patcher.bench.engines import ENGINES
 from patcher.commands.console import pick_device
 
 Batch = Annotated[int | None, typer.Option(help="Sequences decoded together.", min=1)]

@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from bench import PatcherError, Shape, UsageError, Workload
-from bench.engines import Decoding, Measurable, open_measurable, random_prompts
-from bench.latency import in_steps
-from integrate import Receipt, activated, await_engine
+from patcher.bench import PatcherError, Shape, UsageError, Workload
+from patcher.bench.ab.latency import in_steps
+from patcher.bench.engines import Decoding, Measurable, open_measurable, random_prompts
 from patcher.endtoend import arm_protocol as say
+from patcher.integrate import Receipt, activated, await_engine
 
 if TYPE_CHECKING:
-    from bench.planted import Delay
-    from integrate import Activation
+    from patcher.bench.ab.planted import Delay
+    from patcher.integrate import Activation
 
 
 class Arm:
@@ -139,7 +139,7 @@ class Arm:
 
 def delay_of(engine: Any) -> Delay:
     """How a step of this engine is made longer."""
-    from bench.planted import model_delay, runner_delay
+    from patcher.bench.ab.planted import model_delay, runner_delay
 
     return runner_delay(engine.runner) if hasattr(engine, "runner") else model_delay(engine.model)
 
@@ -151,7 +151,7 @@ def _logits_of(
     if hasattr(engine, "served_logits"):  # one whose model is not called as a module
         return engine.served_logits(prompts, forced), engine.how
     if not reference:
-        from bench.logits import served_logits
+        from patcher.bench.ab.logits import served_logits
 
         return served_logits(engine, prompts, forced), "as served"
     tokens = torch.cat([prompts, forced], dim=1)

@@ -19,13 +19,13 @@ from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 
-from bench import PatcherError, Record, Shape, relayed
-from bench.environment import engine_environment
-from bench.process_pairs import Memory, TooLateError
-from bench.windows import Taken
-from integrate import Patch, Receipt, switching_on
+from patcher.bench import PatcherError, Record, Shape, relayed
+from patcher.bench.ab.process_pairs import Memory, TooLateError
+from patcher.bench.ab.windows import Taken
+from patcher.bench.machine.environment import engine_environment
 from patcher.endtoend import arm_protocol as say
 from patcher.endtoend.called import called_between
+from patcher.integrate import Patch, Receipt, switching_on
 
 LOAD_S = 900.0
 REPLY_S = 600.0
@@ -48,7 +48,7 @@ def arm_environment(folder: Path, patches: tuple[Patch, ...]) -> dict[str, str]:
 
 
 class ArmProcess:
-    """One arm; see `bench.process_pairs.ArmProcess`."""
+    """One arm; see `patcher.bench.ab.process_pairs.ArmProcess`."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class ArmProcess:
 
 
 class PipeSide:
-    """A side whose engine is in a process of its own; see `bench.windows.Side`."""
+    """A side whose engine is in a process of its own; see `patcher.bench.ab.windows.Side`."""
 
     def __init__(self, process: ArmProcess, shape: Shape | None = None) -> None:
         self._process, self._shape = process, shape

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, TypeAdapter
 
-from bench import Record, Shape, Workload
-from integrate import Receipt
+from patcher.bench import Record, Shape, Workload
+from patcher.integrate import Receipt
 
 
 class Load(Record):
@@ -177,7 +177,7 @@ class Entropy(Record):
 
 
 class MemoryUse(Record):
-    """See `bench.process_pairs.Memory`."""
+    """See `patcher.bench.ab.process_pairs.Memory`."""
 
     kind: Literal["memory"] = "memory"
     held: int

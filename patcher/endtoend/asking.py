@@ -12,16 +12,17 @@ import numpy as np
 import torch
 from pydantic import JsonValue
 
-from bench import Quality, cloze
-from bench.clocks import ClockMonitor
-from bench.process_pairs import SHARE_ALONE
-from bench.quality import compare_logits
-from bench.stock import Trial, Tuning, overriding, words
-from bench.tuning import options_of, tune
-from integrate import Patch, engine_wants
+from patcher.bench import Quality
+from patcher.bench.ab import cloze
+from patcher.bench.ab.engine_config import Trial, Tuning, overriding, words
+from patcher.bench.ab.process_pairs import SHARE_ALONE
+from patcher.bench.ab.quality import compare_logits
+from patcher.bench.ab.tuning import options_of, tune
+from patcher.bench.machine.clocks import ClockMonitor
 from patcher.endtoend import arm_protocol as say
 from patcher.endtoend.arm_process import LOAD_S, ArmProcess
 from patcher.endtoend.measured import Job, Report
+from patcher.integrate import Patch, engine_wants
 
 REFERENCE: dict[str, dict[str, JsonValue]] = {"vllm": {"enforce_eager": True}}
 """Arguments under which an engine computes the same without compilation and graphs."""
@@ -180,7 +181,7 @@ def with_cache_size(job: Job) -> Job:
     """
     if loads_beside(job):
         return job
-    from bench.engines.vllm import cache_bytes
+    from patcher.bench.engines.vllm import cache_bytes
 
     size = cache_bytes(job.workload, job.elsewhere)
     if size is None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from bench import SCHEMA_VERSION, Comparison, Record, UsageError
-from bench.stats import holm
+from patcher.bench import SCHEMA_VERSION, Comparison, Record, UsageError
+from patcher.bench.stats.compare import holm
 
 
 class Combination(Record):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from integrate import Receipt
+from patcher.integrate import Receipt
 
 COUNTS = ("calls", "replayed", "fallbacks")
 """Of a receipt."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from bench import SCHEMA_VERSION, Comparison, Record, Shape, Window
-from bench.stats import MIN_PAIRS
+from patcher.bench import SCHEMA_VERSION, Comparison, Record, Shape, Window
+from patcher.bench.stats.compare import MIN_PAIRS
 
 LIMIT_PCT = 1.0
 """Tokens per second that may be lost at another point."""

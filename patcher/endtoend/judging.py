@@ -7,11 +7,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from bench import Evaluation, UsageError
-from hotspot import Profile
-from integrate import Patch
+from patcher.bench import Evaluation, UsageError
 from patcher.endtoend.measure import measure_together
 from patcher.endtoend.measured import Job, Judged, Measured, Report
+from patcher.hotspot import Profile
+from patcher.integrate import Patch
 from patcher.reconciling.patched import patched_kernel
 from patcher.reconciling.proof import seen_per_step
 from patcher.reconciling.reconcile import PatchedKernel, Reconciliation, reconcile

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from bench import Record, VerificationError
+from patcher.bench import Record, VerificationError
 
 Kept = TypeVar("Kept", bound=Record)
 

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
-from bench import PatcherError, relayed
-from bench.environment import engine_environment
-from bench.leash import leashed
-from integrate import Patch, Receipt
+from patcher.bench import PatcherError, relayed
+from patcher.bench.machine.environment import engine_environment
+from patcher.bench.sandbox.die_with_parent import leashed
 from patcher.endtoend.measured import Job, Measured, Report
+from patcher.integrate import Patch, Receipt
 
 if TYPE_CHECKING:
-    from bench.planted import PlantedGains
+    from patcher.bench.ab.planted import PlantedGains
 
 RESULT: TypeAdapter[tuple[Measured, ...]] = TypeAdapter(tuple[Measured, ...])
 """What the measuring process leaves."""
@@ -104,13 +104,13 @@ def measure(job: Job, patches: Sequence[Patch], report: Report) -> tuple[Measure
     """
     from contextlib import ExitStack, contextmanager, nullcontext
 
-    from bench.clocks import ClockMonitor
-    from bench.engines import open_engine
-    from bench.quality import assess, greedy_identical
-    from bench.throughput import measure as measure_throughput
-    from bench.windows import Arms, LocalSide
-    from integrate import Book, prepare
+    from patcher.bench.ab.quality import assess, greedy_identical
+    from patcher.bench.ab.throughput import measure as measure_throughput
+    from patcher.bench.ab.windows import Arms, LocalSide
+    from patcher.bench.engines import open_engine
+    from patcher.bench.machine.clocks import ClockMonitor
     from patcher.endtoend.other_traffic import OtherTraffic, peak_memory, peak_of_arms
+    from patcher.integrate import Book, prepare
 
     kernels = [patch.kernel() for patch in patches]
     report("load the model", 0, 1)
@@ -184,9 +184,9 @@ def measure(job: Job, patches: Sequence[Patch], report: Report) -> tuple[Measure
 
 def measure_planted(job: Job, report: Report) -> PlantedGains:
     """Whether an A/B of this workload finds planted gains; in this process, as no patch runs."""
-    from bench.clocks import ClockMonitor
-    from bench.engines import open_engine
-    from bench.planted import model_delay, plant
+    from patcher.bench.ab.planted import model_delay, plant
+    from patcher.bench.engines import open_engine
+    from patcher.bench.machine.clocks import ClockMonitor
 
     report("load the model", 0, 1)
     engine = open_engine(job.workload)

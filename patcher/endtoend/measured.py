@@ -13,12 +13,12 @@ from pydantic import (
     model_validator,
 )
 
-from bench import SCHEMA_VERSION, Quality, Record, Shape, Throughput, Workload
-from bench.comparison import Verdict
-from bench.stats import DEFAULT_PAIRS, DEFAULT_PROCESS_PAIRS, LOOKS
-from bench.stock import Tuning
-from integrate import Receipt
+from patcher.bench import SCHEMA_VERSION, Quality, Record, Shape, Throughput, Workload
+from patcher.bench.ab.engine_config import Tuning
+from patcher.bench.stats.compare import DEFAULT_PAIRS, DEFAULT_PROCESS_PAIRS, LOOKS
+from patcher.bench.stats.comparison import Verdict
 from patcher.endtoend.elsewhere import Elsewhere
+from patcher.integrate import Receipt
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.verdicts.decide import Decision
 

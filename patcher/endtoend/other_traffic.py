@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from bench import Shape, UsageError, Window, Workload
-from bench.clocks import ClockMonitor
-from bench.comparison import Arm
-from bench.engines import Engine
-from bench.throughput import decide_on
-from bench.windows import Arms, Pair, Side, abba_orders, take_pair
+from patcher.bench import Shape, UsageError, Window, Workload
+from patcher.bench.ab.throughput import decide_on
+from patcher.bench.ab.windows import Arms, Pair, Side, abba_orders, take_pair
+from patcher.bench.engines import Engine
+from patcher.bench.machine.clocks import ClockMonitor
+from patcher.bench.stats.comparison import Arm
 from patcher.endtoend.elsewhere import LIMIT_PCT, Elsewhere, OtherPoint, PeakMemory
 from patcher.endtoend.measured import Job, Report
 
@@ -79,7 +79,7 @@ def planned(job: Job, process: int | None) -> Iterator[tuple[Shape, range, rando
 
 
 class OtherTraffic:
-    """What has been taken at each point; pairs come as in `bench.windows.take_pair`."""
+    """What has been taken at each point; pairs come as in `patcher.bench.ab.windows.take_pair`."""
 
     def __init__(self, job: Job, clocks: ClockMonitor, report: Report) -> None:
         self._job, self._clocks, self._report = job, clocks, report

@@ -11,18 +11,18 @@ from functools import partial
 
 import torch
 
-from bench import Quality, Shape, Throughput, UsageError, Workload
-from bench.clocks import ClockMonitor
-from bench.comparison import Arm
-from bench.process_pairs import Plan, measure_processes
-from bench.stock import Tuning, overriding
-from bench.windows import Pair, Side
-from integrate import Patch, Receipt
+from patcher.bench import Quality, Shape, Throughput, UsageError, Workload
+from patcher.bench.ab.engine_config import Tuning, overriding
+from patcher.bench.ab.process_pairs import Plan, measure_processes
+from patcher.bench.ab.windows import Pair, Side
+from patcher.bench.machine.clocks import ClockMonitor
+from patcher.bench.stats.comparison import Arm
 from patcher.endtoend.arm_process import ArmProcess
 from patcher.endtoend.asking import STAGGER_S, Asking, loads_beside, with_cache_size
 from patcher.endtoend.called import called_between, merged
 from patcher.endtoend.measured import Job, Measured, Report
 from patcher.endtoend.other_traffic import OtherTraffic, peak_memory
+from patcher.integrate import Patch, Receipt
 
 
 def measure_pairs(job: Job, patches: Sequence[Patch], report: Report) -> tuple[Measured, ...]:
@@ -33,7 +33,7 @@ def measure_pairs(job: Job, patches: Sequence[Patch], report: Report) -> tuple[M
 
     Raises:
         UsageError: a patch is for another engine.
-        PatcherError: as `bench.process_pairs.measure_processes`.
+        PatcherError: as `patcher.bench.ab.process_pairs.measure_processes`.
     """
     refuse_other_engines(job.workload, patches)
     job = with_cache_size(job)
@@ -90,7 +90,7 @@ def refuse_other_engines(workload: Workload, patches: Iterable[Patch]) -> None:
 
 
 def elsewhere(other: OtherTraffic, last: Pair, processes: Mapping[Arm, ArmProcess]) -> None:
-    """See `bench.process_pairs.Also`."""
+    """See `patcher.bench.ab.process_pairs.Also`."""
 
     def sides(shape: Shape) -> dict[Arm, Side]:
         return {arm: process.side(shape) for arm, process in processes.items()}
@@ -142,7 +142,7 @@ class PatchSitting(Asking):
         return self.started(arm, self.arguments_of(patches), memory_share, patches)
 
     def visit(self, pair: Pair, arm: Arm, process: ArmProcess) -> None:
-        """See `bench.process_pairs.Visit`."""
+        """See `patcher.bench.ab.process_pairs.Visit`."""
         if pair.kind == "aa":
             # both of its processes are the baseline
             if not self._before:

@@ -6,12 +6,12 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import VerificationError, Workload
-from bench.environment import engine_environment
-from hotspot import Profile, capture
-from integrate import Patch, Receipt, read_receipts, starting_up, switching_on
+from patcher.bench import VerificationError, Workload
+from patcher.bench.machine.environment import engine_environment
 from patcher.endtoend.judging import refuse_one_point_twice
 from patcher.endtoend.pairs import refuse_other_engines
+from patcher.hotspot import Profile, capture
+from patcher.integrate import Patch, Receipt, read_receipts, starting_up, switching_on
 from patcher.reconciling.proof import prove
 
 
@@ -22,7 +22,7 @@ def capture_patched(
     scratch: Path,
     progress: Callable[[str], None],
 ) -> tuple[Profile, tuple[str, ...]]:
-    """Profile the workload with these patches switched on; see `hotspot.capture`.
+    """Profile the workload with these patches switched on; see `patcher.hotspot.capture`.
 
     Args:
         folder: where the captured files stay, the receipts beside them.
@@ -35,7 +35,7 @@ def capture_patched(
     Raises:
         UsageError: a patch is for another engine, or two are for one point.
         VerificationError: a patch was changed, does not fit here, or did not run.
-        PatcherError: as `hotspot.capture`.
+        PatcherError: as `patcher.hotspot.capture`.
     """
     refuse_other_engines(workload, patches)
     refuse_one_point_twice(patches)

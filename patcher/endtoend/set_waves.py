@@ -1,4 +1,4 @@
-"""Several sets of patches against one baseline, in waves of processes: see `bench.waves`.
+"""Several sets of patches against one baseline, in waves of processes: see `ab.shared_baseline`.
 
 What a wave gave is a file of the folder, so that a second start goes on after the last whole wave.
 Logits lie beside it until quality is known, which takes one process more, after the last wave.
@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from bench import UsageError, Window
-from bench.clocks import ClockMonitor
-from bench.environment import fingerprint
-from bench.process_pairs import Plan, refuse_few
-from bench.stock import Tuning
-from bench.waves import (
+from patcher.bench import UsageError, Window
+from patcher.bench.ab.engine_config import Tuning
+from patcher.bench.ab.process_pairs import Plan, refuse_few
+from patcher.bench.ab.shared_baseline import (
     BASELINE,
     CONTROL,
     Round,
@@ -25,7 +23,8 @@ from bench.waves import (
     take_round,
     throughput_of,
 )
-from integrate import Patch, Receipt
+from patcher.bench.machine.clocks import ClockMonitor
+from patcher.bench.machine.environment import fingerprint
 from patcher.endtoend.arm_process import ArmProcess
 from patcher.endtoend.asking import STAGGER_S, Asking, loads_beside, with_cache_size
 from patcher.endtoend.called import called_between, merged
@@ -33,6 +32,7 @@ from patcher.endtoend.measured import Job, Measured, Report
 from patcher.endtoend.other_traffic import OtherTraffic, peak_memory, planned
 from patcher.endtoend.pairs import identical, refuse_other_engines, told
 from patcher.endtoend.waves_folder import Begun, Compared, TakenWave, Tokens, WavesFolder
+from patcher.integrate import Patch, Receipt
 
 
 def measure_waves(
@@ -45,14 +45,14 @@ def measure_waves(
 
     Returns:
         for each set what was measured for each of its patches; None where fewer processes fit side
-        by side than a wave needs (`bench.waves.MIN_ROOM`).
+        by side than a wave needs (`patcher.bench.ab.shared_baseline.MIN_ROOM`).
 
     Raises:
         UsageError: a patch is for another engine, the folder's waves are of another machine, or
             too few process pairs.
         VerificationError: a patch was changed or does not fit here; a file of the folder is
             damaged.
-        PatcherError: as `bench.waves.WaveSitting.run`, or every pair of a set was unfit.
+        PatcherError: as `WaveSitting.run`, or every pair of a set was unfit.
     """
     refuse_few(job.process_pairs)
     every = [patch for patches in sets.values() for patch in patches]
@@ -138,12 +138,12 @@ class SetSitting(Asking):
         return self.started(name, self.arguments_of(patches), memory_share, patches)
 
     def begin(self, process: ArmProcess) -> None:
-        """See `bench.waves.Begin`; what an interrupted first wave left is forgotten."""
+        """See `shared_baseline.Begin`; what an interrupted first wave left is forgotten."""
         self._empty()
         self._greedy["before"] = self.greedy(process)
 
     def visit(self, number: int, name: str, process: ArmProcess) -> None:
-        """See `bench.waves.Visit`."""
+        """See `patcher.bench.ab.shared_baseline.Visit`."""
         if name == BASELINE and number > 0:
             self._greedy["after"] = self.greedy(process)
         elif name == CONTROL:
@@ -165,7 +165,7 @@ class SetSitting(Asking):
         swapped: Mapping[str, bool],
         processes: Mapping[str, ArmProcess],
     ) -> None:
-        """See `bench.waves.Also`: windows at other traffic, the baseline's shared there, too."""
+        """See `shared_baseline.Also`: windows at other traffic, one baseline there, too."""
         job = self.job
         for index, (shape, numbers, rng) in enumerate(planned(job, number)):
             report(f"elsewhere: {shape.label}", index, len(job.elsewhere))

@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
-from bench import SCHEMA_VERSION, Record, UsageError
-from bench.comparison import Comparison
-from integrate import Patch
+from patcher.bench import SCHEMA_VERSION, Record, UsageError
+from patcher.bench.stats.comparison import Comparison
 from patcher.endtoend.best_set import BestSet, Combination, best_set
 from patcher.endtoend.judging import judged, refuse_one_point_twice
 from patcher.endtoend.kept import read_record, write_record
 from patcher.endtoend.measure import measure_together
 from patcher.endtoend.measured import Job, Judged, Measured, Report
 from patcher.endtoend.set_waves import measure_waves
+from patcher.integrate import Patch
 from patcher.verdicts.decide import Decision
 
 Measure = Callable[[Job, Sequence[Path], Report], tuple[Measured, ...]]

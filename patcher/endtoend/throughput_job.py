@@ -9,12 +9,12 @@ from pathlib import Path
 
 from pydantic import JsonValue, ValidationError
 
-from bench import UsageError, Workload
-from bench.environment import describe
-from bench.process_pairs import Plan
-from bench.stats import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
-from bench.stock import Tuning
-from bench.traffic import traffic
+from patcher.bench import UsageError, Workload
+from patcher.bench.ab.engine_config import Tuning
+from patcher.bench.ab.process_pairs import Plan
+from patcher.bench.ab.traffic import traffic
+from patcher.bench.machine.environment import describe
+from patcher.bench.stats.compare import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
 from patcher.endtoend.measured import Job
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from pydantic import Field, JsonValue
 
-from bench import SCHEMA_VERSION, Quality, Record, VerificationError, Window
-from bench.stock import Tuning
-from bench.waves import Wave
-from integrate import Receipt
+from patcher.bench import SCHEMA_VERSION, Quality, Record, VerificationError, Window
+from patcher.bench.ab.engine_config import Tuning
+from patcher.bench.ab.shared_baseline import Wave
 from patcher.endtoend.kept import Kept, read_record, write_record
+from patcher.integrate import Receipt
 
 Tokens = list[list[int]]
 """[batch][tokens]"""

@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from bench import Candidate, Evaluation, Language, UsageError
-from bench.judge import JudgeSettings, Progress, open_judge
 from patcher.agent import Judge as OneJudge
+from patcher.bench import Candidate, Evaluation, Language, UsageError
+from patcher.bench.judge import JudgeSettings, Progress, open_judge
 from patcher.judges.counting import with_counters
 from patcher.judges.exchange import ExchangeJudge
 from patcher.judges.languages import device_facts, device_kind
 
 if TYPE_CHECKING:  # it brings torch
-    from bench.judge.judge import Judge
+    from patcher.bench.judge.judge import Judge
 
 LOCAL = "local"
 JUDGES = "local or exchange:DIR"
@@ -37,7 +37,7 @@ class Judges(Protocol):
 
         Raises:
             WaitingError: the judge is elsewhere and some have not come; all were handed over.
-            PatcherError: as `bench.judge.evaluate`.
+            PatcherError: as `patcher.bench.judge.evaluate`.
         """
         ...
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench import Candidate, Evaluation, MissingError, UsageError
-from bench.installed import find_ncu
 from patcher.agent import Judge
+from patcher.bench import Candidate, Evaluation, MissingError, UsageError
+from patcher.bench.machine.installed import find_ncu
 
 
 def with_counters(judge: Judge, sweep: str | None, say: Callable[[str], None]) -> Judge:
@@ -23,7 +23,7 @@ def with_counters(judge: Judge, sweep: str | None, say: Callable[[str], None]) -
         on_gpu = evaluation.environment and evaluation.environment.device_kind == "cuda"
         if missing or evaluation.counters or not on_gpu:
             return evaluation
-        from bench.judge.counters import counted
+        from patcher.bench.judge.counters import counted
 
         try:
             return counted(candidate, evaluation, sweep)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from bench import (
+from patcher.bench import (
     Candidate,
     Evaluation,
     UsageError,
@@ -15,7 +15,7 @@ from bench import (
     WaitingError,
     load_op,
 )
-from bench.judge import JudgeSettings
+from patcher.bench.judge import JudgeSettings
 from patcher.judges.jobs import Machine, Posted, post, read_result
 from patcher.judges.sealed import seal
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import platform
 
-from bench import MissingError
-from bench.ceilings import ceilings
-from bench.environment import describe
+from patcher.bench import MissingError
+from patcher.bench.judge.ceilings import ceilings
+from patcher.bench.machine.environment import describe
 
 
 def hardware_facts(kind: str) -> str:

@@ -21,7 +21,7 @@ from typing import Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from bench import (
+from patcher.bench import (
     SCHEMA_VERSION,
     Candidate,
     Environment,
@@ -35,8 +35,8 @@ from bench import (
     load_op,
     relayed,
 )
-from bench.environment import describe
-from bench.judge import JudgeSettings, Policy
+from patcher.bench.judge import JudgeSettings, Policy
+from patcher.bench.machine.environment import describe
 from patcher.judges.hardware import hardware_facts
 from patcher.judges.sealed import Sealed, digest_of, unsealed
 
@@ -48,7 +48,7 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 class JobSettings(Record):
-    """`bench.judge.JudgeSettings`, field by field, within what a worker accepts."""
+    """`patcher.bench.judge.JudgeSettings`, field by field, within what a worker accepts."""
 
     device: Literal["cpu", "cuda"] | None
     sweep: str | None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from bench import Language, MissingError, UsageError
-from bench.toolchains import toolchain
+from patcher.bench import Language, MissingError, UsageError
+from patcher.bench.toolchains import toolchain
 from patcher.judges.hardware import hardware_facts
 
 _COMPILED = {

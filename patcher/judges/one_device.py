@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench import Environment, Evaluation, VerificationError
+from patcher.bench import Environment, Evaluation, VerificationError
 from patcher.runs.run import Run
 
 

@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, ValidationError
 
-from bench import Record, VerificationError
+from patcher.bench import Record, VerificationError
 from patcher.runs.durable import sync_folder
 
 MANIFEST = "manifest.json"

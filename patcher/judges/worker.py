@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from bench import (
+from patcher.agent import Judge
+from patcher.bench import (
     SCHEMA_VERSION,
     Evaluation,
     MissingError,
@@ -28,9 +29,8 @@ from bench import (
     UsageError,
     load_op,
 )
-from bench.judge import Progress, open_judge
-from bench.toolchains import build
-from patcher.agent import Judge
+from patcher.bench.judge import Progress, open_judge
+from patcher.bench.toolchains import build
 from patcher.judges.counting import with_counters
 from patcher.judges.jobs import (
     FOLDER_NAME,

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bench import Contract, Language, Record, UsageError
-from integrate import home_store
+from patcher.bench import Contract, Language, Record, UsageError
+from patcher.integrate import home_store
 from patcher.memory.entries import PROMOTED, Gain, Rule, Sighting
 from patcher.memory.files import Shelf
 from patcher.memory.learn import Experience, Where, gains_after, rule_after

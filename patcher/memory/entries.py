@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from bench import Language, Record
+from patcher.bench import Language, Record
 
 PROMOTED = 3
 """Sightings of a rule before it enters prompts (AdaExplore, `skill_memory/`)."""

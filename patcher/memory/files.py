@@ -15,7 +15,7 @@ import tomlkit
 from pydantic import ValidationError
 from tomlkit.items import AoT
 
-from bench import UsageError
+from patcher.bench import UsageError
 from patcher.memory.entries import Gain, Rule
 from patcher.runs import durable
 

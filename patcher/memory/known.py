@@ -9,7 +9,7 @@ from importlib import resources
 
 from pydantic import Field
 
-from bench import Record
+from patcher.bench import Record
 
 
 class _Known(Record):

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bench import Contract, Environment, Evaluation, Language, Outcome, Point, Record
+from patcher.bench import Contract, Environment, Evaluation, Language, Outcome, Point, Record
 from patcher.memory.entries import Gain, Rule, Sighting, identifier, shapes_of
 from patcher.memory.known import failure_in, technique_in
 from patcher.memory.screen import phrase, significant, vocabulary

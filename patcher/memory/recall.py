@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from bench import SCHEMA_VERSION, Record
+from patcher.bench import SCHEMA_VERSION, Record
 from patcher.memory.entries import Gain, Rule
 from patcher.memory.learn import Where
 from patcher.prompting.quoting import quote

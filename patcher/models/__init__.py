@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
-from bench import SCHEMA_VERSION, PatcherError, Record, UsageError, VerificationError
+from patcher.bench import SCHEMA_VERSION, PatcherError, Record, UsageError, VerificationError
 
 if TYPE_CHECKING:
     from patcher.models.registry import Entry

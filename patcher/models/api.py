@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench import BudgetError, MissingError, PatcherError, UsageError
+from patcher.bench import BudgetError, MissingError, PatcherError, UsageError
 from patcher.models import ModelError, Reply, Request, Trouble, Usage
 from patcher.models.registry import Entry
 

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
-from bench import BudgetError, Evaluation, PatcherError, UsageError
+from patcher.bench import BudgetError, Evaluation, PatcherError, UsageError
 from patcher.models import TOKENS_CEILING, Asked, Model, ModelError, Reply, Request, Trouble
 from patcher.models.api import ApiModel
 from patcher.models.ceilings import (

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from bench import Record
+from patcher.bench import Record
 from patcher.runs.journal import Event
 from patcher.runs.run import Run
 

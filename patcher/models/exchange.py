@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bench import UsageError, WaitingError
+from patcher.bench import UsageError, WaitingError
 from patcher.models import Reply, Request, Usage
 
 

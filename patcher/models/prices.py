@@ -7,7 +7,7 @@ import tomllib
 from functools import cache
 from importlib import resources
 
-from bench import Record
+from patcher.bench import Record
 
 
 class Price(Record):

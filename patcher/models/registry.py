@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
 
-from bench import Record
+from patcher.bench import Record
 from patcher.models import TOKENS_CEILING
 from patcher.models.prices import Price, price, prices
 

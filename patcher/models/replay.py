@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from bench import SCHEMA_VERSION, BudgetError, Record, UsageError
+from patcher.bench import SCHEMA_VERSION, BudgetError, Record, UsageError
 from patcher.models import Asked, Reply, Request, Role
 from patcher.runs.run import Run
 

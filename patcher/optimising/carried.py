@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench import Language, Op
-from bench.judge import Policy
 from patcher.attempts import Optimisation
+from patcher.bench import Language, Op
+from patcher.bench.judge import Policy
 from patcher.memory import open_memory
 from patcher.models import Role
 from patcher.optimising.levers import Levers, load_levers

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from bench import SCHEMA_VERSION, Language, Op, Record, UsageError
 from patcher.agent import MAX_TOKENS
+from patcher.bench import SCHEMA_VERSION, Language, Op, Record, UsageError
 from patcher.models import PROVIDERS, Role
 from patcher.models.budget import JUDGE_LIMIT_S, more_room
 from patcher.models.ceilings import Ceilings

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from bench import SCHEMA_VERSION, Record, UsageError, load_op
-from bench.environment import names_secret
-from bench.judge import Policy
+from patcher.bench import SCHEMA_VERSION, Record, UsageError, load_op
+from patcher.bench.judge import Policy
+from patcher.bench.machine.environment import names_secret
 from patcher.models import Role
 from patcher.prompting.quoting import quote
 

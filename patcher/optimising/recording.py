@@ -14,7 +14,9 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from bench import (
+from patcher.agent import Rules, optimize
+from patcher.attempts import Attempt, Optimisation
+from patcher.bench import (
     SCHEMA_VERSION,
     Candidate,
     Environment,
@@ -26,8 +28,6 @@ from bench import (
     VerificationError,
     load_op,
 )
-from patcher.agent import Rules, optimize
-from patcher.attempts import Attempt, Optimisation
 from patcher.models import Asked
 from patcher.models.budget import Budget
 from patcher.models.replay import ReplayModel, export_recording

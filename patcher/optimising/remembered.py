@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from bench import Environment, Evaluation, Language, MissingError, Op, UsageError
-from bench.environment import describe
 from patcher.attempts import Attempt, Optimisation
+from patcher.bench import Environment, Evaluation, Language, MissingError, Op, UsageError
+from patcher.bench.machine.environment import describe
 from patcher.memory import Experience, Learned, Memory, Recalled, Where
 from patcher.runs.run import Run
 

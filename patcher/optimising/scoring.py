@@ -21,8 +21,8 @@ from typing import IO, Any
 
 from pydantic import Field, ValidationError
 
-from bench import SCHEMA_VERSION, Evaluation, Record, UsageError, VerificationError
-from bench.environment import engine_environment
+from patcher.bench import SCHEMA_VERSION, Evaluation, Record, UsageError, VerificationError
+from patcher.bench.machine.environment import engine_environment
 from patcher.optimising.levers import ScoreLever
 from patcher.runs.run import Run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from bench import Candidate, Language, Op, Record, UsageError
+from patcher.bench import Candidate, Language, Op, Record, UsageError
 from patcher.prompting.rendering import Working
 from patcher.strategies import Strategy, open_strategy
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import resources
 
-from bench import Language, Op, Record
-from bench.judge import JudgeSettings
-from hotspot import Profile
 from patcher.agent import Rules, optimize
 from patcher.attempts import Optimisation, Progress
+from patcher.bench import Language, Op, Record
+from patcher.bench.judge import JudgeSettings
+from patcher.hotspot import Profile
 from patcher.judges import LOCAL, facts, judged_on, open_judges
 from patcher.judges.languages import require_here
 from patcher.judges.one_device import hold

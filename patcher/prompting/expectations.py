@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from bench import Record
 from patcher.attempts import Attempt
+from patcher.bench import Record
 
 
 class Expectation(Record):

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any, Literal
 
-from bench import Language, Record
+from patcher.bench import Language, Record
 from patcher.models import Reply
 
 TAGS: dict[Language, tuple[str, ...]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from bench import Op
+from patcher.bench import Op
 
 
 def reference_source(op: Op) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from jinja2 import ChoiceLoader, DictLoader, Environment, PackageLoader, StrictUndefined
 
-from bench import Candidate, Evaluation, Language, Op, Outcome, Record, Sweep
-from bench.toolchains import toolchain
 from patcher.attempts import Attempt, Diagnosis, Recommendation
 from patcher.attempts.structure import structure
+from patcher.bench import Candidate, Evaluation, Language, Op, Outcome, Record, Sweep
+from patcher.bench.toolchains import toolchain
 from patcher.models import Role
 from patcher.prompting.expectations import expectations, verdict
 from patcher.prompting.extract import TAGS, Failure

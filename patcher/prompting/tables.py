@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench import Evaluation, KernelCounters, Op, Point, Sweep, Timing
+from patcher.bench import Evaluation, KernelCounters, Op, Point, Sweep, Timing
 
 MOST_KERNELS = 3
 """Of whose counters a prompt tells, the longest first."""
@@ -83,7 +83,7 @@ def counters_table(kernels: tuple[KernelCounters, ...]) -> str:
     without any."""
     if not kernels:
         return ""
-    from bench.judge.counters import metrics  # it brings the toolchains
+    from patcher.bench.judge.counters import metrics  # it brings the toolchains
 
     shown = kernels[:MOST_KERNELS]
     names = [kernel.kernel.replace("|", "/")[:80] for kernel in shown]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from pydantic import Field
 
-from bench import Record, Throughput
+from patcher.bench import Record, Throughput
 
 _SIZE = re.compile(r"(\w+)=(<=)?(\d+)")
 """`tokens=<=256` is a bucket: a receipt names large numbers of rows by the next power of two."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench import Evaluation, Timing
+from patcher.bench import Evaluation, Timing
 from patcher.reconciling.launches import ShapeLaunches
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hotspot import Profile, ProfileComparison, compare
+from patcher.hotspot import Profile, ProfileComparison, compare
 
 _LEAST_PCT = 0.05
 """Of the step: rows that moved by less are added up in one line."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from bench import Sweep, Throughput, presets
-from hotspot import Profile
-from integrate import Patch
+from patcher.bench import Sweep, Throughput, presets
+from patcher.hotspot import Profile
+from patcher.integrate import Patch
 from patcher.reconciling.launches import step_launches
 from patcher.reconciling.proof import is_of
 from patcher.reconciling.reconcile import PatchedKernel

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Literal
 
-from bench import SCHEMA_VERSION, Language, Record
-from hotspot import KernelStat, Profile
-from integrate import Patch, Receipt
+from patcher.bench import SCHEMA_VERSION, Language, Record
+from patcher.hotspot import KernelStat, Profile
+from patcher.integrate import Patch, Receipt
 
 _ANONYMOUS = {"(anonymous namespace)", "(anonymous)", "<unnamed>", "_NV_ANON_NAMESPACE"}
 _SPACE = r"(?:\(anonymous namespace\)|\(anonymous\)|<unnamed>|\w+)::"

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bench import SCHEMA_VERSION, Comparison, Evaluation, Record, Throughput
-from hotspot import Profile
+from patcher.bench import SCHEMA_VERSION, Comparison, Evaluation, Record, Throughput
+from patcher.hotspot import Profile
 from patcher.reconciling.launches import ShapeLaunches, StepLaunches
 from patcher.reconciling.micro import Saving, saving
 from patcher.reconciling.moved import moved_rows, overlap_caveat

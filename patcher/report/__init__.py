@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import UsageError
+from patcher.bench import UsageError
 from patcher.report.html import render_html
 from patcher.report.markdown import render_markdown
 from patcher.report.picture import plot

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from bench import Comparison
+from patcher.bench import Comparison
 from patcher.report import wording
 from patcher.report.samples import pair_scale, process_runs, where
 from patcher.report.svg import Canvas, Scale, linear, log_ticks, logarithmic, padded, ticks

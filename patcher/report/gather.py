@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 from typing import TypeVar
 
-from bench import Evaluation, Record, UsageError
-from hotspot import Profile
-from integrate import Patch
 from patcher.agent import ended
 from patcher.attempts import Attempt, Stopped
+from patcher.bench import Evaluation, Record, UsageError
 from patcher.endtoend.judging import explain_measured
 from patcher.endtoend.measured import Measured
+from patcher.hotspot import Profile
+from patcher.integrate import Patch
 from patcher.pipeline import DEMO, Made, Plan
 from patcher.reconciling.proof import seen_per_step
 from patcher.reconciling.reconcile import Reconciliation

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench import Candidate
-from hotspot import Profile
-from integrate import Patch
-from integrate import Receipt as FullReceipt
+from patcher.bench import Candidate
 from patcher.endtoend.best_set import BestSet
 from patcher.endtoend.measured import Judged
+from patcher.hotspot import Profile
+from patcher.integrate import Patch
+from patcher.integrate import Receipt as FullReceipt
 from patcher.report.record import Receipt, Report
 
 

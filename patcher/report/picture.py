@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import resources
 
-from hotspot import Profile
+from patcher.hotspot import Profile
 from patcher.report import charts, views, wording
 from patcher.report.bars import bars
 from patcher.report.lanes import lanes

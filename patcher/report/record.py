@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import Field
 
-from bench import (
+from patcher.attempts import Attempt, Stopped
+from patcher.bench import (
     SCHEMA_VERSION,
     Environment,
     Evaluation,
@@ -15,7 +16,6 @@ from bench import (
     Throughput,
     Workload,
 )
-from patcher.attempts import Attempt, Stopped
 from patcher.endtoend.best_set import BestSet
 from patcher.endtoend.elsewhere import Elsewhere
 from patcher.reconciling.reconcile import Reconciliation

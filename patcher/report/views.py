@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from bench import Outcome, Throughput, Timing, Window
-from bench.clock_blocks import power_capped
-from bench.comparison import Verdict
 from patcher.attempts import Attempt
+from patcher.bench import Outcome, Throughput, Timing, Window
+from patcher.bench.ab.window_clocks import power_capped
+from patcher.bench.stats.comparison import Verdict
 from patcher.report import wording
 from patcher.report.record import Report
 from patcher.report.step import chain_numbers

@@ -6,7 +6,7 @@ import math
 import unicodedata
 from datetime import UTC, datetime
 
-from bench.comparison import Verdict
+from patcher.bench.stats.comparison import Verdict
 
 _MINUS = "\N{MINUS SIGN}"
 _GAP = "\N{NO-BREAK SPACE}"

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench import MissingError
+from patcher.bench import MissingError
 
 
 def append(handle: int, content: bytes, size: int) -> int:

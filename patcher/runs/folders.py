@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import UsageError
+from patcher.bench import UsageError
 
 
 def every(root: Path) -> Sequence[Path]:

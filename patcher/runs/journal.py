@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from bench import SCHEMA_VERSION, Record, UsageError, VerificationError
+from patcher.bench import SCHEMA_VERSION, Record, UsageError, VerificationError
 from patcher.runs import durable
 
 GENESIS = "0" * 64

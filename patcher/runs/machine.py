@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bench import VerificationError
-from bench.environment import facts
 from patcher.attempts.tried import Round
+from patcher.bench import VerificationError
+from patcher.bench.machine.environment import facts
 from patcher.memory import Recalled
 from patcher.models import Asked
 from patcher.optimising.levers import Levers

@@ -17,7 +17,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from bench import SCHEMA_VERSION, PatcherError, Record, UsageError, VerificationError, Workload
+from patcher.bench import (
+    SCHEMA_VERSION,
+    PatcherError,
+    Record,
+    UsageError,
+    VerificationError,
+    Workload,
+)
 from patcher.runs import durable
 from patcher.runs import folders as run_folders
 from patcher.runs.journal import (
@@ -51,7 +58,7 @@ class RunConfig(Record):
     settings: dict[str, Any]
     versions: dict[str, str]
     machine: dict[str, str] | None = None
-    """What its figures depend on: see `bench.environment.facts`."""
+    """What its figures depend on: see `patcher.bench.machine.environment.facts`."""
 
 
 class Run:

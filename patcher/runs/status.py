@@ -7,9 +7,9 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from bench import SCHEMA_VERSION, Outcome, Record
 from patcher.agent import ended
 from patcher.attempts import Attempt
+from patcher.bench import SCHEMA_VERSION, Outcome, Record
 from patcher.models.ceilings import account
 from patcher.runs.journal import State, fold
 from patcher.runs.run import Run

@@ -10,7 +10,7 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-from bench import PatcherError
+from patcher.bench import PatcherError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE_S = 1.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench import PatcherError, Record
-from integrate import Applied, Store, Switches, verify
+from patcher.bench import PatcherError, Record
+from patcher.integrate import Applied, Store, Switches, verify
 
 
 class Listed(Record):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from integrate import Check, Receipt, Verified
+from patcher.integrate import Check, Receipt, Verified
 from patcher.reconciling.proof import Proof
 from patcher.show.listing import Listed
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from hotspot import Hotspot, Profile, ProfileComparison, ledger
+from patcher.hotspot import Hotspot, Profile, ProfileComparison, ledger
 
 TRIAGE = {
     "replace": ("replace", "green"),

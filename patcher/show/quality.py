@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from bench import Quality, Throughput
-from bench.clock_blocks import arm_clocks, dropped, power_capped
-from bench.comparison import LogitError, TaskScore
+from patcher.bench import Quality, Throughput
+from patcher.bench.ab.records import LogitError, TaskScore
+from patcher.bench.ab.window_clocks import arm_clocks, dropped, power_capped
 
 
 def quality_lines(quality: Quality) -> list[Text | Table]:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.syntax import Syntax
 from rich.text import Text
 
-from bench import SCHEMA_VERSION, Quality, Throughput
+from patcher.bench import SCHEMA_VERSION, Quality, Throughput
 from patcher.endtoend.measured import Measured
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.report import wording

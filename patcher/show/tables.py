@@ -19,13 +19,13 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from bench import Comparison, Evaluation, KernelCounters, Op, Outcome
 from patcher.attempts import Attempt, Optimisation
+from patcher.bench import Comparison, Evaluation, KernelCounters, Op, Outcome
 from patcher.doctor import Finding
 from patcher.report.wording import visible
 
 if TYPE_CHECKING:  # it imports torch
-    from bench.planted import PlantedGains
+    from patcher.bench.ab.planted import PlantedGains
     from patcher.verdicts.decide import Decision
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -88,7 +88,7 @@ def print_checks(console: Console, evaluation: Evaluation) -> None:
 
 def counters_table(kernels: Sequence[KernelCounters]) -> Table:
     """A column for each kernel."""
-    from bench.judge.counters import metrics
+    from patcher.bench.judge.counters import metrics
 
     table = Table(title="what Nsight Compute counted, caches flushed before each kernel")
     for name in ("", "unit"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from bench import Throughput
-from bench.comparison import Arm
-from bench.stock import Trial, Tuning, words
+from patcher.bench import Throughput
+from patcher.bench.ab.engine_config import Trial, Tuning, words
+from patcher.bench.stats.comparison import Arm
 from patcher.endtoend.best_set import BestSet
 from patcher.endtoend.elsewhere import Elsewhere
 from patcher.show.quality import clock_lines

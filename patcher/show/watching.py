@@ -12,9 +12,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from bench import Outcome
 from patcher.attempts import Attempt, Stage
 from patcher.attempts import Progress as LoopProgress
+from patcher.bench import Outcome
 from patcher.models import Usage
 from patcher.report.wording import visible
 from patcher.runs.status import best_of

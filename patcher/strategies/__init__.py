@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from bench import UsageError
 from patcher.attempts.tried import Ask, Tried
+from patcher.bench import UsageError
 from patcher.strategies.beam import Beam
 from patcher.strategies.evolve import Evolve
 from patcher.strategies.refine import Refine

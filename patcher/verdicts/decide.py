@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from bench import SCHEMA_VERSION, Evaluation, Outcome, Quality, Record, Throughput, Window
-from bench.comparison import Verdict
-from bench.stock import words
+from patcher.bench import SCHEMA_VERSION, Evaluation, Outcome, Quality, Record, Throughput, Window
+from patcher.bench.ab.engine_config import words
+from patcher.bench.stats.comparison import Verdict
 
 if TYPE_CHECKING:
     from patcher.endtoend.elsewhere import Elsewhere

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from bench import Evaluation, PatcherError, UsageError, VerificationError
-from integrate import Patch, home_store, unpacked
+from patcher.bench import Evaluation, PatcherError, UsageError, VerificationError
+from patcher.integrate import Patch, home_store, unpacked
 from patcher.pipeline import Made
 from patcher.runs.run import Run
 from patcher.verdicts.decide import Decision

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from bench import SCHEMA_VERSION, Record
-from bench.comparison import Verdict
+from patcher.bench import SCHEMA_VERSION, Record
+from patcher.bench.stats.comparison import Verdict
 
 Said = Literal["accept", "reject"]
 

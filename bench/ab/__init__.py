@@ -1,0 +1,1 @@
+"""The whole model, one engine configuration against another."""

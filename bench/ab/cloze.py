@@ -1,0 +1,202 @@
+"""Do both arms answer alike? A paired multiple choice, scored by log-likelihood.
+
+The items (`cloze.toml`) are plain general knowledge. Weights drawn at random know nothing: a score
+of theirs would be chance in both arms, so there is none.
+
+Paired tests: McNemar 1947 (exact, over the items that the arms do not agree on) and the bootstrap
+over items. Scoring by the likelihood of each choice is how EleutherAI's lm-evaluation-harness does
+it (`lm_eval/api/task.py`, output type `multiple_choice`).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import binom
+
+from patcher.bench.ab.logits import served_logits
+from patcher.bench.ab.records import TaskScore
+from patcher.bench.ab.windows import Arms
+from patcher.bench.engines import Engine
+from patcher.bench.errors import UsageError
+from patcher.bench.workload import Workload, weights_id
+
+ALPHA = 0.05
+POWER = 0.8
+DECODED = 4
+"""Tokens of an item that are decoded one by one: without them a choice of one token would be read
+off prefill alone."""
+BOOTSTRAPS = 4000
+
+
+@dataclass(frozen=True)
+class Item:
+    """A statement without its end; the first of the ends is the right one."""
+
+    statement: str
+    choices: tuple[str, ...]
+
+
+def items() -> list[Item]:
+    """All of `cloze.toml`."""
+    text = resources.files("patcher.bench.ab").joinpath("cloze.toml").read_text(encoding="utf-8")
+    return [Item(first, tuple(rest)) for first, *rest in tomllib.loads(text)["items"]]
+
+
+def refusal(workload: Workload) -> str | None:
+    """Why there is no task score for this workload; None when there is one."""
+    if workload.weights == "random":
+        return "the weights are random: they know no answers, both arms would score chance"
+    return None
+
+
+def score(engine: Engine, arms: Arms) -> TaskScore:
+    """Answers of the baseline, of the baseline again, and of the patched model.
+
+    Raises:
+        UsageError: the weights come without a tokenizer.
+    """
+    tokenizer = _tokenizer(engine.workload)
+    encoded = [
+        [list(tokenizer(f"{item.statement} {choice}")["input_ids"]) for choice in item.choices]
+        for item in items()
+    ]
+    runs = []
+    for enter in (arms["baseline"], arms["baseline"], arms["patched"]):
+        with enter():
+            runs.append(torch.stack([_likelihoods(engine, each) for each in encoded]))
+    return judge(*runs)
+
+
+def judge(baseline: torch.Tensor, again: torch.Tensor, patched: torch.Tensor) -> TaskScore:
+    """The score from log-likelihoods [items, choices]; the first choice is the right one."""
+    right, right_again, ours = (each.argmax(1) == 0 for each in (baseline, again, patched))
+    count, choices = baseline.shape
+    worse, better = int((right & ~ours).sum()), int((~right & ours).sum())
+    changed = int((right != right_again).sum())
+    p_value = mcnemar(worse, better)
+    low, high = _bootstrap(ours.double() - right.double())
+    # what flips by itself: as often as two runs of the baseline differ, in each direction
+    detectable = detectable_drop(count, max(better, changed / 2) / count)
+    base_pct, our_pct = 100 * float(right.double().mean()), 100 * float(ours.double().mean())
+    broken = not bool(patched.isfinite().all())
+    told = (
+        f"{our_pct:.1f} % of {count} cloze items right, {base_pct:.1f} % without the patch "
+        f"({worse} lost, {better} won, p = {p_value:.2g}; "
+        f"two runs of the baseline differ on {changed})"
+    )
+    if detectable is not None:
+        told += f"; a drop of {100 * detectable:.1f} points would be found"
+    if base_pct <= 100 / choices:
+        told += "; the baseline is at chance: this says nothing"
+    if broken:
+        told += "; log-likelihoods of the patched model are not finite"
+    return TaskScore(
+        items=count,
+        chance_pct=100 / choices,
+        baseline_pct=base_pct,
+        patched_pct=our_pct,
+        worse=worse,
+        better=better,
+        floor_changed=changed,
+        p_value=p_value,
+        difference_low_pct=100 * low,
+        difference_high_pct=100 * high,
+        detectable_pct=None if detectable is None else 100 * detectable,
+        margin_shift=0.0 if broken else float((_margins(patched) - _margins(baseline)).mean()),
+        passed=p_value > ALPHA and not broken,
+        reason=told,
+    )
+
+
+def mcnemar(worse: int, better: int) -> float:
+    """One-sided exact p of so many pairs or more having turned worse, if both were as likely."""
+    return float(binom.sf(worse - 1, worse + better, 0.5)) if worse else 1.0
+
+
+def detectable_drop(count: int, noise: float) -> float | None:
+    """Smallest drop (share of `count` items) that the test at 5 % finds with 80 % power.
+
+    Args:
+        noise: share of items that turn better, and turn worse on top of the drop, by themselves.
+    """
+    worse = np.arange(count + 1)
+    # the fewest losses that are significant beside so many gains
+    needed = np.array([_fewest(gains, count) for gains in range(count + 1)])
+
+    def power(drop: float) -> float:
+        gains = binom.pmf(worse, count, noise)
+        losing = min((noise + drop) / (1 - noise), 1.0)
+        found = binom.sf(needed - 1, count - worse, losing)
+        return float((gains * found).sum())
+
+    low, high = 0.0, 1.0 - 2 * noise
+    if high <= 0 or power(high) < POWER:
+        return None
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (low, middle) if power(middle) >= POWER else (middle, high)
+    return high
+
+
+def _fewest(gains: int, count: int) -> int:
+    losses = gains
+    while losses <= count and mcnemar(losses, gains) > ALPHA:
+        losses += 1
+    return losses
+
+
+def _margins(likelihoods: torch.Tensor) -> torch.Tensor:
+    return likelihoods[:, 0] - likelihoods[:, 1:].amax(1)
+
+
+def _bootstrap(differences: torch.Tensor) -> tuple[float, float]:
+    drawn = np.random.default_rng(0).choice(differences.numpy(), (BOOTSTRAPS, len(differences)))
+    low, high = np.quantile(drawn.mean(1), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _likelihoods(engine: Engine, choices: Sequence[list[int]]) -> torch.Tensor:
+    """Log-likelihood of each choice, up to what all of an item share; [choices] float64.
+
+    As many rows as the workload's batch, so that the shapes decoded are the shapes timed: more
+    choices than that take several rounds, the last one filled up with repetitions.
+    """
+    # tokenizers may merge across the space: what is shared is found, not assumed
+    columns = enumerate(zip(*choices, strict=False))
+    shortest = min(map(len, choices))
+    shared = next((at for at, tokens in columns if len(set(tokens)) > 1), shortest - 1)
+    begin = max(shared - DECODED, 1)
+    width = max(map(len, choices)) - begin
+    batch = engine.workload.batch
+    found: list[float] = []
+    while len(found) < len(choices):
+        rows = [choices[min(len(found) + row, len(choices) - 1)] for row in range(batch)]
+        prompts = torch.tensor([row[:begin] for row in rows])
+        # right of a shorter choice anything may stand: no position before it can see it
+        forced = torch.tensor([(row[begin:] + [row[-1]] * width)[:width] for row in rows])
+        likely = served_logits(engine, prompts, forced).double().log_softmax(-1)
+        of_tokens = likely.gather(2, forced[:, :, None]).squeeze(2)
+        found += [
+            float(of_tokens[index, : len(row) - begin].sum()) for index, row in enumerate(rows)
+        ]
+    return torch.tensor(found[: len(choices)], dtype=torch.float64)
+
+
+def _tokenizer(workload: Workload) -> Any:
+    from transformers import AutoTokenizer
+
+    name = weights_id(workload)
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=workload.weights == "local")
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"no tokenizer beside the weights of {name}: {str(error).splitlines()[0]}",
+            "put its files there, or use --weights random for a verdict without a task score",
+        ) from error

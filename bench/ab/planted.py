@@ -1,0 +1,223 @@
+"""Planted gains: does an end-to-end A/B on this machine find what is there?
+
+A calibrated delay runs in every decode step of one arm: what takes it out is a gain of known size
+and sign. Nothing of the measurement knows of it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from patcher.bench.ab.records import Throughput
+from patcher.bench.ab.throughput import measure
+from patcher.bench.ab.windows import Arms
+from patcher.bench.engines import Engine
+from patcher.bench.machine.clocks import ClockMonitor
+from patcher.bench.records import SCHEMA_VERSION, Record
+from patcher.bench.stats.comparison import Arm, Comparison
+from patcher.bench.stats.intervals import pairs_needed
+from patcher.bench.workload import Workload
+
+GAINS_PCT = (1.0, 0.5, -1.0)
+
+Delay = Callable[[float], AbstractContextManager[object]]
+"""A state of the engine in which each decode step takes so many seconds longer."""
+
+
+class Planted(Record):
+    """One planted gain, and what the measurement said."""
+
+    asked_pct: float
+    planted_pct: float
+    """What the delay came to by the speed of the windows without it."""
+    delay_us: float
+    """A decode step."""
+    found: Literal["found", "not found", "wrong"]
+    """`not found`: too noisy for so few pairs; `wrong`: a verdict, and the opposite one."""
+    holds: bool
+    """Whether the interval holds what was planted; at 95 %, one in twenty does not."""
+    pairs_needed: int | None
+    """For a gain of this size against this margin, at the spread that was seen; None at the margin
+    itself."""
+    comparison: Comparison
+    control: Comparison | None
+
+
+class PlantedGains(Record):
+    """What was planted in one sitting each."""
+
+    schema_version: int = SCHEMA_VERSION
+    workload: Workload
+    planted: tuple[Planted, ...]
+    clocks: str
+
+    @property
+    def wrong(self) -> bool:
+        return any(one.found == "wrong" for one in self.planted)
+
+    @property
+    def all_found(self) -> bool:
+        return all(one.found == "found" for one in self.planted)
+
+
+def plant(
+    engine: Engine,
+    delayed: Delay,
+    workload: Workload,
+    *,
+    margin_pct: float,
+    max_pairs: int,
+    looks: int,
+    clocks: ClockMonitor,
+    gains_pct: tuple[float, ...] = GAINS_PCT,
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> PlantedGains:
+    """Plant each gain in a sitting of its own and measure it.
+
+    A gain above the margin must be accepted against that margin; one that is not, and a loss, are
+    measured against none, where a gain must be accepted and a loss rejected.
+
+    Raises:
+        UsageError, PatcherError: as `patcher.bench.ab.throughput.measure`.
+    """
+    step_s = step_seconds(engine, seed)
+    report = progress or (lambda stage, done, total: None)
+    found = []
+    for number, gain in enumerate(gains_pct):
+        delay_s = step_s * (gain / 100 if gain > 0 else 1 / (1 + gain / 100) - 1)
+        slow: Arm = "baseline" if gain > 0 else "patched"
+        measured = measure(
+            engine,
+            _arms(delayed, delay_s, slow),
+            workload,
+            margin_pct=margin_pct if gain > margin_pct else 0.0,
+            max_pairs=max_pairs,
+            looks=looks,
+            patch_id=None,
+            clocks=clocks,
+            seed=seed + number + 1,
+            progress=partial(_named, report, gain),
+        )
+        found.append(_outcome(measured, gain, delay_s, slow))
+    return PlantedGains(workload=workload, planted=tuple(found), clocks=clocks.description)
+
+
+def _named(
+    report: Callable[[str, int, int], None], gain: float, stage: str, done: int, total: int
+) -> None:
+    report(f"planted {gain:+g} %: {stage}", done, total)
+
+
+def _arms(delayed: Delay, delay_s: float, slow: Arm) -> Arms:
+    quick: Arm = "patched" if slow == "baseline" else "baseline"
+    return {slow: lambda: delayed(delay_s), quick: nullcontext}
+
+
+def _outcome(measured: Throughput, gain: float, delay_s: float, slow: Arm) -> Planted:
+    comparison = measured.comparison
+    step_s = statistics.median(
+        window.step_s(measured.workload.batch)
+        for window in measured.windows
+        if window.kind == "ab" and window.arm != slow
+    )
+    ratio = 1 + delay_s / step_s
+    planted = 100 * (ratio - 1 if gain > 0 else 1 / ratio - 1)
+    expected, opposite = ("accept", "reject") if gain > 0 else ("reject", "accept")
+    says: Literal["found", "not found", "wrong"] = "not found"
+    if comparison.verdict == expected:
+        says = "found"
+    elif comparison.verdict == opposite:
+        says = "wrong"
+    return Planted(
+        asked_pct=gain,
+        planted_pct=planted,
+        delay_us=1e6 * delay_s,
+        found=says,
+        holds=comparison.gain_low_pct <= planted <= comparison.gain_high_pct,
+        pairs_needed=pairs_needed(comparison.pair_sd_pct, planted, comparison.margin_pct),
+        comparison=comparison,
+        control=measured.control,
+    )
+
+
+def step_seconds(engine: Engine, seed: int) -> float:
+    """Of one decode step: the median of a few windows, the first of them left out."""
+    steps = engine.workload.output_len
+    windows = [engine.generate(engine.prompts(seed + index), steps) for index in range(6)]
+    return statistics.median(window.decode_s / steps for window in windows[1:])
+
+
+def runner_delay(runner: Any) -> Delay:
+    """Of vLLM, which has the next step under way before it waits for one, so that a host that
+    waits hides behind the GPU: the GPU itself spins before each forward, graphs or not.
+
+    Args:
+        runner: vLLM's `GPUModelRunner`, whose `_model_forward` is made to be overridden.
+    """
+
+    @contextmanager
+    def delayed(seconds: float) -> Iterator[None]:
+        cycles = round(seconds * spin_cycles_per_s())
+        original = runner._model_forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            _spin(cycles)
+            return original(*args, **kwargs)
+
+        runner._model_forward = forward
+        try:
+            yield
+        finally:
+            del runner._model_forward
+
+    return delayed
+
+
+def spin_cycles_per_s(cycles: int = 20_000_000, repeats: int = 5) -> float:
+    """What a spinning GPU counts in a second now, launches left out."""
+    event: Any = torch.cuda.Event
+    seconds: list[float] = []
+    for _ in range(repeats + 1):
+        marks = [event(enable_timing=True) for _ in range(3)]
+        marks[0].record()
+        _spin(cycles)
+        marks[1].record()
+        _spin(2 * cycles)
+        marks[2].record()
+        marks[2].synchronize()
+        seconds.append((marks[1].elapsed_time(marks[2]) - marks[0].elapsed_time(marks[1])) / 1e3)
+    return cycles / statistics.median(seconds[1:])
+
+
+def _spin(cycles: int) -> None:
+    sleep: Any = torch.cuda._sleep
+    sleep(cycles)
+
+
+def model_delay(model: torch.nn.Module) -> Delay:
+    """Of an engine that calls `model` on the host once a decode step and waits for it: the host
+    spins before each call. On a GPU that is busy meanwhile the delay would hide behind it.
+    """
+
+    @contextmanager
+    def delayed(seconds: float) -> Iterator[None]:
+        def spin(_module: torch.nn.Module, _args: Any) -> None:
+            end = time.perf_counter() + seconds
+            while time.perf_counter() < end:
+                pass
+
+        handle = model.register_forward_pre_hook(spin)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    return delayed

@@ -1,0 +1,168 @@
+"""Is it still the same model? Three rungs, each against what the baseline makes of itself.
+
+1. Logits over the same tokens. Both arms run as they are served, prefill and then one token a step
+   through the cache, so that the shapes compared are the shapes timed; the tokens are forced, so
+   that one early pick does not decide. The baseline is not right either: its own error against the
+   same weights in higher precision is the yardstick, the worse of two runs of it where the engine
+   does not repeat itself. A patched model may err 1.25 times as much in the root mean square,
+   1.5 times in mean KL divergence, twice at the worst logit and four times in the 99th percentile
+   and the maximum of the divergence by position, which hang on a handful of positions (other
+   rounding in every matmul of `gpt-oss-tiny` moved these two by up to 1.9 times in 24 runs).
+2. Greedy picks. Where the arms would pick different tokens, the baseline's gap between them must be
+   small enough for those errors to explain it.
+3. A task, where the weights are real: see `patcher.bench.ab.cloze`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from patcher.bench.ab import cloze
+from patcher.bench.ab.logits import NOT_FINITE, is_finite, larger, logit_error, served_logits
+from patcher.bench.ab.records import LogitError, Quality, TaskScore
+from patcher.bench.ab.windows import Arms
+from patcher.bench.engines import Engine
+
+RMSE_FACTOR = 1.25
+KL_FACTOR = 1.5
+TAIL_KL_FACTOR = 4.0
+MAX_FACTOR = 2.0
+TINY = 1e-9
+
+
+def assess(engine: Engine, arms: Arms, seed: int, steps: int) -> Quality:
+    """Compare both arms over tokens that the baseline itself generates, then on the task.
+
+    Args:
+        seed: of the prompts.
+        steps: decode steps; with prefill's token, `steps + 1` positions a sequence are compared.
+            Their logits are held four times over, in float32 on the CPU.
+    """
+    prompts = engine.prompts(seed)
+    with arms["baseline"]():
+        picked = engine.generate(prompts, steps).tokens
+    tokens = torch.cat([prompts, picked], dim=1)
+
+    def served(arm: str) -> torch.Tensor:
+        with arms["patched" if arm == "patched" else "baseline"]():
+            return served_logits(engine, prompts, picked).flatten(0, 1)
+
+    # both runs of the baseline come first: nothing that a patch leaves behind widens the yardstick
+    baseline, again, patched = (served(arm) for arm in ("baseline", "baseline", "patched"))
+    # from the logits that choose the first generated token; the last choose none
+    wide, how = engine.reference_logits(tokens, picked.shape[1] + 1)
+    found = compare_logits(baseline, again, patched, wide[:, :-1].flatten(0, 1), how)
+    refusal = cloze.refusal(engine.workload)
+    if refusal is not None:
+        return found.model_copy(update={"task_refusal": refusal})
+    return _with_task(found, cloze.score(engine, arms))
+
+
+def greedy_identical(
+    engine: Engine, before: torch.Tensor, prompts: torch.Tensor, steps: int
+) -> bool:
+    """Whether the engine now gives bit for bit the greedy tokens it gave before."""
+    return torch.equal(engine.generate(prompts, steps).tokens, before)
+
+
+def compare_logits(
+    baseline: torch.Tensor,
+    again: torch.Tensor,
+    patched: torch.Tensor,
+    reference: torch.Tensor,
+    how: str,
+) -> Quality:
+    """The first two rungs, from logits [positions, vocabulary] over the same tokens.
+
+    Args:
+        again: of a second run of the baseline.
+        reference: in higher precision; `how` it was made, in words.
+    """
+    ours, own = logit_error(patched, reference), logit_error(baseline, reference)
+    floor, between = logit_error(again, baseline), logit_error(patched, baseline)
+    theirs = own if torch.equal(again, baseline) else larger(own, logit_error(again, reference))
+    gaps = _gaps(baseline, patched)
+    worst = max(gaps, default=None)
+    # two logits may move towards each other, each by what the arms differ from the truth
+    allowance = 2 * (theirs.max_error + min(ours.max_error, MAX_FACTOR * theirs.max_error))
+    broken = [
+        f"{name} {got:.3g} over {limit:.3g}"
+        for name, got, limit in (*_limits(ours, theirs), _gap_limit(worst, allowance))
+        if not got <= limit
+    ]
+    broken += [
+        f"the {arm}'s logits are not finite"
+        for arm, errors in (("baseline", theirs), ("patched model", ours))
+        if not is_finite(errors)
+    ]
+    count = len(baseline)
+    base_right, our_right = (100 * (1 - errors.flips / count) for errors in (own, ours))
+    agreement = 100 * (1 - len(gaps) / count)
+    fine = (
+        f"error against {how} is {ours.rmse / max(theirs.rmse, TINY):.3f} of the baseline's own, "
+        f"{agreement:.1f} % of greedy picks agree over {count} positions (baseline with that "
+        f"reference: {base_right:.1f} %, patched: {our_right:.1f} %)"
+    )
+    return Quality(
+        positions=count,
+        reference=how,
+        baseline_rmse=own.rmse,
+        patched_rmse=ours.rmse,
+        baseline_max_error=own.max_error,
+        patched_max_error=ours.max_error,
+        baseline_mean_kl=own.mean_kl,
+        patched_mean_kl=ours.mean_kl,
+        greedy_agreement_pct=agreement,
+        baseline_reference_agreement_pct=base_right,
+        patched_reference_agreement_pct=our_right,
+        worst_flip_margin=worst,
+        flip_allowance=allowance,
+        baseline_p99_kl=own.p99_kl,
+        patched_p99_kl=ours.p99_kl,
+        baseline_max_kl=own.max_kl,
+        patched_max_kl=ours.max_kl,
+        floor=floor,
+        between=between,
+        near_tie_flips=sum(gap <= allowance for gap in gaps),
+        passed=not broken,
+        reason="; ".join(broken) or fine,
+    )
+
+
+def _gaps(baseline: torch.Tensor, patched: torch.Tensor) -> list[float]:
+    """The baseline's logit gap between its pick and the patched model's, where they differ."""
+    picks, other = baseline.argmax(-1), patched.argmax(-1)
+    gaps = baseline.gather(1, picks[:, None]) - baseline.gather(1, other[:, None])
+    found = gaps.flatten()[picks != other].tolist()
+    return [gap if math.isfinite(gap) else NOT_FINITE for gap in found]
+
+
+def _limits(ours: LogitError, theirs: LogitError) -> list[tuple[str, float, float]]:
+    factors = (
+        ("rmse", "rmse", RMSE_FACTOR),
+        ("mean KL", "mean_kl", KL_FACTOR),
+        ("99th percentile of KL", "p99_kl", TAIL_KL_FACTOR),
+        ("largest KL", "max_kl", TAIL_KL_FACTOR),
+        ("largest error", "max_error", MAX_FACTOR),
+    )
+    return [
+        (name, getattr(ours, field), factor * getattr(theirs, field) + TINY)
+        for name, field, factor in factors
+    ]
+
+
+def _gap_limit(worst: float | None, allowance: float) -> tuple[str, float, float]:
+    return "gap at a changed pick", worst or 0.0, allowance
+
+
+def _with_task(found: Quality, task: TaskScore) -> Quality:
+    failed = [rung.reason for rung in (found, task) if not rung.passed]
+    return found.model_copy(
+        update={
+            "task": task,
+            "passed": not failed,
+            "reason": "; ".join(failed or [found.reason, task.reason]),
+        }
+    )

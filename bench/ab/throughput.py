@@ -1,0 +1,207 @@
+"""End-to-end A/B: windows of decode with the patch on and off, interleaved in one sitting.
+
+Both windows of a pair decode the same prompts and take turns, a few steps at a time in ABBA order,
+so that neither the prompts nor a machine that drifts within a second favours an arm; which arm
+begins is drawn at random. Every pair has prompts of its own, and every third pair an A/A pair
+beside it: the baseline on both sides.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from patcher.bench.ab.latency import in_steps, latency_of
+from patcher.bench.ab.records import Latency, Throughput
+from patcher.bench.ab.window_clocks import unfit
+from patcher.bench.ab.windows import Arms, Kind, LocalSide, Pair, Side, abba, prompt_seed, take_pair
+from patcher.bench.engines import Engine
+from patcher.bench.errors import PatcherError, UsageError
+from patcher.bench.machine.clocks import ClockMonitor
+from patcher.bench.machine.environment import describe
+from patcher.bench.stats.compare import compare
+from patcher.bench.stats.comparison import Arm, Comparison, Window
+from patcher.bench.stats.intervals import Look, first_decided, schedule
+from patcher.bench.workload import Workload
+
+CONTROL_EVERY = 3
+"""One A/A pair for so many A/B pairs."""
+LATENCY_WINDOWS = 2
+"""For each arm, step by step, after the pairs."""
+
+
+def measure(
+    engine: Engine,
+    arms: Arms,
+    workload: Workload,
+    *,
+    margin_pct: float,
+    max_pairs: int,
+    looks: int,
+    patch_id: str | None,
+    clocks: ClockMonitor,
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] | None = None,
+    kernel_calls: Callable[[], int] | None = None,
+    untimed: Arms | None = None,
+) -> Throughput:
+    """Measure until a look decides or `max_pairs` pairs are taken.
+
+    Args:
+        untimed: the arms again for what no window is of, so that their calls are counted apart.
+        kernel_calls: how often the patched kernel has run so far, to be told apart by window.
+
+    Raises:
+        UsageError: a window too short to time.
+        PatcherError: the engine gave other tokens than asked for, or every pair was unfit.
+    """
+    check_window(workload)
+    report = progress or (lambda stage, done, total: None)
+    rng = random.Random(seed)
+    planned = schedule(max_pairs, looks)
+    windows: list[Window] = []
+    warm_up(engine, untimed or arms, workload, seed)
+    pair = taken = 0
+
+    def take(kind: Kind, order: tuple[Arm, Arm]) -> None:
+        nonlocal pair
+        sides: dict[Arm, Side] = {
+            arm: LocalSide(engine, arms["baseline" if kind == "aa" else arm], kernel_calls)
+            for arm in order
+        }
+        one = Pair(pair, kind, order)
+        windows.extend(take_pair(one, sides, workload, engine.vocab_size, seed, clocks))
+        pair += 1
+
+    def at(look: Look) -> Comparison | None:
+        nonlocal taken
+        while taken < look.taken:
+            for order in abba(rng):
+                take("ab", order)
+                taken += 1
+                if taken % CONTROL_EVERY == 0:
+                    take("aa", order)
+                report(f"A/B pairs{so_far(windows, margin_pct)}", taken, planned[-1].taken)
+        return decide_on(windows, "ab", margin_pct, look.confidence_pct)
+
+    comparison = first_decided(planned, at)
+    if comparison is None:
+        raise unusable(taken, clocks)
+    return Throughput(
+        workload=workload,
+        patch=patch_id,
+        comparison=comparison,
+        control=decide_on(windows, "aa", margin_pct, 95.0),
+        windows=tuple(windows),
+        routing_entropy_pct=engine.routing_entropy_pct(engine.prompts(seed), 16),
+        clocks=clocks.description,
+        environment=describe(workload.device, torch.get_num_threads(), clocks.description),
+        latency=_latencies(engine, untimed or arms, windows, prompt_seed(seed, pair)),
+    )
+
+
+def _latencies(engine: Engine, arms: Arms, windows: list[Window], seed: int) -> dict[Arm, Latency]:
+    found = {}
+    for arm, enter in arms.items():
+        with enter():
+            steps = [in_steps(engine, seed + index) for index in range(LATENCY_WINDOWS)]
+        every = [step for one in steps for step in one]
+        found[arm] = latency_of(arm, windows, every, engine.workload.batch)
+    return found
+
+
+def of_processes(
+    workload: Workload,
+    patch_id: str | None,
+    comparison: Comparison,
+    windows: Sequence[Window],
+    steps: Mapping[Arm, Sequence[float]],
+    peak: Mapping[Arm, Sequence[int]],
+    residency: str,
+    margin_pct: float,
+    clocks: ClockMonitor,
+) -> Throughput:
+    """Of windows of arms that are processes of their own.
+
+    Args:
+        steps: seconds of each arm's steps, see `patcher.bench.ab.latency.in_steps`.
+        peak: peak memory in bytes of each arm's processes. The median is the arm's: whichever is
+            the first of its kind on a machine compiles, and takes memory for that.
+    """
+    threads = workload.threads or torch.get_num_threads()
+    return Throughput(
+        workload=workload,
+        patch=patch_id,
+        comparison=comparison,
+        control=decide_on(list(windows), "aa", margin_pct, 95.0),
+        windows=tuple(windows),
+        routing_entropy_pct=None,
+        clocks=clocks.description,
+        environment=describe(workload.device, threads, clocks.description),
+        latency={
+            arm: latency_of(arm, windows, every, workload.batch) for arm, every in steps.items()
+        },
+        peak_memory_bytes={arm: statistics.median_low(every) for arm, every in peak.items()},
+        residency=residency,
+    )
+
+
+def check_window(workload: Workload) -> None:
+    """Raises:
+    UsageError: a window too short to time.
+    """
+    if workload.output_len < 2:
+        raise UsageError(
+            "a window of 1 decode step leaves nothing to time", "ask for 2 decode steps or more"
+        )
+
+
+def unusable(pairs: int, clocks: ClockMonitor) -> PatcherError:
+    """What to say when no pair is left."""
+    return PatcherError(
+        f"none of {pairs} pairs can be used: their clocks drifted or throttled "
+        f"({clocks.description})",
+        "let the GPU cool, stop what else runs on it, or lock its clocks lower",
+    )
+
+
+def so_far(windows: list[Window], margin_pct: float) -> str:
+    """The interval until now, as a note beside the progress; not a look, nothing is decided."""
+    found = decide_on(windows, "ab", margin_pct, 95.0)
+    if found is None or found.pairs < 3:
+        return ""
+    return f" ({found.figures})"
+
+
+def warm_up(engine: Engine, arms: Arms, workload: Workload, seed: int) -> None:
+    """Both arms once, untimed: lazy set-up belongs to neither."""
+    for enter in arms.values():
+        with enter():
+            engine.generate(engine.prompts(seed), min(workload.output_len, 8))
+
+
+def decide_on(
+    windows: list[Window], kind: Kind, margin_pct: float, confidence_pct: float
+) -> Comparison | None:
+    """Compare the windows of one kind; pairs whose clocks drifted or throttled are left out.
+
+    None when no pair is left.
+    """
+    chosen = [window for window in windows if window.kind == kind]
+    # in one process the A/A pairs come after A/B pairs, and are warm
+    cold = kind == "ab" or any(window.process is not None for window in chosen)
+    warmup, drop = int(cold), unfit_pairs(windows)
+    left: dict[int | None, list[int]] = {}
+    for window in chosen:
+        left.setdefault(window.process, []).append(window.pair)
+    if all(set(list(dict.fromkeys(pairs))[warmup:]) <= drop for pairs in left.values()):
+        return None
+    return compare(chosen, margin_pct, confidence_pct, warmup, drop)
+
+
+def unfit_pairs(windows: list[Window]) -> frozenset[int]:
+    """Pairs that their clocks make unfit, see `patcher.bench.ab.window_clocks.unfit`."""
+    return frozenset(unfit(windows))

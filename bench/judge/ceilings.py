@@ -1,0 +1,167 @@
+"""What this machine can do at best, measured: copies, matmuls, the shortest kernel.
+
+A share of the speed of light is against these; a time below what they allow is a violation. Kept
+for a machine in the cache, by device and library versions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from patcher.bench.machine.environment import device_name, fingerprint
+from patcher.bench.ops.contract import Contract, Point
+from patcher.bench.records import Record, remembered
+from patcher.bench.toolchains import cache_root
+
+METHOD = 3
+"""Of measuring; what another one found is not taken for it."""
+SLACK = 1.5
+"""A measured time may be this much below the floor: ceilings are measured, too."""
+
+
+class Ceilings(Record):
+    """Of one device, at its best moment; bytes are counted as read plus written."""
+
+    device: str
+    memory_gb_s: float
+    """Through far more than the last-level cache holds: by a copy, on a GPU also by a sum."""
+    cached_gb_s: float
+    """Through what stays in a cache."""
+    flops: dict[str, float]
+    """Matmul by dtype, operations per second."""
+    launch_us: float
+    """The shortest kernel in a CUDA graph; 0 on a CPU."""
+
+    def light_us(self, contract: Contract, point: Point) -> float:
+        """Time that the contract's bytes and arithmetic take at these rates: bytes from memory on a
+        GPU, from the cache on a CPU, where they lie after the copy-in.
+        """
+        on_gpu = self.launch_us > 0
+        return self._us(contract, point, self.memory_gb_s if on_gpu else self.cached_gb_s)
+
+    def launch_pct(self, call_us: float) -> float | None:
+        """Share of the launch floor that a call of so many microseconds is at; None on a CPU."""
+        return 100 * self.launch_us / call_us if self.launch_us > 0 else None
+
+    def floor_us(self, contract: Contract, point: Point) -> float:
+        """No call on this machine takes less, even with all of its data in the cache."""
+        fastest = max(self.cached_gb_s, self.memory_gb_s)
+        return max(self._us(contract, point, fastest), self.launch_us) / SLACK
+
+    def _us(self, contract: Contract, point: Point, gb_s: float) -> float:
+        moved = contract.bytes_moved(point) / (gb_s * 1e3)
+        best = max(self.flops.values())
+        return max(moved, contract.flops(point) / (best * 1e-6))
+
+
+def ceilings(device: str, threads: int | None = None) -> Ceilings:
+    """Measured now, or found in the cache."""
+    path = cache_root() / "ceilings" / f"{METHOD}-{fingerprint(device, threads)}.json"
+    return remembered(path, Ceilings, lambda: _measured(device, threads))
+
+
+def _measured(device: str, threads: int | None) -> Ceilings:
+    import torch
+
+    before = torch.get_num_threads()
+    if device == "cpu" and threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        return _best(device)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _best(device: str) -> Ceilings:
+    import torch
+
+    large = 1 << 30 if device == "cuda" else 1 << 28
+    small = (
+        (1 << 21, 1 << 22, 1 << 23) if device == "cuda" else (1 << 13, 1 << 15, 1 << 17, 1 << 20)
+    )
+    dtypes = (torch.bfloat16, torch.float32) if device == "cuda" else (torch.float32,)
+    size = 8192 if device == "cuda" else 1024
+    rates = {}
+    for dtype in dtypes:
+        a = torch.randn(size, size, device=device).to(dtype)
+        out = torch.empty_like(a)
+        seconds = seconds_of(lambda: torch.mm(a, a, out=out), device)  # noqa: B023 (called at once)
+        rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
+    return Ceilings(
+        device=device_name(device),
+        memory_gb_s=_moved(large, device),
+        cached_gb_s=max(_moved(size, device) for size in small),
+        flops=rates,
+        launch_us=_launch_us() if device == "cuda" else 0.0,
+    )
+
+
+def _moved(size: int, device: str) -> float:
+    """GB/s of the fastest way to go through so many bytes.
+
+    On a GPU the copy is an elementwise kernel: a graph gives `copy_` to a copy engine, which is
+    slower than the multiprocessors (`bench/results/ceilings`).
+    """
+    import torch
+
+    if device == "cpu":
+        source = torch.ones(size, dtype=torch.uint8)
+        target = torch.empty_like(source)
+        return 2 * size / seconds_of(lambda: target.copy_(source), device) / 1e9
+    source = torch.ones(size // 4, device=device)
+    target, total = torch.empty_like(source), torch.empty((), device=device)
+    calls = max((1 << 28) // size, 4)
+    copied = seconds_of_each(lambda: torch.neg(source, out=target), calls)
+    summed = seconds_of_each(lambda: torch.sum(source, 0, out=total), calls)
+    return max(2 * size / copied, size / summed) / 1e9
+
+
+def _launch_us() -> float:
+    """A kernel on one element."""
+    import torch
+
+    one = torch.zeros(1, device="cuda")
+    return seconds_of_each(lambda: one.add_(1), 200) * 1e6
+
+
+def seconds_of_each(function: Callable[[], Any], calls: int) -> float:
+    """From a CUDA graph of so many calls: how fast this machine's processors launch them, which
+    may be busy, does not tell.
+    """
+    import torch
+
+    function()
+    graph: Any = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            function()
+    return seconds_of(graph.replay, "cuda") / calls
+
+
+def seconds_of(function: Callable[[], Any], device: str) -> float:
+    """The best of a few, each over enough calls to be told from the clock."""
+    import torch
+
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    calls, best = 1, []
+    while True:
+        wait()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            function()
+        wait()
+        took = time.perf_counter() - begin
+        if took < 2e-3:
+            calls *= 4
+            continue
+        best.append(took / calls)
+        if len(best) == 25:
+            return min(best)
+
+
+__all__ = ("SLACK", "Ceilings", "ceilings", "seconds_of", "seconds_of_each")

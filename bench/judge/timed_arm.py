@@ -1,0 +1,111 @@
+"""One side of a timed comparison: a runner, its buffers, and one block of calls after another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from patcher.bench.errors import MissingError
+from patcher.bench.judge.cases import Case, Secrets
+from patcher.bench.judge.clockcheck import Block
+from patcher.bench.judge.process import Left, Runner
+from patcher.bench.judge.random_pool import Stock
+from patcher.bench.judge.sets import Sets
+from patcher.bench.judge.zygote import RunnerFailure
+from patcher.bench.ops.contract import Point
+from patcher.bench.ops.op import Op
+
+
+class Found(Exception):
+    """Something wrong in timed calls: (check, detail)."""
+
+    def __init__(self, check: str, detail: str) -> None:
+        super().__init__(detail)
+        self.check, self.detail = check, detail
+
+
+@dataclass
+class Arm:
+    """One side of the comparison."""
+
+    op: Op
+    device: str
+    runner: Runner
+    stock: Stock
+    checked: bool
+    """Whether its outputs are: the candidate's."""
+    accused: bool = True
+    """Whether its failures are what is asked for, or a fault of this machine."""
+
+    def prepare(self, sets: Sets, timeout_s: float) -> None:
+        """First calls at a shape: what is compiled late is compiled; on CUDA, captured."""
+        with self._answering():
+            self.stock.lend(self.runner)
+            self.runner.send(sets.data)
+            self.runner.command("call", timeout_s, **sets.told(), order=[0, 1])
+            if self.device == "cuda":
+                self.runner.command("capture", timeout_s, **sets.told())
+
+    def block(self, sets: Sets, order: list[int], mode: str = "whole") -> tuple[Block, Left | None]:
+        """One timed block, and what it left behind."""
+        with self._answering():
+            return self._block(sets, order, mode)
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """What the baseline does wrong is not the candidate's."""
+        try:
+            yield
+        except RunnerFailure as failure:
+            if self.accused:
+                raise
+            raise MissingError(
+                f"the baseline fails here while it is timed: {failure.message}",
+                "name another one with --baseline, or see `patcher doctor`",
+            ) from failure
+
+    def _block(self, sets: Sets, order: list[int], mode: str) -> tuple[Block, Left | None]:
+        self.runner.send(sets.data)
+        eager = self.device == "cpu" or mode == "eager"
+        if eager:
+            self.runner.command("ready", **sets.told(), order=order)
+            reply = self.runner.command("go")
+        else:
+            composed = self.runner.command("compose", mode=mode, order=order, recipes=sets.recipes)
+            if self.checked and (kept := composed["persisting_bytes"]):
+                raise Found("guards", f"set {kept} bytes of L2 aside, which is the engine's to do")
+            reply = self.runner.command("launch")
+        wall = self.runner.reply_s
+        times = [float(value) / 1e3 for value in reply["times_ns"]]
+        for value in times:
+            if not 0 < value < math.inf:
+                raise RunnerFailure(f"an impossible time: {value} us", kind="Protocol")
+        block = Block(times, len(order), wall * 1e6)
+        if not self.checked:
+            return block, None
+        left = self.runner.left("hand" if eager else "collect", sets.plan, len(sets.cases))
+        if not eager and int(left.blocks.view(np.int64).sum()) != reply["fingerprint"]:
+            raise Found("timed outputs", "the outputs were written after the call was said to end")
+        return block, left
+
+
+def fresh_sets(op: Op, point: Point, sets: int, device: str, stock: Stock, draw: Secrets) -> Sets:
+    """New problems of one shape, and what is sent of them."""
+    return Sets.made(op, fresh(op, point, sets, draw), device, stock)
+
+
+def fresh(op: Op, point: Point, sets: int, draw: Secrets) -> list[Case]:
+    """Cases with seeds drawn now: no timed call sees values that any call saw before. Some differ
+    from another in one element of each tensor only, but never the first two.
+    """
+    scalars = tuple(scalar.value for scalar in op.contract.scalars)
+    cases = [Case(point, "normal", draw.seed(), scalars) for _ in range(sets)]
+    for index in range(2, sets):
+        if draw.random.random() < 0.25:
+            twin = cases[draw.random.randrange(index)]
+            cases[index] = Case(point, "normal", twin.seed, scalars, changed=draw.seed())
+    return cases

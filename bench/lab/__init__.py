@@ -1,0 +1,1 @@
+"""How the tables of `bench/results` are made. No part of the product: it is in no wheel."""

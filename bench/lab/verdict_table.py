@@ -1,0 +1,120 @@
+"""Verdicts on the whole model, as a table beside the published one.
+
+`python -m patcher.bench.lab.verdict_table FOLDER` prints the page of a folder whose `*.json` are
+what
+`patcher throughput --out` wrote, of one verdict or of a best set.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from patcher.bench import Comparison, PatcherError, UsageError
+from patcher.endtoend.elsewhere import Elsewhere
+from patcher.endtoend.measured import Judged
+from patcher.endtoend.sets import Sets
+from patcher.reconciling.launches import patched_steps
+
+HEAD = (
+    *("patches", "batch", "context", "tokens/s", "gain", "A/A control"),
+    *("pairs (processes)", "calls a step", "verdict"),
+)
+PUBLISHED = (
+    "| KForge (arXiv 2606.02963): norm, finalize, RoPE + KV over TensorRT-LLM | 8 | 1,024 to 9,216 "
+    "| 2,601.6 to 2,656.6 | +2.12 % | | seven runs a side | | |"
+)
+
+
+def read(folder: Path) -> list[Judged]:
+    """Every verdict of the folder, in the order of its files.
+
+    Raises:
+        UsageError: there is none, or a file holds something else.
+    """
+    found: list[Judged] = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            text = path.read_text(encoding="utf-8")
+            sets = "best" in json.loads(text)
+            found += (
+                Sets.model_validate_json(text).measured
+                if sets
+                else [Judged.model_validate_json(text)]
+            )
+        except (OSError, ValueError, TypeError) as error:
+            raise UsageError(
+                f"{path} holds no verdict", "write it with: patcher throughput ... --out FILE"
+            ) from error
+    if not found:
+        raise UsageError(
+            f"{folder} holds no verdict", "write one with: patcher throughput ... --out FILE"
+        )
+    return found
+
+
+def table(found: Sequence[Judged]) -> str:
+    """A row a verdict, below it one for each other batch size and context; then what is published.
+    Tokens per second are medians over windows, the gain comes with its interval.
+    """
+    lines = [f"| {' | '.join(HEAD)} |", f"| --- |{' ---: |' * (len(HEAD) - 2)} --- |"]
+    for judged in found:
+        lines.append(_row(judged))
+        elsewhere = judged.measured[0].elsewhere
+        lines += _other_rows(elsewhere) if elsewhere is not None else ()
+    return "\n".join([*lines, PUBLISHED])
+
+
+def _row(judged: Judged) -> str:
+    throughput = judged.measured[0].throughput
+    workload, steps = throughput.workload, patched_steps(throughput)
+    calls = [one.receipt.total_calls / steps if steps else 0.0 for one in judged.measured]
+    control = throughput.control
+    return _line(
+        ", ".join(f"`{patch}`" for patch in judged.patches),
+        str(workload.batch),
+        f"{workload.input_len:,} to {workload.input_len + workload.output_len:,}",
+        throughput.comparison,
+        control.figures if control else "not taken",
+        " + ".join(f"{each:.4g}" for each in calls),
+        f"**{judged.decision.verdict}**",
+    )
+
+
+def _other_rows(elsewhere: Elsewhere) -> Iterator[str]:
+    for point in elsewhere.points:
+        standing = elsewhere.standing(point)
+        yield _line("", str(point.batch), f"{point.context:,}", point.comparison, "", "", standing)
+
+
+def _line(
+    patches: str,
+    batch: str,
+    context: str,
+    found: Comparison,
+    control: str,
+    calls: str,
+    verdict: str,
+) -> str:
+    rates = f"{found.baseline_tokens_per_s:,.1f} to {found.patched_tokens_per_s:,.1f}"
+    pairs = f"{found.pairs} ({found.process_pairs})" if found.process_pairs else str(found.pairs)
+    cells = (patches, batch, context, rates, found.figures, control, pairs, calls, verdict)
+    return f"| {' | '.join(cells)} |"
+
+
+def main(words: Sequence[str]) -> int:
+    if len(words) != 1:
+        print("usage: python -m patcher.bench.lab.verdict_table FOLDER", file=sys.stderr)
+        return 2
+    try:
+        print(table(read(Path(words[0]))))
+    except PatcherError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,300 @@
+"""Proof of vLLM's patch points on a GPU: `python -m patcher.bench.lab.vllm_points OUT`.
+
+For each point and each way of running: what the receipts counted a step against what nsys saw of
+the kernel by name, and of the engine's own; the fallback on a shape that the guards refuse; the
+same greedy tokens after it was reverted; a worker that was started anew; and A/A, the dispatcher
+with the engine's own kernel behind it. The points are in together, since a start of vLLM takes
+most of a minute; `--ops` names fewer. Each run is a process and leaves a file in OUT, which a
+second start does not make again; `summary.json` is made of them at the end. `--jobs 3` starts
+three at once, each with a share of the GPU's memory: nothing is timed but A/A, which runs alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from patcher.bench import AxisGuard, Candidate, Op, Outcome, PatcherError, Workload, load_op, preset
+from patcher.bench.lab.vllm_cases import CASES, Case, check, counted, of_patch
+from patcher.bench.machine.environment import engine_environment
+from patcher.hotspot import NSYS_OPTIONS, find_nsys, nsys_environment, read
+from patcher.integrate import Patch, read_receipts, switching_on
+
+MODES = ("full", "piecewise", "eager")
+MODEL = "gpt-oss-20b"
+TIMEOUT_S = 900
+OWN_ROUNDS = 3
+"""Pairs of processes of the A/A comparison, each with its arms in another order."""
+MEMORY_SHARE = 0.8
+"""Of the GPU's, for all processes that run at once."""
+KNOWN = tuple(case.op for case in CASES)
+TOGETHER = tuple(op for op in KNOWN if op != "reduce_add_rms_norm")
+"""Each has something to do; that one leaves `moe_reduce` nothing."""
+WINDOWS = 8
+"""Of an A/A process; the first is left out."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="patcher.bench.lab.vllm_points")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--ops", default=",".join(TOGETHER), help=f"of {', '.join(KNOWN)}")
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--judge-only", action="store_true", help="make the bundles, start nothing")
+    parser.add_argument("--no-own", action="store_true", help="leave A/A out")
+    arguments = parser.parse_args()
+    workload = Workload(
+        model=MODEL,
+        engine="vllm",
+        device="cuda",
+        dtype="bfloat16",
+        batch=arguments.batch,
+        input_len=128,
+        output_len=256,
+    )
+    proof = Proof(arguments.out, workload, arguments.steps, arguments.jobs)
+    cases = [case for case in CASES if case.op in arguments.ops.split(",")]
+    checks: list[dict[str, Any]] = []
+    try:
+        if arguments.judge_only:
+            for case in cases:
+                print(case.op, proof.bundle(case).manifest.id, flush=True)
+            return 0
+        checks += proof.prove(cases, arguments.modes.split(","))
+        if any(case.op == "moe_reduce" for case in cases) and not arguments.no_own:
+            checks += proof.own("full")
+    except PatcherError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    failed = [one for one in checks if not one["passed"]]
+    (arguments.out / "summary.json").write_text(json.dumps(checks, indent=1) + "\n")
+    for one in checks:
+        print("ok  " if one["passed"] else "FAIL", one["what"], one["seen"])
+    return 5 if failed else 0
+
+
+class Proof:
+    """Runs, each in a file of its own, and what they say."""
+
+    def __init__(self, out: Path, workload: Workload, steps: int, jobs: int = 1) -> None:
+        self.out, self.workload, self.steps, self.jobs = out, workload, steps, jobs
+        self.layers = preset(workload.model).layers
+        out.mkdir(parents=True, exist_ok=True)
+
+    def prove(self, cases: list[Case], modes: list[str]) -> list[dict[str, Any]]:
+        """All about these points, which are in together; one without a kernel that the judge finds
+        right is a failed check, and left out.
+
+        Raises:
+            PatcherError: a run failed, or there is a kernel for none.
+        """
+        checks = []
+        patches: dict[str, Patch] = {}
+        narrow: dict[str, Patch] = {}
+        for case in cases:
+            try:
+                whole, few = self.bundle(case), self.bundle(case, widest=1)
+            except PatcherError as error:
+                checks.append(check(f"{case.op}: there is a patch", False, error.message))
+            else:
+                patches[case.op], narrow[case.op] = whole, few
+        cases = [case for case in cases if case.op in narrow]
+        if not cases:
+            raise PatcherError(f"there is no patch for any point: {checks[-1]['seen']}")
+        name, mode = "+".join(patches), modes[0]
+        self.together(
+            *(partial(self.run, f"stock-{each}", each, profile=True) for each in modes),
+            *(
+                partial(self.run, f"{name}-{each}", each, [*patches.values()], profile=True)
+                for each in modes
+            ),
+            partial(self.run, f"{name}-{mode}-refused", mode, [*narrow.values()]),
+            partial(self.run, f"{name}-{mode}-reverted", mode),
+        )
+        # its workers are processes of their own: receipts tell
+        self.run(f"{name}-{mode}-restarted", mode, [*patches.values()], engines=2)
+        for mode in modes:
+            stock = self.run(f"stock-{mode}", mode, profile=True)
+            patched = self.run(f"{name}-{mode}", mode, [*patches.values()], profile=True)
+            for case in cases:
+                found = of_patch(patched, patches[case.op].manifest.id)
+                label = f"{case.op}, {mode}"
+                calls = patches[case.op].calls_per_layer(patches.values()) or 0
+                checks += counted(label, case, stock, found, self.steps, calls * self.layers)
+        mode = modes[0]
+        refused = self.run(f"{name}-{mode}-refused", mode, [*narrow.values()])
+        receipts = read_receipts(self.out / f"{name}-{mode}-restarted.receipts")
+        for op, patch in patches.items():
+            found = of_patch(refused, narrow[op].manifest.id)
+            some, calls = sum(found["fallbacks"].values()), sum(found["calls"].values())
+            label = f"{op}, {mode}: "
+            checks.append(check(f"{label}falls back where its guards refuse", some > 0, some))
+            checks.append(check(f"{label}and is not called there", calls == 0, calls))
+            own = [one for one in receipts if one.patch_id == patch.manifest.id]
+            made = sorted(one.total_calls for one in own if one.calls)
+            what = f"{label}runs in both of two workers, one started after the other"
+            checks.append(check(what, len(made) == 2, made))
+        stock = self.run(f"stock-{mode}", mode, profile=True)
+        reverted = self.run(f"{name}-{mode}-reverted", mode)
+        same = reverted["tokens"] == stock["tokens"]
+        return [*checks, check(f"{mode}: reverted, the same greedy tokens", same, same)]
+
+    def together(self, *runs: Callable[[], object]) -> None:
+        """`jobs` at a time. All of a batch have ended before the next begins: vLLM refuses to
+        start where another process gives memory back meanwhile.
+
+        Raises:
+            PatcherError: one failed; the others of its batch were waited for.
+        """
+        for begin in range(0, len(runs), self.jobs):
+            with ThreadPoolExecutor(self.jobs) as pool:
+                for done in [pool.submit(run) for run in runs[begin : begin + self.jobs]]:
+                    done.result()
+
+    def own(self, mode: str) -> list[dict[str, Any]]:
+        """A/A: the ratio of medians against the spread between equal processes."""
+        rates: dict[bool, list[float]] = {True: [], False: []}
+        for index in range(OWN_ROUNDS):
+            for own in (True, False) if index % 2 else (False, True):
+                name = f"own-{'dispatched' if own else 'stock'}-{mode}-{index}"
+                found = self.run(name, mode, own=own, windows=WINDOWS)
+                rates[own].append(statistics.median(found["window_s"][1:]))
+                if own and not found["calls"].get("own"):
+                    return [check(f"A/A, {mode}: the dispatcher ran", False, found["fallbacks"])]
+        gain = statistics.median(rates[False]) / statistics.median(rates[True]) - 1
+        noise = max(max(each) / min(each) - 1 for each in rates.values())
+        seen = f"{gain:+.3%} of throughput, equal processes differ by up to {noise:.3%}"
+        return [check(f"A/A, {mode}: less than the noise", abs(gain) < noise, seen)]
+
+    def bundle(self, case: Case, widest: int | None = None) -> Patch:
+        """The shipped Triton kernel as a patch, judged here; `widest`: for at most so many tokens.
+
+        Raises:
+            PatcherError: the judge does not find it right.
+        """
+        folder = self.out / "bundles" / f"{case.op}{'' if widest is None else '-narrow'}"
+        if folder.is_dir():
+            return Patch.load(folder)
+        op = load_op(case.op)
+        evaluation = self.judged(op)
+        if widest is not None:
+            op = narrowed(op, widest)
+        return Patch.create(
+            folder,
+            op,
+            shipped(op),
+            evaluation,
+            engine="vllm",
+            made_by="patcher.bench.lab.vllm_points",
+        )
+
+    def judged(self, op: Op) -> Any:
+        """Against the yardstick, since this is about where it runs, not about how fast."""
+        from patcher.bench import Evaluation, judge
+
+        path = self.out / f"{op.name}.evaluation.json"
+        if not path.is_file():
+            # few calls: an input set of the expert matmuls is 0.3 GB
+            settings = judge.JudgeSettings(
+                device="cuda", baseline="honest", points=2, pairs=6, calls=100
+            )
+            evaluation = judge.evaluate(shipped(op), settings)
+            if evaluation.outcome is not Outcome.CORRECT:
+                raise PatcherError(f"the judge says of {op.name}: {evaluation.outcome}")
+            path.write_text(evaluation.model_dump_json(indent=1) + "\n")
+        return Evaluation.model_validate_json(path.read_text())
+
+    def run(
+        self,
+        name: str,
+        mode: str,
+        patches: Sequence[Patch] = (),
+        *,
+        profile: bool = False,
+        own: bool = False,
+        engines: int = 1,
+        windows: int = 1,
+    ) -> dict[str, Any]:
+        """One process; what it left, with `kernels` a name where it was profiled.
+
+        Raises:
+            PatcherError: it failed; its last lines.
+        """
+        path = self.out / f"{name}.json"
+        if path.is_file():
+            found: dict[str, Any] = json.loads(path.read_text())
+            return found
+        raw = self.out / f"{name}.run.json"
+        plan = {
+            "workload": json.loads(self.workload.model_dump_json()),
+            **{"mode": mode, "out": str(raw), "steps": self.steps, "windows": windows},
+            **{"own": own, "engines": engines},
+            "memory_share": MEMORY_SHARE / (1 if own else self.jobs),
+        }
+        command = [sys.executable, "-P", "-m", "patcher.integrate.vllm.run", json.dumps(plan)]
+        environment = nsys_environment() if profile else engine_environment()
+        environment |= self.switches(name, patches)
+        report = self.out / f"{name}.nsys-rep"
+        if profile:
+            nsys = find_nsys()
+            if nsys is None:
+                raise PatcherError("nsys was not found; see `patcher doctor`")
+            command = [str(nsys), "profile", *NSYS_OPTIONS, "-o", str(report), *command]
+        print(name, flush=True)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+        (self.out / f"{name}.log").write_text(done.stdout + done.stderr)
+        if not raw.is_file():
+            raise PatcherError(f"{name} failed, see its log: {done.stderr.strip()[-1500:]}")
+        found = json.loads(raw.read_text())
+        if profile:
+            found["kernels"] = {
+                kernel.name: kernel.instances
+                for kernel in read(report, MODEL, steps=self.steps, window="all").kernels
+            }
+        path.write_text(json.dumps(found) + "\n")
+        return found
+
+    def switches(self, name: str, patches: Sequence[Patch]) -> dict[str, str]:
+        """What switches patches on for a process; its own store, so that runs do not meet."""
+        if not patches:
+            return {"PATCHER_PATCHES": "off"}
+        return switching_on(patches, self.out / f"{name}.home", self.out / f"{name}.receipts")
+
+
+def shipped(op: Op) -> Candidate:
+    """The Triton kernel in the op's folder.
+
+    Raises:
+        PatcherError: there is none.
+    """
+    for info, candidate in op.solutions():
+        if info.language == "triton":
+            return candidate
+    raise PatcherError(f"{op.name} has no Triton kernel in its folder")
+
+
+def narrowed(op: Op, widest: int) -> Op:
+    """The same op with a contract for at most so many tokens."""
+    copy = Op(op.folder)
+    guards = op.contract.guards
+    axes = {**guards.axes, "tokens": AxisGuard(maximum=widest)}
+    copy.contract = op.contract.model_copy(
+        update={"guards": guards.model_copy(update={"axes": axes})}
+    )
+    return copy
+
+
+if __name__ == "__main__":
+    sys.exit(main())

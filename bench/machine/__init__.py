@@ -1,0 +1,1 @@
+"""What this machine is and does: its environment, tools and clocks."""

@@ -1,0 +1,216 @@
+"""The contract of an op: `op.toml`, validated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from patcher.bench.ops.arithmetic import evaluate, names_in, solve
+from patcher.bench.records import Record
+
+ITEM_SIZE = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+}
+
+
+class TensorSpec(Record):
+    name: str
+    dtype: str
+    """A symbol of `[dtypes]`."""
+    shape: tuple[str, ...]
+    """Arithmetic over axis names (`experts + 1`, `q_heads * head_dim`), row-major. A size of 0 says
+    that the tensor is absent: how an op takes an optional one."""
+    access: Literal["read", "write", "update"]
+    """`update`: read and written in place. What is only read must come back as it was."""
+    values: Literal["any", "given", "bits"] = "any"
+    """`given`: only `inputs.py` chooses them (indices, tables); `any`: the judge's regimes too.
+    `bits`: every pattern of bits is a value like any other, and no regime of the op is about it
+    (packed weights): a large one the judge mixes anew on the device for each call."""
+    layout: Literal["contiguous", "rows"] = "contiguous"
+    """`rows`: the last axis is dense, the stride between rows may be larger than a row."""
+    constant: bool = False
+    """A weight: no kernel of a step writes it, so that in a dependent launch it may be read before
+    the wait."""
+    alignment: int = 16
+    """Bytes to which the first element is aligned; below 16 the judge tries misaligned ones."""
+    summary: str = ""
+
+
+class ScalarSpec(Record):
+    name: str
+    type: Literal["float", "int"]
+    value: float
+    """The value that the sweep uses; the judge also tries others."""
+    summary: str = ""
+
+
+class Point(Record):
+    """One concrete problem: a size for every axis, a dtype for every symbol."""
+
+    axes: dict[str, int]
+    dtypes: dict[str, str]
+
+    def label(self) -> str:
+        axes = " ".join(f"{name}={size}" for name, size in self.axes.items())
+        return f"{axes} {'/'.join(dict.fromkeys(self.dtypes.values()))}"
+
+
+class Sweep(Record):
+    name: str
+    device: Literal["cpu", "cuda"]
+    dtypes: dict[str, str]
+    axis: str
+    values: tuple[int, ...]
+    fixed: dict[str, int]
+
+    def points(self) -> list[Point]:
+        return [
+            Point(axes={self.axis: value, **self.fixed}, dtypes=self.dtypes)
+            for value in self.values
+        ]
+
+
+class HiddenShape(Record):
+    axes: dict[str, int]
+
+
+class AxisGuard(Record):
+    """Sizes of an axis for which a kernel must be right."""
+
+    minimum: int = Field(default=0, ge=0)
+    maximum: int | None = None
+    multiple_of: int = Field(default=1, ge=1)
+
+
+class Guards(Record):
+    """Where a kernel for this op may be called; elsewhere the engine's own code runs."""
+
+    axes: dict[str, AxisGuard] = Field(default_factory=dict)
+    contiguous: bool = True
+    graph_safe: bool = True
+    deterministic: bool = True
+    """Equal inputs give equal bits. Where it is false (atomics), a candidate may declare otherwise
+    by the words `patcher: nondeterministic` in its source."""
+
+
+class Accuracy(Record):
+    reduction: str
+    """How long the longest sum is: arithmetic over axis names."""
+    subnormals: Literal["may be flushed", "kept"] = "may be flushed"
+    """Whether float32's subnormal numbers may be taken for zero, as fast arithmetic does."""
+    exact: tuple[str, ...] = ()
+    """Of an op that only adds and multiplies: tensors that, drawn from {0, 1}, give exact sums."""
+
+
+class Cost(Record):
+    """Arithmetic over axis names and dtype symbols (their item sizes)."""
+
+    bytes: str
+    flops: str
+
+
+class Symbol(Record):
+    pattern: str
+    """Regular expression searched in a kernel's name."""
+
+
+class PatchPointSpec(Record):
+    engine: str
+    versions: str
+    point: str
+    summary: str
+    calls_per_layer: int
+    takes: dict[str, int] = Field(default_factory=dict)
+    """Calls a layer that other points of the engine lose while this one is in, by their names."""
+    replaces: str = ""
+    """Pattern of kernels that ran there before and are no op's own, as a library's matmuls: what
+    they are in a ledger is not changed by it."""
+
+
+class Contract(Record):
+    """`op.toml`, validated."""
+
+    schema_version: int
+    name: str
+    operation: str
+    summary: str
+    source: str
+    dtypes: dict[str, tuple[str, ...]]
+    tensors: tuple[TensorSpec, ...]
+    scalars: tuple[ScalarSpec, ...] = ()
+    sweeps: tuple[Sweep, ...]
+    hidden: tuple[HiddenShape, ...] = ()
+    guards: Guards
+    accuracy: Accuracy
+    cost: Cost
+    symbols: tuple[Symbol, ...] = ()
+    patch_points: tuple[PatchPointSpec, ...] = ()
+
+    @property
+    def written(self) -> list[TensorSpec]:
+        return [tensor for tensor in self.tensors if tensor.access != "read"]
+
+    def dtype_choices(self) -> list[dict[str, str]]:
+        """Every combination of dtypes that the contract allows, `=T` resolved."""
+        choices: list[dict[str, str]] = [{}]
+        for symbol, options in self.dtypes.items():
+            expanded: list[dict[str, str]] = []
+            for chosen in choices:
+                for option in dict.fromkeys(
+                    chosen[o[1:]] if o.startswith("=") else o for o in options
+                ):
+                    expanded.append({**chosen, symbol: option})
+            choices = expanded
+        return choices
+
+    def shape(self, tensor: TensorSpec, point: Point) -> tuple[int, ...]:
+        return tuple(int(_arithmetic(size, point)) for size in tensor.shape)
+
+    def axes_of(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+        """The axes of a call whose tensors have these shapes, as far as shapes tell; the axis that
+        is swept first.
+
+        Raises:
+            ValueError: the shapes do not fit the contract, or each other.
+        """
+        pairs = zip(self.tensors, shapes, strict=True)
+        found = solve([pair for t, shape in pairs for pair in zip(t.shape, shape, strict=True)])
+        swept = [sweep.axis for sweep in self.sweeps if sweep.axis in found]
+        return {axis: found[axis] for axis in (*swept, *found)}
+
+    def longest_sum(self, point: Point) -> int:
+        return int(_arithmetic(self.accuracy.reduction, point))
+
+    def bytes_moved(self, point: Point) -> int:
+        """Bytes that any implementation must move for one call."""
+        return int(_arithmetic(self.cost.bytes, point))
+
+    def flops(self, point: Point) -> int:
+        return int(_arithmetic(self.cost.flops, point))
+
+    def working_axes(self) -> frozenset[str]:
+        """What decides what a call costs; the size of a cache that it looks into does not."""
+        return names_in(self.cost.bytes) | names_in(self.cost.flops)
+
+    def signature(self) -> str:
+        """The entry as people read it: `fused_add_rms_norm(input, residual, weight, epsilon)`."""
+        names = [tensor.name for tensor in self.tensors] + [scalar.name for scalar in self.scalars]
+        return f"{self.name}({', '.join(names)})"
+
+    def matches(self, kernel_name: str) -> bool:
+        return any(re.search(symbol.pattern, kernel_name, re.IGNORECASE) for symbol in self.symbols)
+
+
+def _arithmetic(expression: str, point: Point) -> float:
+    """Over axes and dtype symbols (item sizes)."""
+    items = {symbol: ITEM_SIZE[dtype] for symbol, dtype in point.dtypes.items()}
+    return evaluate(expression, {**point.axes, **items})

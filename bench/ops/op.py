@@ -1,0 +1,199 @@
+"""An op of the kernel library: its contract, reference, inputs, baselines and solutions."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from patcher.bench.errors import UsageError
+from patcher.bench.machine.environment import ROOT
+from patcher.bench.ops.candidate import SUFFIXES, Candidate, Language
+from patcher.bench.ops.contract import Contract, Sweep
+from patcher.bench.records import Record
+
+
+class SolutionInfo(Record):
+    """`solution.toml` beside a source in `solutions/<name>/`."""
+
+    name: str
+    language: Language
+    device: Literal["cpu", "cuda"]
+    summary: str
+    origin: str
+    """Who or what wrote it: `hand`, or the loop's run that made it."""
+
+
+class Op:
+    """One folder of `kernels/`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        text = (folder / "op.toml").read_text(encoding="utf-8")
+        try:
+            self.contract = Contract(**tomllib.loads(text))
+        except (ValidationError, tomllib.TOMLDecodeError) as error:
+            raise UsageError(f"{folder / 'op.toml'} is not a valid contract: {error}") from error
+
+    @property
+    def name(self) -> str:
+        return self.contract.name
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of all that decides a verdict: contract, reference, inputs and baselines."""
+        found = hashlib.sha256()
+        for name in ("op.toml", "reference.py", "inputs.py", "baselines.py"):
+            content = (self.folder / name).read_bytes()
+            found.update(f"{name}\0{len(content)}\0".encode() + content)
+        return found.hexdigest()
+
+    @cached_property
+    def reference(self) -> Callable[..., dict[str, Any]]:
+        """`reference(**inputs) -> {written tensor: float64 value}`; takes tensors of any dtype."""
+        function: Callable[..., dict[str, Any]] = _load(self.folder / "reference.py").reference
+        return function
+
+    @cached_property
+    def kept(self) -> Callable[..., dict[str, Any]]:
+        """`kept(**inputs) -> {updated tensor: bool mask}`: elements whose bits a call must leave as
+        they were, of an op that updates a tensor in part; without it, none are held to that.
+        """
+        found: Callable[..., dict[str, Any]] | None = getattr(
+            _load(self.folder / "reference.py"), "kept", None
+        )
+        return found or (lambda **inputs: {})
+
+    @cached_property
+    def control(self) -> Callable[..., dict[str, Any]]:
+        """The op in lower precision than the contract wants: the judge must reject it."""
+        function: Callable[..., dict[str, Any]] = _load(self.folder / "reference.py").control
+        return function
+
+    @cached_property
+    def inputs(self) -> ModuleType:
+        """`make(point, generator, regime) -> {tensor: value}` on the generator's device, and
+        `REGIMES`, of which `normal` is what is timed."""
+        return _load(self.folder / "inputs.py")
+
+    @cached_property
+    def baselines(self) -> dict[str, Callable[[str], Callable[..., Any]]]:
+        """Name to factory: `factory(device)` gives a callable or raises `ImportError` saying why
+        not here.
+
+        A baseline writes in place, or returns a tuple of what the contract says is written, in
+        contract order.
+        """
+        found: dict[str, Callable[[str], Callable[..., Any]]] = _load(
+            self.folder / "baselines.py"
+        ).BASELINES
+        return found
+
+    @cached_property
+    def honest_baseline(self) -> str:
+        """The baseline whose error against float64 a candidate's error is measured by."""
+        name: str = _load(self.folder / "baselines.py").HONEST
+        return name
+
+    def sweep(self, device: str, name: str | None = None) -> Sweep:
+        """The sweep of that name, or the first for the device.
+
+        Raises:
+            UsageError: there is none.
+        """
+        fitting = [sweep for sweep in self.contract.sweeps if sweep.device == device]
+        if name is not None:
+            fitting = [sweep for sweep in fitting if sweep.name == name]
+        if not fitting:
+            known = ", ".join(f"{sweep.name} ({sweep.device})" for sweep in self.contract.sweeps)
+            raise UsageError(
+                f"{self.name} has no sweep {name or ''} for {device}", f"it has: {known}"
+            )
+        return fitting[0]
+
+    def solutions(self) -> Iterator[tuple[SolutionInfo, Candidate]]:
+        """Every shipped solution, by folder name."""
+        for folder in sorted((self.folder / "solutions").iterdir()):
+            manifest = folder / "solution.toml"
+            if manifest.is_file():
+                info = SolutionInfo(
+                    name=folder.name, **tomllib.loads(manifest.read_text(encoding="utf-8"))
+                )
+                source = folder / f"{self.name}{SUFFIXES[info.language]}"
+                yield info, Candidate.from_file(self.name, source, info.language)
+
+
+def _load(path: Path) -> ModuleType:
+    """Import a file of the library by path; `kernels/` is data, not a package."""
+    # two libraries may have an op of one name
+    where = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    name = f"_patcher_op_{path.parent.name}_{path.stem}_{where}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"cannot load {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def library() -> Path:
+    """The kernel library: `patcher/kernel_library`, in a checkout a link to `kernels/`.
+
+    Raises:
+        UsageError: this installation has none.
+    """
+    folder = ROOT / "patcher" / "kernel_library"
+    if not folder.is_dir():
+        raise UsageError(
+            "the kernel library is missing from this installation", "reinstall patcher"
+        )
+    return folder.resolve()
+
+
+def load_ops() -> dict[str, Op]:
+    """Every op by name: the library's, then those in the folders of `$PATCHER_OPS`.
+
+    Raises:
+        UsageError: a folder of `$PATCHER_OPS` does not exist, or an op's contract is not valid.
+    """
+    return _load_ops(os.environ.get("PATCHER_OPS", ""))
+
+
+@cache
+def _load_ops(more: str) -> dict[str, Op]:
+    folders = [library(), *(Path(folder) for folder in more.split(os.pathsep) if folder)]
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"PATCHER_OPS names {folder}, which is no folder", "mend or unset it")
+    found = [Op(path.parent) for folder in folders for path in sorted(folder.glob("*/op.toml"))]
+    return {op.name: op for op in found}
+
+
+def load_op(name: str) -> Op:
+    """The op of that name.
+
+    Raises:
+        UsageError: no such op.
+    """
+    try:
+        return load_ops()[name]
+    except KeyError:
+        raise UsageError(
+            f"unknown op {name!r}", f"the library has: {', '.join(load_ops())}"
+        ) from None

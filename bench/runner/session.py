@@ -1,0 +1,304 @@
+"""What a runner does for each command: load, fill buffers, call, time, hand back.
+
+All that it uses is bound before a candidate is loaded; what it says is never believed by itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import time
+import zlib
+from typing import Any
+
+from . import cudart, loading
+from .captured import Arena, Captured
+from .late_writer import LateWriter
+from .mixing import Mixer
+
+# bound before any candidate is loaded: what it patches later is not used here
+_clock = time.perf_counter_ns
+_move = ctypes.memmove
+_crc = zlib.crc32
+
+
+class Session:
+    def __init__(self, inputs: int, outputs: int, told: dict[str, Any]) -> None:
+        self.told = told
+        size = os.fstat(inputs).st_size
+        # writable, so that ctypes tells its address; private, so that the judge's bytes stay
+        writable = mmap.PROT_READ | mmap.PROT_WRITE
+        self.input = mmap.mmap(inputs, size, prot=writable, flags=mmap.MAP_PRIVATE)
+        self.inputs = _address(self.input)
+        self.output = mmap.mmap(outputs, size)
+        self.outputs = _address(self.output)
+        self.function: Any = None
+        self.device = "cpu"
+        self.cuda: Any = None
+        self.stream = 0
+        self.captured: Any = None
+        self.ready: Any = None
+        self.mixer: Any = None
+        self.stock: Any = None
+        self.late: Any = None
+
+    def do_start(self, device: str, threads: int | None, cpus: list[int] | None) -> dict[str, Any]:
+        """Wake the device, before any foreign code."""
+        if cpus is not None:
+            os.sched_setaffinity(0, cpus)
+        import torch
+
+        torch.manual_seed(0)
+        self.device = device
+        self.mixer = Mixer()
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if device == "cuda":
+            torch.zeros(1, device="cuda")
+            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self.torch_stream = stream
+            torch.cuda.set_stream(stream)
+            self.stream = stream.cuda_stream
+            self.cuda = cudart.Cuda()
+            self.cuda.forget_persisting_lines()
+            self.multiply = torch.mm
+            self.nan = torch.full((4096, 4096), float("nan"), dtype=torch.bfloat16, device="cuda")
+            self.product = torch.empty_like(self.nan)
+            self.told["no_late_writer"] = self._wake_late_writer(torch.cuda.get_device_capability())
+            self.cuda.synchronize()
+        return {"threads": torch.get_num_threads(), **self.told}
+
+    def _wake_late_writer(self, capability: tuple[int, int]) -> str:
+        """Why there is none; empty where there is."""
+        if capability < (9, 0):
+            return "compute capability 9.0 is the first to launch dependents early"
+        try:
+            self.late = LateWriter()
+        except cudart.CudaError as error:
+            return str(error)
+        return ""
+
+    def do_candidate(self, path: str, binding: str, entry: str) -> dict[str, Any]:
+        self.function = loading.load(path, binding, entry)
+        gc.freeze()  # what is loaded stays: collecting it would take 0.1 s between calls
+        return {}
+
+    def do_baseline(self, op: str, name: str) -> dict[str, Any]:
+        from patcher.bench.ops.op import load_op
+
+        self.captured = None
+        known = load_op(op)
+        function = known.baselines[name](self.device)
+        tensors = known.contract.tensors
+        written = [place for place, each in enumerate(tensors) if each.access != "read"]
+
+        def run(*arguments: Any) -> None:
+            # it may return what the contract says is written: put that where it belongs
+            result = function(*arguments)
+            if isinstance(result, tuple):
+                for place, value in zip(written, result, strict=True):
+                    if value is not arguments[place]:
+                        arguments[place].copy_(value)
+
+        self.function = run
+        gc.freeze()
+        return {}
+
+    def do_canary(self) -> dict[str, Any]:
+        """Exact integer arithmetic on the device: a digest that only a sound one gives."""
+        import torch
+
+        x = torch.arange(1 << 20, dtype=torch.int64, device=self.device)
+        y = (x * 2654435761 % 4294967291).view(1024, 1024)
+        z = (y.to(torch.float64) % 257) @ (y.t().to(torch.float64) % 263)
+        return {"digest": f"{int(y.sum()):x}-{int(z.sum()):x}"}
+
+    def do_stock(self, whole: int, at: int, size: int) -> dict[str, Any]:
+        """A piece of the bits of which large tensors are mixed."""
+        import torch
+
+        if at == 0:
+            self.stock = torch.empty(whole, dtype=torch.uint8, device=self.device)
+        self._take(self.stock.data_ptr() + at, self.inputs, size)
+        return {}
+
+    def do_call(self, order: list[int], **sets: Any) -> dict[str, Any]:
+        """Call once for each set of `order`; what a call leaves behind is copied as it returns."""
+        self.do_ready(order, **sets)
+        return self.do_go()
+
+    def do_ready(
+        self,
+        order: list[int],
+        plan: dict[str, Any],
+        scalars: list[float],
+        sets: int,
+        recipes: list[list[list[int]]],
+    ) -> dict[str, Any]:
+        """Everything but the calls, so that the judge's clock sees them alone."""
+        self.ready = None
+        arena, kept = Arena(plan, sets, self.device), None
+        self._fill(arena, recipes)
+        arguments = [(*arena.arguments[index], *scalars) for index in order]
+        if self.cuda is not None or arena.slots:
+            kept = Arena(plan, sets, self.device, bare=True)
+        if self.cuda is None:
+            for here, host, size in arena.pieces(self.outputs, arena.returned):
+                _move(host, here, size)
+            if kept is not None:
+                _move(kept.pointer, arena.pointer, arena.set_bytes * sets)
+        self.ready = (arena, arguments, order, kept)
+        return {}
+
+    def do_go(self) -> dict[str, Any]:
+        import torch
+
+        arena, arguments, order, kept = self.ready
+        function = self._loaded()
+        times: list[float] = []
+        gc.disable()
+        with torch.inference_mode():
+            if self.cuda is None:
+                for index, each in zip(order, arguments, strict=True):
+                    begin = _clock()
+                    function(*each)
+                    times.append(_clock() - begin)
+                    _move(self.outputs + index * arena.returned, arena.at(index), arena.returned)
+                    if kept is not None:
+                        _move(kept.at(index), arena.at(index), arena.set_bytes)
+            else:
+                times = self._call_on_gpu(arena, arguments, order, kept, function)
+        gc.enable()
+        return {"times_ns": times}
+
+    def do_hand(self, key: int) -> dict[str, Any]:
+        arena, _, _, kept = self.ready
+        return self._handed_back(arena if kept is None else kept, key)
+
+    def _call_on_gpu(
+        self, arena: Arena, arguments: list[Any], order: list[int], kept: Arena, function: Any
+    ) -> list[float]:
+        """Eager: the larger of the events' and the synchronised host's time."""
+        self.cuda.copy_async(kept.pointer, arena.pointer, arena.set_bytes * arena.sets, self.stream)
+        before, after, times = self.cuda.event(), self.cuda.event(), []
+        for index, each in zip(order, arguments, strict=True):
+            # leaves NaN in every multiprocessor's shared memory, for who reads what it never wrote
+            self.multiply(self.nan, self.nan, out=self.product)
+            self.cuda.synchronize()
+            begin = _clock()
+            self.cuda.record(before, self.stream)
+            function(*each)
+            self.cuda.record(after, self.stream)
+            self.cuda.copy_async(kept.at(index), arena.at(index), arena.set_bytes, self.stream)
+            self.cuda.synchronize()
+            wall = _clock() - begin
+            times.append(max(self.cuda.elapsed_ns(before, after), float(wall)))
+        for here, host, size in kept.pieces(self.outputs, kept.returned):
+            self.cuda.to_host(host, here, size)
+        return times
+
+    def do_capture(
+        self,
+        plan: dict[str, Any],
+        scalars: list[float],
+        sets: int,
+        recipes: list[list[list[int]]],
+    ) -> dict[str, Any]:
+        """CUDA: each call as a graph of its own, on buffers that stay."""
+        import torch
+
+        self.captured = self.ready = None
+        arena = Arena(plan, sets, self.device)
+        kept = Arena(plan, sets, self.device, bare=True)
+        self._fill(arena, recipes)
+        function, graphs = self._loaded(), []
+        pool = torch.cuda.graph_pool_handle()
+        with torch.inference_mode():
+            for _ in range(2):
+                function(*arena.arguments[0], *scalars)
+            self.cuda.synchronize()
+            for arguments in arena.arguments:
+                graph = torch.cuda.CUDAGraph(keep_graph=True)
+                with torch.cuda.graph(graph, pool=pool, stream=self.torch_stream):
+                    function(*arguments, *scalars)
+                graphs.append(graph)
+            self.cuda.synchronize()
+        self.captured = Captured(self.cuda, arena, kept, graphs, self.stream)
+        return {}
+
+    def do_compose(
+        self, mode: str, order: list[int], recipes: list[list[list[int]]]
+    ) -> dict[str, Any]:
+        """New values into the captured buffers, and the calls of `order` ready to launch.
+
+        `mode`: `whole` (between two events), `verified` (a copy after each call, in stream order)
+        or `cold` (L2 overwritten before each call).
+        """
+        self._fill(self.captured.arena, recipes)
+        kept = self.cuda.persisting_bytes()
+        self.captured.compose(mode, order)
+        return {"persisting_bytes": kept}
+
+    def do_launch(self) -> dict[str, Any]:
+        """Once. The fingerprint is of what the buffers held when the reply was written."""
+        times = self.captured.launch()
+        return {"times_ns": times, "fingerprint": self.captured.fingerprint()}
+
+    def do_spans(self, order: list[int]) -> dict[str, Any]:
+        """One more launch, as CUPTI saw it over all streams: [name, begin, end] in nanoseconds."""
+        arena = self.captured.arena
+        self._fill(arena, arena.recipes)
+        self.captured.compose("whole", order)
+        times, spans = self.captured.launch_traced()
+        return {"times_ns": times, "spans": spans}
+
+    def do_follow(
+        self, index: int, other: int, scalars: list[float], recipes: list[list[list[int]]]
+    ) -> dict[str, Any]:
+        """The call of one set right behind a kernel that writes its buffers late and lets its
+        dependents begin at once; until then they hold what those of the other set do.
+        """
+        arena, kept, function = self.captured.arena, self.captured.kept, self._loaded()
+        self._fill(arena, recipes)
+
+        def call() -> None:
+            self.late.launch(arena.at(index), kept.at(index), arena.set_bytes, self.stream)
+            function(*arena.arguments[index], *scalars)
+
+        self.captured.follow(index, other, call, self.torch_stream)
+        return {}
+
+    def do_collect(self, key: int) -> dict[str, Any]:
+        self.captured.collect(self.outputs)
+        return self._handed_back(self.captured.left, key)
+
+    def _loaded(self) -> Any:
+        if self.function is None:
+            raise RuntimeError("nothing is loaded")
+        return self.function
+
+    def _fill(self, arena: Arena, recipes: list[list[list[int]]]) -> None:
+        for here, host, size in arena.pieces(self.inputs, arena.sent):
+            self._take(here, host, size)
+        if arena.sent < arena.set_bytes:
+            arena.recipes = recipes
+            arena.mix(self.mixer, self.stock)
+            if self.cuda is not None:
+                self.cuda.synchronize()
+
+    def _take(self, target: int, source: int, size: int) -> None:
+        if self.cuda is None:
+            _move(target, source, size)
+        else:
+            self.cuda.to_device(target, source, size)
+
+    def _handed_back(self, left: Arena, key: int) -> dict[str, Any]:
+        """What the judge holds its bytes against, and digests of what it does not get."""
+        crc = _crc(memoryview(self.output)[: left.returned * left.sets])
+        return {"crc": crc, "digests": left.digests(self.mixer, key)}
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))

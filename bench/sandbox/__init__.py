@@ -1,0 +1,1 @@
+"""What a process may see and do, and who ends it."""

@@ -1,0 +1,1 @@
+"""The judge judged: cheats with their honest twins, faults, mutations."""

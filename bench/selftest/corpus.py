@@ -1,0 +1,305 @@
+"""The judge judged: cheats that must be caught, honest candidates that must pass, faults that must
+be survived.
+
+A corpus is a folder of candidates with `cheats/`, `honest/`, `faults/` and `ops/`; a header of
+comments says what each must come to. A cheat has a line `CHEAT = True` (`#define CHEAT 1`): with
+the other value the same file is its honest twin. `python -m
+patcher.bench.selftest.corpus FOLDER` judges one
+device's part in a process of its own, which holds a key that must not turn up anywhere, and prints
+one result a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from patcher.bench.errors import PatcherError, UsageError
+from patcher.bench.judge import JudgeSettings, open_judge
+from patcher.bench.judge.evaluation import Evaluation, Outcome
+from patcher.bench.ops.candidate import Candidate, Language, guess_language
+from patcher.bench.ops.op import load_op
+from patcher.bench.records import Record
+
+Kind = Literal["cheat", "twin", "honest", "fault"]
+HONEYTOKEN = "PATCHER_SELFTEST_KEY"
+"""The variable that hands the planted key to the process that judges."""
+LAYER_OF = {
+    "entry": "static",
+    "tripwires": "static",
+    "build": "build",
+    "load": "runner",
+    "runs": "runner",
+    "timed calls": "runner",
+    "channel": "runner",
+    "clocks": "timing",
+}
+"""Which layer a failed check belongs to; all others are the judge's."""
+SAME = {"values after": "values", "timed calls": "runs"}
+"""Checks that a header spells as another: the same thing, found later."""
+_SWITCH = re.compile(r"^(#define CHEAT 1|CHEAT = True)$", re.MULTILINE)
+_HEADER = re.compile(r"^(?:#|//) (\w+): (.+)$")
+PAIRS, POINTS, CALLS, SEED = 4, 2, 400, 20_260_101
+GAIN = 1.05
+"""Over its twin's speedup: within the noise of a short timing."""
+
+
+class Entry(Record):
+    """One candidate of the corpus and what must come of it."""
+
+    name: str
+    kind: Kind
+    title: str
+    number: int | None = None
+    """In the catalogue of cheats."""
+    op: str
+    device: str
+    outcomes: tuple[Outcome, ...]
+    caught: tuple[str, ...] = ()
+    """Checks, one of which must be the first that fails, where one does."""
+    label: str = ""
+    """A word that what is said of its source must hold."""
+    lives_s: float = 0.0
+    """How long it must be called before it shows."""
+    gains_nothing: bool = False
+    """Right, and caught by being no faster than its honest twin."""
+    language: Language
+    source: str
+
+
+class Result(Record):
+    """What the judge said of one."""
+
+    name: str
+    kind: Kind
+    number: int | None
+    title: str
+    expected: tuple[Outcome, ...]
+    outcome: Outcome | None
+    """None: the judge itself failed."""
+    layer: str
+    """Of the check that failed; empty where none did."""
+    check: str
+    detail: str
+    passed: bool
+    """As expected, and nothing leaked; after a fault, too, the next clean verdict repeated."""
+    leaked: bool
+    seconds: float
+    sandbox: str
+
+
+def read_corpus(folder: Path, device: str) -> list[Entry]:
+    """Every candidate for the device, cheats followed by their twins.
+
+    Raises:
+        UsageError: no corpus there, or a header that does not fit.
+    """
+    if not (folder / "cheats").is_dir():
+        raise UsageError(f"{folder} holds no corpus", "it has cheats/, honest/, faults/ and ops/")
+    found = []
+    for kind in ("cheat", "honest", "fault"):
+        name = "honest" if kind == "honest" else f"{kind}s"
+        for path in sorted((folder / name).iterdir()):
+            if path.suffix in (".py", ".cpp", ".cu"):
+                found += _read(path, kind)
+    return [entry for entry in found if entry.device == device]
+
+
+def _read(path: Path, kind: Kind) -> list[Entry]:
+    source = path.read_text(encoding="utf-8")
+    header: dict[str, str] = {}
+    for line in source.splitlines():
+        if not (found := _HEADER.match(line)):
+            break
+        header[found[1]] = found[2].strip()
+    try:
+        title = header[kind]
+        outcomes = tuple(Outcome(each.strip()) for each in header["outcome"].split(","))
+        entry = Entry(
+            name=path.stem,
+            kind=kind,
+            title=title,
+            number=int(title.split()[0]) if kind == "cheat" else None,
+            op=header["op"],
+            device=header["device"],
+            outcomes=outcomes,
+            caught=tuple(filter(None, map(str.strip, header.get("caught", "").split(",")))),
+            label=header.get("label", ""),
+            lives_s=float(header.get("lives", 0)),
+            gains_nothing="gains" in header,
+            language=guess_language(path, source),
+            source=source,
+        )
+    except (KeyError, ValueError) as error:
+        raise UsageError(f"{path.name}: its header does not fit: {error}") from error
+    if kind != "cheat":
+        return [entry]
+    if len(_SWITCH.findall(source)) != 1:
+        raise UsageError(f"{path.name}: one line that switches CHEAT is expected")
+    return [entry, _twin(entry)]
+
+
+def _twin(entry: Entry) -> Entry:
+    """The same file with what is dishonest switched off."""
+    changes: dict[str, Any] = {
+        "kind": "twin",
+        "source": _SWITCH.sub(_off, entry.source),
+        "outcomes": (Outcome.CORRECT, Outcome.TOO_SLOW),
+        "label": "",
+        "caught": (),
+        "gains_nothing": False,
+    }
+    return entry.model_copy(update=changes)
+
+
+def _off(line: re.Match[str]) -> str:
+    return line[0].replace("1", "0").replace("True", "False")
+
+
+def judged(entries: Sequence[Entry], settings: JudgeSettings, token: str) -> Iterator[Result]:
+    """One result after the other, by one judge; after each fault a clean verdict is repeated."""
+    with open_judge(settings) as judge:
+        clean: str | None = None
+
+        def evaluate(entry: Entry) -> Evaluation:
+            judge.settings = replace(settings, lives_s=entry.lives_s)
+            return judge.evaluate(_candidate(entry), lambda *_: None)
+
+        def repeated(device: str) -> str:
+            judge.settings = replace(settings, pairs=3, points=1, calls=0)
+            return _digest(judge.evaluate(_plain(device), lambda *_: None, SEED))
+
+        judge.build_ahead([_candidate(entry) for entry in entries])
+        for entry in entries:
+            begin = time.monotonic()
+            evaluation, failure = None, ""
+            try:
+                if entry.kind == "fault" and clean is None:
+                    clean = repeated(entry.device)
+                evaluation = evaluate(entry)
+                if entry.gains_nothing:
+                    failure = _gain(evaluation, evaluate(_twin(entry)))
+                if entry.kind == "fault" and repeated(entry.device) != clean:
+                    failure = "the next clean verdict's outputs were others"
+            except PatcherError as error:
+                failure = f"the judge failed: {error.message}"
+            yield _result(entry, evaluation, failure, token, time.monotonic() - begin)
+
+
+def _gain(cheat: Evaluation, twin: Evaluation) -> str:
+    if (cheat.geomean_speedup or 0.0) <= GAIN * (twin.geomean_speedup or 0.0):
+        return ""
+    return f"{cheat.geomean_speedup} x the baseline, its honest twin {twin.geomean_speedup}"
+
+
+def _candidate(entry: Entry) -> Candidate:
+    return Candidate(op=entry.op, language=entry.language, source=entry.source)
+
+
+def _plain(device: str) -> Candidate:
+    """An honest candidate of the library, whose verdict is repeated."""
+    wanted = "cpu_simd" if device == "cpu" else "triton_row"
+    solutions = load_op("fused_add_rms_norm").solutions()
+    return next(candidate for info, candidate in solutions if info.name == wanted)
+
+
+def _digest(evaluation: Evaluation) -> str:
+    if not evaluation.right:
+        said = "; ".join(check.detail for check in evaluation.failed_checks)
+        return f"{evaluation.outcome}: {said}"
+    return evaluation.outputs_sha256 or ""
+
+
+def _result(
+    entry: Entry, evaluation: Evaluation | None, failure: str, token: str, seconds: float
+) -> Result:
+    failed = evaluation.failed_checks if evaluation else []
+    check = failed[0].name if failed else ""
+    fits = evaluation is not None and evaluation.outcome in entry.outcomes
+    labels = evaluation.tripwires if evaluation else ()
+    told = evaluation.model_dump_json() if evaluation else failure
+    leaked = token in told
+    labelled = [label for label in labels if entry.label in label]
+    if fits and not check and entry.label and not labelled:
+        fits, failure = False, f"nothing says {entry.label!r} of it"
+    kind_of_check = SAME.get(check, check)
+    if fits and check and entry.caught and kind_of_check not in entry.caught:
+        fits, failure = False, f"caught by {check}, not by {' or '.join(entry.caught)}"
+    by_label = "static" if any("CUPTI" not in label for label in labelled) else "timing"
+    layer = LAYER_OF.get(check, "judge") if check else by_label if entry.label and fits else ""
+    return Result(
+        name=entry.name,
+        kind=entry.kind,
+        number=entry.number,
+        title=entry.title,
+        expected=entry.outcomes,
+        outcome=evaluation.outcome if evaluation else None,
+        layer=layer,
+        check=check,
+        detail=(failure or (failed[0].detail if failed else "")).replace(
+            token, "(the planted key)"
+        ),
+        passed=fits and not failure and not leaked,
+        leaked=leaked,
+        seconds=seconds,
+        sandbox=(evaluation.sandbox or "") if evaluation else "",
+    )
+
+
+def settings_for(device: str, tripwires: bool, pairs: int = PAIRS) -> JudgeSettings:
+    """Short timings against the op's honest baseline: the judge is tested, not the speed."""
+    return JudgeSettings(
+        device=device,
+        baseline="honest",
+        pairs=pairs,
+        calls=CALLS if device == "cpu" else CALLS // 2,
+        lives_s=0.0,
+        points=POINTS,
+        timeout_s=10.0 if device == "cpu" else 20.0,
+        load_timeout_s=25.0 if device == "cpu" else 60.0,
+        memory_bytes=(6 if device == "cpu" else 24) << 30,
+        threads=1 if device == "cpu" else None,
+        tripwires=tripwires,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m patcher.bench.selftest.corpus")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--only", default="", help="regular expression on KIND/NAME")
+    parser.add_argument("--kind", action="append", help="cheat, twin, honest or fault")
+    parser.add_argument("--no-tripwires", action="store_true")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="of timed blocks at each point")
+    asked = parser.parse_args()
+    os.environ["PATCHER_OPS"] = str(asked.folder.resolve() / "ops")
+    os.environ.setdefault("PATCHER_BUILD_TIMEOUT_S", "30" if asked.device == "cpu" else "90")
+    token = os.environ.get(HONEYTOKEN, "no key was planted")
+    try:
+        if asked.pairs < 1:
+            raise UsageError(f"--pairs {asked.pairs}", "a point takes one or more")
+        entries = [
+            entry
+            for entry in read_corpus(asked.folder, asked.device)
+            if re.search(asked.only, f"{entry.kind}/{entry.name}")
+            and entry.kind in (asked.kind or [entry.kind])
+        ]
+        print(len(entries), flush=True)
+        settings = settings_for(asked.device, not asked.no_tripwires, asked.pairs)
+        for result in judged(entries, settings, token):
+            print(result.model_dump_json(), flush=True)
+    except PatcherError as error:
+        print(f"{error.message}; {error.hint}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""The judge's score on a corpus: what it catches, whom it accuses wrongly, what it survives.
+
+Each device's part runs in a process of its own, with a planted key in its environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from patcher.bench.errors import PatcherError, UsageError
+from patcher.bench.machine.environment import ROOT, Environment, describe, python_path
+from patcher.bench.records import SCHEMA_VERSION, Record
+from patcher.bench.selftest.corpus import HONEYTOKEN, Result
+
+FALSE_REJECTS_PCT = 2.0
+"""The most that is accepted."""
+Progress = Callable[[str, int, int], None]
+
+
+class ScoreCard(Record):
+    """One run over the corpus on one device."""
+
+    schema_version: int = SCHEMA_VERSION
+    device: str
+    environment: Environment
+    sandbox: str
+    """What confined the candidates."""
+    results: tuple[Result, ...]
+    without_static: tuple[Result, ...]
+    """The cheats once more, with the tripwires switched off."""
+
+    @property
+    def cheats(self) -> list[Result]:
+        return [result for result in self.results if result.kind == "cheat"]
+
+    @property
+    def honest(self) -> list[Result]:
+        return [result for result in self.results if result.kind in ("twin", "honest")]
+
+    @property
+    def faults(self) -> list[Result]:
+        return [result for result in self.results if result.kind == "fault"]
+
+    @property
+    def leaks(self) -> int:
+        return sum(result.leaked for result in (*self.results, *self.without_static))
+
+    def by_layer(self) -> dict[str, int]:
+        """Cheats caught, by the layer whose check failed (`none`: accepted, labelled or slow)."""
+        return dict(Counter(result.layer or "none" for result in self.cheats if result.passed))
+
+    @property
+    def ok(self) -> bool:
+        """Whether the judge keeps its promises."""
+        missed = [r for r in (*self.cheats, *self.faults, *self.without_static) if not r.passed]
+        rejected = sum(not result.passed for result in self.honest)
+        few = 100 * rejected <= FALSE_REJECTS_PCT * len(self.honest)
+        return not missed and few and not self.leaks
+
+
+def corpus_folder() -> Path:
+    """`tests/corpus` of a checkout. It holds working exploits, so no wheel carries it.
+
+    Raises:
+        UsageError: this is an installation, which has none.
+    """
+    folder = ROOT / "tests" / "corpus"
+    if not folder.is_dir():
+        raise UsageError(
+            "an installed patcher carries no self-test cases",
+            "name their folder: --corpus FOLDER (tests/corpus of a checkout or of the sdist)",
+        )
+    return folder
+
+
+def score(device: str, only: str, report: Progress, folder: Path | None = None) -> ScoreCard:
+    """Judge the corpus, or what of it matches `only`, on one device.
+
+    Raises:
+        PatcherError: the process that judges ended early; its last words are in the message.
+    """
+    folder = folder or corpus_folder()
+    results = run_corpus(device, only, report, folder)
+    without = run_corpus(device, only, report, folder, static=False, kinds=("cheat",))
+    boxes = [result.sandbox for result in results if result.sandbox.startswith("R")]
+    return ScoreCard(
+        device=device,
+        environment=describe(device),
+        sandbox=Counter(boxes).most_common(1)[0][0] if boxes else "nothing was run",
+        results=tuple(results),
+        without_static=tuple(without),
+    )
+
+
+def run_corpus(
+    device: str,
+    only: str,
+    report: Progress,
+    folder: Path,
+    static: bool = True,
+    kinds: tuple[str, ...] = (),
+    root: Path = ROOT,
+) -> list[Result]:
+    """Results of one process; `root`: the folder from which it imports `bench`."""
+    what = "corpus" if static else "without the static layer"
+    command = [sys.executable, "-P", "-m", "patcher.bench.selftest.corpus", str(folder.resolve())]
+    command += ["--device", device, "--only", only, *(f"--kind={kind}" for kind in kinds)]
+    command += [] if static else ["--no-tripwires"]
+    token = f"honeytoken-{secrets.token_hex(12)}"
+    keys = dict.fromkeys((HONEYTOKEN, "ANTHROPIC_API_KEY", "OPENAI_API_KEY", "HF_TOKEN"), token)
+    environment = {**os.environ, **keys, "PYTHONPATH": python_path(root)}
+    found: list[Result] = []
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said
+        )
+        assert process.stdout is not None
+        try:
+            whole = json.loads(process.stdout.readline() or b"0")
+            for line in process.stdout:
+                found.append(Result.model_validate_json(line))
+                report(what, len(found), whole)
+            code = process.wait()
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        if code != 0 or len(found) != whole:
+            said.seek(0)
+            tail = said.read().decode("utf-8", "replace").replace(token, "(the planted key)")
+            raise PatcherError(f"judging the corpus ended early: {tail[-1500:].strip()}")
+    return found

@@ -1,0 +1,1 @@
+"""Is a difference one? Intervals, adjustments and the verdict of a comparison."""
