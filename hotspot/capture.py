@@ -13,14 +13,14 @@ from pathlib import Path
 
 from patcher.bench import MissingError, PatcherError, Workload, presets, relayed
 from patcher.bench.machine.environment import engine_environment
-from patcher.bench.sandbox.die_with_parent import leashed
+from patcher.bench.sandbox.die_with_parent import die_with_parent
 from patcher.hotspot.nsys import export_sqlite, find_nsys, missing_libraries, nsys_environment
 from patcher.hotspot.profile import Profile, ProfileWarning
 from patcher.hotspot.rank import build_profile
 from patcher.hotspot.readers.kineto import read_kineto
 from patcher.hotspot.readers.sqlite import read_sqlite
 from patcher.hotspot.recording import Recording, SummaryRow
-from patcher.hotspot.roofline import Served
+from patcher.hotspot.roofline import ServedModel
 
 STEPS = 16
 """Decode steps in the capture range."""
@@ -99,8 +99,8 @@ class _Program:
         return [sys.executable, "-P", *begin, *arguments]
 
     @property
-    def served(self) -> Served:
-        return Served.of(self.workload.model, self.workload.batch)
+    def served(self) -> ServedModel:
+        return ServedModel.of(self.workload.model, self.workload.batch)
 
 
 def _under_nsys(
@@ -146,7 +146,7 @@ def _with_torch(
 def _run(command: list[str], environment: dict[str, str]) -> None:
     """Run to the end; the whole group is killed on a timeout or an interrupt."""
     process = subprocess.Popen(
-        leashed(*command),
+        die_with_parent(*command),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -10,7 +10,7 @@ from patcher.hotspot.chains import Chain, Place, find_chains, usual_step
 from patcher.hotspot.names import family, normalise, printable
 from patcher.hotspot.profile import Counters, Hotspot, KernelStat, Profile, StepLaunch, Variant
 from patcher.hotspot.recording import Recording
-from patcher.hotspot.roofline import REACHABLE, Served, completed, cost_of, speed_of_light_ns
+from patcher.hotspot.roofline import REACHABLE, ServedModel, completed, cost_of, speed_of_light_ns
 from patcher.hotspot.stats import (
     EVERYTHING,
     Spans,
@@ -34,7 +34,7 @@ def build_profile(
     recording: Recording,
     model: str,
     *,
-    served: Served | None = None,
+    served: ServedModel | None = None,
     steps: int | None = None,
     counters: Mapping[str, Counters] | None = None,
     window: str | None = None,
@@ -47,7 +47,7 @@ def build_profile(
         counters: Nsight Compute's counters, by kernel name as the recording spells it.
         window: `all` to keep what lies outside the steady steps.
     """
-    served = served or Served.of(model)
+    served = served or ServedModel.of(model)
     spans, chosen, warnings = None, None, recording.warnings
     places: list[Place] = []
     chains: list[Chain] = []
@@ -88,7 +88,7 @@ class _Ranking:
         recording: Recording,
         kernels: Sequence[KernelStat],
         spans: Spans | None,
-        served: Served,
+        served: ServedModel,
         counters: Mapping[str, Counters],
         steps: int | None,
     ) -> None:

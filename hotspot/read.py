@@ -12,7 +12,7 @@ from patcher.hotspot.readers import read_recording
 from patcher.hotspot.readers.ncu import Attached, attach, read_ncu
 from patcher.hotspot.readers.sqlite import NODE_LEVEL
 from patcher.hotspot.recording import Recording
-from patcher.hotspot.roofline import Served
+from patcher.hotspot.roofline import ServedModel
 from patcher.hotspot.stats import EVERYTHING
 from patcher.hotspot.subtract import subtract
 
@@ -45,7 +45,7 @@ def read(
         MissingError: a report needs nsys or ncu and none is here.
     """
     chosen = None if window == EVERYTHING else window
-    served = Served.of(model, batch)
+    served = ServedModel.of(model, batch)
     recording = _shown(read_recording(path, chosen), path.name, served, force)
     if minus is not None:
         recording = subtract(
@@ -59,7 +59,7 @@ def read(
     return profile.model_copy(update={"warnings": (*profile.warnings, *counters.warnings)})
 
 
-def _shown(recording: Recording, name: str, served: Served, force: bool) -> Recording:
+def _shown(recording: Recording, name: str, served: ServedModel, force: bool) -> Recording:
     """Refuse what hides kernels; with `force`, warn.
 
     Raises:
@@ -75,7 +75,7 @@ def _shown(recording: Recording, name: str, served: Served, force: bool) -> Reco
     return replace(recording, warnings=(*recording.warnings, warning))
 
 
-def _suspicion(recording: Recording, served: Served) -> str | None:
+def _suspicion(recording: Recording, served: ServedModel) -> str | None:
     """A summary of a model of many layers in which nothing runs once a layer."""
     if not recording.rows or not served.layers:
         return None

@@ -17,7 +17,7 @@ REACHABLE = 0.8
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """What is known of the model that was profiled."""
 
     layers: int | None = None
@@ -25,7 +25,7 @@ class Served:
     """Sizes by the axis names of the op contracts; `tokens` is the batch of a decode step."""
 
     @classmethod
-    def of(cls, model: str, batch: int | None = None) -> Served:
+    def of(cls, model: str, batch: int | None = None) -> ServedModel:
         """Of a preset; nothing is known of other models but the batch."""
         known = presets().get(model)
         if known is None:
@@ -35,7 +35,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Cost:
+class LaunchCost:
     """Of one launch."""
 
     bytes: float | None
@@ -43,7 +43,7 @@ class Cost:
     source: str
 
 
-def cost_of(op: Op | None, counters: Counters | None, served: Served) -> Cost | None:
+def cost_of(op: Op | None, counters: Counters | None, served: ServedModel) -> LaunchCost | None:
     """What the op says must be moved, else what Nsight Compute counted."""
     if op is not None and served.axes and "tokens" in served.axes:
         try:
@@ -54,13 +54,15 @@ def cost_of(op: Op | None, counters: Counters | None, served: Served) -> Cost | 
             axes = {**sweep.fixed, sweep.axis: served.axes["tokens"]}
             axes |= {name: served.axes[name] for name in sweep.fixed if name in served.axes}
             point = Point(axes=axes, dtypes=sweep.dtypes)
-            return Cost(op.contract.bytes_moved(point), op.contract.flops(point), f"op {op.name}")
+            return LaunchCost(
+                op.contract.bytes_moved(point), op.contract.flops(point), f"op {op.name}"
+            )
     if counters is not None and (counters.dram_bytes or counters.flops):
-        return Cost(counters.dram_bytes, counters.flops, "ncu")
+        return LaunchCost(counters.dram_bytes, counters.flops, "ncu")
     return None
 
 
-def speed_of_light_ns(cost: Cost, gpu: Gpu | None) -> float | None:
+def speed_of_light_ns(cost: LaunchCost, gpu: Gpu | None) -> float | None:
     """The longer of memory time and arithmetic time; None where no peak is known for either."""
     if gpu is None:
         return None

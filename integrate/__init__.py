@@ -11,11 +11,11 @@ from patcher.integrate.patch import Patch
 from patcher.integrate.receipts import Receipt, read_receipts
 from patcher.integrate.store import Applied, Store
 from patcher.integrate.switches import Switches, home_store, starting_up, switching_on
-from patcher.integrate.verify import Check, Verified, verify
+from patcher.integrate.verify import FitCheck, Verified, verify
 
 if TYPE_CHECKING:
     from patcher.integrate.activation import Activation, activate, prepare
-    from patcher.integrate.counts import Book
+    from patcher.integrate.counts import CallCounters
     from patcher.integrate.export import export_patch
     from patcher.integrate.imports import import_kernel
     from patcher.integrate.measuring import activated, await_engine
@@ -31,7 +31,7 @@ _LAZY = {
     "write_module": "patcher.integrate.tensorrt_llm",
     "write_recipe": "patcher.integrate.tensorrt_llm_recipe",
     "Activation": "patcher.integrate.activation",
-    "Book": "patcher.integrate.counts",
+    "CallCounters": "patcher.integrate.counts",
     "activate": "patcher.integrate.activation",
     "activated": "patcher.integrate.measuring",
     "await_engine": "patcher.integrate.measuring",
@@ -55,9 +55,9 @@ __all__ = [
     "SEAMS",
     "Activation",
     "Applied",
-    "Book",
+    "CallCounters",
     "Change",
-    "Check",
+    "FitCheck",
     "Manifest",
     "Patch",
     "Receipt",

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from patcher.bench import Contract, PatcherError
-from patcher.integrate.counts import Book, GraphWatch
-from patcher.integrate.dispatch import AxisGuard, Dispatcher, Guards, TensorGuard
+from patcher.integrate.counts import CallCounters, GraphWatch
+from patcher.integrate.dispatch import AxisBounds, CallGuards, Dispatcher, TensorGuard
 from patcher.integrate.manifest import Manifest
 from patcher.integrate.patch import Patch
 from patcher.integrate.points import PatchPoint, find_point
@@ -46,7 +46,7 @@ class Installed:
     def remove(self) -> None:
         self.point.remove()
 
-    def __enter__(self) -> Book:
+    def __enter__(self) -> CallCounters:
         self.install()
         return self.book
 
@@ -59,7 +59,7 @@ def prepare(
     patch: Patch,
     *,
     kernel: Kernel | None = None,
-    book: Book | None = None,
+    book: CallCounters | None = None,
     strict: bool = True,
     watch: GraphWatch | None = None,
 ) -> Installed:
@@ -79,7 +79,7 @@ def prepare(
     manifest = patch.manifest
     point = find_point(manifest.target.engine, manifest.target.point)(target)
     point.find()
-    book = book or Book(manifest.id, patch.digest)
+    book = book or CallCounters(manifest.id, patch.digest)
     if watch is not None:
         watch.add(book)
     dispatcher = Dispatcher(
@@ -93,13 +93,13 @@ def prepare(
     return Installed(patch, point, dispatcher)
 
 
-def guards_of(manifest: Manifest) -> Guards:
+def guards_of(manifest: Manifest) -> CallGuards:
     """What a bundle says of its kernel, as the dispatcher checks it."""
     guards = manifest.guards
     return replace(
         contract_guards(manifest.contract, guards.device, guards.dtypes),
         axes={
-            axis: AxisGuard(guard.minimum, guard.maximum, guard.multiple_of)
+            axis: AxisBounds(guard.minimum, guard.maximum, guard.multiple_of)
             for axis, guard in guards.axes.items()
         },
         capabilities=tuple(
@@ -110,13 +110,15 @@ def guards_of(manifest: Manifest) -> Guards:
     )
 
 
-def contract_guards(contract: Contract, device: str, dtypes: Iterable[Mapping[str, str]]) -> Guards:
+def contract_guards(
+    contract: Contract, device: str, dtypes: Iterable[Mapping[str, str]]
+) -> CallGuards:
     """What a contract says of a call on a device.
 
     Args:
         dtypes: combinations by symbol, torch's names.
     """
-    return Guards(
+    return CallGuards(
         device=device,
         tensors=tuple(
             TensorGuard(

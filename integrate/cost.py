@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from patcher.bench.machine.environment import describe
-from patcher.integrate.counts import Book, GraphWatch
-from patcher.integrate.dispatch import AxisGuard, Dispatcher, Guards, TensorGuard
+from patcher.integrate.counts import CallCounters, GraphWatch
+from patcher.integrate.dispatch import AxisBounds, CallGuards, Dispatcher, TensorGuard
 
 CALLS = 500
 """Of each contender in a pair: so short that mostly no other program gets in between."""
@@ -39,7 +39,7 @@ def dispatcher(
 ) -> Dispatcher:
     """Guards as those of `fused_add_rms_norm`: three tensors and a scalar."""
     rows, weight = ("tokens", "hidden"), ("hidden",)
-    guards = Guards(
+    guards = CallGuards(
         device=device,
         tensors=(
             TensorGuard("input", rows, "T", mutated=True, alignment=16),
@@ -48,9 +48,9 @@ def dispatcher(
         ),
         scalars=(("epsilon", float),),
         dtypes=({"T": torch.bfloat16},),
-        axes={"hidden": AxisGuard(multiple_of=8, maximum=16384)},
+        axes={"hidden": AxisBounds(multiple_of=8, maximum=16384)},
     )
-    made = Dispatcher("add", kernel, guards, Book("id", "d"), strict=strict, watch=watch)
+    made = Dispatcher("add", kernel, guards, CallCounters("id", "d"), strict=strict, watch=watch)
     if watch is not None:
         watch.add(made.book)
     return made

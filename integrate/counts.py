@@ -18,7 +18,7 @@ import torch
 
 
 @dataclass(slots=True)
-class Case:
+class CallSignature:
     """What is known of one combination of shapes, strides, dtypes, devices and alignment."""
 
     label: str
@@ -34,7 +34,7 @@ class Case:
 
 
 @dataclass(slots=True)
-class Recording:
+class GraphRecording:
     """What one CUDA graph holds, and how often it was replayed."""
 
     calls: Counter[str]
@@ -42,15 +42,15 @@ class Recording:
     replays: int = 0
 
 
-class Book:
+class CallCounters:
     """Counts of one patch in this process: calls by kernel and shape, fallbacks by reason."""
 
     def __init__(self, patch_id: str, digest: str) -> None:
         self.patch_id, self.digest, self.pid = patch_id, digest, os.getpid()
-        self.cases: list[Case] = []
+        self.cases: list[CallSignature] = []
         self.reasons: Counter[str] = Counter()
         """Eager calls that went to the original, by reason."""
-        self.recordings: list[Recording] = []
+        self.recordings: list[GraphRecording] = []
 
     @property
     def eager(self) -> Counter[str]:
@@ -77,7 +77,7 @@ class Book:
         eager = Counter(dict(self.reasons))  # copied at once: another thread may count meanwhile
         return eager + self._times_replays(lambda recording: recording.fallbacks)
 
-    def _times_replays(self, of: Callable[[Recording], Counter[str]]) -> Counter[str]:
+    def _times_replays(self, of: Callable[[GraphRecording], Counter[str]]) -> Counter[str]:
         total: Counter[str] = Counter()
         for recording in list(self.recordings):
             for name, count in of(recording).items():
@@ -91,7 +91,7 @@ class GraphWatch:
     Calls that another thread makes while a graph is recorded are counted into that graph.
     """
 
-    def __init__(self, books: Iterable[Book], kind: type[Any] | None = None) -> None:
+    def __init__(self, books: Iterable[CallCounters], kind: type[Any] | None = None) -> None:
         """`kind`: the class of graphs; torch's by default."""
         self._books = list(books)
         self._kind: Any = kind or torch.cuda.CUDAGraph
@@ -99,7 +99,7 @@ class GraphWatch:
         self.capturing = False
         """Whether a graph is being recorded now: nothing may be built or allocated."""
 
-    def add(self, book: Book) -> None:
+    def add(self, book: CallCounters) -> None:
         self._books.append(book)
 
     def install(self) -> None:
@@ -152,9 +152,9 @@ class GraphWatch:
         self.remove()
 
 
-def _take(book: Book, calls: list[int], reasons: Counter[str]) -> Recording:
+def _take(book: CallCounters, calls: list[int], reasons: Counter[str]) -> GraphRecording:
     """Move what was counted since into a recording: it was recorded, it did not run."""
-    recording = Recording(Counter(), book.reasons - reasons)
+    recording = GraphRecording(Counter(), book.reasons - reasons)
     book.reasons = reasons
     for case, before in zip(book.cases, [*calls, *[0] * len(book.cases)], strict=False):
         if case.calls > before:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from patcher.integrate.counts import Book, Case, GraphWatch
+from patcher.integrate.counts import CallCounters, CallSignature, GraphWatch
 from patcher.integrate.keys import key_of, matcher_of, never
 
 log = logging.getLogger("patcher")
@@ -42,7 +42,7 @@ class TensorGuard:
 
 
 @dataclass(frozen=True)
-class AxisGuard:
+class AxisBounds:
     """Sizes of an axis that the kernel takes."""
 
     minimum: int = 0
@@ -51,7 +51,7 @@ class AxisGuard:
 
 
 @dataclass(frozen=True)
-class Guards:
+class CallGuards:
     """Where the patched kernel may be called: the contract's tensors and scalars, in order."""
 
     device: str
@@ -61,7 +61,7 @@ class Guards:
     """Name and `float` or `int`."""
     dtypes: tuple[Mapping[str, torch.dtype], ...]
     """Combinations by symbol."""
-    axes: Mapping[str, AxisGuard] = field(default_factory=dict)
+    axes: Mapping[str, AxisBounds] = field(default_factory=dict)
     capabilities: tuple[tuple[int, int], ...] = ()
     """Compute capabilities that it was built for; none: any."""
     graph_safe: bool = True
@@ -158,19 +158,19 @@ class Dispatcher:
         self,
         name: str,
         kernel: Callable[..., object],
-        guards: Guards,
-        book: Book,
+        guards: CallGuards,
+        book: CallCounters,
         *,
         strict: bool = True,
         watch: GraphWatch | None = None,
     ) -> None:
         self.name, self.guards, self.book, self.strict = name, guards, book, strict
         self._kernel, self._watch = kernel, watch
-        self._known: dict[tuple[object, ...], Case] = {}
+        self._known: dict[tuple[object, ...], CallSignature] = {}
         self._broken: str | None = None
         self._key = key_of(len(guards.tensors))
         self._matcher = matcher_of(len(guards.tensors))
-        self._last: tuple[Callable[..., bool], Case] = never, Case("", None)
+        self._last: tuple[Callable[..., bool], CallSignature] = never, CallSignature("", None)
         """The last call's case; most calls are like the one before. One attribute, since threads
         may share a dispatcher."""
         self._op: Any = None
@@ -255,7 +255,7 @@ class Dispatcher:
             self._library._destroy()
             self._library = self._op = None
 
-    def _prove(self, case: Case, args: tuple[Any, ...]) -> bool:
+    def _prove(self, case: CallSignature, args: tuple[Any, ...]) -> bool:
         """The first call of its kind in serving: a request must survive a kernel that raises."""
         if self._capturing():
             self.book.reasons["not warmed before the graph was recorded"] += 1
@@ -285,7 +285,7 @@ class Dispatcher:
     def _capturing(self) -> bool:
         return self._watch is not None and self._watch.capturing
 
-    def _find(self, args: tuple[Any, ...]) -> Case:
+    def _find(self, args: tuple[Any, ...]) -> CallSignature:
         key = self._key(*args)
         case = self._known.get(key) or self._look(key, args)
         if case.matches is None:
@@ -293,20 +293,20 @@ class Dispatcher:
         self._last = case.matches, case
         return case
 
-    def _look(self, key: tuple[object, ...], args: tuple[Any, ...]) -> Case:
+    def _look(self, key: tuple[object, ...], args: tuple[Any, ...]) -> CallSignature:
         """Check what depends on the key alone; done once for each."""
         refusal = self.guards.refusal(args)
         tensors = args[: len(self.guards.tensors)]
         label = self.name if refusal else f"{self.name} {self.guards.label(tensors)}"
         if len(self._known) >= _MOST_CASES:
             self._known.clear()
-        case = self._known[key] = Case(label, refusal)
+        case = self._known[key] = CallSignature(label, refusal)
         if refusal is None:
             self.book.cases.append(case)
         return case
 
 
-def _schema(guards: Guards) -> str:
+def _schema(guards: CallGuards) -> str:
     """`(Tensor(a0!) input, Tensor weight, float epsilon) -> ()`."""
     tensors = [
         f"Tensor(a{index}!) {guard.name}" if guard.mutated else f"Tensor {guard.name}"

@@ -14,7 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from patcher.bench import SCHEMA_VERSION, Record, UsageError
-from patcher.integrate.formats import CARRIED, Carried, Format, flashinfer_dataset, hf_repository
+from patcher.integrate.formats import (
+    CARRIED,
+    ExportRecord,
+    Format,
+    flashinfer_dataset,
+    hf_repository,
+)
 from patcher.integrate.patch import Patch
 
 FORMATS = ("hf-kernels", "flashinfer")
@@ -58,7 +64,7 @@ def export_patch(
         case _:
             raise UsageError(f"unknown format {to!r}", f"say {' or '.join(FORMATS)}")
     candidate = patch.candidate()
-    carried = Carried(
+    carried = ExportRecord(
         format=to,
         op=candidate.op,
         language=candidate.language,

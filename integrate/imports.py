@@ -27,7 +27,7 @@ from patcher.bench import (
     VerificationError,
     load_ops,
 )
-from patcher.integrate.formats import CARRIED, Carried
+from patcher.integrate.formats import CARRIED, ExportRecord
 from patcher.integrate.formats.foreign_contract import Refused, op_of
 from patcher.integrate.formats.foreign_schema import Definition, Solution, Trace
 from patcher.integrate.formats.foreign_source import candidate_from
@@ -120,7 +120,7 @@ def import_kernel(path: Path, out: Path) -> Imported:
 def _own(folder: Path, found: _Import) -> None:
     """An export of ours: the source from the format's own file, the contract from our record."""
     try:
-        carried = Carried.model_validate_json((folder / CARRIED).read_bytes())
+        carried = ExportRecord.model_validate_json((folder / CARRIED).read_bytes())
     except (ValidationError, OSError) as error:
         raise VerificationError(
             f"{CARRIED} of {folder.name} is damaged or of another version", "export it again"

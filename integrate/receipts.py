@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from patcher.bench import SCHEMA_VERSION, Record, UsageError, VerificationError
 
 if TYPE_CHECKING:
-    from patcher.integrate.counts import Book
+    from patcher.integrate.counts import CallCounters
 
 log = logging.getLogger("patcher")
 
@@ -47,7 +47,7 @@ class Receipt(Record):
         return sum(self.calls.values())
 
     @classmethod
-    def of(cls, book: Book, point: str = "") -> Receipt:
+    def of(cls, book: CallCounters, point: str = "") -> Receipt:
         return cls(
             patch_id=book.patch_id,
             digest=book.digest,
@@ -103,7 +103,7 @@ class ReceiptWriter:
                 "set PATCHER_RECEIPTS to a writable folder",
             ) from error
         self._folder = folder
-        self._books: list[tuple[Book, str]] = []
+        self._books: list[tuple[CallCounters, str]] = []
         self._written: dict[Path, Receipt] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -111,7 +111,7 @@ class ReceiptWriter:
         self._thread.start()
         atexit.register(self.close)
 
-    def add(self, book: Book, point: str) -> None:
+    def add(self, book: CallCounters, point: str) -> None:
         """Keep this book's receipt from now on."""
         self._books.append((book, point))
         self.write()

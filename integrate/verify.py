@@ -18,7 +18,7 @@ from patcher.integrate.manifest import Manifest
 from patcher.integrate.patch import Patch, SourceChangedError
 
 
-class Check(Record):
+class FitCheck(Record):
     """One question, and what was found."""
 
     name: str
@@ -38,10 +38,10 @@ class Verified(Record):
     schema_version: int = SCHEMA_VERSION
     id: str
     digest: str
-    checks: tuple[Check, ...]
+    checks: tuple[FitCheck, ...]
 
     @property
-    def failure(self) -> Check | None:
+    def failure(self) -> FitCheck | None:
         """The first that did not pass."""
         return next((check for check in self.checks if not check.passed), None)
 
@@ -65,11 +65,11 @@ def verify(patch: Patch) -> Verified:
     )
 
 
-def _ask(name: str, question: Callable[[], str]) -> Check:
+def _ask(name: str, question: Callable[[], str]) -> FitCheck:
     try:
-        return Check(name=name, passed=True, detail=question())
+        return FitCheck(name=name, passed=True, detail=question())
     except PatcherError as error:
-        return Check(
+        return FitCheck(
             name=name,
             passed=False,
             detail=error.message,

@@ -54,7 +54,7 @@ Say = Callable[[str], None]
 Told = Callable[[LoopProgress], None]
 
 
-class Plan(Record):
+class RunPlan(Record):
     """What one run is to do; stored in `run.json`, so that resuming needs nothing else."""
 
     schema_version: int = SCHEMA_VERSION
@@ -88,7 +88,7 @@ class Made(Record):
     digest: str
 
 
-class Result(Record):
+class RunResult(Record):
     """How a run ended."""
 
     schema_version: int = SCHEMA_VERSION
@@ -102,7 +102,7 @@ class Result(Record):
 
 
 def start(
-    settings: Settings, command: str, model: str | None, workload: Workload | None, plan: Plan
+    settings: Settings, command: str, model: str | None, workload: Workload | None, plan: RunPlan
 ) -> Run:
     """Make the run's folder; `execute` then does the work.
 
@@ -134,7 +134,7 @@ def execute(
     judge: str | None = None,
     machine_changed: bool = False,
     told: Told | None = None,
-) -> Result:
+) -> RunResult:
     """Do what is left of the run.
 
     Args:
@@ -147,7 +147,7 @@ def execute(
         PatcherError: an expected failure; the run can be resumed.
     """
     settings = run.config.settings
-    plan = Plan.model_validate(settings["plan"])
+    plan = RunPlan.model_validate(settings["plan"])
     workload = run.config.workload
     where: str = judge or settings.get("judge", LOCAL)
     if plan.whole or where == LOCAL:  # else no figure is made here
@@ -198,7 +198,9 @@ def execute(
         decision = run.step(
             "decision", lambda: decide_on(measured, evaluation, reconciliation), Decision
         )
-    return Result(run=run.id, op=op_name, optimisation=optimisation, patch=made, decision=decision)
+    return RunResult(
+        run=run.id, op=op_name, optimisation=optimisation, patch=made, decision=decision
+    )
 
 
 def _profile(run: Run, workload: Workload, report: Report, profile_file: Path | None) -> Profile:
@@ -225,7 +227,7 @@ def _first_covered(profile: Profile, engine: str) -> str:
 
 def _optimise(
     run: Run,
-    plan: Plan,
+    plan: RunPlan,
     op_name: str,
     profile: Profile | None,
     where: str,

@@ -13,8 +13,8 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from patcher.bench import Record, UsageError
-from patcher.models.registry import Entry, Name
-from patcher.optimising.levers import AuxiliaryLever, PromptLever, ScoreLever, Tripwires
+from patcher.models.registry import ModelEntry, Name
+from patcher.optimising.levers import AuxiliaryLever, PromptLever, ScoreLever, TripwireSettings
 from patcher.prompting.room import PROMPT_TOKENS
 
 CONFIG_FILE = "patcher.toml"
@@ -54,7 +54,7 @@ class Settings(Record):
     """Room of a prompt, estimated; what is optional is cut to fit."""
     memory: str = Field("on", min_length=1)
     """What is remembered across runs: `on` (in `PATCHER_HOME`), `off`, or a folder."""
-    tripwires: Tripwires = Tripwires()
+    tripwires: TripwireSettings = TripwireSettings()
     """What a candidate's source must not or must have; JSON in `PATCHER_TRIPWIRES`."""
     prompts: tuple[PromptLever, ...] = ()
     """Text for prompts, after ours or instead of it; JSON in `PATCHER_PROMPTS`."""
@@ -62,7 +62,7 @@ class Settings(Record):
     """Sources of the user's that the agents read; JSON in `PATCHER_AUXILIARY`."""
     score: ScoreLever | None = None
     """The user's own measure of right candidates; JSON in `PATCHER_SCORE`."""
-    models: dict[Name, Entry] = Field(default_factory=dict)
+    models: dict[Name, ModelEntry] = Field(default_factory=dict)
     """Models of your own; JSON in `PATCHER_MODELS`. `--model NAME` uses one."""
     origins: dict[str, str] = Field(default_factory=dict)
     """Where each value comes from: `flag --model`, `PATCHER_MODEL`, `patcher.toml` or `default`."""
@@ -119,7 +119,7 @@ def resolve(
             where = ".".join(str(part) for part in first["loc"] if part != "[key]")
             raise UsageError(
                 f"{where} ({origins[name]}): {first['msg']}",
-                "an entry has: " + ", ".join(Entry.model_fields) + "; a key stays in the "
+                "an entry has: " + ", ".join(ModelEntry.model_fields) + "; a key stays in the "
                 "environment variable that key_variable names",
             ) from None
         value: Any = first["input"] if inside else values[name]

@@ -20,7 +20,7 @@ from patcher.attempts.tried import Ask, Tried
 from patcher.bench import Candidate, Check, Evaluation, Language, Outcome, load_op
 from patcher.models import Reply, Request, Usage
 from patcher.models.budget import Budget
-from patcher.models.ceilings import Ceilings
+from patcher.models.ceilings import SpendingLimits
 from patcher.prompting.rendering import Prompts
 from patcher.runs.run import Run
 from patcher.strategies import Refine
@@ -99,7 +99,7 @@ def whole(root: Path, effect: Effect) -> None:
     pipeline.measure_in_child = lambda *_: done("measure", measured)  # type: ignore[assignment]
     pipeline.build = lambda *_: built  # type: ignore[attr-defined]
     pipeline._optimise = lambda run, *_: work(run, effect, 2)  # type: ignore[assignment]
-    plan = pipeline.Plan(op=OP, language=Language.CPP)
+    plan = pipeline.RunPlan(op=OP, language=Language.CPP)
     asked = {
         "command": "run",
         "model": "gpt-oss-tiny",
@@ -162,7 +162,7 @@ def work(run: Run, effect: Effect, iterations: int) -> Any:
         iterations,
         "a CPU",
         strategy=Pairs(),
-        budget=Budget(run, Ceilings(usd=100.0, tokens=10_000_000, minutes=60)),
+        budget=Budget(run, SpendingLimits(usd=100.0, tokens=10_000_000, minutes=60)),
     )
 
 

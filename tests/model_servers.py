@@ -17,7 +17,7 @@ from typing import Any
 from patcher.models.anthropic import AnthropicModel
 from patcher.models.api import ApiModel
 from patcher.models.openai import OpenAIModel
-from patcher.models.registry import Entry
+from patcher.models.registry import ModelEntry
 from patcher.models.retry import Clock
 
 KEY = "sk-secret-0123456789"
@@ -199,14 +199,14 @@ def _openai_events(
 def _open_anthropic(
     server: ApiServer, quiet_s: float = 10.0, run_dir: Path | None = None, **more: Any
 ) -> ApiModel:
-    entry = Entry(provider="anthropic", model="claude-opus-5", **more)
+    entry = ModelEntry(provider="anthropic", model="claude-opus-5", **more)
     return AnthropicModel(entry, run_dir, quiet_s=quiet_s)
 
 
 def _open_openai(
     server: ApiServer, quiet_s: float = 10.0, run_dir: Path | None = None, **more: Any
 ) -> ApiModel:
-    entry = Entry(provider="openai", model="gpt-5.4-mini", **more)
+    entry = ModelEntry(provider="openai", model="gpt-5.4-mini", **more)
     return OpenAIModel(entry, run_dir, quiet_s=quiet_s)
 
 

@@ -9,7 +9,7 @@ import torch
 from patcher import bench
 from patcher.bench import Candidate, Evaluation, Language, Outcome, Timing, Workload
 from patcher.integrate import Patch
-from patcher.integrate.dispatch import AxisGuard, Guards, TensorGuard
+from patcher.integrate.dispatch import AxisBounds, CallGuards, TensorGuard
 
 OP = bench.load_op("fused_add_rms_norm")
 SOURCE = "// fused_add_rms_norm\n"
@@ -58,10 +58,10 @@ def kernel(
     input.copy_(weight * (wide * scale))
 
 
-def add_norm_guards(axes: dict[str, AxisGuard] | None = None) -> Guards:
+def add_norm_guards(axes: dict[str, AxisBounds] | None = None) -> CallGuards:
     """Of the op, for float32 on the CPU."""
     rows, weight = ("tokens", "hidden"), ("hidden",)
-    return Guards(
+    return CallGuards(
         device="cpu",
         tensors=(
             TensorGuard("input", rows, "T", mutated=True),

@@ -26,9 +26,9 @@ from patcher.hotspot import Hotspot, Profile
 from patcher.models import Usage
 from patcher.reconciling.launches import ShapeLaunches, StepLaunches
 from patcher.reconciling.reconcile import PatchedKernel, reconcile
-from patcher.report import Receipt, Report
+from patcher.report import ReceiptRow, Report
 from patcher.verdicts.decide import Decision
-from patcher.verdicts.word import Said, Word
+from patcher.verdicts.word import HumanVerdict, Said
 
 SOURCE = """\
 // fused_add_rms_norm: residual += input; input = residual / rms(residual) * weight
@@ -351,11 +351,11 @@ def sample(**changes: Any) -> Report:
             passed=True,
             reason="The patched error is within the baseline's own.",
         ),
-        "receipt": Receipt(
+        "receipt": ReceiptRow(
             calls={"fused_add_rms_norm tokens=8 hidden=256 float32/float32": 139_264},
             fallbacks={"tokens=256: not supported": 34},
         ),
-        "quality_receipt": Receipt(calls={"fused_add_rms_norm tokens=8": 512}),
+        "quality_receipt": ReceiptRow(calls={"fused_add_rms_norm tokens=8": 512}),
         "reconciliation": reconcile([patched_kernel()], throughput),
         "decision": decision("accept", gain),
         "reverted_identical": True,
@@ -406,8 +406,10 @@ def sets() -> BestSet:
     )
 
 
-def word(said: Said = "reject", reason: str | None = "nobody can maintain this source") -> Word:
-    return Word(
+def word(
+    said: Said = "reject", reason: str | None = "nobody can maintain this source"
+) -> HumanVerdict:
+    return HumanVerdict(
         time="2026-11-21T08:00:00+00:00",
         word=said,
         reason=reason,

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from patcher.bench import Language
-from patcher.prompting.extract import TAGS, Failure, blocks, extract_json, extract_source
+from patcher.prompting.extract import TAGS, ReplyFailure, blocks, extract_json, extract_source
 
 SOURCE = "void norm(int a) {\n  return;\n}"
 LANGUAGES = st.sampled_from(list(Language))
@@ -17,7 +17,7 @@ LANGUAGES = st.sampled_from(list(Language))
 
 def failure_kind(text: str, language: Language = Language.CPP) -> str:
     found = extract_source(text, language, "norm")
-    assert isinstance(found, Failure), found
+    assert isinstance(found, ReplyFailure), found
     return found.kind
 
 
@@ -101,10 +101,10 @@ def test_a_recommendation_is_found_among_anything(noise: str, rest: dict[str, ob
     found = extract_json(f"I think so.\n```json\n{json.dumps(wanted)}\n```", "change")
     assert found == wanted
     anything = extract_json(noise, "change")
-    assert isinstance(anything, Failure) or "change" in anything
+    assert isinstance(anything, ReplyFailure) or "change" in anything
 
 
 def test_the_last_recommendation_counts_and_depth_is_no_harm() -> None:
     text = 'Like {"change": "example"}. So: {"change": "this", "more": {"a": 1}} and {"b": 2}.'
     assert extract_json(text, "change") == {"change": "this", "more": {"a": 1}}
-    assert isinstance(extract_json('{"a":' * 100_000, "change"), Failure)
+    assert isinstance(extract_json('{"a":' * 100_000, "change"), ReplyFailure)

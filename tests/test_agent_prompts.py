@@ -6,7 +6,7 @@ import pytest
 from jinja2 import UndefinedError
 
 from patcher.bench import Check, Evaluation, Language, Outcome, load_op
-from patcher.prompting.extract import Failure, blocks
+from patcher.prompting.extract import ReplyFailure, blocks
 from patcher.prompting.quoting import LOG_LIMIT, clip, quote
 from patcher.prompting.rendering import Prompts
 
@@ -75,7 +75,7 @@ def test_quoted_text_cannot_close_its_block_or_run_as_a_template() -> None:
 
 
 def test_a_failure_of_the_last_reply_is_told() -> None:
-    failure = Failure(kind="unclosed", detail="the last code block is not closed")
+    failure = ReplyFailure(kind="unclosed", detail="the last code block is not closed")
     assert failure.detail in prompts(Language.CUDA).generate(failure)
     assert failure.detail in prompts(Language.CPP).repair("int x;", failed("log"), failure)
 

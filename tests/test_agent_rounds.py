@@ -29,7 +29,7 @@ from patcher.bench import (
 )
 from patcher.models import Reply, Request, Usage
 from patcher.models.budget import Budget
-from patcher.models.ceilings import Ceilings
+from patcher.models.ceilings import SpendingLimits
 from patcher.models.exchange import ExchangeModel
 from patcher.runs.run import Run
 from patcher.strategies import STRATEGIES, open_strategy
@@ -268,7 +268,7 @@ def poor(run: Run, world: Poor, budget: float, verdicts: float | Outcome) -> Opt
     strategy = open_strategy("sample", width=4)
     return optimize(
         run, load_op(OP), Language.CPP, world, judge, 8, "a CPU",
-        strategy=strategy, budget=Budget(run, Ceilings(usd=budget)),
+        strategy=strategy, budget=Budget(run, SpendingLimits(usd=budget)),
     )  # fmt: skip
 
 
@@ -289,13 +289,13 @@ def test_an_end_by_budget_stands_until_the_run_is_given_more(tmp_path: Path) -> 
     first, second = Poor(seed=1), Poor(seed=1)
     with Run.create(tmp_path, command="optimize") as run:
         poor(run, first, 6.0, 1.5)
-        Ceilings(usd=7.0).note_in(run)
+        SpendingLimits(usd=7.0).note_in(run)
         found = poor(run, second, 7.0, 1.5)
         assert (found.stopped, len(found.iterations)) == ("budget", 7)
-        Ceilings(usd=70.0).note_in(run)
+        SpendingLimits(usd=70.0).note_in(run)
         whole = poor(run, second, 70.0, 1.5)
         assert (whole.stopped, len(whole.iterations)) == ("iterations", 8)
-        Ceilings(usd=700.0).note_in(run)
+        SpendingLimits(usd=700.0).note_in(run)
         assert poor(run, Poor(seed=1), 700.0, 1.5) == whole
     asked = first.asked + second.asked
     assert len(asked) == len(set(asked)) == 8
@@ -345,7 +345,7 @@ def test_a_budget_that_ends_between_verdicts(tmp_path: Path) -> None:
         strategy, world = open_strategy("sample", width=4), Poor(seed=1)
         return optimize(
             run, load_op(OP), Language.CPP, world, judge, 8, "a CPU",
-            strategy=strategy, budget=Clocked(run, Ceilings()),
+            strategy=strategy, budget=Clocked(run, SpendingLimits()),
         )  # fmt: skip
 
     seen: list[str] = []

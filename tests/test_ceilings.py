@@ -19,8 +19,8 @@ from patcher.bench import BudgetError, Evaluation, Language, MissingError, Outco
 from patcher.models import ModelError, Reply, Request, Trouble
 from patcher.models.api import ApiModel
 from patcher.models.budget import SHORTEST_S, Budget
-from patcher.models.ceilings import RESOURCES, Amount, Ceilings
-from patcher.models.registry import Entry
+from patcher.models.ceilings import RESOURCES, Amount, SpendingLimits
+from patcher.models.registry import ModelEntry
 from patcher.models.retry import Clock, TimeUp, alarm
 from patcher.runs.run import Run
 
@@ -88,7 +88,7 @@ class Simulated(ApiModel):
 
     _sdk = anthropic
 
-    def __init__(self, entry: Entry, world: World, draw: st.DrawFn, kill: Any) -> None:
+    def __init__(self, entry: ModelEntry, world: World, draw: st.DrawFn, kill: Any) -> None:
         super().__init__(entry)
         self.world, self.draw, self.kill = world, draw, kill
 
@@ -139,7 +139,7 @@ def test_no_ceiling_is_ever_crossed(
 ) -> None:
     draw = data.draw
     prices = draw(st.sampled_from([(0.0, 0.0), (0.1, 0.5), (10.0, 50.0), (None, None)]))
-    entry = Entry(
+    entry = ModelEntry(
         provider="anthropic",
         model="m",
         base_url="http://nowhere",
@@ -150,7 +150,7 @@ def test_no_ceiling_is_ever_crossed(
     world = World()
     clock = world.clock(draw(st.sampled_from([0.0, 1.0])))
     run = Run.create(tmp_path_factory.mktemp("runs"), command="optimize", settings=given_)
-    most = Ceilings.of_run(given_, ())
+    most = SpendingLimits.of_run(given_, ())
 
     def kill() -> None:
         killed(run)
@@ -217,7 +217,7 @@ class Steady(ApiModel):
     _sdk = anthropic
 
     def __init__(self, world: World, seconds: float, fails: ModelError | None = None) -> None:
-        super().__init__(Entry(provider="anthropic", model="m", base_url="http://nowhere"))
+        super().__init__(ModelEntry(provider="anthropic", model="m", base_url="http://nowhere"))
         self.world, self.seconds, self.fails = world, seconds, fails
 
     def _stream(self, request: Request) -> Reply:
@@ -260,7 +260,7 @@ def test_killed_at_each_note_nothing_is_forgotten(tmp_path: Path, at: int, writt
         return EVALUATION
 
     def work() -> Budget:
-        ceilings = Ceilings(minutes=600.0, gpu_minutes=60.0)
+        ceilings = SpendingLimits(minutes=600.0, gpu_minutes=60.0)
         budget = Budget(run, ceilings, judge_on_gpu=True, clock=world.clock(0.5))
         budget.ask(Failing(world, 20.0), question("a"))
         budget.judge("b", judge)
@@ -283,7 +283,7 @@ def test_a_judgement_is_stopped_at_the_ceiling_and_resumed_with_more(run: Run) -
         world.pass_(100.0, gpu=True)
         return EVALUATION
 
-    budget = Budget(run, Ceilings(gpu_minutes=1.0), judge_on_gpu=True, clock=world.clock(0.5))
+    budget = Budget(run, SpendingLimits(gpu_minutes=1.0), judge_on_gpu=True, clock=world.clock(0.5))
     with pytest.raises(BudgetError, match="stopped after 60 s"):
         budget.judge("op/0/evaluate", judge)
     with pytest.raises(BudgetError, match="GPU minutes") as caught:
@@ -291,17 +291,17 @@ def test_a_judgement_is_stopped_at_the_ceiling_and_resumed_with_more(run: Run) -
     assert "--budget-gpu-minutes" in caught.value.hint
     assert world.used.gpu_s == 60.0
     assert budget.account.spent == Amount(wall_s=60.0, gpu_s=60.0)
-    Ceilings(gpu_minutes=4.0).note_in(run)
+    SpendingLimits(gpu_minutes=4.0).note_in(run)
     again = Budget(run, judge_on_gpu=True, clock=world.clock(0.5))
     assert again.judge("op/0/evaluate", judge) == EVALUATION
-    on_cpu = Budget(run, Ceilings(gpu_minutes=0.0), clock=world.clock(0.5))
+    on_cpu = Budget(run, SpendingLimits(gpu_minutes=0.0), clock=world.clock(0.5))
     assert on_cpu.judge("op/1/evaluate", judge) == EVALUATION
 
 
 def test_no_pause_is_begun_that_would_cross_the_ceiling(run: Run) -> None:
     world = World()
     busy = ModelError("busy", trouble="rate_limit", retry_after_s=200.0)
-    budget = Budget(run, Ceilings(minutes=3.0), clock=world.clock(0.5))
+    budget = Budget(run, SpendingLimits(minutes=3.0), clock=world.clock(0.5))
     with pytest.raises(BudgetError, match="pause"):
         budget.ask(Steady(world, 10.0, busy), question("a"))
     assert world.now == budget.account.committed.wall_s == 10.0
@@ -313,7 +313,7 @@ def test_no_pause_is_begun_that_would_cross_the_ceiling(run: Run) -> None:
 
 def test_waiting_for_tokens_is_refused_before_the_call(run: Run) -> None:
     world = World()
-    budget = Budget(run, Ceilings(tokens=2000), clock=world.clock(0.5))
+    budget = Budget(run, SpendingLimits(tokens=2000), clock=world.clock(0.5))
     budget.ask(Steady(world, 1.0), question("a"))
     with pytest.raises(BudgetError, match=r"300 tokens of the budget of 2,000 tokens") as caught:
         budget.ask(Steady(world, 1.0), question("b").model_copy(update={"prompt": "x" * 999}))
@@ -338,7 +338,7 @@ def test_a_question_that_is_not_asked_is_free(run: Run) -> None:
         def _stream(self, request: Request) -> Reply:
             raise MissingError("no key")
 
-    budget = Budget(run, Ceilings(tokens=5000))
+    budget = Budget(run, SpendingLimits(tokens=5000))
     with pytest.raises(MissingError):
         budget.ask(Keyless(World(), 0.0), question("a"))
     assert (budget.account.spent.tokens, budget.account.reserved) == (0, {})

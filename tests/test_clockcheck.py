@@ -8,23 +8,25 @@ import pytest
 
 from patcher.bench import load_op
 from patcher.bench.judge.ceilings import Ceilings
-from patcher.bench.judge.clockcheck import Block, blind, overran, suspicious, traced, unsteady
+from patcher.bench.judge.clockcheck import TimedBlock, blind, overran, suspicious, traced, unsteady
 
 PAIRS = 12
 
 
-def blocks(call_us: float, calls: int = 24, hidden_us: float = 0.0, seed: int = 0) -> list[Block]:
+def blocks(
+    call_us: float, calls: int = 24, hidden_us: float = 0.0, seed: int = 0
+) -> list[TimedBlock]:
     """Honest blocks: calls with 5 % noise, and what the protocol takes beside them."""
     draw = random.Random(seed)
     made = []
     for _ in range(PAIRS):
         times = [call_us * draw.uniform(0.97, 1.05) for _ in range(calls)]
         wall = sum(times) + 300.0 * draw.uniform(0.9, 1.1) + hidden_us
-        made.append(Block(times, calls, wall))
+        made.append(TimedBlock(times, calls, wall))
     return made
 
 
-def alone(call_us: float, seed: int = 1) -> list[Block]:
+def alone(call_us: float, seed: int = 1) -> list[TimedBlock]:
     return blocks(call_us, calls=1, seed=seed)
 
 
@@ -48,14 +50,14 @@ def test_time_that_is_left_out_shows_in_the_judges_clock() -> None:
 def test_a_busy_machine_is_not_a_forged_clock() -> None:
     ours = blocks(10.0, seed=4)
     late = [
-        Block(b.times_us, b.calls, b.wall_us + (2000.0 if i % 3 == 0 else 0.0))
+        TimedBlock(b.times_us, b.calls, b.wall_us + (2000.0 if i % 3 == 0 else 0.0))
         for i, b in enumerate(ours)
     ]
     assert suspicious(late, THEIRS, alone(12.0), THEIRS_ALONE, 0.1) is None
 
 
 def test_one_call_that_does_the_work_of_all_shows_in_the_mean() -> None:
-    ours = [Block([20.0 * 24, *[0.5] * 23], 24, 20.0 * 24 + 311.0) for _ in range(PAIRS)]
+    ours = [TimedBlock([20.0 * 24, *[0.5] * 23], 24, 20.0 * 24 + 311.0) for _ in range(PAIRS)]
     problem = suspicious(ours, THEIRS, alone(24.0), THEIRS_ALONE, 0.1)
     assert problem is not None
     assert "longer than the median" in problem
@@ -88,7 +90,9 @@ def test_a_forged_clock_is_not_excused_by_a_noise_in_which_it_would_hide() -> No
     """As of several judges on one core: 384 of 480 us are left out, and noise excuses 1,200."""
     assert blind(THEIRS) is None
     jumps = [300.0 * (i % 3) for i in range(PAIRS)]
-    noisy = [Block(b.times_us, b.calls, b.wall_us + j) for b, j in zip(THEIRS, jumps, strict=True)]
+    noisy = [
+        TimedBlock(b.times_us, b.calls, b.wall_us + j) for b, j in zip(THEIRS, jumps, strict=True)
+    ]
     forged = blocks(4.0, hidden_us=16.0 * 24, seed=7)
     assert suspicious(forged, noisy, alone(5.0), THEIRS_ALONE, 0.1) is None
     assert "unsteady by" in str(blind(noisy))

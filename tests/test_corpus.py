@@ -13,7 +13,7 @@ from test_cli import patcher
 from patcher import bench
 from patcher.bench.judge.evaluation import Outcome
 from patcher.bench.machine.environment import describe
-from patcher.bench.selftest.corpus import Result, read_corpus
+from patcher.bench.selftest.corpus import CaseResult, read_corpus
 from patcher.bench.selftest.mutations import mutations
 from patcher.bench.selftest.scorecard import ScoreCard, corpus_folder, run_corpus
 
@@ -22,13 +22,13 @@ SLOW = "hang|deadlock|deep_recursion|disk_full|compile_bomb|infinite_loop|induct
 """Each waits for a time limit or a compiler; `patcher selftest` runs them, too."""
 
 
-def judged(kind: str, only: str) -> list[Result]:
+def judged(kind: str, only: str) -> list[CaseResult]:
     found = run_corpus("cpu", only, lambda *_: None, CORPUS, kinds=(kind,))
     assert found
     return found
 
 
-def wrong(results: list[Result]) -> list[str]:
+def wrong(results: list[CaseResult]) -> list[str]:
     return [f"{r.name}: {r.outcome}, {r.check}: {r.detail}" for r in results if not r.passed]
 
 
@@ -88,8 +88,8 @@ def test_a_header_that_does_not_fit_is_named(
         read_corpus(tmp_path, "cpu")
 
 
-def result(kind: str, passed: bool, leaked: bool = False, layer: str = "judge") -> Result:
-    return Result.model_validate(
+def result(kind: str, passed: bool, leaked: bool = False, layer: str = "judge") -> CaseResult:
+    return CaseResult.model_validate(
         {
             "name": "x",
             "kind": kind,
@@ -108,7 +108,7 @@ def result(kind: str, passed: bool, leaked: bool = False, layer: str = "judge") 
     )
 
 
-def card(*results: Result, without: tuple[Result, ...] = ()) -> ScoreCard:
+def card(*results: CaseResult, without: tuple[CaseResult, ...] = ()) -> ScoreCard:
     return ScoreCard(
         device="cpu",
         environment=describe("cpu"),

@@ -20,9 +20,9 @@ import pytest
 import torch
 from patch_sample import add_norm_guards, kernel
 
-from patcher.integrate import Book, Receipt, read_receipts
+from patcher.integrate import CallCounters, Receipt, read_receipts
 from patcher.integrate.counts import GraphWatch
-from patcher.integrate.dispatch import AxisGuard, Dispatcher, Guards, TensorGuard
+from patcher.integrate.dispatch import AxisBounds, CallGuards, Dispatcher, TensorGuard
 from patcher.integrate.receipts import ReceiptWriter
 
 CALL = "op tokens=2 hidden=8 float32"
@@ -48,8 +48,8 @@ def tensors(tokens: int = 2, hidden: int = 8) -> tuple[torch.Tensor, ...]:
 
 
 def made(watch: GraphWatch | None = None, run: Any = kernel, **more: Any) -> Dispatcher:
-    guards = add_norm_guards({"hidden": AxisGuard(multiple_of=8)})
-    return Dispatcher("op", run, guards, Book("id", "d1" * 20), watch=watch, **more)
+    guards = add_norm_guards({"hidden": AxisBounds(multiple_of=8)})
+    return Dispatcher("op", run, guards, CallCounters("id", "d1" * 20), watch=watch, **more)
 
 
 @torch.inference_mode()
@@ -105,9 +105,9 @@ def test_nothing_unproven_runs_while_a_graph_is_recorded() -> None:
 @torch.inference_mode()
 def test_a_kernel_that_is_not_safe_in_graphs_is_not_recorded() -> None:
     base = add_norm_guards()
-    guards = Guards(base.device, base.tensors, base.scalars, base.dtypes, graph_safe=False)
+    guards = CallGuards(base.device, base.tensors, base.scalars, base.dtypes, graph_safe=False)
     with GraphWatch([], Graph) as watch:
-        dispatch = Dispatcher("op", kernel, guards, Book("id", "d"), watch=watch)
+        dispatch = Dispatcher("op", kernel, guards, CallCounters("id", "d"), watch=watch)
         assert dispatch(*tensors(), 1e-5)
         graph = Graph()
         graph.capture_begin()
@@ -123,7 +123,7 @@ def test_warming_what_the_guards_refuse_is_loud() -> None:
 @torch.inference_mode()
 def test_misaligned_and_strided_calls_are_told_apart() -> None:
     rows = ("tokens", "hidden")
-    guards = Guards(
+    guards = CallGuards(
         device="cpu",
         tensors=(
             TensorGuard("x", rows, "T", mutated=True, rows=True, alignment=16),
@@ -132,7 +132,7 @@ def test_misaligned_and_strided_calls_are_told_apart() -> None:
         scalars=(("k", int),),
         dtypes=({"T": torch.float32, "I": torch.int32},),
     )
-    dispatch = Dispatcher("op", lambda x, n, k: x.add_(k), guards, Book("id", "d"))
+    dispatch = Dispatcher("op", lambda x, n, k: x.add_(k), guards, CallCounters("id", "d"))
     wide, n = torch.zeros(4, 32), torch.zeros(4, dtype=torch.int32)
     assert dispatch(wide[:, :8], n, 1)
     assert not dispatch(wide[:, 1:9], n, 1)
@@ -173,7 +173,7 @@ def test_a_call_that_differs_from_the_last_one_in_one_thing_is_looked_at_anew(
     base = add_norm_guards()
     aligned = tuple(dataclasses.replace(guard, alignment=16) for guard in base.tensors)
     dispatch = Dispatcher(
-        "op", kernel, dataclasses.replace(base, tensors=aligned), Book("id", "d1" * 20)
+        "op", kernel, dataclasses.replace(base, tensors=aligned), CallCounters("id", "d1" * 20)
     )
     for _ in range(2):
         assert dispatch(*tensors(), 1e-5)
@@ -257,7 +257,7 @@ def test_receipts_outlive_a_worker_that_is_killed(tmp_path: Path) -> None:
         from patcher.integrate.dispatch import Dispatcher
         from patcher.integrate.receipts import ReceiptWriter
         from pathlib import Path
-        dispatch = Dispatcher("op", kernel, add_norm_guards(), Book("some-patch", "d"))
+        dispatch = Dispatcher("op", kernel, add_norm_guards(), CallCounters("some-patch", "d"))
         ReceiptWriter(Path(sys.argv[1])).add(dispatch.book, "vllm:norm")
         with torch.inference_mode():
             for _ in range(7):

@@ -11,12 +11,12 @@ from test_cli import error_of, patcher
 
 from patcher.agent import MAX_TOKENS
 from patcher.bench import Language, UsageError, load_op
-from patcher.models.registry import Entry
+from patcher.models.registry import ModelEntry
 from patcher.optimising.estimate import JUDGE_S, Figure, estimate
 from patcher.settings import Settings
 
 OP = load_op("fused_add_rms_norm")
-LOCAL = Entry(
+LOCAL = ModelEntry(
     provider="openai",
     model="m",
     base_url="http://localhost:1/v1",
@@ -26,7 +26,7 @@ LOCAL = Entry(
 )
 
 
-def settings(iterations: int, model: str = "local", entry: Entry = LOCAL) -> Settings:
+def settings(iterations: int, model: str = "local", entry: ModelEntry = LOCAL) -> Settings:
     return Settings(model=model, iterations=iterations, models={"local": entry}, budget_usd=3.0)
 
 

@@ -254,11 +254,11 @@ CONTROLLED = (
 )
 
 
-def control_of(body: str) -> tools.Job:
+def control_of(body: str) -> tools.ToolJob:
     """A call of something that runs here; the double says what the tool says of it."""
     nothing = Layout(slots=(), set_bytes=0, sent_bytes=0, returned_bytes=0)
     call = tools.Call(nothing, (), np.empty(0, np.uint8), ())
-    return tools.Job("cpu", built(f"def {OP.name}():\n    {body}\n"), OP.name, (call,))
+    return tools.ToolJob("cpu", built(f"def {OP.name}():\n    {body}\n"), OP.name, (call,))
 
 
 def test_races_are_set_aside_where_a_right_hand_over_is_reported_too(
@@ -379,7 +379,7 @@ def test_the_run_gives_what_was_sent_and_is_confined(double: Double, tmp_path: P
     source = FINE + f"    import os\n    print(os.path.exists({str(secret)!r}))\n"
     tool = double("compute-sanitizer", 'cp "$here/memcheck" "$log"; exec "$@"', memcheck=CLEAN)
     call = tools.Call.of(OP, OP.sweep("cpu").points()[0], seed=1)
-    job = tools.Job("cpu", built(source), OP.name, (call,), warm=1, repeat=2)
+    job = tools.ToolJob("cpu", built(source), OP.name, (call,), warm=1, repeat=2)
     ran = tools.run(tool, (), job)
     assert (ran.ok, ran.code) == (True, 0)
     lines = ran.printed.splitlines()

@@ -18,15 +18,15 @@ from patcher.bench import Candidate, Language, Outcome
 from patcher.bench.judge import JudgeSettings, open_judge
 from patcher.bench.judge.cases import Case, Expected, Secrets, value_problem
 from patcher.bench.judge.process import Limits, Runner
-from patcher.bench.judge.random_pool import Stock
+from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.regimes import EXACT
-from patcher.bench.judge.timed_arm import Arm, fresh_sets
+from patcher.bench.judge.timed_arm import TimedArm, fresh_sets
 from patcher.bench.judge.zygote import RunnerFailure, Zygote
 from patcher.bench.ops.op import Op
 from patcher.bench.toolchains import build
 
 NORM = bench.load_op("fused_add_rms_norm")
-STOCK = Stock(NORM, NORM.sweep("cpu"), "cpu", Secrets(1))
+STOCK = RandomPool(NORM, NORM.sweep("cpu"), "cpu", Secrets(1))
 """Empty: nothing of this op is large."""
 LINEAR = Op(Path(__file__).parent / "corpus/ops/linear")
 RIGHT = """
@@ -58,10 +58,10 @@ def loaded(runner: Runner, source: str) -> None:
 
 
 def called(runner: Runner) -> None:
-    prepared(Arm(NORM, "cpu", runner, STOCK, checked=True))
+    prepared(TimedArm(NORM, "cpu", runner, STOCK, checked=True))
 
 
-def prepared(arm: Arm) -> None:
+def prepared(arm: TimedArm) -> None:
     point = NORM.sweep("cpu").points()[0]
     arm.prepare(fresh_sets(NORM, point, 4, "cpu", STOCK, Secrets(1)), 60.0)
 
@@ -161,7 +161,7 @@ def test_what_the_baseline_does_wrong_is_not_the_candidates(zygote: Zygote) -> N
         with Runner(zygote, Limits(reply_s=60.0), trusted=True) as runner:
             runner.start(1)
             loaded(runner, "import os\ndef fused_add_rms_norm(*_):\n    os._exit(3)\n")
-            arm = Arm(NORM, "cpu", runner, STOCK, checked=False, accused=accused)
+            arm = TimedArm(NORM, "cpu", runner, STOCK, checked=False, accused=accused)
             with pytest.raises(kind, match="exited with code 3"):
                 prepared(arm)
 

@@ -27,9 +27,9 @@ import patcher.integrate.patch
 from patcher import bench
 from patcher.bench import Candidate, Language, Outcome
 from patcher.bench.engines import Engine, open_engine
-from patcher.integrate import Book, Patch, Receipt, Store, prepare
-from patcher.integrate.counts import Case
-from patcher.integrate.dispatch import AxisGuard, Dispatcher
+from patcher.integrate import CallCounters, Patch, Receipt, Store, prepare
+from patcher.integrate.counts import CallSignature
+from patcher.integrate.dispatch import AxisBounds, Dispatcher
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_patched_output_is_close_and_revert_is_bit_identical(engine: Engine, pat
     prompts = engine.prompts(1)
     tokens, logits = engine.generate(prompts, 4).tokens, engine.logits(prompts)
     clean = state(engine.model)
-    book = Book("id", "digest")
+    book = CallCounters("id", "digest")
     with prepare(engine.model, patch, kernel=kernel, book=book):
         assert state(engine.model) != clean
         patched = engine.logits(prompts)
@@ -263,8 +263,8 @@ def test_unsupported_dtype_runs_the_original(patch: Patch) -> None:
 
 
 def dispatcher(run: Callable[..., object], strict: bool = True) -> Dispatcher:
-    guards = add_norm_guards({"hidden": AxisGuard(maximum=64, multiple_of=8)})
-    return Dispatcher("op", run, guards, Book("id", "digest"), strict=strict)
+    guards = add_norm_guards({"hidden": AxisBounds(maximum=64, multiple_of=8)})
+    return Dispatcher("op", run, guards, CallCounters("id", "digest"), strict=strict)
 
 
 @pytest.mark.parametrize(
@@ -295,8 +295,8 @@ def test_a_broken_kernel_raises_when_measuring_and_falls_back_when_serving() -> 
 
 
 def test_receipts_are_read_as_written(tmp_path: Path) -> None:
-    book = Book("id", "digest")
-    book.cases.append(Case("a", None, calls=3))
+    book = CallCounters("id", "digest")
+    book.cases.append(CallSignature("a", None, calls=3))
     receipt = Receipt.of(book)
     receipt.write(tmp_path / "receipt.json")
     assert Receipt.read(tmp_path / "receipt.json") == receipt

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from patcher import bench
 from patcher.bench.engines import Engine, open_engine
-from patcher.integrate import Book, Patch, prepare
+from patcher.integrate import CallCounters, Patch, prepare
 from patcher.integrate.dispatch import Dispatcher
 
 
@@ -183,7 +183,7 @@ def test_anothers_patch_over_ours_stays_and_is_told(engine: Engine, patch: Patch
 
 
 def dispatcher(run: Callable[..., object]) -> Dispatcher:
-    return Dispatcher("op", run, add_norm_guards(), Book("id", "digest"), strict=False)
+    return Dispatcher("op", run, add_norm_guards(), CallCounters("id", "digest"), strict=False)
 
 
 def test_a_kernel_that_breaks_halfway_leaves_the_request_whole() -> None:

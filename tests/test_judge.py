@@ -158,7 +158,7 @@ def test_a_point_is_heard_again_until_the_judges_clock_can_tell(
     found = evaluate(candidate, replace(SETTINGS, points=1, calls=40, lives_s=0.0, pairs=4))
     assert found.outcome is Outcome.GUARD_VIOLATION
     assert [check.name for check in found.failed_checks] == ["clocks"]
-    assert len(heard) == patcher.bench.judge.timing.HEARINGS
+    assert len(heard) == patcher.bench.judge.timing.MEASUREMENTS
 
 
 def test_a_hanging_candidate_is_killed() -> None:

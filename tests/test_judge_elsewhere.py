@@ -52,7 +52,7 @@ from patcher.judges.jobs import (
 )
 from patcher.judges.one_device import hold
 from patcher.judges.sealed import MANIFEST, seal, unsealed
-from patcher.judges.worker import MOST_ATTEMPTS, Served, Worker
+from patcher.judges.worker import MOST_ATTEMPTS, Worker, WorkerSummary
 from patcher.runs.run import Run
 
 OP = bench.load_op("fused_add_rms_norm")
@@ -70,7 +70,7 @@ def submitted(root: Path, candidate: Candidate = NO_ENTRY) -> Posted:
     return ExchangeJudge(root, QUICK, "r1").submit(candidate)
 
 
-def serve(root: Path) -> tuple[list[Served], tuple[str, ...]]:
+def serve(root: Path) -> tuple[list[WorkerSummary], tuple[str, ...]]:
     with Worker(root, lambda *_: None, lambda _: None) as worker:
         shift = worker.serve()
     return list(shift.jobs), shift.incomplete

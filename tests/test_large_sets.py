@@ -19,8 +19,8 @@ from patcher.bench.judge import random_pool as stock
 from patcher.bench.judge.cases import Case, Secrets, tensors_of
 from patcher.bench.judge.judge import Judge
 from patcher.bench.judge.process import Left
-from patcher.bench.judge.random_pool import Stock
-from patcher.bench.judge.sets import Sets
+from patcher.bench.judge.random_pool import RandomPool
+from patcher.bench.judge.sets import CallSets
 from patcher.bench.judge.timed_arm import fresh, fresh_sets
 from patcher.bench.judge.tools import Call
 from patcher.bench.runner.mixing import WIDTH, Mixer
@@ -153,7 +153,7 @@ def test_an_op_too_large_is_an_error_with_a_hint_before_anything_is_built(
 
 def test_the_sets_of_a_block_differ_in_every_word_and_some_in_one_bit(small_is_large: None) -> None:
     draw = Secrets(3)
-    bits = Stock(OP, OP.sweep("cpu"), "cpu", draw)
+    bits = RandomPool(OP, OP.sweep("cpu"), "cpu", draw)
     sets = fresh_sets(OP, POINT, 12, "cpu", bits, draw)
     words = [values["weights"].flatten().view(torch.int64) for values in sets.inputs]
     twins = {}
@@ -170,7 +170,7 @@ def test_the_sets_of_a_block_differ_in_every_word_and_some_in_one_bit(small_is_l
 
 def test_a_buffer_is_used_again_when_its_sets_are_gone_and_not_before() -> None:
     draw = Secrets(3)
-    bits = Stock(OP, OP.sweep("cpu"), "cpu", draw)
+    bits = RandomPool(OP, OP.sweep("cpu"), "cpu", draw)
     first, second = (fresh_sets(OP, POINT, 2, "cpu", bits, draw) for _ in range(2))
     assert not np.shares_memory(first.data, second.data)
     place, held = first.data.ctypes.data, second.data.copy()
@@ -184,7 +184,7 @@ def test_a_buffer_is_used_again_when_its_sets_are_gone_and_not_before() -> None:
 def test_a_mixed_tensor_is_the_stock_from_a_place_on_and_round_its_end(
     small_is_large: None,
 ) -> None:
-    bits = Stock(OP, OP.sweep("cpu"), "cpu", Secrets(1))
+    bits = RandomPool(OP, OP.sweep("cpu"), "cpu", Secrets(1))
     target, stored = torch.empty(800, dtype=torch.uint8), bits.bits.numpy().view(np.uint64)
     at, mask = len(stored) - 10, (1 << 62) + 12345
     Mixer().mix(target, bits.bits, [at, mask, 401])
@@ -214,8 +214,8 @@ def test_a_digest_tells_every_change_and_depends_on_the_key(size: int) -> None:
 
 @pytest.mark.parametrize("said", [None, [], [[]], 5, [[1, 2, 3, 4]], ["weights"], {"0": [1]}])
 def test_digests_are_the_runners_word_and_may_be_anything(small_is_large: None, said: Any) -> None:
-    bits = Stock(OP, OP.sweep("cpu"), "cpu", Secrets(1))
-    sets = Sets.made(OP, [Case(POINT, "normal", 1, ())], "cpu", bits)
+    bits = RandomPool(OP, OP.sweep("cpu"), "cpu", Secrets(1))
+    sets = CallSets.made(OP, [Case(POINT, "normal", 1, ())], "cpu", bits)
     back = sets.data[:, : sets.plan.returned_bytes].copy()
     left = Left(back, 9, [sets.digests(sets.inputs[0], 9)])
     found = sets.problem(left)

@@ -21,7 +21,7 @@ from patcher.settings import resolve
 
 
 def begin(folder: Path) -> Run:
-    plan = pipeline.Plan(op=OP, language=Language.CPP, whole=False)
+    plan = pipeline.RunPlan(op=OP, language=Language.CPP, whole=False)
     settings = resolve({"model": "exchange:letters", "iterations": 3, "runs_dir": folder})
     return pipeline.start(settings, "optimize", None, None, plan)
 

@@ -25,7 +25,7 @@ from patcher.bench import (
     load_op,
 )
 from patcher.memory import PROMOTED, Experience, Memory, Where, open_memory
-from patcher.memory.entries import SHAPES, Gain, Rule, Sighting, shapes_of
+from patcher.memory.entries import SHAPES, Gain, MemoryRule, Observation, shapes_of
 from patcher.memory.files import MOST
 from patcher.memory.known import failures, technique_in, techniques
 from patcher.memory.recall import CHARACTERS
@@ -577,14 +577,14 @@ def test_known_texts_are_of_listed_words() -> None:
 
 
 def test_sightings_name_neither_run_nor_candidate() -> None:
-    sighting = Sighting.of("20260101-secret-model", "f" * 64)
+    sighting = Observation.of("20260101-secret-model", "f" * 64)
     assert re.fullmatch(r"[0-9a-f]{10}-[0-9a-f]{10}", str(sighting))
 
 
 def test_entries_are_of_one_line() -> None:
     for text in ("", "a\nb", "x" * 401):
         with pytest.raises(ValueError, match="text"):
-            Rule(text=text)
+            MemoryRule(text=text)
     with pytest.raises(ValueError, match="shapes"):
         Gain(
             text="x",

@@ -11,10 +11,10 @@ from model_servers import Slept
 from patcher.bench import BudgetError, MissingError, UsageError, VerificationError, WaitingError
 from patcher.models import Asked, ModelError, Reply, Request, Usage, open_model
 from patcher.models.budget import Budget
-from patcher.models.ceilings import Ceilings
+from patcher.models.ceilings import SpendingLimits
 from patcher.models.exchange import ExchangeModel
 from patcher.models.prices import price, prices
-from patcher.models.registry import Entry, listed
+from patcher.models.registry import ModelEntry, listed
 from patcher.models.replay import ReplayModel, export_recording, read_recording
 from patcher.runs.run import Run
 
@@ -57,8 +57,8 @@ def test_what_can_be_asked_is_listed_and_of_keys_only_that_they_are_there(
     monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
     monkeypatch.setenv("LAB_KEY", "sk-honeytoken")
     registry = {
-        "lab": Entry(provider="openai", model="gpt-5.4", key_variable="LAB_KEY"),
-        "local": Entry(
+        "lab": ModelEntry(provider="openai", model="gpt-5.4", key_variable="LAB_KEY"),
+        "local": ModelEntry(
             provider="openai",
             model="qwen",
             base_url="http://localhost:8000/v1",
@@ -210,10 +210,10 @@ class TestBudget:
                 budget.ask(model, question("c"))
             assert (model.calls, caught.value.exit_code) == (2, 4)
             assert "patcher resume --budget-usd 1.4" in caught.value.hint
-            nothing = Budget(run, Ceilings(usd=0.0))
+            nothing = Budget(run, SpendingLimits(usd=0.0))
             assert nothing.ask(model, question("a")).reply.text == "done"  # paid already
         with Run.open(run.path) as again:
-            Ceilings(usd=1.0).note_in(again)
+            SpendingLimits(usd=1.0).note_in(again)
             budget = Budget(again)
             budget.ask(model, question("c"))
             assert budget.account.committed_usd == pytest.approx(0.9)
@@ -226,7 +226,7 @@ class TestBudget:
             ModelError("busy"), ModelError("broke off", charged=True), answer(question(), cost=0.1)
         )
         with Run.create(tmp_path, command="optimize") as run:
-            budget = Budget(run, Ceilings(usd=1.0), clock=slept.clock)
+            budget = Budget(run, SpendingLimits(usd=1.0), clock=slept.clock)
             budget.ask(model, question())
             notes = [event.data for event in run.events if "spent_usd" in event.data]
             assert [note["spent_usd"] for note in notes if "trouble" in note] == [0.0, 0.4]
@@ -238,7 +238,7 @@ class TestBudget:
         model = Scripted(answer(question()), worst=None)
         with Run.create(tmp_path, command="optimize") as run:
             with pytest.raises(UsageError, match="no price"):
-                Budget(run, Ceilings(usd=1.0)).ask(model, question())
+                Budget(run, SpendingLimits(usd=1.0)).ask(model, question())
             assert model.calls == 0
             assert isinstance(Budget(run).ask(model, question()), Asked)
 

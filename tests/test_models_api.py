@@ -21,8 +21,8 @@ from model_servers import APIS, KEY, Api, ApiServer, Item, Slept, serving
 from patcher.bench import BudgetError, MissingError, PatcherError, UsageError, VerificationError
 from patcher.models import Image, ModelError, Reply, Request, open_model
 from patcher.models.budget import REPHRASED, Budget
-from patcher.models.ceilings import Amount, Ceilings
-from patcher.models.registry import Entry
+from patcher.models.ceilings import Amount, SpendingLimits
+from patcher.models.registry import ModelEntry
 from patcher.models.retry import TRIES, Clock, alarm
 from patcher.prompting.extract import unusable
 from patcher.runs.run import Run
@@ -64,7 +64,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 def ask(run: Run, api: Api, server: ApiServer, slept: Slept, **more: Any) -> Reply:
     """Through the budget, as the loop asks."""
-    asked = Budget(run, Ceilings(usd=5.0), clock=slept.clock).ask(
+    asked = Budget(run, SpendingLimits(usd=5.0), clock=slept.clock).ask(
         api.open(server, **more), request()
     )
     return asked.reply
@@ -234,7 +234,7 @@ class TestRetries:
         """The alarm ends the SDK's wait for a socket; the time alone is shortened here."""
         server.script = [Item(b"".join(api.events()[:begun]), then="silent")]
         clock = Clock(alarm=lambda seconds: alarm(0.3))
-        budget = Budget(run, Ceilings(minutes=1.0), clock=clock)
+        budget = Budget(run, SpendingLimits(minutes=1.0), clock=clock)
         with pytest.raises(BudgetError, match="stopped"):
             budget.ask(api.open(server), request())
         assert spent(run).usd == api.open(server).worst_cost_usd(request())
@@ -432,7 +432,7 @@ class TestRegisteredServers:
         self, server: ApiServer, tmp_path: Path
     ) -> None:
         server.script = [APIS["openai"].reply()]
-        local = Entry(provider="openai", model="qwen", base_url=f"{server.url}/v1")
+        local = ModelEntry(provider="openai", model="qwen", base_url=f"{server.url}/v1")
         model = open_model("local", tmp_path, {"local": local})
         assert model.ask(request()).text == "Hello"
         assert KEY not in str(server.seen)  # OPENAI_API_KEY is not for this server
@@ -445,7 +445,7 @@ class TestRegisteredServers:
         self, server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         registry = {
-            "lab": Entry(
+            "lab": ModelEntry(
                 provider="anthropic", model="m", base_url=server.url, key_variable="LAB_KEY"
             )
         }

@@ -14,7 +14,7 @@ from patcher.hotspot.chains import Chain, told_apart
 from patcher.hotspot.profile import Counters
 from patcher.hotspot.rank import build_profile
 from patcher.hotspot.recording import Launches, Recording, SummaryRow
-from patcher.hotspot.roofline import Cost, Served, completed, speed_of_light_ns
+from patcher.hotspot.roofline import LaunchCost, ServedModel, completed, speed_of_light_ns
 from patcher.hotspot.rules import rules
 from patcher.hotspot.subtract import subtract
 
@@ -163,7 +163,7 @@ def test_speed_of_light_by_the_ops_own_bytes(profile: Profile) -> None:
     [spot] = build_profile(
         Recording(**{**vars(recording), "gpu": H200}),
         "gpt-oss-20b",
-        served=Served.of("gpt-oss-20b"),
+        served=ServedModel.of("gpt-oss-20b"),
     ).hotspots
     bytes_moved = 4 * 8 * 2880 * 2 + 2880 * 2
     assert spot.cost_source == "op fused_add_rms_norm"
@@ -182,8 +182,8 @@ def test_speed_of_light_by_counters_and_by_arithmetic() -> None:
     # at 80 % of the speed of light 31.25 us of 50 are left: 37.5 % saved
     assert spot.reachable_pct == pytest.approx(100 * 0.375 / 0.625)
     peak = 4096 * 132 * 1.98e9
-    assert speed_of_light_ns(Cost(None, peak, "ncu"), H200) == pytest.approx(1e9)
-    assert speed_of_light_ns(Cost(None, peak, "ncu"), None) is None
+    assert speed_of_light_ns(LaunchCost(None, peak, "ncu"), H200) == pytest.approx(1e9)
+    assert speed_of_light_ns(LaunchCost(None, peak, "ncu"), None) is None
     fast = build_profile(
         recording, "m", counters={"gemm": Counters(launches=1, dram_bytes=230e6)}
     ).hotspots[0]

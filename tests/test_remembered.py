@@ -258,7 +258,7 @@ BROKEN = "```cpp\nvoid {op}() {{ {name}(); }} // {name}\n```\n"
 def worked(model: str) -> Run:
     """One iteration of `patcher optimize`, with the real compiler."""
     settings = resolve({"model": model, "iterations": 1})
-    plan = pipeline.Plan(op=OP, language=Language.CPP, whole=False)
+    plan = pipeline.RunPlan(op=OP, language=Language.CPP, whole=False)
     with (
         pipeline.start(settings, "optimize", None, None, plan) as run,
         contextlib.suppress(WaitingError),

@@ -10,7 +10,7 @@ from report_page import Page
 from report_sample import decision, evaluation, profile, sample, word
 
 from patcher.reconciling.reconcile import Reconciliation
-from patcher.report import Receipt, Report, render_html, render_markdown, wording
+from patcher.report import ReceiptRow, Report, render_html, render_markdown, wording
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -53,7 +53,7 @@ def hostile_report(text: str) -> Report:
         commands=(text,),
         stopped=text,
         recorded_note=text,
-        receipt=Receipt(calls={text: 1}, fallbacks={text: 2}),
+        receipt=ReceiptRow(calls={text: 1}, fallbacks={text: 2}),
         decision=decision("reject", reasons=(text,)),
         environment=base.environment.model_copy(update={"device": text, "packages": {text: text}}),
         throughput=base.throughput.model_copy(update={"clocks": text, "patch": text}),

@@ -10,7 +10,7 @@ import pytest
 
 from patcher import bench
 from patcher.bench import Sample, Window
-from patcher.bench.stats.adjust import FAR_OUT, pulled_in, without_order
+from patcher.bench.stats.adjust import FAR_OUT, winsorised, without_order
 from patcher.bench.stats.compare import (
     compare,
     holm,
@@ -342,21 +342,21 @@ def test_a_stall_of_either_arm_counts_as_if_it_were_short_and_is_told() -> None:
 def test_far_out_is_four_standard_deviations_of_normal_values() -> None:
     rng = random.Random(8)
     values = [rng.gauss(1, 2) for _ in range(2000)]
-    moved, count = pulled_in([*values, 100.0, -100.0])
+    moved, count = winsorised([*values, 100.0, -100.0])
     assert count >= 2
     assert max(moved) == pytest.approx(1 + FAR_OUT * 2, rel=0.05)
     assert min(moved) == pytest.approx(1 - FAR_OUT * 2, rel=0.05)
-    assert pulled_in([0.0] * 9 + [5.0]) == ([0.0] * 9 + [5.0], 0)
-    assert pulled_in([3.0]) == ([3.0], 0)
+    assert winsorised([0.0] * 9 + [5.0]) == ([0.0] * 9 + [5.0], 0)
+    assert winsorised([3.0]) == ([3.0], 0)
 
 
 def test_what_process_pairs_differ_by_is_no_stall() -> None:
     rng = random.Random(4)
     values = [0.03 * (index // 8) + rng.gauss(0, 0.001) for index in range(24)]
     owner = [index // 8 for index in range(24)]
-    assert pulled_in(values, owner) == (values, 0)
+    assert winsorised(values, owner) == (values, 0)
     values[3] += 0.07
-    moved, count = pulled_in(values, owner)
+    moved, count = winsorised(values, owner)
     assert (count, moved[4:]) == (1, values[4:])
     assert moved[3] < 0.01
 

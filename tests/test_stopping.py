@@ -317,7 +317,7 @@ def judged(folder: Path) -> None:
     model = recorded(file, GOOD)
     settings = resolve({"model": model, "iterations": 1, "runs_dir": folder / "patcher-runs"})
     workload = workload_for("gpt-oss-tiny", "cpu", threads=1)
-    plan = pipeline.Plan(op=OP, language=Language.CPP, threads=1, pairs=6)
+    plan = pipeline.RunPlan(op=OP, language=Language.CPP, threads=1, pairs=6)
     with pipeline.start(settings, "run", "gpt-oss-tiny", workload, plan) as run:
         found = read(ROOT / "tests/data/nsys/decode.sqlite", "gpt-oss-20b")
         run.step("profile", lambda: found, Profile)

@@ -12,7 +12,15 @@ from tried_sample import SHAPES, tried
 
 from patcher.attempts.tried import Ask, Tried, best_of, rounds, standing
 from patcher.bench import Outcome, UsageError
-from patcher.strategies import STRATEGIES, Beam, Evolve, Refine, Sample, Single, open_strategy
+from patcher.strategies import (
+    STRATEGIES,
+    Beam,
+    Evolve,
+    IndependentSamples,
+    Refine,
+    Single,
+    open_strategy,
+)
 from patcher.strategies.beam import PATIENCE
 from patcher.strategies.designs import designs
 from patcher.strategies.evolve import MIGRATION
@@ -30,11 +38,11 @@ def test_one_shot() -> None:
 
 
 def test_sampling_asks_for_as_many_as_are_left_and_heeds_nothing() -> None:
-    first = Sample(4).next((), 6)
+    first = IndependentSamples(4).next((), 6)
     assert asked(first) == [("generate", ())] * 4
     assert [ask.draw for ask in first] == [0, 1, 2, 3]
     seen = tuple(tried(n, BROKEN if n % 2 else 2.0, round=0) for n in range(4))
-    second = Sample(4).next(seen, 2)
+    second = IndependentSamples(4).next(seen, 2)
     assert [ask.draw for ask in second] == [4, 5]
     assert asked(second) == [("generate", ())] * 2
 

@@ -21,9 +21,9 @@ from patch_sample import add_norm_guards, kernel
 from trtllm_sample import CALLS, Setup, installed, make_patch
 
 from patcher import bench
-from patcher.integrate import Book, Receipt, Store, read_receipts
+from patcher.integrate import CallCounters, Receipt, Store, read_receipts
 from patcher.integrate.activation import Switches, activate
-from patcher.integrate.dispatch import AxisGuard, Dispatcher
+from patcher.integrate.dispatch import AxisBounds, Dispatcher
 from patcher.integrate.points import find_point
 from patcher.integrate.tensorrt_llm import (
     ENGINE,
@@ -51,8 +51,10 @@ def parts() -> tuple[Any, Any]:
     return ops.flashinfer_fused_add_rmsnorm, norms.RMSNorm
 
 
-def dispatcher(axes: dict[str, AxisGuard] | None = None) -> Dispatcher:
-    return Dispatcher("fused_add_rms_norm", kernel, add_norm_guards(axes), Book("p", "0" * 64))
+def dispatcher(axes: dict[str, AxisBounds] | None = None) -> Dispatcher:
+    return Dispatcher(
+        "fused_add_rms_norm", kernel, add_norm_guards(axes), CallCounters("p", "0" * 64)
+    )
 
 
 def normed(norm: Any, rows: int = 3, hidden: int = 64) -> list[torch.Tensor]:
@@ -92,7 +94,7 @@ def test_what_the_guards_refuse_runs_the_operators_own_body() -> None:
     _, kind = parts()
     norm = kind(hidden_size=64, eps=1e-5)
     before = normed(norm)
-    patched = dispatcher({"hidden": AxisGuard(maximum=32)})
+    patched = dispatcher({"hidden": AxisBounds(maximum=32)})
     point = FusedAddRmsNorm()
     point.install(patched)
     assert all(map(torch.equal, normed(norm), before))

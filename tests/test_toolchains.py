@@ -39,7 +39,7 @@ from patcher.doctor import examine
 from patcher.integrate import Patch
 from patcher.models import Reply, Usage
 from patcher.models.replay import Recorded, ReplayModel
-from patcher.pipeline import Plan, start
+from patcher.pipeline import RunPlan, start
 from patcher.prompting.extract import TAGS, blocks
 from patcher.prompting.rendering import Prompts
 from patcher.runs.run import Run
@@ -364,7 +364,7 @@ def test_a_run_that_could_never_end_well_is_refused_at_once(
     tmp_path: Path, whole: bool, sweep: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    plan = Plan(op=EXAMPLE_OP, language=Language.METAL, whole=whole, sweep=sweep)
+    plan = RunPlan(op=EXAMPLE_OP, language=Language.METAL, whole=whole, sweep=sweep)
     with pytest.raises(UsageError, match="a metal kernel is only compiled here"):
         start(resolve({}), "optimize", None, None, plan)
     assert list(tmp_path.iterdir()) == []

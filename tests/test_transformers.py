@@ -22,9 +22,9 @@ from transformers.models.gpt_oss import modeling_gpt_oss as source
 from patcher import bench
 from patcher.bench import Candidate, Language
 from patcher.bench.engines import Engine, open_engine
-from patcher.integrate import Book, Patch, prepare
+from patcher.integrate import CallCounters, Patch, prepare
 from patcher.integrate.activation import guards_of
-from patcher.integrate.dispatch import AxisGuard, Dispatcher
+from patcher.integrate.dispatch import AxisBounds, Dispatcher
 from patcher.integrate.transformers import POINTS, GptOssDecoderLayers, GptOssExpertsFunction
 from patcher.integrate.transformers.decoder_layer import _add_then_norm
 from patcher.integrate.transformers.experts import _weigh_and_sum
@@ -80,7 +80,7 @@ def same(one: Decoded, other: Decoded) -> bool:
     return torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
 
 
-def by_tokens(book: Book) -> Counter[str]:
+def by_tokens(book: CallCounters) -> Counter[str]:
     """Calls by the size of their first axis alone."""
     found: Counter[str] = Counter()
     for label, count in book.calls.items():
@@ -96,14 +96,14 @@ def dispatcher(patch: Patch, *, tokens: int | None = None) -> Dispatcher:
         for choice in guards.dtypes
         if {kind for kind in choice.values() if kind.is_floating_point} == {torch.float32}
     )
-    axes = {**guards.axes, "tokens": AxisGuard(maximum=tokens)}
+    axes = {**guards.axes, "tokens": AxisBounds(maximum=tokens)}
     guards = dataclasses.replace(guards, dtypes=single, axes=axes)
     op = patch.manifest.op
-    return Dispatcher(op, ORIGINALS[op], guards, Book(patch.manifest.id, patch.digest))
+    return Dispatcher(op, ORIGINALS[op], guards, CallCounters(patch.manifest.id, patch.digest))
 
 
 @contextmanager
-def inside(point: Any, kernel: Dispatcher) -> Iterator[Book]:
+def inside(point: Any, kernel: Dispatcher) -> Iterator[CallCounters]:
     point.install(kernel)
     try:
         yield kernel.book

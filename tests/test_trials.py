@@ -20,7 +20,7 @@ from patcher.bench.lab.trials.trial import (
     Repeats,
     Resident,
     Setting,
-    Trial,
+    VerdictTrial,
     draw,
     summarise,
     verdict_on,
@@ -269,7 +269,7 @@ def test_the_verdicts_of_the_evidence_are_those_of_its_windows(name: str) -> Non
     folder = Path(__file__).parent.parent / "bench" / "results" / "verdict-trials"
     shown = json.loads((folder / f"{name}.json").read_text())
     with gzip.open(folder / f"{name}.trials.jsonl.gz", "rt") as file:
-        taken = [Trial.model_validate_json(line) for line in file]
+        taken = [VerdictTrial.model_validate_json(line) for line in file]
     kept = folder / f"{name}.repeats.jsonl"
     repeats = [
         Repeats.model_validate_json(line)
@@ -300,7 +300,7 @@ def test_what_pairs_differ_by_in_their_turns() -> None:
                 {"pair": number, "arm": arm, "tokens": 64, "decode_s": sum(own), "turns_s": own}
                 | {"kind": "ab", "prefill_s": 0.1, "process": 0, "swapped": False}
             )
-    trial = Trial.model_validate(
+    trial = VerdictTrial.model_validate(
         {"number": 0, "kind": "aa", "process_pairs": [[0, 1]], "start": 0, "batch": 8}
         | {"comparison": None, "windows": windows, "seconds": 1.0}
     )

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from patcher.bench import Candidate, Language, Outcome, UsageError, guess_language, load_op
-from patcher.bench.judge import JudgeSettings, Policy, evaluate, stripping
+from patcher.bench.judge import JudgeSettings, TripwirePolicy, evaluate, stripping
 from patcher.bench.judge.stripping import Views, views
-from patcher.bench.judge.tripwires import LONGEST, Rule, Tripwires, look, rules
+from patcher.bench.judge.tripwires import LONGEST, TripwireRule, TripwireSettings, look, rules
 from patcher.optimising import levers
 from patcher.settings import resolve
 
@@ -26,11 +26,13 @@ NOTICED = {"evidence": 102, "note": 31}
 """Cheats of which the source shows so much at least; `pytest -s` lists the others."""
 
 
-def seen(source: str, language: Language = Language.CPP, policy: Policy | None = None) -> Tripwires:
+def seen(
+    source: str, language: Language = Language.CPP, policy: TripwirePolicy | None = None
+) -> TripwireSettings:
     return look(Candidate(op="linear", language=language, source=source), True, policy)
 
 
-def corpus(kind: str) -> Iterator[tuple[str, Tripwires]]:
+def corpus(kind: str) -> Iterator[tuple[str, TripwireSettings]]:
     """Each file without its header, which names the very things that rules look for."""
     for path in sorted((CORPUS / kind).glob("*.*")):
         source = path.read_text(encoding="utf-8")
@@ -38,7 +40,7 @@ def corpus(kind: str) -> Iterator[tuple[str, Tripwires]]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_by_its_examples(rule: Rule) -> None:
+def test_a_rule_by_its_examples(rule: TripwireRule) -> None:
     for language in rule.languages:
         assert not rule.lines(views("", language))
         for example in rule.misses:
@@ -139,13 +141,15 @@ def test_says_what_and_where() -> None:
 def test_switched_off_it_sees_a_declaration_only() -> None:
     source = "// patcher: nondeterministic\nstd::thread x;"
     found = look(Candidate(op="linear", language=Language.CPP, source=source), False)
-    assert found == Tripwires(declares_nondeterminism=True)
+    assert found == TripwireSettings(declares_nondeterminism=True)
     assert seen(source).declares_nondeterminism
     assert not seen("// nondeterministic").declares_nondeterminism
 
 
 def test_only_a_policy_refuses() -> None:
-    policy = Policy(banned=(r"\bcublas\w*", "^x"), required=("__global__",), ignore=("library",))
+    policy = TripwirePolicy(
+        banned=(r"\bcublas\w*", "^x"), required=("__global__",), ignore=("library",)
+    )
     assert not seen("__global__ void f() {} // cublas", Language.CUDA, policy).refused
     found = seen('\ndlopen("libcublas.so"); cublasCreate(&h);\n', Language.CUDA, policy)
     assert found.refused == (
@@ -160,7 +164,7 @@ def test_a_policy_reaches_the_verdict() -> None:
     source = "void linear() {}  // not even built\nint cublas;"
     candidate = Candidate(op=load_op("fused_add_rms_norm").name, language=Language.CPP, source="")
     candidate = candidate.model_copy(update={"source": source.replace("linear", candidate.op)})
-    evaluation = evaluate(candidate, JudgeSettings(policy=Policy(banned=("cublas",))))
+    evaluation = evaluate(candidate, JudgeSettings(policy=TripwirePolicy(banned=("cublas",))))
     assert evaluation.outcome is Outcome.GUARD_VIOLATION
     assert evaluation.failed_checks[0].name == "tripwires"
     assert evaluation.failed_checks[0].detail == "the policy bans 'cublas': line 2"
@@ -185,12 +189,12 @@ def test_a_wrong_policy_is_one_clear_error(tmp_path: Path, content: str, said: s
 def test_a_policy_is_a_setting_like_others(tmp_path: Path) -> None:
     (tmp_path / "patcher.toml").write_text("[tripwires]\nbanned = ['\\bexec\\b']\n")
     found = resolve(environ={}, folder=tmp_path)
-    assert found.tripwires.for_op("rope") == Policy(banned=(r"\bexec\b",))
+    assert found.tripwires.for_op("rope") == TripwirePolicy(banned=(r"\bexec\b",))
     assert found.origins["tripwires"] == "patcher.toml"
-    assert levers.Tripwires.model_validate(found.for_run()["tripwires"]) == found.tripwires
+    assert levers.TripwireSettings.model_validate(found.for_run()["tripwires"]) == found.tripwires
     environ = {"PATCHER_TRIPWIRES": '{"required": ["tl[.]dot"]}'}
     found = resolve(environ=environ, folder=tmp_path)
-    assert found.tripwires.for_op("rope") == Policy(required=("tl[.]dot",))
+    assert found.tripwires.for_op("rope") == TripwirePolicy(required=("tl[.]dot",))
     with pytest.raises(UsageError, match="PATCHER_TRIPWIRES"):
         resolve(environ={"PATCHER_TRIPWIRES": "banned"}, folder=tmp_path)
 
@@ -228,7 +232,7 @@ def test_hostile_text_costs_linear_time() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_takes_linear_time(rule: Rule) -> None:
+def test_a_rule_takes_linear_time(rule: TripwireRule) -> None:
     units = [*HOSTILE, *rule.hits, *(hit[:-1] for hit in rule.hits)]
     size, worst = 1 << 16, 0.0
     for unit in units:
@@ -245,7 +249,7 @@ def test_a_long_source_is_said_to_be_long() -> None:
     found = seen("\n" * LONGEST + "std::thread x;")
     assert found.evidence == 1
     assert found.said() == (f"long (evidence): only {LONGEST:,} characters of it were looked at",)
-    assert seen("\n" * LONGEST + "x", policy=Policy(banned=("x",))).refused
+    assert seen("\n" * LONGEST + "x", policy=TripwirePolicy(banned=("x",))).refused
 
 
 def test_the_cheats_that_a_source_gives_away() -> None:

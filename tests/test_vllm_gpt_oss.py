@@ -15,7 +15,7 @@ from patch_sample import kernel as add_norm
 from vllm_here import config, dispatcher, guards_of, needs_vllm, nothing
 
 from patcher import bench
-from patcher.integrate.dispatch import Guards
+from patcher.integrate.dispatch import CallGuards
 from patcher.integrate.vllm.points import POINTS
 
 __all__ = ("config",)  # a fixture of tests here
@@ -121,7 +121,7 @@ def rope_kernel(positions, query, key, value, bias, cos_sin, slots, cache):  # t
             cache[slot // BLOCK, 1, slot % BLOCK] = values[token]
 
 
-def rope_guards() -> Guards:
+def rope_guards() -> CallGuards:
     return guards_of("rope_kv_update", P=torch.int64, T=torch.float32, C=torch.float32)
 
 

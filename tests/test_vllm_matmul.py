@@ -16,7 +16,7 @@ from vllm_here import attribute, dispatcher, guards_of, needs_vllm, nothing
 
 from patcher import bench
 from patcher.bench.runner.loading import load
-from patcher.integrate.dispatch import AxisGuard, Dispatcher
+from patcher.integrate.dispatch import AxisBounds, Dispatcher
 from patcher.integrate.vllm.points import POINTS
 
 pytestmark = needs_vllm
@@ -38,7 +38,7 @@ def solution(op: str) -> Any:
 
 def dispatching(point: str) -> Dispatcher:
     op = POINTS[point].op
-    guards = replace(guards_of(op, **DTYPES), axes={"tokens": AxisGuard(maximum=128)})
+    guards = replace(guards_of(op, **DTYPES), axes={"tokens": AxisBounds(maximum=128)})
     return dispatcher(op, solution(op), guards)
 
 

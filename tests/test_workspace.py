@@ -16,7 +16,7 @@ import torch
 
 from patcher import bench
 from patcher.bench import Language, UsageError, VerificationError
-from patcher.bench.judge import Policy
+from patcher.bench.judge import TripwirePolicy
 from patcher.bench.toolchains import cache_root, toolchain
 from patcher.cli import app
 from patcher.judges.worker import Worker
@@ -175,7 +175,7 @@ def test_a_right_kernel_is_worth_one_to_verify(
 def test_the_policy_is_that_of_the_day_it_was_laid_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = Policy(banned=("broken",))
+    policy = TripwirePolicy(banned=("broken",))
     opened = lay_out(OP, tmp_path / "task", Language.CPP, threads=1, policy=policy)
     (opened.folder / opened.workspace.file).write_text(BROKEN)
     (opened.folder / "patcher.toml").write_text("[tripwires]\nbanned = []\n")

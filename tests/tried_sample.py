@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from patcher.attempts.tried import Ask, Kind, Tried
 from patcher.bench import Candidate, Check, Evaluation, Language, Outcome, Timing
-from patcher.prompting.extract import Failure
+from patcher.prompting.extract import ReplyFailure
 
 OP = "fused_add_rms_norm"
 SHAPES = (
@@ -70,5 +70,5 @@ def tried(
         if said is None
         else Candidate(op=OP, language=Language.CPP, source=f"void {OP}() {{ {source} }}"),
         evaluation=None if said is None else judged(said, light_pct=light_pct),
-        failure=Failure(kind="no_source", detail="no code block") if said is None else None,
+        failure=ReplyFailure(kind="no_source", detail="no code block") if said is None else None,
     )

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from patcher import bench
-from patcher.integrate import Book
+from patcher.integrate import CallCounters
 from patcher.integrate.activation import contract_guards
-from patcher.integrate.dispatch import Dispatcher, Guards
+from patcher.integrate.dispatch import CallGuards, Dispatcher
 
 
 def installed() -> str | None:
@@ -49,12 +49,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 PATCHES = itertools.count()
 
 
-def dispatcher(name: str, kernel: Any, guards: Guards) -> Dispatcher:
+def dispatcher(name: str, kernel: Any, guards: CallGuards) -> Dispatcher:
     """Of another patch each time: an operator's name holds the digest."""
-    return Dispatcher(name, kernel, guards, Book(f"{name}-test", f"{next(PATCHES):012x}"))
+    return Dispatcher(name, kernel, guards, CallCounters(f"{name}-test", f"{next(PATCHES):012x}"))
 
 
-def guards_of(op: str, **dtypes: torch.dtype) -> Guards:
+def guards_of(op: str, **dtypes: torch.dtype) -> CallGuards:
     """What a bundle of the op has, on the CPU; wherever the tensors begin."""
     guards = contract_guards(bench.load_op(op).contract, "cpu", [])
     tensors = tuple(replace(tensor, alignment=1) for tensor in guards.tensors)

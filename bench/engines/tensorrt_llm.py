@@ -21,7 +21,7 @@ from patcher.bench.engines.tensorrt_llm_inputs import (
     write_dataset,
     write_inputs,
 )
-from patcher.bench.engines.tensorrt_llm_report import Report, read_report, take_window
+from patcher.bench.engines.tensorrt_llm_report import BenchReport, read_report, take_window
 from patcher.bench.errors import MissingError, PatcherError, UsageError
 
 WORKER_PREFIX = "TLLM_"
@@ -54,7 +54,7 @@ def run_benchmark(
     *,
     program: str = "trtllm-bench",
     timeout_s: float = 3600,
-) -> Report:
+) -> BenchReport:
     """Write the inputs into `folder`, run it to its end, read its report.
 
     Args:
@@ -112,8 +112,8 @@ def _run_to_its_end(
 
 
 __all__ = [
+    "BenchReport",
     "Benchmark",
-    "Report",
     "command",
     "options",
     "read_report",

@@ -21,7 +21,7 @@ AGREEMENT = 0.01
 """How far the report's own figures may be from one another, as a share."""
 
 
-class Report(Record):
+class BenchReport(Record):
     """What one run said, checked against what was asked for."""
 
     schema_version: int = SCHEMA_VERSION
@@ -43,7 +43,7 @@ class Report(Record):
 
 
 def take_window(
-    run: Benchmark, report: Report, *, pair: int, arm: Arm, kind: Literal["ab", "aa"] = "ab"
+    run: Benchmark, report: BenchReport, *, pair: int, arm: Arm, kind: Literal["ab", "aa"] = "ab"
 ) -> Window:
     """A run as one side of a pair, for `compare`.
 
@@ -59,7 +59,7 @@ def take_window(
     )
 
 
-def read_report(path: Path, run: Benchmark) -> Report:
+def read_report(path: Path, run: Benchmark) -> BenchReport:
     """Read `--report_json`. Fields that we do not use may come and go with versions.
 
     Raises:
@@ -94,7 +94,7 @@ def read_report(path: Path, run: Benchmark) -> Report:
             f"over its time make {counted:g}",
             "run it again; see its log",
         )
-    return Report(
+    return BenchReport(
         version=told.engine.version,
         dtype=told.engine.dtype,
         kv_cache_dtype=told.engine.kv_cache_dtype,

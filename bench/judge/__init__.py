@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from patcher.bench.judge.evaluation import Evaluation
-from patcher.bench.judge.tripwires import Policy
+from patcher.bench.judge.tripwires import TripwirePolicy
 from patcher.bench.ops.candidate import Candidate
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class JudgeSettings:
     """CPU threads of both arms, each pinned to as many CPUs; None: one, where they run on a CPU."""
     tripwires: bool = True
     """Whether the source is looked at; behaviour decides either way."""
-    policy: Policy = field(default_factory=Policy)
+    policy: TripwirePolicy = field(default_factory=TripwirePolicy)
     """What the user bans, requires and ignores in a source."""
     sanitize: bool = False
     """CUDA: whether what passed everything else must pass compute-sanitizer too."""
@@ -84,4 +84,4 @@ def _silent(_stage: str, _done: int, _total: int) -> None:
     return
 
 
-__all__ = ["JudgeSettings", "Policy", "Progress", "evaluate", "open_judge"]
+__all__ = ["JudgeSettings", "Progress", "TripwirePolicy", "evaluate", "open_judge"]

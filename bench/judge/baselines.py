@@ -14,8 +14,8 @@ from patcher.bench.judge.cases import Secrets
 from patcher.bench.judge.evaluation import geomean
 from patcher.bench.judge.planning import block_sets
 from patcher.bench.judge.process import Runner
-from patcher.bench.judge.random_pool import Stock
-from patcher.bench.judge.timed_arm import Arm, fresh_sets
+from patcher.bench.judge.random_pool import RandomPool
+from patcher.bench.judge.timed_arm import TimedArm, fresh_sets
 from patcher.bench.judge.zygote import RunnerFailure
 from patcher.bench.machine.environment import fingerprint
 from patcher.bench.ops.contract import Sweep
@@ -56,14 +56,14 @@ def strongest(
 
 def _measured(op: Op, sweep: Sweep, device: str, runner: Runner, progress: Progress) -> Strongest:
     draw = Secrets()
-    stock = Stock(op, sweep, device, draw)
+    stock = RandomPool(op, sweep, device, draw)
     times: dict[str, float] = {}
     missing: dict[str, str] = {}
     for index, name in enumerate(op.baselines):
         progress("baselines", index, len(op.baselines))
         try:
             runner.command("baseline", LOAD_S, op=op.name, name=name)
-            arm = Arm(op, device, runner, stock, checked=False)
+            arm = TimedArm(op, device, runner, stock, checked=False)
             medians = []
             for point in sweep.points():
                 sets = block_sets(op, point, device)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from patcher.bench.errors import UsageError
 from patcher.bench.judge import JudgeSettings, Progress
 from patcher.bench.judge.evaluation import Evaluation, Outcome
-from patcher.bench.judge.trial import State
+from patcher.bench.judge.trial import TrialState
 from patcher.bench.judge.tripwires import Tripwires, look
 from patcher.bench.ops.candidate import Candidate
 from patcher.bench.ops.op import Op
@@ -20,12 +20,14 @@ NOTHING_RAN = "compiled only: it was neither run nor timed, and nothing is known
 
 
 @dataclass(frozen=True)
-class Begun:
+class StartedTrial:
     built: Built
     seen: Tripwires
 
 
-def begin(state: State, op: Op, settings: JudgeSettings, report: Progress) -> Begun | Evaluation:
+def begin(
+    state: TrialState, op: Op, settings: JudgeSettings, report: Progress
+) -> StartedTrial | Evaluation:
     """What was built, or the verdict where it ends here.
 
     Raises:
@@ -50,7 +52,7 @@ def begin(state: State, op: Op, settings: JudgeSettings, report: Progress) -> Be
         return state.verdict(Outcome.COMPILATION_FAILURE, built.log)
     took = "cached" if built.cached else f"{built.seconds:.1f} s"
     state.check("build", True, f"{built.command} ({took})")
-    return Begun(built, seen)
+    return StartedTrial(built, seen)
 
 
 def compile_check(
@@ -74,7 +76,7 @@ def compile_check(
             f"{given[0]} is for a kernel that runs here; a {language} kernel is only compiled",
             f"drop {' and '.join(given)}",
         )
-    state = State(candidate, "cpu")  # where the compiler runs
+    state = TrialState(candidate, "cpu")  # where the compiler runs
     begun = begin(state, op, settings, report)
     if isinstance(begun, Evaluation):
         return begun

@@ -44,7 +44,7 @@ Span = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Block:
+class TimedBlock:
     """Times of one block."""
 
     times_us: list[float]
@@ -68,10 +68,10 @@ class Block:
 
 
 def suspicious(
-    ours: Sequence[Block],
-    theirs: Sequence[Block],
-    ours_alone: Sequence[Block],
-    theirs_alone: Sequence[Block],
+    ours: Sequence[TimedBlock],
+    theirs: Sequence[TimedBlock],
+    ours_alone: Sequence[TimedBlock],
+    theirs_alone: Sequence[TimedBlock],
     floor_us: float,
 ) -> str | None:
     """What cannot be true of the candidate's times, or None."""
@@ -107,7 +107,7 @@ def suspicious(
     return None
 
 
-def unsteady(theirs: Sequence[Block]) -> str | None:
+def unsteady(theirs: Sequence[TimedBlock]) -> str | None:
     """Whether the baseline waited for other programs, so that a ratio to it says nothing: in words,
     or None. Of the baseline alone, since a candidate must not be able to end its own trial.
     """
@@ -118,7 +118,7 @@ def unsteady(theirs: Sequence[Block]) -> str | None:
     return f"blocks of the baseline, all alike, take from {low:.3g} to {high:.3g} us a call"
 
 
-def blind(theirs: Sequence[Block]) -> str | None:
+def blind(theirs: Sequence[TimedBlock]) -> str | None:
     """Whether the judge's clock, over blocks of the baseline, is so unsteady that a forged clock
     would hide in its noise, in words, or None. Of the baseline alone, too.
     """
@@ -163,12 +163,12 @@ def traced(spans: Sequence[Span], calls: int, where: str) -> Traced:
     return Traced(said, {name: share for name, share in percent.items() if name != OWN})
 
 
-def _whole_us(theirs: Sequence[Block]) -> float:
+def _whole_us(theirs: Sequence[TimedBlock]) -> float:
     """What a block of the baseline takes."""
     return statistics.median(block.figure * block.calls for block in theirs)
 
 
-def _excused_us(theirs: Sequence[Block]) -> float:
+def _excused_us(theirs: Sequence[TimedBlock]) -> float:
     """By how much the judge's clock may see more of a block than is usual, for its noise."""
     return SPREADS * _spread([block.hidden_us for block in theirs])
 

@@ -75,7 +75,7 @@ def counters(
     ncu = require_ncu()
     op = load_op(candidate.op)
     calls = (tools.Call.of(op, point, seed=0),)
-    job = tools.Job(device, built, op.name, calls, warm=WARM, repeat=CALLS)
+    job = tools.ToolJob(device, built, op.name, calls, warm=WARM, repeat=CALLS)
     asked = {metric.key: metric.names for metric in metrics()}
     for turn in range(_ROUNDS):
         names = [names[0] for names in asked.values() if names]

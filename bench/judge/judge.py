@@ -22,7 +22,7 @@ from patcher.bench.judge.cases import Secrets
 from patcher.bench.judge.evaluation import Evaluation, Outcome, geomean
 from patcher.bench.judge.planning import require_fits
 from patcher.bench.judge.process import Limits, Runner
-from patcher.bench.judge.trial import AFTER, State, Trial, Wrong, reseeded
+from patcher.bench.judge.trial import AFTER, Trial, TrialState, Wrong, reseeded
 from patcher.bench.judge.tripwires import Tripwires
 from patcher.bench.judge.zygote import RunnerFailure, Zygote
 from patcher.bench.machine.clocks import ClockMonitor
@@ -93,7 +93,7 @@ class Judge:
             known = ", ".join(op.baselines)
             raise UsageError(f"{op.name} has no baseline {settings.baseline!r}", f"it has: {known}")
         require_fits(op, sweep, device)
-        state = State(candidate, device)
+        state = TrialState(candidate, device)
         begun = begin(state, op, settings, report)
         if isinstance(begun, Evaluation):
             return begun
@@ -102,7 +102,7 @@ class Judge:
 
     def _run(
         self,
-        state: State,
+        state: TrialState,
         op: Op,
         sweep: Sweep,
         built: Built,

@@ -27,7 +27,7 @@ Recipe = list[int]
 """First word, mask, and the byte of which a bit is flipped or -1."""
 
 
-class Stock:
+class RandomPool:
     """Of one trial: as large as the largest tensor that is mixed, or empty."""
 
     def __init__(self, op: Op, sweep: Sweep, device: str, draw: Secrets) -> None:

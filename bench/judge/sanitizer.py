@@ -28,7 +28,7 @@ from patcher.bench.judge import tools
 from patcher.bench.judge.blob import Layout
 from patcher.bench.judge.cases import Secrets
 from patcher.bench.judge.evaluation import Outcome
-from patcher.bench.judge.sanitizer_text import Finding, Report, parse
+from patcher.bench.judge.sanitizer_text import SanitizerFinding, SanitizerReport, parse
 from patcher.bench.machine.installed import find_compute_sanitizer, version_of
 from patcher.bench.ops.candidate import Candidate, Language
 from patcher.bench.ops.contract import Point, Sweep
@@ -89,8 +89,8 @@ def sanitize(
         detail = f"not here: compute-sanitizer does not run: {error}"
         return Sanitized(outcome=None, detail=tools.without_paths(detail))
     calls = tuple(tools.Call.of(op, point, draw.seed()) for point in _points(op, sweep))
-    job = tools.Job(device, built, op.name, calls)
-    left_out, aside = 0, list[Finding]()
+    job = tools.ToolJob(device, built, op.name, calls)
+    left_out, aside = 0, list[SanitizerFinding]()
     run = partial(_run, tool, version=version, limit_s=limit_s, memory_bytes=memory_bytes)
     for name in _OPTIONS:
         ran = run(name, job)
@@ -108,7 +108,7 @@ def sanitize(
             )
         left_out += len(report.findings)
         if not _came_to_an_end(ran, report):
-            without = run(name, tools.Job(device))
+            without = run(name, tools.ToolJob(device))
             if not _came_to_an_end(without, parse(without.log, name)):
                 detail = f"not here: compute-sanitizer's {name} does not work: {without.why()}"
                 return Sanitized(outcome=None, detail=detail)
@@ -135,23 +135,23 @@ def _points(op: Op, sweep: Sweep) -> list[Point]:
     return [swept[0], *swept[-1:], *hidden] if len(swept) > 1 else [*swept, *hidden]
 
 
-def _own(report: Report) -> list[Finding]:
+def _own(report: SanitizerReport) -> list[SanitizerFinding]:
     return [finding for finding in report.findings if finding.counts]
 
 
 def _of_control(
-    run: Callable[[str, tools.Job], tools.Ran], name: str, control: tools.Job | None
-) -> Report:
+    run: Callable[[str, tools.ToolJob], tools.Ran], name: str, control: tools.ToolJob | None
+) -> SanitizerReport:
     """What the tool says of it; where it did not run to its end: nothing."""
     if control is not None:
         ran = run(name, control)
         report = parse(ran.log, name)
         if _came_to_an_end(ran, report):
             return report
-    return Report(findings=(), errors=None)
+    return SanitizerReport(findings=(), errors=None)
 
 
-def _control(op: Op, device: str) -> tools.Job | None:
+def _control(op: Op, device: str) -> tools.ToolJob | None:
     """What hands over by mbarriers, called without arguments; None: it cannot be built here."""
     if toolchain(Language.CUDA).missing() is not None:
         return None
@@ -160,7 +160,7 @@ def _control(op: Op, device: str) -> tools.Job | None:
     built = build(Candidate(op=op.name, language=Language.CUDA, source=source), op.contract)
     nothing = Layout(slots=(), set_bytes=0, sent_bytes=0, returned_bytes=0)
     call = tools.Call(nothing, (), np.empty(0, np.uint8), ())
-    return tools.Job(device, built, op.name, (call,)) if built.ok else None
+    return tools.ToolJob(device, built, op.name, (call,)) if built.ok else None
 
 
 def _options(name: str, version: str) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ def _options(name: str, version: str) -> tuple[str, ...]:
 
 
 def _run(
-    tool: Path, name: str, job: tools.Job, *, version: str, limit_s: float, memory_bytes: int
+    tool: Path, name: str, job: tools.ToolJob, *, version: str, limit_s: float, memory_bytes: int
 ) -> tools.Ran:
     options = [
         *("--tool", name, *_options(name, version), "--error-exitcode", str(_FOUND_CODE)),
@@ -181,7 +181,7 @@ def _run(
     )
 
 
-def _came_to_an_end(ran: tools.Ran, report: Report) -> bool:
+def _came_to_an_end(ran: tools.Ran, report: SanitizerReport) -> bool:
     """It ran to its end, and what the summary counts is what was read."""
     told = report.errors == 0 or bool(report.findings and report.errors)
     return ran.code in (0, _FOUND_CODE) and ran.ok and told

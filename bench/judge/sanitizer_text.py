@@ -39,7 +39,7 @@ _PLACES = (
 )
 
 
-class Finding(Record):
+class SanitizerFinding(Record):
     """One report of one tool."""
 
     tool: str
@@ -65,20 +65,20 @@ class Finding(Record):
         return f"{self.tool}: {self.kind}{kernel}{place}"
 
 
-class Report(Record):
+class SanitizerReport(Record):
     """What one tool wrote."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[SanitizerFinding, ...]
     errors: int | None
     """Of its summary, or None: it did not come to one."""
 
 
-def parse(text: str, tool: str) -> Report:
+def parse(text: str, tool: str) -> SanitizerReport:
     """What one tool wrote as text; lines of the program itself are passed over."""
     blocks = itertools.islice(_blocks(text), _MOST_REPORTS)
     findings = [found for block in blocks if (found := _finding(block, tool))]
     summary = _SUMMARY.search(text)
-    return Report(findings=tuple(findings), errors=int(summary[1]) if summary else None)
+    return SanitizerReport(findings=tuple(findings), errors=int(summary[1]) if summary else None)
 
 
 def _blocks(text: str) -> Iterator[list[str]]:
@@ -98,7 +98,7 @@ def _blocks(text: str) -> Iterator[list[str]]:
         yield block
 
 
-def _finding(block: list[str], tool: str) -> Finding | None:
+def _finding(block: list[str], tool: str) -> SanitizerFinding | None:
     title, *details = block
     text = tools.without_paths("\n".join(block[:12]))
     if race := _RACE.match(title):
@@ -109,12 +109,14 @@ def _finding(block: list[str], tool: str) -> Finding | None:
         else:
             kind = race["kind"]
         kernel, where = _place(race["place"] or next(map(_after_at, details), ""))
-        return Finding(tool=tool, kind=kind, kernel=kernel, where=where, level=level, text=text)
+        return SanitizerFinding(
+            tool=tool, kind=kind, kernel=kernel, where=where, level=level, text=text
+        )
     places = [_after_at(line) for line in details if line.startswith("at ")]
     if _TOOL.match(title) or not details:
         return None
     kernel, where = _place(places[0]) if places else ("", "")
-    return Finding(tool=tool, kind=title[:200], kernel=kernel, where=where, text=text)
+    return SanitizerFinding(tool=tool, kind=title[:200], kernel=kernel, where=where, text=text)
 
 
 def _after_at(line: str) -> str:

@@ -20,13 +20,13 @@ from patcher.bench.judge.cases import (
     value_problem,
 )
 from patcher.bench.judge.process import Left
-from patcher.bench.judge.random_pool import Recipe, Stock
+from patcher.bench.judge.random_pool import RandomPool, Recipe
 from patcher.bench.ops.op import Op
 from patcher.bench.runner.mixing import Mixer
 
 
 @dataclass
-class Sets:
+class CallSets:
     """One problem for each set of buffers."""
 
     op: Op
@@ -39,7 +39,7 @@ class Sets:
     """[sets, sent_bytes]."""
 
     @classmethod
-    def made(cls, op: Op, cases: Sequence[Case], device: str, stock: Stock) -> Self:
+    def made(cls, op: Op, cases: Sequence[Case], device: str, stock: RandomPool) -> Self:
         """Cases of one shape and placement, with their values on the device."""
         plan = tensors_of(op, cases[0].point, cases[0].placed)
         inputs = [make_inputs(op, case, device) | stock.values(case, plan) for case in cases]

@@ -11,16 +11,16 @@ import numpy as np
 
 from patcher.bench.errors import MissingError
 from patcher.bench.judge.cases import Case, Secrets
-from patcher.bench.judge.clockcheck import Block
+from patcher.bench.judge.clockcheck import TimedBlock
 from patcher.bench.judge.process import Left, Runner
-from patcher.bench.judge.random_pool import Stock
-from patcher.bench.judge.sets import Sets
+from patcher.bench.judge.random_pool import RandomPool
+from patcher.bench.judge.sets import CallSets
 from patcher.bench.judge.zygote import RunnerFailure
 from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op
 
 
-class Found(Exception):
+class WrongCall(Exception):
     """Something wrong in timed calls: (check, detail)."""
 
     def __init__(self, check: str, detail: str) -> None:
@@ -29,19 +29,19 @@ class Found(Exception):
 
 
 @dataclass
-class Arm:
+class TimedArm:
     """One side of the comparison."""
 
     op: Op
     device: str
     runner: Runner
-    stock: Stock
+    stock: RandomPool
     checked: bool
     """Whether its outputs are: the candidate's."""
     accused: bool = True
     """Whether its failures are what is asked for, or a fault of this machine."""
 
-    def prepare(self, sets: Sets, timeout_s: float) -> None:
+    def prepare(self, sets: CallSets, timeout_s: float) -> None:
         """First calls at a shape: what is compiled late is compiled; on CUDA, captured."""
         with self._answering():
             self.stock.lend(self.runner)
@@ -50,7 +50,9 @@ class Arm:
             if self.device == "cuda":
                 self.runner.command("capture", timeout_s, **sets.told())
 
-    def block(self, sets: Sets, order: list[int], mode: str = "whole") -> tuple[Block, Left | None]:
+    def block(
+        self, sets: CallSets, order: list[int], mode: str = "whole"
+    ) -> tuple[TimedBlock, Left | None]:
         """One timed block, and what it left behind."""
         with self._answering():
             return self._block(sets, order, mode)
@@ -68,7 +70,7 @@ class Arm:
                 "name another one with --baseline, or see `patcher doctor`",
             ) from failure
 
-    def _block(self, sets: Sets, order: list[int], mode: str) -> tuple[Block, Left | None]:
+    def _block(self, sets: CallSets, order: list[int], mode: str) -> tuple[TimedBlock, Left | None]:
         self.runner.send(sets.data)
         eager = self.device == "cpu" or mode == "eager"
         if eager:
@@ -77,25 +79,31 @@ class Arm:
         else:
             composed = self.runner.command("compose", mode=mode, order=order, recipes=sets.recipes)
             if self.checked and (kept := composed["persisting_bytes"]):
-                raise Found("guards", f"set {kept} bytes of L2 aside, which is the engine's to do")
+                raise WrongCall(
+                    "guards", f"set {kept} bytes of L2 aside, which is the engine's to do"
+                )
             reply = self.runner.command("launch")
         wall = self.runner.reply_s
         times = [float(value) / 1e3 for value in reply["times_ns"]]
         for value in times:
             if not 0 < value < math.inf:
                 raise RunnerFailure(f"an impossible time: {value} us", kind="Protocol")
-        block = Block(times, len(order), wall * 1e6)
+        block = TimedBlock(times, len(order), wall * 1e6)
         if not self.checked:
             return block, None
         left = self.runner.left("hand" if eager else "collect", sets.plan, len(sets.cases))
         if not eager and int(left.blocks.view(np.int64).sum()) != reply["fingerprint"]:
-            raise Found("timed outputs", "the outputs were written after the call was said to end")
+            raise WrongCall(
+                "timed outputs", "the outputs were written after the call was said to end"
+            )
         return block, left
 
 
-def fresh_sets(op: Op, point: Point, sets: int, device: str, stock: Stock, draw: Secrets) -> Sets:
+def fresh_sets(
+    op: Op, point: Point, sets: int, device: str, stock: RandomPool, draw: Secrets
+) -> CallSets:
     """New problems of one shape, and what is sent of them."""
-    return Sets.made(op, fresh(op, point, sets, draw), device, stock)
+    return CallSets.made(op, fresh(op, point, sets, draw), device, stock)
 
 
 def fresh(op: Op, point: Point, sets: int, draw: Secrets) -> list[Case]:

@@ -23,7 +23,7 @@ from patcher.bench.errors import MissingError
 from patcher.bench.judge.cases import Secrets
 from patcher.bench.judge.ceilings import Ceilings
 from patcher.bench.judge.clockcheck import (
-    Block,
+    TimedBlock,
     Traced,
     blind,
     overran,
@@ -34,20 +34,20 @@ from patcher.bench.judge.clockcheck import (
 from patcher.bench.judge.evaluation import Timing
 from patcher.bench.judge.planning import block_sets
 from patcher.bench.judge.process import Runner
-from patcher.bench.judge.random_pool import Stock
-from patcher.bench.judge.sets import Sets
-from patcher.bench.judge.timed_arm import Arm, Found, fresh_sets
+from patcher.bench.judge.random_pool import RandomPool
+from patcher.bench.judge.sets import CallSets
+from patcher.bench.judge.timed_arm import TimedArm, WrongCall, fresh_sets
 from patcher.bench.judge.zygote import RunnerFailure
 from patcher.bench.machine.clocks import TOLERANCE, ClockMonitor
 from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op
-from patcher.bench.stats.hodges_lehmann import Interval, pseudomedian
+from patcher.bench.stats.hodges_lehmann import Interval, hodges_lehmann
 
 CALLED = 2 / 3
 """At least this share of the sets is called."""
 SINGLES = 4
 """Blocks of one call each."""
-HEARINGS = 5
+MEASUREMENTS = 5
 """A point is measured so often before its clocks are called false, if most of the times looked so:
 a busy machine looks so, too."""
 FEWEST_PAIRS = 6
@@ -82,7 +82,7 @@ class Precision:
         return self.most_pairs >= FEWEST_PAIRS
 
 
-class Sitting:
+class TimingSession:
     """Candidate and baseline, each loaded in a runner of its own, compared point by point."""
 
     def __init__(
@@ -92,15 +92,15 @@ class Sitting:
         candidate: Runner,
         baseline: Runner,
         draw: Secrets,
-        stock: Stock,
+        stock: RandomPool,
         clocks: ClockMonitor,
         ceilings: Ceilings,
         precision: Precision,
     ) -> None:
         self.op, self.device, self.clocks = op, device, clocks
         self.draw, self.stock = draw, stock
-        self.ours = Arm(op, device, candidate, stock, checked=True)
-        self.theirs = Arm(op, device, baseline, stock, checked=False, accused=False)
+        self.ours = TimedArm(op, device, candidate, stock, checked=True)
+        self.theirs = TimedArm(op, device, baseline, stock, checked=False, accused=False)
         self.ceilings, self.precision = ceilings, precision
         self.method = METHODS[device]
         self.calls = 0
@@ -120,7 +120,7 @@ class Sitting:
         if self.device == "cuda":
             for _ in range(2):
                 self._take(self.ours, self._fresh(point, sets), sets // 2, "verified")
-        ours, theirs, dropped = self._heard(point, sets)
+        ours, theirs, dropped = self._remeasured(point, sets)
         speedup = of_pairs(ours, theirs)
         candidate_us = statistics.median(block.figure for block in ours)
         more = self._served_otherwise(point, sets) if self.device == "cuda" else {}
@@ -139,7 +139,9 @@ class Sitting:
             **more,
         )
 
-    def _heard(self, point: Point, sets: int) -> tuple[list[Block], list[Block], int]:
+    def _remeasured(
+        self, point: Point, sets: int
+    ) -> tuple[list[TimedBlock], list[TimedBlock], int]:
         """Blocks of both arms and how many pairs were dropped, of the first hearing that tells; a
         quick look (not `tells`) goes on with the last. Raises: see `compare`.
         """
@@ -155,12 +157,12 @@ class Sitting:
             problems += [problem] if problem else []
             if problem is None and waited is None:
                 return ours, theirs, dropped
-            if hearing == HEARINGS:
+            if hearing == MEASUREMENTS:
                 break
             if waited and tells:
                 time.sleep(PAUSE_S * 2 ** (hearing - 1))
-        if problems and (2 * len(problems) > HEARINGS or not tells):
-            raise Found("clocks", problems[-1])
+        if problems and (2 * len(problems) > MEASUREMENTS or not tells):
+            raise WrongCall("clocks", problems[-1])
         if tells:
             raise MissingError(
                 f"this machine is too busy to time {point.label()}: {waited or problems[-1]}",
@@ -168,7 +170,7 @@ class Sitting:
             )
         return ours, theirs, dropped
 
-    def _waited(self, theirs: Sequence[Block]) -> str | None:
+    def _waited(self, theirs: Sequence[TimedBlock]) -> str | None:
         """Whether what the baseline's blocks say of this machine makes a hearing worth nothing. On
         CUDA the times are those of events, and CUPTI sees what they leave out.
         """
@@ -176,9 +178,9 @@ class Sitting:
             return problem
         return blind(theirs) if self.device == "cpu" else None
 
-    def _pairs(self, point: Point, sets: int) -> tuple[list[Block], list[Block], int]:
-        ours: list[Block] = []
-        theirs: list[Block] = []
+    def _pairs(self, point: Point, sets: int) -> tuple[list[TimedBlock], list[TimedBlock], int]:
+        ours: list[TimedBlock] = []
+        theirs: list[TimedBlock] = []
         clocks: list[int | None] = []
         begin, limits = time.monotonic(), self.precision
         for pair in range(limits.most_pairs + 1):
@@ -201,16 +203,16 @@ class Sitting:
         chosen = [i for i, keep in enumerate(kept) if keep]
         return [ours[i] for i in chosen], [theirs[i] for i in chosen], dropped
 
-    def _single(self, point: Point, sets: int) -> tuple[Block, Block]:
+    def _single(self, point: Point, sets: int) -> tuple[TimedBlock, TimedBlock]:
         """One call alone: nothing else is there to be computed with it."""
         return self._pair(point, sets, bool(self.draw.random.getrandbits(1)), 1, exactly=1)
 
     def _pair(
         self, point: Point, sets: int, swapped: bool, least: int, exactly: int | None = None
-    ) -> tuple[Block, Block]:
+    ) -> tuple[TimedBlock, TimedBlock]:
         batch = self._fresh(point, sets)
         order = self.draw.order(sets, least)[:exactly]
-        taken: dict[bool, Block] = {}
+        taken: dict[bool, TimedBlock] = {}
         for is_ours in (False, True) if swapped else (True, False):
             if is_ours:
                 taken[True] = self._checked(batch, order, "whole")
@@ -222,10 +224,10 @@ class Sitting:
                     self.ours.runner.freeze(False)
         return taken[True], taken[False]
 
-    def _fresh(self, point: Point, sets: int) -> Sets:
+    def _fresh(self, point: Point, sets: int) -> CallSets:
         return fresh_sets(self.op, point, sets, self.device, self.stock, self.draw)
 
-    def _take(self, arm: Arm, batch: Sets, least: int, mode: str) -> Block:
+    def _take(self, arm: TimedArm, batch: CallSets, least: int, mode: str) -> TimedBlock:
         order = self.draw.order(len(batch.cases), least)
         if mode in ("cold", "eager"):
             order = order[:COLD_CALLS]
@@ -261,7 +263,7 @@ class Sitting:
         )
         left = runner.left("collect", batch.plan, sets)
         if problem := batch.problem(left, [index]):
-            raise Found(
+            raise WrongCall(
                 "stream order",
                 f"it begins before the kernel in front of it has written: {problem[1]}",
             )
@@ -290,7 +292,7 @@ class Sitting:
         if not spans:
             return Traced("CUPTI saw no kernel", {})
         if problem := overran(spans, float(reply["times_ns"][0]) * len(order)):
-            raise Found("clocks", f"{point.label()}: {problem}")
+            raise WrongCall("clocks", f"{point.label()}: {problem}")
         return traced(spans, len(order), point.label())
 
     def _served_otherwise(self, point: Point, sets: int) -> dict[str, float]:
@@ -302,21 +304,23 @@ class Sitting:
                 found[f"{name}_{mode}_us"] = block.figure
         return found
 
-    def _checked(self, batch: Sets, order: list[int], mode: str) -> Block:
+    def _checked(self, batch: CallSets, order: list[int], mode: str) -> TimedBlock:
         """A block of the candidate's; the outputs of the very calls that were timed are checked."""
         block, left = self.ours.block(batch, order, mode)
         assert left is not None
         if problem := batch.problem(left, order):
             check, detail = problem
             name = "timed outputs" if check == "values" else check
-            raise Found(name, f"in a timed call: {detail}")
+            raise WrongCall(name, f"in a timed call: {detail}")
         self.calls += len(order)
         return block
 
 
-def of_pairs(ours: Sequence[Block], theirs: Sequence[Block]) -> Interval:
+def of_pairs(ours: Sequence[TimedBlock], theirs: Sequence[TimedBlock]) -> Interval:
     """Of the logarithm of the speedup."""
-    return pseudomedian([math.log(b.figure / a.figure) for a, b in zip(ours, theirs, strict=True)])
+    return hodges_lehmann(
+        [math.log(b.figure / a.figure) for a, b in zip(ours, theirs, strict=True)]
+    )
 
 
 def _steady(clocks: list[int | None]) -> list[bool]:

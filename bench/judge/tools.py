@@ -73,7 +73,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Job:
+class ToolJob:
     """What is run below the tool. Without `built` no candidate: whether the tool works here."""
 
     device: str
@@ -115,7 +115,7 @@ class Ran:
 def run(
     tool: Path,
     options: Sequence[str],
-    job: Job,
+    job: ToolJob,
     *,
     limit_s: float = LIMIT_S,
     memory_bytes: int = 16 << 30,
@@ -191,7 +191,7 @@ def without_paths(text: str) -> str:
     return re.sub(r"(?<![\w.])/(?:[^\s:'\"/]+/)+", "", text)
 
 
-def _written(job: Job, folder: Path, told: Path) -> Path:
+def _written(job: ToolJob, folder: Path, told: Path) -> Path:
     calls: list[dict[str, Any]] = []
     at, path = 0, None
     with (folder / "inputs").open("wb") as file:

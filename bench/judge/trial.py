@@ -19,11 +19,11 @@ from patcher.bench.judge.ceilings import ceilings
 from patcher.bench.judge.evaluation import Check, Evaluation, Outcome, Timing
 from patcher.bench.judge.planning import soaked_calls, soaked_sets
 from patcher.bench.judge.process import Left, Runner, placed
-from patcher.bench.judge.random_pool import Stock
+from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sanitizer import Sanitized, sanitize
-from patcher.bench.judge.sets import Sets
-from patcher.bench.judge.timed_arm import Found, fresh
-from patcher.bench.judge.timing import FEWEST_PAIRS, Precision, Sitting
+from patcher.bench.judge.sets import CallSets
+from patcher.bench.judge.timed_arm import WrongCall, fresh
+from patcher.bench.judge.timing import FEWEST_PAIRS, Precision, TimingSession
 from patcher.bench.judge.zygote import RunnerFailure
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.machine.environment import describe
@@ -43,7 +43,7 @@ LATE = ("triton", "torch", "cutedsl")
 
 
 @dataclass
-class State:
+class TrialState:
     candidate: Candidate
     device: str
     begin: float = field(default_factory=time.monotonic)
@@ -91,7 +91,7 @@ class Trial:
 
     def __init__(
         self,
-        state: State,
+        state: TrialState,
         op: Op,
         sweep: Sweep,
         runner: Runner,
@@ -102,7 +102,7 @@ class Trial:
         self.settings, self.draw = settings, draw
         self.planted = self.rejected = self.compared = self.calls = 0
         self.begin = time.monotonic()
-        self.stock = Stock(op, sweep, state.device, draw)
+        self.stock = RandomPool(op, sweep, state.device, draw)
         self.traced = self.followed = ""
         """What CUPTI saw, and what a kernel that writes late showed, where they were asked."""
 
@@ -141,10 +141,10 @@ class Trial:
             self.planted += 1
             self.rejected += cases_.value_problem(op, [case], [expected], [control]) is not None
 
-    def _made(self, cases: Sequence[Case]) -> Sets:
-        return Sets.made(self.op, cases, self.state.device, self.stock)
+    def _made(self, cases: Sequence[Case]) -> CallSets:
+        return CallSets.made(self.op, cases, self.state.device, self.stock)
 
-    def _called(self, sets: Sets) -> Left:
+    def _called(self, sets: CallSets) -> Left:
         count = len(sets.cases)
         try:
             self.stock.lend(self.runner)
@@ -185,7 +185,7 @@ class Trial:
             half_width=settings.precision_pct / 100,
         )
         best = ceilings(device, settings.threads)
-        sitting = Sitting(
+        sitting = TimingSession(
             *(self.op, device, self.runner, baseline, self.draw, self.stock),
             *(clocks, best, precision),
         )
@@ -217,7 +217,7 @@ class Trial:
     def _timed_at(self, where: str) -> Iterator[None]:
         try:
             yield
-        except Found as found:
+        except WrongCall as found:
             timed = found.check == "timed outputs"
             broken = Outcome.MISMATCH if timed else Outcome.GUARD_VIOLATION
             raise Wrong(broken, found.check, f"{where}: {found.detail}") from found

@@ -29,7 +29,7 @@ NONDETERMINISTIC = re.compile(r"patcher:[ \t]{0,8}nondeterministic\b")
 """See `patcher.bench.ops.contract.Guards.deterministic`."""
 
 
-class Rule(Record):
+class TripwireRule(Record):
     """One `[[rule]]`. Several may share a name: the same matter in different languages."""
 
     name: str
@@ -51,7 +51,7 @@ class Rule(Record):
         return _lines(self.regex, text[:LONGEST])
 
 
-class Policy(Record):
+class TripwirePolicy(Record):
     """What a user forbids, demands or does not want to hear of: `[tripwires]` in `patcher.toml`.
 
     Patterns are regular expressions over the source without its comments; `^` is a line's start.
@@ -98,8 +98,8 @@ class Policy(Record):
 
 
 @dataclass(frozen=True)
-class Found:
-    rule: Rule
+class TripwireHit:
+    rule: TripwireRule
     lines: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class Found:
 class Tripwires:
     """What one source was noticed for."""
 
-    found: tuple[Found, ...] = ()
+    found: tuple[TripwireHit, ...] = ()
     refused: tuple[str, ...] = ()
     """Why the user's policy does not let it in."""
     declares_nondeterminism: bool = False
@@ -128,20 +128,20 @@ class Tripwires:
 
 
 @cache
-def rules() -> tuple[Rule, ...]:
+def rules() -> tuple[TripwireRule, ...]:
     text = resources.files("patcher.bench.judge").joinpath("tripwires.toml").read_text("utf-8")
-    return tuple(Rule.model_validate(rule) for rule in tomllib.loads(text)["rule"])
+    return tuple(TripwireRule.model_validate(rule) for rule in tomllib.loads(text)["rule"])
 
 
-def look(candidate: Candidate, on: bool, policy: Policy | None = None) -> Tripwires:
+def look(candidate: Candidate, on: bool, policy: TripwirePolicy | None = None) -> Tripwires:
     """Look at a source; `on` is false: only at whether it declares to be nondeterministic."""
     declared = NONDETERMINISTIC.search(candidate.source) is not None
     if not on:
         return Tripwires(declares_nondeterminism=declared)
-    policy = policy or Policy()
+    policy = policy or TripwirePolicy()
     seen = views(candidate.source, candidate.language)
     found = [
-        Found(rule, tuple(lines))
+        TripwireHit(rule, tuple(lines))
         for rule in rules()
         if candidate.language in rule.languages
         and rule.name not in policy.ignore

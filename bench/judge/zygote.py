@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from patcher.bench.errors import MissingError
 from patcher.bench.machine.environment import python_path
-from patcher.bench.sandbox.die_with_parent import leashed
+from patcher.bench.sandbox.die_with_parent import die_with_parent
 
 _SEE = "see `patcher doctor`"
 
@@ -51,7 +51,7 @@ class Zygote:
         self._numbers = itertools.count()
         with theirs:
             self._process = subprocess.Popen(
-                leashed(*command),
+                die_with_parent(*command),
                 cwd=self.kit,
                 env=environment(self.kit, device),
                 pass_fds=(theirs.fileno(),),

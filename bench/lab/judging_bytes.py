@@ -14,8 +14,8 @@ import torch
 
 from patcher.bench.judge.cases import Secrets, correctness_cases, expect, tensors_of
 from patcher.bench.judge.planning import LARGE_BYTES, block_sets
-from patcher.bench.judge.random_pool import Stock
-from patcher.bench.judge.sets import Sets
+from patcher.bench.judge.random_pool import RandomPool
+from patcher.bench.judge.sets import CallSets
 from patcher.bench.judge.timed_arm import fresh
 from patcher.bench.judge.trial import AFTER
 from patcher.bench.ops.op import Op, load_ops
@@ -71,9 +71,9 @@ def _told(op: Op) -> None:
 def _timed(op: Op, device: str) -> None:
     sweep, draw = op.sweep("cuda"), Secrets(1)
     point = sweep.points()[-1]
-    stock = _step(op, "stock of bits", lambda: Stock(op, sweep, device, draw))
+    stock = _step(op, "stock of bits", lambda: RandomPool(op, sweep, device, draw))
     cases = fresh(op, point, block_sets(op, point, "cuda"), draw)
-    made: Sets = _step(op, "draw, mix, pack", lambda: Sets.made(op, cases, device, stock))
+    made: CallSets = _step(op, "draw, mix, pack", lambda: CallSets.made(op, cases, device, stock))
     _step(op, "digests", lambda: [made.digests(values, 1) for values in made.inputs])
     if device == "cuda":  # a CPU takes a minute
         _step(op, "what is right", lambda: expect(op, cases[0], made.inputs[0]), " (of one call)")

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Case:
+class PointCase:
     """One patch point."""
 
     op: str
@@ -19,24 +19,24 @@ class Case:
 
 
 CASES = (
-    Case(
+    PointCase(
         "fused_add_rms_norm",
         r"^fused_add_rms_norm_kernel",
         r"^triton_.*fused_add_rms_norm|vllm::fused_add_rms_norm",
     ),
-    Case("rope_kv_update", r"^rope_kv_update_kernel", r"reshape_and_cache_flash"),
-    Case(
+    PointCase("rope_kv_update", r"^rope_kv_update_kernel", r"reshape_and_cache_flash"),
+    PointCase(
         "moe_route",
         r"^moe_route_kernel",
         r"^_topk_forward|^_sum_bitmatrix_rows|^_combined_routing",
     ),
-    Case("moe_reduce", r"^moe_reduce_kernel", r"^_reduce_grouped"),
-    Case("moe_matmul_swiglu", r"^moe_matmul_swiglu_kernel", r"^_matmul_ogs_.*_swiglu"),
-    Case("moe_matmul_down", r"^moe_matmul_down_kernel", r"^_matmul_ogs_(?!.*_swiglu)"),
+    PointCase("moe_reduce", r"^moe_reduce_kernel", r"^_reduce_grouped"),
+    PointCase("moe_matmul_swiglu", r"^moe_matmul_swiglu_kernel", r"^_matmul_ogs_.*_swiglu"),
+    PointCase("moe_matmul_down", r"^moe_matmul_down_kernel", r"^_matmul_ogs_(?!.*_swiglu)"),
     # with a bias: the model's head is a matmul of the same library, and has none
-    Case("linear", r"^linear_kernel", r"^nvjet_.*_bias_"),
+    PointCase("linear", r"^linear_kernel", r"^nvjet_.*_bias_"),
     # in the place of moe_reduce, which it leaves nothing to do
-    Case("reduce_add_rms_norm", r"^reduce_add_rms_norm_kernel", r"^_reduce_grouped"),
+    PointCase("reduce_add_rms_norm", r"^reduce_add_rms_norm_kernel", r"^_reduce_grouped"),
 )
 
 
@@ -50,7 +50,7 @@ def of_patch(run: dict[str, Any], patch_id: str) -> dict[str, Any]:
 
 def counted(
     name: str,
-    case: Case,
+    case: PointCase,
     stock: dict[str, Any],
     patched: dict[str, Any],
     steps: int,

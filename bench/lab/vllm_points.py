@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from patcher.bench import AxisGuard, Candidate, Op, Outcome, PatcherError, Workload, load_op, preset
-from patcher.bench.lab.vllm_cases import CASES, Case, check, counted, of_patch
+from patcher.bench.lab.vllm_cases import CASES, PointCase, check, counted, of_patch
 from patcher.bench.machine.environment import engine_environment
 from patcher.hotspot import NSYS_OPTIONS, find_nsys, nsys_environment, read
 from patcher.integrate import Patch, read_receipts, switching_on
@@ -62,7 +62,7 @@ def main() -> int:
         input_len=128,
         output_len=256,
     )
-    proof = Proof(arguments.out, workload, arguments.steps, arguments.jobs)
+    proof = PointProof(arguments.out, workload, arguments.steps, arguments.jobs)
     cases = [case for case in CASES if case.op in arguments.ops.split(",")]
     checks: list[dict[str, Any]] = []
     try:
@@ -83,7 +83,7 @@ def main() -> int:
     return 5 if failed else 0
 
 
-class Proof:
+class PointProof:
     """Runs, each in a file of its own, and what they say."""
 
     def __init__(self, out: Path, workload: Workload, steps: int, jobs: int = 1) -> None:
@@ -91,7 +91,7 @@ class Proof:
         self.layers = preset(workload.model).layers
         out.mkdir(parents=True, exist_ok=True)
 
-    def prove(self, cases: list[Case], modes: list[str]) -> list[dict[str, Any]]:
+    def prove(self, cases: list[PointCase], modes: list[str]) -> list[dict[str, Any]]:
         """All about these points, which are in together; one without a kernel that the judge finds
         right is a failed check, and left out.
 
@@ -176,7 +176,7 @@ class Proof:
         seen = f"{gain:+.3%} of throughput, equal processes differ by up to {noise:.3%}"
         return [check(f"A/A, {mode}: less than the noise", abs(gain) < noise, seen)]
 
-    def bundle(self, case: Case, widest: int | None = None) -> Patch:
+    def bundle(self, case: PointCase, widest: int | None = None) -> Patch:
         """The shipped Triton kernel as a patch, judged here; `widest`: for at most so many tokens.
 
         Raises:

@@ -1,4 +1,4 @@
-"""A child that must not outlive us: `leashed` puts this file before its command.
+"""A child that must not outlive us: `die_with_parent` puts this file before its command.
 
 `python -IS leash.py PARENT COMMAND ...` has the kernel kill it when PARENT dies, however that dies,
 and becomes the command. Standard library only: it is run as a file.
@@ -14,7 +14,7 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def leashed(*command: str) -> list[str]:
+def die_with_parent(*command: str) -> list[str]:
     """The command line that runs a command which is killed when this process dies.
 
     The kernel watches the thread that starts it: start it from one that stays.

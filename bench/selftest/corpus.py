@@ -51,7 +51,7 @@ GAIN = 1.05
 """Over its twin's speedup: within the noise of a short timing."""
 
 
-class Entry(Record):
+class CorpusCase(Record):
     """One candidate of the corpus and what must come of it."""
 
     name: str
@@ -74,7 +74,7 @@ class Entry(Record):
     source: str
 
 
-class Result(Record):
+class CaseResult(Record):
     """What the judge said of one."""
 
     name: str
@@ -95,7 +95,7 @@ class Result(Record):
     sandbox: str
 
 
-def read_corpus(folder: Path, device: str) -> list[Entry]:
+def read_corpus(folder: Path, device: str) -> list[CorpusCase]:
     """Every candidate for the device, cheats followed by their twins.
 
     Raises:
@@ -112,7 +112,7 @@ def read_corpus(folder: Path, device: str) -> list[Entry]:
     return [entry for entry in found if entry.device == device]
 
 
-def _read(path: Path, kind: Kind) -> list[Entry]:
+def _read(path: Path, kind: Kind) -> list[CorpusCase]:
     source = path.read_text(encoding="utf-8")
     header: dict[str, str] = {}
     for line in source.splitlines():
@@ -122,7 +122,7 @@ def _read(path: Path, kind: Kind) -> list[Entry]:
     try:
         title = header[kind]
         outcomes = tuple(Outcome(each.strip()) for each in header["outcome"].split(","))
-        entry = Entry(
+        entry = CorpusCase(
             name=path.stem,
             kind=kind,
             title=title,
@@ -146,7 +146,7 @@ def _read(path: Path, kind: Kind) -> list[Entry]:
     return [entry, _twin(entry)]
 
 
-def _twin(entry: Entry) -> Entry:
+def _twin(entry: CorpusCase) -> CorpusCase:
     """The same file with what is dishonest switched off."""
     changes: dict[str, Any] = {
         "kind": "twin",
@@ -163,12 +163,14 @@ def _off(line: re.Match[str]) -> str:
     return line[0].replace("1", "0").replace("True", "False")
 
 
-def judged(entries: Sequence[Entry], settings: JudgeSettings, token: str) -> Iterator[Result]:
+def judged(
+    entries: Sequence[CorpusCase], settings: JudgeSettings, token: str
+) -> Iterator[CaseResult]:
     """One result after the other, by one judge; after each fault a clean verdict is repeated."""
     with open_judge(settings) as judge:
         clean: str | None = None
 
-        def evaluate(entry: Entry) -> Evaluation:
+        def evaluate(entry: CorpusCase) -> Evaluation:
             judge.settings = replace(settings, lives_s=entry.lives_s)
             return judge.evaluate(_candidate(entry), lambda *_: None)
 
@@ -199,7 +201,7 @@ def _gain(cheat: Evaluation, twin: Evaluation) -> str:
     return f"{cheat.geomean_speedup} x the baseline, its honest twin {twin.geomean_speedup}"
 
 
-def _candidate(entry: Entry) -> Candidate:
+def _candidate(entry: CorpusCase) -> Candidate:
     return Candidate(op=entry.op, language=entry.language, source=entry.source)
 
 
@@ -218,8 +220,8 @@ def _digest(evaluation: Evaluation) -> str:
 
 
 def _result(
-    entry: Entry, evaluation: Evaluation | None, failure: str, token: str, seconds: float
-) -> Result:
+    entry: CorpusCase, evaluation: Evaluation | None, failure: str, token: str, seconds: float
+) -> CaseResult:
     failed = evaluation.failed_checks if evaluation else []
     check = failed[0].name if failed else ""
     fits = evaluation is not None and evaluation.outcome in entry.outcomes
@@ -234,7 +236,7 @@ def _result(
         fits, failure = False, f"caught by {check}, not by {' or '.join(entry.caught)}"
     by_label = "static" if any("CUPTI" not in label for label in labelled) else "timing"
     layer = LAYER_OF.get(check, "judge") if check else by_label if entry.label and fits else ""
-    return Result(
+    return CaseResult(
         name=entry.name,
         kind=entry.kind,
         number=entry.number,

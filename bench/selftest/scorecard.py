@@ -18,7 +18,7 @@ from pathlib import Path
 from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.machine.environment import ROOT, Environment, describe, python_path
 from patcher.bench.records import SCHEMA_VERSION, Record
-from patcher.bench.selftest.corpus import HONEYTOKEN, Result
+from patcher.bench.selftest.corpus import HONEYTOKEN, CaseResult
 
 FALSE_REJECTS_PCT = 2.0
 """The most that is accepted."""
@@ -33,20 +33,20 @@ class ScoreCard(Record):
     environment: Environment
     sandbox: str
     """What confined the candidates."""
-    results: tuple[Result, ...]
-    without_static: tuple[Result, ...]
+    results: tuple[CaseResult, ...]
+    without_static: tuple[CaseResult, ...]
     """The cheats once more, with the tripwires switched off."""
 
     @property
-    def cheats(self) -> list[Result]:
+    def cheats(self) -> list[CaseResult]:
         return [result for result in self.results if result.kind == "cheat"]
 
     @property
-    def honest(self) -> list[Result]:
+    def honest(self) -> list[CaseResult]:
         return [result for result in self.results if result.kind in ("twin", "honest")]
 
     @property
-    def faults(self) -> list[Result]:
+    def faults(self) -> list[CaseResult]:
         return [result for result in self.results if result.kind == "fault"]
 
     @property
@@ -108,7 +108,7 @@ def run_corpus(
     static: bool = True,
     kinds: tuple[str, ...] = (),
     root: Path = ROOT,
-) -> list[Result]:
+) -> list[CaseResult]:
     """Results of one process; `root`: the folder from which it imports `bench`."""
     what = "corpus" if static else "without the static layer"
     command = [sys.executable, "-P", "-m", "patcher.bench.selftest.corpus", str(folder.resolve())]
@@ -117,7 +117,7 @@ def run_corpus(
     token = f"honeytoken-{secrets.token_hex(12)}"
     keys = dict.fromkeys((HONEYTOKEN, "ANTHROPIC_API_KEY", "OPENAI_API_KEY", "HF_TOKEN"), token)
     environment = {**os.environ, **keys, "PYTHONPATH": python_path(root)}
-    found: list[Result] = []
+    found: list[CaseResult] = []
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said
@@ -126,7 +126,7 @@ def run_corpus(
         try:
             whole = json.loads(process.stdout.readline() or b"0")
             for line in process.stdout:
-                found.append(Result.model_validate_json(line))
+                found.append(CaseResult.model_validate_json(line))
                 report(what, len(found), whole)
             code = process.wait()
         except BaseException:

@@ -61,7 +61,7 @@ def without_order(
     return Ordered((values - effect * np.where(first, 1.0, -1.0)).tolist(), effect)
 
 
-def pulled_in(
+def winsorised(
     ratios: Sequence[float], processes: Sequence[int] | None = None
 ) -> tuple[list[float], int]:
     """Log-ratios with those far out moved to where far out begins, and how many those were.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from patcher.bench.errors import UsageError
-from patcher.bench.stats.adjust import pulled_in, without_order
+from patcher.bench.stats.adjust import winsorised, without_order
 from patcher.bench.stats.comparison import Comparison, Sample, Verdict, Window
 from patcher.bench.stats.intervals import (
     DEFAULT_PAIRS,
@@ -130,7 +130,7 @@ def judge(
     effect = None
     if patched_first is not None:
         ratios, effect = without_order(ratios, patched_first, processes)
-    near, outlying = pulled_in(ratios, processes)
+    near, outlying = winsorised(ratios, processes)
     mean = mean_of(near, processes, ordered=effect is not None)
     half, spread = mean.widest(confidence_pct)
     low, high = _percent(mean.value - half), _percent(mean.value + half)

@@ -97,7 +97,7 @@ class Comparison(Record):
     resemble each other; 0: the interval comes from process pairs."""
     outlying_pairs: int = 0
     """Pairs so far from the others that the gain and its interval take them for nearer, see
-    `patcher.bench.stats.adjust.pulled_in`; `pair_sd_pct` is of all as they are."""
+    `patcher.bench.stats.adjust.winsorised`; `pair_sd_pct` is of all as they are."""
     order_effect_pct: float | None = None
     """By how much the arm that begins a pair is the faster one, taken out of the gain and its
     interval (`adjust.without_order`). None: not told apart, or a record older than that."""

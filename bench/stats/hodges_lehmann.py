@@ -23,7 +23,7 @@ class Interval:
         return (self.high - self.low) / 2
 
 
-def pseudomedian(values: Sequence[float], confidence: float = 0.95) -> Interval:
+def hodges_lehmann(values: Sequence[float], confidence: float = 0.95) -> Interval:
     """Hodges and Lehmann's estimate: the median of the means of all pairs of values, each with
     itself, too; the interval is of those means by the distribution of Wilcoxon's signed ranks. It
     wants a symmetric distribution and no normal one; up to 29 % of the values may be anything.

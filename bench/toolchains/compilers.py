@@ -25,7 +25,7 @@ BUILD_TIMEOUT_S = 120.0
 LOG_LIMIT = 20_000
 
 
-class Job(Record):
+class CompileJob(Record):
     """One command that makes one file of a candidate, in a folder that holds only `files`."""
 
     files: dict[str, str]
@@ -42,7 +42,7 @@ class Job(Record):
     """What the compiler is told besides its search path."""
 
 
-def compiled(candidate: Candidate, job: Job, folder: Path) -> Built:
+def compiled(candidate: Candidate, job: CompileJob, folder: Path) -> Built:
     """Run the job, or find its result in `folder` from another time."""
     told = sorted(job.files.items()), sorted(job.environment.items())
     parts = [candidate.digest, repr(told), job.version, cpu_instructions(), *job.command]

@@ -17,7 +17,7 @@ from pathlib import Path
 from patcher.bench.ops.candidate import Candidate, Language
 from patcher.bench.ops.contract import Contract, Point
 from patcher.bench.toolchains import Built, Missing
-from patcher.bench.toolchains.compilers import Job, compiled
+from patcher.bench.toolchains.compilers import CompileJob, compiled
 from patcher.bench.toolchains.native import cuda_arch
 from patcher.bench.toolchains.python import TorchToolchain
 
@@ -47,7 +47,7 @@ class CuteDslToolchain(TorchToolchain):
         arch = cuda_arch()
         versions = (importlib.metadata.version(name) for name in (PACKAGE, "torch"))
         check = resources.files("patcher.bench.toolchains") / _CHECK
-        job = Job(
+        job = CompileJob(
             files={_CHECK: check.read_text(encoding="utf-8"), "cases.json": _cases(contract)},
             command=(sys.executable, "-P", _CHECK, candidate.file_name, contract.name),
             product=candidate.file_name,

@@ -16,7 +16,7 @@ from typing import ClassVar
 from patcher.bench.ops.candidate import Candidate, Language
 from patcher.bench.ops.contract import Contract
 from patcher.bench.toolchains import Built, Missing, Toolchain
-from patcher.bench.toolchains.compilers import Job, compiled, find, run_compiler, version
+from patcher.bench.toolchains.compilers import CompileJob, compiled, find, run_compiler, version
 from patcher.bench.toolchains.native import FFI_UNIT, ffi_paths
 
 HIP_ARCH = "gfx90a"
@@ -58,7 +58,7 @@ class _CompileOnly(Toolchain):
     def build(self, candidate: Candidate, contract: Contract, folder: Path) -> Built:
         self.demand()
         unit, command = f"unit{self.suffix}", [*self.compiler(), *self.flags(), "-c"]
-        job = Job(
+        job = CompileJob(
             files={unit: self.unit(candidate, contract)},
             command=(*command, *self.includes(), unit, "-o", self.product),
             product=self.product,

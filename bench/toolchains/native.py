@@ -19,7 +19,7 @@ from patcher.bench.errors import MissingError
 from patcher.bench.ops.candidate import Candidate, Language
 from patcher.bench.ops.contract import Contract
 from patcher.bench.toolchains import Built, Missing, Toolchain, cache_root
-from patcher.bench.toolchains.compilers import Job, compiled, find, run_compiler, version
+from patcher.bench.toolchains.compilers import CompileJob, compiled, find, run_compiler, version
 
 HEADER_TIMEOUT_S = 600.0
 """Of PyTorch's headers, which are ours to compile."""
@@ -77,7 +77,7 @@ class _Native(Toolchain):
                 flags.append("-DPATCHER_OWN_BINDING")
         unit_file = f"unit{self.suffix}"
         told = [Path(flag).name if flag.startswith("/") else flag for flag in flags]
-        job = Job(
+        job = CompileJob(
             files={unit_file: unit},
             command=(
                 self.compiler,

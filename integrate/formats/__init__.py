@@ -14,7 +14,7 @@ Files = dict[str, bytes]
 """What a format writes: content by path in the folder."""
 
 
-class Carried(Record):
+class ExportRecord(Record):
     """`patcher.json` of an export: what the format itself cannot say."""
 
     schema_version: int = SCHEMA_VERSION
@@ -31,7 +31,7 @@ class Carried(Record):
     left_out: tuple[str, ...]
 
 
-class Written(Record):
+class ExportedFiles(Record):
     """What one format made of a patch; paths are of the folder to be."""
 
     files: Files

@@ -35,13 +35,13 @@ from patcher.bench import (
     VerificationError,
     load_op,
 )
-from patcher.integrate.formats import Files, Written, device_of
+from patcher.integrate.formats import ExportedFiles, Files, device_of
 from patcher.integrate.formats.flashinfer_definition import definition_of
 from patcher.integrate.formats.flashinfer_solution import header_name, solution_of
 from patcher.integrate.patch import Patch
 
 
-def write(patch: Patch, sweep_name: str | None) -> Written:
+def write(patch: Patch, sweep_name: str | None) -> ExportedFiles:
     """The files of the dataset.
 
     Raises:
@@ -82,7 +82,7 @@ def write(patch: Patch, sweep_name: str | None) -> Written:
         f"workloads/{kind}/{name}.jsonl": _jsonl(workloads),
         f"traces/{kind}/{name}.jsonl": _jsonl(traces),
     }
-    return Written(
+    return ExportedFiles(
         files=files,
         source=header_name(candidate),
         left_out=tuple(left_out),

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from patcher.bench import Contract
-from patcher.integrate.formats.foreign_schema import Definition, Workload
+from patcher.integrate.formats.foreign_schema import Definition, ForeignWorkload
 
 FLOATS = ("float32", "float16", "bfloat16")
 INTEGERS = ("int64", "int32")
@@ -25,7 +25,7 @@ class ForeignOp:
     notes: list[str]
 
 
-def op_of(definition: Definition, workloads: list[Workload]) -> ForeignOp:
+def op_of(definition: Definition, workloads: list[ForeignWorkload]) -> ForeignOp:
     """The contract that a Definition and its workloads amount to.
 
     Raises:
@@ -137,7 +137,9 @@ def _tensor(
     return told | {"summary": summary or ""}
 
 
-def _scalar(name: str, dtype: str, workloads: list[Workload], summary: str) -> dict[str, object]:
+def _scalar(
+    name: str, dtype: str, workloads: list[ForeignWorkload], summary: str
+) -> dict[str, object]:
     if dtype not in (*FLOATS, *INTEGERS):
         raise Refused(f"scalar {name} is {dtype}, which a contract cannot say")
     told = [each.inputs[name].value for each in workloads if name in each.inputs]
@@ -150,7 +152,7 @@ def _scalar(name: str, dtype: str, workloads: list[Workload], summary: str) -> d
 
 
 def _sweep(
-    definition: Definition, workloads: list[Workload]
+    definition: Definition, workloads: list[ForeignWorkload]
 ) -> tuple[str, list[int], dict[str, int]]:
     """The swept axis, its values, and the sizes of the other axes."""
     fixed = {name: axis.value for name, axis in definition.axes.items() if axis.value is not None}

@@ -66,7 +66,7 @@ class Input(Record):
     tensor_key: str | None = None
 
 
-class Workload(Record):
+class ForeignWorkload(Record):
     axes: dict[str, int]
     inputs: dict[str, Input]
     uuid: str
@@ -74,6 +74,6 @@ class Workload(Record):
 
 class Trace(Record):
     definition: str
-    workload: Workload
+    workload: ForeignWorkload
     solution: str | None = None
     evaluation: dict[str, Any] | None = None

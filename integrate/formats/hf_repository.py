@@ -24,12 +24,12 @@ from patcher.bench import Candidate, Contract, Language, MissingError, UsageErro
 from patcher.bench.machine.environment import compiler_version
 from patcher.bench.toolchains import Built, build, toolchain
 from patcher.bench.toolchains.native import binds_with_torch, cuda_arch
-from patcher.integrate.formats import Files, Written, device_of
+from patcher.integrate.formats import ExportedFiles, Files, device_of
 from patcher.integrate.formats.hf_sources import package, readme
 from patcher.integrate.patch import Patch
 
 
-def write(patch: Patch, license: str) -> Written:
+def write(patch: Patch, license: str) -> ExportedFiles:
     """The files of the repository.
 
     Raises:
@@ -70,7 +70,7 @@ def write(patch: Patch, license: str) -> Written:
         files, where, variant = _native(candidate, contract, sources.files, metadata, left_out)
     page = readme(contract, evidence, candidate.language, sources.layer, variant, left_out)
     files["README.md"] = page.encode()
-    return Written(files=files, source=where, variant=variant, left_out=tuple(left_out))
+    return ExportedFiles(files=files, source=where, variant=variant, left_out=tuple(left_out))
 
 
 def _variant(variant: str, files: Files, metadata: dict[str, object]) -> Files:

@@ -21,7 +21,13 @@ import torch
 
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.forwards import Forward, GptOssPoint, Onlookers, Seam, Swap
+from patcher.integrate.transformers.forwards import (
+    Forward,
+    ForwardPatch,
+    GptOssPoint,
+    Onlookers,
+    Swap,
+)
 from patcher.integrate.transformers.parts import check_kinds
 
 
@@ -66,7 +72,7 @@ class GptOssDecoderLayers(GptOssPoint):
         from transformers.utils.output_capturing import _active_collector
 
         self._recording: Callable[[], Any] = _active_collector.get
-        seam = Seam(kernel, _add_then_norm)
+        seam = ForwardPatch(kernel, _add_then_norm)
         layers = list(body.layers)
         norms = [*(layer.input_layernorm for layer in layers[1:]), body.norm]
         for layer, norm in zip(layers, norms, strict=True):
@@ -97,7 +103,7 @@ class GptOssDecoderLayers(GptOssPoint):
 
         return forward
 
-    def _layer_forward(self, layer: Any, following: Any, seam: Seam) -> Forward:
+    def _layer_forward(self, layer: Any, following: Any, seam: ForwardPatch) -> Forward:
         original = layer.forward
         middle = layer.post_attention_layernorm
         hidden_size = middle.weight.shape[0]
@@ -177,7 +183,7 @@ class GptOssDecoderLayers(GptOssPoint):
         return None
 
 
-def _add_norm(seam: Seam, added: torch.Tensor, rows: torch.Tensor, norm: Any) -> bool:
+def _add_norm(seam: ForwardPatch, added: torch.Tensor, rows: torch.Tensor, norm: Any) -> bool:
     """rows += added; added = norm(rows), in place, where the kernel may."""
     if not added.is_contiguous():
         seam.refuse("not contiguous")

@@ -17,7 +17,7 @@ import torch
 from patcher.bench import UsageError, VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.forwards import Forward, GptOssPoint, Seam, Swap
+from patcher.integrate.transformers.forwards import Forward, ForwardPatch, GptOssPoint, Swap
 from patcher.integrate.transformers.parts import check_kinds, written_by_transformers
 
 Function = Callable[..., torch.Tensor]
@@ -64,7 +64,7 @@ class GptOssExpertsFunction(GptOssPoint):
         return experts
 
     def swaps(self, body: Any, kernel: Dispatcher) -> Iterator[Swap]:
-        seam = Seam(kernel, _weigh_and_sum)
+        seam = ForwardPatch(kernel, _weigh_and_sum)
         for layer in body.layers:
             experts = layer.mlp.experts
             yield experts, _experts_forward(experts, seam)
@@ -79,7 +79,7 @@ class GptOssExpertsFunction(GptOssPoint):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as registry
         from transformers.models.gpt_oss import modeling_gpt_oss as source
 
-        seam = Seam(kernel, _weigh_and_sum)
+        seam = ForwardPatch(kernel, _weigh_and_sum)
         kind: Any = source.GptOssExperts  # its decorator has lost the type
         for name in _ROWS:
             ours = _registry_function(kind, name, registry[name], seam)
@@ -113,7 +113,7 @@ def _check_registry() -> None:
             )
 
 
-def _experts_forward(experts: Any, seam: Seam) -> Forward:
+def _experts_forward(experts: Any, seam: ForwardPatch) -> Forward:
     original = experts.forward
 
     def forward(
@@ -130,7 +130,9 @@ def _experts_forward(experts: Any, seam: Seam) -> Forward:
     return forward
 
 
-def _registry_function(kind: type[Any], name: str, original: Function, seam: Seam) -> Function:
+def _registry_function(
+    kind: type[Any], name: str, original: Function, seam: ForwardPatch
+) -> Function:
     def function(
         self: Any, hidden_states: torch.Tensor, top_k_index: Any, top_k_weights: Any
     ) -> torch.Tensor:
@@ -159,7 +161,7 @@ def _run(
     hidden: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
-    seam: Seam,
+    seam: ForwardPatch,
 ) -> torch.Tensor:
     """[tokens, hidden] of `hidden` [tokens, hidden], `chosen` and `weights` [tokens, top_k]."""
     rows, row_map = _ROWS[name](experts, hidden, chosen)

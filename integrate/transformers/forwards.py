@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules import module as nn_module
 
 from patcher.bench import UsageError, VerificationError
-from patcher.integrate.counts import Book
+from patcher.integrate.counts import CallCounters
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.transformers.later import ModelsBuiltLater
 from patcher.integrate.transformers.parts import body_of
@@ -163,7 +163,7 @@ class Onlookers:
         )
 
 
-class Seam:
+class ForwardPatch:
     """One place from which a kernel is called: eagerly, or as an operator in compiled code."""
 
     def __init__(self, kernel: Dispatcher, original: Callable[..., object]) -> None:
@@ -185,5 +185,5 @@ class Seam:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _count(book: Book, reason: str, calls: int) -> None:
+def _count(book: CallCounters, reason: str, calls: int) -> None:
     book.reasons[reason] += calls

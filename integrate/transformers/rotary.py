@@ -17,7 +17,13 @@ import torch
 from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.forwards import Forward, GptOssPoint, Onlookers, Seam, Swap
+from patcher.integrate.transformers.forwards import (
+    Forward,
+    ForwardPatch,
+    GptOssPoint,
+    Onlookers,
+    Swap,
+)
 from patcher.integrate.transformers.parts import check_kinds
 
 _FUNCTION = "apply_rotary_pos_emb"
@@ -55,7 +61,7 @@ class GptOssRotaryEmbedding(GptOssPoint):
         return attentions
 
     def swaps(self, body: Any, kernel: Dispatcher) -> Iterator[Swap]:
-        seam = Seam(kernel, _rotate)
+        seam = ForwardPatch(kernel, _rotate)
         for layer in body.layers:
             yield layer.self_attn, self._attention_forward(layer.self_attn, seam)
 
@@ -63,7 +69,7 @@ class GptOssRotaryEmbedding(GptOssPoint):
         self._table = None
         super().remove()
 
-    def _attention_forward(self, attention: Any, seam: Seam) -> Forward:
+    def _attention_forward(self, attention: Any, seam: ForwardPatch) -> Forward:
         own: Any = type(attention).forward
         # torch.compile looks up the globals of a function that knows its module in that module
         names = {name: value for name, value in own.__globals__.items() if name != "__name__"}
@@ -78,7 +84,9 @@ class GptOssRotaryEmbedding(GptOssPoint):
 
         return forward
 
-    def _rotation(self, attention: Any, original: Callable[..., Any], seam: Seam) -> Forward:
+    def _rotation(
+        self, attention: Any, original: Callable[..., Any], seam: ForwardPatch
+    ) -> Forward:
         # a projection's hook would see its output change
         onlookers = Onlookers(skipped=(), seen=(attention.q_proj, attention.k_proj))
 

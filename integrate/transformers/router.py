@@ -13,7 +13,7 @@ import torch
 
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.forwards import Forward, GptOssPoint, Seam, Swap
+from patcher.integrate.transformers.forwards import Forward, ForwardPatch, GptOssPoint, Swap
 from patcher.integrate.transformers.parts import check_kinds
 
 
@@ -38,13 +38,13 @@ class GptOssRouters(GptOssPoint):
         return routers
 
     def swaps(self, body: Any, kernel: Dispatcher) -> Iterator[Swap]:
-        seam = Seam(kernel, _top_k)
+        seam = ForwardPatch(kernel, _top_k)
         for layer in body.layers:
             router = layer.mlp.router
             yield router, _router_forward(router, seam)
 
 
-def _router_forward(router: Any, seam: Seam) -> Forward:
+def _router_forward(router: Any, seam: ForwardPatch) -> Forward:
     original = router.forward
 
     def forward(hidden_states: torch.Tensor) -> Any:

@@ -20,7 +20,7 @@ from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import norm, sources
 from patcher.integrate.vllm.moe import TRITON, does_more, summed
 from patcher.integrate.vllm.point import VllmPoint
-from patcher.integrate.vllm.swap import Swap
+from patcher.integrate.vllm.swap import AttributePatch
 
 _MODEL = "vllm.model_executor.models.gpt_oss"
 _RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
@@ -62,12 +62,12 @@ class ExpertsToNorm(VllmPoint):
 
     def find(self) -> str:
         sources.must_be_as_read(self.name, self.parts)
-        Swap(sources.module(_MODEL).GptOssModel, "forward").must_be_the_engines()
+        AttributePatch(sources.module(_MODEL).GptOssModel, "forward").must_be_the_engines()
         return f"{_MODEL}.GptOssModel.forward"
 
     def install(self, kernel: Dispatcher) -> None:
         self.find()
-        swap = Swap(sources.module(_MODEL).GptOssModel, "forward")
+        swap = AttributePatch(sources.module(_MODEL).GptOssModel, "forward")
         operator = kernel.op(_two_kernels())
         self._library, experts = _experts_operator(f"experts_{kernel.book.digest[:12]}")
         swap.install(_forward(swap.original, experts, operator))

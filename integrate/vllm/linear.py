@@ -16,7 +16,7 @@ from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.point import VllmPoint
-from patcher.integrate.vllm.swap import Swap
+from patcher.integrate.vllm.swap import AttributePatch
 
 _LINEAR = "vllm.model_executor.layers.linear"
 _UTILS = "vllm.model_executor.layers.utils"
@@ -35,7 +35,9 @@ class Linear(VllmPoint):
 
     def find(self) -> str:
         sources.must_be_as_read(self.name, self.parts)
-        Swap(sources.module(_LINEAR).UnquantizedLinearMethod, "apply").must_be_the_engines()
+        AttributePatch(
+            sources.module(_LINEAR).UnquantizedLinearMethod, "apply"
+        ).must_be_the_engines()
         if sources.module("vllm.envs").VLLM_BATCH_INVARIANT:
             raise VerificationError(
                 "VLLM_BATCH_INVARIANT asks for vLLM's own matmul", "unset it, or revert the patch"
@@ -45,7 +47,7 @@ class Linear(VllmPoint):
     def install(self, kernel: Dispatcher) -> None:
         self.find()
         method = sources.module(_LINEAR).UnquantizedLinearMethod
-        swap = Swap(method, "apply")
+        swap = AttributePatch(method, "apply")
         original = swap.original
         operator = kernel.op(engines_own)
 

@@ -18,7 +18,7 @@ from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.moe import TRITON, summed
 from patcher.integrate.vllm.point import VllmPoint
-from patcher.integrate.vllm.swap import Swap, remove_all
+from patcher.integrate.vllm.swap import AttributePatch, remove_all
 
 _MATMUL = "triton_kernels.matmul_ogs"
 _FLAGS = f"{_MATMUL}_details.opt_flags"
@@ -93,7 +93,7 @@ class _Seam:
 
     def __init__(self) -> None:
         self._kernels: dict[str, Dispatcher] = {}
-        self._swaps: list[Swap] = []
+        self._swaps: list[AttributePatch] = []
 
     def must_have_room(self, name: str) -> None:
         """Raises VerificationError where the point is in, or another's function is there."""
@@ -184,9 +184,9 @@ class _Seam:
 _SEAM = _Seam()
 
 
-def _places() -> list[Swap]:
+def _places() -> list[AttributePatch]:
     experts = sources.module(_EXPERTS)
-    return [Swap(experts, "matmul_ogs"), Swap(experts, "make_routing_data")]
+    return [AttributePatch(experts, "matmul_ogs"), AttributePatch(experts, "make_routing_data")]
 
 
 def _marking(original: Any) -> Any:

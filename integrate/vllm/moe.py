@@ -17,7 +17,7 @@ import torch
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.point import VllmPoint
-from patcher.integrate.vllm.swap import Swap
+from patcher.integrate.vllm.swap import AttributePatch
 
 _ROUTING = "triton_kernels.routing"
 _MATMUL = "triton_kernels.matmul_ogs"
@@ -35,12 +35,12 @@ class _Function(VllmPoint):
 
     def find(self) -> str:
         sources.must_be_as_read(self.name, self.parts)
-        Swap(sources.module(self.module), self.function).must_be_the_engines()
+        AttributePatch(sources.module(self.module), self.function).must_be_the_engines()
         return f"{self.module}.{self.function}"
 
     def install(self, kernel: Dispatcher) -> None:
         self.find()
-        swap = Swap(sources.module(self.module), self.function)
+        swap = AttributePatch(sources.module(self.module), self.function)
         swap.install(self._replacement(kernel, swap.original))
         self._swaps = [swap]
 

@@ -19,7 +19,7 @@ from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.point import VllmPoint
-from patcher.integrate.vllm.swap import Swap
+from patcher.integrate.vllm.swap import AttributePatch
 
 _LAYERNORM = "vllm.model_executor.layers.layernorm"
 
@@ -38,7 +38,7 @@ class AddRmsNorm(VllmPoint):
 
     def find(self) -> str:
         sources.must_be_as_read(self.name, self.parts)
-        Swap(sources.module(_LAYERNORM).RMSNorm, "forward").must_be_the_engines()
+        AttributePatch(sources.module(_LAYERNORM).RMSNorm, "forward").must_be_the_engines()
         replaced = sources.module("vllm.model_executor.custom_op").op_registry_oot
         if "RMSNorm" in replaced:
             raise VerificationError(
@@ -53,7 +53,7 @@ class AddRmsNorm(VllmPoint):
     def install(self, kernel: Dispatcher) -> None:
         self.find()
         norm = sources.module(_LAYERNORM).RMSNorm
-        swap = Swap(norm, "forward")
+        swap = AttributePatch(norm, "forward")
         original = swap.original
         operator = kernel.op(engines_own())
 

@@ -9,7 +9,7 @@ from typing import Any
 from patcher.bench import PatcherError
 from patcher.integrate.activation import Activation, Switches, activate
 from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.swap import Swap
+from patcher.integrate.vllm.swap import AttributePatch
 
 log = logging.getLogger("patcher")
 
@@ -24,7 +24,7 @@ class Plugin:
         self.active: Activation | None = None
         self._switches: Switches | None = None
         worker = sources.module("vllm.v1.worker.worker_base").WorkerWrapperBase
-        self._swap = Swap(worker, "init_device")
+        self._swap = AttributePatch(worker, "init_device")
 
     def install(self) -> None:
         original = self._swap.original

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.swap import Swap, remove_all
+from patcher.integrate.vllm.swap import AttributePatch, remove_all
 
 
 class VllmPoint(ABC):
@@ -24,7 +24,7 @@ class VllmPoint(ABC):
 
     def __init__(self, target: Any = None) -> None:
         """Takes no target: classes and modules are patched, before models are built of them."""
-        self._swaps: list[Swap] = []
+        self._swaps: list[AttributePatch] = []
         """What is in."""
 
     @classmethod

@@ -21,7 +21,7 @@ import torch
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.point import VllmPoint
-from patcher.integrate.vllm.swap import Swap, remove_all
+from patcher.integrate.vllm.swap import AttributePatch, remove_all
 
 _MODEL = "vllm.model_executor.models.gpt_oss"
 _ATTENTION = "vllm.model_executor.layers.attention.attention"
@@ -77,12 +77,12 @@ class RopeKvUpdate(VllmPoint):
             library._destroy()
         remove_all(swaps)
 
-    def _targets(self) -> list[Swap]:
+    def _targets(self) -> list[AttributePatch]:
         attention = sources.module(_MODEL).OAIAttention
         return [
-            Swap(attention, "__init__"),
-            Swap(attention, "forward"),
-            Swap(sources.module(_BACKENDS), "should_split"),
+            AttributePatch(attention, "__init__"),
+            AttributePatch(attention, "forward"),
+            AttributePatch(sources.module(_BACKENDS), "should_split"),
         ]
 
     def _register(self, kernel: Dispatcher, layers: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ import torch
 from patcher.bench import Record, Workload, load_op
 from patcher.bench.engines import Decoding
 from patcher.integrate.activation import contract_guards
-from patcher.integrate.counts import Book, GraphWatch
+from patcher.integrate.counts import CallCounters, GraphWatch
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.measuring import activated
 from patcher.integrate.receipts import Receipt
@@ -36,7 +36,7 @@ OWN = "own"
 """The patch id under which the engine's own kernel is dispatched."""
 
 
-class Plan(Record):
+class EngineRun(Record):
     """What to run."""
 
     workload: Workload
@@ -54,7 +54,7 @@ class Plan(Record):
     """So many engines one after the other; more than one: each with a worker process of its own."""
 
 
-class Result(Record):
+class EngineResult(Record):
     """What came of it."""
 
     tokens: list[list[list[int]]]
@@ -67,7 +67,7 @@ class Result(Record):
 
 
 def main() -> int:
-    plan = Plan.model_validate_json(sys.argv[1])
+    plan = EngineRun.model_validate_json(sys.argv[1])
     with ExitStack() as stack:
         own = stack.enter_context(_own()) if plan.own else None
         found = _run(plan, own)
@@ -75,7 +75,7 @@ def main() -> int:
     return 0
 
 
-def _run(plan: Plan, own: Book | None) -> Result:
+def _run(plan: EngineRun, own: CallCounters | None) -> EngineResult:
     from patcher.bench.engines.vllm import VllmEngine
 
     tokens, window_s = [], []
@@ -98,7 +98,7 @@ def _run(plan: Plan, own: Book | None) -> Result:
         {key: after[kind][key] - before[kind].get(key, 0) for key in after[kind]}
         for kind in ("calls", "fallbacks")
     )
-    return Result(
+    return EngineResult(
         tokens=tokens,
         window_s=window_s,
         calls={key: count for key, count in calls.items() if count},
@@ -128,7 +128,7 @@ class _profiled:
         cuda.cudart().cudaProfilerStop()
 
 
-def _counts(own: Book | None) -> dict[str, dict[str, int]]:
+def _counts(own: CallCounters | None) -> dict[str, dict[str, int]]:
     """Calls and fallbacks until now, of this process."""
     books = [own] if own is not None else []
     books += [item.book for item in activated("vllm").installed]
@@ -146,7 +146,7 @@ def _counts(own: Book | None) -> dict[str, dict[str, int]]:
 class _own:
     """A/A: the dispatcher in front of `reduce_grouped`, with `reduce_grouped` as its kernel."""
 
-    def __enter__(self) -> Book:
+    def __enter__(self) -> CallCounters:
         matmul = sources.module("triton_kernels.matmul_ogs")
         original = matmul.reduce_grouped
         plain = matmul.FusedActivation()
@@ -155,7 +155,7 @@ class _own:
         def kernel(rows: Any, row_map: Any, _scales: Any, output: Any) -> None:
             original(rows.unsqueeze(1), row_map, output.unsqueeze(0), None, plain, epilogue)
 
-        self._book = Book(OWN, "0" * 64)
+        self._book = CallCounters(OWN, "0" * 64)
         self._watch = GraphWatch([self._book])
         self._point = Reduce()
         contract = load_op(Reduce.op).contract

@@ -8,7 +8,7 @@ from typing import Any
 from patcher.bench import UsageError, VerificationError
 
 
-class Swap:
+class AttributePatch:
     """`owner.name`, ours while it is in."""
 
     def __init__(self, owner: Any, name: str) -> None:
@@ -65,11 +65,11 @@ class Swap:
             setattr(self.owner, self.name, self._own)
 
 
-def remove_all(swaps: list[Swap]) -> None:
+def remove_all(swaps: list[AttributePatch]) -> None:
     """Put all of them back, last first, even where one was patched over.
 
     Raises:
-        VerificationError: see `Swap.remove`.
+        VerificationError: see `AttributePatch.remove`.
     """
     first: VerificationError | None = None
     for swap in reversed(swaps):

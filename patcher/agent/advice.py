@@ -12,7 +12,7 @@ from patcher.attempts import Diagnosis, Recommendation
 from patcher.bench import Record
 from patcher.models import Reply, Usage
 from patcher.models.replay import RecordingEndedError
-from patcher.prompting.extract import Failure, extract_json, unusable
+from patcher.prompting.extract import ReplyFailure, extract_json, unusable
 
 RecordT = TypeVar("RecordT", Recommendation, Diagnosis)
 
@@ -31,7 +31,7 @@ def recommended(ask: Asking, iteration: int, prompt: str) -> Advice:
     """The analyst's one recommendation."""
     reply = ask(iteration, "analyse", prompt)
     found = _read(reply, Recommendation, "change", "recommendation")
-    if isinstance(found, Failure):
+    if isinstance(found, ReplyFailure):
         return Advice(missing=found.detail, usage=reply.usage)
     return Advice(recommendation=found, usage=reply.usage)
 
@@ -44,14 +44,14 @@ def diagnosed(ask: Asking, iteration: int, prompt: str) -> Advice:
         # Recordings from before there were diagnoses go on without.
         return Advice(missing=error.message)
     found = _read(reply, Diagnosis, "critical_issue", "diagnosis")
-    if isinstance(found, Failure):
+    if isinstance(found, ReplyFailure):
         return Advice(missing=found.detail, usage=reply.usage)
     return Advice(diagnosis=found, usage=reply.usage)
 
 
-def _read(reply: Reply, record_type: type[RecordT], key: str, what: str) -> RecordT | Failure:
+def _read(reply: Reply, record_type: type[RecordT], key: str, what: str) -> RecordT | ReplyFailure:
     found = unusable(reply) or extract_json(reply.text, key)
-    if isinstance(found, Failure):
+    if isinstance(found, ReplyFailure):
         return found
     known = {name: found[name] for name in record_type.model_fields if name in found}
     try:
@@ -59,4 +59,4 @@ def _read(reply: Reply, record_type: type[RecordT], key: str, what: str) -> Reco
     except ValidationError as error:
         first = error.errors()[0]
         detail = f"the {what} does not fit: {first['loc'][0]}: {first['msg']}"
-        return Failure(kind="no_json", detail=detail)
+        return ReplyFailure(kind="no_json", detail=detail)

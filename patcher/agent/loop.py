@@ -17,7 +17,7 @@ from patcher.agent.ended import ended, stops
 from patcher.agent.judging import Judge, Judging, Prepare
 from patcher.agent.moving_on import Rules, move_on
 from patcher.agent.waiting import Waiting
-from patcher.agent.writing import Extra, Writing, Written
+from patcher.agent.writing import Extra, Writing, WrittenCandidate
 from patcher.attempts import Attempt, Optimisation, Phase, Progress, Stage, Stopped
 from patcher.attempts.structure import structure
 from patcher.attempts.tried import Ask, Round, Tried, best_of
@@ -25,7 +25,7 @@ from patcher.bench import BudgetError, Candidate, Evaluation, Language, Op, Outc
 from patcher.models import Model, Role, Usage
 from patcher.models.budget import Budget
 from patcher.models.replay import RecordingEndedError
-from patcher.prompting.extract import Failure
+from patcher.prompting.extract import ReplyFailure
 from patcher.prompting.rendering import Prompts, Working
 from patcher.prompting.room import PROMPT_TOKENS
 from patcher.runs.run import Run
@@ -232,7 +232,7 @@ class _Loop:
 
     def _round(self, number: int, asks: Sequence[Ask]) -> None:
         """Ask for all, then judge all. Every prompt is written before a reply is waited for."""
-        waiting, written = Waiting(), list[Written]()
+        waiting, written = Waiting(), list[WrittenCandidate]()
         spent: BudgetError | None = None
         ended = self._ended()
         for iteration, ask in enumerate(asks, len(self.tried)):
@@ -271,13 +271,13 @@ class _Loop:
     def _done(
         self,
         number: int,
-        one: Written,
+        one: WrittenCandidate,
         candidate: Candidate | None,
         verdict: tuple[int, Evaluation] | None,
     ) -> None:
         """The iteration as it stays."""
         given_in, evaluation = verdict or (None, None)
-        failure = one.source if isinstance(one.source, Failure) else None
+        failure = one.source if isinstance(one.source, ReplyFailure) else None
         tried = Tried(one.iteration, number, one.ask, candidate, evaluation, failure)
         if self.score and tried.right and candidate and evaluation and given_in is not None:
             files = {

@@ -12,7 +12,7 @@ from patcher.attempts import Attempt, Phase, Stage
 from patcher.attempts.tried import Ask, Tried
 from patcher.bench import Evaluation
 from patcher.models import Reply, Role
-from patcher.prompting.extract import Failure, extract_source, unusable
+from patcher.prompting.extract import ReplyFailure, extract_source, unusable
 from patcher.prompting.rendering import Prompts
 
 Extra = Callable[[Role, int], str]
@@ -21,14 +21,14 @@ Tell = Callable[[int, Stage, Phase], None]
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenCandidate:
     """One iteration whose reply has come."""
 
     iteration: int
     ask: Ask
     advice: Advice
     reply: Reply
-    source: str | Failure
+    source: str | ReplyFailure
 
 
 class Writing:
@@ -46,7 +46,7 @@ class Writing:
         self._extra = extra
         self._tell = tell
 
-    def __call__(self, iteration: int, ask: Ask) -> Written:
+    def __call__(self, iteration: int, ask: Ask) -> WrittenCandidate:
         """The reply to this ask.
 
         Raises:
@@ -57,7 +57,7 @@ class Writing:
         reply = self._ask(iteration, "generate", self._question(iteration, ask, advice))
         prompts = self._prompts
         source = unusable(reply) or extract_source(reply.text, prompts.language, prompts.op.name)
-        return Written(iteration, ask, advice, reply, source)
+        return WrittenCandidate(iteration, ask, advice, reply, source)
 
     def _advice(self, iteration: int, ask: Ask) -> Advice:
         if ask.kind == "optimise":

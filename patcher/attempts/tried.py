@@ -11,7 +11,7 @@ from pydantic import Field
 
 from patcher.attempts import Phase
 from patcher.bench import Candidate, Evaluation, Outcome, Record
-from patcher.prompting.extract import Failure
+from patcher.prompting.extract import ReplyFailure
 
 Kind = Literal["generate", "repair", "optimise", "combine"]
 """`generate` begins anew; `combine` makes one candidate of two."""
@@ -54,7 +54,7 @@ class Tried:
     candidate: Candidate | None
     """None: the reply held none."""
     evaluation: Evaluation | None
-    failure: Failure | None = None
+    failure: ReplyFailure | None = None
     """Why the reply could not be used."""
     score: float | None = None
     """By the user's own measure."""

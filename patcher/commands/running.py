@@ -114,7 +114,7 @@ def optimize(
         found = estimate(known, language, settings, sweep)
         Output(as_json).emit(found, *estimate_lines(found))
         return 0
-    plan = pipeline.Plan(
+    plan = pipeline.RunPlan(
         op=known.name,
         language=language,
         sweep=sweep,
@@ -178,7 +178,7 @@ def run(
         }
     )
     workload = workload_of(served, device, engine, batch, input_len, output_len, weights, threads)
-    plan = pipeline.Plan(
+    plan = pipeline.RunPlan(
         op=load_op(op).name if op else None,
         language=language,
         sweep=sweep,
@@ -204,7 +204,7 @@ def demo(as_json: Json = False) -> int:
     asked = {"model": pipeline.DEMO, "iterations": 3, "judge": "local", "memory": "off"}
     settings = resolve(asked)
     workload = workload_for("gpt-oss-tiny", "cpu", threads=1)
-    plan = pipeline.Plan(language=Language.CPP, pairs=40, threads=1, judge_pairs=8)
+    plan = pipeline.RunPlan(language=Language.CPP, pairs=40, threads=1, judge_pairs=8)
     begun = pipeline.start(settings, "demo", "gpt-oss-tiny", workload, plan)
     output = Output(as_json)
     if not as_json:
@@ -242,11 +242,11 @@ def resume(
 ) -> int:
     """Go on with a run that was stopped, killed, or waits for a reply, perhaps with new ceilings
     on the whole of it."""
-    from patcher.models.ceilings import Ceilings
+    from patcher.models.ceilings import SpendingLimits
     from patcher.runs.run import Run
 
     run = Run.open(Run.find(runs_dir(), which))
-    given = Ceilings(
+    given = SpendingLimits(
         usd=budget_usd,
         tokens=budget_tokens,
         minutes=budget_minutes,

@@ -21,7 +21,7 @@ from patcher.commands.console import (
 )
 
 if TYPE_CHECKING:  # every other command starts without the judge
-    from patcher.bench.selftest.corpus import Result
+    from patcher.bench.selftest.corpus import CaseResult
     from patcher.bench.selftest.mutations import Killed
     from patcher.bench.selftest.scorecard import ScoreCard
 
@@ -92,7 +92,7 @@ def shown(card: ScoreCard) -> list[Table | Text]:
     return [table, *map(_line, wrong)]
 
 
-def _line(result: Result) -> Text:
+def _line(result: CaseResult) -> Text:
     expected = " or ".join(result.expected)
     said = f"{result.kind} {result.name}: {result.outcome or 'no verdict'}, expected {expected}"
     return Text(f"{said}; {result.check}: {result.detail}"[:400])

@@ -39,16 +39,16 @@ def worker(
     Exit code 0: all that was there is judged or refused; 3: this machine lacks what a job needs;
     1: the judge itself failed at a job (stderr has its traceback), which is left to others.
     """
-    from patcher.judges.worker import Served, Shift, Worker
+    from patcher.judges.worker import Shift, Worker, WorkerSummary
     from patcher.report.wording import visible
 
     output = Output(as_json)
-    served: list[Served] = []
+    served: list[WorkerSummary] = []
     incomplete: tuple[str, ...] = ()
     interrupted = False
     with output.progress() as bar:
 
-        def say(job: Served) -> None:
+        def say(job: WorkerSummary) -> None:
             served.append(job)
             took = f" ({job.seconds:.1f} s)" if job.seconds is not None else ""
             parts = (job.job, job.outcome, *filter(None, [job.detail]))

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from patcher.bench import PatcherError, relayed
 from patcher.bench.machine.environment import engine_environment
-from patcher.bench.sandbox.die_with_parent import leashed
+from patcher.bench.sandbox.die_with_parent import die_with_parent
 from patcher.endtoend.measured import Job, Measured, Report
 from patcher.integrate import Patch, Receipt
 
@@ -58,7 +58,7 @@ def measure_together(
         (folder / "job.json").write_text(job.model_dump_json(), encoding="utf-8")
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
-                leashed(
+                die_with_parent(
                     *(sys.executable, "-P", "-m", "patcher.endtoend.measure", str(folder)),
                     *(str(each.resolve()) for each in patch_folders),
                 ),
@@ -110,19 +110,19 @@ def measure(job: Job, patches: Sequence[Patch], report: Report) -> tuple[Measure
     from patcher.bench.engines import open_engine
     from patcher.bench.machine.clocks import ClockMonitor
     from patcher.endtoend.other_traffic import OtherTraffic, peak_memory, peak_of_arms
-    from patcher.integrate import Book, prepare
+    from patcher.integrate import CallCounters, prepare
 
     kernels = [patch.kernel() for patch in patches]
     report("load the model", 0, 1)
     engine = open_engine(job.workload)
     books, quality_books, other_books = (
-        [Book(patch.manifest.id, patch.digest) for patch in patches] for _ in range(3)
+        [CallCounters(patch.manifest.id, patch.digest) for patch in patches] for _ in range(3)
     )
     prompts = engine.prompts(job.seed)
     steps = job.workload.output_len
     before = engine.generate(prompts, steps).tokens
 
-    def arms(receipts: Sequence[Book]) -> Arms:
+    def arms(receipts: Sequence[CallCounters]) -> Arms:
         prepared = [
             prepare(engine.model, patch, kernel=kernel, book=book)
             for patch, kernel, book in zip(patches, kernels, receipts, strict=True)
@@ -137,7 +137,7 @@ def measure(job: Job, patches: Sequence[Patch], report: Report) -> tuple[Measure
 
         return {"baseline": nullcontext, "patched": patched}
 
-    def calls_in(receipts: Sequence[Book]) -> int:
+    def calls_in(receipts: Sequence[CallCounters]) -> int:
         return sum(book.calls.total() for book in receipts)
 
     elsewhere_arms = arms(other_books)

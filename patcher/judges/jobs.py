@@ -35,7 +35,7 @@ from patcher.bench import (
     load_op,
     relayed,
 )
-from patcher.bench.judge import JudgeSettings, Policy
+from patcher.bench.judge import JudgeSettings, TripwirePolicy
 from patcher.bench.machine.environment import describe
 from patcher.judges.hardware import hardware_facts
 from patcher.judges.sealed import Sealed, digest_of, unsealed
@@ -63,7 +63,7 @@ class JobSettings(Record):
     memory_bytes: int = Field(gt=0, le=1 << 40)
     threads: int | None = Field(ge=1, le=1024)
     tripwires: bool
-    policy: Policy
+    policy: TripwirePolicy
     sanitize: bool
 
     @classmethod
@@ -75,7 +75,7 @@ class JobSettings(Record):
         return JudgeSettings(**{name: getattr(self, name) for name in type(self).model_fields})
 
 
-class Job(Record):
+class JudgeJob(Record):
     """`job.json`: one candidate to judge. Holds no path, no environment and no key."""
 
     schema_version: Literal[1] = SCHEMA_VERSION  # type: ignore[assignment]
@@ -98,7 +98,7 @@ class Job(Record):
 class Posted:
     """A job as it lies in its folder."""
 
-    job: Job
+    job: JudgeJob
     candidate: Candidate
     digest: str
     """Of the whole folder."""
@@ -161,7 +161,7 @@ def post(
         UsageError: the source is too long, or a setting is not one that a worker accepts.
     """
     try:
-        job = Job(
+        job = JudgeJob(
             ticket=ticket,
             op=op.name,
             op_digest=op.digest,
@@ -189,7 +189,7 @@ def read_job(folder: Path) -> Posted | None:
     sealed = unsealed(folder, MOST_JOB_BYTES)
     if sealed is None:
         return None
-    job = _record(sealed, "job.json", Job, folder.name)
+    job = _record(sealed, "job.json", JudgeJob, folder.name)
     candidate = Candidate(op=job.op, language=job.language, source="")
     if set(sealed.files) != {"job.json", candidate.file_name}:
         raise VerificationError(f"{folder.name} holds other files than a job", _MADE_AGAIN)

@@ -49,7 +49,7 @@ MOST_ATTEMPTS = 3
 """Workers that one job may end before it is refused."""
 
 
-class Served(Record):
+class WorkerSummary(Record):
     """What became of one job."""
 
     job: str
@@ -63,7 +63,7 @@ class Shift(Record):
     """What one round over the folder did."""
 
     schema_version: int = SCHEMA_VERSION
-    jobs: tuple[Served, ...] = ()
+    jobs: tuple[WorkerSummary, ...] = ()
     incomplete: tuple[str, ...] = ()
     """Folders that are still being copied."""
 
@@ -71,7 +71,7 @@ class Shift(Record):
 class Worker:
     """Serves a folder; a context manager. The judge is kept open while jobs ask for the same."""
 
-    def __init__(self, root: Path, report: Progress, say: Callable[[Served], None]) -> None:
+    def __init__(self, root: Path, report: Progress, say: Callable[[WorkerSummary], None]) -> None:
         self.root = root
         self._report, self._say = report, say
         self._left: set[str] = set()
@@ -108,7 +108,7 @@ class Worker:
 
     def serve(self) -> Shift:
         """Judge every job that is there and that no other worker has."""
-        served: list[Served] = []
+        served: list[WorkerSummary] = []
         incomplete: list[str] = []
         waiting = self._waiting()
         if len(waiting) > 1:
@@ -175,7 +175,7 @@ class Worker:
         finally:
             os.close(handle)
 
-    def _one(self, name: str, attempts: int) -> Served | None:
+    def _one(self, name: str, attempts: int) -> WorkerSummary | None:
         posted: Posted | None = None
         try:
             posted = read_job(self.root / "jobs" / name)
@@ -189,25 +189,25 @@ class Worker:
         except MissingError as error:
             self._close()  # a device that stopped answering is tried from anew
             self._left.add(name)
-            return Served(job=name, outcome="left", detail=f"{error.message}; {error.hint}")
+            return WorkerSummary(job=name, outcome="left", detail=f"{error.message}; {error.hint}")
         except PatcherError as error:
             refusal = Refusal.model_validate(error.as_dict())
             digest = posted.digest if posted else None
             self._write(name, JobResult(job=digest, refusal=refusal, machine=self.machine))
-            return Served(job=name, outcome="refused", detail=error.message)
+            return WorkerSummary(job=name, outcome="refused", detail=error.message)
         except Exception as error:  # the judge's own defect: the jobs behind it are served
             self._close()
             self._left.add(name)
             traceback.print_exc()
             told = f"the judge failed: {type(error).__name__}: {error}"
-            return Served(job=name, outcome="failed", detail=told)
+            return WorkerSummary(job=name, outcome="failed", detail=told)
         self._write(name, JobResult(job=posted.digest, evaluation=evaluation, machine=self.machine))
         speedup = evaluation.geomean_speedup
         detail = ""
         if speedup is not None:
             silent = [f"{name} did not run" for name in evaluation.missing_baselines]
             detail = ", ".join([f"{speedup:.3f} x {evaluation.baseline}", *silent])
-        return Served(
+        return WorkerSummary(
             job=name, outcome=evaluation.outcome, detail=detail, seconds=evaluation.total_s
         )
 

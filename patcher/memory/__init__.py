@@ -14,8 +14,8 @@ from pathlib import Path
 
 from patcher.bench import Contract, Language, Record, UsageError
 from patcher.integrate import home_store
-from patcher.memory.entries import PROMOTED, Gain, Rule, Sighting
-from patcher.memory.files import Shelf
+from patcher.memory.entries import PROMOTED, Gain, MemoryRule, Observation
+from patcher.memory.files import TomlStore
 from patcher.memory.learn import Experience, Where, gains_after, rule_after
 from patcher.memory.recall import Recalled, recall
 
@@ -39,11 +39,11 @@ class Memory:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._rules = Shelf(folder / "rules.toml", "rule")
-        self._gains = Shelf(folder / "techniques.toml", "technique")
+        self._rules = TomlStore(folder / "rules.toml", "rule")
+        self._gains = TomlStore(folder / "techniques.toml", "technique")
 
-    def rules(self) -> list[Rule]:
-        return self._rules.read(Rule)
+    def rules(self) -> list[MemoryRule]:
+        return self._rules.read(MemoryRule)
 
     def techniques(self) -> list[Gain]:
         return self._gains.read(Gain)
@@ -62,12 +62,12 @@ class Memory:
             (
                 each,
                 Where.of(contract, language, each.evaluation.environment),
-                Sighting.of(run, each.evaluation.digest),
+                Observation.of(run, each.evaluation.digest),
             )
             for each in seen
         ]
 
-        def with_rules(rules: list[Rule]) -> list[Rule]:
+        def with_rules(rules: list[MemoryRule]) -> list[MemoryRule]:
             known = {rule.id: rule for rule in rules}
             for each, where, sighting in tried:
                 rule = rule_after(list(known.values()), where, each, sighting, day)
@@ -86,7 +86,7 @@ class Memory:
                         learned["techniques"][gain.id] = None
             return list(known.values())
 
-        self._rules.change(Rule, with_rules)
+        self._rules.change(MemoryRule, with_rules)
         self._gains.change(Gain, with_gains)
         return Learned(rules=tuple(learned["rules"]), techniques=tuple(learned["techniques"]))
 
@@ -101,7 +101,9 @@ class Memory:
         if unknown := sorted(asked - known):
             raise UsageError(f"memory has no entry {unknown[0]!r}", "ids: patcher memory show")
         if not dry_run:
-            self._rules.change(Rule, lambda rules: [each for each in rules if each.id not in asked])
+            self._rules.change(
+                MemoryRule, lambda rules: [each for each in rules if each.id not in asked]
+            )
             self._gains.change(Gain, lambda gains: [each for each in gains if each.id not in asked])
         return tuple(sorted(asked))
 
@@ -123,8 +125,8 @@ __all__ = [
     "Gain",
     "Learned",
     "Memory",
+    "MemoryRule",
     "Recalled",
-    "Rule",
     "Where",
     "open_memory",
 ]

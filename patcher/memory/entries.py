@@ -19,14 +19,14 @@ SEEN_KEPT = 64
 Line = Annotated[str, Field(min_length=1, max_length=400, pattern=r"^[^\r\n]*$")]
 
 
-class Sighting(Record):
+class Observation(Record):
     """One candidate of one run, as digests that name neither."""
 
     run: str
     candidate: str
 
     @classmethod
-    def of(cls, run: str, candidate: str) -> Sighting:
+    def of(cls, run: str, candidate: str) -> Observation:
         return cls(run=_short(run), candidate=_short(candidate))
 
     def __str__(self) -> str:
@@ -55,14 +55,14 @@ class _Entry(Record):
             return {**values, "id": identifier(str(values.get("text")))}
         return values
 
-    def saw(self, sighting: Sighting) -> bool:
+    def saw(self, sighting: Observation) -> bool:
         return any(known.rpartition("-")[2] == sighting.candidate for known in self.seen)
 
-    def _with(self, sighting: Sighting) -> tuple[str, ...]:
+    def _with(self, sighting: Observation) -> tuple[str, ...]:
         return (*self.seen, str(sighting))[-SEEN_KEPT:]
 
 
-class Rule(_Entry):
+class MemoryRule(_Entry):
     """One `[[rule]]` of `rules.toml`: "you cannot ... because ..."."""
 
     failure: str = ""
@@ -79,7 +79,7 @@ class Rule(_Entry):
     def runs(self) -> int:
         return len({known.partition("-")[0] for known in self.seen})
 
-    def again(self, sighting: Sighting, family: str, architecture: str, day: str) -> Rule:
+    def again(self, sighting: Observation, family: str, architecture: str, day: str) -> MemoryRule:
         """The rule after one more candidate broke it; the text stays as it is."""
         if self.saw(sighting):
             return self
@@ -123,7 +123,7 @@ class Gain(_Entry):
             raise ValueError(f"not one of: {', '.join(SHAPES)}")
         return value
 
-    def again(self, sighting: Sighting, gain: float | None, day: str) -> Gain:
+    def again(self, sighting: Observation, gain: float | None, day: str) -> Gain:
         """After one more candidate; `gain` is None for one that was not right."""
         if self.saw(sighting):
             return self

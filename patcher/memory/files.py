@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from tomlkit.items import AoT
 
 from patcher.bench import UsageError
-from patcher.memory.entries import Gain, Rule
+from patcher.memory.entries import Gain, MemoryRule
 from patcher.runs import durable
 
 MOST = 500
@@ -29,10 +29,10 @@ _EDIT = (
     "# Yours to edit: change a text, delete an entry, or say `muted = true` to keep it unshown.\n"
 )
 
-EntryT = TypeVar("EntryT", Rule, Gain)
+EntryT = TypeVar("EntryT", MemoryRule, Gain)
 
 
-class Shelf:
+class TomlStore:
     """One file of entries, `[[rule]]` or `[[technique]]`.
 
     Raises:
@@ -152,7 +152,7 @@ class Shelf:
             os.close(handle)
 
 
-def _plain(entry: Rule | Gain) -> dict[str, Any]:
+def _plain(entry: MemoryRule | Gain) -> dict[str, Any]:
     values = entry.model_dump(mode="json")
     return {name: value for name, value in values.items() if value is not None}
 

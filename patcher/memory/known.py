@@ -28,7 +28,7 @@ class Technique(_Known):
     """One `[[technique]]` of `known.toml`: `says` what is done."""
 
 
-class Failure(_Known):
+class KnownFailure(_Known):
     """One `[[failure]]`: "you cannot `says` because `because`"."""
 
     because: str
@@ -44,8 +44,8 @@ def techniques() -> tuple[Technique, ...]:
 
 
 @cache
-def failures() -> tuple[Failure, ...]:
-    return tuple(Failure.model_validate(each) for each in _file()["failure"])
+def failures() -> tuple[KnownFailure, ...]:
+    return tuple(KnownFailure.model_validate(each) for each in _file()["failure"])
 
 
 def technique_in(text: str) -> Technique | None:
@@ -54,7 +54,7 @@ def technique_in(text: str) -> Technique | None:
     return min(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def failure_in(text: str) -> Failure | None:
+def failure_in(text: str) -> KnownFailure | None:
     """The failure that a tool's words are known for."""
     return next((each for each in failures() if each.regex.search(text)), None)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from patcher.bench import Contract, Environment, Evaluation, Language, Outcome, Point, Record
-from patcher.memory.entries import Gain, Rule, Sighting, identifier, shapes_of
+from patcher.memory.entries import Gain, MemoryRule, Observation, identifier, shapes_of
 from patcher.memory.known import failure_in, technique_in
 from patcher.memory.screen import phrase, significant, vocabulary
 
@@ -71,8 +71,8 @@ class Where(Record):
 
 
 def rule_after(
-    rules: Sequence[Rule], where: Where, seen: Experience, sighting: Sighting, day: str
-) -> Rule | None:
+    rules: Sequence[MemoryRule], where: Where, seen: Experience, sighting: Observation, day: str
+) -> MemoryRule | None:
     """The rule that a failed candidate teaches, new or known and counted once more."""
     evaluation = seen.evaluation
     failed = evaluation.failed_checks[0] if evaluation.failed_checks else None
@@ -99,7 +99,7 @@ def rule_after(
     else:
         return None
     old = next((rule for rule in rules if rule.id == identity), None)
-    old = old or Rule(
+    old = old or MemoryRule(
         id=identity, text=text, language=where.language, failure=name, count=0, last=day
     )
     return old.again(sighting, where.family, where.architecture, day)
@@ -110,7 +110,7 @@ def gains_after(
     where: Where,
     contract: Contract,
     seen: Experience,
-    sighting: Sighting,
+    sighting: Observation,
     day: str,
 ) -> Iterator[Gain]:
     """What a recommended change was worth, an entry for each size of call that was timed."""
@@ -166,7 +166,7 @@ def _messages(log: str) -> list[str]:
     return [match[1] or match[2] for match in _COMPILER.finditer(log)]
 
 
-def _alike(rule: Rule, language: Language, failure: str, text: str) -> bool:
+def _alike(rule: MemoryRule, language: Language, failure: str, text: str) -> bool:
     if (rule.language, rule.failure) != (language, failure):
         return False
     around = significant(_UNEXPLAINED.format(cause="", check=failure))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from patcher.bench import SCHEMA_VERSION, Record
-from patcher.memory.entries import Gain, Rule
+from patcher.memory.entries import Gain, MemoryRule
 from patcher.memory.learn import Where
 from patcher.prompting.quoting import quote
 
@@ -29,7 +29,7 @@ class Recalled(Record):
     techniques: tuple[str, ...] = ()
 
 
-def recall(rules: Sequence[Rule], gains: Sequence[Gain], where: Where) -> Recalled:
+def recall(rules: Sequence[MemoryRule], gains: Sequence[Gain], where: Where) -> Recalled:
     """What fits the work best, most relevant first, in at most `CHARACTERS`."""
     fitting = [rule for rule in rules if rule.promoted and rule.language in (None, where.language)]
     fitting.sort(key=lambda rule: (_near_rule(rule, where), rule.count), reverse=True)
@@ -76,12 +76,12 @@ def _near(gain: Gain, where: Where) -> tuple[int, bool]:
     return 3 * same_family + same_device, gain.language == where.language
 
 
-def _near_rule(rule: Rule, where: Where) -> int:
+def _near_rule(rule: MemoryRule, where: Where) -> int:
     near = where.family in rule.families or not rule.families
     return 2 * near + (where.architecture in rule.architectures or not rule.architectures)
 
 
-def _rule_line(rule: Rule) -> str:
+def _rule_line(rule: MemoryRule) -> str:
     return f"- {rule.text[0].upper()}{rule.text[1:]} ({rule.count} times)."
 
 

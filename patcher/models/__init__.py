@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 from patcher.bench import SCHEMA_VERSION, PatcherError, Record, UsageError, VerificationError
 
 if TYPE_CHECKING:
-    from patcher.models.registry import Entry
+    from patcher.models.registry import ModelEntry
 
 Role = Literal["generate", "analyse", "diagnose"]
 
@@ -181,7 +181,7 @@ PROVIDERS = {
 """How a model is named, and what it is."""
 
 
-def open_model(spec: str, run_dir: Path, registry: Mapping[str, Entry] | None = None) -> Model:
+def open_model(spec: str, run_dir: Path, registry: Mapping[str, ModelEntry] | None = None) -> Model:
     """The model that `spec` names (see `PROVIDERS`); `exchange` without a folder uses `exchange/`
     in the run. `registry` is `Settings.models`.
 

@@ -10,7 +10,7 @@ import anthropic
 
 from patcher.models import Reply, Request
 from patcher.models.api import QUIET_S, ApiModel
-from patcher.models.registry import Entry
+from patcher.models.registry import ModelEntry
 
 if TYPE_CHECKING:
     from anthropic.types import ContentBlockParam
@@ -22,7 +22,7 @@ class AnthropicModel(ApiModel):
     _sdk = anthropic
 
     def __init__(
-        self, entry: Entry, run_dir: Path | None = None, *, quiet_s: float = QUIET_S
+        self, entry: ModelEntry, run_dir: Path | None = None, *, quiet_s: float = QUIET_S
     ) -> None:
         super().__init__(entry, run_dir, quiet_s=quiet_s)
         self._client = anthropic.Anthropic(**self._connection)

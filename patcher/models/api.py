@@ -14,7 +14,7 @@ from typing import Any
 
 from patcher.bench import BudgetError, MissingError, PatcherError, UsageError
 from patcher.models import ModelError, Reply, Request, Trouble, Usage
-from patcher.models.registry import Entry
+from patcher.models.registry import ModelEntry
 
 QUIET_S = 300.0
 """A server silent for so long is given up; a model that thinks may be silent for a while."""
@@ -45,7 +45,7 @@ class ApiModel(ABC):
     """`anthropic` or `openai`: both name their exceptions alike."""
 
     def __init__(
-        self, entry: Entry, run_dir: Path | None = None, *, quiet_s: float = QUIET_S
+        self, entry: ModelEntry, run_dir: Path | None = None, *, quiet_s: float = QUIET_S
     ) -> None:
         self.entry = entry
         self.name = entry.model
@@ -218,7 +218,7 @@ class ApiModel(ABC):
         return text.replace(self._key, "[key]") if len(self._key) >= 8 else text
 
 
-def _key(entry: Entry) -> str:
+def _key(entry: ModelEntry) -> str:
     name = entry.key_name
     if name is None:
         return "none"  # the SDKs insist on one

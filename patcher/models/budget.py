@@ -15,8 +15,8 @@ from patcher.models.ceilings import (
     SPENT,
     Account,
     Amount,
-    Ceilings,
     Resource,
+    SpendingLimits,
     account,
 )
 from patcher.models.replay import ReplayModel
@@ -47,14 +47,14 @@ class Budget:
     def __init__(
         self,
         run: Run,
-        ceilings: Ceilings | None = None,
+        ceilings: SpendingLimits | None = None,
         *,
         judge_on_gpu: bool = False,
         clock: Clock | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.run = run
-        self.ceilings = ceilings or Ceilings.of_run(run.config.settings, run.events)
+        self.ceilings = ceilings or SpendingLimits.of_run(run.config.settings, run.events)
         self._judge_on_gpu = judge_on_gpu
         self._clock = clock or Clock()
         self._say = say

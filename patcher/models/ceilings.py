@@ -51,7 +51,7 @@ class Amount(Record):
         return cls.model_validate({name: data.get(f"{kind}_{name}", 0) for name in RESOURCES})
 
 
-class Ceilings(Record):
+class SpendingLimits(Record):
     """What a run may use, all ops together; None is no ceiling."""
 
     usd: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -72,7 +72,7 @@ class Ceilings(Record):
                 return None if self.gpu_minutes is None else 60 * self.gpu_minutes
 
     @classmethod
-    def of_run(cls, settings: Mapping[str, Any], events: Iterable[Event]) -> Ceilings:
+    def of_run(cls, settings: Mapping[str, Any], events: Iterable[Event]) -> SpendingLimits:
         """By the run's settings (`budget_usd`, ...) and by what it was given later."""
         given = {name: settings.get(f"budget_{name}") for name in cls.model_fields}
         for event in events:

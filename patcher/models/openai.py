@@ -11,7 +11,7 @@ import openai
 
 from patcher.models import Reply, Request
 from patcher.models.api import QUIET_S, ApiModel
-from patcher.models.registry import Entry
+from patcher.models.registry import ModelEntry
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionContentPartParam, ChatCompletionMessageParam
@@ -28,7 +28,7 @@ class OpenAIModel(ApiModel):
     _sdk = openai
 
     def __init__(
-        self, entry: Entry, run_dir: Path | None = None, *, quiet_s: float = QUIET_S
+        self, entry: ModelEntry, run_dir: Path | None = None, *, quiet_s: float = QUIET_S
     ) -> None:
         super().__init__(entry, run_dir, quiet_s=quiet_s)
         self._room_name = _NEW if entry.own_server else _OLD

@@ -39,7 +39,7 @@ _SERVERS: dict[Provider, tuple[str, str]] = {
 }
 
 
-class Entry(Record):
+class ModelEntry(Record):
     """One model that is asked over a network."""
 
     provider: Provider
@@ -71,7 +71,7 @@ class Entry(Record):
         return value
 
     @model_validator(mode="after")
-    def _both_prices(self) -> Entry:
+    def _both_prices(self) -> ModelEntry:
         if (self.input_usd_per_mtok is None) != (self.output_usd_per_mtok is None):
             raise ValueError("give both prices, or none")
         return self
@@ -111,19 +111,19 @@ class Entry(Record):
         return None if self.base_url else price(self.model)
 
 
-def entry_of(spec: str, registry: Mapping[str, Entry]) -> Entry | None:
+def entry_of(spec: str, registry: Mapping[str, ModelEntry]) -> ModelEntry | None:
     """The model that `NAME`, `anthropic`, `anthropic:MODEL` or `openai:MODEL` stands for."""
     if spec in registry:
         return registry[spec]
     match spec.partition(":"):
         case ("anthropic", _, model):
-            return Entry(provider="anthropic", model=model or prices().default)
+            return ModelEntry(provider="anthropic", model=model or prices().default)
         case ("openai", _, model) if model:
-            return Entry(provider="openai", model=model)
+            return ModelEntry(provider="openai", model=model)
     return None
 
 
-class Listed(Record):
+class ListedModel(Record):
     """One line of `patcher models`: what can be asked, and whether its key is there."""
 
     name: str
@@ -138,11 +138,11 @@ class Listed(Record):
     output_usd_per_mtok: float | None
 
 
-def listed(registry: Mapping[str, Entry]) -> list[Listed]:
+def listed(registry: Mapping[str, ModelEntry]) -> list[ListedModel]:
     """The Anthropic default and every entry of the registry."""
-    own = {"anthropic": Entry(provider="anthropic", model=prices().default)}
+    own = {"anthropic": ModelEntry(provider="anthropic", model=prices().default)}
     return [
-        Listed(
+        ListedModel(
             name=name,
             provider=entry.provider,
             model=entry.model,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from patcher.attempts import Optimisation
 from patcher.bench import Language, Op
-from patcher.bench.judge import Policy
+from patcher.bench.judge import TripwirePolicy
 from patcher.memory import open_memory
 from patcher.models import Role
 from patcher.optimising.levers import Levers, load_levers
@@ -25,7 +25,7 @@ def kept_levers(run: Run) -> Levers:
     return run.step("levers", lambda: load_levers(run.config.settings), Levers)
 
 
-class Carried:
+class RunContext:
     """For one op.
 
     `kind` is the kind of device that candidates are timed on here; None when they are judged
@@ -45,7 +45,7 @@ class Carried:
         self._levers = kept_levers(run)
         self._memory = open_memory(settings.get("memory", "off"))
         self._earlier = recalled(run, self._memory, op, language, kind).text
-        self.policy: Policy = self._levers.tripwires.for_op(op.name)
+        self.policy: TripwirePolicy = self._levers.tripwires.for_op(op.name)
         self.score = Scorer.of(run, settings)
 
     def extra(self, role: Role, iteration: int) -> str:

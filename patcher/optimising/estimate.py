@@ -9,8 +9,8 @@ from patcher.agent import MAX_TOKENS
 from patcher.bench import SCHEMA_VERSION, Language, Op, Record, UsageError
 from patcher.models import PROVIDERS, Role
 from patcher.models.budget import JUDGE_LIMIT_S, more_room
-from patcher.models.ceilings import Ceilings
-from patcher.models.registry import Entry, entry_of
+from patcher.models.ceilings import SpendingLimits
+from patcher.models.registry import ModelEntry, entry_of
 from patcher.prompting.rendering import Prompts
 from patcher.prompting.room import CHARACTERS_PER_TOKEN, PROMPT_TOKENS
 from patcher.settings import Settings
@@ -44,7 +44,7 @@ class Estimate(Record):
     tokens: Figure
     usd: Figure
     gpu_minutes: Figure
-    ceilings: Ceilings
+    ceilings: SpendingLimits
     """What stops the run whatever the estimate says."""
     assumptions: tuple[str, ...]
 
@@ -52,7 +52,7 @@ class Estimate(Record):
 class _Call(NamedTuple):
     """One call of a model; None is a file or a recording."""
 
-    entry: Entry | None
+    entry: ModelEntry | None
     input_tokens: int
     output_tokens: int
 
@@ -89,7 +89,7 @@ def estimate(op: Op, language: Language, settings: Settings, sweep: str | None =
         gpu_minutes=Figure(
             expected=settings.iterations * judged_s / 60, worst=settings.iterations * limit_s / 60
         ),
-        ceilings=Ceilings.of_run(settings.for_run(), ()),
+        ceilings=SpendingLimits.of_run(settings.for_run(), ()),
         assumptions=(
             "expected: every question is asked once and every iteration but the first asks for "
             f"advice, of the dearer adviser; a reply takes {USED_ROOM:.0%} of its room, a later "
@@ -105,7 +105,7 @@ def _calls(settings: Settings, first: int) -> tuple[list[_Call], list[_Call]]:
     """As expected, and in the worst case. Advice comes from the analyst or from the diagnoser: the
     dearer one counts."""
     writer = _entry(settings.model, settings)
-    advisers: dict[Role, Entry | None] = {
+    advisers: dict[Role, ModelEntry | None] = {
         "analyse": _entry(settings.analyst or settings.model, settings),
         "diagnose": _entry(settings.diagnoser or settings.model, settings),
     }
@@ -124,7 +124,7 @@ def _calls(settings: Settings, first: int) -> tuple[list[_Call], list[_Call]]:
 
 
 def _question(
-    entry: Entry | None, role: Role, characters: float
+    entry: ModelEntry | None, role: Role, characters: float
 ) -> tuple[list[_Call], list[_Call]]:
     """The calls for one question: one, as expected, or one for each room in the worst case."""
     room, most = MAX_TOKENS[role], entry.max_output_tokens if entry else MAX_TOKENS[role]
@@ -141,7 +141,7 @@ def _dearness(calls: list[_Call]) -> tuple[float, int]:
     return math.inf if usd is None else usd, sum(call.output_tokens for call in calls)
 
 
-def _entry(spec: str, settings: Settings) -> Entry | None:
+def _entry(spec: str, settings: Settings) -> ModelEntry | None:
     """None for files and recordings: nothing is paid, and whoever answers counts the tokens."""
     found = entry_of(spec, settings.models)
     if found is None and spec.partition(":")[0] not in ("exchange", "replay"):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from patcher.bench import SCHEMA_VERSION, Record, UsageError, load_op
-from patcher.bench.judge import Policy
+from patcher.bench.judge import TripwirePolicy
 from patcher.bench.machine.environment import names_secret
 from patcher.models import Role
 from patcher.prompting.quoting import quote
@@ -115,15 +115,15 @@ class ScoreLever(Record):
     timeout_s: float = Field(60.0, gt=0, le=3600)
 
 
-class Tripwires(Policy):
+class TripwireSettings(TripwirePolicy):
     """`[tripwires]`: what a source must not or must have; more for one op in
     `[tripwires.ops.NAME]`."""
 
-    ops: Annotated[dict[str, Policy], BeforeValidator(_ops)] = Field(default_factory=dict)
+    ops: Annotated[dict[str, TripwirePolicy], BeforeValidator(_ops)] = Field(default_factory=dict)
 
-    def for_op(self, op: str) -> Policy:
-        more = self.ops.get(op, Policy())
-        return Policy(
+    def for_op(self, op: str) -> TripwirePolicy:
+        more = self.ops.get(op, TripwirePolicy())
+        return TripwirePolicy(
             banned=self.banned + more.banned,
             required=self.required + more.required,
             ignore=self.ignore + more.ignore,
@@ -154,7 +154,7 @@ class Levers(Record):
     schema_version: int = SCHEMA_VERSION
     words: tuple[Words, ...] = ()
     auxiliary: tuple[Auxiliary, ...] = ()
-    tripwires: Tripwires = Tripwires()
+    tripwires: TripwireSettings = TripwireSettings()
 
     def extra(self, op: str, role: Role, iteration: int, memory: str = "") -> str:
         """What a prompt carries besides: sources of the user's, then what earlier runs learned. It
@@ -220,7 +220,7 @@ def load_levers(settings: Mapping[str, Any], folder: Path | None = None) -> Leve
             )
     if score := settings.get("score"):
         _read(base, ScoreLever.model_validate(score).script)
-    tripwires = Tripwires.model_validate(settings.get("tripwires", {}))
+    tripwires = TripwireSettings.model_validate(settings.get("tripwires", {}))
     return Levers(words=tuple(words), auxiliary=tuple(auxiliary), tripwires=tripwires)
 
 
@@ -245,7 +245,7 @@ def _where(lever: _Where) -> dict[str, Any]:
     return {name: getattr(lever, name) for name in _Where.model_fields}
 
 
-def _rules_of(policy: Policy) -> str:
+def _rules_of(policy: TripwirePolicy) -> str:
     lines = [f"- It must not match `{pattern}`." for pattern in policy.banned]
     lines += [f"- It must match `{pattern}`." for pattern in policy.required]
     head = "# The user's rules\nRegular expressions over the source without its comments:\n"

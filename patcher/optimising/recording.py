@@ -44,7 +44,7 @@ ABOUT, REPLIES, EVALUATIONS, TABLE = (
 )
 
 
-class Recording(Record):
+class LoopRecording(Record):
     """What was searched, and what came of it."""
 
     schema_version: int = SCHEMA_VERSION
@@ -68,7 +68,7 @@ class Recording(Record):
     by length."""
 
 
-def record(run_dir: Path, folder: Path) -> Recording:
+def record(run_dir: Path, folder: Path) -> LoopRecording:
     """Write the recording of a finished `optimize`.
 
     Raises:
@@ -94,7 +94,7 @@ def record(run_dir: Path, folder: Path) -> Recording:
         raise UsageError(f"run {run.id} holds no verdict", "record a run that judged something")
     settings = run.config.settings
     rules = {name: settings[name] for name in Rules.model_fields if settings.get(name) is not None}
-    made = Recording(
+    made = LoopRecording(
         op=op.name,
         contract=op.digest,
         language=optimisation.language,
@@ -117,12 +117,12 @@ def record(run_dir: Path, folder: Path) -> Recording:
     return made
 
 
-def read(folder: Path) -> Recording:
+def read(folder: Path) -> LoopRecording:
     """Raises:
     UsageError: no recording there.
     """
     try:
-        return Recording.model_validate_json((folder / ABOUT).read_text(encoding="utf-8"))
+        return LoopRecording.model_validate_json((folder / ABOUT).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         raise UsageError(
             f"{folder} holds no recording", "give a folder that `patcher record` wrote"
@@ -169,7 +169,7 @@ def replay(folder: Path) -> list[str]:
     return _differences(made.optimisation, again)
 
 
-def table(made: Recording) -> str:
+def table(made: LoopRecording) -> str:
     """The recording in Markdown, for a person."""
     found, where = made.optimisation, made.environment
     best = (

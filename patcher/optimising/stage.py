@@ -17,7 +17,7 @@ from patcher.judges.languages import require_here
 from patcher.judges.one_device import hold
 from patcher.models import Model, open_model, sees_images
 from patcher.models.budget import Budget
-from patcher.optimising.carried import Carried
+from patcher.optimising.carried import RunContext
 from patcher.optimising.searching import Search
 from patcher.prompting.room import PROMPT_TOKENS
 from patcher.report.picture import plot
@@ -72,7 +72,7 @@ def optimise(
     if where == LOCAL:
         require_here(language)
     kind = judged_on(where, language)
-    carried = Carried(run, op, language, kind if where == LOCAL else None)
+    carried = RunContext(run, op, language, kind if where == LOCAL else None)
     judge_settings = replace(judge_settings, policy=carried.policy)
     models = {
         role: resolve_model(settings[role], run) if settings.get(role) else None

@@ -26,14 +26,14 @@ _FENCE = re.compile(r"[ \t]{0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)([^`\n]*)")
 _MAX_BRACES = 500
 
 
-class Failure(Record):
+class ReplyFailure(Record):
     """Why a reply cannot be used."""
 
     kind: Literal["truncated", "refused", "no_source", "unclosed", "ambiguous", "empty", "no_json"]
     detail: str
 
 
-class Block(Record):
+class CodeBlock(Record):
     """One fenced block."""
 
     tag: str
@@ -41,9 +41,9 @@ class Block(Record):
     closed: bool
 
 
-def blocks(text: str) -> list[Block]:
+def blocks(text: str) -> list[CodeBlock]:
     """Every fenced block of a Markdown text, in order; the last one may be unclosed."""
-    found: list[Block] = []
+    found: list[CodeBlock] = []
     fence, tag = "", ""
     lines: list[str] = []
     for line in text.replace("\r\n", "\n").split("\n"):
@@ -52,32 +52,32 @@ def blocks(text: str) -> list[Block]:
             if match:
                 fence, tag, lines = match[1], match[2].lower(), []
         elif match and match[1].startswith(fence) and not match[2] and not match[3].strip():
-            found.append(Block(tag=tag, source="\n".join(lines), closed=True))
+            found.append(CodeBlock(tag=tag, source="\n".join(lines), closed=True))
             fence = ""
         else:
             lines.append(line)
     if fence:
-        found.append(Block(tag=tag, source="\n".join(lines), closed=False))
+        found.append(CodeBlock(tag=tag, source="\n".join(lines), closed=False))
     return found
 
 
-def unusable(reply: Reply) -> Failure | None:
+def unusable(reply: Reply) -> ReplyFailure | None:
     """Why the reply as a whole must not be parsed, if so."""
     if reply.truncated:
-        return Failure(kind="truncated", detail="the reply was cut off before its end")
+        return ReplyFailure(kind="truncated", detail="the reply was cut off before its end")
     if reply.stop_reason == "refusal":
-        return Failure(kind="refused", detail="the model declined to answer")
+        return ReplyFailure(kind="refused", detail="the model declined to answer")
     return None
 
 
-def extract_source(text: str, language: Language, entry: str) -> str | Failure:
+def extract_source(text: str, language: Language, entry: str) -> str | ReplyFailure:
     """The source in a reply: the last block of the language that names the entry, or else the only
     block."""
     found = blocks(text)
     if not found:
-        return Failure(kind="no_source", detail="the reply holds no fenced code block")
+        return ReplyFailure(kind="no_source", detail="the reply holds no fenced code block")
     if not found[-1].closed:
-        return Failure(
+        return ReplyFailure(
             kind="unclosed", detail="the last code block is not closed: the reply was cut off"
         )
     fitting = [block for block in found if block.tag in TAGS[language]]
@@ -87,17 +87,17 @@ def extract_source(text: str, language: Language, entry: str) -> str | Failure:
     elif len(found) == 1:
         chosen = found[0]
     else:
-        return Failure(
+        return ReplyFailure(
             kind="ambiguous",
             detail=f"{len(found)} code blocks, none tagged {TAGS[language][0]}; "
             "give one block with that tag",
         )
     if not chosen.source.strip():
-        return Failure(kind="empty", detail="the code block is empty")
+        return ReplyFailure(kind="empty", detail="the code block is empty")
     return chosen.source.rstrip() + "\n"
 
 
-def extract_json(text: str, key: str) -> dict[str, Any] | Failure:
+def extract_json(text: str, key: str) -> dict[str, Any] | ReplyFailure:
     """The last JSON object in a reply that has this key."""
     decoder = json.JSONDecoder()
     chosen: dict[str, Any] | None = None
@@ -113,5 +113,5 @@ def extract_json(text: str, key: str) -> dict[str, Any] | Failure:
                 chosen = value
         at = text.find("{", end)
     if chosen is None:
-        return Failure(kind="no_json", detail=f'the reply holds no JSON object with "{key}"')
+        return ReplyFailure(kind="no_json", detail=f'the reply holds no JSON object with "{key}"')
     return chosen

@@ -14,7 +14,7 @@ from patcher.bench import Candidate, Evaluation, Language, Op, Outcome, Record, 
 from patcher.bench.toolchains import toolchain
 from patcher.models import Role
 from patcher.prompting.expectations import expectations, verdict
-from patcher.prompting.extract import TAGS, Failure
+from patcher.prompting.extract import TAGS, ReplyFailure
 from patcher.prompting.op_source import baseline_source, reference_source
 from patcher.prompting.quoting import clip, quote
 from patcher.prompting.room import PROMPT_TOKENS, characters, fitted
@@ -96,7 +96,7 @@ class Prompts:
 
     def generate(
         self,
-        failure: Failure | None,
+        failure: ReplyFailure | None,
         *,
         draw: int | None = None,
         unlike: Sequence[tuple[Attempt, str]] = (),
@@ -128,7 +128,7 @@ class Prompts:
         self,
         source: str,
         evaluation: Evaluation,
-        failure: Failure | None,
+        failure: ReplyFailure | None,
         *,
         diagnosis: Diagnosis | None = None,
         extra: str = "",
@@ -150,7 +150,7 @@ class Prompts:
         evaluation: Evaluation,
         recommendation: Recommendation | None,
         history: Sequence[Attempt],
-        failure: Failure | None,
+        failure: ReplyFailure | None,
         *,
         extra: str = "",
     ) -> str:
@@ -169,7 +169,7 @@ class Prompts:
         self,
         kernels: Sequence[tuple[str, Evaluation]],
         history: Sequence[Attempt],
-        failure: Failure | None,
+        failure: ReplyFailure | None,
         *,
         extra: str = "",
     ) -> str:

@@ -9,11 +9,11 @@ from patcher.bench import UsageError
 from patcher.report.html import render_html
 from patcher.report.markdown import render_markdown
 from patcher.report.picture import plot
-from patcher.report.record import Receipt, Report
+from patcher.report.record import ReceiptRow, Report
 
 __all__ = [
     "FORMATS",
-    "Receipt",
+    "ReceiptRow",
     "Report",
     "plot",
     "render_html",

@@ -13,7 +13,7 @@ from patcher.endtoend.judging import explain_measured
 from patcher.endtoend.measured import Measured
 from patcher.hotspot import Profile
 from patcher.integrate import Patch
-from patcher.pipeline import DEMO, Made, Plan
+from patcher.pipeline import DEMO, Made, RunPlan
 from patcher.reconciling.proof import seen_per_step
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.report import FORMATS, Report, write
@@ -51,7 +51,7 @@ def gather(run: Run, after: Profile | None = None) -> Report:
     Args:
         after: a profile of the patched engine.
     """
-    plan = Plan.model_validate(run.config.settings.get("plan", {}))
+    plan = RunPlan.model_validate(run.config.settings.get("plan", {}))
     workload = run.config.workload
     profile = _stored(run, "profile", Profile)
     measured = _stored(run, "measure", Measured)
@@ -128,7 +128,7 @@ def _reconciled(
     return explain_measured(measured, patch, before, after, seen)
 
 
-def _stopped(run: Run, plan: Plan) -> str | None:
+def _stopped(run: Run, plan: RunPlan) -> str | None:
     """Why there is no more to show, or None where this is all."""
     now = status(run)
     if run.read_only and now.state == "running":
@@ -150,7 +150,7 @@ def _recorded_note(model: str) -> str:
     return f"the language model's replies come from {which}; everything else was done in this run"
 
 
-def _command(run: Run, plan: Plan) -> str:
+def _command(run: Run, plan: RunPlan) -> str:
     """The command that began the run, from what it recorded."""
     config, settings = run.config, run.config.settings
     if config.command == "demo":

@@ -9,8 +9,8 @@ from patcher.endtoend.best_set import BestSet
 from patcher.endtoend.measured import Judged
 from patcher.hotspot import Profile
 from patcher.integrate import Patch
-from patcher.integrate import Receipt as FullReceipt
-from patcher.report.record import Receipt, Report
+from patcher.integrate import ReceiptRow as FullReceipt
+from patcher.report.record import ReceiptRow, Report
 
 
 def report_of(
@@ -65,9 +65,9 @@ def report_of(
     )
 
 
-def receipt_of(receipt: FullReceipt) -> Receipt:
+def receipt_of(receipt: FullReceipt) -> ReceiptRow:
     """What a report shows of it."""
-    return Receipt(calls=receipt.calls, fallbacks=receipt.fallbacks)
+    return ReceiptRow(calls=receipt.calls, fallbacks=receipt.fallbacks)
 
 
 def _headed(patch_id: str, candidate: Candidate) -> str:
@@ -75,12 +75,12 @@ def _headed(patch_id: str, candidate: Candidate) -> str:
     return f"==> {patch_id} ({candidate.language})\n{candidate.source}"
 
 
-def _together(patches: Sequence[Patch], receipts: Sequence[FullReceipt]) -> Receipt:
+def _together(patches: Sequence[Patch], receipts: Sequence[FullReceipt]) -> ReceiptRow:
     """Of one patch as it is; of several each count with its op."""
     if len(patches) == 1:
         return receipt_of(receipts[0])
     own = [(patch.manifest.op, each) for patch, each in zip(patches, receipts, strict=True)]
-    return Receipt(
+    return ReceiptRow(
         calls={f"{op}: {at}": count for op, each in own for at, count in each.calls.items()},
         fallbacks={f"{op}: {why}": n for op, each in own for why, n in each.fallbacks.items()},
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from patcher.report import wording
-from patcher.report.step import Launch, Span, Step, Window, short, window
+from patcher.report.step import Launch, Span, Step, StepWindow, short, window
 from patcher.report.svg import Canvas, Scale, linear, ticks
 
 COLOURS = 6
@@ -118,7 +118,9 @@ def _whole(canvas: Canvas, frame: _Frame, step: Step, x: Scale, top: float) -> N
         top += frame.pitch
 
 
-def _part(canvas: Canvas, frame: _Frame, step: Step, view: Window, x: Scale, top: float) -> None:
+def _part(
+    canvas: Canvas, frame: _Frame, step: Step, view: StepWindow, x: Scale, top: float
+) -> None:
     """The launches of a window, each with its name where there is room in it or behind it."""
     left, right = frame.left, frame.right
 
@@ -169,7 +171,7 @@ def _part(canvas: Canvas, frame: _Frame, step: Step, view: Window, x: Scale, top
 _LaneKind = tuple[Launch, ...] | Literal["idle", "chains"]
 
 
-def _rows(step: Step, view: Window | None) -> Iterator[tuple[str, float, _LaneKind]]:
+def _rows(step: Step, view: StepWindow | None) -> Iterator[tuple[str, float, _LaneKind]]:
     """(label, microseconds, launches) of each lane; idle time and chains come first and last."""
 
     def inside(start: float, end: float) -> float:
@@ -292,9 +294,9 @@ def _tip(group: Sequence[Launch]) -> str:
     return f"{name}, at {first.start_us:.1f} \N{MICRO SIGN}s, {spent:.2f} \N{MICRO SIGN}s"
 
 
-def _overlaps(launch: Launch, view: Window) -> bool:
+def _overlaps(launch: Launch, view: StepWindow) -> bool:
     return _within((launch.start_us, launch.end_us), view)
 
 
-def _within(span: Span, view: Window) -> bool:
+def _within(span: Span, view: StepWindow) -> bool:
     return span[0] < view.end_us and span[1] > view.start_us

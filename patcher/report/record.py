@@ -20,10 +20,10 @@ from patcher.endtoend.best_set import BestSet
 from patcher.endtoend.elsewhere import Elsewhere
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.verdicts.decide import Decision
-from patcher.verdicts.word import Word
+from patcher.verdicts.word import HumanVerdict
 
 
-class Receipt(Record):
+class ReceiptRow(Record):
     """Calls of the patched kernel by shape, and calls that went to the original by reason."""
 
     calls: dict[str, int] = Field(default_factory=dict)
@@ -61,9 +61,9 @@ class Report(Record):
     patch_id: str | None = None
     throughput: Throughput | None = None
     quality: Quality | None = None
-    receipt: Receipt | None = None
+    receipt: ReceiptRow | None = None
     """Of the A/B."""
-    quality_receipt: Receipt | None = None
+    quality_receipt: ReceiptRow | None = None
     """Of the quality run, which must cover the shapes of the A/B."""
     reconciliation: Reconciliation | None = None
     """Whether the kernel's own gain explains the measured one."""
@@ -73,7 +73,7 @@ class Report(Record):
     """Several patches: each alone and together."""
     decision: Decision | None = None
     """The rule's."""
-    words: tuple[Word, ...] = ()
+    words: tuple[HumanVerdict, ...] = ()
     """What persons said, oldest first; the rule's decision stays what it is."""
     reverted_identical: bool | None = None
     """Whether greedy output after the revert is bit-identical to before; None when not tried."""

@@ -50,7 +50,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Window:
+class StepWindow:
     """The part of the step that is shown at a larger scale."""
 
     start_us: float
@@ -133,7 +133,7 @@ def why_not(profile: dict[str, Any]) -> str:
     return "The profile keeps no launches of a step, so none is drawn."
 
 
-def window(step: Step, layers: int) -> Window:
+def window(step: Step, layers: int) -> StepWindow:
     """That many layers from the middle of the step, told by what repeats once a layer."""
     starts = _marks(step)
     if len(starts) > layers:
@@ -141,8 +141,8 @@ def window(step: Step, layers: int) -> Window:
         words = "one layer" if layers == 1 else f"{layers} layers"
         if step.layers is None or abs(len(starts) - step.layers) > 1:
             words = "one repeat" if layers == 1 else f"{layers} repeats"
-        return Window(starts[first], starts[first + layers], words)
-    return Window(0.0, step.wall_us / 10, "the first tenth")
+        return StepWindow(starts[first], starts[first + layers], words)
+    return StepWindow(0.0, step.wall_us / 10, "the first tenth")
 
 
 def short(name: str) -> str:

@@ -6,7 +6,7 @@ from patcher.bench import PatcherError, Record
 from patcher.integrate import Applied, Store, Switches, verify
 
 
-class Listed(Record):
+class ListedPatch(Record):
     """One row of `patcher patches`."""
 
     id: str
@@ -22,7 +22,7 @@ class Listed(Record):
     """The judge's speedup, and against what."""
 
 
-def listed(store: Store, switches: Switches) -> list[Listed]:
+def listed(store: Store, switches: Switches) -> list[ListedPatch]:
     """Every applied patch, oldest first.
 
     Raises:
@@ -31,16 +31,16 @@ def listed(store: Store, switches: Switches) -> list[Listed]:
     return [_row(store, entry, switches.asks_for(entry.id)) for entry in store.applied()]
 
 
-def _row(store: Store, entry: Applied, on: bool) -> Listed:
+def _row(store: Store, entry: Applied, on: bool) -> ListedPatch:
     fields = entry.model_dump()
     try:
         patch = store.load(entry)
     except PatcherError as error:
-        return Listed(**fields, on=on, fits=False, why_not=error.message)
+        return ListedPatch(**fields, on=on, fits=False, why_not=error.message)
     failure = verify(patch).failure
     found = patch.evaluation
     gain = "" if found.geomean_speedup is None else f"{found.geomean_speedup:.3f}x"
-    return Listed(
+    return ListedPatch(
         **fields,
         on=on,
         fits=failure is None,

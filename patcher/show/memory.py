@@ -10,10 +10,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from patcher.memory import PROMOTED, Gain, Rule
+from patcher.memory import PROMOTED, Gain, MemoryRule
 
 
-def memory_lines(folder: Path, rules: Sequence[Rule], techniques: Sequence[Gain]) -> Iterator[Any]:
+def memory_lines(
+    folder: Path, rules: Sequence[MemoryRule], techniques: Sequence[Gain]
+) -> Iterator[Any]:
     if not rules and not techniques:
         yield Text(f"nothing is remembered yet in {folder}")
         return

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from patcher.models.registry import Listed
+from patcher.models.registry import ListedModel
 from patcher.optimising.estimate import Estimate, Figure
 
 
-def models_table(rows: Sequence[Listed]) -> Table:
+def models_table(rows: Sequence[ListedModel]) -> Table:
     """What `--model` takes, and whether its key is there."""
     table = Table(title="language models (--model)", title_justify="left")
     for name in ("name", "protocol", "model", "key", "images", "$ per M tokens, in / out"):

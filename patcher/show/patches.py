@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from patcher.integrate import Check, Receipt, Verified
+from patcher.integrate import FitCheck, Receipt, Verified
 from patcher.reconciling.proof import Proof
-from patcher.show.listing import Listed
+from patcher.show.listing import ListedPatch
 
 
-def patches_table(listed: Sequence[Listed]) -> Table:
+def patches_table(listed: Sequence[ListedPatch]) -> Table:
     table = Table(title="applied patches")
     for name in ("id", "engine", "patch point", "here", "fits", "speedup"):
         table.add_column(name, overflow="fold")
@@ -29,7 +29,7 @@ def verified_lines(found: Verified) -> Iterator[Text]:
         yield from _check_lines(check)
 
 
-def _check_lines(check: Check) -> Iterator[Text]:
+def _check_lines(check: FitCheck) -> Iterator[Text]:
     line = Text("ok   " if check.passed else "fail ", style="green" if check.passed else "red")
     yield line.append(f"{check.name}: {check.detail}", style="default")
     for change in check.changes:

@@ -17,7 +17,7 @@ from patcher.runs.run import Run
 from patcher.show.quality import quality_lines
 from patcher.show.tables import comparison_lines, decision_lines, evaluation_table
 from patcher.verdicts.review import Subject
-from patcher.verdicts.word import Word
+from patcher.verdicts.word import HumanVerdict
 
 
 def diff_of(subject: Subject) -> str:
@@ -36,7 +36,7 @@ def diff_of(subject: Subject) -> str:
     return "\n".join([*parts, *added])
 
 
-def review_document(subject: Subject, said: Sequence[Word]) -> dict[str, Any]:
+def review_document(subject: Subject, said: Sequence[HumanVerdict]) -> dict[str, Any]:
     """All of it for a machine."""
     measured, reconciliation = _measured(subject)
     throughput = measured.throughput if measured else None
@@ -59,7 +59,7 @@ def review_document(subject: Subject, said: Sequence[Word]) -> dict[str, Any]:
     }
 
 
-def review_lines(subject: Subject, said: Sequence[Word]) -> list[Any]:
+def review_lines(subject: Subject, said: Sequence[HumanVerdict]) -> list[Any]:
     """All of it for a person; what a model wrote is shown, never obeyed."""
     measured, reconciliation = _measured(subject)
     shown: list[Any] = [Text(subject.name, style="bold")]

@@ -15,7 +15,7 @@ from patcher.bench import UsageError
 from patcher.strategies.beam import Beam
 from patcher.strategies.evolve import Evolve
 from patcher.strategies.refine import Refine
-from patcher.strategies.sample import Sample, Single
+from patcher.strategies.sample import IndependentSamples, Single
 
 STRATEGIES = {
     "refine": "one candidate at a time: mend what is broken, then improve the best",
@@ -63,7 +63,7 @@ def open_strategy(
         case "single":
             return Single()
         case "sample":
-            return Sample(count)
+            return IndependentSamples(count)
         case "beam":
             return Beam(count)
         case "evolve":
@@ -75,8 +75,8 @@ __all__ = [
     "STRATEGIES",
     "Beam",
     "Evolve",
+    "IndependentSamples",
     "Refine",
-    "Sample",
     "Single",
     "Strategy",
     "open_strategy",

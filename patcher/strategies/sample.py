@@ -16,7 +16,7 @@ class Single:
         return () if tried else (Ask(kind="generate"),)
 
 
-class Sample:
+class IndependentSamples:
     """The same question again and again, `width` at a time, each answer independent."""
 
     name = "sample"

@@ -20,7 +20,7 @@ its power cap in over a quarter of the windows is judged in that state; 5: arms 
 tell nothing unless a trial shows the patched arm's by themselves to be no faster."""
 
 
-class ReceiptLike(Protocol):
+class PatchCalls(Protocol):
     """What the rule reads of `integrate.Receipt`."""
 
     @property
@@ -50,8 +50,8 @@ def decide(
     throughput: Throughput,
     quality: Quality,
     evaluation: Evaluation,
-    receipt: ReceiptLike,
-    quality_receipt: ReceiptLike,
+    receipt: PatchCalls,
+    quality_receipt: PatchCalls,
     reverted_identical: bool,
     proof: Proof | None = None,
     reconciliation: Reconciliation | None = None,
@@ -115,8 +115,8 @@ def _disqualified(
     throughput: Throughput,
     evaluation: Evaluation,
     quality: Quality,
-    receipt: ReceiptLike,
-    quality_receipt: ReceiptLike,
+    receipt: PatchCalls,
+    quality_receipt: PatchCalls,
     reverted_identical: bool,
 ) -> list[str]:
     found = []
@@ -136,7 +136,7 @@ def _disqualified(
     return found
 
 
-def _never_compared(timed: ReceiptLike, compared: ReceiptLike) -> list[str]:
+def _never_compared(timed: PatchCalls, compared: PatchCalls) -> list[str]:
     """Kernels and shape buckets that were timed and are not in the quality run; a graph's replays
     are other code than an eager call of the same shape.
     """

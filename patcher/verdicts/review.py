@@ -19,7 +19,7 @@ from patcher.integrate import Patch, home_store, unpacked
 from patcher.pipeline import Made
 from patcher.runs.run import Run
 from patcher.verdicts.decide import Decision
-from patcher.verdicts.word import Said, Word
+from patcher.verdicts.word import HumanVerdict, Said
 
 _NOTE = "review"
 _FILE = "reviews.jsonl"
@@ -83,7 +83,7 @@ def find_subject(root: Path, text: str) -> Subject:
         ) from None
 
 
-def words(subject: Subject) -> tuple[Word, ...]:
+def words(subject: Subject) -> tuple[HumanVerdict, ...]:
     """All that was said about it, oldest first.
 
     Raises:
@@ -100,18 +100,18 @@ def words(subject: Subject) -> tuple[Word, ...]:
     return tuple(word for word in said if word.digest == digest)
 
 
-def run_words(run: Run) -> tuple[Word, ...]:
+def run_words(run: Run) -> tuple[HumanVerdict, ...]:
     """All that was said about a run's patch, oldest first."""
     notes = [event for event in run.state.notes if event.step == _NOTE]
     try:
-        return tuple(Word.model_validate(event.data) for event in notes)
+        return tuple(HumanVerdict.model_validate(event.data) for event in notes)
     except ValidationError as error:
         raise VerificationError(
             f"a review in the journal of run {run.id} cannot be read", "start a new run"
         ) from error
 
 
-def say(subject: Subject, word: Said, reason: str | None, by: str | None = None) -> Word:
+def say(subject: Subject, word: Said, reason: str | None, by: str | None = None) -> HumanVerdict:
     """Record a word.
 
     Raises:
@@ -127,7 +127,7 @@ def say(subject: Subject, word: Said, reason: str | None, by: str | None = None)
                 f"the rule said {rule or 'nothing'}, so accepting needs a reason", hint
             )
         raise UsageError("rejecting needs a reason", hint)
-    spoken = Word(
+    spoken = HumanVerdict(
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         word=word,
         reason=(reason or "").strip() or None,
@@ -172,14 +172,14 @@ def _made(path: Path) -> Made | None:
     return run.load("patch", Made) if run.done("patch") else None
 
 
-def _read(lines: Iterable[str], name: str) -> list[Word]:
+def _read(lines: Iterable[str], name: str) -> list[HumanVerdict]:
     try:
-        return [Word.model_validate_json(line) for line in lines if line.strip()]
+        return [HumanVerdict.model_validate_json(line) for line in lines if line.strip()]
     except ValidationError as error:
         raise VerificationError(f"{name} is damaged", "restore it from a copy") from error
 
 
-def _append(root: Path, word: Word) -> None:
+def _append(root: Path, word: HumanVerdict) -> None:
     line = (word.model_dump_json() + "\n").encode()
     try:
         root.mkdir(parents=True, exist_ok=True)

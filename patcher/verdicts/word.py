@@ -10,7 +10,7 @@ from patcher.bench.stats.comparison import Verdict
 Said = Literal["accept", "reject"]
 
 
-class Word(Record):
+class HumanVerdict(Record):
     """What a person said, and what the rule had said then."""
 
     schema_version: int = SCHEMA_VERSION

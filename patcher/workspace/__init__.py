@@ -2,15 +2,15 @@
 
 from patcher.workspace.layout import Opened, Workspace, lay_out, open_workspace, starting_point
 from patcher.workspace.ledger import RESULTS, Line, Stage, parse
-from patcher.workspace.trying import Tried, attempt
+from patcher.workspace.trying import WorkspaceTry, attempt
 
 __all__ = [
     "RESULTS",
     "Line",
     "Opened",
     "Stage",
-    "Tried",
     "Workspace",
+    "WorkspaceTry",
     "attempt",
     "lay_out",
     "open_workspace",

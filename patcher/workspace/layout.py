@@ -26,7 +26,7 @@ from patcher.bench import (
     VerificationError,
     load_op,
 )
-from patcher.bench.judge import Policy
+from patcher.bench.judge import TripwirePolicy
 from patcher.bench.toolchains import cache_root, toolchain
 from patcher.judges import facts, judged_on
 from patcher.prompting.rendering import Prompts
@@ -50,7 +50,7 @@ class Workspace(Record):
     sweep: str
     threads: int | None
     judge: str
-    policy: Policy
+    policy: TripwirePolicy
     """What the judge bans, requires and ignores in a source; settings found later do not count."""
     protected: dict[str, str]
     """File to sha256."""
@@ -87,7 +87,7 @@ def lay_out(
     sweep: str | None = None,
     threads: int | None = None,
     judge: str = "local",
-    policy: Policy | None = None,
+    policy: TripwirePolicy | None = None,
 ) -> Opened:
     """Make the workspace.
 
@@ -129,7 +129,7 @@ def lay_out(
         sweep=timed.name,
         threads=threads,
         judge=judge,
-        policy=policy or Policy(),
+        policy=policy or TripwirePolicy(),
         protected={name: _sha256(text.encode()) for name, text in files.items()},
     )
     try:

@@ -25,7 +25,7 @@ Stage = Literal["compile", "verify", "profile"]
 _SHOWN = 300
 
 
-class Summary(Record):
+class LedgerSummary(Record):
     """What an evaluation comes to."""
 
     outcome: str
@@ -38,7 +38,7 @@ class Summary(Record):
     device: str | None
 
     @classmethod
-    def of(cls, evaluation: Evaluation, timed: bool) -> Summary:
+    def of(cls, evaluation: Evaluation, timed: bool) -> LedgerSummary:
         checks = evaluation.failed_checks
         return cls(
             outcome=evaluation.outcome if timed or not evaluation.right else "right",
@@ -64,7 +64,7 @@ class Line(Record):
     file: str
     """Where its source is kept."""
     built: bool
-    evaluations: tuple[Summary, ...] = ()
+    evaluations: tuple[LedgerSummary, ...] = ()
     reward: Reward | None = None
     """None: it was built and no more."""
     prev: str

@@ -12,13 +12,13 @@ from patcher.bench.judge import JudgeSettings, Progress
 from patcher.bench.toolchains import build
 from patcher.judges import open_judges
 from patcher.workspace.layout import Opened
-from patcher.workspace.ledger import Line, Stage, Summary, now
+from patcher.workspace.ledger import LedgerSummary, Line, Stage, now
 
 TRIED = "tried"
 _NOT_BUILT = (Outcome.GENERATION_FAILURE, Outcome.COMPILATION_FAILURE)
 
 
-class Tried(Record):
+class WorkspaceTry(Record):
     """What one command found."""
 
     schema_version: int = SCHEMA_VERSION
@@ -35,7 +35,7 @@ class Tried(Record):
         return self.line.built if worth is None else worth.value >= least
 
 
-def attempt(opened: Opened, stage: Stage, report: Progress) -> Tried:
+def attempt(opened: Opened, stage: Stage, report: Progress) -> WorkspaceTry:
     """Judge the candidate as it is now and add a line to the results.
 
     Raises:
@@ -60,12 +60,12 @@ def attempt(opened: Opened, stage: Stage, report: Progress) -> Tried:
             digest=candidate.digest,
             file=str(file),
             built=not any(each.outcome in _NOT_BUILT for each in evaluations),
-            evaluations=tuple(Summary.of(each, stage == "profile") for each in evaluations),
+            evaluations=tuple(LedgerSummary.of(each, stage == "profile") for each in evaluations),
             reward=worth,
             prev=prev,
         )
     )
-    return Tried(line=line, log=log, evaluations=evaluations)
+    return WorkspaceTry(line=line, log=log, evaluations=evaluations)
 
 
 def _found(

@@ -19,7 +19,7 @@ from patcher.bench.lab.trials.trial import (
     Repeats,
     Resident,
     Setting,
-    Trial,
+    VerdictTrial,
     draw,
     take_repeats,
     take_windows,
@@ -211,7 +211,7 @@ class Driver:
             delay_s = self._step_s(clocks) * asked.gain_pct / 100
             setting = setting._replace(pairs=asked.planted_pairs)
         windows = take_windows(setting, number, drawn, self.processes, clocks, delay_s)
-        found = Trial(
+        found = VerdictTrial(
             number=number,
             kind=kind,
             process_pairs=drawn,

@@ -10,7 +10,7 @@ from typing import TypeVar
 from pydantic import Field, JsonValue, ValidationError
 
 from patcher.bench import SCHEMA_VERSION, Environment, Record, UsageError, Workload
-from patcher.bench.lab.trials.trial import Kind, Repeats, Summary, Trial, summarise
+from patcher.bench.lab.trials.trial import Kind, Repeats, TrialsSummary, VerdictTrial, summarise
 
 RecordT = TypeVar("RecordT", bound=Record)
 
@@ -70,20 +70,20 @@ class Folder:
                 )
         else:
             known.write_text(asked.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        self.trials = self._lines("trials.jsonl", Trial)
+        self.trials = self._lines("trials.jsonl", VerdictTrial)
         self.repeats = self._lines("repeats.jsonl", Repeats)
         self.starts = self._lines("starts.jsonl", Start)
 
-    def keep(self, record: Trial | Repeats | Start) -> None:
+    def keep(self, record: VerdictTrial | Repeats | Start) -> None:
         """On the disk before the next one is taken."""
         match record:
-            case Trial():
+            case VerdictTrial():
                 self.trials.append(record)
             case Repeats():
                 self.repeats.append(record)
             case Start():
                 self.starts.append(record)
-        name = {Trial: "trials", Repeats: "repeats", Start: "starts"}[type(record)]
+        name = {VerdictTrial: "trials", Repeats: "repeats", Start: "starts"}[type(record)]
         with (self.path / f"{name}.jsonl").open("a", encoding="utf-8") as file:
             file.write(record.model_dump_json() + "\n")
             file.flush()
@@ -101,7 +101,7 @@ class Folder:
         done["repeats"] = len({one.process for one in self.repeats})
         return {kind: max(count - done[kind], 0) for kind, count in wanted.items()}
 
-    def summary(self) -> Summary:
+    def summary(self) -> TrialsSummary:
         """Of all until now, written as `summary.json` and `summary.md`."""
         found = summarise(self.trials, self.repeats)
         text = found.model_dump_json(indent=1) + "\n"
@@ -133,7 +133,7 @@ def _read(path: Path, line: bytes, kind: type[RecordT]) -> RecordT:
 NAMES = {"aa": "A/A", "planted": "planted", "patch": "patch"}
 
 
-def markdown(found: Summary, folder: Folder) -> str:
+def markdown(found: TrialsSummary, folder: Folder) -> str:
     """A table for people, and what it was made on."""
     head = "| | trials | accept | inconclusive | reject | gain, mean (range) % | half-width % "
     rows = [

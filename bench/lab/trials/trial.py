@@ -39,7 +39,7 @@ class Resident(ArmProcess, Protocol):
         ...
 
 
-class Trial(Record):
+class VerdictTrial(Record):
     """One verdict, and what it was made of."""
 
     schema_version: int = SCHEMA_VERSION
@@ -207,7 +207,7 @@ class Kinds(Record):
     """Trials whose interval holds the truth: nothing, or what was planted."""
 
 
-class Summary(Record):
+class TrialsSummary(Record):
     """What the trials of a folder say."""
 
     schema_version: int = SCHEMA_VERSION
@@ -224,9 +224,9 @@ class Summary(Record):
     starts: int
 
 
-def summarise(trials: Sequence[Trial], repeats: Sequence[Repeats]) -> Summary:
+def summarise(trials: Sequence[VerdictTrial], repeats: Sequence[Repeats]) -> TrialsSummary:
     """Of all that was taken until now."""
-    by_kind: dict[Kind, list[Trial]] = {}
+    by_kind: dict[Kind, list[VerdictTrial]] = {}
     for trial in trials:
         by_kind.setdefault(trial.kind, []).append(trial)
     kinds: dict[Kind, Kinds] = {}
@@ -238,7 +238,7 @@ def summarise(trials: Sequence[Trial], repeats: Sequence[Repeats]) -> Summary:
         limit = 100 * (1 - 0.05 ** (1 / aa.trials))
     within = [one.cv_pct for one in repeats]
     means = [statistics.mean(one.tokens_per_s) for one in repeats]
-    return Summary(
+    return TrialsSummary(
         kinds=kinds,
         false_accept_limit_pct=limit,
         repeats=min((len(one.tokens_per_s) for one in repeats), default=0),
@@ -252,7 +252,7 @@ def summarise(trials: Sequence[Trial], repeats: Sequence[Repeats]) -> Summary:
     )
 
 
-def _kind(trials: Sequence[Trial]) -> Kinds:
+def _kind(trials: Sequence[VerdictTrial]) -> Kinds:
     found = [trial.comparison for trial in trials if trial.comparison is not None]
     gains = [one.gain_pct for one in found]
     planted = [trial.planted_pct for trial in trials if trial.delay_s]
@@ -284,7 +284,7 @@ def _kind(trials: Sequence[Trial]) -> Kinds:
     )
 
 
-def _turns(trials: Sequence[Trial]) -> tuple[float | None, float | None]:
+def _turns(trials: Sequence[VerdictTrial]) -> tuple[float | None, float | None]:
     """`Kinds.turn_sd_ms` and `Kinds.pair_sd_by_turns_pct`; Nones where turns were not kept."""
     pairs = [both for trial in trials for own in _timed_pairs(trial) for both in own]
     # of either order apart: what beginning a pair does is no spread
@@ -308,7 +308,7 @@ def _turns(trials: Sequence[Trial]) -> tuple[float | None, float | None]:
     return 1e3 * math.sqrt(statistics.mean(variances)), pair_pct
 
 
-def _by_process_pair(trial: Trial) -> list[float]:
+def _by_process_pair(trial: VerdictTrial) -> list[float]:
     """Gain of each process pair in percent, without the order effect."""
     pairs = [(owner, both) for owner, own in enumerate(_timed_pairs(trial)) for both in own]
     owners = [owner for owner, _ in pairs]
@@ -322,7 +322,7 @@ def _by_process_pair(trial: Trial) -> list[float]:
     return [100 * math.expm1(statistics.mean(own)) for own in by_owner.values()]
 
 
-def _timed_pairs(trial: Trial) -> list[list[dict[Arm, Window]]]:
+def _timed_pairs(trial: VerdictTrial) -> list[list[dict[Arm, Window]]]:
     """Of each process pair, without its warm-up pair; in a pair the arm first that began."""
     found: dict[int | None, dict[int, dict[Arm, Window]]] = {}
     for window in trial.windows:

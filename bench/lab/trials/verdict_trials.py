@@ -22,7 +22,7 @@ from pydantic import JsonValue
 from patcher.bench import BudgetError, PatcherError, Workload, preset
 from patcher.bench.lab.trials.driver import Driver, StartProcess
 from patcher.bench.lab.trials.folder import Asked, Folder
-from patcher.bench.lab.trials.trial import Resident, Summary
+from patcher.bench.lab.trials.trial import Resident, TrialsSummary
 from patcher.endtoend import arm_protocol as say
 from patcher.endtoend.arm_process import LOAD_S, ArmProcess
 from patcher.integrate import Patch
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
-def as_it_should(summary: Summary) -> bool:
+def as_it_should(summary: TrialsSummary) -> bool:
     """Nothing accepted that is not there, every planted gain found. A/A trials of which none gave a
     verdict show nothing.
     """
