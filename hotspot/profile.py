@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import AliasChoices, Field
+
 from patcher.bench import SCHEMA_VERSION, Record
 
 Triage = Literal["replace", "fuse", "closed", "configuration", "leave"]
@@ -118,7 +120,9 @@ class Hotspot(Record):
     """Who says so: `op NAME` or `ncu`."""
     speed_of_light_ns: float | None = None
     """The least time for `bytes` and `flops` on this GPU, per launch."""
-    speed_of_light_pct: float | None = None
+    sol_pct: float | None = Field(
+        default=None, validation_alias=AliasChoices("sol_pct", "speed_of_light_pct")
+    )
     """`speed_of_light_ns` as a share of the mean time."""
     triage: Triage = "leave"
     reason: str = ""

@@ -155,7 +155,7 @@ class _Ranking:
             aim = max(least / REACHABLE, self.floor_ns or 0)
             update |= {
                 "speed_of_light_ns": least,
-                "speed_of_light_pct": min(100 * least / spot.mean_ns, 100.0),
+                "sol_pct": min(100 * least / spot.mean_ns, 100.0),
                 "reachable_pct": self._gain_pct(max(spent - instances * aim, 0.0)),
             }
         return spot.model_copy(update=update)

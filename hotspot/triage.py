@@ -21,7 +21,7 @@ def triage(spot: Hotspot, chain: str | None = None) -> tuple[Triage, str]:
         share=f"{spot.share_pct:.1f} %",
         wall=f"{spot.wall_pct or 0:.1f} %",
         ceiling=f"+{spot.ceiling_pct:.2g} %",
-        sol=f"{spot.speed_of_light_pct or 0:.0f} %",
+        sol=f"{spot.sol_pct or 0:.0f} %",
         op=spot.op or spot.as_one,
         points=f" ({', '.join(spot.patch_points)})" if spot.patch_points else "",
         gap=f"{spot.gap_ns / max(spot.instances, 1) / 1e3:.1f} us",
@@ -43,7 +43,7 @@ def _fits(rule: dict[str, Any], spot: Hotspot, chain: str | None) -> bool:
     bounds = (
         ("wall_pct", spot.wall_pct or 0.0),
         ("ceiling_pct", spot.ceiling_pct),
-        ("sol_pct", spot.speed_of_light_pct or 0.0),
+        ("sol_pct", spot.sol_pct or 0.0),
     )
     return all(
         value >= rule.get(f"min_{key}", value) and value <= rule.get(f"max_{key}", value)

@@ -46,9 +46,9 @@ class Settings(Record):
     runs_dir: Path = Path("patcher-runs")
     margin_pct: float = Field(0.5, ge=0, le=100, allow_inf_nan=False)
     """End-to-end gain in percent that the interval's lower end must exceed."""
-    light_pct: float = Field(90, gt=0, allow_inf_nan=False)
+    sol_pct: float = Field(90, gt=0, allow_inf_nan=False)
     """Share of the speed of light at which the loop leaves an op."""
-    reverts: int = Field(5, ge=1)
+    patience: int = Field(5, ge=1)
     """Optimisation rounds in a row without a gain after which it does."""
     prompt_tokens: int = Field(PROMPT_TOKENS, ge=2000)
     """Room of a prompt, estimated; what is optional is cut to fit."""

@@ -429,8 +429,7 @@ def full(before: Profile) -> Report:
     throughput = throughput_of(windows=tuple(taken))
     lit = evaluation()
     timings = [
-        one.model_copy(update={"light_pct": 8.0 + 6 * index})
-        for index, one in enumerate(lit.timings)
+        one.model_copy(update={"sol_pct": 8.0 + 6 * index}) for index, one in enumerate(lit.timings)
     ]
     after = patched(before)
     return sample(

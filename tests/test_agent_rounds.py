@@ -118,7 +118,7 @@ def go(
         iterations,
         "a CPU",
         strategy=open_strategy(name, seed=world.seed),
-        rules=Rules(reverts=3),
+        rules=Rules(patience=3),
         extra=extra,
     )
 

@@ -43,7 +43,7 @@ def test_a_row_says_what_was_measured(capsys: pytest.CaptureFixture[str], tmp_pa
     plain = evaluation()
     [timing] = plain.timings
     wide = timing.model_copy(
-        update={"axes": {"tokens": 1024}, "speedup_low": 0.8, "light_pct": 41.2, "launch_pct": 9.0}
+        update={"axes": {"tokens": 1024}, "speedup_low": 0.8, "sol_pct": 41.2, "launch_pct": 9.0}
     )
     clean = Check(name="sanitizer", passed=True, detail="memcheck found nothing in 9 calls")
     told = plain.model_copy(

@@ -23,24 +23,24 @@ def reason(history: list[Tried], **rules: float) -> str | None:
 
 
 def test_at_a_share_of_the_speed_of_light() -> None:
-    assert reason([tried(0, 2.0, light_pct=89)]) is None
-    assert reason([tried(0, 2.0, light_pct=91)]) == "speed_of_light"
-    assert reason([tried(0, 2.0, light_pct=91)], light_pct=95) is None
+    assert reason([tried(0, 2.0, sol_pct=89)]) is None
+    assert reason([tried(0, 2.0, sol_pct=91)]) == "speed_of_light"
+    assert reason([tried(0, 2.0, sol_pct=91)], sol_pct=95) is None
     # slower than the baseline at the speed of light: there is nothing to gain either
-    assert reason([tried(0, 0.9, light_pct=99)]) == "speed_of_light"
+    assert reason([tried(0, 0.9, sol_pct=99)]) == "speed_of_light"
     # it is the best that counts
-    assert reason([tried(0, 3.0, light_pct=50), tried(1, 2.0, "optimise", light_pct=95)]) is None
+    assert reason([tried(0, 3.0, sol_pct=50), tried(1, 2.0, "optimise", sol_pct=95)]) is None
 
 
 def test_the_share_is_known_only_when_every_points_is() -> None:
-    one = judged(2.0, light_pct=50).timings[0]
-    two = one.model_copy(update={"light_pct": None})
-    three = one.model_copy(update={"light_pct": 400.0})
+    one = judged(2.0, sol_pct=50).timings[0]
+    two = one.model_copy(update={"sol_pct": None})
+    three = one.model_copy(update={"sol_pct": 400.0})
     evaluation = judged(2.0)
-    assert evaluation.model_copy(update={"timings": (one, two)}).light_share is None
+    assert evaluation.model_copy(update={"timings": (one, two)}).sol_share is None
     # a share above all means a ceiling that was measured too low
     both = evaluation.model_copy(update={"timings": (one, three)})
-    assert both.light_share == pytest.approx(0.5**0.5)
+    assert both.sol_share == pytest.approx(0.5**0.5)
 
 
 def test_after_reverts_in_a_row() -> None:
@@ -50,7 +50,7 @@ def test_after_reverts_in_a_row() -> None:
     assert reason(history) is None
     assert reason([*history, tried(5, 1.0, "optimise", (0,))]) == "reverts"
     assert reason([*history, tried(5, 2.1, "optimise", (0,))]) is None
-    assert reason(history, reverts=4) == "reverts"
+    assert reason(history, patience=4) == "reverts"
     # a repair that betters the best makes up for the pass that broke
     mended = [*history, tried(5, BROKEN, "optimise", (0,)), tried(6, 2.5, "repair", (5,))]
     assert reason(mended) is None
@@ -65,7 +65,7 @@ def test_at_the_ops_end_to_end_ceiling() -> None:
     assert reason([tried(0, 2.0)], share_pct=0.9, margin_pct=0.5) == "end_to_end_ceiling"
     assert reason([tried(0, 30.0)], share_pct=10, margin_pct=0.5) == "end_to_end_ceiling"
     # 80 % of the speed of light: a fifth of the 5 % is left
-    history = [tried(0, 2.0, light_pct=80)]
+    history = [tried(0, 2.0, sol_pct=80)]
     assert reason(history, share_pct=10, margin_pct=0.9) is None
     assert reason(history, share_pct=10, margin_pct=1.2) == "end_to_end_ceiling"
     # never before something is right

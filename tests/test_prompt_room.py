@@ -51,7 +51,7 @@ def rich(language: Language = Language.CPP) -> Evaluation:
         duration_us=4.25,
         values={"occupancy_pct": counter},
     )
-    found = judged(2.0, light_pct=50)
+    found = judged(2.0, sol_pct=50)
     timing = found.timings[0].model_copy(
         update={
             "candidate_cold_us": 7.75,

@@ -169,7 +169,7 @@ def test_speed_of_light_by_the_ops_own_bytes(profile: Profile) -> None:
     assert spot.cost_source == "op fused_add_rms_norm"
     assert spot.bytes == bytes_moved
     assert spot.speed_of_light_ns == pytest.approx(1e9 * bytes_moved / 4.8e12)
-    assert spot.speed_of_light_pct == pytest.approx(100 * bytes_moved / 4.8e12 / 2e-6)
+    assert spot.sol_pct == pytest.approx(100 * bytes_moved / 4.8e12 / 2e-6)
 
 
 def test_speed_of_light_by_counters_and_by_arithmetic() -> None:
@@ -178,7 +178,7 @@ def test_speed_of_light_by_counters_and_by_arithmetic() -> None:
     [spot] = build_profile(recording, "m", counters=counters).hotspots
     assert spot.cost_source == "ncu"
     assert spot.speed_of_light_ns == pytest.approx(25_000)
-    assert spot.speed_of_light_pct == pytest.approx(50)
+    assert spot.sol_pct == pytest.approx(50)
     # at 80 % of the speed of light 31.25 us of 50 are left: 37.5 % saved
     assert spot.reachable_pct == pytest.approx(100 * 0.375 / 0.625)
     peak = 4096 * 132 * 1.98e9

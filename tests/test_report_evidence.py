@@ -80,7 +80,7 @@ def test_the_speed_of_light_is_a_line_where_it_is_known(width: float) -> None:
     assert best is not None
     (group,) = views.sweep_groups(best.timings)
     row = group.rows[0]
-    assert row.light_us == pytest.approx(row.candidate_us * 0.08)
+    assert row.sol_us == pytest.approx(row.candidate_us * 0.08)
     drawing = inside(charts.sweep_times(group.rows, group.axis, width))
     assert drawing.count('class="series sol"') == 1
     assert "speed of light" in drawing

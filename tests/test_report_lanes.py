@@ -273,7 +273,7 @@ def test_a_journal_of_old_still_renders() -> None:
 
 def test_bars_tell_chains_idle_time_and_the_speed_of_light() -> None:
     rows = views.hotspot_rows(record(decode()))
-    lit = [row.__class__(**{**vars(row), "speed_of_light_pct": 40.0}) for row in rows[:1]]
+    lit = [row.__class__(**{**vars(row), "sol_pct": 40.0}) for row in rows[:1]]
     drawing = bars([*lit, *rows[1:]], 920).render("x", "t", "d", "wide")
     found = rects(drawing)
     bar = max(length for css, _, _, length in found if css.startswith("bar"))

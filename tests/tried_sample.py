@@ -17,7 +17,7 @@ SHAPES = (
 """Bodies of sources that differ in structure."""
 
 
-def timed(speedup: float, light_pct: float | None = None) -> Timing:
+def timed(speedup: float, sol_pct: float | None = None) -> Timing:
     """One timed point; its interval is 2 % to either side."""
     return Timing(
         axes={"tokens": 8, "hidden": 256},
@@ -28,11 +28,11 @@ def timed(speedup: float, light_pct: float | None = None) -> Timing:
         speedup_high=speedup * 1.02,
         pairs=8,
         calls=100,
-        light_pct=light_pct,
+        sol_pct=sol_pct,
     )
 
 
-def judged(said: float | Outcome, source: str = "x", light_pct: float | None = None) -> Evaluation:
+def judged(said: float | Outcome, source: str = "x", sol_pct: float | None = None) -> Evaluation:
     """What a judge might say: a speedup, or how it failed."""
     candidate = Candidate(op=OP, language=Language.CPP, source=source)
     named = {"op": OP, "language": Language.CPP, "digest": candidate.digest}
@@ -43,7 +43,7 @@ def judged(said: float | Outcome, source: str = "x", light_pct: float | None = N
         **named,
         outcome=Outcome.CORRECT if said > 1 else Outcome.TOO_SLOW,
         baseline="eager",
-        timings=(timed(said, light_pct),),
+        timings=(timed(said, sol_pct),),
         geomean_speedup=said,
     )
 
@@ -58,7 +58,7 @@ def tried(
     shape: int = 0,
     island: int | None = None,
     after: int | None = None,
-    light_pct: float | None = None,
+    sol_pct: float | None = None,
 ) -> Tried:
     """An attempt; `said` None: the reply held no source. A round of its own unless told."""
     source = SHAPES[shape]
@@ -69,6 +69,6 @@ def tried(
         candidate=None
         if said is None
         else Candidate(op=OP, language=Language.CPP, source=f"void {OP}() {{ {source} }}"),
-        evaluation=None if said is None else judged(said, light_pct=light_pct),
+        evaluation=None if said is None else judged(said, sol_pct=sol_pct),
         failure=ReplyFailure(kind="no_source", detail="no code block") if said is None else None,
     )

@@ -34,7 +34,7 @@ class Ceilings(Record):
     launch_us: float
     """The shortest kernel in a CUDA graph; 0 on a CPU."""
 
-    def light_us(self, contract: Contract, point: Point) -> float:
+    def sol_us(self, contract: Contract, point: Point) -> float:
         """Time that the contract's bytes and arithmetic take at these rates: bytes from memory on a
         GPU, from the cache on a CPU, where they lie after the copy-in.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 
-from pydantic import Field, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
 from patcher.bench.machine.environment import Environment
 from patcher.bench.records import SCHEMA_VERSION, Record
@@ -58,7 +58,9 @@ class Timing(Record):
     """Timed calls behind `candidate_us`."""
     dropped_pairs: int = 0
     """Pairs left out because the GPU throttled or its clock drifted."""
-    light_pct: float | None = None
+    sol_pct: float | None = Field(
+        default=None, validation_alias=AliasChoices("sol_pct", "light_pct")
+    )
     """Share of the speed of light: the time that the contract's bytes and arithmetic take at the
     machine's measured ceilings, over `candidate_us`."""
     launch_pct: float | None = None
@@ -153,11 +155,11 @@ class Evaluation(Record):
         return tuple(name for name, said in self.baselines.items() if not said.endswith(" us"))
 
     @property
-    def light_share(self) -> float | None:
+    def sol_share(self) -> float | None:
         """Geometric mean over the timed points of the share of the speed of light, at most 1: its
         inverse is the most by which the score can still grow. None where a point's share is not
         known."""
-        shares = [timing.light_pct for timing in self.timings]
+        shares = [timing.sol_pct for timing in self.timings]
         known = [min(share / 100, 1.0) for share in shares if share is not None and share > 0]
         return geomean(known) if known and len(known) == len(shares) else None
 

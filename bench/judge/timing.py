@@ -134,7 +134,7 @@ class TimingSession:
             pairs=len(ours),
             dropped_pairs=dropped,
             calls=sum(block.calls for block in ours),
-            light_pct=100 * self.ceilings.light_us(self.op.contract, point) / candidate_us,
+            sol_pct=100 * self.ceilings.sol_us(self.op.contract, point) / candidate_us,
             launch_pct=self.ceilings.launch_pct(candidate_us),
             **more,
         )

@@ -78,7 +78,7 @@ def _row(name: str, evaluation: Evaluation, several: bool) -> str:
     timings = evaluation.timings
     cells = [f"{one.speedup:.2f}x<br>{one.candidate_us:.2f}" for one in timings]
     lowest = min(timings, key=lambda one: one.speedup_low)
-    light = [one.light_pct for one in timings if one.light_pct is not None]
+    light = [one.sol_pct for one in timings if one.sol_pct is not None]
     launch = [one.launch_pct for one in timings if one.launch_pct is not None]
     row = [
         f"[`{evaluation.op}`]({name}.json), {evaluation.language}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from patcher.attempts import Stopped
 from patcher.attempts.tried import Tried, standing
@@ -18,10 +18,14 @@ MAX_FUNCTIONAL_FAILURES = 5
 class Rules(Record):
     """When more micro gain is not worth its price."""
 
-    light_pct: float = Field(default=90, gt=0)
+    sol_pct: float = Field(
+        default=90, gt=0, validation_alias=AliasChoices("sol_pct", "light_pct")
+    )
     """Share of the speed of light, geometric mean over the timed points, from which on at most the
     rest could be gained."""
-    reverts: int = Field(default=5, ge=1)
+    patience: int = Field(
+        default=5, ge=1, validation_alias=AliasChoices("patience", "reverts")
+    )
     """Optimisation rounds in a row without a gain."""
     share_pct: float | None = Field(default=None, ge=0, le=100)
     """The op's share of the served model's time, by its profile; None: not known."""
@@ -40,11 +44,11 @@ def move_on(tried: Sequence[Tried], rules: Rules) -> Stopped | None:
     if now.best is None or now.best.evaluation is None:
         return None
     best = now.best.evaluation
-    light = best.light_share
-    if light is not None and 100 * light >= rules.light_pct:
+    light = best.sol_share
+    if light is not None and 100 * light >= rules.sol_pct:
         detail = (
             f"iteration {now.best.iteration} is at {100 * light:.0f} % of the speed of light "
-            f"(rule: {rules.light_pct:g} %)"
+            f"(rule: {rules.sol_pct:g} %)"
         )
         return Stopped(reason="speed_of_light", detail=detail)
     if rules.share_pct is not None and best.geomean_speedup is not None:
@@ -56,7 +60,7 @@ def move_on(tried: Sequence[Tried], rules: Rules) -> Stopped | None:
                 f"(margin: {rules.margin_pct:g} %)"
             )
             return Stopped(reason="end_to_end_ceiling", detail=detail)
-    if now.reverts >= rules.reverts:
+    if now.reverts >= rules.patience:
         detail = f"{now.reverts} optimisation rounds in a row brought no gain"
         return Stopped(reason="reverts", detail=detail)
     return None

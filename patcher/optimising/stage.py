@@ -78,7 +78,7 @@ def optimise(
         role: resolve_model(settings[role], run) if settings.get(role) else None
         for role in ("analyst", "diagnoser")
     }
-    rules = {name: settings[name] for name in ("light_pct", "reverts") if name in settings}
+    rules = {name: settings[name] for name in ("sol_pct", "patience") if name in settings}
     model = resolve_model(settings["model"], run)
     shares = [spot.share_pct for spot in profile.hotspots if spot.op == op.name] if profile else []
     pictures: tuple[str, ...] = ()

@@ -29,8 +29,8 @@ def timing_table(op: Op, sweep: Sweep, evaluation: Evaluation) -> str:
     ]
     if any(flops.values()):
         columns.append(("GFLOP/s", lambda t: f"{flops[id(t)] / t.candidate_us / 1e3:.1f}"))
-    if any(timing.light_pct is not None for timing in timings):
-        columns.append(("of light", lambda t: _pct(t.light_pct)))
+    if any(timing.sol_pct is not None for timing in timings):
+        columns.append(("of light", lambda t: _pct(t.sol_pct)))
     if any(timing.launch_pct is not None for timing in timings):
         columns.append(("of launch floor", lambda t: _pct(t.launch_pct)))
     if any(timing.candidate_cold_us is not None for timing in timings):
@@ -55,7 +55,7 @@ def roofline(op: Op, sweep: Sweep, evaluation: Evaluation) -> str:
     """What the columns mean and how far the speed of light is, in sentences."""
     timings = evaluation.timings
     said = []
-    share = evaluation.light_share
+    share = evaluation.sol_share
     if share is not None:
         said.append(
             "The speed of light is the time that the contract's bytes and arithmetic take at the "

@@ -84,7 +84,7 @@ def _entries(rows: Sequence[HotspotRow]) -> list[tuple[str, str]]:
         entries.append(("bar leave hatched", "fusion chain: its kernels have rows too"))
     if any(row.kind in _NO_KERNEL for row in rows):
         entries.append(("bar nothing", "no kernel"))
-    if any(row.speed_of_light_pct is not None for row in rows):
+    if any(row.sol_pct is not None for row in rows):
         entries.append(("light", "speed of light"))
     return entries
 
@@ -108,6 +108,6 @@ def _bar(canvas: Canvas, row: HotspotRow, x: float, y: float, length: float) -> 
     canvas.rect(x, y, length, 13, f"bar {css}", 2, wording.clip(row.name, 300))
     if row.kind == "chain":
         canvas.hatch(x, y, length, 13, "hatching")
-    if row.speed_of_light_pct is not None:
-        place = x + length * min(row.speed_of_light_pct, 100) / 100
+    if row.sol_pct is not None:
+        place = x + length * min(row.sol_pct, 100) / 100
         canvas.rect(place - 1, y - 3, 2, 19, "light")

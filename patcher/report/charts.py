@@ -104,7 +104,7 @@ def sweep_times(rows: Sequence[SweepRow], axis: str, width: float) -> Canvas:
     """Time of one call, candidate, baseline and speed of light, over the sweep."""
     height, left, right, top, bottom = 250.0, 58.0, 12.0, 30.0, 42.0
     canvas = Canvas(width, height)
-    light = [row.light_us or 0.0 for row in rows]
+    light = [row.sol_us or 0.0 for row in rows]
     lit = all(value > 0 for value in light)
     values = [value for row in rows for value in (row.candidate_us, row.baseline_us)]
     values += light if lit else []

@@ -111,7 +111,7 @@ def _sweep(report: Report) -> str:
                 wording.microseconds(row.baseline_us),
                 wording.times(row.speedup),
                 f"{wording.times(row.speedup_low)} to {wording.times(row.speedup_high)}",
-                wording.percent(row.light_pct, 0),
+                wording.percent(row.sol_pct, 0),
                 wording.percent(row.launch_pct, 0),
             ]
             for row in group.rows

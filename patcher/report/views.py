@@ -46,7 +46,7 @@ class HotspotRow:
     """`kernel`, `chain`, `memory` or `idle`."""
     wall_pct: float | None = None
     reachable_pct: float | None = None
-    speed_of_light_pct: float | None = None
+    sol_pct: float | None = None
     triage: str | None = None
     reason: str = ""
     chain: int | None = None
@@ -72,13 +72,13 @@ class SweepRow:
     speedup_high: float
     pairs: int
     calls: int
-    light_pct: float | None = None
+    sol_pct: float | None = None
     launch_pct: float | None = None
 
     @property
-    def light_us(self) -> float | None:
+    def sol_us(self) -> float | None:
         """The time of one call at the speed of light."""
-        return None if self.light_pct is None else self.candidate_us * self.light_pct / 100
+        return None if self.sol_pct is None else self.candidate_us * self.sol_pct / 100
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def hotspot_rows(profile: dict[str, Any] | None) -> list[HotspotRow]:
                 kind=kind if (kind := merged.get("kind")) in KINDS else "kernel",
                 wall_pct=merged.get("wall_pct"),
                 reachable_pct=merged.get("reachable_pct"),
-                speed_of_light_pct=merged.get("speed_of_light_pct"),
+                sol_pct=merged.get("sol_pct"),
                 triage=triage if (triage := merged.get("triage")) in wording.TRIAGES else None,
                 reason=str(merged.get("reason") or ""),
                 chain=(number := numbers.get(rank - 1)),

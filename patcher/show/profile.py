@@ -62,7 +62,7 @@ def _ranking(profile: Profile, shown: list[Hotspot]) -> Table:
             "" if spot.per_step is None else f"{spot.per_step:.3g}",
             *([_layers(spot.per_layer)] if profile.layers and profile.steps else []),
             f"{spot.mean_ns / 1e3:.2f}" if own or spot.kind == "chain" else "",
-            "" if spot.speed_of_light_pct is None else f"{spot.speed_of_light_pct:.0f}%",
+            "" if spot.sol_pct is None else f"{spot.sol_pct:.0f}%",
             f"+{spot.ceiling_pct:.1f}%",
             "" if spot.reachable_pct is None else f"+{spot.reachable_pct:.1f}%",
         ]

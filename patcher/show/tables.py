@@ -60,7 +60,7 @@ def evaluation_table(evaluation: Evaluation) -> Table:
             f"{timing.baseline_us:.2f}",
             f"{timing.speedup:.3f}x",
             f"{timing.speedup_low:.3f} .. {timing.speedup_high:.3f}",
-            "-" if timing.light_pct is None else f"{timing.light_pct:.0f} %",
+            "-" if timing.sol_pct is None else f"{timing.sol_pct:.0f} %",
             "-" if timing.launch_pct is None else f"{timing.launch_pct:.0f} %",
             "-" if timing.candidate_cold_us is None else f"{timing.candidate_cold_us:.2f}",
         )
