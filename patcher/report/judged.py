@@ -9,7 +9,7 @@ from patcher.endtoend.best_set import BestSet
 from patcher.endtoend.measured import Judged
 from patcher.hotspot import Profile
 from patcher.integrate import Patch
-from patcher.integrate import ReceiptRow as FullReceipt
+from patcher.integrate import Receipt
 from patcher.report.record import ReceiptRow, Report
 
 
@@ -65,7 +65,7 @@ def report_of(
     )
 
 
-def receipt_of(receipt: FullReceipt) -> ReceiptRow:
+def receipt_of(receipt: Receipt) -> ReceiptRow:
     """What a report shows of it."""
     return ReceiptRow(calls=receipt.calls, fallbacks=receipt.fallbacks)
 
@@ -75,7 +75,7 @@ def _headed(patch_id: str, candidate: Candidate) -> str:
     return f"==> {patch_id} ({candidate.language})\n{candidate.source}"
 
 
-def _together(patches: Sequence[Patch], receipts: Sequence[FullReceipt]) -> ReceiptRow:
+def _together(patches: Sequence[Patch], receipts: Sequence[Receipt]) -> ReceiptRow:
     """Of one patch as it is; of several each count with its op."""
     if len(patches) == 1:
         return receipt_of(receipts[0])
