@@ -15,7 +15,7 @@ import pytest
 from patcher.bench import Candidate, Language, Outcome, UsageError, guess_language, load_op
 from patcher.bench.judge import JudgeSettings, TripwirePolicy, evaluate, stripping
 from patcher.bench.judge.stripping import Views, views
-from patcher.bench.judge.tripwires import LONGEST, TripwireRule, TripwireSettings, look, rules
+from patcher.bench.judge.tripwires import LONGEST, TripwireRule, Tripwires, look, rules
 from patcher.optimising import levers
 from patcher.settings import resolve
 
@@ -28,11 +28,11 @@ NOTICED = {"evidence": 102, "note": 31}
 
 def seen(
     source: str, language: Language = Language.CPP, policy: TripwirePolicy | None = None
-) -> TripwireSettings:
+) -> Tripwires:
     return look(Candidate(op="linear", language=language, source=source), True, policy)
 
 
-def corpus(kind: str) -> Iterator[tuple[str, TripwireSettings]]:
+def corpus(kind: str) -> Iterator[tuple[str, Tripwires]]:
     """Each file without its header, which names the very things that rules look for."""
     for path in sorted((CORPUS / kind).glob("*.*")):
         source = path.read_text(encoding="utf-8")
@@ -141,7 +141,7 @@ def test_says_what_and_where() -> None:
 def test_switched_off_it_sees_a_declaration_only() -> None:
     source = "// patcher: nondeterministic\nstd::thread x;"
     found = look(Candidate(op="linear", language=Language.CPP, source=source), False)
-    assert found == TripwireSettings(declares_nondeterminism=True)
+    assert found == Tripwires(declares_nondeterminism=True)
     assert seen(source).declares_nondeterminism
     assert not seen("// nondeterministic").declares_nondeterminism
 

@@ -18,14 +18,10 @@ MAX_FUNCTIONAL_FAILURES = 5
 class Rules(Record):
     """When more micro gain is not worth its price."""
 
-    sol_pct: float = Field(
-        default=90, gt=0, validation_alias=AliasChoices("sol_pct", "light_pct")
-    )
+    sol_pct: float = Field(default=90, gt=0, validation_alias=AliasChoices("sol_pct", "light_pct"))
     """Share of the speed of light, geometric mean over the timed points, from which on at most the
     rest could be gained."""
-    patience: int = Field(
-        default=5, ge=1, validation_alias=AliasChoices("patience", "reverts")
-    )
+    patience: int = Field(default=5, ge=1, validation_alias=AliasChoices("patience", "reverts"))
     """Optimisation rounds in a row without a gain."""
     share_pct: float | None = Field(default=None, ge=0, le=100)
     """The op's share of the served model's time, by its profile; None: not known."""

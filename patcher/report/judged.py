@@ -8,8 +8,7 @@ from patcher.bench import Candidate
 from patcher.endtoend.best_set import BestSet
 from patcher.endtoend.measured import Judged
 from patcher.hotspot import Profile
-from patcher.integrate import Patch
-from patcher.integrate import Receipt
+from patcher.integrate import Patch, Receipt
 from patcher.report.record import ReceiptRow, Report
 
 
