@@ -50,8 +50,8 @@ from patcher.judges.jobs import (
     read_result,
     this_machine,
 )
-from patcher.judges.one_device import hold
-from patcher.judges.sealed import MANIFEST, seal, unsealed
+from patcher.judges.same_device import hold
+from patcher.judges.seal import MANIFEST, seal, unsealed
 from patcher.judges.worker import MOST_ATTEMPTS, Worker, WorkerSummary
 from patcher.runs.run import Run
 

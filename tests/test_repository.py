@@ -81,15 +81,21 @@ def test_imports_point_one_way(path: Path) -> None:
                 assert rest.split(".")[0] in PUBLIC[top], f"{name} is private to {top}"
 
 
+STILL_IN_A_CIRCLE = {("patcher/verdicts", "patcher/endtoend")}
+"""The records of other workloads, which the rule reads, still lie beside what measures them."""
+
+
 def test_no_folders_import_each_other_in_a_circle() -> None:
     """Over folders, as `test_no_two_files_import_each_other` is over files; late imports count."""
     arrows: dict[str, set[str]] = {}
     for path in FILES:
-        if path.relative_to(ROOT).parts[0] == "patcher" or path.parent.parent == ROOT:
+        inside = path.relative_to(ROOT)
+        if path.parent.parent == ROOT and inside.parts[0] != "patcher":
             continue
-        for name in imports(path):
-            here, there = part(path.relative_to(ROOT).as_posix()), part(named_file(name))
-            if there and here != there:
+        here = part(inside.as_posix())
+        for name in imports(path) if here else ():
+            there = part(named_file(name))
+            if there and here != there and (here, there) not in STILL_IN_A_CIRCLE:
                 arrows.setdefault(here, set()).add(there)
     while arrows:
         free = [here for here, there in arrows.items() if not there & arrows.keys()]
@@ -221,7 +227,7 @@ def test_the_wheel_holds_the_kernel_library_and_no_package_called_kernels(tmp_pa
         "patcher/kernel_library/fused_add_rms_norm/solutions/cuda_row/fused_add_rms_norm.cu",
         "patcher/memory/known.toml",
         "patcher/memory/words.txt",
-        "patcher/optimising/demo.jsonl",
+        "patcher/kernel_search/demo.jsonl",
         "patcher/prompting/templates/generate.md.j2",
         "patcher/report/report.html.j2",
     } <= names

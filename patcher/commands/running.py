@@ -88,8 +88,8 @@ def optimize(
 ) -> int:
     """The agent loop on one op: generation and analysis agents under the judge's feedback."""
     from patcher import pipeline
-    from patcher.optimising.searching import Search
     from patcher.settings import resolve
+    from patcher.strategies.search import Search
 
     settings = resolve(
         {
@@ -108,7 +108,7 @@ def optimize(
     numbers = {"width": width, "islands": islands, "seed": seed}
     search = Search.of(known, language, strategy, from_solution or (), **numbers)
     if dry_run:
-        from patcher.optimising.estimate import estimate
+        from patcher.kernel_search.estimate import estimate
         from patcher.show.models import estimate_lines
 
         found = estimate(known, language, settings, sweep)
@@ -162,8 +162,8 @@ def run(
 ) -> int:
     """The whole path: profile, agent loop, patch, end-to-end A/B, decision, report."""
     from patcher import pipeline
-    from patcher.optimising.searching import Search
     from patcher.settings import resolve
+    from patcher.strategies.search import Search
 
     settings = resolve(
         {

@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from patcher.agent import Judge as OneJudge
 from patcher.bench import Candidate, Evaluation, Language, UsageError
 from patcher.bench.judge import JudgeSettings, Progress, open_judge
-from patcher.judges.counting import with_counters
+from patcher.judges.counters import CandidateJudge, with_counters
 from patcher.judges.exchange import ExchangeJudge
 from patcher.judges.languages import device_facts, device_kind
 
@@ -68,7 +67,7 @@ def open_judges(
         yield ExchangeJudge(folder, settings, ticket, counters)
         return
     with open_judge(settings) as judge:
-        one: OneJudge = partial(judge.evaluate, report=report)
+        one: CandidateJudge = partial(judge.evaluate, report=report)
         if counters:
             one = with_counters(one, settings.sweep, say or (lambda _: None))
         yield _LocalJudges(judge, one)
@@ -79,7 +78,7 @@ class _LocalJudges:
     """One judge of this machine: what it trusts is started once."""
 
     judge: Judge
-    one: OneJudge
+    one: CandidateJudge
 
     def prepare(self, candidates: Sequence[Candidate]) -> None:
         self.judge.build_ahead(candidates)
@@ -129,6 +128,7 @@ def exchange_folder(spec: str) -> Path | None:
 __all__ = [
     "JUDGES",
     "LOCAL",
+    "CandidateJudge",
     "ExchangeJudge",
     "Judges",
     "exchange_folder",

@@ -38,7 +38,7 @@ from patcher.bench import (
 from patcher.bench.judge import JudgeSettings, TripwirePolicy
 from patcher.bench.machine.environment import describe
 from patcher.judges.hardware import hardware_facts
-from patcher.judges.sealed import Sealed, digest_of, unsealed
+from patcher.judges.seal import Sealed, digest_of, unsealed
 
 MOST_JOB_BYTES = 2 << 20
 MOST_RESULT_BYTES = 16 << 20

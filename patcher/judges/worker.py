@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from patcher.agent import Judge
 from patcher.bench import (
     SCHEMA_VERSION,
     Evaluation,
@@ -31,7 +30,7 @@ from patcher.bench import (
 )
 from patcher.bench.judge import Progress, open_judge
 from patcher.bench.toolchains import build
-from patcher.judges.counting import with_counters
+from patcher.judges.counters import CandidateJudge, with_counters
 from patcher.judges.jobs import (
     FOLDER_NAME,
     JobResult,
@@ -43,7 +42,7 @@ from patcher.judges.jobs import (
     read_result,
     this_machine,
 )
-from patcher.judges.sealed import seal
+from patcher.judges.seal import seal
 
 MOST_ATTEMPTS = 3
 """Workers that one job may end before it is refused."""
@@ -216,7 +215,7 @@ class Worker:
             self._close()
             self._judge = self._open.enter_context(open_judge(posted.job.settings.settings()))
             self._settings = posted.job.settings
-        evaluate: Judge = partial(self._judge.evaluate, report=self._report)
+        evaluate: CandidateJudge = partial(self._judge.evaluate, report=self._report)
         if posted.job.counters:
             evaluate = with_counters(evaluate, posted.job.settings.sweep, self._no_counters)
         return evaluate(posted.candidate)

@@ -17,8 +17,8 @@ from patcher.attempts import Progress as LoopProgress
 from patcher.bench import Outcome
 from patcher.models import Usage
 from patcher.report.wording import visible
-from patcher.runs.status import best_of
 from patcher.show.tables import StageBar
+from patcher.status import best_of
 
 DOING: dict[Stage, str] = {
     "analyse": "analysing",
