@@ -127,7 +127,7 @@ class Output:
 
     @contextmanager
     def progress(self) -> Iterator[Any]:
-        from patcher.show.tables import stage_bar
+        from patcher.show.progress import stage_bar
 
         with stage_bar(self.err, quiet=self.as_json) as bar:
             yield bar

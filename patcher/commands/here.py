@@ -19,7 +19,7 @@ app.add_typer(ops_app, name="ops")
 def doctor(as_json: Json = False) -> int:
     """What this machine has for patcher, and the fix for what it lacks."""
     from patcher.doctor import examine
-    from patcher.show.tables import findings_table
+    from patcher.show.doctor import findings_table
 
     findings = examine()
     Output(as_json).emit(
@@ -35,7 +35,7 @@ def doctor(as_json: Json = False) -> int:
 @ops_app.callback()
 def ops(context: typer.Context, as_json: Json = False) -> None:
     """The kernel library: contracts, baselines, solutions, patch points."""
-    from patcher.show.tables import ops_table
+    from patcher.show.ops import ops_table
 
     if context.invoked_subcommand is None:
         library = load_ops()

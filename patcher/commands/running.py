@@ -267,7 +267,8 @@ def _execute(
     from patcher import pipeline
     from patcher.report.gather import write_report
     from patcher.runs.stopping import Interrupted
-    from patcher.show.tables import attempts_table, decision_lines, ended_line
+    from patcher.show.attempts import attempts_table, ended_line
+    from patcher.show.comparison import decision_lines
     from patcher.show.watching import Watch
 
     with run:
