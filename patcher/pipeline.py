@@ -36,7 +36,7 @@ from patcher.judges import LOCAL
 from patcher.judges.languages import require_sense
 from patcher.kernel_search.context import MACHINE_INDEPENDENT, kept_levers
 from patcher.kernel_search.stage import optimise
-from patcher.levers.record import load_levers
+from patcher.levers.load import load_levers
 from patcher.plan import DEMO as DEMO
 from patcher.plan import RunPlan, RunResult
 from patcher.reconciling.reconcile import Reconciliation

@@ -14,8 +14,8 @@ from pydantic import Field, ValidationError, field_validator
 
 from patcher.bench import Record, UsageError
 from patcher.levers.record import AuxiliaryLever, PromptLever, ScoreLever, TripwireSettings
+from patcher.models import PROMPT_TOKENS
 from patcher.models.registry import ModelEntry, Name
-from patcher.prompting.room import PROMPT_TOKENS
 
 CONFIG_FILE = "patcher.toml"
 PREFIX = "PATCHER_"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from patcher.bench import UsageError
-from patcher.levers.record import LARGEST, LARGEST_FILE, Levers, before_task, load_levers
+from patcher.levers.load import LARGEST, LARGEST_FILE, Levers, before_task, load_levers
 from patcher.models import Role
 from patcher.settings import Settings, example_file, resolve
 

@@ -28,7 +28,7 @@ from patcher.bench import (
 from patcher.cli import main
 from patcher.kernel_search.context import MACHINE_INDEPENDENT, kept_levers
 from patcher.kernel_search.memory import experiences, recalled, take_up
-from patcher.levers.record import load_levers
+from patcher.levers.load import load_levers
 from patcher.levers.scoring import Scorer
 from patcher.memory import Memory, Recalled
 from patcher.models import Role

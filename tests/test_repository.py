@@ -122,6 +122,41 @@ def part(file: str) -> str:
     return "" if rest in ("", INIT) else f"{top}/{rest.split('/')[0].removesuffix('.py')}"
 
 
+def test_evaluate_reaches_at_most_ninety_files() -> None:
+    """Its own file, the command line's, and all that these import, late imports included."""
+    todo = [ROOT / "patcher" / "cli.py", ROOT / "patcher" / "commands" / "evaluate.py"]
+    reached: set[Path] = set()
+    while todo:
+        path = todo.pop()
+        if path not in reached:
+            reached.add(path)
+            todo += imported_files(path)
+    assert ROOT / "bench" / "judge" / "judge.py" in reached
+    assert len(reached) <= 90, sorted(str(path.relative_to(ROOT)) for path in reached)
+
+
+def imported_files(path: Path) -> Iterator[Path]:
+    """The files of ours that a file imports when it or its functions run, packages included."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module and node not in for_types:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            words = name.split(".")
+            for end in range(2, len(words) + 1):
+                if words[0] == "patcher" and (file := named_file(".".join(words[:end]))):
+                    yield ROOT / file
+
+
 def test_no_two_files_import_each_other() -> None:
     seen = {path.relative_to(ROOT): set(loaded(path)) for path in FILES}
     for path, others in seen.items():

@@ -32,11 +32,10 @@ from patcher.attempts.history import Ask, Round, Tried, best_of
 from patcher.attempts.structure import structure
 from patcher.bench import BudgetError, Candidate, Evaluation, Language, Op, Outcome, Sweep
 from patcher.judges import CandidateJudge
-from patcher.models import Model, Role, Usage
+from patcher.models import PROMPT_TOKENS, Model, Role, Usage
 from patcher.models.budget import Budget
 from patcher.models.replay import RecordingEndedError
 from patcher.prompting.rendering import Prompts
-from patcher.prompting.room import PROMPT_TOKENS
 from patcher.runs.run import Run
 from patcher.strategies import Refine, Strategy
 

@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from patcher.bench import Candidate, Evaluation, Language, UsageError
+from patcher.bench import Candidate, Evaluation, UsageError
 from patcher.bench.judge import JudgeSettings, Progress, open_judge
 from patcher.judges.counters import CandidateJudge, with_counters
 from patcher.judges.exchange import ExchangeJudge
-from patcher.judges.languages import device_facts, device_kind
 
 if TYPE_CHECKING:  # it brings torch
     from patcher.bench.judge.judge import Judge
@@ -87,30 +86,6 @@ class _LocalJudges:
         return [self.one(candidate) for candidate in candidates]
 
 
-def judged_on(spec: str, language: Language) -> Literal["cpu", "cuda"]:
-    """The kind of device that `--judge` judges the language on."""
-    if spec != LOCAL and language is Language.TORCH:
-        return "cuda"  # what this machine has says nothing of the other one
-    return device_kind(language)
-
-
-def facts(spec: str, language: Language, threads: int | None = None) -> str:
-    """What the agents should know of the hardware on which `--judge` judges, with so many CPU
-    threads; None is one, as the judge has it.
-
-    Raises:
-        MissingError: it is this machine, and it has no device for the language.
-    """
-    folder = exchange_folder(spec)
-    if language.compile_only:
-        return device_facts(language)
-    kind = judged_on(spec, language)
-    found = device_facts(language) if folder is None else ExchangeJudge.facts(folder, kind)
-    if kind != "cpu":
-        return found
-    return f"{'one thread' if threads in (None, 1) else f'{threads} threads'} of {found}"
-
-
 def exchange_folder(spec: str) -> Path | None:
     """DIR of `exchange:DIR`; None for `local`.
 
@@ -132,7 +107,5 @@ __all__ = [
     "ExchangeJudge",
     "Judges",
     "exchange_folder",
-    "facts",
-    "judged_on",
     "open_judges",
 ]

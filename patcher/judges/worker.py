@@ -9,15 +9,17 @@ digests and this machine's op library before anything of it runs, and then judge
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import os
 import secrets
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from patcher.bench import (
     SCHEMA_VERSION,
@@ -29,18 +31,20 @@ from patcher.bench import (
     load_op,
 )
 from patcher.bench.judge import Progress, open_judge
+from patcher.bench.machine.environment import describe
 from patcher.bench.toolchains import build
 from patcher.judges.counters import CandidateJudge, with_counters
+from patcher.judges.hardware import hardware_facts
 from patcher.judges.jobs import (
     FOLDER_NAME,
     JobResult,
     JobSettings,
+    Machine,
     Posted,
     Refusal,
     machine_file,
     read_job,
     read_result,
-    this_machine,
 )
 from patcher.judges.seal import seal
 
@@ -230,3 +234,18 @@ class Worker:
             raise UsageError(
                 f"cannot write the result of {name}: {error.strerror}", "mend it and start again"
             ) from error
+
+
+def this_machine() -> Machine:
+    """What this worker judges on."""
+    import torch
+
+    kinds: list[Literal["cpu", "cuda"]] = ["cpu"]
+    if torch.cuda.is_available():
+        kinds.append("cuda")
+    return Machine(
+        patcher=importlib.metadata.version("patcher"),
+        environments={kind: describe(kind) for kind in kinds},
+        words={kind: hardware_facts(kind) for kind in kinds},
+        seen=datetime.now(UTC).isoformat(timespec="seconds"),
+    )

@@ -10,7 +10,7 @@ from patcher.attempts.history import Round
 from patcher.bench import Language, Op
 from patcher.bench.judge import TripwirePolicy
 from patcher.kernel_search.memory import recalled, take_up
-from patcher.levers.record import Levers, load_levers
+from patcher.levers.load import Levers, load_levers
 from patcher.levers.scoring import Scorer
 from patcher.memory import Recalled, open_memory
 from patcher.models import Asked, Role

@@ -29,10 +29,10 @@ from patcher.bench import (
     load_op,
 )
 from patcher.kernel_search.stage import Hardware
-from patcher.models import Asked
+from patcher.models import PROMPT_TOKENS, Asked
 from patcher.models.budget import Budget
 from patcher.models.replay import ReplayModel, export_recording
-from patcher.prompting.room import CHARACTERS_PER_TOKEN, PROMPT_TOKENS
+from patcher.prompting.room import CHARACTERS_PER_TOKEN
 from patcher.runs.run import Run
 from patcher.strategies.search import Search
 

@@ -12,14 +12,13 @@ from patcher.attempts import Optimisation, Progress
 from patcher.bench import Language, Op, Record
 from patcher.bench.judge import JudgeSettings
 from patcher.hotspot import Profile
-from patcher.judges import LOCAL, facts, judged_on, open_judges
-from patcher.judges.languages import require_here
+from patcher.judges import LOCAL, open_judges
+from patcher.judges.languages import facts, judged_on, require_here
 from patcher.judges.same_device import hold
 from patcher.kernel_search.context import RunContext
-from patcher.models import Model, open_model, sees_images
+from patcher.models import PROMPT_TOKENS, Model, open_model, sees_images
 from patcher.models.budget import Budget
 from patcher.plan import DEMO
-from patcher.prompting.room import PROMPT_TOKENS
 from patcher.report.attempts_page import AttemptsPage
 from patcher.report.picture import plot
 from patcher.report.raster import to_png

@@ -12,12 +12,12 @@ from patcher.attempts import Attempt, Diagnosis, Recommendation, ReplyFailure, W
 from patcher.attempts.structure import structure
 from patcher.bench import Candidate, Evaluation, Language, Op, Outcome, Sweep
 from patcher.bench.toolchains import toolchain
-from patcher.models import Role
+from patcher.models import PROMPT_TOKENS, Role
 from patcher.prompting.expectations import expectations, verdict
 from patcher.prompting.extract import TAGS
 from patcher.prompting.op_source import baseline_source, reference_source
 from patcher.prompting.quoting import clip, quote
-from patcher.prompting.room import PROMPT_TOKENS, characters, fitted
+from patcher.prompting.room import characters, fitted
 from patcher.prompting.tables import counters_table, roofline, timing_table
 
 SHOWN_EXPECTATIONS = 10

@@ -27,7 +27,7 @@ from patcher.bench import (
 )
 from patcher.bench.judge import TripwirePolicy
 from patcher.bench.toolchains import cache_root, toolchain
-from patcher.judges import facts, judged_on
+from patcher.judges.languages import facts, judged_on
 from patcher.judges.reward import AGAINST
 from patcher.prompting.rendering import Prompts
 from patcher.workspace.ledger import Ledger, Stage
