@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from patcher.agent import best_candidate
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
 from patcher.bench import (
-    Candidate,
     Evaluation,
     Language,
     UsageError,
@@ -35,10 +35,11 @@ from patcher.integrate import Patch
 from patcher.judges import LOCAL
 from patcher.judges.languages import require_sense
 from patcher.kernel_search.context import MACHINE_INDEPENDENT, kept_levers
-from patcher.kernel_search.stage import optimise
+from patcher.kernel_search.stage import search_kernel
 from patcher.levers.load import load_levers
 from patcher.plan import DEMO as DEMO
-from patcher.plan import RunPlan, RunResult
+from patcher.plan import RunPlan as RunPlan
+from patcher.plan import RunResult
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.runs.machine import same_machine
 from patcher.runs.patch import RunPatch
@@ -120,7 +121,20 @@ def execute(
     if op_name is None:
         raise UsageError("no op to work on", "name one, or run the whole path of a model")
 
-    optimisation = _optimise(run, plan, op_name, profile, where, report, say, told)
+    on_gpu = workload is not None and workload.device == "cuda"
+    optimisation = search_kernel(
+        run,
+        load_op(op_name),
+        plan.language or (Language.CUDA if on_gpu else Language.CPP),
+        plan.search,
+        JudgeSettings(sweep=plan.sweep, threads=plan.threads, pairs=plan.judge_pairs),
+        where,
+        report,
+        say,
+        told,
+        counters=plan.counters,
+        profile=profile,
+    )
     made = decision = None
     if optimisation.stopped == "compiled":
         say(f"it compiles; a {optimisation.language} kernel is neither run nor timed here")
@@ -178,42 +192,16 @@ def _first_covered(profile: Profile, engine: str) -> str:
     )
 
 
-def _optimise(
-    run: Run,
-    plan: RunPlan,
-    op_name: str,
-    profile: Profile | None,
-    where: str,
-    report: Report,
-    say: Say,
-    told: Told | None,
-) -> Optimisation:
-    device = run.config.workload.device if run.config.workload else None
-    return optimise(
-        run,
-        load_op(op_name),
-        plan.language or (Language.CUDA if device == "cuda" else Language.CPP),
-        plan.search,
-        JudgeSettings(sweep=plan.sweep, threads=plan.threads, pairs=plan.judge_pairs),
-        where,
-        report,
-        say,
-        told,
-        counters=plan.counters,
-        profile=profile,
-    )
-
-
 def make_patch(run: Run, optimisation: Optimisation, workload: Workload) -> RunPatch:
-    """Bundle the best candidate of the loop."""
+    """Bundle the best candidate of the loop.
+
+    Raises:
+        VerificationError: its file was changed.
+    """
     op = load_op(optimisation.op)
-    assert optimisation.best_file is not None
-    source = (run.path / optimisation.best_file).read_text(encoding="utf-8")
-    candidate = Candidate(op=op.name, language=optimisation.language, source=source)
-    step = f"{op.name}/{optimisation.best_iteration}/evaluate"
-    evaluation = run.load(step, Evaluation)
-    if candidate.digest != evaluation.digest:
-        raise UsageError("the best candidate's file was changed", "start a new run")
+    candidate = best_candidate(run, optimisation)
+    assert candidate is not None
+    evaluation = run.load(f"{op.name}/{optimisation.best_iteration}/evaluate", Evaluation)
     attempt = optimisation.iterations[optimisation.best_iteration or 0]
     for rest in run.path.glob(".patch-*"):  # of a bundle that a kill left unfinished
         shutil.rmtree(rest)

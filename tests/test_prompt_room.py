@@ -134,10 +134,10 @@ def test_two_kernels_are_combined() -> None:
 def test_a_prompt_keeps_to_its_room_and_says_what_was_cut(over: int) -> None:
     history = [attempt(n, 1.5) for n in range(60)]
     extra = "# Notes\n" + "a note\n" * 500
-    whole = prompts().optimise(SOURCE, rich(), None, history, None, extra=extra)
+    whole = prompts().optimize(SOURCE, rich(), None, history, None, extra=extra)
     room = max(len(whole) - over, 200)
     made = prompts(math.ceil(room / CHARACTERS_PER_TOKEN))
-    text = made.optimise(SOURCE, rich(), None, history, None, extra=extra)
+    text = made.optimize(SOURCE, rich(), None, history, None, extra=extra)
     assert SOURCE in text
     assert "| tokens=8 hidden=256 | 5.00 | 10.00 |" in text
     assert text.count("# Your task") == 1
@@ -155,7 +155,7 @@ def test_a_prompt_keeps_to_its_room_and_says_what_was_cut(over: int) -> None:
 
 def test_of_a_long_history_the_latest_stay() -> None:
     history = [attempt(n, 1.5) for n in range(200)]
-    text = prompts(3500).optimise(SOURCE, judged(2.0), None, history, None)
+    text = prompts(3500).optimize(SOURCE, judged(2.0), None, history, None)
     assert "| iteration | outcome |" in text
     assert "| 199 | correct" in text
     assert "| 0 | correct" not in text

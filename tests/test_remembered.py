@@ -13,7 +13,7 @@ from test_agent import DEVICE, OP, Judge, Line, advice, code, diagnosis, recordi
 from test_memory import HONEYTOKEN, broken
 
 from patcher import pipeline
-from patcher.agent import optimize
+from patcher.agent import run_loop
 from patcher.attempts import Optimisation
 from patcher.bench import (
     Candidate,
@@ -76,7 +76,7 @@ VERDICTS: dict[str, float | Outcome] = {
 def ask_for(run: Run, tmp_path: Path, iterations: int = 4, **more: Any) -> Optimisation:
     model = recording(tmp_path, LINES)
     op = load_op(OP)
-    return optimize(run, op, Language.CPP, model, Timed(VERDICTS), iterations, DEVICE, **more)
+    return run_loop(run, op, Language.CPP, model, Timed(VERDICTS), iterations, DEVICE, **more)
 
 
 def new_run(tmp_path: Path) -> Run:
@@ -114,7 +114,7 @@ def test_a_duplicate_teaches_nothing_more(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     judge = Timed({"a": 1.5})
     model = recording(tmp_path, lines)
-    found = optimize(run, load_op(OP), Language.CPP, model, judge, 2, DEVICE)
+    found = run_loop(run, load_op(OP), Language.CPP, model, judge, 2, DEVICE)
     assert len(list(experiences(run, found))) == 1
 
 
@@ -227,7 +227,7 @@ def test_a_score_makes_nothing_right(tmp_path: Path) -> None:
     ]
     judge = Timed({**VERDICTS, "slow": 0.9})
     model = recording(tmp_path, lines)
-    found = optimize(run, load_op(OP), Language.CPP, model, judge, 3, DEVICE, score=scorer)
+    found = run_loop(run, load_op(OP), Language.CPP, model, judge, 3, DEVICE, score=scorer)
     outcomes = [(attempt.outcome.value, attempt.score) for attempt in found.iterations]
     assert outcomes == [("compilation_failure", None), ("correct", 1.0), ("too_slow", 1e9)]
     assert found.best_iteration == 1, "one that is not faster makes no patch, whatever its score"

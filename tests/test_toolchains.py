@@ -18,7 +18,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from patcher.agent import optimize
+from patcher.agent import run_loop
 from patcher.bench import (
     Candidate,
     Check,
@@ -408,7 +408,7 @@ def test_the_loop_ends_with_the_first_candidate_that_compiles(tmp_path: Path, op
 
     with Run.create(tmp_path / "runs", command="optimize") as run:
         model = ReplayModel(tmp_path / "replies.jsonl")
-        found = optimize(run, op, Language.HIP, model, judge, 3, "a device", diagnoser=None)
+        found = run_loop(run, op, Language.HIP, model, judge, 3, "a device", diagnoser=None)
     assert [one.outcome for one in found.iterations] == ["compilation_failure", "compiled"]
     assert (found.stopped, found.best_file, found.best_digest) == ("compiled", None, None)
 

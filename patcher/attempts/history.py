@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import Field
 
-from patcher.attempts import Phase, ReplyFailure
+from patcher.attempts import Attempt, Phase, ReplyFailure
 from patcher.bench import Candidate, Evaluation, Outcome, Record
 
 Kind = Literal["generate", "repair", "optimise", "combine"]
@@ -71,6 +71,14 @@ class Tried:
         if self.score is not None:
             worth = self.score
         return self.evaluation.outcome is Outcome.CORRECT, worth
+
+
+@dataclass
+class LoopHistory:
+    """All iterations of a loop so far, as it works with them and as they are recorded."""
+
+    results: list[Tried] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

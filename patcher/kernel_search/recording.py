@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from patcher.agent import Rules, optimize
+from patcher.agent import StopRules, run_loop
 from patcher.attempts import Attempt, Optimisation
 from patcher.bench import (
     SCHEMA_VERSION,
@@ -30,7 +30,6 @@ from patcher.bench import (
 )
 from patcher.kernel_search.stage import Hardware
 from patcher.models import PROMPT_TOKENS, Asked
-from patcher.models.budget import Budget
 from patcher.models.replay import ReplayModel, export_recording
 from patcher.prompting.room import CHARACTERS_PER_TOKEN
 from patcher.runs.run import Run
@@ -60,7 +59,7 @@ class LoopRecording(Record):
     sweep: Sweep
     iterations: int
     """At most."""
-    rules: Rules
+    rules: StopRules
     prompt_tokens: int = Field(gt=0)
     optimisation: Optimisation
     tokens: tuple[tuple[int, int], ...]
@@ -93,7 +92,8 @@ def record(run_dir: Path, folder: Path) -> LoopRecording:
     if not environments:
         raise UsageError(f"run {run.id} holds no verdict", "record a run that judged something")
     settings = run.config.settings
-    rules = {name: settings[name] for name in Rules.model_fields if settings.get(name) is not None}
+    given = {name: settings.get(name) for name in StopRules.model_fields}
+    rules = {name: value for name, value in given.items() if value is not None}
     made = LoopRecording(
         op=op.name,
         contract=op.digest,
@@ -103,7 +103,7 @@ def record(run_dir: Path, folder: Path) -> LoopRecording:
         environment=environments[0],
         sweep=op.sweep(environments[0].device_kind, plan.get("sweep")),
         iterations=settings["iterations"],
-        rules=Rules.model_validate(rules),
+        rules=StopRules.model_validate(rules),
         prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
         optimisation=optimisation,
         tokens=tuple(_tokens(run, op.name, one.iteration) for one in optimisation.iterations),
@@ -151,7 +151,7 @@ def replay(folder: Path) -> list[str]:
         tempfile.TemporaryDirectory(prefix="patcher-replay-") as root,
         Run.create(Path(root), command="optimize") as run,
     ):
-        again = optimize(
+        again = run_loop(
             run,
             load_op(made.op),
             made.language,
@@ -162,7 +162,6 @@ def replay(folder: Path) -> list[str]:
             strategy=made.search.open(),
             rules=made.rules,
             sweep=made.sweep,
-            budget=Budget(run),
             prompt_tokens=made.prompt_tokens,
             elsewhere=made.search.elsewhere,
         )

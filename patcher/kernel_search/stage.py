@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import resources
 
-from patcher.agent import Rules, optimize
+from patcher.agent import StopRules, run_loop
 from patcher.attempts import Optimisation, Progress
 from patcher.bench import Language, Op, Record
 from patcher.bench.judge import JudgeSettings
@@ -17,7 +17,6 @@ from patcher.judges.languages import facts, judged_on, require_here
 from patcher.judges.same_device import hold
 from patcher.kernel_search.context import RunContext
 from patcher.models import PROMPT_TOKENS, Model, open_model, sees_images
-from patcher.models.budget import Budget
 from patcher.plan import DEMO
 from patcher.report.attempts_page import AttemptsPage
 from patcher.report.picture import plot
@@ -41,7 +40,7 @@ class Hardware(Record):
     words: str
 
 
-def optimise(
+def search_kernel(
     run: Run,
     op: Op,
     language: Language,
@@ -55,7 +54,8 @@ def optimise(
     counters: bool = True,
     profile: Profile | None = None,
 ) -> Optimisation:
-    """What is left of the loop on one op.
+    """Do what is left of the agent loop on one op, with the models, the judge and the memory that
+    the run's settings name.
 
     Args:
         where: where candidates are judged: `local` or `exchange:DIR`.
@@ -98,7 +98,7 @@ def optimise(
     )
     # one for all: what it trusts is started once
     with open_judges(where, judge_settings, run.id, report, counters=counters, say=say) as judges:
-        found = optimize(
+        found = run_loop(
             run,
             op,
             language,
@@ -109,7 +109,7 @@ def optimise(
             analyst=models["analyst"],
             diagnoser=models["diagnoser"],
             strategy=search.open(),
-            rules=Rules(
+            rules=StopRules(
                 **rules,
                 margin_pct=settings["margin_pct"],
                 share_pct=sum(shares) if shares else None,
@@ -123,8 +123,9 @@ def optimise(
             prepare=judges.prepare,
             score=carried.score,
             final=run.done("patch"),
-            budget=Budget(run, judge_on_gpu=kind != "cpu", say=say),
+            judge_on_gpu=kind != "cpu",
             on_event=heard,
+            say=say,
         )
     say(f"the loop ended ({found.stopped}): {found.stopped_detail}")
     carried.learn(found, say)

@@ -134,7 +134,7 @@ class Prompts:
             failure=failure,
         )
 
-    def optimise(
+    def optimize(
         self,
         source: str,
         evaluation: Evaluation,
@@ -146,7 +146,7 @@ class Prompts:
     ) -> str:
         """A candidate that is right, its timings, and the one change to make."""
         return self._render(
-            "optimise.md.j2",
+            "optimize.md.j2",
             self._measured(evaluation, history, extra),
             source=source,
             evaluation=evaluation,

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TypeVar
 
-from patcher.agent import ended
+from patcher.agent import recorded_stop
 from patcher.attempts import Attempt, Stopped
 from patcher.bench import Evaluation, Record, UsageError
 from patcher.endtoend.judging import explain_measured
@@ -105,7 +105,7 @@ def _stored(run: Run, step: str, record_type: type[RecordT]) -> RecordT | None:
 def _loop_ended(run: Run, attempts: tuple[Attempt, ...]) -> Stopped | None:
     """Of the op that was worked on."""
     ops = {Path(one.file).parts[1] for one in attempts if one.file}
-    return next((found for name in sorted(ops) if (found := ended(run, name))), None)
+    return next((found for name in sorted(ops) if (found := recorded_stop(run, name))), None)
 
 
 def _best(found: tuple[Attempt, ...]) -> Attempt | None:

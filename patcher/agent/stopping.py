@@ -1,21 +1,24 @@
 """When the loop leaves an op: rules in code, not in a prompt (as AutoKernel's orchestrator has
-them)."""
+them), the end as the journal has it, and the candidate that is left."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from pydantic import AliasChoices, Field
 
-from patcher.attempts import Stopped
+from patcher.attempts import Optimisation, Stopped
 from patcher.attempts.history import Tried, standing
-from patcher.bench import Outcome, Record
+from patcher.bench import Candidate, Outcome, Record, VerificationError
+from patcher.models.ceilings import RAISED
+from patcher.runs.run import Run
 
 MAX_FUNCTIONAL_FAILURES = 5
 """Functional rounds in a row that may fail before the loop gives the op up."""
 
 
-class Rules(Record):
+class StopRules(Record):
     """When more micro gain is not worth its price."""
 
     sol_pct: float = Field(default=90, gt=0, validation_alias=AliasChoices("sol_pct", "light_pct"))
@@ -29,7 +32,7 @@ class Rules(Record):
     """End-to-end gain that counts."""
 
 
-def move_on(tried: Sequence[Tried], rules: Rules) -> Stopped | None:
+def reason_to_stop(tried: Sequence[Tried], rules: StopRules) -> Stopped | None:
     """Why to stop now, if so."""
     if any(one.evaluation and one.evaluation.outcome is Outcome.COMPILED for one in tried):
         return Stopped(reason="compiled", detail="it compiles, and nothing here can say more of it")
@@ -73,3 +76,46 @@ def left_pct(share: float, speedup: float, light: float) -> float:
     now = 1 - share + share / speedup
     least = 1 - share + share / speedup * light
     return 100 * (now / least - 1) if least > 0 else float("inf")
+
+
+def stop_steps(run: Run, op_name: str) -> list[str]:
+    """The steps in which the loop on this op ended, in order."""
+    pattern = re.compile(rf"{re.escape(op_name)}/stopped(-\d+)?")
+    return [name for name in run.state.results if pattern.fullmatch(name)]
+
+
+def recorded_stop(run: Run, op_name: str, *, final: bool = False) -> Stopped | None:
+    """The end, if the loop does not go on. `final`: what comes after it has begun."""
+    names = stop_steps(run, op_name)
+    if not names:
+        return None
+    last = run.load(names[-1], Stopped)
+    if last.reason != "budget" or final:
+        return last
+    seen = False
+    for event in run.events:
+        if event.kind == "result" and event.step == names[-1]:
+            seen = True
+        elif seen and event.kind == "note" and event.step == RAISED:
+            return None
+    return last
+
+
+def best_candidate(run: Run, optimisation: Optimisation) -> Candidate | None:
+    """The best candidate of a finished loop, from its file in the run.
+
+    Raises:
+        VerificationError: the file is missing or was changed.
+    """
+    if optimisation.best_file is None:
+        return None
+    hint = "restore the run from a copy, or start a new one"
+    try:
+        # Bytes: reading as text would change line ends, and so the digest.
+        source = (run.path / optimisation.best_file).read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise VerificationError(f"{optimisation.best_file} cannot be read", hint) from error
+    candidate = Candidate(op=optimisation.op, language=optimisation.language, source=source)
+    if candidate.digest != optimisation.best_digest:
+        raise VerificationError(f"{optimisation.best_file} was changed after it was judged", hint)
+    return candidate
