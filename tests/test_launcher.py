@@ -1,4 +1,4 @@
-"""`python -m patcher.integrate`: patches in programs that know nothing of them, by environment alone;
+"""`python -m patcher.integrate`: patches in programs that know nothing of them, by environment;
 and what keeps a patch out of transformers, told and harmless.
 """
 
