@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,23 @@ def test_the_planted_control_is_told_from_the_honest_baseline(dtypes: dict[str, 
     planted = OP.control(**inputs, epsilon=1e-5)["input"]
     assert explain_mismatch(honest, honest, expected["input"], 2880) is None
     assert explain_mismatch(planted, honest, expected["input"], 2880) is not None
+
+
+@pytest.mark.parametrize(
+    ("constant", "hint"),
+    [("HONEST", "rename its constant HONEST to ACCURACY_BASELINE"), ("OTHER", "set ACCURACY_")],
+)
+def test_an_op_without_an_accuracy_baseline_is_told_how_to_name_it(
+    tmp_path: Path, constant: str, hint: str
+) -> None:
+    shutil.copytree(Path(__file__).parent / "data/ops/scaled_add", tmp_path / "scaled_add")
+    assert Op(tmp_path / "scaled_add").accuracy_baseline == "eager"
+    shutil.copytree(tmp_path / "scaled_add", tmp_path / "mine" / "scaled_add")
+    file = tmp_path / "mine" / "scaled_add" / "baselines.py"
+    file.write_text(file.read_text().replace("ACCURACY_BASELINE", constant))
+    with pytest.raises(bench.UsageError, match="names no ACCURACY_BASELINE") as caught:
+        _ = Op(tmp_path / "mine" / "scaled_add").accuracy_baseline
+    assert hint in caught.value.hint
 
 
 def test_two_libraries_may_have_an_op_of_one_name() -> None:

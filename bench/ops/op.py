@@ -99,9 +99,22 @@ class Op:
         return found
 
     @cached_property
-    def honest_baseline(self) -> str:
-        """The baseline whose error against float64 a candidate's error is measured by."""
-        name: str = _load(self.folder / "baselines.py").HONEST
+    def accuracy_baseline(self) -> str:
+        """The baseline whose error against float64 a candidate's error is measured by.
+
+        Raises:
+            UsageError: `baselines.py` names none, or names it by the constant's former spelling.
+        """
+        module = _load(self.folder / "baselines.py")
+        name: str | None = getattr(module, "ACCURACY_BASELINE", None)
+        if name is None:
+            former = hasattr(module, "HONEST")
+            raise UsageError(
+                f"{self.folder / 'baselines.py'} names no ACCURACY_BASELINE",
+                "rename its constant HONEST to ACCURACY_BASELINE"
+                if former
+                else "set ACCURACY_BASELINE to the name in BASELINES whose error is the yardstick",
+            )
         return name
 
     def sweep(self, device: str, name: str | None = None) -> Sweep:

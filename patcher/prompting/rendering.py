@@ -111,7 +111,7 @@ class Prompts:
         designs = [(one, self._features(source)) for one, source in unlike]
         parts = {
             "elsewhere": self._elsewhere,
-            "baseline": self._baseline(self.op.honest_baseline),
+            "baseline": self._baseline(self.op.accuracy_baseline),
             "unlike": self._part("unlike", designs=designs),
             "extra": extra,
         }
