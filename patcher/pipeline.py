@@ -22,6 +22,8 @@ from patcher.bench import (
     Record,
     UsageError,
     Workload,
+    comment_mark,
+    header_hint,
     load_op,
 )
 from patcher.bench.judge import JudgeSettings
@@ -177,6 +179,8 @@ def execute(
         assert workload is not None
         made = run.step("patch", lambda: make_patch(run, optimisation, workload), Made)
         say(f"patch {made.id} in {made.folder}/")
+        if hint := _header_hint(run, optimisation):
+            say(hint)
         job = Job(
             workload=workload,
             margin_pct=settings["margin_pct"],
@@ -249,6 +253,12 @@ def _optimise(
         counters=plan.counters,
         profile=profile,
     )
+
+
+def _header_hint(run: Run, optimisation: Optimisation) -> str | None:
+    assert optimisation.best_file is not None
+    source = (run.path / optimisation.best_file).read_text(encoding="utf-8")
+    return header_hint(source, comment_mark(optimisation.language.in_python))
 
 
 def make_patch(run: Run, optimisation: Optimisation, workload: Workload) -> Made:

@@ -10,7 +10,17 @@ from jinja2 import ChoiceLoader, DictLoader, Environment, PackageLoader, StrictU
 
 from patcher.attempts import Attempt, Diagnosis, Recommendation
 from patcher.attempts.structure import structure
-from patcher.bench import Candidate, Evaluation, Language, Op, Outcome, Record, Sweep
+from patcher.bench import (
+    Candidate,
+    Evaluation,
+    Language,
+    Op,
+    Outcome,
+    Record,
+    Sweep,
+    comment_mark,
+    header_form,
+)
 from patcher.bench.toolchains import toolchain
 from patcher.models import Role
 from patcher.prompting.expectations import expectations, verdict
@@ -84,6 +94,7 @@ class Prompts:
             tags=TAGS,
             reference=reference_source(op),
             cpp_signature=f"void {contract.name}({tensors}{scalars})",
+            header=header_form(contract, comment_mark(language.in_python)),
             python_signature=f"def {contract.name}({', '.join(names)}{hints}) -> None",
         )
         # of the same language: nothing is to be translated, something to be beaten
