@@ -36,7 +36,7 @@ $(DOCS): $(STAMP)
 	@touch $@
 
 docs: $(DOCS) ## build the pages into site/; a warning is an error
-	@$(PY) -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "docs: site/index.html"
 
 bench: $(STAMP) ## benchmarks; figures, not verdicts
