@@ -6,6 +6,7 @@ panels, the order and the help texts that `patcher --help` shows.
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -84,7 +85,7 @@ def _command(command: Any, name: str, parent: Any) -> Iterator[str]:
 def _table(panel: str, records: Sequence[tuple[str, str]]) -> Iterator[str]:
     yield from (f"| {panel} | |", "| --- | --- |")
     for names, text in records:
-        yield f"| `{_cell(names)}` | {_cell(_plain(text))} |"
+        yield f"| <code>{_cell(html.escape(names))}</code> | {_cell(_plain(text))} |"
     yield ""
 
 
@@ -119,4 +120,4 @@ def _plain(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return text.replace("|", "&#124;")
