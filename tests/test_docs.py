@@ -142,8 +142,7 @@ def test_the_op_of_the_tutorial_is_judged_as_it_stands(tmp_path: Path) -> None:
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
-    checks = {check["name"]: check["passed"] for check in judged(source)["checks"]}
-    assert "values after" in checks
-    checks.pop("clocks")  # so few pairs on a busy machine may doubt an honest time
-    assert all(checks.values())
+    # values are compared first; with so few pairs a busy machine makes an honest clock doubtful
+    failed = {check["name"] for check in judged(source)["checks"] if not check["passed"]}
+    assert failed <= {"clocks"}
     assert judged(broken)["outcome"] == "mismatch"
