@@ -24,7 +24,7 @@ from patcher.attempts import Stage as Doing
 from patcher.bench import Outcome
 from patcher.models import Usage
 from patcher.runs.index import attempts_page
-from patcher.show.tables import attempts_table
+from patcher.show.attempts import attempts_table
 from patcher.show.watching import Watch
 
 

@@ -22,6 +22,7 @@ from patcher.report.record import Report
 from patcher.report.samples import process_runs, samples
 from patcher.report.step import Step, read_step, short, why_not
 from patcher.report.svg import Canvas
+from patcher.visible import visible
 
 MOST_ROWS = 60
 NAME_LIMIT = 240
@@ -89,7 +90,7 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        visible=wording.visible,
+        visible=visible,
         clip=wording.clip,
         number=wording.number,
         count=wording.count,
@@ -112,12 +113,12 @@ def _template() -> Template:
 
 def _shown(value: object) -> object:
     """Whatever a record says is shown, never obeyed; autoescape comes after this."""
-    return wording.visible(wording.clip(value, TEXT_LIMIT)) if type(value) is str else value
+    return visible(wording.clip(value, TEXT_LIMIT)) if type(value) is str else value
 
 
 def _whole(line: str) -> Markup:
     """A line of source, never clipped."""
-    return escape(wording.visible(line))
+    return escape(visible(line))
 
 
 @cache

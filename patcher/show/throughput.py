@@ -10,8 +10,8 @@ from patcher.bench.ab.engine_config import Trial, Tuning, words
 from patcher.bench.stats.comparison import Arm
 from patcher.endtoend.best_set import BestSet
 from patcher.endtoend.elsewhere import Elsewhere
+from patcher.show.comparison import comparison_lines
 from patcher.show.quality import clock_lines
-from patcher.show.tables import comparison_lines
 
 ARMS: tuple[Arm, Arm] = ("baseline", "patched")
 

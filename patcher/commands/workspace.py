@@ -96,7 +96,7 @@ def attempt(
     Exit code 0: it built, is right, is over 5 % faster than eager; 1: it is not; 5: a protected
     file or a line of results.jsonl was changed; 6: the judge is elsewhere: run it again later.
     """
-    from patcher.show.tables import print_checks, print_evaluation
+    from patcher.show.evaluation import print_checks, print_evaluation
     from patcher.workspace import attempt as carried_out
     from patcher.workspace import open_workspace
 

@@ -68,7 +68,7 @@ def bundle(
     """
     from patcher.bench import judge
     from patcher.settings import resolve
-    from patcher.show.tables import print_evaluation
+    from patcher.show.evaluation import print_evaluation
 
     workers = worker_counts(tensor_parallel)
     candidate = Candidate.from_file(load_op(op).name, source, language)

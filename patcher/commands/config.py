@@ -1,4 +1,4 @@
-"""`patcher models`, `config`: whom to ask, and what is set where."""
+"""`patcher config`: each setting, and where its value comes from."""
 
 from __future__ import annotations
 
@@ -7,28 +7,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from patcher.bench import SCHEMA_VERSION, preset, presets
+from patcher.bench import SCHEMA_VERSION
 from patcher.commands.console import Json, Output, app, examples
-
-
-@app.command()
-@examples("patcher models")
-def models(as_json: Json = False) -> int:
-    """Presets of served models, and the language models that can be asked; of a key, yes or no."""
-    from patcher.models.registry import listed
-    from patcher.settings import resolve
-    from patcher.show.models import models_table
-
-    rows = {name: preset(name).summary for name in presets()}
-    asked = listed(resolve().models)
-    document = {
-        "schema_version": SCHEMA_VERSION,
-        "models": rows,
-        "language_models": [row.model_dump(mode="json") for row in asked],
-    }
-    served = (Text(f"{name}: {text}") for name, text in rows.items())
-    Output(as_json).emit(document, Text("served models"), *served, Text(), models_table(asked))
-    return 0
 
 
 @app.command()

@@ -10,16 +10,17 @@ from rich.text import Text
 from patcher.bench import SCHEMA_VERSION, UsageError
 from patcher.commands.console import Json, Output, app, examples
 
-memory_app = typer.Typer(
-    help="What earlier runs learned: rules of failures, measured gains of techniques. It is text: "
-    "`patcher memory path` says which files, yours to edit.",
-    invoke_without_command=True,
-)
+memory_app = typer.Typer(invoke_without_command=True)
 app.add_typer(memory_app, name="memory")
 
 
 @memory_app.callback()
+@examples("patcher memory", "patcher memory show --json", "patcher memory forget ID")
 def memory(context: typer.Context, as_json: Json = False) -> None:
+    """Show what earlier runs learned: rules from failures, measured gains of techniques.
+
+    It is kept as text files that you may edit; `patcher memory path` prints their folder.
+    """
     if context.invoked_subcommand is None:
         _show(Output(as_json))
 

@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from patcher.bench import SCHEMA_VERSION, UsageError, VerificationError
-from patcher.commands.console import Json, Output, app, examples
+from patcher.commands.console import UNNAMED, Json, Output, app, examples
 from patcher.integrate import (
     Patch,
     Receipt,
@@ -158,7 +158,6 @@ def receipts(
 
     Exit code 5: a patch was kept out, never ran, or a profile does not show what is claimed.
     """
-    from patcher.commands.profiling import UNNAMED
     from patcher.hotspot import read
     from patcher.reconciling.proof import Proof, prove
     from patcher.show.patches import proof_lines, receipts_table, shapes_table

@@ -78,7 +78,7 @@ def evaluate(
     from patcher.bench.judge.counters import counted, require_ncu
     from patcher.judges import LOCAL, open_judges
     from patcher.settings import resolve
-    from patcher.show.tables import counters_table, print_evaluation
+    from patcher.show.evaluation import counters_table, print_evaluation
 
     given = resolve({"judge": judge})
     candidate = Candidate.from_file(load_op(op).name, source, language)

@@ -12,14 +12,11 @@ import typer
 from rich.text import Text
 
 from patcher.bench import UsageError, Workload
-from patcher.commands.console import Device, Engine, Json, Output, app, examples
+from patcher.commands.console import UNNAMED, Device, Engine, Json, Output, app, examples
 from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_of
 
 if TYPE_CHECKING:  # every other command starts without the readers
     from patcher.hotspot import Profile, ProfileWarning
-
-UNNAMED = "model"
-"""What a model is called of which only two profiles are known."""
 
 
 @app.command()

@@ -40,7 +40,7 @@ def worker(
     1: the judge itself failed at a job (stderr has its traceback), which is left to others.
     """
     from patcher.judges.worker import Shift, Worker, WorkerSummary
-    from patcher.report.wording import visible
+    from patcher.visible import visible
 
     output = Output(as_json)
     served: list[WorkerSummary] = []
