@@ -16,7 +16,7 @@ from tried_sample import timed
 import patcher.runs.run
 from patcher.agent import loop as agent
 from patcher.agent import optimize
-from patcher.attempts.tried import Ask, Tried
+from patcher.attempts.history import Ask, Tried
 from patcher.bench import Candidate, Check, Evaluation, Language, Outcome, load_op
 from patcher.models import Reply, Request, Usage
 from patcher.models.budget import Budget

@@ -10,7 +10,7 @@ import pytest
 from test_cli import ROOT, patcher
 
 from patcher.bench import UsageError, VerificationError, load_ops
-from patcher.optimising.recording import ABOUT, EVALUATIONS, REPLIES, TABLE, read, record, replay
+from patcher.kernel_search.recording import ABOUT, EVALUATIONS, REPLIES, TABLE, read, record, replay
 
 SHIPPED = sorted(path.parent for path in (ROOT / "bench" / "results" / "loop").rglob(ABOUT))
 

@@ -73,10 +73,10 @@ def evaluate(
     judge is elsewhere and has not answered yet: the same command takes the verdict up. A hip, sycl
     or metal kernel is compiled, and neither run nor timed: its outcome is `compiled` at best.
     """
-    from patcher.attempts.judged import rewarded
     from patcher.bench.judge import JudgeSettings
     from patcher.bench.judge.counters import counted, require_ncu
     from patcher.judges import LOCAL, open_judges
+    from patcher.judges.reward import rewarded
     from patcher.settings import resolve
     from patcher.show.evaluation import counters_table, print_evaluation
 

@@ -23,7 +23,7 @@ def record(
 
     Prompts hold the contract, sources that the agents wrote, and what your levers add.
     """
-    from patcher.optimising.recording import record as write
+    from patcher.kernel_search.recording import record as write
     from patcher.runs.run import Run
 
     made = write(Run.find(runs_dir(), run), folder)
@@ -42,8 +42,8 @@ def replay(
 
     Exit code 0: each comes to the end that it says; 5: one does not.
     """
-    from patcher.optimising.recording import read
-    from patcher.optimising.recording import replay as again
+    from patcher.kernel_search.recording import read
+    from patcher.kernel_search.recording import replay as again
 
     documents, lines = [], []
     for folder in folders:

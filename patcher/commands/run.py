@@ -68,8 +68,8 @@ def run(
 ) -> int:
     """The whole path: profile, agent loop, patch, end-to-end A/B, decision, report."""
     from patcher import pipeline
-    from patcher.optimising.searching import Search
     from patcher.settings import resolve
+    from patcher.strategies.search import Search
 
     settings = resolve(
         {

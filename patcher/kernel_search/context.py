@@ -6,14 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from patcher.attempts import Optimisation
+from patcher.attempts.history import Round
 from patcher.bench import Language, Op
 from patcher.bench.judge import TripwirePolicy
-from patcher.memory import open_memory
-from patcher.models import Role
-from patcher.optimising.levers import Levers, load_levers
-from patcher.optimising.remembered import recalled, take_up
-from patcher.optimising.scoring import Scorer
+from patcher.kernel_search.memory import recalled, take_up
+from patcher.levers.load import Levers, load_levers
+from patcher.levers.scoring import Scorer
+from patcher.memory import Recalled, open_memory
+from patcher.models import Asked, Role
 from patcher.runs.run import Run
+
+MACHINE_INDEPENDENT = (Asked, Round, Levers, Recalled)
+"""The records of a run that do not depend on its machine: questions, the replies that were paid
+for, and what the user and earlier runs gave the run to begin with."""
 
 
 def kept_levers(run: Run) -> Levers:

@@ -28,13 +28,13 @@ from patcher.bench import (
     VerificationError,
     load_op,
 )
-from patcher.models import Asked
+from patcher.kernel_search.stage import Hardware
+from patcher.models import PROMPT_TOKENS, Asked
 from patcher.models.budget import Budget
 from patcher.models.replay import ReplayModel, export_recording
-from patcher.optimising.searching import Search
-from patcher.optimising.stage import Hardware
-from patcher.prompting.room import CHARACTERS_PER_TOKEN, PROMPT_TOKENS
+from patcher.prompting.room import CHARACTERS_PER_TOKEN
 from patcher.runs.run import Run
+from patcher.strategies.search import Search
 
 ABOUT, REPLIES, EVALUATIONS, TABLE = (
     "recording.json",

@@ -12,22 +12,19 @@ from patcher.attempts import Optimisation, Progress
 from patcher.bench import Language, Op, Record
 from patcher.bench.judge import JudgeSettings
 from patcher.hotspot import Profile
-from patcher.judges import LOCAL, facts, judged_on, open_judges
-from patcher.judges.languages import require_here
-from patcher.judges.one_device import hold
-from patcher.models import Model, open_model, sees_images
+from patcher.judges import LOCAL, open_judges
+from patcher.judges.languages import facts, judged_on, require_here
+from patcher.judges.same_device import hold
+from patcher.kernel_search.context import RunContext
+from patcher.models import PROMPT_TOKENS, Model, open_model, sees_images
 from patcher.models.budget import Budget
-from patcher.optimising.carried import RunContext
-from patcher.optimising.searching import Search
-from patcher.prompting.room import PROMPT_TOKENS
+from patcher.plan import DEMO
+from patcher.report.attempts_page import AttemptsPage
 from patcher.report.picture import plot
 from patcher.report.raster import to_png
-from patcher.runs.index import AttemptsPage
 from patcher.runs.run import Run
 from patcher.settings import resolve
-
-DEMO = "replay:demo"
-"""The recorded conversation that ships with patcher."""
+from patcher.strategies.search import Search
 
 
 class Drawn(Record):
@@ -143,7 +140,7 @@ def _drawn(run: Run, profile: Profile) -> Drawn:
 def resolve_model(spec: str, run: Run) -> Model:
     """`open_model`, with `replay:demo` for the recording that ships."""
     if spec == DEMO:
-        file = resources.files("patcher.optimising").joinpath("demo.jsonl")
+        file = resources.files("patcher.kernel_search").joinpath("demo.jsonl")
         with resources.as_file(file) as path:
             return open_model(f"replay:{path}", run.path)
     # where servers are is this machine's business, so it is looked up now, not kept in the run

@@ -9,9 +9,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from patcher.attempts import Phase
+from patcher.attempts import Phase, ReplyFailure
 from patcher.bench import Candidate, Evaluation, Outcome, Record
-from patcher.prompting.extract import ReplyFailure
 
 Kind = Literal["generate", "repair", "optimise", "combine"]
 """`generate` begins anew; `combine` makes one candidate of two."""

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from patcher.agent import Judge
 from patcher.bench import Candidate, Evaluation, MissingError, UsageError
 from patcher.bench.machine.installed import find_ncu
 
+CandidateJudge = Callable[[Candidate], Evaluation]
+"""Says what one candidate is worth. A judge on another machine takes the candidate and raises
+`WaitingError` until its verdict has come."""
 
-def with_counters(judge: Judge, sweep: str | None, say: Callable[[str], None]) -> Judge:
+
+def with_counters(
+    judge: CandidateJudge, sweep: str | None, say: Callable[[str], None]
+) -> CandidateJudge:
     """The judge, and after a right verdict on a GPU what Nsight Compute counts.
 
     Counters are evidence, not part of the verdict: where they cannot be read, that is said once

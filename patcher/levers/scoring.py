@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError
 
 from patcher.bench import SCHEMA_VERSION, Evaluation, Record, UsageError, VerificationError
 from patcher.bench.machine.environment import engine_environment
-from patcher.optimising.levers import ScoreLever
+from patcher.levers.record import ScoreLever
 from patcher.runs.run import Run
 
 LONGEST_ANSWER = 64 << 10

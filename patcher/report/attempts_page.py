@@ -10,7 +10,7 @@ from patcher.models import Usage
 from patcher.report.markup import code, plain, table
 from patcher.report.wording import clip, times
 from patcher.runs.run import Run
-from patcher.runs.status import best_of
+from patcher.status import best_of
 
 
 class AttemptsPage:

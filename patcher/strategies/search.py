@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pydantic import Field
 
+from patcher.attempts import Working
 from patcher.bench import Candidate, Language, Op, Record, UsageError
-from patcher.prompting.rendering import Working
 from patcher.strategies import Strategy, open_strategy
 
 
