@@ -23,6 +23,7 @@ from patcher.bench.judge.evaluation import (
 from patcher.bench.machine.environment import Environment
 from patcher.bench.ops.candidate import Candidate, Language, guess_language
 from patcher.bench.ops.contract import AxisGuard, Contract, PatchPointSpec, Point, Sweep, TensorSpec
+from patcher.bench.ops.header import comment_mark, header_form, header_hint
 from patcher.bench.ops.op import Op, SolutionInfo, library, load_op, load_ops
 from patcher.bench.records import SCHEMA_VERSION, Record
 from patcher.bench.stats.compare import compare, pairs_needed, read_samples
@@ -62,9 +63,12 @@ __all__ = [
     "WaitingError",
     "Window",
     "Workload",
+    "comment_mark",
     "compare",
     "geomean",
     "guess_language",
+    "header_form",
+    "header_hint",
     "library",
     "load_op",
     "load_ops",

@@ -19,6 +19,8 @@ from patcher.bench import (
     Language,
     UsageError,
     Workload,
+    comment_mark,
+    header_hint,
     load_op,
 )
 from patcher.bench.judge import JudgeSettings
@@ -144,6 +146,8 @@ def execute(
         assert workload is not None
         made = run.step("patch", lambda: make_patch(run, optimisation, workload), RunPatch)
         say(f"patch {made.id} in {made.folder}/")
+        if hint := _header_hint(run, optimisation):
+            say(hint)
         job = Job(
             workload=workload,
             margin_pct=settings["margin_pct"],
@@ -190,6 +194,12 @@ def _first_covered(profile: Profile, engine: str) -> str:
         f"no hotspot of this profile is covered by an op of the library that {engine} takes",
         "see `patcher ops`; CONTRIBUTING.md says how to add one",
     )
+
+
+def _header_hint(run: Run, optimisation: Optimisation) -> str | None:
+    assert optimisation.best_file is not None
+    source = (run.path / optimisation.best_file).read_text(encoding="utf-8")
+    return header_hint(source, comment_mark(optimisation.language.in_python))
 
 
 def make_patch(run: Run, optimisation: Optimisation, workload: Workload) -> RunPatch:

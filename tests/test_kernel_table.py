@@ -24,21 +24,6 @@ def test_the_page_is_its_verdicts_and_they_are_of_what_ships() -> None:
         assert one.environment.device_kind == "cuda"
 
 
-def test_the_readme_says_what_the_verdicts_do() -> None:
-    [told] = [
-        paragraph
-        for paragraph in (PAGE.parents[2] / "README.md").read_text(encoding="utf-8").split("\n\n")
-        if paragraph.startswith("**What came of it so far**")
-    ]
-    for name, one in read(PAGE):
-        if "." in name:  # over a further sweep
-            continue
-        speedups = sorted(timing.speedup for timing in one.timings)
-        _, _, rest = " ".join(told.split()).partition(f"`{one.op}`")
-        assert f"{one.geomean_speedup:.2f}x" in rest.partition("`")[0]
-        assert f"({speedups[0]:.2f} to {speedups[-1]:.2f}x" in rest.partition("`")[0]
-
-
 def test_a_row_says_what_was_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plain = evaluation()
     [timing] = plain.timings

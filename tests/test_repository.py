@@ -227,7 +227,11 @@ def test_readme_and_makefile_agree() -> None:
 def test_versions_and_changelog() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", project["version"])
-    assert "## Unreleased" in (ROOT / "CHANGELOG.md").read_text()
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert "## [Unreleased]" in changes
+    assert re.search(
+        rf"^## \[{re.escape(project['version'])}\] - \d{{4}}-\d\d-\d\d$", changes, re.M
+    )
     constraints = (ROOT / "constraints.txt").read_text()
     assert "torch==2.13.0\n" in constraints
     assert not re.search(r"^(nvidia-(?!ml-py)|triton|cuda)", constraints, re.MULTILINE)

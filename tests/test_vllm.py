@@ -58,7 +58,6 @@ def test_the_plugin_is_declared_and_does_nothing_unless_it_is_asked() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     declared = project["project"]["entry-points"]["vllm.general_plugins"]
     assert declared == {"patcher": "patcher.integrate.vllm:register"}
-    assert "patcher.integrate.vllm" in project["tool"]["setuptools"]["packages"]
     code = (
         "import sys, patcher.integrate.vllm as plugin; plugin.register(); plugin.register();"
         "print([name for name in ('torch', 'vllm', 'scipy') if name in sys.modules])"

@@ -171,7 +171,7 @@ class Judge:
             runner = self._stack.enter_context(Runner(self._zygote(device), limits, trusted=True))
             runner.start(settings.threads, self._cpus(device))
             self._trusted[device] = runner
-        name = op.honest_baseline if settings.baseline == "honest" else settings.baseline
+        name = op.accuracy_baseline if settings.baseline == "honest" else settings.baseline
         found = Strongest(name=name or "", times_us={}, missing={})
         try:
             if name is None:

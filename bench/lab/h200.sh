@@ -21,7 +21,7 @@
 # interpreter that has vLLM and patcher (`pip install -e .`: `points` finds vLLM's plugin by that).
 set -euo pipefail
 out=${1:?usage: bench/lab/h200.sh OUT STAGE...}; shift
-here=$(cd "$(dirname "$0")/.." && pwd)
+here=$(cd "$(dirname "$0")/../.." && pwd)
 out=$(mkdir -p "$out" && cd "$out" && pwd)
 python=$(command -v "${PYTHON:-python3}")
 [[ $python = /* ]] || python=$PWD/$python

@@ -11,7 +11,16 @@ import typer
 from pydantic import ValidationError
 from rich.text import Text
 
-from patcher.bench import Candidate, Evaluation, Language, Outcome, UsageError, load_op
+from patcher.bench import (
+    Candidate,
+    Evaluation,
+    Language,
+    Outcome,
+    UsageError,
+    comment_mark,
+    header_hint,
+    load_op,
+)
 from patcher.commands.console import Engine, Json, Output, Threads, app, examples
 
 if TYPE_CHECKING:  # every other command starts without the patches
@@ -97,6 +106,9 @@ def bundle(
         slow = ", ".join(manifest.left_out)
         lines.append(Text(f"the engine's own code runs at {slow}: it is faster there"))
     output.emit(manifest, *lines)
+    mark = comment_mark(candidate.language.in_python)
+    if hint := header_hint(source.read_text(encoding="utf-8"), mark):
+        output.err.print(Text(hint))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # every other command starts without the judge
     "patcher selftest",
     "patcher selftest --device cuda --out card.json",
     "patcher selftest --only 'cheat/(29|31)'",
+    "patcher selftest --corpus checkout/tests/corpus",
     "patcher selftest --mutations",
 )
 def selftest(
@@ -38,6 +40,13 @@ def selftest(
     only: Annotated[
         str, typer.Option(help="Candidates that match this regular expression on KIND/NAME.")
     ] = "",
+    corpus: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder of the cases; default: tests/corpus of a checkout (no wheel has them).",
+        ),
+    ] = None,
     mutations: Annotated[
         bool, typer.Option(help="Take out each guard in turn: the corpus must then fail.")
     ] = False,
@@ -57,13 +66,13 @@ def selftest(
         if mutations:
             from patcher.bench.selftest.mutations import survived
 
-            killed = list(survived(chosen, bar, only))
+            killed = list(survived(chosen, bar, only, corpus))
             document = {"mutations": [each.model_dump(mode="json") for each in killed]}
             output.emit(document, mutation_table(killed))
             return 0 if killed and all(each.killed for each in killed) else 5
         from patcher.bench.selftest.scorecard import score
 
-        card = score(chosen, only, bar)
+        card = score(chosen, only, bar, corpus)
     write_out(out, card)
     output.emit(card, *shown(card))
     return 0 if card.ok else 5

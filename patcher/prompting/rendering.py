@@ -10,7 +10,16 @@ from jinja2 import ChoiceLoader, DictLoader, Environment, PackageLoader, StrictU
 
 from patcher.attempts import Attempt, Diagnosis, Recommendation, ReplyFailure, Working
 from patcher.attempts.structure import structure
-from patcher.bench import Candidate, Evaluation, Language, Op, Outcome, Sweep
+from patcher.bench import (
+    Candidate,
+    Evaluation,
+    Language,
+    Op,
+    Outcome,
+    Sweep,
+    comment_mark,
+    header_form,
+)
 from patcher.bench.toolchains import toolchain
 from patcher.models import PROMPT_TOKENS, Role
 from patcher.prompting.expectations import expectations, verdict
@@ -74,6 +83,7 @@ class Prompts:
             tags=TAGS,
             reference=reference_source(op),
             cpp_signature=f"void {contract.name}({tensors}{scalars})",
+            header=header_form(contract, comment_mark(language.in_python)),
             python_signature=f"def {contract.name}({', '.join(names)}{hints}) -> None",
         )
         # of the same language: nothing is to be translated, something to be beaten
@@ -101,7 +111,7 @@ class Prompts:
         designs = [(one, self._features(source)) for one, source in unlike]
         parts = {
             "elsewhere": self._elsewhere,
-            "baseline": self._baseline(self.op.honest_baseline),
+            "baseline": self._baseline(self.op.accuracy_baseline),
             "unlike": self._part("unlike", designs=designs),
             "extra": extra,
         }

@@ -2,12 +2,12 @@
 # What racecheck of each compute-sanitizer given says of racecheck.cu's kernels, as a table; on a
 # Hopper GPU, with nvcc:
 #
-#   bench/racecheck.sh OUT [COMPUTE_SANITIZER ...]
+#   bench/lab/racecheck.sh OUT [COMPUTE_SANITIZER ...]
 #
 # OUT/NAME-VERSION.log: what the tool printed first. `+ proxies`: where a version looks for a missing
 # proxy fence before a bulk copy, which is on by default, that was left on; else it is off.
 set -euo pipefail
-out=${1:?usage: bench/racecheck.sh OUT [COMPUTE_SANITIZER ...]}; shift
+out=${1:?usage: bench/lab/racecheck.sh OUT [COMPUTE_SANITIZER ...]}; shift
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$out"
 [ $# -gt 0 ] || set -- compute-sanitizer
