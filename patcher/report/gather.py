@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 from typing import TypeVar
 
+from patcher.ab.decision import Decision
+from patcher.ab.job import Measurement
+from patcher.ab.verdict import explain_measured
 from patcher.agent import ended
 from patcher.attempts import Attempt, Stopped
 from patcher.bench import Evaluation, Record, UsageError
-from patcher.endtoend.judging import explain_measured
-from patcher.endtoend.measured import Measured
 from patcher.hotspot import Profile
 from patcher.integrate import Patch
 from patcher.pipeline import DEMO, Made, RunPlan
@@ -20,7 +21,6 @@ from patcher.report import FORMATS, Report, write
 from patcher.report.judged import receipt_of
 from patcher.runs.run import Run
 from patcher.runs.status import attempts, status
-from patcher.verdicts.decide import Decision
 from patcher.verdicts.review import run_words
 
 RecordT = TypeVar("RecordT", bound=Record)
@@ -54,7 +54,7 @@ def gather(run: Run, after: Profile | None = None) -> Report:
     plan = RunPlan.model_validate(run.config.settings.get("plan", {}))
     workload = run.config.workload
     profile = _stored(run, "profile", Profile)
-    measured = _stored(run, "measure", Measured)
+    measured = _stored(run, "measure", Measurement)
     made = _stored(run, "patch", Made)
     decision = _stored(run, "decision", Decision)
     found = attempts(run)
@@ -114,7 +114,7 @@ def _best(found: tuple[Attempt, ...]) -> Attempt | None:
 
 def _reconciled(
     run: Run,
-    measured: Measured | None,
+    measured: Measurement | None,
     before: Profile | None,
     after: Profile | None,
 ) -> Reconciliation | None:

@@ -25,8 +25,8 @@ from patcher.doctor import Finding
 from patcher.report.wording import visible
 
 if TYPE_CHECKING:  # it imports torch
+    from patcher.ab.decision import Decision
     from patcher.bench.ab.planted import PlantedGains
-    from patcher.verdicts.decide import Decision
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 VERDICT_COLOURS = {"accept": "green", "reject": "red", "inconclusive": "yellow"}
