@@ -48,12 +48,11 @@ from patcher.judges.jobs import (
     Posted,
     read_job,
     read_result,
-    this_machine,
 )
 from patcher.judges.languages import facts
 from patcher.judges.same_device import hold
 from patcher.judges.seal import MANIFEST, seal, unsealed
-from patcher.judges.worker import MOST_ATTEMPTS, Worker, WorkerSummary
+from patcher.judges.worker import MOST_ATTEMPTS, Worker, WorkerSummary, this_machine
 from patcher.runs.run import Run
 
 OP = bench.load_op("fused_add_rms_norm")

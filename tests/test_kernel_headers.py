@@ -29,7 +29,7 @@ from patcher.bench.ops.header import (
 )
 from patcher.bench.ops.op import SolutionInfo
 from patcher.cli import main
-from patcher.optimising.recording import read
+from patcher.kernel_search.recording import read
 from patcher.prompting.rendering import Prompts
 
 ROOT = Path(__file__).resolve().parent.parent
