@@ -11,6 +11,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from patcher.ab.decision import Decision
+from patcher.ab.job import ABJob, Measurement
+from patcher.ab.one_process import measure_in_child
+from patcher.ab.other_windows import shapes_of
+from patcher.ab.verdict import decide_on, explain_measured
 from patcher.agent import best_candidate
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
@@ -28,10 +33,6 @@ from patcher.bench.machine.environment import describe
 from patcher.bench.machine.environment import facts as machine_facts
 from patcher.bench.stats.compare import DEFAULT_PROCESS_PAIRS
 from patcher.bench.toolchains import build
-from patcher.endtoend.judging import decide_on, explain_measured
-from patcher.endtoend.measure import measure_in_child
-from patcher.endtoend.measured import Job, Measured
-from patcher.endtoend.other_traffic import shapes_of
 from patcher.hotspot import Profile, capture
 from patcher.integrate import Patch
 from patcher.judges import LOCAL
@@ -47,7 +48,6 @@ from patcher.runs.machine import same_machine
 from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
 from patcher.settings import Settings
-from patcher.verdicts.decide import Decision
 
 Report = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
@@ -148,7 +148,7 @@ def execute(
         say(f"patch {made.id} in {made.folder}/")
         if hint := _header_hint(run, optimisation):
             say(hint)
-        job = Job(
+        job = ABJob(
             workload=workload,
             margin_pct=settings["margin_pct"],
             max_pairs=plan.pairs,
@@ -159,7 +159,7 @@ def execute(
             elsewhere=shapes_of(workload, None, None) if workload.device == "cuda" else (),
         )
         folder = run.path / made.folder
-        measured = run.step("measure", lambda: measure_in_child(job, folder, report), Measured)
+        measured = run.step("measure", lambda: measure_in_child(job, folder, report), Measurement)
         evaluation = run.load(f"{op_name}/{optimisation.best_iteration}/evaluate", Evaluation)
         reconciliation = run.step(
             "reconcile",

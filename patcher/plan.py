@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
+from patcher.ab.decision import Decision
 from patcher.attempts import Optimisation
 from patcher.bench import SCHEMA_VERSION, Language, Record, Workload
 from patcher.bench.stats.compare import DEFAULT_PAIRS
 from patcher.runs.patch import RunPatch
 from patcher.strategies.search import Search
-from patcher.verdicts.decide import Decision
 
 DEMO = "replay:demo"
 """The language model of `patcher demo`: the recorded conversation that ships with patcher."""

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from test_cli import patcher
 
+from patcher.ab.job import ABResult
+from patcher.ab.verdict import judged_again
 from patcher.bench.ab.throughput import decide_on
 from patcher.bench.ab.windows import Kind
 from patcher.bench.lab.verdict_table import table
 from patcher.bench.lab.vllm_points import KNOWN
 from patcher.bench.stats.comparison import Comparison
-from patcher.endtoend.judging import judged_again
-from patcher.endtoend.measured import Judged
 from patcher.integrate import Patch, unpacked
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +35,7 @@ def digest_of(bundle: Path) -> str:
 
 def bundles_of(file: Path) -> list[Path]:
     """Those that were measured, and no others of the same name."""
-    kept = Judged.model_validate_json(file.read_bytes())
+    kept = ABResult.model_validate_json(file.read_bytes())
     by_digest = {digest_of(path): path for path in (FOLDER / "bundles").rglob("*.zip")}
     return [by_digest[one.receipt.digest] for one in kept.measured]
 
@@ -47,7 +47,7 @@ def test_there_are_verdicts() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_its_windows_and_bundles_give_the_verdict_again(file: Path) -> None:
-    kept = Judged.model_validate_json(file.read_bytes())
+    kept = ABResult.model_validate_json(file.read_bytes())
     found = kept.measured[0].throughput
 
     def anew(kind: Kind, stated: Comparison) -> Comparison | None:
@@ -69,7 +69,7 @@ def test_its_windows_and_bundles_give_the_verdict_again(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_the_page_states_it(file: Path) -> None:
-    kept = Judged.model_validate_json(file.read_bytes())
+    kept = ABResult.model_validate_json(file.read_bytes())
     gain = f"{kept.decision.gain_pct:+.2f} %"
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert gain in readme
@@ -82,7 +82,7 @@ def test_the_page_states_it(file: Path) -> None:
 
 @pytest.mark.parametrize("file", ALONE, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_windows_of_one_alone_give_its_row_again(file: Path) -> None:
-    kept = Judged.model_validate_json(file.read_bytes())
+    kept = ABResult.model_validate_json(file.read_bytes())
     found = kept.measured[0].throughput
     stated = found.comparison
     again = decide_on(list(found.windows), "ab", stated.margin_pct, stated.confidence_pct)

@@ -15,9 +15,10 @@ from report_sample import attempt, patched
 from test_measure import evidence
 from test_report_lanes import decode
 
+from patcher.ab.decision import Decision, decide
+from patcher.ab.job import Measurement
 from patcher.bench import Evaluation, Outcome, UsageError, VerificationError
 from patcher.bench.stats.comparison import Verdict
-from patcher.endtoend.measured import Measured
 from patcher.hotspot import Profile
 from patcher.integrate import pack
 from patcher.report import render_html, render_markdown
@@ -25,7 +26,6 @@ from patcher.report.gather import gather
 from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
 from patcher.show.review import review_document
-from patcher.verdicts.decide import Decision, decide
 from patcher.verdicts.review import find_subject, run_words, say, words
 
 
@@ -43,8 +43,10 @@ def decided(root: Path, verdict: Verdict = "accept", *, patch: bool = True) -> R
         made = RunPatch(folder="patch", id=bundle.manifest.id, digest=bundle.digest)
         run.step("patch", lambda: made, RunPatch)
     given = evidence(verdict=verdict)
-    measured = Measured(**{name: given[name] for name in Measured.model_fields if name in given})
-    run.step("measure", lambda: measured, Measured)
+    measured = Measurement(
+        **{name: given[name] for name in Measurement.model_fields if name in given}
+    )
+    run.step("measure", lambda: measured, Measurement)
     run.step("decision", lambda: decide(**given), Decision)
     run.close()
     return run

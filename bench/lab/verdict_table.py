@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from patcher.ab.job import ABResult
+from patcher.ab.other_workloads import OtherWorkloads
+from patcher.ab.sets import SetSearch
 from patcher.bench import Comparison, PatcherError, UsageError
-from patcher.endtoend.elsewhere import Elsewhere
-from patcher.endtoend.measured import Judged
-from patcher.endtoend.sets import Sets
 from patcher.reconciling.launches import patched_steps
 
 HEAD = (
@@ -28,21 +28,21 @@ PUBLISHED = (
 )
 
 
-def read(folder: Path) -> list[Judged]:
+def read(folder: Path) -> list[ABResult]:
     """Every verdict of the folder, in the order of its files.
 
     Raises:
         UsageError: there is none, or a file holds something else.
     """
-    found: list[Judged] = []
+    found: list[ABResult] = []
     for path in sorted(folder.glob("*.json")):
         try:
             text = path.read_text(encoding="utf-8")
             sets = "best" in json.loads(text)
             found += (
-                Sets.model_validate_json(text).measured
+                SetSearch.model_validate_json(text).measured
                 if sets
-                else [Judged.model_validate_json(text)]
+                else [ABResult.model_validate_json(text)]
             )
         except (OSError, ValueError, TypeError) as error:
             raise UsageError(
@@ -55,7 +55,7 @@ def read(folder: Path) -> list[Judged]:
     return found
 
 
-def table(found: Sequence[Judged]) -> str:
+def table(found: Sequence[ABResult]) -> str:
     """A row a verdict, below it one for each other batch size and context; then what is published.
     Tokens per second are medians over windows, the gain comes with its interval.
     """
@@ -67,7 +67,7 @@ def table(found: Sequence[Judged]) -> str:
     return "\n".join([*lines, PUBLISHED])
 
 
-def _row(judged: Judged) -> str:
+def _row(judged: ABResult) -> str:
     throughput = judged.measured[0].throughput
     workload, steps = throughput.workload, patched_steps(throughput)
     calls = [one.receipt.total_calls / steps if steps else 0.0 for one in judged.measured]
@@ -83,7 +83,7 @@ def _row(judged: Judged) -> str:
     )
 
 
-def _other_rows(elsewhere: Elsewhere) -> Iterator[str]:
+def _other_rows(elsewhere: OtherWorkloads) -> Iterator[str]:
     for point in elsewhere.points:
         standing = elsewhere.standing(point)
         yield _line("", str(point.batch), f"{point.context:,}", point.comparison, "", "", standing)

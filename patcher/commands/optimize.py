@@ -73,6 +73,7 @@ def optimize(
 ) -> int:
     """The agent loop on one op: generation and analysis agents under the judge's feedback."""
     from patcher import pipeline
+    from patcher.plan import RunPlan
     from patcher.settings import resolve
     from patcher.strategies.search import Search
 
@@ -99,7 +100,7 @@ def optimize(
         found = estimate(known, language, settings, sweep)
         Output(as_json).emit(found, *estimate_lines(found))
         return 0
-    plan = pipeline.RunPlan(
+    plan = RunPlan(
         op=known.name,
         language=language,
         sweep=sweep,

@@ -159,7 +159,7 @@ def _captured(
         folder.mkdir(parents=True, exist_ok=True)
         if not bundles:
             return capture(workload, folder, lambda stage: bar(stage, 0, 1))
-        from patcher.endtoend.patched_capture import capture_patched
+        from patcher.ab.patched_capture import capture_patched
         from patcher.integrate import Patch, unpacked
 
         patches = [Patch.load(stack.enter_context(unpacked(bundle))) for bundle in bundles]

@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 from typing import TypeVar
 
+from patcher.ab.decision import Decision
+from patcher.ab.job import Measurement
+from patcher.ab.verdict import explain_measured
 from patcher.agent import recorded_stop
 from patcher.attempts import Attempt, Stopped
 from patcher.bench import Evaluation, Record, UsageError
-from patcher.endtoend.judging import explain_measured
-from patcher.endtoend.measured import Measured
 from patcher.hotspot import Profile
 from patcher.integrate import Patch
 from patcher.plan import DEMO, RunPlan
@@ -21,7 +22,6 @@ from patcher.report.judged import receipt_of
 from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
 from patcher.status import attempts, status
-from patcher.verdicts.decide import Decision
 from patcher.verdicts.review import run_words
 
 RecordT = TypeVar("RecordT", bound=Record)
@@ -55,7 +55,7 @@ def gather(run: Run, after: Profile | None = None) -> Report:
     plan = RunPlan.model_validate(run.config.settings.get("plan", {}))
     workload = run.config.workload
     profile = _stored(run, "profile", Profile)
-    measured = _stored(run, "measure", Measured)
+    measured = _stored(run, "measure", Measurement)
     made = _stored(run, "patch", RunPatch)
     decision = _stored(run, "decision", Decision)
     found = attempts(run)
@@ -115,7 +115,7 @@ def _best(found: tuple[Attempt, ...]) -> Attempt | None:
 
 def _reconciled(
     run: Run,
-    measured: Measured | None,
+    measured: Measurement | None,
     before: Profile | None,
     after: Profile | None,
 ) -> Reconciliation | None:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from patcher.ab.decision import Decision
 from patcher.bench import Evaluation, PatcherError, UsageError, VerificationError
 from patcher.integrate import Patch, home_store, unpacked
 from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
-from patcher.verdicts.decide import Decision
 from patcher.verdicts.word import HumanVerdict, Said
 
 _NOTE = "review"

@@ -18,34 +18,34 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
+from patcher.ab.best_set import BestSet, Combination, best_set
+from patcher.ab.decision import Decision
+from patcher.ab.job import ABJob, ABResult, Measurement, Report
+from patcher.ab.one_process import measure_together
+from patcher.ab.record_files import read_record, write_record
+from patcher.ab.set_blocks import measure_waves
+from patcher.ab.verdict import judged, refuse_one_point_twice
 from patcher.bench import SCHEMA_VERSION, Record, UsageError
 from patcher.bench.stats.comparison import Comparison
-from patcher.endtoend.best_set import BestSet, Combination, best_set
-from patcher.endtoend.judging import judged, refuse_one_point_twice
-from patcher.endtoend.kept import read_record, write_record
-from patcher.endtoend.measure import measure_together
-from patcher.endtoend.measured import Job, Judged, Measured, Report
-from patcher.endtoend.set_waves import measure_waves
 from patcher.integrate import Patch
-from patcher.verdicts.decide import Decision
 
-Measure = Callable[[Job, Sequence[Path], Report], tuple[Measured, ...]]
-"""As `patcher.endtoend.measure.measure_together`."""
+Measure = Callable[[ABJob, Sequence[Path], Report], tuple[Measurement, ...]]
+"""As `patcher.ab.one_process.measure_together`."""
 InWaves = Callable[
-    [Job, Mapping[str, Sequence[Patch]], Path, Report], dict[str, tuple[Measured, ...]] | None
+    [ABJob, Mapping[str, Sequence[Patch]], Path, Report], dict[str, tuple[Measurement, ...]] | None
 ]
-"""As `patcher.endtoend.set_waves.measure_waves`."""
+"""As `patcher.ab.set_blocks.measure_waves`."""
 
 
-class Sets(Record):
+class SetSearch(Record):
     """All that was measured, and the best of it."""
 
     schema_version: int = SCHEMA_VERSION
     best: BestSet
-    measured: tuple[Judged, ...]
+    measured: tuple[ABResult, ...]
 
 
-def combination_of(judged: Judged) -> Combination:
+def combination_of(judged: ABResult) -> Combination:
     """With the rule's word in place of the comparison's where the rule is the stricter."""
     comparison = judged.measured[0].throughput.comparison
     decision = judged.decision
@@ -59,21 +59,21 @@ def _with_word(comparison: Comparison, decision: Decision, said: str) -> Compari
 
 
 def measure_sets(
-    job: Job,
+    job: ABJob,
     folders: Sequence[Path],
     keep: Path,
     report: Report,
     measure: Measure = measure_together,
     in_waves: InWaves = measure_waves,
-) -> Sets:
+) -> SetSearch:
     """Measure each patch alone and all together; where together is no better than the best one
     alone, all but one each, too. What `keep` has already is not measured again.
 
     Raises:
         UsageError: fewer than two patches, one twice, or two for one patch point.
         VerificationError: a file of `keep` is damaged.
-        PatcherError: as `patcher.endtoend.measure.measure_together` and
-            `patcher.endtoend.set_waves.measure_waves`.
+        PatcherError: as `patcher.ab.one_process.measure_together` and
+            `patcher.ab.set_blocks.measure_waves`.
     """
     patches = [Patch.load(folder) for folder in folders]
     if len(patches) < 2:
@@ -87,17 +87,17 @@ def measure_sets(
     if len(names) > 2 and _worse_together(done, names):
         taking.take(list(combinations(names, len(names) - 1)))
     measured = tuple(done.values())
-    return Sets(best=best_set([combination_of(one) for one in measured]), measured=measured)
+    return SetSearch(best=best_set([combination_of(one) for one in measured]), measured=measured)
 
 
-def shown(found: Sets) -> Judged:
+def shown(found: SetSearch) -> ABResult:
     """What a report is about: the best set, or all at once where none is accepted."""
     by_set = {frozenset(one.patches): one for one in found.measured}
     best = by_set.get(frozenset(found.best.patches))
     return best or max(found.measured, key=lambda one: len(one.patches))
 
 
-def keep_name(job: Job, folders: Sequence[Path]) -> str:
+def keep_name(job: ABJob, folders: Sequence[Path]) -> str:
     """Of a folder for these patches measured this way."""
     digests = sorted(Patch.load(folder).digest for folder in folders)
     text = job.model_dump_json() + ",".join(digests)
@@ -108,13 +108,13 @@ def keep_name(job: Job, folders: Sequence[Path]) -> str:
 class _Taking:
     """What has been measured, of what was asked for."""
 
-    job: Job
+    job: ABJob
     of_id: dict[str, Path]
     keep: Path
     report: Report
     measure: Measure
     in_waves: InWaves
-    done: dict[frozenset[str], Judged] = field(default_factory=dict)
+    done: dict[frozenset[str], ABResult] = field(default_factory=dict)
     one_by_one: bool = False
 
     def take(self, plan: Sequence[tuple[str, ...]]) -> None:
@@ -123,7 +123,7 @@ class _Taking:
             path = self._path(chosen)
             if path.is_file():
                 hint = "remove it: that combination is then measured again"
-                self.done[frozenset(chosen)] = read_record(path, Judged, hint)
+                self.done[frozenset(chosen)] = read_record(path, ABResult, hint)
         missing = [chosen for chosen in plan if frozenset(chosen) not in self.done]
         if missing and self.job.process_pairs and not self.one_by_one:
             self._take_in_waves(plan, missing)
@@ -146,13 +146,13 @@ class _Taking:
         for chosen in missing:
             self._keep(chosen, found[_named(chosen)])
 
-    def _alone(self, chosen: tuple[str, ...]) -> tuple[Measured, ...]:
+    def _alone(self, chosen: tuple[str, ...]) -> tuple[Measurement, ...]:
         def told(stage: str, done: int, total: int) -> None:
             self.report(f"{_named(chosen)}: {stage}", done, total)
 
         return self.measure(self.job, [self.of_id[patch] for patch in chosen], told)
 
-    def _keep(self, chosen: tuple[str, ...], measured: tuple[Measured, ...]) -> None:
+    def _keep(self, chosen: tuple[str, ...], measured: tuple[Measurement, ...]) -> None:
         found = judged([Patch.load(self.of_id[patch]) for patch in chosen], measured)
         write_record(self._path(chosen), found)
         self.done[frozenset(chosen)] = found
@@ -170,7 +170,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _worse_together(done: dict[frozenset[str], Judged], names: Sequence[str]) -> bool:
+def _worse_together(done: dict[frozenset[str], ABResult], names: Sequence[str]) -> bool:
     """Whether all at once is not accepted, or gains less than the best one alone."""
     whole = combination_of(done[frozenset(names)]).comparison
     alone = [combination_of(done[frozenset({name})]).comparison for name in names]

@@ -6,10 +6,10 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from patcher.ab.pairs import refuse_other_engines
+from patcher.ab.verdict import refuse_one_point_twice
 from patcher.bench import VerificationError, Workload
 from patcher.bench.machine.environment import engine_environment
-from patcher.endtoend.judging import refuse_one_point_twice
-from patcher.endtoend.pairs import refuse_other_engines
 from patcher.hotspot import Profile, capture
 from patcher.integrate import Patch, Receipt, read_receipts, starting_up, switching_on
 from patcher.reconciling.proof import prove
@@ -45,7 +45,7 @@ def capture_patched(
     first = ""
     if workload.engine == "vllm":
         # also from a checkout, where no entry point leads to the plugin
-        first = "from integrate import await_engine; await_engine('vllm')"
+        first = "from patcher.integrate import await_engine; await_engine('vllm')"
     else:
         variables["PYTHONPATH"] = starting_up(engine_environment()["PYTHONPATH"])
     profile = capture(workload, folder, progress, variables=variables, first=first)

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from pydantic import JsonValue
 
+from patcher.ab import arm_protocol as say
+from patcher.ab.arm_process import LOAD_S, ArmProcess
+from patcher.ab.job import ABJob, Report
 from patcher.bench import Quality
 from patcher.bench.ab import cloze
-from patcher.bench.ab.engine_config import Trial, Tuning, overriding, words
-from patcher.bench.ab.process_pairs import SHARE_ALONE
+from patcher.bench.ab.engine_config import ConfigTrial, Tuning, overriding, words
+from patcher.bench.ab.processes import SHARE_ALONE
 from patcher.bench.ab.quality import compare_logits
 from patcher.bench.ab.tuning import options_of, tune
 from patcher.bench.machine.clocks import ClockMonitor
-from patcher.endtoend import arm_protocol as say
-from patcher.endtoend.arm_process import LOAD_S, ArmProcess
-from patcher.endtoend.measured import Job, Report
 from patcher.integrate import Patch, engine_wants
 
 REFERENCE: dict[str, dict[str, JsonValue]] = {"vllm": {"enforce_eager": True}}
@@ -46,7 +46,7 @@ class Yardstick(NamedTuple):
 class Asking:
     """Processes of one job."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ABJob) -> None:
         self.job = job
         self.arguments: dict[str, JsonValue] = dict(job.arguments)
         """Of the engine, in every process, but for what patches want; see `arguments_of`."""
@@ -68,7 +68,9 @@ class Asking:
         wanted = engine_wants(self.job.workload.engine, names)
         return {**self.arguments, **overriding(wanted, self.arguments)}
 
-    def tune(self, report: Report, tried_one: Callable[[Trial], None] | None = None) -> Tuning:
+    def tune(
+        self, report: Report, tried_one: Callable[[ConfigTrial], None] | None = None
+    ) -> Tuning:
         """The best stock configuration, which is all processes' from then on."""
         with ClockMonitor(self.job.workload.device, self.job.lock_mhz) as clocks:
             found = tune(
@@ -134,7 +136,7 @@ class Asking:
         plain = {**arguments, **REFERENCE.get(self.job.workload.engine, {})}
         with self.started("reference", plain, SHARE_ALONE) as process:
             entropy = process.ask(
-                say.Routing(seed=self.job.seed, steps=ROUTING_STEPS), say.Entropy
+                say.AskRouting(seed=self.job.seed, steps=ROUTING_STEPS), say.Entropy
             ).percent
             return Yardstick(*self.logits(process, tokens, reference=True), entropy)
 
@@ -170,12 +172,12 @@ class Asking:
         return quality.model_copy(update=told), reference.entropy_pct
 
 
-def loads_beside(job: Job) -> bool:
+def loads_beside(job: ABJob) -> bool:
     """Whether two may load at the same time: not while vLLM finds out what memory is left."""
     return job.workload.engine != "vllm" or "kv_cache_memory_bytes" in job.arguments
 
 
-def with_cache_size(job: Job) -> Job:
+def with_cache_size(job: ABJob) -> ABJob:
     """With the size of vLLM's KV cache said: else it takes whatever its share leaves, and cannot
     load beside another that does so, too.
     """

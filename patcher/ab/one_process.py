@@ -18,28 +18,28 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
+from patcher.ab.job import ABJob, Measurement, Report
 from patcher.bench import PatcherError, relayed
 from patcher.bench.machine.environment import engine_environment
 from patcher.bench.sandbox.die_with_parent import die_with_parent
-from patcher.endtoend.measured import Job, Measured, Report
 from patcher.integrate import Patch, Receipt
 
 if TYPE_CHECKING:
     from patcher.bench.ab.planted import PlantedGains
 
-RESULT: TypeAdapter[tuple[Measured, ...]] = TypeAdapter(tuple[Measured, ...])
+RESULT: TypeAdapter[tuple[Measurement, ...]] = TypeAdapter(tuple[Measurement, ...])
 """What the measuring process leaves."""
 
 
-def measure_in_child(job: Job, patch_folder: Path, report: Report) -> Measured:
+def measure_in_child(job: ABJob, patch_folder: Path, report: Report) -> Measurement:
     """As `measure_together`, one patch."""
     [measured] = measure_together(job, [patch_folder], report)
     return measured
 
 
 def measure_together(
-    job: Job, patch_folders: Sequence[Path], report: Report
-) -> tuple[Measured, ...]:
+    job: ABJob, patch_folders: Sequence[Path], report: Report
+) -> tuple[Measurement, ...]:
     """Run `measure` in a process without keys, or each arm in one; killed as a group when
     interrupted.
 
@@ -50,7 +50,7 @@ def measure_together(
     for patch in patches:
         patch.verify_target()
     if job.process_pairs:
-        from patcher.endtoend.pairs import measure_pairs
+        from patcher.ab.pairs import measure_pairs
 
         return measure_pairs(job, patches, report)
     with tempfile.TemporaryDirectory(prefix="patcher-measure-") as scratch:
@@ -59,7 +59,7 @@ def measure_together(
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
                 die_with_parent(
-                    *(sys.executable, "-P", "-m", "patcher.endtoend.measure", str(folder)),
+                    *(sys.executable, "-P", "-m", "patcher.ab.one_process", str(folder)),
                     *(str(each.resolve()) for each in patch_folders),
                 ),
                 env=engine_environment(),
@@ -98,18 +98,18 @@ def _relay(line: bytes, report: Report) -> None:
     report(str(stage), int(done), int(total))
 
 
-def measure(job: Job, patches: Sequence[Patch], report: Report) -> tuple[Measured, ...]:
+def measure(job: ABJob, patches: Sequence[Patch], report: Report) -> tuple[Measurement, ...]:
     """The whole measurement in this process: A/B with control, quality, revert; for each of the
     patches, which are in together, with its own receipts.
     """
     from contextlib import ExitStack, contextmanager, nullcontext
 
+    from patcher.ab.other_windows import OtherTraffic, peak_memory, peak_of_arms
     from patcher.bench.ab.quality import assess, greedy_identical
     from patcher.bench.ab.throughput import measure as measure_throughput
     from patcher.bench.ab.windows import Arms, LocalSide
     from patcher.bench.engines import open_engine
     from patcher.bench.machine.clocks import ClockMonitor
-    from patcher.endtoend.other_traffic import OtherTraffic, peak_memory, peak_of_arms
     from patcher.integrate import CallCounters, prepare
 
     kernels = [patch.kernel() for patch in patches]
@@ -170,7 +170,7 @@ def measure(job: Job, patches: Sequence[Patch], report: Report) -> tuple[Measure
     report("revert", 0, 1)
     identical = greedy_identical(engine, before, prompts, steps)
     return tuple(
-        Measured(
+        Measurement(
             throughput=throughput,
             quality=quality,
             receipt=Receipt.of(book),
@@ -182,7 +182,7 @@ def measure(job: Job, patches: Sequence[Patch], report: Report) -> tuple[Measure
     )
 
 
-def measure_planted(job: Job, report: Report) -> PlantedGains:
+def measure_planted(job: ABJob, report: Report) -> PlantedGains:
     """Whether an A/B of this workload finds planted gains; in this process, as no patch runs."""
     from patcher.bench.ab.planted import model_delay, plant
     from patcher.bench.engines import open_engine
@@ -205,10 +205,10 @@ def measure_planted(job: Job, report: Report) -> PlantedGains:
 
 
 def main() -> None:
-    """`python -P -m patcher.endtoend.measure FOLDER PATCH...`: job.json in, result or error.json
+    """`python -P -m patcher.ab.one_process FOLDER PATCH...`: job.json in, result or error.json
     out."""
     folder, *patch_folders = map(Path, sys.argv[1:])
-    job = Job.model_validate_json((folder / "job.json").read_text(encoding="utf-8"))
+    job = ABJob.model_validate_json((folder / "job.json").read_text(encoding="utf-8"))
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what an engine prints goes to the log
 

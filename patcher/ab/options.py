@@ -9,17 +9,17 @@ from pathlib import Path
 
 from pydantic import JsonValue, ValidationError
 
+from patcher.ab.job import ABJob
 from patcher.bench import UsageError, Workload
 from patcher.bench.ab.engine_config import Tuning
-from patcher.bench.ab.process_pairs import Plan
+from patcher.bench.ab.processes import ABPlan
 from patcher.bench.ab.traffic import traffic
 from patcher.bench.machine.environment import describe
 from patcher.bench.stats.compare import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
-from patcher.endtoend.measured import Job
 
 
 @dataclass(frozen=True)
-class Asked:
+class ThroughputOptions:
     """Options that a preset of traffic fills where they are not given.
 
     Raises:
@@ -45,30 +45,30 @@ class Asked:
             self.output_len or found.output_len,
         )
 
-    def plan(self, engine: str) -> Plan | None:
+    def plan(self, engine: str) -> ABPlan | None:
         """Process pairs and pairs in each; None: one process for both arms.
 
         `pairs` are those of the whole sitting, in either case.
         """
-        planned = Plan() if self.preset is None else traffic(self.preset).plan()
+        planned = ABPlan() if self.preset is None else traffic(self.preset).plan()
         count = self.processes
         if count is None:
             count = planned.process_pairs if engine == "vllm" or self.preset else 0
         if count == 0:
             return None
         each = planned.pairs if self.pairs is None else -(-self.pairs // count)
-        return Plan(process_pairs=count, pairs=max(each, 2))
+        return ABPlan(process_pairs=count, pairs=max(each, 2))
 
 
 def job_of(
-    asked: Asked,
+    asked: ThroughputOptions,
     workload: Workload,
     tune: bool,
     engine_args: Sequence[str],
     margin_pct: float,
     quality_steps: int,
     tuned: Tuning | None = None,
-) -> Job:
+) -> ABJob:
     """Raises:
     UsageError: options that do not go together.
     """
@@ -90,7 +90,7 @@ def job_of(
         )
     if tune and tuned:
         raise UsageError("a search, and what one found", "give --tune-baseline or --tuned")
-    job = Job(
+    job = ABJob(
         workload=workload,
         margin_pct=margin_pct,
         max_pairs=asked.pairs or DEFAULT_PAIRS,

@@ -1,6 +1,6 @@
 """One arm of an A/B as a process: commands on stdin, replies on stdout.
 
-It is `python -P -m patcher.endtoend.arm`. The environment says which patches are in, as in serving;
+It is `python -P -m patcher.ab.arm`. The environment says which patches are in, as in serving;
 see `arm_protocol.py` for what is said. What an engine prints goes to stderr. The process ends when
 its commands do.
 """
@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+from patcher.ab import arm_protocol as say
 from patcher.bench import PatcherError, Shape, UsageError, Workload
 from patcher.bench.ab.latency import in_steps
 from patcher.bench.engines import Decoding, Measurable, open_measurable, random_prompts
-from patcher.endtoend import arm_protocol as say
 from patcher.integrate import Receipt, activated, await_engine
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from patcher.integrate import Activation
 
 
-class Arm:
+class ArmServer:
     """The engine, what is patched in it, and the window under way."""
 
     def __init__(self, load: say.Load) -> None:
@@ -70,14 +70,14 @@ class Arm:
                 if seconds:
                     self._delay.enter_context(delay_of(self.engine)(seconds))
             case say.InSteps(seed=seed):
-                return say.Steps(seconds=in_steps(self.engine, seed))
+                return say.StepSeconds(seconds=in_steps(self.engine, seed))
             case say.Generate(seed=seed, steps=steps):
                 made = self.engine.generate(self.engine.prompts(seed), steps)
                 gc.collect()
                 return say.Generated(tokens=made.tokens.tolist())
             case say.Logits():
                 return self._logits(command)
-            case say.Routing(seed=seed, steps=steps):
+            case say.AskRouting(seed=seed, steps=steps):
                 prompts = self.engine.prompts(seed)
                 return say.Entropy(percent=self.engine.routing_entropy_pct(prompts, steps))
             case say.AskMemory():
@@ -171,7 +171,7 @@ def free_bytes(device: str) -> int:
 
 def serve(commands: IO[bytes], replies: IO[bytes]) -> int:
     """Answer until told to close, or until there is nobody who asks."""
-    arm: Arm | None = None
+    arm: ArmServer | None = None
     for line in commands:
         closed = False
         try:
@@ -181,7 +181,7 @@ def serve(commands: IO[bytes], replies: IO[bytes]) -> int:
                 reply = arm.answer(command)
                 closed = isinstance(command, say.Close)
             elif isinstance(command, say.Load):
-                arm = Arm(command)
+                arm = ArmServer(command)
                 reply = arm.loaded()
             else:
                 raise UsageError("the first command is to load")

@@ -11,21 +11,21 @@ from functools import partial
 
 import torch
 
+from patcher.ab.arm_process import ArmProcess
+from patcher.ab.job import ABJob, Measurement, Report
+from patcher.ab.launcher import STAGGER_S, Asking, loads_beside, with_cache_size
+from patcher.ab.other_windows import OtherTraffic, peak_memory
+from patcher.ab.receipt_counts import called_between, merged
 from patcher.bench import Quality, Shape, Throughput, UsageError, Workload
 from patcher.bench.ab.engine_config import Tuning, overriding
-from patcher.bench.ab.process_pairs import Plan, measure_processes
+from patcher.bench.ab.processes import ABPlan, measure_processes
 from patcher.bench.ab.windows import Pair, Side
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.stats.comparison import Arm
-from patcher.endtoend.arm_process import ArmProcess
-from patcher.endtoend.asking import STAGGER_S, Asking, loads_beside, with_cache_size
-from patcher.endtoend.called import called_between, merged
-from patcher.endtoend.measured import Job, Measured, Report
-from patcher.endtoend.other_traffic import OtherTraffic, peak_memory
 from patcher.integrate import Patch, Receipt
 
 
-def measure_pairs(job: Job, patches: Sequence[Patch], report: Report) -> tuple[Measured, ...]:
+def measure_pairs(job: ABJob, patches: Sequence[Patch], report: Report) -> tuple[Measurement, ...]:
     """The whole measurement: best stock configuration, A/B with control, quality, revert.
 
     Returns:
@@ -33,7 +33,7 @@ def measure_pairs(job: Job, patches: Sequence[Patch], report: Report) -> tuple[M
 
     Raises:
         UsageError: a patch is for another engine.
-        PatcherError: as `patcher.bench.ab.process_pairs.measure_processes`.
+        PatcherError: as `patcher.bench.ab.processes.measure_processes`.
     """
     refuse_other_engines(job.workload, patches)
     job = with_cache_size(job)
@@ -44,7 +44,7 @@ def measure_pairs(job: Job, patches: Sequence[Patch], report: Report) -> tuple[M
         throughput = measure_processes(
             sitting.start,
             job.workload,
-            Plan(
+            ABPlan(
                 process_pairs=job.process_pairs,
                 pairs=job.pairs_each,
                 looks=1,
@@ -64,7 +64,7 @@ def measure_pairs(job: Job, patches: Sequence[Patch], report: Report) -> tuple[M
     throughput = told(throughput, entropy, sitting, patches, tuning)
     memory = peak_memory(throughput.peak_memory_bytes, job.workload.device)
     return tuple(
-        Measured(
+        Measurement(
             throughput=throughput,
             quality=quality,
             receipt=sitting.receipt(patch),
@@ -90,7 +90,7 @@ def refuse_other_engines(workload: Workload, patches: Iterable[Patch]) -> None:
 
 
 def elsewhere(other: OtherTraffic, last: Pair, processes: Mapping[Arm, ArmProcess]) -> None:
-    """See `patcher.bench.ab.process_pairs.Also`."""
+    """See `patcher.bench.ab.processes.Also`."""
 
     def sides(shape: Shape) -> dict[Arm, Side]:
         return {arm: process.side(shape) for arm, process in processes.items()}
@@ -125,7 +125,7 @@ class PatchSitting(Asking):
     process shows what a revert leaves.
     """
 
-    def __init__(self, job: Job, patches: Sequence[Patch]) -> None:
+    def __init__(self, job: ABJob, patches: Sequence[Patch]) -> None:
         super().__init__(job)
         self.patches = tuple(patches)
         self._before: list[list[int]] = []
@@ -142,7 +142,7 @@ class PatchSitting(Asking):
         return self.started(arm, self.arguments_of(patches), memory_share, patches)
 
     def visit(self, pair: Pair, arm: Arm, process: ArmProcess) -> None:
-        """See `patcher.bench.ab.process_pairs.Visit`."""
+        """See `patcher.bench.ab.processes.Visit`."""
         if pair.kind == "aa":
             # both of its processes are the baseline
             if not self._before:

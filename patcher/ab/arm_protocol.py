@@ -63,7 +63,7 @@ class Delay(Record):
 
 
 class InSteps(Record):
-    """A window whose steps are timed one by one, by the arm. Reply: `Steps`."""
+    """A window whose steps are timed one by one, by the arm. Reply: `StepSeconds`."""
 
     do: Literal["in_steps"] = "in_steps"
     seed: int
@@ -91,7 +91,7 @@ class Logits(Record):
     """In higher precision, where the engine can."""
 
 
-class Routing(Record):
+class AskRouting(Record):
     """How spread out the routing is. Reply: `Entropy`."""
 
     do: Literal["routing"] = "routing"
@@ -127,7 +127,7 @@ Command = Annotated[
     | InSteps
     | Generate
     | Logits
-    | Routing
+    | AskRouting
     | AskMemory
     | AskReceipts
     | Close,
@@ -155,7 +155,7 @@ class Ended(Record):
     """Of patched kernels, since the window began."""
 
 
-class Steps(Record):
+class StepSeconds(Record):
     kind: Literal["steps"] = "steps"
     seconds: list[float]
 
@@ -177,7 +177,7 @@ class Entropy(Record):
 
 
 class MemoryUse(Record):
-    """See `patcher.bench.ab.process_pairs.Memory`."""
+    """See `patcher.bench.ab.processes.ProcessMemory`."""
 
     kind: Literal["memory"] = "memory"
     held: int
@@ -198,7 +198,16 @@ class Failed(Record):
 
 
 Reply = Annotated[
-    Done | Loaded | Ended | Steps | Generated | Wrote | Entropy | MemoryUse | Receipts | Failed,
+    Done
+    | Loaded
+    | Ended
+    | StepSeconds
+    | Generated
+    | Wrote
+    | Entropy
+    | MemoryUse
+    | Receipts
+    | Failed,
     Field(discriminator="kind"),
 ]
 REPLY: TypeAdapter[Reply] = TypeAdapter(Reply)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from patcher.endtoend.measured import Report
+from patcher.ab.job import Report
 
 KINDS = {
     "load": "loading engines",

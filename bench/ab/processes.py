@@ -44,7 +44,7 @@ CONTROL_PAIRS = 8
 WARM_UP_STEPS = 8
 
 
-class Memory(NamedTuple):
+class ProcessMemory(NamedTuple):
     """In bytes, of the device, on a CPU of the host."""
 
     held: int
@@ -59,7 +59,7 @@ class Memory(NamedTuple):
         return 1 + int(self.free / (SLACK * max(self.held, 1)))
 
 
-class ArmProcess(Protocol):
+class EngineProcess(Protocol):
     """A process with one arm's engine, loaded and idle until it is asked."""
 
     vocab_size: int
@@ -76,7 +76,7 @@ class ArmProcess(Protocol):
         """See `patcher.bench.ab.latency.in_steps`."""
         ...
 
-    def memory(self) -> Memory: ...
+    def memory(self) -> ProcessMemory: ...
 
     def close(self) -> None:
         """End it with all that it started. Once more is the same as once."""
@@ -87,7 +87,7 @@ class TooLateError(PatcherError):
     """A process did not answer in time."""
 
 
-Process = TypeVar("Process", bound=ArmProcess)
+Process = TypeVar("Process", bound=EngineProcess)
 Opened = TypeVar("Opened")
 Start = Callable[[Arm, float], Process]
 """Starts an arm's process with that share of the device's memory and waits until it is loaded."""
@@ -99,7 +99,7 @@ visits: what else is measured between them. One by one where only one is loaded 
 
 
 @dataclass(frozen=True)
-class Plan:
+class ABPlan:
     """How much is taken."""
 
     process_pairs: int = DEFAULT_PROCESS_PAIRS
@@ -123,7 +123,7 @@ class Plan:
 def open_all(
     names: Sequence[Name], start: Callable[[Name], Opened], stagger_s: float | None
 ) -> dict[Name, Opened]:
-    """Start each of them, in this order; see `Plan.stagger_s`. All have ended to load when this
+    """Start each of them, in this order; see `ABPlan.stagger_s`. All have ended to load when this
     does, also where one fails.
     """
     if stagger_s is None or len(names) < 2:
@@ -139,7 +139,7 @@ def open_all(
 def measure_processes(
     start: Start[Process],
     workload: Workload,
-    plan: Plan,
+    plan: ABPlan,
     *,
     margin_pct: float,
     patch_id: str | None,
@@ -210,7 +210,7 @@ class Sitting(Generic[Process]):
 
     start: Start[Process]
     workload: Workload
-    plan: Plan
+    plan: ABPlan
     margin_pct: float
     clocks: ClockMonitor
     seed: int

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple
 
-from patcher.bench.ab.process_pairs import SHARE_BESIDE, WARM_UP_STEPS, Plan, Process, open_all
+from patcher.bench.ab.processes import SHARE_BESIDE, WARM_UP_STEPS, ABPlan, Process, open_all
 from patcher.bench.ab.records import Throughput
 from patcher.bench.ab.throughput import check_window, decide_on, of_processes, unusable
 from patcher.bench.ab.windows import Pair, Side, prompt_seed, take_turns, window_of
@@ -43,7 +43,7 @@ FIRST_CONTROL = 500_000
 """So that no A/A pair has the number of an A/B pair, whose prompts it shares."""
 
 
-class Wave(Record):
+class Block(Record):
     """What one wave gave."""
 
     schema_version: int = SCHEMA_VERSION
@@ -60,7 +60,7 @@ class Wave(Record):
     """Processes at once."""
 
 
-class Round(NamedTuple):
+class BlockRound(NamedTuple):
     """Which round it is, and who takes part in what order."""
 
     number: int
@@ -74,7 +74,7 @@ Begin = Callable[[Process], None]
 Visit = Callable[[int, str, Process], None]
 """Called with the wave and each process after the rounds: what else is asked of it."""
 Also = Callable[[int, Mapping[str, bool], Mapping[str, Process]], None]
-"""Called after the visits with the wave, `Wave.swapped`, and the processes but the control's: what
+"""Called after the visits with the wave, `Block.swapped`, and the processes but the control's: what
 else is measured between them."""
 
 
@@ -85,7 +85,7 @@ def mirrored(rng: random.Random, names: Sequence[str], count: int) -> list[tuple
 
 
 def take_round(
-    at: Round,
+    at: BlockRound,
     sides: Mapping[str, Side],
     workload: Workload,
     vocab_size: int,
@@ -119,7 +119,7 @@ def take_round(
 
 
 @dataclass
-class WaveSitting(Generic[Process]):
+class BlockSession(Generic[Process]):
     """Takes the waves that are missing; no process outlives one."""
 
     names: tuple[str, ...]
@@ -127,14 +127,14 @@ class WaveSitting(Generic[Process]):
     start: Callable[[str, float], Process]
     """Starts that process with such a share of the device's memory, waits until it is loaded."""
     workload: Workload
-    plan: Plan
+    plan: ABPlan
     clocks: ClockMonitor
     begin: Begin[Process]
     visit: Visit[Process]
     also: Also[Process]
-    keep: Callable[[Wave], None]
+    keep: Callable[[Block], None]
     """Called with each wave once it is whole."""
-    waves: list[Wave] = field(default_factory=list)
+    waves: list[Block] = field(default_factory=list)
     """Those that were taken before, also."""
     seed: int = 0
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
@@ -188,7 +188,7 @@ class WaveSitting(Generic[Process]):
         self._tell(f"{room} fit side by side")
         return room
 
-    def _wave(self, chosen: list[str], room: int) -> Wave:
+    def _wave(self, chosen: list[str], room: int) -> Block:
         number = len(self.waves)
         first, self._first = self._first, None
         control = () if self.waves else (CONTROL,)
@@ -217,7 +217,7 @@ class WaveSitting(Generic[Process]):
                 steps[name] = tuple(process.in_steps(prompt_seed(self.seed + 1, last)))
         others = {name: process for name, process in opened.items() if name != CONTROL}
         self.also(number, swapped, others)
-        return Wave(
+        return Block(
             number=number,
             swapped=swapped,
             windows={name: tuple(every) for name, every in windows.items()},
@@ -236,7 +236,7 @@ class WaveSitting(Generic[Process]):
         for index, order in enumerate(mirrored(rng, list(opened), count)):
             if index >= controls:
                 order = tuple(name for name in order if name != CONTROL)
-            at = Round(self._number(number, index), number, order, swapped)
+            at = BlockRound(self._number(number, index), number, order, swapped)
             vocab_size = opened[BASELINE].vocab_size
             for name, two in take_round(
                 at, sides, self.workload, vocab_size, self.seed, self.clocks
@@ -282,7 +282,7 @@ class WaveSitting(Generic[Process]):
 
 def throughput_of(
     name: str,
-    waves: Sequence[Wave],
+    waves: Sequence[Block],
     workload: Workload,
     margin_pct: float,
     clocks: ClockMonitor,

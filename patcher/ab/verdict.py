@@ -7,24 +7,24 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from patcher.ab.decision import Decision, decide
+from patcher.ab.job import ABJob, ABResult, Measurement, Report
+from patcher.ab.one_process import measure_together
 from patcher.bench import Evaluation, UsageError
-from patcher.endtoend.measure import measure_together
-from patcher.endtoend.measured import Job, Judged, Measured, Report
 from patcher.hotspot import Profile
 from patcher.integrate import Patch
 from patcher.reconciling.patched import patched_kernel
 from patcher.reconciling.proof import seen_per_step
 from patcher.reconciling.reconcile import PatchedKernel, Reconciliation, reconcile
-from patcher.verdicts.decide import Decision, decide
 
 
 def measure_and_decide(
-    job: Job,
+    job: ABJob,
     patch_folders: Sequence[Path],
     report: Report,
     before: Profile | None = None,
     after: Profile | None = None,
-) -> Judged:
+) -> ABResult:
     """Measure bundles, all in together, and decide on each by its own evidence.
 
     Args:
@@ -43,10 +43,10 @@ def measure_and_decide(
 
 def judged(
     patches: Sequence[Patch],
-    measured: Sequence[Measured],
+    measured: Sequence[Measurement],
     before: Profile | None = None,
     after: Profile | None = None,
-) -> Judged:
+) -> ABResult:
     """Patches that were in together, each decided on by its own evidence; see
     `measure_and_decide`."""
     kernels = [
@@ -60,7 +60,7 @@ def judged(
         for patch, one in zip(patches, measured, strict=True)
     ]
     reconciliation = reconcile(kernels, measured[0].throughput, before, after)
-    return Judged(
+    return ABResult(
         patches=tuple(patch.manifest.id for patch in patches),
         measured=tuple(measured),
         reconciliation=reconciliation,
@@ -76,17 +76,17 @@ def judged_again(
     patches: Sequence[Patch],
     before: Profile | None = None,
     after: Profile | None = None,
-) -> Judged:
+) -> ABResult:
     """What was measured once, held against the micro gains and decided on anew.
 
     Args:
-        file: a `Judged` as JSON, as `patcher throughput --out` writes it.
+        file: a `ABResult` as JSON, as `patcher throughput --out` writes it.
 
     Raises:
         UsageError: the file is none, or of other patches.
     """
     try:
-        kept = Judged.model_validate_json(file.read_bytes())
+        kept = ABResult.model_validate_json(file.read_bytes())
     except (OSError, ValidationError) as error:
         raise UsageError(
             f"{file} holds no verdict on patches",
@@ -131,7 +131,7 @@ def refuse_one_point_twice(patches: Sequence[Patch]) -> None:
 
 
 def explain_measured(
-    measured: Measured,
+    measured: Measurement,
     patch: Patch,
     before: Profile | None = None,
     after: Profile | None = None,
@@ -143,7 +143,7 @@ def explain_measured(
 
 
 def _kernel(
-    measured: Measured,
+    measured: Measurement,
     patch: Patch,
     before: Profile | None,
     seen_per_step: float | None,
@@ -162,7 +162,7 @@ def _kernel(
 
 
 def decide_on(
-    measured: Measured, evaluation: Evaluation, reconciliation: Reconciliation | None = None
+    measured: Measurement, evaluation: Evaluation, reconciliation: Reconciliation | None = None
 ) -> Decision:
     """The rule's word on a measurement."""
     return decide(

@@ -10,7 +10,7 @@ from patcher.bench.ab.engine_config import words
 from patcher.bench.stats.comparison import Verdict
 
 if TYPE_CHECKING:
-    from patcher.endtoend.elsewhere import Elsewhere
+    from patcher.ab.other_workloads import OtherWorkloads
     from patcher.reconciling.proof import Proof
     from patcher.reconciling.reconcile import Reconciliation
 
@@ -55,7 +55,7 @@ def decide(
     reverted_identical: bool,
     proof: Proof | None = None,
     reconciliation: Reconciliation | None = None,
-    elsewhere: Elsewhere | None = None,
+    elsewhere: OtherWorkloads | None = None,
 ) -> Decision:
     """Accept only what every piece of evidence supports.
 

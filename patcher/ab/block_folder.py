@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from pydantic import Field, JsonValue
 
+from patcher.ab.record_files import Kept, read_record, write_record
 from patcher.bench import SCHEMA_VERSION, Quality, Record, VerificationError, Window
+from patcher.bench.ab.blocks import Block
 from patcher.bench.ab.engine_config import Tuning
-from patcher.bench.ab.shared_baseline import Wave
-from patcher.endtoend.kept import Kept, read_record, write_record
 from patcher.integrate import Receipt
 
 Tokens = list[list[int]]
 """[batch][tokens]"""
 
 
-class Begun(Record):
+class BlocksHeader(Record):
     """What holds for all waves of a folder."""
 
     schema_version: int = SCHEMA_VERSION
@@ -31,11 +31,11 @@ class Begun(Record):
     tuning: Tuning | None = None
 
 
-class TakenWave(Record):
+class BlockRecord(Record):
     """One wave, and what its processes were asked beside the windows; by name of a set."""
 
     schema_version: int = SCHEMA_VERSION
-    wave: Wave
+    wave: Block
     greedy: dict[str, Tokens]
     """`before` (first wave: before any patched process was started), `again` (by its control),
     `after` (by the baseline of a later wave)."""
@@ -47,7 +47,7 @@ class TakenWave(Record):
     """At each of the job's other points."""
 
 
-class Compared(Record):
+class BlocksQuality(Record):
     """Quality of every set, and what the reference said beside it."""
 
     schema_version: int = SCHEMA_VERSION
@@ -55,7 +55,7 @@ class Compared(Record):
     quality: dict[str, Quality] = Field(default_factory=dict)
 
 
-class WavesFolder:
+class BlockFolder:
     """Records, each whole or not there, and logits until they are compared.
 
     What is read raises `VerificationError` where it is damaged.
@@ -65,21 +65,21 @@ class WavesFolder:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
 
-    def begun(self, make: Callable[[], Begun]) -> Begun:
-        return self._kept("begun.json", Begun, make)
+    def begun(self, make: Callable[[], BlocksHeader]) -> BlocksHeader:
+        return self._kept("begun.json", BlocksHeader, make)
 
-    def waves(self) -> list[TakenWave]:
-        found: list[TakenWave] = []
+    def waves(self) -> list[BlockRecord]:
+        found: list[BlockRecord] = []
         while (path := self.path / f"wave-{len(found)}.json").is_file():
-            found.append(self._read(path, TakenWave))
+            found.append(self._read(path, BlockRecord))
         return found
 
-    def keep(self, taken: TakenWave) -> None:
+    def keep(self, taken: BlockRecord) -> None:
         write_record(self.path / f"wave-{taken.wave.number}.json", taken)
 
-    def compared(self, make: Callable[[], Compared]) -> Compared:
+    def compared(self, make: Callable[[], BlocksQuality]) -> BlocksQuality:
         """The logits are not kept any longer."""
-        found = self._kept("quality.json", Compared, make)
+        found = self._kept("quality.json", BlocksQuality, make)
         for path in self.path.glob("*.npy"):
             path.unlink()
         return found

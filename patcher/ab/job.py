@@ -13,21 +13,21 @@ from pydantic import (
     model_validator,
 )
 
+from patcher.ab.decision import Decision
+from patcher.ab.other_workloads import OtherWorkloads
 from patcher.bench import SCHEMA_VERSION, Quality, Record, Shape, Throughput, Workload
 from patcher.bench.ab.engine_config import Tuning
 from patcher.bench.stats.compare import DEFAULT_PAIRS, DEFAULT_PROCESS_PAIRS, LOOKS
 from patcher.bench.stats.comparison import Verdict
-from patcher.endtoend.elsewhere import Elsewhere
 from patcher.integrate import Receipt
 from patcher.reconciling.reconcile import Reconciliation
-from patcher.verdicts.decide import Decision
 
 STRICTEST: tuple[Verdict, ...] = ("reject", "inconclusive", "accept")
 Report = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
 
 
-class Job(Record):
+class ABJob(Record):
     """What to measure."""
 
     workload: Workload
@@ -55,7 +55,7 @@ class Job(Record):
     """Other traffic at which nothing may be lost."""
 
 
-class Measured(Record):
+class Measurement(Record):
     """What was measured."""
 
     schema_version: int = SCHEMA_VERSION
@@ -67,17 +67,17 @@ class Measured(Record):
     """Calls in the quality run: the same model must have been compared."""
     reverted_identical: bool
     """Greedy output after the revert is bit-identical to before the patch."""
-    elsewhere: Elsewhere | None = None
+    elsewhere: OtherWorkloads | None = None
     """At other traffic, where that was measured."""
 
 
-class Judged(Record):
+class ABResult(Record):
     """Patches that were in together: what was measured, and the rule's word on each."""
 
     schema_version: int = SCHEMA_VERSION
     patches: tuple[str, ...] = Field(min_length=1)
     """By their ids."""
-    measured: tuple[Measured, ...]
+    measured: tuple[Measurement, ...]
     """For each of them, with its own receipts; all else they share, and a file holds it once."""
     reconciliation: Reconciliation | None = None
     """Of all of them."""
@@ -87,7 +87,7 @@ class Judged(Record):
     created: str = ""
     """When: ISO 8601, UTC."""
     took_s: dict[str, float] = Field(default_factory=dict)
-    """Seconds that it took, by what they went for; see `patcher.endtoend.timeline`."""
+    """Seconds that it took, by what they went for; see `patcher.ab.timeline`."""
 
     @model_serializer(mode="wrap")
     def _shared_once(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:

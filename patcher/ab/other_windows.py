@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from patcher.ab.job import ABJob, Report
+from patcher.ab.other_workloads import LIMIT_PCT, OtherPoint, OtherWorkloads, PeakMemory
 from patcher.bench import Shape, UsageError, Window, Workload
 from patcher.bench.ab.throughput import decide_on
 from patcher.bench.ab.windows import Arms, Pair, Side, abba_orders, take_pair
 from patcher.bench.engines import Engine
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.stats.comparison import Arm
-from patcher.endtoend.elsewhere import LIMIT_PCT, Elsewhere, OtherPoint, PeakMemory
-from patcher.endtoend.measured import Job, Report
 
 RESIDENT_PAIRS = 12
 """At each point where both arms are one process, without the warm-up pair."""
@@ -68,7 +68,7 @@ def _numbers(text: str, option: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def planned(job: Job, process: int | None) -> Iterator[tuple[Shape, range, random.Random]]:
+def planned(job: ABJob, process: int | None) -> Iterator[tuple[Shape, range, random.Random]]:
     """Each point, the numbers of its pairs in that process pair, the first of them to warm up, and
     what their orders are drawn with.
     """
@@ -81,7 +81,7 @@ def planned(job: Job, process: int | None) -> Iterator[tuple[Shape, range, rando
 class OtherTraffic:
     """What has been taken at each point; pairs come as in `patcher.bench.ab.windows.take_pair`."""
 
-    def __init__(self, job: Job, clocks: ClockMonitor, report: Report) -> None:
+    def __init__(self, job: ABJob, clocks: ClockMonitor, report: Report) -> None:
         self._job, self._clocks, self._report = job, clocks, report
         self._windows: dict[Shape, list[Window]] = {shape: [] for shape in job.elsewhere}
 
@@ -109,7 +109,7 @@ class OtherTraffic:
         """Windows that were taken at that point."""
         self._windows[shape] += windows
 
-    def found(self, memory: PeakMemory | None) -> Elsewhere | None:
+    def found(self, memory: PeakMemory | None) -> OtherWorkloads | None:
         """What was seen; None where nothing was."""
         if not self._windows and memory is None:
             return None
@@ -127,7 +127,7 @@ class OtherTraffic:
                     windows=tuple(windows),
                 )
             )
-        return Elsewhere(points=tuple(points), memory=memory, unusable=tuple(unusable))
+        return OtherWorkloads(points=tuple(points), memory=memory, unusable=tuple(unusable))
 
 
 def peak_memory(peak: Mapping[Arm, int], device: str) -> PeakMemory | None:

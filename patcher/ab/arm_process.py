@@ -19,12 +19,12 @@ from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 
+from patcher.ab import arm_protocol as say
+from patcher.ab.receipt_counts import called_between
 from patcher.bench import PatcherError, Record, Shape, relayed
-from patcher.bench.ab.process_pairs import Memory, TooLateError
+from patcher.bench.ab.processes import ProcessMemory, TooLateError
 from patcher.bench.ab.windows import Taken
 from patcher.bench.machine.environment import engine_environment
-from patcher.endtoend import arm_protocol as say
-from patcher.endtoend.called import called_between
 from patcher.integrate import Patch, Receipt, switching_on
 
 LOAD_S = 900.0
@@ -48,7 +48,7 @@ def arm_environment(folder: Path, patches: tuple[Patch, ...]) -> dict[str, str]:
 
 
 class ArmProcess:
-    """One arm; see `patcher.bench.ab.process_pairs.ArmProcess`."""
+    """One arm; see `patcher.bench.ab.processes.EngineProcess`."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ArmProcess:
         self.last_words = ""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "patcher.endtoend.arm"],
+                [sys.executable, "-P", "-m", "patcher.ab.arm"],
                 env=arm_environment(folder, patches),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -111,11 +111,11 @@ class ArmProcess:
         self._warm = self.receipts()
 
     def in_steps(self, seed: int) -> list[float]:
-        return self.ask(say.InSteps(seed=seed), say.Steps).seconds
+        return self.ask(say.InSteps(seed=seed), say.StepSeconds).seconds
 
-    def memory(self) -> Memory:
+    def memory(self) -> ProcessMemory:
         found = self.ask(say.AskMemory(), say.MemoryUse)
-        return Memory(found.held, found.peak, found.free)
+        return ProcessMemory(found.held, found.peak, found.free)
 
     def delay(self, seconds: float) -> None:
         """Make each of its decode steps take so much longer from now on."""

@@ -10,49 +10,49 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from patcher.ab.arm_process import ArmProcess
+from patcher.ab.block_folder import BlockFolder, BlockRecord, BlocksHeader, BlocksQuality, Tokens
+from patcher.ab.job import ABJob, Measurement, Report
+from patcher.ab.launcher import STAGGER_S, Asking, loads_beside, with_cache_size
+from patcher.ab.other_windows import OtherTraffic, peak_memory, planned
+from patcher.ab.pairs import identical, refuse_other_engines, told
+from patcher.ab.receipt_counts import called_between, merged
 from patcher.bench import UsageError, Window
-from patcher.bench.ab.engine_config import Tuning
-from patcher.bench.ab.process_pairs import Plan, refuse_few
-from patcher.bench.ab.shared_baseline import (
+from patcher.bench.ab.blocks import (
     BASELINE,
     CONTROL,
-    Round,
-    Wave,
-    WaveSitting,
+    Block,
+    BlockRound,
+    BlockSession,
     mirrored,
     take_round,
     throughput_of,
 )
+from patcher.bench.ab.engine_config import Tuning
+from patcher.bench.ab.processes import ABPlan, refuse_few
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.machine.environment import fingerprint
-from patcher.endtoend.arm_process import ArmProcess
-from patcher.endtoend.asking import STAGGER_S, Asking, loads_beside, with_cache_size
-from patcher.endtoend.called import called_between, merged
-from patcher.endtoend.measured import Job, Measured, Report
-from patcher.endtoend.other_traffic import OtherTraffic, peak_memory, planned
-from patcher.endtoend.pairs import identical, refuse_other_engines, told
-from patcher.endtoend.waves_folder import Begun, Compared, TakenWave, Tokens, WavesFolder
 from patcher.integrate import Patch, Receipt
 
 
 def measure_waves(
-    job: Job, sets: Mapping[str, Sequence[Patch]], folder: Path, report: Report
-) -> dict[str, tuple[Measured, ...]] | None:
-    """Every set of patches, by name, as `patcher.endtoend.pairs.measure_pairs` gives it.
+    job: ABJob, sets: Mapping[str, Sequence[Patch]], folder: Path, report: Report
+) -> dict[str, tuple[Measurement, ...]] | None:
+    """Every set of patches, by name, as `patcher.ab.pairs.measure_pairs` gives it.
 
     Args:
         folder: where waves are kept; what it has is not taken again.
 
     Returns:
         for each set what was measured for each of its patches; None where fewer processes fit side
-        by side than a wave needs (`patcher.bench.ab.shared_baseline.MIN_ROOM`).
+        by side than a wave needs (`patcher.bench.ab.blocks.MIN_ROOM`).
 
     Raises:
         UsageError: a patch is for another engine, the folder's waves are of another machine, or
             too few process pairs.
         VerificationError: a patch was changed or does not fit here; a file of the folder is
             damaged.
-        PatcherError: as `WaveSitting.run`, or every pair of a set was unfit.
+        PatcherError: as `BlockSession.run`, or every pair of a set was unfit.
     """
     refuse_few(job.process_pairs)
     every = [patch for patches in sets.values() for patch in patches]
@@ -78,11 +78,11 @@ class SetSitting(Asking):
     was started after a wave with a set in it shows what the revert of that set leaves.
     """
 
-    def __init__(self, job: Job, sets: Mapping[str, Sequence[Patch]], folder: Path) -> None:
+    def __init__(self, job: ABJob, sets: Mapping[str, Sequence[Patch]], folder: Path) -> None:
         super().__init__(job)
         self.sets = {name: tuple(patches) for name, patches in sets.items()}
-        self.folder = WavesFolder(folder)
-        self.taken: list[TakenWave] = []
+        self.folder = BlockFolder(folder)
+        self.taken: list[BlockRecord] = []
         self._tuning: Tuning | None = None
         self._empty()
 
@@ -98,9 +98,9 @@ class SetSitting(Asking):
         workload = self.job.workload
         here = fingerprint(workload.device, workload.threads)
 
-        def begin() -> Begun:
+        def begin() -> BlocksHeader:
             tuning = self.tuning(report)
-            return Begun(fingerprint=here, arguments=self.arguments, tuning=tuning)
+            return BlocksHeader(fingerprint=here, arguments=self.arguments, tuning=tuning)
 
         begun = self.folder.begun(begin)
         if begun.fingerprint != here:
@@ -114,11 +114,11 @@ class SetSitting(Asking):
     def take(self, clocks: ClockMonitor, report: Report) -> bool:
         """The waves that are missing; False where too few processes fit."""
         job = self.job
-        return WaveSitting(
+        return BlockSession(
             tuple(self.sets),
             self.start,
             job.workload,
-            Plan(
+            ABPlan(
                 process_pairs=job.process_pairs,
                 pairs=job.pairs_each,
                 stagger_s=STAGGER_S if loads_beside(job) else None,
@@ -143,7 +143,7 @@ class SetSitting(Asking):
         self._greedy["before"] = self.greedy(process)
 
     def visit(self, number: int, name: str, process: ArmProcess) -> None:
-        """See `patcher.bench.ab.shared_baseline.Visit`."""
+        """See `patcher.bench.ab.blocks.Visit`."""
         if name == BASELINE and number > 0:
             self._greedy["after"] = self.greedy(process)
         elif name == CONTROL:
@@ -174,7 +174,7 @@ class SetSitting(Asking):
             found: dict[str, list[Window]] = {}
             for each, order in zip(numbers, orders, strict=True):
                 two = take_round(
-                    Round(each, number, order, swapped),
+                    BlockRound(each, number, order, swapped),
                     sides,
                     shape.of(job.workload),
                     processes[BASELINE].vocab_size,
@@ -186,9 +186,9 @@ class SetSitting(Asking):
             for name, windows in found.items():
                 self._elsewhere.setdefault(name, []).append(windows)
 
-    def keep(self, wave: Wave) -> None:
+    def keep(self, wave: Block) -> None:
         """A whole wave, with all that was asked in it."""
-        taken = TakenWave(
+        taken = BlockRecord(
             wave=wave,
             greedy=self._greedy,
             receipts=self._receipts,
@@ -199,13 +199,13 @@ class SetSitting(Asking):
         self.taken.append(taken)
         self._empty()
 
-    def compare(self) -> Compared:
+    def compare(self) -> BlocksQuality:
         """Quality of all sets, with the help of one more process."""
         return self.folder.compared(self._compared)
 
     def measured(
-        self, name: str, compared: Compared, clocks: ClockMonitor, report: Report
-    ) -> tuple[Measured, ...]:
+        self, name: str, compared: BlocksQuality, clocks: ClockMonitor, report: Report
+    ) -> tuple[Measurement, ...]:
         """For each patch of the set."""
         job, own = self.job, [one for one in self.taken if name in one.wave.swapped]
         waves = [one.wave for one in self.taken]
@@ -224,7 +224,7 @@ class SetSitting(Asking):
         first = self.taken[0].greedy
         reverted = identical(first["before"], first["again"], own[-1].greedy.get("after", []))
         return tuple(
-            Measured(
+            Measurement(
                 throughput=throughput,
                 quality=compared.quality[name],
                 receipt=merged([one.receipts[name][patch.manifest.id] for one in own]),
@@ -239,13 +239,13 @@ class SetSitting(Asking):
     def _before(self) -> Tokens:
         return (self.taken[0].greedy if self.taken else self._greedy)["before"]
 
-    def _compared(self) -> Compared:
+    def _compared(self) -> BlocksQuality:
         baseline = self.folder.logits(BASELINE), self.folder.logits(CONTROL)
         found = {
             name: self.quality(patches, self.folder.logits(name), baseline, self._before)
             for name, patches in self.sets.items()
         }
-        return Compared(
+        return BlocksQuality(
             routing_entropy_pct=next(iter(found.values()))[1],
             quality={name: quality for name, (quality, _) in found.items()},
         )

@@ -41,7 +41,7 @@ class PeakMemory(Record):
         return 100 * (self.patched_bytes - self.baseline_bytes) / self.baseline_bytes
 
 
-class Elsewhere(Record):
+class OtherWorkloads(Record):
     """All that was measured beside the workload of the verdict.
 
     That no point lost is a claim about each of them, so it needs no correction for their number:
