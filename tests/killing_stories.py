@@ -16,7 +16,7 @@ from tried_sample import timed
 import patcher.runs.run
 from patcher.agent import loop as agent
 from patcher.agent import run_loop
-from patcher.attempts.history import Ask, Tried
+from patcher.attempts.history import CandidateRequest, IterationResult
 from patcher.bench import Candidate, Check, Evaluation, Language, Outcome, load_op
 from patcher.models import Reply, Request, Usage
 from patcher.models.budget import Budget
@@ -69,9 +69,9 @@ class Pairs:
 
     name = "pairs"
 
-    def next(self, tried: Sequence[Tried], left: int) -> tuple[Ask, ...]:
+    def next(self, tried: Sequence[IterationResult], left: int) -> tuple[CandidateRequest, ...]:
         if not tried:
-            return (Ask(kind="generate"), Ask(kind="generate"))
+            return (CandidateRequest(kind="generate"), CandidateRequest(kind="generate"))
         return Refine().next(tried, left)
 
 

@@ -11,7 +11,7 @@ import pytest
 from tried_sample import timed
 
 from patcher.agent import MAX_FUNCTIONAL_FAILURES, MAX_TOKENS, best_candidate, run_loop
-from patcher.attempts import Optimisation, Progress
+from patcher.attempts import LoopResult, Progress
 from patcher.bench import (
     BudgetError,
     Candidate,
@@ -26,7 +26,7 @@ from patcher.bench import (
 )
 from patcher.models import Reply, Request, Role, Usage
 from patcher.models.exchange import ExchangeModel
-from patcher.models.replay import Recorded, ReplayModel
+from patcher.models.replay import RecordedReply, ReplayModel
 from patcher.runs.run import Run
 
 OP = "fused_add_rms_norm"
@@ -63,7 +63,7 @@ def recording(folder: Path, lines: list[Line]) -> ReplayModel:
                 source="api",
                 prompt_digest="0" * 64,
             )
-            line = Recorded(
+            line = RecordedReply(
                 step=f"{OP}/{iteration}/ask-{role}",
                 role=kind,
                 prompt_digest="0" * 64,
@@ -120,10 +120,10 @@ def run(tmp_path: Path) -> Run:
     return Run.create(tmp_path / "runs", command="optimize")
 
 
-Loop = Callable[..., Optimisation]
+Loop = Callable[..., LoopResult]
 
 
-def names(found: Optimisation) -> list[tuple[str, str]]:
+def names(found: LoopResult) -> list[tuple[str, str]]:
     return [(attempt.phase, attempt.outcome.value) for attempt in found.iterations]
 
 
@@ -192,7 +192,7 @@ def test_from_a_failure_to_the_best(op: Op, run: Run, tmp_path: Path) -> None:
     assert (folder / "2/candidate.cpp").read_text() == best.source
     assert json.loads((folder / "2/evaluation.json").read_text())["geomean_speedup"] == 2.5
     stored = (folder / "optimisation.json").read_text()
-    assert Optimisation.model_validate_json(stored) == found
+    assert LoopResult.model_validate_json(stored) == found
 
 
 def test_resumed_after_every_step_the_end_is_the_same(op: Op, tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_resumed_after_every_step_the_end_is_the_same(op: Op, tmp_path: Path) ->
             self._count()
             return self.inner(candidate)
 
-    def whole(at: int) -> tuple[Optimisation, int]:
+    def whole(at: int) -> tuple[LoopResult, int]:
         judge = Judge(STORY_VERDICTS)
         first, second = Interrupting(at, judge), Interrupting(-1, judge)
         run = Run.create(tmp_path / "runs", command="optimize")
@@ -391,7 +391,7 @@ def test_answers_from_outside(op: Op, tmp_path: Path) -> None:
 def test_tampering_is_found(op: Op, tmp_path: Path) -> None:
     model = recording(tmp_path, STORY)
 
-    def again(path: Path) -> Optimisation:
+    def again(path: Path) -> LoopResult:
         with Run.open(path) as run:
             return run_loop(run, op, Language.CPP, model, Judge(STORY_VERDICTS), 4, DEVICE)
 

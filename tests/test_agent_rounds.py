@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tried_sample import OP, SHAPES, judged
 
 from patcher.agent import ExtraText, StopRules, run_loop
-from patcher.attempts import Optimisation, Stopped
-from patcher.attempts.history import Round
+from patcher.attempts import LoopResult, Stopped
+from patcher.attempts.history import RequestRound
 from patcher.bench import (
     BudgetError,
     Candidate,
@@ -108,7 +108,7 @@ class World:
 
 def go(
     run: Run, world: World, name: str, iterations: int = 7, extra: ExtraText | None = None
-) -> Optimisation:
+) -> LoopResult:
     return run_loop(
         run,
         load_op(OP),
@@ -146,13 +146,13 @@ def test_a_loop_of_each_strategy(name: str, tmp_path: Path) -> None:
         assert (stopped.reason, stopped.detail) == (found.stopped, found.stopped_detail)
         assert stopped.iterations == len(found.iterations)
         rounds = found.iterations[-1].round + 1
-        asks = [run.load(f"{OP}/round-{n}", Round).asks for n in range(rounds)]
+        asks = [run.load(f"{OP}/round-{n}", RequestRound).asks for n in range(rounds)]
     assert sum(map(len, asks)) == len(found.iterations)
     if name in ("sample", "beam", "evolve"):
         assert len(asks[0]) == 4
     best = [one.geomean_speedup or 0 for one in found.iterations]
     assert found.best_speedup == (max(best) if max(best) > 1 else None)
-    again = Optimisation.model_validate_json(found.model_dump_json())
+    again = LoopResult.model_validate_json(found.model_dump_json())
     assert again == found
 
 
@@ -211,7 +211,7 @@ def test_a_rounds_prompts_are_all_written_before_a_reply_is_waited_for(
     def prepare(candidates: Sequence[Candidate]) -> None:
         prepared.append(len(candidates))
 
-    def attempt() -> Optimisation:
+    def attempt() -> LoopResult:
         with Run.open(path) as run:
             return run_loop(
                 run,
@@ -259,7 +259,7 @@ class Poor(World):
         return super().ask(request).model_copy(update={"usage": usage})
 
 
-def poor(run: Run, world: Poor, budget: float, verdicts: float | Outcome) -> Optimisation:
+def poor(run: Run, world: Poor, budget: float, verdicts: float | Outcome) -> LoopResult:
     def judge(candidate: Candidate) -> Evaluation:
         world.judged.append(candidate.digest)
         found = judged(verdicts, candidate.source)
@@ -341,7 +341,7 @@ def test_a_budget_that_ends_between_verdicts(tmp_path: Path) -> None:
                 seen.append(what)
             return super().time_limit(what, longest_s, clocks)
 
-    def go() -> Optimisation:
+    def go() -> LoopResult:
         def judge(candidate: Candidate) -> Evaluation:
             return judged(1.5, candidate.source).model_copy(update={"digest": candidate.digest})
 

@@ -10,10 +10,10 @@ from killing_stories import OP, ScriptedModel, verdict
 import patcher.bench.machine.environment
 from patcher import pipeline
 from patcher.agent import best_candidate, run_loop
-from patcher.attempts import Optimisation
+from patcher.attempts import LoopResult
 from patcher.bench import Candidate, Evaluation, Language, VerificationError, load_op
 from patcher.bench.machine.environment import facts
-from patcher.kernel_search.context import MACHINE_INDEPENDENT, kept_levers
+from patcher.kernel_search.context import MACHINE_INDEPENDENT, run_levers
 from patcher.report.gather import gather
 from patcher.runs import machine
 from patcher.runs.run import Run
@@ -34,7 +34,7 @@ class Bench:
         self.asked: list[str] = []
         self.judged: list[str] = []
 
-    def work(self, run: Run, iterations: int = 3) -> Optimisation:
+    def work(self, run: Run, iterations: int = 3) -> LoopResult:
         return run_loop(
             run, load_op(OP), Language.CPP, ScriptedModel(self), self.judge, iterations, "a CPU"
         )
@@ -97,7 +97,7 @@ def test_told_that_it_changed_all_is_judged_again_and_no_reply_is_paid_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with begin(tmp_path) as run:
-        levers = kept_levers(run)
+        levers = run_levers(run)
         here = Bench([1.1, 2.0, 1.5])
         first = here.work(run)
     assert (first.best_iteration, here.judged) == (1, ["0", "1", "2"])
@@ -110,7 +110,7 @@ def test_told_that_it_changed_all_is_judged_again_and_no_reply_is_paid_twice(
         assert (
             machine.same_machine(again, "cpu", MACHINE_INDEPENDENT) == []
         )  # from now on this is its machine
-        assert kept_levers(again) == levers
+        assert run_levers(again) == levers
         assert again.state.results["levers"]  # what the user asked for is not read anew
         second = there.work(again)
         assert best_candidate(again, second) is not None

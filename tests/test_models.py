@@ -9,13 +9,13 @@ import pytest
 from model_servers import Slept
 
 from patcher.bench import BudgetError, MissingError, UsageError, VerificationError, WaitingError
-from patcher.models import Asked, ModelError, Reply, Request, Usage, open_model
+from patcher.models import ModelCall, ModelError, Reply, Request, Usage, open_model
 from patcher.models.budget import Budget
 from patcher.models.ceilings import SpendingLimits
 from patcher.models.client import ModelClient
 from patcher.models.exchange import ExchangeModel
 from patcher.models.prices import price, prices
-from patcher.models.registry import ModelEntry, listed
+from patcher.models.registry import ModelEntry, list_models
 from patcher.models.replay import ReplayModel, export_recording, read_recording
 from patcher.runs.run import Run
 
@@ -67,7 +67,7 @@ def test_what_can_be_asked_is_listed_and_of_keys_only_that_they_are_there(
             output_usd_per_mtok=0.0,
         ),
     }
-    rows = {row.name: row for row in listed(registry)}
+    rows = {row.name: row for row in list_models(registry)}
     assert [(name, row.has_key) for name, row in rows.items()] == [
         ("anthropic", False),
         ("lab", True),
@@ -242,7 +242,7 @@ class TestBudget:
             with pytest.raises(UsageError, match="no price"):
                 ModelClient(Budget(run, SpendingLimits(usd=1.0))).ask(model, question())
             assert model.calls == 0
-            assert isinstance(ModelClient(Budget(run)).ask(model, question()), Asked)
+            assert isinstance(ModelClient(Budget(run)).ask(model, question()), ModelCall)
 
 
 def test_records_carry_a_schema_version(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from tried_sample import judged, tried
 from patcher.agent import MAX_FUNCTIONAL_FAILURES, StopRules
 from patcher.agent.stopping import left_pct, reason_to_stop
 from patcher.attempts import Attempt, Recommendation
-from patcher.attempts.history import Tried
+from patcher.attempts.history import IterationResult
 from patcher.bench import Outcome
 from patcher.models import Usage
 from patcher.prompting.expectations import expectations, verdict
@@ -16,7 +16,7 @@ from patcher.prompting.expectations import expectations, verdict
 BROKEN = Outcome.RUNTIME_ERROR
 
 
-def reason(history: list[Tried], **rules: float) -> str | None:
+def reason(history: list[IterationResult], **rules: float) -> str | None:
     found = reason_to_stop(history, StopRules.model_validate(rules))
     assert found is None or found.detail
     return found.reason if found else None

@@ -7,7 +7,7 @@ import math
 import pytest
 from tried_sample import OP, SHAPES, judged
 
-from patcher.attempts import Attempt, Diagnosis, Recommendation, Working
+from patcher.attempts import Attempt, Diagnosis, KnownKernel, Recommendation
 from patcher.bench import Evaluation, KernelCounters, Language, Outcome, load_op, load_ops
 from patcher.bench.judge.evaluation import Counter
 from patcher.models import Usage
@@ -96,23 +96,23 @@ def test_a_diagnosis_goes_into_the_repair() -> None:
 
 
 def test_what_works_elsewhere_is_translated() -> None:
-    other = Working(
+    other = KnownKernel(
         name="cuda_row", language=Language.CUDA, summary="a row a block", source="KERNEL"
     )
-    text = prompts(language=Language.TRITON, elsewhere=[other]).generate(None)
+    text = prompts(language=Language.TRITON, known_kernels=[other]).generate(None)
     assert "`cuda_row`, written in cuda: a row a block\n```cuda\nKERNEL\n```" in text
     assert "Translate what works" in text
     assert "Translate" not in prompts().generate(None)
 
 
 def test_a_kernel_of_the_same_language_is_to_be_beaten() -> None:
-    known = Working(name="cuda_row", language=Language.CUDA, source="KERNEL")
-    text = prompts(language=Language.CUDA, elsewhere=[known]).generate(None)
+    known = KnownKernel(name="cuda_row", language=Language.CUDA, source="KERNEL")
+    text = prompts(language=Language.CUDA, known_kernels=[known]).generate(None)
     assert "# A kernel that works\n`cuda_row`, written in cuda\n```cuda\nKERNEL\n```" in text
     assert "faster than the kernel above: keep what makes" in text
     assert "ranslate" not in text
-    other = Working(name="row", language=Language.TRITON, source="OTHER")
-    both = prompts(language=Language.CUDA, elsewhere=[known, other]).generate(None)
+    other = KnownKernel(name="row", language=Language.TRITON, source="OTHER")
+    both = prompts(language=Language.CUDA, known_kernels=[known, other]).generate(None)
     assert "Translate what works" in both
 
 
@@ -163,8 +163,8 @@ def test_of_a_long_history_the_latest_stay() -> None:
 
 
 def test_a_quoted_part_that_is_cut_is_closed() -> None:
-    other = Working(name="long", language=Language.CUDA, source="int x = 1;\n" * 2000)
-    text = prompts(5000, elsewhere=[other]).generate(None)
+    other = KnownKernel(name="long", language=Language.CUDA, source="int x = 1;\n" * 2000)
+    text = prompts(5000, known_kernels=[other]).generate(None)
     assert "kernels that work elsewhere (in part: " in text
     found = blocks(text)
     assert all(block.closed for block in found)

@@ -24,7 +24,7 @@ from patcher.bench.sandbox.process_tree import descendants
 from patcher.commands.workloads import workload_for
 from patcher.hotspot import Profile, read
 from patcher.models import Reply, Usage
-from patcher.models.replay import Recorded, ReplayModel
+from patcher.models.replay import RecordedReply, ReplayModel
 from patcher.runs.journal import is_written
 from patcher.runs.run import Run
 from patcher.settings import resolve
@@ -212,7 +212,7 @@ def recorded(file: Path, source: str) -> str:
         source="api",
         prompt_digest="0" * 64,
     )
-    line = Recorded(
+    line = RecordedReply(
         step=f"{OP}/0/ask-generate",
         role="generate",
         prompt_digest="0" * 64,

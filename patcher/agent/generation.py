@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from patcher.agent.agents import Advice, Agents
 from patcher.attempts import Phase, ReplyFailure, Stage
-from patcher.attempts.history import Ask, LoopHistory
+from patcher.attempts.history import CandidateRequest, LoopHistory
 from patcher.bench import Evaluation
 from patcher.models import Reply, Role
 from patcher.prompting.extract import extract_source, unusable
@@ -24,7 +24,7 @@ class GeneratedSource:
     """One iteration whose reply has come."""
 
     iteration: int
-    ask: Ask
+    ask: CandidateRequest
     advice: Advice
     reply: Reply
     source: str | ReplyFailure
@@ -53,7 +53,7 @@ class Generator:
         self._extra = extra
         self._tell = tell
 
-    def generate(self, iteration: int, ask: Ask) -> GeneratedSource:
+    def generate(self, iteration: int, ask: CandidateRequest) -> GeneratedSource:
         """The source that this request gives.
 
         Raises:
@@ -66,7 +66,7 @@ class Generator:
         source = unusable(reply) or extract_source(reply.text, prompts.language, prompts.op.name)
         return GeneratedSource(iteration, ask, advice, reply, source)
 
-    def _advice(self, iteration: int, ask: Ask) -> Advice:
+    def _advice(self, iteration: int, ask: CandidateRequest) -> Advice:
         if ask.kind == "optimise":
             self._tell(iteration, "analyse", ask.phase)
             source, evaluation = self._parent(ask.parents[0])
@@ -86,7 +86,7 @@ class Generator:
             return self._agents.diagnose(iteration, prompt)
         return Advice()
 
-    def _question(self, iteration: int, ask: Ask, advice: Advice) -> str:
+    def _question(self, iteration: int, ask: CandidateRequest, advice: Advice) -> str:
         history, prompts = self._history, self._prompts
         failure = history.results[ask.after].failure if ask.after is not None else None
         parents = [self._parent(parent) for parent in ask.parents]

@@ -1,4 +1,4 @@
-"""The agent loop on one op: functional passes until a candidate is right, then optimisation passes;
+"""The agent loop on one op: functional passes until a candidate is right, then optimization passes;
 the best is kept.
 
 Every question and every verdict is a step of the run, so the loop is a fold over its journal: after
@@ -18,15 +18,21 @@ from patcher.agent.generation import ExtraText, GeneratedSource, Generator
 from patcher.agent.stopping import StopRules, reason_to_stop, recorded_stop, stop_steps
 from patcher.attempts import (
     Attempt,
-    Optimisation,
+    KnownKernel,
+    LoopResult,
     Phase,
     Progress,
     ReplyFailure,
     Stage,
     Stopped,
-    Working,
 )
-from patcher.attempts.history import Ask, LoopHistory, Round, Tried, best_of
+from patcher.attempts.history import (
+    CandidateRequest,
+    IterationResult,
+    LoopHistory,
+    RequestRound,
+    best_of,
+)
 from patcher.attempts.structure import structure
 from patcher.bench import BudgetError, Candidate, Evaluation, Language, Op, Outcome, Sweep
 from patcher.judges import CandidateJudge
@@ -61,7 +67,7 @@ def run_loop(
     budget: Budget | None = None,
     judge_on_gpu: bool = False,
     prompt_tokens: int = PROMPT_TOKENS,
-    elsewhere: Sequence[Working] = (),
+    known_kernels: Sequence[KnownKernel] = (),
     pictures: Sequence[str] = (),
     extra: ExtraText | None = None,
     adapt: AdaptPrompt | None = None,
@@ -70,7 +76,7 @@ def run_loop(
     score: Score | None = None,
     on_event: Callable[[Progress], None] | None = None,
     say: Callable[[str], None] | None = None,
-) -> Optimisation:
+) -> LoopResult:
     """Ask for at most `iterations` candidates and keep the best.
 
     Args:
@@ -84,7 +90,7 @@ def run_loop(
         budget: pays for calls and judgements; None is one by the run's own ceilings.
         judge_on_gpu: whether a judgement takes GPU time.
         prompt_tokens: room of a prompt, estimated.
-        elsewhere: kernels for this op that work in another language or on another device.
+        known_kernels: kernels for this op that work in another language or on another device.
         pictures: PNG files of the run that go to an analyst that sees.
         extra: further text for one question, cut with the rest when a prompt's room is short.
         adapt: the caller's last word on a prompt.
@@ -102,7 +108,9 @@ def run_loop(
     budget = budget or Budget(run)
     kind = "cpu" if language is Language.CPP else "cuda"
     points = sweep or op.sweep(kind)
-    prompts = Prompts(op, language, device, points, tokens=prompt_tokens, elsewhere=elsewhere)
+    prompts = Prompts(
+        op, language, device, points, tokens=prompt_tokens, known_kernels=known_kernels
+    )
     models: dict[Role, Model] = {
         "generate": model,
         "analyse": analyst or model,
@@ -126,7 +134,7 @@ def run_loop(
         tell=tell,
         final=final,
     )
-    found = loop.optimisation(loop.work())
+    found = loop.result(loop.work())
     run.write(f"ops/{op.name}/optimisation.json", found.model_dump_json(indent=1) + "\n")
     return found
 
@@ -190,10 +198,10 @@ class _Loop:
                 return self._stop(Stopped(reason="budget", detail=error.message))
             number += 1
 
-    def optimisation(self, stopped: Stopped) -> Optimisation:
+    def result(self, stopped: Stopped) -> LoopResult:
         best = self._worth()
         evaluation = best.evaluation if best else None
-        return Optimisation(
+        return LoopResult(
             op=self.op.name,
             language=self.language,
             iterations=tuple(self.history.attempts),
@@ -207,16 +215,16 @@ class _Loop:
             stopped_detail=stopped.detail,
         )
 
-    def _worth(self) -> Tried | None:
+    def _worth(self) -> IterationResult | None:
         """The best, if it is right and faster."""
         best = best_of(self.history.results)
         return best if best and best.rank[0] else None
 
-    def _next(self, number: int) -> tuple[Ask, ...] | Stopped:
+    def _next(self, number: int) -> tuple[CandidateRequest, ...] | Stopped:
         """The next round, or the end: decided once, whatever a later version would say."""
         step = f"{self.op.name}/round-{number}"
         if self.run.done(step):
-            return self.run.load(step, Round).asks
+            return self.run.load(step, RequestRound).asks
         if stopped := self._recorded_stop():
             return stopped
         if stopped := reason_to_stop(self.history.results, self.rules):
@@ -228,7 +236,7 @@ class _Loop:
         if not asks:
             detail = f"strategy {self.strategy.name} has nothing more to ask"
             return self._stop(Stopped(reason="asked_all", detail=detail))
-        return self.run.step(step, lambda: Round(asks=asks), Round).asks
+        return self.run.step(step, lambda: RequestRound(asks=asks), RequestRound).asks
 
     def _recorded_stop(self) -> Stopped | None:
         return recorded_stop(self.run, self.op.name, final=self.final)
@@ -239,7 +247,7 @@ class _Loop:
         step = f"{self.op.name}/stopped" + (f"-{before + 1}" if before else "")
         return self.run.step(step, lambda: done, Stopped)
 
-    def _round(self, number: int, asks: Sequence[Ask]) -> None:
+    def _round(self, number: int, asks: Sequence[CandidateRequest]) -> None:
         """Ask for all, then judge all. Every prompt is written before a reply is waited for."""
         waits, generated = PendingWaits(), list[GeneratedSource]()
         spent: BudgetError | None = None
@@ -287,7 +295,7 @@ class _Loop:
         """The iteration as it stays."""
         given_in, evaluation = verdict or (None, None)
         failure = one.source if isinstance(one.source, ReplyFailure) else None
-        tried = Tried(one.iteration, number, one.ask, candidate, evaluation, failure)
+        tried = IterationResult(one.iteration, number, one.ask, candidate, evaluation, failure)
         if self.score and tried.right and candidate and evaluation and given_in is not None:
             files = {
                 "run": ".",

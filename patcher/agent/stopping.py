@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from pydantic import AliasChoices, Field
 
-from patcher.attempts import Optimisation, Stopped
-from patcher.attempts.history import Tried, standing
+from patcher.attempts import LoopResult, Stopped
+from patcher.attempts.history import IterationResult, standing
 from patcher.bench import Candidate, Outcome, Record, VerificationError
 from patcher.models.ceilings import RAISED
 from patcher.runs.run import Run
@@ -25,14 +25,14 @@ class StopRules(Record):
     """Share of the speed of light, geometric mean over the timed points, from which on at most the
     rest could be gained."""
     patience: int = Field(default=5, ge=1, validation_alias=AliasChoices("patience", "reverts"))
-    """Optimisation rounds in a row without a gain."""
+    """Optimization rounds in a row without a gain."""
     share_pct: float | None = Field(default=None, ge=0, le=100)
     """The op's share of the served model's time, by its profile; None: not known."""
     margin_pct: float = Field(default=0.5, ge=0)
     """End-to-end gain that counts."""
 
 
-def reason_to_stop(tried: Sequence[Tried], rules: StopRules) -> Stopped | None:
+def reason_to_stop(tried: Sequence[IterationResult], rules: StopRules) -> Stopped | None:
     """Why to stop now, if so."""
     if any(one.evaluation and one.evaluation.outcome is Outcome.COMPILED for one in tried):
         return Stopped(reason="compiled", detail="it compiles, and nothing here can say more of it")
@@ -60,7 +60,7 @@ def reason_to_stop(tried: Sequence[Tried], rules: StopRules) -> Stopped | None:
             )
             return Stopped(reason="end_to_end_ceiling", detail=detail)
     if now.reverts >= rules.patience:
-        detail = f"{now.reverts} optimisation rounds in a row brought no gain"
+        detail = f"{now.reverts} optimization rounds in a row brought no gain"
         return Stopped(reason="reverts", detail=detail)
     return None
 
@@ -101,21 +101,21 @@ def recorded_stop(run: Run, op_name: str, *, final: bool = False) -> Stopped | N
     return last
 
 
-def best_candidate(run: Run, optimisation: Optimisation) -> Candidate | None:
+def best_candidate(run: Run, result: LoopResult) -> Candidate | None:
     """The best candidate of a finished loop, from its file in the run.
 
     Raises:
         VerificationError: the file is missing or was changed.
     """
-    if optimisation.best_file is None:
+    if result.best_file is None:
         return None
     hint = "restore the run from a copy, or start a new one"
     try:
         # Bytes: reading as text would change line ends, and so the digest.
-        source = (run.path / optimisation.best_file).read_bytes().decode()
+        source = (run.path / result.best_file).read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise VerificationError(f"{optimisation.best_file} cannot be read", hint) from error
-    candidate = Candidate(op=optimisation.op, language=optimisation.language, source=source)
-    if candidate.digest != optimisation.best_digest:
-        raise VerificationError(f"{optimisation.best_file} was changed after it was judged", hint)
+        raise VerificationError(f"{result.best_file} cannot be read", hint) from error
+    candidate = Candidate(op=result.op, language=result.language, source=source)
+    if candidate.digest != result.best_digest:
+        raise VerificationError(f"{result.best_file} was changed after it was judged", hint)
     return candidate

@@ -42,7 +42,7 @@ class JudgeMeter:
 
         evaluation = self._budget.run.step(step, timed, Evaluation)
         if took_s is not None:
-            # where the judge runs elsewhere, only it knows how long it took
+            # only a remote judge knows how long it took
             gpu_s = max(took_s, evaluation.total_s or 0.0) if self._on_gpu else 0.0
             self._budget.spend(step, Amount(wall_s=took_s, gpu_s=gpu_s))
         elif (reserved := self._budget.reserved(step)) is not None:

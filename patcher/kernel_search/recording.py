@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from patcher.agent import StopRules, run_loop
-from patcher.attempts import Attempt, Optimisation
+from patcher.attempts import Attempt, LoopResult
 from patcher.bench import (
     SCHEMA_VERSION,
     Candidate,
@@ -29,10 +29,10 @@ from patcher.bench import (
     load_op,
 )
 from patcher.kernel_search.stage import Hardware
-from patcher.models import PROMPT_TOKENS, Asked
+from patcher.models import PROMPT_TOKENS, ModelCall
 from patcher.models.replay import ReplayModel, export_recording
 from patcher.prompting.room import CHARACTERS_PER_TOKEN
-from patcher.runs.run import Run
+from patcher.runs.run import Run, journal_name
 from patcher.strategies.search import Search
 
 ABOUT, REPLIES, EVALUATIONS, TABLE = (
@@ -61,7 +61,7 @@ class LoopRecording(Record):
     """At most."""
     rules: StopRules
     prompt_tokens: int = Field(gt=0)
-    optimisation: Optimisation
+    optimisation: LoopResult
     tokens: tuple[tuple[int, int], ...]
     """In and out, by iteration, all its questions together: as the provider counted, else estimated
     by length."""
@@ -82,11 +82,11 @@ def record(run_dir: Path, folder: Path) -> LoopRecording:
         raise UsageError(f"run {run.id} is not finished", f"patcher resume {run.id}")
     if folder.exists():
         raise UsageError(f"{folder} is there", "name a new folder")
-    optimisation = Optimisation.model_validate_json(path.read_text(encoding="utf-8"))
+    result = LoopResult.model_validate_json(path.read_text(encoding="utf-8"))
     found = [
         run.load(name, Evaluation)
         for name, data in run.state.results.items()
-        if data["record"] == Evaluation.__name__
+        if data["record"] == journal_name(Evaluation)
     ]
     environments = [one.environment for one in found if one.environment is not None]
     if not environments:
@@ -97,7 +97,7 @@ def record(run_dir: Path, folder: Path) -> LoopRecording:
     made = LoopRecording(
         op=op.name,
         contract=op.digest,
-        language=optimisation.language,
+        language=result.language,
         search=Search.model_validate(plan["search"]),
         hardware=run.load("hardware", Hardware).words,
         environment=environments[0],
@@ -105,8 +105,8 @@ def record(run_dir: Path, folder: Path) -> LoopRecording:
         iterations=settings["iterations"],
         rules=StopRules.model_validate(rules),
         prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
-        optimisation=optimisation,
-        tokens=tuple(_tokens(run, op.name, one.iteration) for one in optimisation.iterations),
+        optimisation=result,
+        tokens=tuple(_tokens(run, op.name, one.iteration) for one in result.iterations),
     )
     folder.mkdir(parents=True)
     export_recording(run_dir, folder / REPLIES)
@@ -163,7 +163,7 @@ def replay(folder: Path) -> list[str]:
             rules=made.rules,
             sweep=made.sweep,
             prompt_tokens=made.prompt_tokens,
-            elsewhere=made.search.elsewhere,
+            known_kernels=made.search.known_kernels,
         )
     return _differences(made.optimisation, again)
 
@@ -193,9 +193,9 @@ def _tokens(run: Run, op: str, iteration: int) -> tuple[int, int]:
     steps = [
         name
         for name, data in run.state.results.items()
-        if data["record"] == Asked.__name__ and name.startswith(f"{op}/{iteration}/")
+        if data["record"] == journal_name(ModelCall) and name.startswith(f"{op}/{iteration}/")
     ]
-    asked = [run.load(name, Asked) for name in steps]
+    asked = [run.load(name, ModelCall) for name in steps]
     into = [
         one.reply.usage.input_tokens or _estimate(one.request.system + one.request.prompt)
         for one in asked
@@ -232,7 +232,7 @@ def _evaluations(file: Path) -> list[Evaluation]:
         ) from error
 
 
-def _differences(then: Optimisation, now: Optimisation) -> list[str]:
+def _differences(then: LoopResult, now: LoopResult) -> list[str]:
     said = []
     for name in ("best_digest", "best_iteration", "best_speedup", "stopped"):
         if getattr(then, name) != getattr(now, name):

@@ -8,13 +8,13 @@ from dataclasses import replace
 from importlib import resources
 
 from patcher.agent import StopRules, run_loop
-from patcher.attempts import Optimisation, Progress
+from patcher.attempts import LoopResult, Progress
 from patcher.bench import Language, Op, Record
 from patcher.bench.judge import JudgeSettings
 from patcher.hotspot import Profile
 from patcher.judges import LOCAL, open_judges
 from patcher.judges.languages import facts, judged_on, require_here
-from patcher.judges.same_device import hold
+from patcher.judges.same_device import require_same_device
 from patcher.kernel_search.context import RunContext
 from patcher.models import PROMPT_TOKENS, Model, open_model, sees_images
 from patcher.plan import DEMO
@@ -26,7 +26,7 @@ from patcher.settings import resolve
 from patcher.strategies.search import Search
 
 
-class Drawn(Record):
+class ProfilePicture(Record):
     """A picture of the profile, for an analyst that sees; a file of the run, or why there is
     none."""
 
@@ -53,7 +53,7 @@ def search_kernel(
     *,
     counters: bool = True,
     profile: Profile | None = None,
-) -> Optimisation:
+) -> LoopResult:
     """Do what is left of the agent loop on one op, with the models, the judge and the memory that
     the run's settings name.
 
@@ -80,7 +80,7 @@ def search_kernel(
     shares = [spot.share_pct for spot in profile.hotspots if spot.op == op.name] if profile else []
     pictures: tuple[str, ...] = ()
     if profile is not None and sees_images(models["analyst"] or model):
-        drawn = run.step("picture", lambda: _drawn(run, profile), Drawn)
+        drawn = run.step("picture", lambda: _drawn(run, profile), ProfilePicture)
         pictures = (drawn.file,) if drawn.file else ()
         if not drawn.file:
             say(f"the analyst gets no picture of the profile: {drawn.why}")
@@ -103,7 +103,7 @@ def search_kernel(
             op,
             language,
             model,
-            lambda candidate: hold(run, judges.evaluate([candidate])[0]),
+            lambda candidate: require_same_device(run, judges.evaluate([candidate])[0]),
             settings["iterations"],
             hardware.words,
             analyst=models["analyst"],
@@ -116,7 +116,7 @@ def search_kernel(
             ),
             sweep=op.sweep(kind, judge_settings.sweep),
             prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
-            elsewhere=search.elsewhere,
+            known_kernels=search.known_kernels,
             pictures=pictures,
             extra=carried.extra,
             adapt=carried.adapt,
@@ -132,10 +132,10 @@ def search_kernel(
     return found
 
 
-def _drawn(run: Run, profile: Profile) -> Drawn:
+def _drawn(run: Run, profile: Profile) -> ProfilePicture:
     file = "profile.png"
     why = to_png(plot(profile), run.path / file)
-    return Drawn(why=why) if why else Drawn(file=file)
+    return ProfilePicture(why=why) if why else ProfilePicture(file=file)
 
 
 def resolve_model(spec: str, run: Run) -> Model:

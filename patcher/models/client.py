@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from patcher.bench import PatcherError, UsageError
-from patcher.models import TOKENS_CEILING, Asked, Model, ModelError, Reply, Request, Trouble
+from patcher.models import TOKENS_CEILING, Model, ModelCall, ModelError, Reply, Request, Trouble
 from patcher.models.api import ApiModel
 from patcher.models.budget import Budget, time_is_up
 from patcher.models.ceilings import Amount
@@ -44,7 +44,7 @@ class ModelClient:
         self._clock = clock or Clock()
         self._say = say
 
-    def ask(self, model: Model, request: Request) -> Asked:
+    def ask(self, model: Model, request: Request) -> ModelCall:
         """Ask as a step of the run. The question and the answer are stored as they were. A reply
         that was cut off is asked for again with twice the room, a refused question is put once
         more in other words, each as a step of its own below `request.step`.
@@ -64,17 +64,17 @@ class ModelClient:
             usage += asked.reply.usage
         return asked.model_copy(update={"reply": asked.reply.model_copy(update={"usage": usage})})
 
-    def _step(self, model: Model, request: Request) -> Asked:
+    def _step(self, model: Model, request: Request) -> ModelCall:
         """One question; what it took is settled once the reply is safe on the disk: a kill before
         that leaves the reservation."""
         took_s: float | None = None
 
-        def tries() -> Asked:
+        def tries() -> ModelCall:
             nonlocal took_s
             reply, took_s = self._tries(model, request)
-            return Asked(request=request, reply=reply)
+            return ModelCall(request=request, reply=reply)
 
-        asked = self._budget.run.step(request.step, tries, Asked)
+        asked = self._budget.run.step(request.step, tries, ModelCall)
         if (worst := self._budget.reserved(request.step)) is not None:
             usage = asked.reply.usage
             known = usage.input_tokens is not None and usage.output_tokens is not None
@@ -147,7 +147,7 @@ def more_room(room: int, most: int) -> int | None:
     return min(2 * room, most) if room < most else None
 
 
-def _follow_up(model: Model, asked: Asked) -> Request | None:
+def _follow_up(model: Model, asked: ModelCall) -> Request | None:
     """The question to put after a reply that is of no use, if any."""
     again = _again(model, asked)
     if again and isinstance(model, ReplayModel) and not model.holds(again.step):
@@ -155,7 +155,7 @@ def _follow_up(model: Model, asked: Asked) -> Request | None:
     return again
 
 
-def _again(model: Model, asked: Asked) -> Request | None:
+def _again(model: Model, asked: ModelCall) -> Request | None:
     request, reply = asked.request, asked.reply
     most = model.max_output_tokens if isinstance(model, ApiModel) else TOKENS_CEILING
     room = more_room(request.max_tokens, most)

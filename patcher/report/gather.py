@@ -171,7 +171,7 @@ def _command(run: Run, plan: RunPlan) -> str:
         "--pairs": plan.pairs if plan.whole else None,
         "--margin-pct": settings.get("margin_pct") if plan.whole else None,
     }
-    for kernel in plan.search.elsewhere:
+    for kernel in plan.search.known_kernels:
         words += ["--from-solution", kernel.name]
     if config.workload:
         load = config.workload
