@@ -28,7 +28,7 @@ from patcher.models import Usage
 from patcher.reconciling.launches import ShapeLaunches, StepLaunches
 from patcher.reconciling.reconcile import PatchedKernel, reconcile
 from patcher.report import ReceiptRow, Report
-from patcher.verdicts.word import HumanVerdict, HumanWord
+from patcher.verdicts.human_verdict import HumanVerdict, HumanWord
 
 SOURCE = """\
 // fused_add_rms_norm: residual += input; input = residual / rms(residual) * weight

@@ -45,7 +45,7 @@ from patcher.prompting.rendering import Prompts
 from patcher.runs.run import Run
 from patcher.strategies import Refine, Strategy
 
-Score = Callable[[int, Evaluation, Mapping[str, str]], float]
+ScoreFunction = Callable[[int, Evaluation, Mapping[str, str]], float]
 """A user's own measure of a right candidate: (iteration, evaluation, files of the run by what they
 are); higher is better."""
 
@@ -73,7 +73,7 @@ def run_loop(
     adapt: AdaptPrompt | None = None,
     prepare: PrepareRound | None = None,
     final: bool = False,
-    score: Score | None = None,
+    score: ScoreFunction | None = None,
     on_event: Callable[[Progress], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> LoopResult:
@@ -174,7 +174,7 @@ class _Loop:
     strategy: Strategy
     rules: StopRules
     iterations: int
-    score: Score | None
+    score: ScoreFunction | None
     tell: _ProgressReporter
     final: bool
 

@@ -19,7 +19,7 @@ from patcher.bench import Evaluation, PatcherError, UsageError, VerificationErro
 from patcher.integrate import Patch, home_store, unpacked
 from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
-from patcher.verdicts.word import HumanVerdict, HumanWord
+from patcher.verdicts.human_verdict import HumanVerdict, HumanWord
 
 _NOTE = "review"
 _FILE = "reviews.jsonl"

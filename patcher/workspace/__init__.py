@@ -8,7 +8,7 @@ from patcher.workspace.layout import (
     starting_point,
 )
 from patcher.workspace.ledger import RESULTS, Line, Stage, parse
-from patcher.workspace.trying import WorkspaceTry, attempt
+from patcher.workspace.stages import WorkspaceTry, attempt
 
 __all__ = [
     "RESULTS",
