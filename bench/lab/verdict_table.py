@@ -19,8 +19,15 @@ from patcher.bench import Comparison, PatcherError, UsageError
 from patcher.reconciling.launches import patched_steps
 
 HEAD = (
-    *("patches", "batch", "context", "tokens/s", "gain", "A/A control"),
-    *("pairs (processes)", "calls a step", "verdict"),
+    "patches",
+    "batch",
+    "context",
+    "tokens/s",
+    "gain",
+    "A/A control",
+    "pairs (processes)",
+    "calls a step",
+    "verdict",
 )
 PUBLISHED = (
     "| KForge (arXiv 2606.02963): norm, finalize, RoPE + KV over TensorRT-LLM | 8 | 1,024 to 9,216 "

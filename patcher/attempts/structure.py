@@ -114,12 +114,10 @@ def _root(node: ast.AST) -> str | None:
 
 _KEYWORDS = frozenset(
     (
-        *("auto", "bool", "break", "case", "char", "class", "const", "constexpr", "continue"),
-        *("default", "do", "double", "else", "enum", "extern", "float", "for", "half", "if"),
-        *("inline", "int", "long", "namespace", "operator", "return", "short", "signed", "sizeof"),
-        *("static", "struct", "switch", "template", "throw", "typename", "union", "unsigned"),
-        *("using", "void", "volatile", "while"),
-    )
+        "auto bool break case char class const constexpr continue default do double else enum "
+        "extern float for half if inline int long namespace operator return short signed sizeof "
+        "static struct switch template throw typename union unsigned using void volatile while"
+    ).split()
 )
 _VECTOR = re.compile(r"(?:float|half|int|uint|short|ushort|char|uchar|double|bfloat16)(\d+)")
 _NAME = re.compile(r"[A-Za-z_]\w*")
