@@ -156,9 +156,10 @@ def optimize(
         >>> r.to_pandas()[["iteration", "outcome", "speedup"]]
     """
     from patcher import pipeline
-    from patcher.optimising.searching import Search
+    from patcher.plan import RunPlan
     from patcher.report.gather import write_report
     from patcher.settings import resolve
+    from patcher.strategies.search import Search
 
     settings = resolve(
         {
@@ -178,7 +179,7 @@ def optimize(
     search = Search.of(
         known, chosen, strategy, tuple(from_solutions), width=width, islands=islands, seed=seed
     )
-    plan = pipeline.RunPlan(
+    plan = RunPlan(
         op=known.name,
         language=chosen,
         sweep=sweep,
