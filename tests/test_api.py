@@ -330,7 +330,8 @@ class TestThroughput:
 
 class TestOptimize:
     def test_a_loop_and_what_it_leaves(self, tmp_path: Path) -> None:
-        recorded = (
+        demo = resources.files("patcher.kernel_search") / "demo.jsonl"
+        recorded = demo.read_text("utf-8")
             resources.files("patcher.kernel_search").joinpath("demo.jsonl").read_text("utf-8")
         )
         first = json.loads(recorded.splitlines()[0])
