@@ -332,8 +332,6 @@ class TestOptimize:
     def test_a_loop_and_what_it_leaves(self, tmp_path: Path) -> None:
         demo = resources.files("patcher.kernel_search") / "demo.jsonl"
         recorded = demo.read_text("utf-8")
-            resources.files("patcher.kernel_search").joinpath("demo.jsonl").read_text("utf-8")
-        )
         first = json.loads(recorded.splitlines()[0])
         first["reply"]["text"] = "```cpp\nint fused_add_rms_norm(\n```"
         (tmp_path / "replies.jsonl").write_text(json.dumps(first) + "\n", encoding="utf-8")
