@@ -13,6 +13,7 @@ from patcher.bench.errors import (
     relayed,
 )
 from patcher.bench.judge.evaluation import (
+    BaselineTime,
     Check,
     Evaluation,
     KernelCounters,
@@ -33,6 +34,7 @@ from patcher.bench.workload import Preset, Shape, Workload, preset, presets
 __all__ = [
     "SCHEMA_VERSION",
     "AxisGuard",
+    "BaselineTime",
     "BudgetError",
     "Candidate",
     "Check",

@@ -156,7 +156,6 @@ def optimize(
         >>> r.to_pandas()[["iteration", "outcome", "speedup"]]
     """
     from patcher import pipeline
-    from patcher.plan import RunPlan
     from patcher.report.gather import write_report
     from patcher.settings import resolve
     from patcher.strategies.search import Search
@@ -179,7 +178,7 @@ def optimize(
     search = Search.of(
         known, chosen, strategy, tuple(from_solutions), width=width, islands=islands, seed=seed
     )
-    plan = RunPlan(
+    plan = pipeline.RunPlan(
         op=known.name,
         language=chosen,
         sweep=sweep,
