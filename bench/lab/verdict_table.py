@@ -1,8 +1,7 @@
 """Verdicts on the whole model, as a table beside the published one.
 
-`python -m patcher.bench.lab.verdict_table FOLDER` prints the page of a folder whose `*.json` are
-what
-`patcher throughput --out` wrote, of one verdict or of a best set.
+`python -m patcher.bench.lab.verdict_table FOLDER` prints the page of a folder whose `*.json` and
+`*.json.xz` are what `patcher throughput --out` wrote, of one verdict or of a best set.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from patcher.bench import Comparison, PatcherError, UsageError
+from patcher.bench import Comparison, PatcherError, UsageError, content
 from patcher.endtoend.elsewhere import Elsewhere
 from patcher.endtoend.measured import Judged
 from patcher.endtoend.sets import Sets
@@ -35,9 +34,9 @@ def read(folder: Path) -> list[Judged]:
         UsageError: there is none, or a file holds something else.
     """
     found: list[Judged] = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.json.xz")]):
         try:
-            text = path.read_text(encoding="utf-8")
+            text = content(path)
             sets = "best" in json.loads(text)
             found += (
                 Sets.model_validate_json(text).measured

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from patcher.bench import Evaluation, UsageError
+from patcher.bench import Evaluation, UsageError, content
 from patcher.endtoend.measure import measure_together
 from patcher.endtoend.measured import Job, Judged, Measured, Report
 from patcher.hotspot import Profile
@@ -80,13 +80,14 @@ def judged_again(
     """What was measured once, held against the micro gains and decided on anew.
 
     Args:
-        file: a `Judged` as JSON, as `patcher throughput --out` writes it.
+        file: a `Judged` as JSON, as `patcher throughput --out` writes it; it may be compressed
+            by xz.
 
     Raises:
         UsageError: the file is none, or of other patches.
     """
     try:
-        kept = Judged.model_validate_json(file.read_bytes())
+        kept = Judged.model_validate_json(content(file))
     except (OSError, ValidationError) as error:
         raise UsageError(
             f"{file} holds no verdict on patches",
