@@ -27,7 +27,7 @@ from patcher.integrate import Patch, unpacked
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "bench/results/h200-vllm"
 FILES = sorted(FOLDER.glob("*.json.xz"))
-ALONE = sorted((FOLDER / "alone").glob("*.json.xz"))
+ALONE = read(FOLDER / "alone")
 
 
 def digest_of(bundle: Path) -> str:
@@ -35,9 +35,8 @@ def digest_of(bundle: Path) -> str:
         return Patch.load(folder).digest
 
 
-def bundles_of(file: Path) -> list[Path]:
+def bundles_of(kept: Judged) -> list[Path]:
     """Those that were measured, and no others of the same name."""
-    kept = Judged.model_validate_json(content(file))
     by_digest = {digest_of(path): path for path in (FOLDER / "bundles").rglob("*.zip")}
     return [by_digest[one.receipt.digest] for one in kept.measured]
 
@@ -45,8 +44,7 @@ def bundles_of(file: Path) -> list[Path]:
 def test_there_are_verdicts() -> None:
     assert {path.name for path in FILES} == {"rope_kv_update.json.xz", "together.json.xz"}
     assert len(ALONE) == 8
-    for folder, files in ((FOLDER, FILES), (FOLDER / "alone", ALONE)):
-        assert read(folder) == [Judged.model_validate_json(content(file)) for file in files]
+    assert read(FOLDER) == [Judged.model_validate_json(content(file)) for file in FILES]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
@@ -62,7 +60,7 @@ def test_its_windows_and_bundles_give_the_verdict_again(file: Path) -> None:
     if found.control is not None:
         assert anew("aa", found.control) == found.control
     with ExitStack() as stack:
-        patches = [Patch.load(stack.enter_context(unpacked(one))) for one in bundles_of(file)]
+        patches = [Patch.load(stack.enter_context(unpacked(one))) for one in bundles_of(kept)]
         again = judged_again(file, patches)
     assert [one.verdict for one in again.decisions] == [one.verdict for one in kept.decisions]
     for one in kept.measured:
@@ -71,16 +69,13 @@ def test_its_windows_and_bundles_give_the_verdict_again(file: Path) -> None:
         assert len(kept.measured) > 1 or one.receipt.total_calls == timed
 
 
-@pytest.mark.parametrize("file", [*FILES, *ALONE], ids=lambda path: path.parent.name + path.stem)
-def test_its_row_of_the_table_is_on_the_page(file: Path) -> None:
-    kept = Judged.model_validate_json(content(file))
+@pytest.mark.parametrize("kept", [*read(FOLDER), *ALONE], ids=lambda kept: "+".join(kept.patches))
+def test_its_row_of_the_table_is_on_the_page(kept: Judged) -> None:
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     rows = table([kept]).splitlines()[2:]
     assert f"{kept.decision.gain_pct:+.2f} %" in rows[0]
     assert all(row in readme for row in rows[:-1])
-    assert {bundle.name.partition("-")[0] for bundle in bundles_of(file)} == {
-        patch.partition("-")[0] for patch in kept.patches
-    }
+    assert [bundle.stem for bundle in bundles_of(kept)] == list(kept.patches)
     assert not re.search(r"/(tmp|home|root|work)/", readme)
 
 
@@ -92,9 +87,8 @@ def test_a_bundle_leaves_out_its_binary_and_nothing_else(bundle: Path) -> None:
         assert patch.candidate().digest == patch.evaluation.digest
 
 
-@pytest.mark.parametrize("file", ALONE, ids=lambda path: path.stem)
-def test_the_windows_of_one_alone_give_its_row_again(file: Path) -> None:
-    kept = Judged.model_validate_json(content(file))
+@pytest.mark.parametrize("kept", ALONE, ids=lambda kept: "+".join(kept.patches))
+def test_the_windows_of_one_alone_give_its_row_again(kept: Judged) -> None:
     found = kept.measured[0].throughput
     stated = found.comparison
     again = decide_on(list(found.windows), "ab", stated.margin_pct, stated.confidence_pct)

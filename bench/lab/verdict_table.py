@@ -1,7 +1,8 @@
 """Verdicts on the whole model, as a table beside the published one.
 
-`python -m patcher.bench.lab.verdict_table FOLDER` prints the page of a folder whose `*.json` and
-`*.json.xz` are what `patcher throughput --out` wrote, of one verdict or of a best set.
+`python -m patcher.bench.lab.verdict_table FOLDER` prints the table of a folder. Its `*.json` and
+`*.json.xz` are what `patcher throughput --out` wrote, of one verdict or of a best set, or lists of
+such verdicts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from patcher.bench import Comparison, PatcherError, UsageError, content
 from patcher.endtoend.elsewhere import Elsewhere
@@ -21,6 +24,7 @@ HEAD = (
     *("patches", "batch", "context", "tokens/s", "gain", "A/A control"),
     *("pairs (processes)", "calls a step", "verdict"),
 )
+VERDICTS = TypeAdapter(list[Judged])
 PUBLISHED = (
     "| KForge (arXiv 2606.02963): norm, finalize, RoPE + KV over TensorRT-LLM | 8 | 1,024 to 9,216 "
     "| 2,601.6 to 2,656.6 | +2.12 % | | seven runs a side | | |"
@@ -37,12 +41,13 @@ def read(folder: Path) -> list[Judged]:
     for path in sorted([*folder.glob("*.json"), *folder.glob("*.json.xz")]):
         try:
             text = content(path)
-            sets = "best" in json.loads(text)
-            found += (
-                Sets.model_validate_json(text).measured
-                if sets
-                else [Judged.model_validate_json(text)]
-            )
+            document = json.loads(text)
+            if isinstance(document, list):
+                found += VERDICTS.validate_json(text)
+            elif "best" in document:
+                found += Sets.model_validate_json(text).measured
+            else:
+                found.append(Judged.model_validate_json(text))
         except (OSError, ValueError, TypeError) as error:
             raise UsageError(
                 f"{path} holds no verdict", "write it with: patcher throughput ... --out FILE"
