@@ -10,29 +10,6 @@ import typer
 from rich.console import Console
 
 from patcher.bench import MissingError, PatcherError, UsageError
-
-# isort: off
-from patcher.commands import (  # noqa: F401 (importing registers them, as --help lists them)
-    here,
-    profiling,
-    evaluating,
-    selftesting,
-    bundling,
-    running,
-    serving,
-    outside,
-    recording,
-    remembering,
-    measuring,
-    patching,
-    exporting,
-    reviewing,
-    reporting,
-    configuring,
-    trtllm,
-)
-
-# isort: on
 from patcher.commands.console import app
 from patcher.runs.stopping import Interrupted, Stopping
 

@@ -10,16 +10,18 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
+from patcher.ab.decision import Decision
+from patcher.ab.job import ABJob, Measurement
+from patcher.ab.one_process import measure_in_child
+from patcher.ab.other_windows import shapes_of
+from patcher.ab.verdict import decide_on, explain_measured
 from patcher.attempts import Optimisation
 from patcher.attempts import Progress as LoopProgress
 from patcher.bench import (
-    SCHEMA_VERSION,
     Candidate,
     Evaluation,
     Language,
-    Record,
     UsageError,
     Workload,
     comment_mark,
@@ -29,78 +31,27 @@ from patcher.bench import (
 from patcher.bench.judge import JudgeSettings
 from patcher.bench.machine.environment import describe
 from patcher.bench.machine.environment import facts as machine_facts
-from patcher.bench.stats.compare import DEFAULT_PAIRS, DEFAULT_PROCESS_PAIRS
+from patcher.bench.stats.compare import DEFAULT_PROCESS_PAIRS
 from patcher.bench.toolchains import build
-from patcher.endtoend.judging import decide_on, explain_measured
-from patcher.endtoend.measure import measure_in_child
-from patcher.endtoend.measured import Job, Measured
-from patcher.endtoend.other_traffic import shapes_of
 from patcher.hotspot import Profile, capture
 from patcher.integrate import Patch
 from patcher.judges import LOCAL
 from patcher.judges.languages import require_sense
-from patcher.optimising.carried import kept_levers
-from patcher.optimising.levers import load_levers
-from patcher.optimising.searching import Search
-from patcher.optimising.stage import DEMO as DEMO
-from patcher.optimising.stage import optimise
+from patcher.kernel_search.context import MACHINE_INDEPENDENT, kept_levers
+from patcher.kernel_search.stage import optimise
+from patcher.levers.load import load_levers
+from patcher.plan import DEMO as DEMO
+from patcher.plan import RunPlan, RunResult
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.runs.machine import same_machine
+from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
 from patcher.settings import Settings
-from patcher.verdicts.decide import Decision
 
 Report = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
 Say = Callable[[str], None]
 Told = Callable[[LoopProgress], None]
-
-
-class RunPlan(Record):
-    """What one run is to do; stored in `run.json`, so that resuming needs nothing else."""
-
-    schema_version: int = SCHEMA_VERSION
-    op: str | None = None
-    """None: the first hotspot that an op of the library covers."""
-    language: Language | None = None
-    sweep: str | None = None
-    whole: bool = True
-    """False: the agent loop alone, without profile, patch and A/B."""
-    pairs: int = DEFAULT_PAIRS
-    """End-to-end pairs at most."""
-    quality_steps: int = 32
-    threads: int | None = None
-    judge_pairs: int = 12
-    search: Search = Search()
-    counters: bool = True
-    """Whether the analyst reads hardware counters, where ncu works."""
-
-    def measured_on(self, workload: Workload | None) -> Literal["cpu", "cuda"]:
-        """The kind of device whose figures the run is about."""
-        if workload is not None:
-            return workload.device
-        return "cpu" if self.language in (None, Language.CPP) else "cuda"
-
-
-class Made(Record):
-    """A patch bundle in the run's folder."""
-
-    folder: str
-    id: str
-    digest: str
-
-
-class RunResult(Record):
-    """How a run ended."""
-
-    schema_version: int = SCHEMA_VERSION
-    run: str
-    op: str | None
-    optimisation: Optimisation | None
-    patch: Made | None
-    decision: Decision | None
-    reports: tuple[str, ...] = ()
-    """File names in the run's folder, once written."""
 
 
 def start(
@@ -153,7 +104,9 @@ def execute(
     workload = run.config.workload
     where: str = judge or settings.get("judge", LOCAL)
     if plan.whole or where == LOCAL:  # else no figure is made here
-        for change in same_machine(run, plan.measured_on(workload), machine_changed):
+        for change in same_machine(
+            run, plan.measured_on(workload), MACHINE_INDEPENDENT, machine_changed
+        ):
             say(f"judging and measuring again: {change}")
     op_name = plan.op
     profile: Profile | None = None
@@ -177,11 +130,11 @@ def execute(
         say("no candidate is right and faster: nothing to patch")
     elif plan.whole:
         assert workload is not None
-        made = run.step("patch", lambda: make_patch(run, optimisation, workload), Made)
+        made = run.step("patch", lambda: make_patch(run, optimisation, workload), RunPatch)
         say(f"patch {made.id} in {made.folder}/")
         if hint := _header_hint(run, optimisation):
             say(hint)
-        job = Job(
+        job = ABJob(
             workload=workload,
             margin_pct=settings["margin_pct"],
             max_pairs=plan.pairs,
@@ -192,7 +145,7 @@ def execute(
             elsewhere=shapes_of(workload, None, None) if workload.device == "cuda" else (),
         )
         folder = run.path / made.folder
-        measured = run.step("measure", lambda: measure_in_child(job, folder, report), Measured)
+        measured = run.step("measure", lambda: measure_in_child(job, folder, report), Measurement)
         evaluation = run.load(f"{op_name}/{optimisation.best_iteration}/evaluate", Evaluation)
         reconciliation = run.step(
             "reconcile",
@@ -261,7 +214,7 @@ def _header_hint(run: Run, optimisation: Optimisation) -> str | None:
     return header_hint(source, comment_mark(optimisation.language.in_python))
 
 
-def make_patch(run: Run, optimisation: Optimisation, workload: Workload) -> Made:
+def make_patch(run: Run, optimisation: Optimisation, workload: Workload) -> RunPatch:
     """Bundle the best candidate of the loop."""
     op = load_op(optimisation.op)
     assert optimisation.best_file is not None
@@ -285,4 +238,4 @@ def make_patch(run: Run, optimisation: Optimisation, workload: Workload) -> Made
         run=run.id,
         built=build(candidate, op.contract),
     )
-    return Made(folder="patch", id=patch.manifest.id, digest=patch.digest)
+    return RunPatch(folder="patch", id=patch.manifest.id, digest=patch.digest)

@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from patcher.bench import Record, UsageError
+from patcher.levers.record import AuxiliaryLever, PromptLever, ScoreLever, TripwireSettings
+from patcher.models import PROMPT_TOKENS
 from patcher.models.registry import ModelEntry, Name
-from patcher.optimising.levers import AuxiliaryLever, PromptLever, ScoreLever, TripwireSettings
-from patcher.prompting.room import PROMPT_TOKENS
 
 CONFIG_FILE = "patcher.toml"
 PREFIX = "PATCHER_"

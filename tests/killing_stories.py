@@ -16,7 +16,7 @@ from tried_sample import timed
 import patcher.runs.run
 from patcher.agent import loop as agent
 from patcher.agent import optimize
-from patcher.attempts.tried import Ask, Tried
+from patcher.attempts.history import Ask, Tried
 from patcher.bench import Candidate, Check, Evaluation, Language, Outcome, load_op
 from patcher.models import Reply, Request, Usage
 from patcher.models.budget import Budget
@@ -116,14 +116,14 @@ def _canned() -> tuple[Any, Any, Any]:
     """What was profiled, measured and built."""
     from report_sample import sample
 
+    from patcher.ab.job import Measurement
     from patcher.bench.toolchains import Built
-    from patcher.endtoend.measured import Measured
     from patcher.hotspot import read
     from patcher.integrate import Receipt
 
     report = sample()
     receipt = Receipt(patch_id="p", digest="d", pid=1, calls={f"{OP} tokens=8": 3})
-    measured = Measured(
+    measured = Measurement(
         throughput=report.throughput,
         quality=report.quality,
         receipt=receipt,

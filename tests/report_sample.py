@@ -6,6 +6,9 @@ import math
 import random
 from typing import Any, Literal
 
+from patcher.ab.best_set import BestSet, Combination, best_set
+from patcher.ab.decision import Decision
+from patcher.ab.other_workloads import OtherPoint, OtherWorkloads, PeakMemory
 from patcher.attempts import Attempt, Recommendation
 from patcher.bench import (
     Check,
@@ -20,14 +23,11 @@ from patcher.bench import (
     Workload,
 )
 from patcher.bench.stats.comparison import Arm, Verdict
-from patcher.endtoend.best_set import BestSet, Combination, best_set
-from patcher.endtoend.elsewhere import Elsewhere, OtherPoint, PeakMemory
 from patcher.hotspot import Hotspot, Profile
 from patcher.models import Usage
 from patcher.reconciling.launches import ShapeLaunches, StepLaunches
 from patcher.reconciling.reconcile import PatchedKernel, reconcile
 from patcher.report import ReceiptRow, Report
-from patcher.verdicts.decide import Decision
 from patcher.verdicts.word import HumanVerdict, Said
 
 SOURCE = """\
@@ -387,13 +387,13 @@ def in_processes(taken: tuple[Window, ...], pairs: int) -> tuple[Window, ...]:
     )
 
 
-def elsewhere() -> Elsewhere:
+def elsewhere() -> OtherWorkloads:
     points = [
         OtherPoint(batch=batch, context=context, comparison=comparison(gain, 0.4, 12))
         for batch, context, gain in ((1, 1024, 0.3), (32, 1024, 1.1), (8, 8192, -0.2))
     ]
     memory = PeakMemory(baseline_bytes=61_203_283_968, patched_bytes=61_270_392_832)
-    return Elsewhere(points=tuple(points), memory=memory)
+    return OtherWorkloads(points=tuple(points), memory=memory)
 
 
 def sets() -> BestSet:

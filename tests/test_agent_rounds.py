@@ -17,7 +17,7 @@ from tried_sample import OP, SHAPES, judged
 
 from patcher.agent import Extra, Rules, optimize
 from patcher.attempts import Optimisation, Stopped
-from patcher.attempts.tried import Round
+from patcher.attempts.history import Round
 from patcher.bench import (
     BudgetError,
     Candidate,

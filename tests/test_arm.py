@@ -17,22 +17,22 @@ from patch_sample import LAYERS, OP, evaluation
 from pydantic import ValidationError
 
 from patcher import bench
-from patcher.bench import Language, Workload
-from patcher.bench.ab.process_pairs import Plan
-from patcher.bench.ab.windows import Pair, Side, take_pair
-from patcher.bench.machine.clocks import ClockMonitor
-from patcher.bench.stats.comparison import Arm
-from patcher.endtoend import arm_protocol as say
-from patcher.endtoend.arm import serve
-from patcher.endtoend.arm_process import ArmProcess, arm_environment
-from patcher.endtoend.asking import loads_beside
-from patcher.endtoend.called import difference, merged
-from patcher.endtoend.measured import Job
-from patcher.endtoend.pairs import (
+from patcher.ab import arm_protocol as say
+from patcher.ab.arm import serve
+from patcher.ab.arm_process import ArmProcess, arm_environment
+from patcher.ab.job import ABJob
+from patcher.ab.launcher import loads_beside
+from patcher.ab.pairs import (
     PatchSitting,
     identical,
     measure_pairs,
 )
+from patcher.ab.receipt_counts import difference, merged
+from patcher.bench import Language, Workload
+from patcher.bench.ab.processes import ABPlan
+from patcher.bench.ab.windows import Pair, Side, take_pair
+from patcher.bench.machine.clocks import ClockMonitor
+from patcher.bench.stats.comparison import Arm
 from patcher.integrate import Patch, Receipt
 
 WORKLOAD = Workload(
@@ -57,7 +57,7 @@ def patch(tmp_path_factory: pytest.TempPathFactory) -> Patch:
 
 @pytest.fixture(scope="module")
 def sitting(patch: Patch) -> PatchSitting:
-    return PatchSitting(Job(workload=WORKLOAD, process_pairs=3, quality_steps=4), [patch])
+    return PatchSitting(ABJob(workload=WORKLOAD, process_pairs=3, quality_steps=4), [patch])
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_a_reference_is_of_higher_precision(arms: dict[Arm, ArmProcess], tmp_pat
     )
     assert "float64" in wrote.how
     assert np.load(path, allow_pickle=False).shape == (2 * 4, 1024)
-    entropy = process.ask(say.Routing(seed=0, steps=4), say.Entropy).percent
+    entropy = process.ask(say.AskRouting(seed=0, steps=4), say.Entropy).percent
     assert entropy is not None
     assert 40 < entropy <= 100
 
@@ -246,7 +246,7 @@ def test_without_anyone_who_asks_an_arm_ends() -> None:
 
 
 def test_a_patch_of_another_engine_starts_nothing(patch: Patch) -> None:
-    job = Job(workload=WORKLOAD.model_copy(update={"engine": "vllm"}), process_pairs=3)
+    job = ABJob(workload=WORKLOAD.model_copy(update={"engine": "vllm"}), process_pairs=3)
     with pytest.raises(bench.UsageError, match="is for transformers, not for vllm"):
         measure_pairs(job, [patch], lambda *told: None)
 
@@ -254,23 +254,23 @@ def test_a_patch_of_another_engine_starts_nothing(patch: Patch) -> None:
 def test_what_is_served_alone_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[bool | None] = []
 
-    def measure_processes(start: Any, workload: Any, plan: Plan, **_: Any) -> Any:
+    def measure_processes(start: Any, workload: Any, plan: ABPlan, **_: Any) -> Any:
         planned.append(plan.together)
         raise bench.PatcherError("planned")
 
-    monkeypatch.setattr("patcher.endtoend.pairs.measure_processes", measure_processes)
+    monkeypatch.setattr("patcher.ab.pairs.measure_processes", measure_processes)
     for alone in (True, False):
-        job = Job(workload=WORKLOAD, process_pairs=3, alone=alone)
+        job = ABJob(workload=WORKLOAD, process_pairs=3, alone=alone)
         with pytest.raises(bench.PatcherError, match="planned"):
             measure_pairs(job, [], lambda *told: None)
     assert planned == [False, None]
 
 
 def test_vllm_loads_one_after_the_other_unless_its_cache_has_a_size() -> None:
-    job = Job(workload=WORKLOAD.model_copy(update={"engine": "vllm"}), process_pairs=3)
+    job = ABJob(workload=WORKLOAD.model_copy(update={"engine": "vllm"}), process_pairs=3)
     assert not loads_beside(job)
     assert loads_beside(job.model_copy(update={"arguments": {"kv_cache_memory_bytes": 1 << 31}}))
-    assert loads_beside(Job(workload=WORKLOAD, process_pairs=3))
+    assert loads_beside(ABJob(workload=WORKLOAD, process_pairs=3))
 
 
 def test_replies_are_checked() -> None:

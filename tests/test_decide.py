@@ -9,11 +9,11 @@ import torch
 from test_dispatch import Graph, made, tensors
 from test_measure import comparison, evidence
 
+from patcher.ab.decision import Decision, decide
 from patcher.bench import Outcome, Window
 from patcher.integrate import Receipt
 from patcher.integrate.counts import GraphWatch
 from patcher.reconciling.proof import Proof
-from patcher.verdicts.decide import Decision, decide
 
 
 def window(kind: Any, arm: Any, calls: int | None) -> Window:

@@ -8,15 +8,15 @@ import pytest
 from report_sample import comparison, elsewhere
 from test_measure import evidence
 
+from patcher.ab.best_set import Combination, best_set
+from patcher.ab.decision import decide
+from patcher.ab.other_workloads import OtherPoint, OtherWorkloads, PeakMemory
 from patcher.bench import Comparison, UsageError
-from patcher.endtoend.best_set import Combination, best_set
-from patcher.endtoend.elsewhere import Elsewhere, OtherPoint, PeakMemory
-from patcher.verdicts.decide import decide
 
 
-def at(gain: float, half: float = 0.3, pairs: int = 12) -> Elsewhere:
+def at(gain: float, half: float = 0.3, pairs: int = 12) -> OtherWorkloads:
     point = OtherPoint(batch=64, context=4096, comparison=comparison(gain, half, pairs))
-    return Elsewhere(points=(point,))
+    return OtherWorkloads(points=(point,))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def at(gain: float, half: float = 0.3, pairs: int = 12) -> Elsewhere:
     ],
 )
 def test_another_point_must_be_within_the_limit(
-    found: Elsewhere, verdict: str, reason: str
+    found: OtherWorkloads, verdict: str, reason: str
 ) -> None:
     decision = decide(**evidence(), elsewhere=found)
     assert decision.verdict == verdict
@@ -43,7 +43,7 @@ def test_another_point_must_be_within_the_limit(
 )
 def test_memory_may_grow_by_two_percent(after: int, verdict: str) -> None:
     memory = PeakMemory(baseline_bytes=1000, patched_bytes=after)
-    decision = decide(**evidence(), elsewhere=Elsewhere(memory=memory))
+    decision = decide(**evidence(), elsewhere=OtherWorkloads(memory=memory))
     assert decision.verdict == verdict
     assert any("peak memory" in line for line in decision.reasons)
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 from test_cli import patcher
 
+from patcher.ab.job import ABResult
+from patcher.ab.verdict import judged_again
 from patcher.bench import UsageError, content
 from patcher.bench.ab.throughput import decide_on
 from patcher.bench.ab.windows import Kind
 from patcher.bench.lab.verdict_table import read, table
 from patcher.bench.lab.vllm_points import KNOWN
 from patcher.bench.stats.comparison import Comparison
-from patcher.endtoend.judging import judged_again
-from patcher.endtoend.measured import Judged
 from patcher.integrate import Patch, unpacked
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +35,7 @@ def digest_of(bundle: Path) -> str:
         return Patch.load(folder).digest
 
 
-def bundles_of(kept: Judged) -> list[Path]:
+def bundles_of(kept: ABResult) -> list[Path]:
     """Those that were measured, and no others of the same name."""
     by_digest = {digest_of(path): path for path in (FOLDER / "bundles").rglob("*.zip")}
     return [by_digest[one.receipt.digest] for one in kept.measured]
@@ -44,12 +44,12 @@ def bundles_of(kept: Judged) -> list[Path]:
 def test_there_are_verdicts() -> None:
     assert {path.name for path in FILES} == {"rope_kv_update.json.xz", "together.json.xz"}
     assert len(ALONE) == 8
-    assert read(FOLDER) == [Judged.model_validate_json(content(file)) for file in FILES]
+    assert read(FOLDER) == [ABResult.model_validate_json(content(file)) for file in FILES]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_its_windows_and_bundles_give_the_verdict_again(file: Path) -> None:
-    kept = Judged.model_validate_json(content(file))
+    kept = ABResult.model_validate_json(content(file))
     found = kept.measured[0].throughput
 
     def anew(kind: Kind, stated: Comparison) -> Comparison | None:
@@ -70,7 +70,7 @@ def test_its_windows_and_bundles_give_the_verdict_again(file: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [*read(FOLDER), *ALONE], ids=lambda kept: "+".join(kept.patches))
-def test_its_row_of_the_table_is_on_the_page(kept: Judged) -> None:
+def test_its_row_of_the_table_is_on_the_page(kept: ABResult) -> None:
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     rows = table([kept]).splitlines()[2:]
     assert f"{kept.decision.gain_pct:+.2f} %" in rows[0]
@@ -88,7 +88,7 @@ def test_a_bundle_leaves_out_its_binary_and_nothing_else(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", ALONE, ids=lambda kept: "+".join(kept.patches))
-def test_the_windows_of_one_alone_give_its_row_again(kept: Judged) -> None:
+def test_the_windows_of_one_alone_give_its_row_again(kept: ABResult) -> None:
     found = kept.measured[0].throughput
     stated = found.comparison
     again = decide_on(list(found.windows), "ab", stated.margin_pct, stated.confidence_pct)

@@ -39,7 +39,7 @@ from patcher.bench.judge import JudgeSettings, open_judge
 from patcher.bench.judge.judge import Judge
 from patcher.bench.sandbox.process_tree import descendants
 from patcher.cli import app
-from patcher.judges import ExchangeJudge, facts
+from patcher.judges import ExchangeJudge
 from patcher.judges import worker as worker_
 from patcher.judges.jobs import (
     JobResult,
@@ -48,11 +48,11 @@ from patcher.judges.jobs import (
     Posted,
     read_job,
     read_result,
-    this_machine,
 )
-from patcher.judges.one_device import hold
-from patcher.judges.sealed import MANIFEST, seal, unsealed
-from patcher.judges.worker import MOST_ATTEMPTS, Worker, WorkerSummary
+from patcher.judges.languages import facts
+from patcher.judges.same_device import hold
+from patcher.judges.seal import MANIFEST, seal, unsealed
+from patcher.judges.worker import MOST_ATTEMPTS, Worker, WorkerSummary, this_machine
 from patcher.runs.run import Run
 
 OP = bench.load_op("fused_add_rms_norm")

@@ -30,7 +30,7 @@ from patcher.bench.ops.header import (
 )
 from patcher.bench.ops.op import SolutionInfo
 from patcher.cli import main
-from patcher.optimising.recording import LoopRecording, read, recordings
+from patcher.kernel_search.recording import LoopRecording, read, recordings
 from patcher.prompting.rendering import Prompts
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,7 +13,7 @@ from patcher.agent import best_candidate, optimize
 from patcher.attempts import Optimisation
 from patcher.bench import Candidate, Evaluation, Language, VerificationError, load_op
 from patcher.bench.machine.environment import facts
-from patcher.optimising.carried import kept_levers
+from patcher.kernel_search.context import kept_levers
 from patcher.report.gather import gather
 from patcher.runs import machine
 from patcher.runs.run import Run

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from patcher import bench
+from patcher.ab.decision import decide
 from patcher.bench import (
     Comparison,
     Evaluation,
@@ -21,7 +22,7 @@ from patcher.bench import (
     Timing,
     Workload,
 )
-from patcher.bench.ab.engine_config import Trial, Tuning
+from patcher.bench.ab.engine_config import ConfigTrial, Tuning
 from patcher.bench.ab.quality import assess, greedy_identical
 from patcher.bench.ab.throughput import measure
 from patcher.bench.ab.windows import turn_lengths
@@ -30,7 +31,6 @@ from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.machine.environment import describe
 from patcher.bench.stats.compare import compare, look_confidences, pairs_needed, read_samples
 from patcher.integrate import Receipt
-from patcher.verdicts.decide import decide
 
 WORKLOAD = Workload(
     model="gpt-oss-tiny", device="cpu", dtype="float32", batch=2, input_len=4, output_len=16
@@ -448,9 +448,9 @@ def evidence(**changes: Any) -> dict[str, Any]:
 def in_another_configuration(rate: float | None) -> Throughput:
     """The patched arm runs with flags of its own, which gave this by themselves."""
     own = {"moe_backend": "triton"}
-    trials = [Trial(arguments={"moe_backend": "b"}, tokens_per_s=100.0, spread_pct=0.1)]
+    trials = [ConfigTrial(arguments={"moe_backend": "b"}, tokens_per_s=100.0, spread_pct=0.1)]
     if rate is not None:
-        trials.append(Trial(arguments=own, tokens_per_s=rate, spread_pct=0.1))
+        trials.append(ConfigTrial(arguments=own, tokens_per_s=rate, spread_pct=0.1))
     tuning = Tuning(trials=tuple(trials), chosen={"moe_backend": "b"})
     throughput: Throughput = evidence()["throughput"]
     return throughput.model_copy(update={"patched_arguments": own, "tuning": tuning})

@@ -12,15 +12,15 @@ from report_sample import comparison
 from test_measure import WORKLOAD, evidence
 
 from patcher import bench
+from patcher.ab.job import ABJob, Measurement
+from patcher.ab.sets import keep_name, measure_sets, shown
 from patcher.bench import Candidate, Language
-from patcher.endtoend.measured import Job, Measured
-from patcher.endtoend.sets import keep_name, measure_sets, shown
 from patcher.integrate import Patch
 from patcher.report import write
 from patcher.report.judged import report_of
 from patcher.show.throughput import best_set_lines
 
-JOB = Job(workload=WORKLOAD)
+JOB = ABJob(workload=WORKLOAD)
 OPS = ("fused_add_rms_norm", "rope", "moe_topk")
 
 
@@ -48,7 +48,7 @@ class Machine:
         self.broken: frozenset[str] = frozenset()
         self.dies_at = 100
 
-    def __call__(self, job: Job, folders: Sequence[Path], report: Any) -> tuple[Measured, ...]:
+    def __call__(self, job: ABJob, folders: Sequence[Path], report: Any) -> tuple[Measurement, ...]:
         if len(self.asked) == self.dies_at:
             raise bench.PatcherError("the patched process ended")
         ops = tuple(folder.name for folder in folders)
@@ -60,7 +60,7 @@ class Machine:
         parts = evidence(same_model=frozenset(ops) != self.broken)
         del parts["evaluation"]
         parts["throughput"] = parts["throughput"].model_copy(update={"comparison": found})
-        return tuple(Measured(**parts) for _ in folders)
+        return tuple(Measurement(**parts) for _ in folders)
 
 
 def kept(found: Any) -> set[str]:

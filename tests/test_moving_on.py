@@ -8,7 +8,7 @@ from tried_sample import judged, tried
 from patcher.agent import MAX_FUNCTIONAL_FAILURES, Rules
 from patcher.agent.moving_on import left_pct, move_on
 from patcher.attempts import Attempt, Recommendation
-from patcher.attempts.tried import Tried
+from patcher.attempts.history import Tried
 from patcher.bench import Outcome
 from patcher.models import Usage
 from patcher.prompting.expectations import expectations, verdict

@@ -14,19 +14,19 @@ from test_measure import WORKLOAD, ScriptedEngine, evidence
 from test_process_pairs import Host, ScriptedProcess, ScriptedSide
 
 from patcher import bench
+from patcher.ab.decision import decide
+from patcher.ab.job import ABJob
+from patcher.ab.other_windows import OtherTraffic, other_shapes, peak_memory, peak_of_arms
+from patcher.ab.pairs import elsewhere
 from patcher.bench import Shape
-from patcher.bench.ab.process_pairs import Plan, measure_processes
+from patcher.bench.ab.processes import ABPlan, measure_processes
 from patcher.bench.ab.windows import LocalSide, Side, Taken
 from patcher.bench.machine.clocks import ClockMonitor, ClockSample
 from patcher.bench.stats.comparison import Arm
-from patcher.endtoend.measured import Job
-from patcher.endtoend.other_traffic import OtherTraffic, other_shapes, peak_memory, peak_of_arms
-from patcher.endtoend.pairs import elsewhere
 from patcher.show.throughput import elsewhere_lines
-from patcher.verdicts.decide import decide
 
 SHAPES = (Shape(batch=1, context=4), Shape(batch=16, context=4), Shape(batch=2, context=64))
-JOB = Job(workload=WORKLOAD, elsewhere=SHAPES, process_pairs=3)
+JOB = ABJob(workload=WORKLOAD, elsewhere=SHAPES, process_pairs=3)
 
 
 class ShapedSide(ScriptedSide):
@@ -63,7 +63,7 @@ def measured(host: Host) -> OtherTraffic:
     found = measure_processes(
         host.start,
         WORKLOAD,
-        Plan(process_pairs=3, pairs=4),
+        ABPlan(process_pairs=3, pairs=4),
         margin_pct=0.5,
         patch_id="p",
         clocks=ClockMonitor("cpu"),
@@ -179,9 +179,9 @@ def test_memory_is_told_of_a_gpu_alone() -> None:
     both: dict[Arm, int] = {"baseline": 100, "patched": 103}
     assert peak_memory(both, "cpu") is None
     assert peak_memory({"baseline": 100}, "cuda") is None
-    found = OtherTraffic(Job(workload=WORKLOAD), ClockMonitor("cpu"), lambda *told: None).found(
+    found = OtherTraffic(ABJob(workload=WORKLOAD), ClockMonitor("cpu"), lambda *told: None).found(
         peak_memory(both, "cuda")
     )
     assert found is not None
     assert "peak memory grows by 3.00 %" in found.failures[0]
-    assert OtherTraffic(Job(workload=WORKLOAD), ClockMonitor("cpu"), print).found(None) is None
+    assert OtherTraffic(ABJob(workload=WORKLOAD), ClockMonitor("cpu"), print).found(None) is None

@@ -18,13 +18,17 @@ from rich.console import Console
 from test_measure import WORKLOAD
 
 from patcher import bench
+from patcher.ab.job import ABJob
+from patcher.ab.launcher import Asking
+from patcher.ab.options import ThroughputOptions, argument, job_of, read_tuning
+from patcher.ab.pairs import told
 from patcher.bench import Throughput
 from patcher.bench.ab.engine_config import Tuning
-from patcher.bench.ab.process_pairs import (
+from patcher.bench.ab.processes import (
     SHARE_ALONE,
     SHARE_BESIDE,
-    Memory,
-    Plan,
+    ABPlan,
+    ProcessMemory,
     TooLateError,
     measure_processes,
 )
@@ -35,10 +39,6 @@ from patcher.bench.ab.windows import Pair, Taken, turn_lengths
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.stats.comparison import Arm
 from patcher.cli import app
-from patcher.endtoend.asking import Asking
-from patcher.endtoend.measured import Job
-from patcher.endtoend.pairs import told
-from patcher.endtoend.throughput_job import Asked, argument, job_of, read_tuning
 from patcher.integrate import engine_wants
 from patcher.show.throughput import throughput_lines
 
@@ -88,10 +88,10 @@ class ScriptedProcess:
     def in_steps(self, seed: int) -> list[float]:
         return [0.01 / self.speed] * 9 + [0.02]
 
-    def memory(self) -> Memory:
+    def memory(self) -> ProcessMemory:
         free = self.host.total - len(self.host.open) * self.host.size
         peak = self.host.size + (self.arm == "patched") + self.compiling
-        return Memory(self.host.size, peak, free)
+        return ProcessMemory(self.host.size, peak, free)
 
     def close(self) -> None:
         if self in self.host.open:
@@ -125,11 +125,11 @@ class ScriptedSide:
         return Taken(tokens, self.decode_s, 0.1, calls)
 
 
-def run(host: Host, plan: Plan | None = None, **options: Any) -> Throughput:
+def run(host: Host, plan: ABPlan | None = None, **options: Any) -> Throughput:
     ScriptedSide.seeds = []
     asked: dict[str, Any] = {"margin_pct": 0.5, "patch_id": "p", "clocks": ClockMonitor("cpu")}
     return measure_processes(
-        host.start, WORKLOAD, plan or Plan(process_pairs=3, pairs=9), **asked | options
+        host.start, WORKLOAD, plan or ABPlan(process_pairs=3, pairs=9), **asked | options
     )
 
 
@@ -207,7 +207,7 @@ def test_no_process_starts_in_silence(together: bool | None) -> None:
             before.append(said[-1] if said else "")
             return super().start(arm, share)
 
-    plan = Plan(process_pairs=3, pairs=9, together=together)
+    plan = ABPlan(process_pairs=3, pairs=9, together=together)
     run(Noting(), plan, progress=lambda stage, done, total: said.append(stage))
     assert len(before) > 6
     assert all("loading" in stage for stage in before)
@@ -230,7 +230,7 @@ def test_two_may_load_side_by_side() -> None:
     other = threading.Event()  # never set: a wait
     one_by_one, beside = Slow(), Slow()
     run(one_by_one)
-    found = run(beside, Plan(process_pairs=3, pairs=9, stagger_s=0.0))
+    found = run(beside, ABPlan(process_pairs=3, pairs=9, stagger_s=0.0))
     assert (one_by_one.most_loading, beside.most_loading) == (1, 2)
     assert sorted(beside.started) == sorted(one_by_one.started)
     assert found.comparison.pairs == 27
@@ -257,7 +257,7 @@ def test_half_of_the_memory_may_be_too_little_to_start() -> None:
 
 def test_what_was_asked_is_not_looked_for() -> None:
     host = Host()
-    found = run(host, Plan(process_pairs=3, pairs=9, together=False))
+    found = run(host, ABPlan(process_pairs=3, pairs=9, together=False))
     assert host.most == 1
     assert found.residency == "one arm loaded at a time: as asked"
 
@@ -306,23 +306,23 @@ def test_each_process_is_visited_after_its_pairs() -> None:
 
 def test_too_few_process_pairs_are_refused() -> None:
     with pytest.raises(bench.UsageError, match="2 process pairs"):
-        run(Host(), Plan(process_pairs=2))
+        run(Host(), ABPlan(process_pairs=2))
 
 
 def test_the_presets_of_traffic_are_what_they_say() -> None:
     kforge = traffic("kforge")
     assert (kforge.requests, kforge.input_len, kforge.output_len) == (512, 1024, 8192)
     assert (kforge.batch, kforge.runs) == (8, 7)
-    assert kforge.plan() == Plan(process_pairs=7, pairs=64)
+    assert kforge.plan() == ABPlan(process_pairs=7, pairs=64)
     assert set(traffics()) == {"kforge", "quick"}
     with pytest.raises(bench.UsageError, match="unknown preset") as caught:
         traffic("slow")
     assert "kforge" in caught.value.hint
 
 
-def asked(**given: Any) -> Asked:
+def asked(**given: Any) -> ThroughputOptions:
     fields = ("preset", "batch", "input_len", "output_len", "pairs", "processes")
-    return Asked(**{name: given.get(name) for name in fields})
+    return ThroughputOptions(**{name: given.get(name) for name in fields})
 
 
 def test_what_is_asked_for_is_the_job_that_is_done() -> None:
@@ -385,7 +385,7 @@ def test_a_search_that_was_made_before_is_read(tmp_path: Path) -> None:
 
 def asking(tuning: Tuning | None, **arguments: JsonValue) -> Asking:
     vllm = WORKLOAD.model_copy(update={"engine": "vllm"})
-    return Asking(Job(workload=vllm, process_pairs=3, arguments=arguments, tuned=tuning))
+    return Asking(ABJob(workload=vllm, process_pairs=3, arguments=arguments, tuned=tuning))
 
 
 def patch_of(point: str) -> Any:

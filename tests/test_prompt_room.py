@@ -7,13 +7,13 @@ import math
 import pytest
 from tried_sample import OP, SHAPES, judged
 
-from patcher.attempts import Attempt, Diagnosis, Recommendation
+from patcher.attempts import Attempt, Diagnosis, Recommendation, Working
 from patcher.bench import Evaluation, KernelCounters, Language, Outcome, load_op, load_ops
 from patcher.bench.judge.evaluation import Counter
 from patcher.models import Usage
 from patcher.prompting.extract import blocks
 from patcher.prompting.op_source import baseline_source
-from patcher.prompting.rendering import Prompts, Working
+from patcher.prompting.rendering import Prompts
 from patcher.prompting.room import CHARACTERS_PER_TOKEN, PARTS
 
 SOURCE = f"void {OP}() {{ {SHAPES[0]} }}"

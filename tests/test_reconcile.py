@@ -20,6 +20,9 @@ from report_sample import (
 from test_measure import evidence
 from test_report_lanes import decode, without_times
 
+from patcher.ab import verdict as judging
+from patcher.ab.decision import decide
+from patcher.ab.job import ABJob, Measurement
 from patcher.bench import (
     Candidate,
     Environment,
@@ -29,14 +32,11 @@ from patcher.bench import (
     UsageError,
     load_op,
 )
-from patcher.endtoend import judging
-from patcher.endtoend.measured import Job, Measured
 from patcher.integrate import Patch
 from patcher.reconciling.launches import ShapeLaunches, StepLaunches, patched_steps, step_launches
 from patcher.reconciling.micro import Saving, saving
 from patcher.reconciling.patched import patched_kernel as kernel_of
 from patcher.reconciling.reconcile import reconcile
-from patcher.verdicts.decide import decide
 
 OP = "fused_add_rms_norm"
 DECODE, PREFILL = f"{OP} tokens=8 hidden=256 float32", f"{OP} tokens=<=256 hidden=256 float32"
@@ -213,10 +213,10 @@ def test_what_a_bundle_says_of_dependent_launch_is_told(
     candidate = Candidate(op=OP, language=Language.CPP, source=source)
     judged = sample_evaluation(candidate)
     Patch.create(tmp_path / "patch", op, candidate, judged, engine="transformers", made_by="test")
-    taken = Measured(**{name: parts[name] for name in Measured.model_fields if name in parts})
+    taken = Measurement(**{name: parts[name] for name in Measurement.model_fields if name in parts})
     monkeypatch.setattr(judging, "measure_together", lambda *_: (taken,))
     found = judging.measure_and_decide(
-        Job(workload=WORKLOAD), [tmp_path / "patch"], lambda *_: None
+        ABJob(workload=WORKLOAD), [tmp_path / "patch"], lambda *_: None
     ).reconciliation
     assert found is not None
     assert any("programmatic dependent launch" in caveat for caveat in found.caveats) == told

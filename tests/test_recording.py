@@ -13,7 +13,7 @@ import pytest
 from test_cli import ROOT, patcher
 
 from patcher.bench import UsageError, VerificationError, load_ops
-from patcher.optimising.recording import (
+from patcher.kernel_search.recording import (
     ABOUT,
     EVALUATIONS,
     FILES,
@@ -160,7 +160,7 @@ def test_an_archive_that_is_none_is_said(recorded: Path, tmp_path: Path) -> None
 def test_an_archive_that_unpacks_to_too_much_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("patcher.optimising.recording.MOST_BYTES", 100)
+    monkeypatch.setattr("patcher.kernel_search.recording.MOST_BYTES", 100)
     large = pack(tmp_path / "large.tar.xz", (tarfile.TarInfo(f"a/{ABOUT}"), b"x" * 101))
     with pytest.raises(UsageError, match="unpacks to more than"), recordings(large):
         pass

@@ -26,13 +26,12 @@ from patcher.bench import (
     load_op,
 )
 from patcher.cli import main
+from patcher.kernel_search.context import MACHINE_INDEPENDENT, kept_levers
+from patcher.kernel_search.memory import experiences, recalled, take_up
+from patcher.levers.load import load_levers
+from patcher.levers.scoring import Scorer
 from patcher.memory import Memory, Recalled
 from patcher.models import Role
-from patcher.optimising.carried import kept_levers
-from patcher.optimising.levers import load_levers
-from patcher.optimising.remembered import experiences, recalled, take_up
-from patcher.optimising.scoring import Scorer
-from patcher.runs.machine import KEPT
 from patcher.runs.run import Run
 from patcher.settings import resolve
 
@@ -147,7 +146,7 @@ def test_on_another_machine_memory_and_levers_stay_and_scores_are_asked_again(
     script = score_by({"fixed": 5.0, "vector": 1.0, "slower": 9.0}, tmp_path)
     ask_for(run, tmp_path, score=Scorer.of(run, {"score": {"script": str(script)}}))
     assert run.done(f"{OP}/1/score")
-    run.start_over({"processor": "another"}, KEPT)
+    run.start_over({"processor": "another"}, MACHINE_INDEPENDENT)
     assert run.done(f"{OP}/recall")
     assert run.done("levers")
     assert not run.done(f"{OP}/1/score")

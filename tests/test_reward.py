@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 
 from patcher import bench
-from patcher.attempts import judged as judged_
-from patcher.attempts.judged import rewarded
-from patcher.attempts.reward import reward
 from patcher.bench import (
     Candidate,
     Check,
@@ -19,6 +16,8 @@ from patcher.bench import (
     UsageError,
 )
 from patcher.bench.judge import JudgeSettings
+from patcher.judges import reward as judged_
+from patcher.judges.reward import reward, rewarded
 
 OP = "fused_add_rms_norm"
 

@@ -18,24 +18,25 @@ from test_process_pairs import ScriptedSide
 from test_waves import Machine, Named, NamedSide
 
 from patcher import bench
+from patcher.ab import arm_protocol as say
+from patcher.ab import launcher as asking
+from patcher.ab import set_blocks as set_waves
+from patcher.ab.job import ABJob, Measurement
+from patcher.ab.launcher import with_cache_size
+from patcher.ab.receipt_counts import called_between
+from patcher.ab.set_blocks import SetSitting, measure_waves
+from patcher.ab.sets import SetSearch, combination_of, measure_sets
 from patcher.bench import Language, Shape
-from patcher.bench.ab.shared_baseline import BASELINE, CONTROL
+from patcher.bench.ab.blocks import BASELINE, CONTROL
 from patcher.bench.ab.windows import Taken
 from patcher.bench.engines.vllm import cache_bytes
 from patcher.bench.machine.clocks import ClockMonitor
-from patcher.endtoend import arm_protocol as say
-from patcher.endtoend import asking, set_waves
-from patcher.endtoend.asking import with_cache_size
-from patcher.endtoend.called import called_between
-from patcher.endtoend.measured import Job, Measured
-from patcher.endtoend.set_waves import SetSitting, measure_waves
-from patcher.endtoend.sets import Sets, combination_of, measure_sets
 from patcher.integrate import Patch, Receipt
 
 __all__ = ("bundles",)  # a fixture of tests here
 
 NORM, ROPE, ROUTE = OPS
-JOB = Job(
+JOB = ABJob(
     workload=WORKLOAD,
     process_pairs=3,
     pairs_each=9,
@@ -47,7 +48,7 @@ POSITIONS = WORKLOAD.batch * 5
 
 
 class ScriptedArm(Named):
-    """Answers what a process of `patcher.endtoend.arm` is asked; speed is the machine's matter."""
+    """Answers what a process of `patcher.ab.arm` is asked; speed is the machine's matter."""
 
     machine: Scripted
 
@@ -94,7 +95,7 @@ class ScriptedArm(Named):
                 if self.name == self.machine.stays_changed:
                     tokens = [row[::-1] for row in tokens]
                 return say.Generated(tokens=tokens)
-            case say.Routing():
+            case say.AskRouting():
                 return say.Entropy(percent=97.0)
             case say.Logits(path=path):
                 self.runs += 1
@@ -152,11 +153,11 @@ def scripted(bundles: Sequence[Path], **given: Any) -> Scripted:
     return Scripted({norm: 2.0, rope: 1.2, f"{norm} + {rope}": 3.2}, bias_pct=0.02, **given)
 
 
-def alone(job: Job, folders: Sequence[Path], report: Any) -> tuple[Measured, ...]:
+def alone(job: ABJob, folders: Sequence[Path], report: Any) -> tuple[Measurement, ...]:
     raise AssertionError("measured one by one")
 
 
-def measure(bundles: Sequence[Path], keep: Path, **given: Any) -> Sets:
+def measure(bundles: Sequence[Path], keep: Path, **given: Any) -> SetSearch:
     return measure_sets(JOB, bundles[:2], keep, lambda *told: None, **{"measure": alone, **given})
 
 
@@ -282,7 +283,7 @@ def test_where_only_two_fit_each_set_is_measured_by_itself(
     taken = measure(bundles, tmp_path / "waves", measure=alone, in_waves=given(machine, bundles))
     asked: list[tuple[str, ...]] = []
 
-    def one_by_one(job: Job, folders: Sequence[Path], report: Any) -> tuple[Measured, ...]:
+    def one_by_one(job: ABJob, folders: Sequence[Path], report: Any) -> tuple[Measurement, ...]:
         asked.append(tuple(folder.name for folder in folders))
         chosen = tuple(Patch.load(folder).manifest.id for folder in folders)
         return next(one.measured for one in taken.measured if one.patches == chosen)
@@ -327,7 +328,7 @@ def test_a_wave_of_real_processes(
         made = Patch.create(folder, op, candidate, right, engine="transformers", made_by="test")
         sets[name] = [made]
     tiny = WORKLOAD.model_copy(update={"input_len": 8, "threads": 1})
-    job = Job(workload=tiny, process_pairs=1, pairs_each=2, quality_steps=4)
+    job = ABJob(workload=tiny, process_pairs=1, pairs_each=2, quality_steps=4)
     sitting, clocks = SetSitting(job, sets, tmp_path / "waves"), ClockMonitor("cpu")
     sitting.open(lambda *told: None)
     assert sitting.take(clocks, lambda *told: None)
@@ -364,10 +365,10 @@ def test_vllm_is_told_how_large_its_cache_is() -> None:
     assert own == 5 * 8 * (1024 + 256) * 48 * 1024 // 4 or own == 1 << 30
     wide = cache_bytes(served, [Shape(batch=64, context=1024)])
     assert wide == 5 * 64 * (1024 + 256) * 48 * 1024 // 4
-    job = with_cache_size(Job(workload=served, process_pairs=3))
+    job = with_cache_size(ABJob(workload=served, process_pairs=3))
     assert job.arguments == {"kv_cache_memory_bytes": own}
-    said = Job(workload=served, process_pairs=3, arguments={"kv_cache_memory_bytes": 1})
+    said = ABJob(workload=served, process_pairs=3, arguments={"kv_cache_memory_bytes": 1})
     assert with_cache_size(said) == said
     assert with_cache_size(JOB) == JOB
-    unknown = Job(workload=served.model_copy(update={"model": "other/model"}), process_pairs=3)
+    unknown = ABJob(workload=served.model_copy(update={"model": "other/model"}), process_pairs=3)
     assert with_cache_size(unknown) == unknown

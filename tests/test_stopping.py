@@ -305,7 +305,7 @@ def test_stopped_while_the_model_is_measured(
 ) -> None:
     judged(tmp_path)
     stage = Stage(tmp_path, "resume")
-    stage.until(lambda: stage.runs("-m", "patcher.endtoend.measure"))
+    stage.until(lambda: stage.runs("-m", "patcher.ab.one_process"))
     said = stage.stop(number, to)
     nothing_left(orphans)
     resumable(tmp_path, "measure", said)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tried_sample import SHAPES, tried
 
-from patcher.attempts.tried import Ask, Tried, best_of, rounds, standing
+from patcher.attempts.history import Ask, Tried, best_of, rounds, standing
 from patcher.bench import Outcome, UsageError
 from patcher.strategies import (
     STRATEGIES,

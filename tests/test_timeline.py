@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from patcher.endtoend.timeline import Timeline
+from patcher.ab.timeline import Timeline
 
 
 def test_time_is_the_stages_until_the_next_word() -> None:

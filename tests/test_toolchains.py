@@ -39,7 +39,8 @@ from patcher.doctor import examine
 from patcher.integrate import Patch
 from patcher.models import Reply, Usage
 from patcher.models.replay import Recorded, ReplayModel
-from patcher.pipeline import RunPlan, start
+from patcher.pipeline import start
+from patcher.plan import RunPlan
 from patcher.prompting.extract import TAGS, blocks
 from patcher.prompting.rendering import Prompts
 from patcher.runs.run import Run

@@ -11,8 +11,8 @@ from test_process_pairs import GIB, Host, ScriptedProcess, ScriptedSide
 
 from patcher import bench
 from patcher.bench import Shape, Throughput
-from patcher.bench.ab.process_pairs import SHARE_BESIDE, Memory, Plan
-from patcher.bench.ab.shared_baseline import BASELINE, CONTROL, Wave, WaveSitting, throughput_of
+from patcher.bench.ab.blocks import BASELINE, CONTROL, Block, BlockSession, throughput_of
+from patcher.bench.ab.processes import SHARE_BESIDE, ABPlan, ProcessMemory
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.stats.compare import holm
 
@@ -68,9 +68,9 @@ class NamedSide(ScriptedSide):
         machine.turns.append(self.process.name)
 
 
-def sitting(machine: Machine, *names: str, **given: Any) -> WaveSitting[Named]:
+def sitting(machine: Machine, *names: str, **given: Any) -> BlockSession[Named]:
     fields: dict[str, Any] = {
-        "plan": Plan(process_pairs=3, pairs=ROUNDS - 1),
+        "plan": ABPlan(process_pairs=3, pairs=ROUNDS - 1),
         "begin": lambda process: None,
         "visit": lambda number, name, process: None,
         "also": lambda number, swapped, processes: None,
@@ -78,12 +78,12 @@ def sitting(machine: Machine, *names: str, **given: Any) -> WaveSitting[Named]:
     }
     made = {**fields, **given}
     ScriptedSide.seeds = []
-    return WaveSitting(
+    return BlockSession(
         names or tuple(GAINS), machine.begin, WORKLOAD, clocks=ClockMonitor("cpu"), **made
     )
 
 
-def told(name: str, waves: list[Wave]) -> Throughput:
+def told(name: str, waves: list[Block]) -> Throughput:
     return throughput_of(name, waves, WORKLOAD, 0.5, ClockMonitor("cpu"))
 
 
@@ -192,7 +192,7 @@ def test_where_two_fit_nothing_is_taken_in_waves() -> None:
 
 
 def test_no_process_outlives_a_failure_and_whole_waves_are_kept() -> None:
-    machine, kept = Machine(), list[Wave]()
+    machine, kept = Machine(), list[Block]()
     machine.dies_after = 6 * ROUNDS + 20
     with pytest.raises(bench.PatcherError, match="SIGKILL"):
         sitting(machine, keep=kept.append).run()
@@ -208,13 +208,13 @@ def test_no_process_outlives_a_failure_and_whole_waves_are_kept() -> None:
     for stagger in (None, 0.0):
         broken = Half()
         with pytest.raises(bench.PatcherError, match="the b process"):
-            sitting(broken, plan=Plan(process_pairs=3, pairs=9, stagger_s=stagger)).run()
+            sitting(broken, plan=ABPlan(process_pairs=3, pairs=9, stagger_s=stagger)).run()
         assert broken.names
         assert not broken.open
 
 
 def test_a_killed_sitting_goes_on_after_the_last_whole_wave() -> None:
-    machine, kept = Machine(), list[Wave]()
+    machine, kept = Machine(), list[Block]()
     machine.ends_at = 6 * ROUNDS + 20
     with pytest.raises(KeyboardInterrupt):
         sitting(machine, keep=kept.append).run()
@@ -280,7 +280,7 @@ def test_processes_of_a_wave_load_side_by_side() -> None:
     never = threading.Event()
     one_by_one, beside = Slow(), Slow()
     sitting(one_by_one).run()
-    own = sitting(beside, plan=Plan(process_pairs=3, pairs=9, stagger_s=0.0))
+    own = sitting(beside, plan=ABPlan(process_pairs=3, pairs=9, stagger_s=0.0))
     own.run()
     assert one_by_one.most_loading == 1
     assert beside.most_loading >= 4
@@ -289,6 +289,6 @@ def test_processes_of_a_wave_load_side_by_side() -> None:
 
 
 def test_room_is_what_the_first_takes_and_a_little_more() -> None:
-    assert Memory(held=10, peak=0, free=10).room == 1
-    assert Memory(held=100, peak=0, free=102).room == 2
-    assert Memory(held=18, peak=0, free=121).room == 7
+    assert ProcessMemory(held=10, peak=0, free=10).room == 1
+    assert ProcessMemory(held=100, peak=0, free=102).room == 2
+    assert ProcessMemory(held=18, peak=0, free=121).room == 7

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from patcher.attempts.tried import Ask, Kind, Tried
+from patcher.attempts import ReplyFailure
+from patcher.attempts.history import Ask, Kind, Tried
 from patcher.bench import Candidate, Check, Evaluation, Language, Outcome, Timing
-from patcher.prompting.extract import ReplyFailure
 
 OP = "fused_add_rms_norm"
 SHAPES = (

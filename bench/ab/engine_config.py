@@ -14,7 +14,7 @@ LEAST_GAIN_PCT = 0.5
 """Trials come one after another: what is smaller may be drift."""
 
 
-class RateElsewhere(Record):
+class OtherWorkloadRate(Record):
     """The same process at other traffic: what is best there may be another configuration."""
 
     batch: int
@@ -26,7 +26,7 @@ class RateElsewhere(Record):
     """Largest window over smallest, less one."""
 
 
-class Trial(Record):
+class ConfigTrial(Record):
     """One way to start the engine, and how fast it was."""
 
     arguments: dict[str, JsonValue]
@@ -35,11 +35,11 @@ class Trial(Record):
     """Median over short windows; None where it did not run."""
     spread_pct: float | None = None
     """Largest window over smallest, less one."""
-    elsewhere: tuple[RateElsewhere, ...] = ()
+    elsewhere: tuple[OtherWorkloadRate, ...] = ()
     """Where that was asked for; nothing is chosen by it."""
     failure: str = ""
 
-    def beats(self, other: Trial) -> bool:
+    def beats(self, other: ConfigTrial) -> bool:
         """By more than the windows of either differ."""
         if self.tokens_per_s is None or other.tokens_per_s is None:
             return False
@@ -50,7 +50,7 @@ class Trial(Record):
 class Tuning(Record):
     """The search for the best stock configuration, the baseline of both arms."""
 
-    trials: tuple[Trial, ...]
+    trials: tuple[ConfigTrial, ...]
     """The first one is stock."""
     chosen: dict[str, JsonValue]
     """Arguments of the fastest trial; stock where none is faster by more than its spread, or not so
@@ -61,7 +61,7 @@ class Tuning(Record):
 
     def no_faster(self, arguments: Mapping[str, JsonValue]) -> bool:
         """Whether a trial with these arguments ran, and does not beat what was chosen."""
-        found: dict[str, Trial] = {}
+        found: dict[str, ConfigTrial] = {}
         for trial in self.trials:  # the last one of each counts: it ran beside the others
             for name, those in (("these", arguments), ("chosen", self.chosen)):
                 if trial.arguments == those and trial.tokens_per_s is not None:

@@ -14,30 +14,30 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from patcher.ab.job import ABResult
+from patcher.ab.other_workloads import OtherWorkloads
+from patcher.ab.sets import SetSearch
 from patcher.bench import Comparison, PatcherError, UsageError, content
-from patcher.endtoend.elsewhere import Elsewhere
-from patcher.endtoend.measured import Judged
-from patcher.endtoend.sets import Sets
 from patcher.reconciling.launches import patched_steps
 
 HEAD = (
     *("patches", "batch", "context", "tokens/s", "gain", "A/A control"),
     *("pairs (processes)", "calls a step", "verdict"),
 )
-VERDICTS = TypeAdapter(list[Judged])
+VERDICTS = TypeAdapter(list[ABResult])
 PUBLISHED = (
     "| KForge (arXiv 2606.02963): norm, finalize, RoPE + KV over TensorRT-LLM | 8 | 1,024 to 9,216 "
     "| 2,601.6 to 2,656.6 | +2.12 % | | seven runs a side | | |"
 )
 
 
-def read(folder: Path) -> list[Judged]:
+def read(folder: Path) -> list[ABResult]:
     """Every verdict of the folder, in the order of its files.
 
     Raises:
         UsageError: there is none, or a file holds something else.
     """
-    found: list[Judged] = []
+    found: list[ABResult] = []
     for path in sorted([*folder.glob("*.json"), *folder.glob("*.json.xz")]):
         try:
             text = content(path)
@@ -45,9 +45,9 @@ def read(folder: Path) -> list[Judged]:
             if isinstance(document, list):
                 found += VERDICTS.validate_json(text)
             elif "best" in document:
-                found += Sets.model_validate_json(text).measured
+                found += SetSearch.model_validate_json(text).measured
             else:
-                found.append(Judged.model_validate_json(text))
+                found.append(ABResult.model_validate_json(text))
         except (OSError, ValueError, TypeError) as error:
             raise UsageError(
                 f"{path} holds no verdict", "write it with: patcher throughput ... --out FILE"
@@ -59,7 +59,7 @@ def read(folder: Path) -> list[Judged]:
     return found
 
 
-def table(found: Sequence[Judged]) -> str:
+def table(found: Sequence[ABResult]) -> str:
     """A row a verdict, below it one for each other batch size and context; then what is published.
     Tokens per second are medians over windows, the gain comes with its interval.
     """
@@ -71,7 +71,7 @@ def table(found: Sequence[Judged]) -> str:
     return "\n".join([*lines, PUBLISHED])
 
 
-def _row(judged: Judged) -> str:
+def _row(judged: ABResult) -> str:
     throughput = judged.measured[0].throughput
     workload, steps = throughput.workload, patched_steps(throughput)
     calls = [one.receipt.total_calls / steps if steps else 0.0 for one in judged.measured]
@@ -87,7 +87,7 @@ def _row(judged: Judged) -> str:
     )
 
 
-def _other_rows(elsewhere: Elsewhere) -> Iterator[str]:
+def _other_rows(elsewhere: OtherWorkloads) -> Iterator[str]:
     for point in elsewhere.points:
         standing = elsewhere.standing(point)
         yield _line("", str(point.batch), f"{point.context:,}", point.comparison, "", "", standing)

@@ -6,7 +6,7 @@
 from patcher.agent.asking import MAX_TOKENS, Adapt
 from patcher.agent.best import best_candidate
 from patcher.agent.ended import ended
-from patcher.agent.judging import Judge, Prepare
+from patcher.agent.judging import Prepare
 from patcher.agent.loop import optimize
 from patcher.agent.moving_on import MAX_FUNCTIONAL_FAILURES, Rules
 from patcher.agent.writing import Extra
@@ -16,7 +16,6 @@ __all__ = [
     "MAX_TOKENS",
     "Adapt",
     "Extra",
-    "Judge",
     "Prepare",
     "Rules",
     "best_candidate",

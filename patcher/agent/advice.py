@@ -8,11 +8,11 @@ from typing import TypeVar
 from pydantic import Field, ValidationError
 
 from patcher.agent.asking import Asking
-from patcher.attempts import Diagnosis, Recommendation
+from patcher.attempts import Diagnosis, Recommendation, ReplyFailure
 from patcher.bench import Record
 from patcher.models import Reply, Usage
 from patcher.models.replay import RecordingEndedError
-from patcher.prompting.extract import ReplyFailure, extract_json, unusable
+from patcher.prompting.extract import extract_json, unusable
 
 RecordT = TypeVar("RecordT", Recommendation, Diagnosis)
 

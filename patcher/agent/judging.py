@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 from patcher.agent.waiting import Waiting
 from patcher.bench import BudgetError, Candidate, Evaluation, VerificationError
+from patcher.judges import CandidateJudge
 from patcher.models.budget import Budget
 from patcher.runs.run import Run
 
-Judge = Callable[[Candidate], Evaluation]
-"""Says what one candidate is worth. A judge elsewhere takes the candidate and raises
-`WaitingError` until its verdict has come."""
 Prepare = Callable[[Sequence[Candidate]], None]
 """Told of a round's new candidates before the first is judged: to build them side by side."""
 
@@ -33,7 +31,7 @@ class Judging:
     """The judge behind the loop on one op."""
 
     def __init__(
-        self, run: Run, op_name: str, judge: Judge, prepare: Prepare | None, budget: Budget
+        self, run: Run, op_name: str, judge: CandidateJudge, prepare: Prepare | None, budget: Budget
     ) -> None:
         self._run = run
         self._budget = budget

@@ -14,20 +14,28 @@ from dataclasses import dataclass, replace
 
 from patcher.agent.asking import Adapt, Asking
 from patcher.agent.ended import ended, stops
-from patcher.agent.judging import Judge, Judging, Prepare
+from patcher.agent.judging import Judging, Prepare
 from patcher.agent.moving_on import Rules, move_on
 from patcher.agent.waiting import Waiting
 from patcher.agent.writing import Extra, Writing, WrittenCandidate
-from patcher.attempts import Attempt, Optimisation, Phase, Progress, Stage, Stopped
+from patcher.attempts import (
+    Attempt,
+    Optimisation,
+    Phase,
+    Progress,
+    ReplyFailure,
+    Stage,
+    Stopped,
+    Working,
+)
+from patcher.attempts.history import Ask, Round, Tried, best_of
 from patcher.attempts.structure import structure
-from patcher.attempts.tried import Ask, Round, Tried, best_of
 from patcher.bench import BudgetError, Candidate, Evaluation, Language, Op, Outcome, Sweep
-from patcher.models import Model, Role, Usage
+from patcher.judges import CandidateJudge
+from patcher.models import PROMPT_TOKENS, Model, Role, Usage
 from patcher.models.budget import Budget
 from patcher.models.replay import RecordingEndedError
-from patcher.prompting.extract import ReplyFailure
-from patcher.prompting.rendering import Prompts, Working
-from patcher.prompting.room import PROMPT_TOKENS
+from patcher.prompting.rendering import Prompts
 from patcher.runs.run import Run
 from patcher.strategies import Refine, Strategy
 
@@ -41,7 +49,7 @@ def optimize(
     op: Op,
     language: Language,
     model: Model,
-    judge: Judge,
+    judge: CandidateJudge,
     iterations: int,
     device: str,
     *,

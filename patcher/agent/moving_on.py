@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pydantic import AliasChoices, Field
 
 from patcher.attempts import Stopped
-from patcher.attempts.tried import Tried, standing
+from patcher.attempts.history import Tried, standing
 from patcher.bench import Outcome, Record
 
 MAX_FUNCTIONAL_FAILURES = 5

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from patcher.agent.advice import Advice, diagnosed, recommended
 from patcher.agent.asking import Asking
-from patcher.attempts import Attempt, Phase, Stage
-from patcher.attempts.tried import Ask, Tried
+from patcher.attempts import Attempt, Phase, ReplyFailure, Stage
+from patcher.attempts.history import Ask, Tried
 from patcher.bench import Evaluation
 from patcher.models import Reply, Role
-from patcher.prompting.extract import ReplyFailure, extract_source, unusable
+from patcher.prompting.extract import extract_source, unusable
 from patcher.prompting.rendering import Prompts
 
 Extra = Callable[[Role, int], str]

@@ -1,6 +1,5 @@
-"""What became of the candidates: each one's record (`record.py`), where all of them leave the loop
-(`tried.py`), how a kernel is built apart from its text (`structure.py`), and what it is worth
-(`reward.py`, `judged.py`)."""
+"""What became of the candidates: the records (`record.py`), where all of them leave the loop
+(`history.py`), and how a kernel is built apart from its text (`structure.py`)."""
 
 from patcher.attempts.record import (
     Attempt,
@@ -9,9 +8,11 @@ from patcher.attempts.record import (
     Phase,
     Progress,
     Recommendation,
+    ReplyFailure,
     Stage,
     Stop,
     Stopped,
+    Working,
 )
 
 __all__ = [
@@ -21,7 +22,9 @@ __all__ = [
     "Phase",
     "Progress",
     "Recommendation",
+    "ReplyFailure",
     "Stage",
     "Stop",
     "Stopped",
+    "Working",
 ]

@@ -36,6 +36,13 @@ class Stopped(Record):
     """Done by then: a round may have been cut short."""
 
 
+class ReplyFailure(Record):
+    """Why a reply cannot be used."""
+
+    kind: Literal["truncated", "refused", "no_source", "unclosed", "ambiguous", "empty", "no_json"]
+    detail: str
+
+
 class Recommendation(Record):
     """The analyst's word: one bottleneck, one change."""
 
@@ -108,6 +115,16 @@ class Optimisation(Record):
     stopped: Stop
     stopped_detail: str = ""
     """In a sentence."""
+
+
+class Working(Record):
+    """A kernel for the same op that works: in another language or on another device, or the one to
+    beat."""
+
+    name: str
+    language: Language
+    summary: str = ""
+    source: str
 
 
 class Progress(Record):

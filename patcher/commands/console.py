@@ -17,9 +17,11 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from patcher.bench import UsageError, WaitingError
+from patcher.commands.index import CommandIndex
 
 app = typer.Typer(
     name="patcher",
+    cls=CommandIndex,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -57,6 +59,14 @@ JudgeSpec = Annotated[
     str | None,
     typer.Option("--judge", help="local, or exchange:DIR, served by `patcher worker DIR`."),
 ]
+ModelSpec = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="anthropic[:MODEL], openai:MODEL, exchange:DIR, replay:FILE or a NAME of "
+        "`patcher models`; default from settings.",
+    ),
+]
 Engine = Annotated[str, typer.Option(help="The engine that runs the model.")]
 Strategy = Annotated[
     str, typer.Option(help="refine, single, sample, beam, evolve or translate; see the README.")
@@ -77,6 +87,10 @@ FromSolution = Annotated[
         "beat: a solution's name, or a file.",
     ),
 ]
+
+
+UNNAMED = "model"
+"""The name of a model in a profile of which only a file is known."""
 
 
 def _in_a_folder(out: Path | None) -> Path | None:
@@ -127,7 +141,7 @@ class Output:
 
     @contextmanager
     def progress(self) -> Iterator[Any]:
-        from patcher.show.tables import stage_bar
+        from patcher.show.progress import stage_bar
 
         with stage_bar(self.err, quiet=self.as_json) as bar:
             yield bar

@@ -167,7 +167,7 @@ def throughput(
         raise UsageError("several things to do", "give one of --patch, --from and --self-test")
     if samples is not None and not patches:
         from patcher.bench.stats.compare import compare, read_samples
-        from patcher.show.tables import comparison_lines
+        from patcher.show.comparison import comparison_lines
 
         comparison = compare(read_samples(samples), margin_pct=margin)
         write_out(out, comparison)
@@ -180,12 +180,12 @@ def throughput(
             "nothing to compare",
             "give --patch BUNDLE, --from SAMPLES, --self-test or --tune-baseline",
         )
+    from patcher.ab.one_process import measure_planted
+    from patcher.ab.options import ThroughputOptions, job_of, read_tuning
+    from patcher.ab.other_windows import other_shapes
     from patcher.commands.verdicts import Verdicts
-    from patcher.endtoend.measure import measure_planted
-    from patcher.endtoend.other_traffic import other_shapes
-    from patcher.endtoend.throughput_job import Asked, job_of, read_tuning
     from patcher.hotspot import read
-    from patcher.show.tables import planted_lines
+    from patcher.show.comparison import planted_lines
 
     if (report or profile or patched_profile) and (find_best or not patches):
         raise UsageError(
@@ -200,7 +200,7 @@ def throughput(
                 "the margin was declared before it was measured", "leave out --margin-pct"
             )
         return verdicts.once_more(samples, patches or [], model)
-    asked = Asked(preset_name, batch, input_len, output_len, pairs, processes)
+    asked = ThroughputOptions(preset_name, batch, input_len, output_len, pairs, processes)
     workload = workload_of(model, device, engine, *asked.shape, weights, threads)
     before_it = None if tuned is None else read_tuning(tuned, workload)
     job = job_of(
@@ -218,7 +218,7 @@ def throughput(
     if patches:
         return verdicts.measured(job, patches)
     if not self_test:
-        from patcher.endtoend.asking import Asking, with_cache_size
+        from patcher.ab.launcher import Asking, with_cache_size
         from patcher.show.throughput import trial_line, tuning_lines
 
         with output.progress() as bar:

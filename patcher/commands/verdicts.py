@@ -14,18 +14,18 @@ from typing import Any
 
 from rich.text import Text
 
+from patcher.ab.job import ABJob, ABResult
+from patcher.ab.sets import keep_name, measure_sets, shown
+from patcher.ab.timeline import Timeline
+from patcher.ab.verdict import judged_again, measure_and_decide
 from patcher.bench import UsageError
 from patcher.commands.console import Output, runs_dir, write_out
-from patcher.endtoend.judging import judged_again, measure_and_decide
-from patcher.endtoend.measured import Job, Judged
-from patcher.endtoend.sets import keep_name, measure_sets, shown
-from patcher.endtoend.timeline import Timeline
 from patcher.hotspot import Profile
 from patcher.integrate import Patch, unpacked
 from patcher.report import write
 from patcher.report.judged import report_of
+from patcher.show.comparison import decision_lines
 from patcher.show.quality import quality_lines
-from patcher.show.tables import decision_lines
 from patcher.show.throughput import best_set_lines, elsewhere_lines, throughput_lines
 
 
@@ -44,7 +44,7 @@ class Verdicts:
     after: Profile | None
     """Of the patched engine."""
 
-    def measured(self, job: Job, files: Sequence[Path]) -> int:
+    def measured(self, job: ABJob, files: Sequence[Path]) -> int:
         """Measure patches, all in together."""
         with ExitStack() as stack:
             bundles = [stack.enter_context(unpacked(file)) for file in files]
@@ -67,7 +67,7 @@ class Verdicts:
             commands = tuple(filter(None, (result.command, self.command)))
             return self._tell(result, patches, commands)
 
-    def best_set(self, job: Job, files: Sequence[Path]) -> int:
+    def best_set(self, job: ABJob, files: Sequence[Path]) -> int:
         """Measure the combinations, and name the best."""
         output = self.output
         with ExitStack() as stack:
@@ -86,7 +86,7 @@ class Verdicts:
         output.emit(found.best, *best_set_lines(found.best), Text(f"report: {page}"))
         return 0 if found.best.patches else 1
 
-    def _tell(self, result: Judged, patches: Sequence[Patch], commands: tuple[str, ...]) -> int:
+    def _tell(self, result: ABResult, patches: Sequence[Patch], commands: tuple[str, ...]) -> int:
         write_out(self.out, result)
         page: list[Text] = []
         if self.report is not None:

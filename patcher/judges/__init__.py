@@ -7,14 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from patcher.agent import Judge as OneJudge
-from patcher.bench import Candidate, Evaluation, Language, UsageError
+from patcher.bench import Candidate, Evaluation, UsageError
 from patcher.bench.judge import JudgeSettings, Progress, open_judge
-from patcher.judges.counting import with_counters
+from patcher.judges.counters import CandidateJudge, with_counters
 from patcher.judges.exchange import ExchangeJudge
-from patcher.judges.languages import device_facts, device_kind
 
 if TYPE_CHECKING:  # it brings torch
     from patcher.bench.judge.judge import Judge
@@ -68,7 +66,7 @@ def open_judges(
         yield ExchangeJudge(folder, settings, ticket, counters)
         return
     with open_judge(settings) as judge:
-        one: OneJudge = partial(judge.evaluate, report=report)
+        one: CandidateJudge = partial(judge.evaluate, report=report)
         if counters:
             one = with_counters(one, settings.sweep, say or (lambda _: None))
         yield _LocalJudges(judge, one)
@@ -79,37 +77,13 @@ class _LocalJudges:
     """One judge of this machine: what it trusts is started once."""
 
     judge: Judge
-    one: OneJudge
+    one: CandidateJudge
 
     def prepare(self, candidates: Sequence[Candidate]) -> None:
         self.judge.build_ahead(candidates)
 
     def evaluate(self, candidates: Sequence[Candidate]) -> list[Evaluation]:
         return [self.one(candidate) for candidate in candidates]
-
-
-def judged_on(spec: str, language: Language) -> Literal["cpu", "cuda"]:
-    """The kind of device that `--judge` judges the language on."""
-    if spec != LOCAL and language is Language.TORCH:
-        return "cuda"  # what this machine has says nothing of the other one
-    return device_kind(language)
-
-
-def facts(spec: str, language: Language, threads: int | None = None) -> str:
-    """What the agents should know of the hardware on which `--judge` judges, with so many CPU
-    threads; None is one, as the judge has it.
-
-    Raises:
-        MissingError: it is this machine, and it has no device for the language.
-    """
-    folder = exchange_folder(spec)
-    if language.compile_only:
-        return device_facts(language)
-    kind = judged_on(spec, language)
-    found = device_facts(language) if folder is None else ExchangeJudge.facts(folder, kind)
-    if kind != "cpu":
-        return found
-    return f"{'one thread' if threads in (None, 1) else f'{threads} threads'} of {found}"
 
 
 def exchange_folder(spec: str) -> Path | None:
@@ -129,10 +103,9 @@ def exchange_folder(spec: str) -> Path | None:
 __all__ = [
     "JUDGES",
     "LOCAL",
+    "CandidateJudge",
     "ExchangeJudge",
     "Judges",
     "exchange_folder",
-    "facts",
-    "judged_on",
     "open_judges",
 ]

@@ -17,7 +17,7 @@ from patcher.bench import (
 )
 from patcher.bench.judge import JudgeSettings
 from patcher.judges.jobs import Machine, Posted, post, read_result
-from patcher.judges.sealed import seal
+from patcher.judges.seal import seal
 
 _MOST_WORDS = 2000
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import re
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -36,9 +34,7 @@ from patcher.bench import (
     relayed,
 )
 from patcher.bench.judge import JudgeSettings, TripwirePolicy
-from patcher.bench.machine.environment import describe
-from patcher.judges.hardware import hardware_facts
-from patcher.judges.sealed import Sealed, digest_of, unsealed
+from patcher.judges.seal import Sealed, digest_of, unsealed
 
 MOST_JOB_BYTES = 2 << 20
 MOST_RESULT_BYTES = 16 << 20
@@ -214,20 +210,6 @@ def read_result(folder: Path) -> JobResult | None:
     """
     sealed = unsealed(folder, MOST_RESULT_BYTES)
     return None if sealed is None else _record(sealed, "result.json", JobResult, folder.name)
-
-
-def this_machine() -> Machine:
-    import torch
-
-    kinds: list[Literal["cpu", "cuda"]] = ["cpu"]
-    if torch.cuda.is_available():
-        kinds.append("cuda")
-    return Machine(
-        patcher=importlib.metadata.version("patcher"),
-        environments={kind: describe(kind) for kind in kinds},
-        words={kind: hardware_facts(kind) for kind in kinds},
-        seen=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
 
 
 def folder_name(op: str, digest: str) -> str:

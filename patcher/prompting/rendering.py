@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from jinja2 import ChoiceLoader, DictLoader, Environment, PackageLoader, StrictUndefined
 
-from patcher.attempts import Attempt, Diagnosis, Recommendation
+from patcher.attempts import Attempt, Diagnosis, Recommendation, ReplyFailure, Working
 from patcher.attempts.structure import structure
 from patcher.bench import (
     Candidate,
@@ -16,34 +16,23 @@ from patcher.bench import (
     Language,
     Op,
     Outcome,
-    Record,
     Sweep,
     comment_mark,
     header_form,
 )
 from patcher.bench.toolchains import toolchain
-from patcher.models import Role
+from patcher.models import PROMPT_TOKENS, Role
 from patcher.prompting.expectations import expectations, verdict
-from patcher.prompting.extract import TAGS, ReplyFailure
+from patcher.prompting.extract import TAGS
 from patcher.prompting.op_source import baseline_source, reference_source
 from patcher.prompting.quoting import clip, quote
-from patcher.prompting.room import PROMPT_TOKENS, characters, fitted
+from patcher.prompting.room import characters, fitted
 from patcher.prompting.tables import counters_table, roofline, timing_table
 
 SHOWN_EXPECTATIONS = 10
 """Of the analyst, the latest; its average is over all."""
 
 _CPP_TYPES = {"float": "double", "int": "int64_t"}
-
-
-class Working(Record):
-    """A kernel for the same op that works: in another language or on another device, or the one to
-    beat."""
-
-    name: str
-    language: Language
-    summary: str = ""
-    source: str
 
 
 class Prompts:

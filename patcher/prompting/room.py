@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-PROMPT_TOKENS = 24_000
-"""Room of a prompt, unless the user says otherwise."""
 CHARACTERS_PER_TOKEN = 3.5
 """An estimate on the safe side for code and English: no tokenizer is asked."""
 PARTS = {

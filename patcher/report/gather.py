@@ -6,21 +6,22 @@ import os
 from pathlib import Path
 from typing import TypeVar
 
+from patcher.ab.decision import Decision
+from patcher.ab.job import Measurement
+from patcher.ab.verdict import explain_measured
 from patcher.agent import ended
 from patcher.attempts import Attempt, Stopped
 from patcher.bench import Evaluation, Record, UsageError
-from patcher.endtoend.judging import explain_measured
-from patcher.endtoend.measured import Measured
 from patcher.hotspot import Profile
 from patcher.integrate import Patch
-from patcher.pipeline import DEMO, Made, RunPlan
+from patcher.plan import DEMO, RunPlan
 from patcher.reconciling.proof import seen_per_step
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.report import FORMATS, Report, write
 from patcher.report.judged import receipt_of
+from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
-from patcher.runs.status import attempts, status
-from patcher.verdicts.decide import Decision
+from patcher.status import attempts, status
 from patcher.verdicts.review import run_words
 
 RecordT = TypeVar("RecordT", bound=Record)
@@ -54,8 +55,8 @@ def gather(run: Run, after: Profile | None = None) -> Report:
     plan = RunPlan.model_validate(run.config.settings.get("plan", {}))
     workload = run.config.workload
     profile = _stored(run, "profile", Profile)
-    measured = _stored(run, "measure", Measured)
-    made = _stored(run, "patch", Made)
+    measured = _stored(run, "measure", Measurement)
+    made = _stored(run, "patch", RunPatch)
     decision = _stored(run, "decision", Decision)
     found = attempts(run)
     best = _best(found)
@@ -114,7 +115,7 @@ def _best(found: tuple[Attempt, ...]) -> Attempt | None:
 
 def _reconciled(
     run: Run,
-    measured: Measured | None,
+    measured: Measurement | None,
     before: Profile | None,
     after: Profile | None,
 ) -> Reconciliation | None:
@@ -123,7 +124,7 @@ def _reconciled(
         return run.load("reconcile", Reconciliation)
     if measured is None:
         return None
-    patch = Patch.load(run.path / run.load("patch", Made).folder)
+    patch = Patch.load(run.path / run.load("patch", RunPatch).folder)
     seen = seen_per_step(patch, measured.receipt, after, before) if after else None
     return explain_measured(measured, patch, before, after, seen)
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from patcher.ab.best_set import BestSet
+from patcher.ab.job import ABResult
 from patcher.bench import Candidate
-from patcher.endtoend.best_set import BestSet
-from patcher.endtoend.measured import Judged
 from patcher.hotspot import Profile
 from patcher.integrate import Patch, Receipt
 from patcher.report.record import ReceiptRow, Report
 
 
 def report_of(
-    judged: Judged,
+    judged: ABResult,
     patches: Sequence[Patch],
     created: str,
     commands: tuple[str, ...],

@@ -6,6 +6,9 @@ from typing import Any
 
 from pydantic import Field
 
+from patcher.ab.best_set import BestSet
+from patcher.ab.decision import Decision
+from patcher.ab.other_workloads import OtherWorkloads
 from patcher.attempts import Attempt, Stopped
 from patcher.bench import (
     SCHEMA_VERSION,
@@ -16,10 +19,7 @@ from patcher.bench import (
     Throughput,
     Workload,
 )
-from patcher.endtoend.best_set import BestSet
-from patcher.endtoend.elsewhere import Elsewhere
 from patcher.reconciling.reconcile import Reconciliation
-from patcher.verdicts.decide import Decision
 from patcher.verdicts.word import HumanVerdict
 
 
@@ -67,7 +67,7 @@ class Report(Record):
     """Of the quality run, which must cover the shapes of the A/B."""
     reconciliation: Reconciliation | None = None
     """Whether the kernel's own gain explains the measured one."""
-    elsewhere: Elsewhere | None = None
+    elsewhere: OtherWorkloads | None = None
     """Other traffic and memory."""
     best_set: BestSet | None = None
     """Several patches: each alone and together."""

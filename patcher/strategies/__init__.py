@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from patcher.attempts.tried import Ask, Tried
+from patcher.attempts.history import Ask, Tried
 from patcher.bench import UsageError
 from patcher.strategies.beam import Beam
 from patcher.strategies.evolve import Evolve

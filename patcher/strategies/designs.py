@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from patcher.attempts.history import Ask, Tried, rounds
 from patcher.attempts.structure import APART, Structure, structure
-from patcher.attempts.tried import Ask, Tried, rounds
 
 
 def designs(tried: Iterable[Tried], most: int) -> list[Tried]:

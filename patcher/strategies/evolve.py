@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from patcher.attempts.tried import Ask, Tried, best_of, rounds
+from patcher.attempts.history import Ask, Tried, best_of, rounds
 from patcher.strategies.designs import designs, to_mend
 
 POPULATION = 6

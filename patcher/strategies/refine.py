@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from patcher.attempts.tried import Ask, Tried, standing
+from patcher.attempts.history import Ask, Tried, standing
 
 MAX_REPAIRS = 1
 """Functional passes spent on an optimised candidate that broke, before going back to the best

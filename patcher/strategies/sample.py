@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from patcher.attempts.tried import Ask, Tried
+from patcher.attempts.history import Ask, Tried
 
 
 class Single:

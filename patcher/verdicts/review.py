@@ -14,11 +14,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from patcher.ab.decision import Decision
 from patcher.bench import Evaluation, PatcherError, UsageError, VerificationError
 from patcher.integrate import Patch, home_store, unpacked
-from patcher.pipeline import Made
+from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
-from patcher.verdicts.decide import Decision
 from patcher.verdicts.word import HumanVerdict, Said
 
 _NOTE = "review"
@@ -167,9 +167,9 @@ def _of_bundle(root: Path, bundle: Patch) -> Subject:
     return Subject(None, bundle, None, bundle.manifest.evidence, bundle.candidate().source)
 
 
-def _made(path: Path) -> Made | None:
+def _made(path: Path) -> RunPatch | None:
     run = Run.open(path, read_only=True)
-    return run.load("patch", Made) if run.done("patch") else None
+    return run.load("patch", RunPatch) if run.done("patch") else None
 
 
 def _read(lines: Iterable[str], name: str) -> list[HumanVerdict]:

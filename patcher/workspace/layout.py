@@ -15,7 +15,6 @@ from typing import Literal, get_args
 
 from pydantic import ValidationError
 
-from patcher.attempts.reward import AGAINST
 from patcher.bench import (
     SCHEMA_VERSION,
     Candidate,
@@ -28,7 +27,8 @@ from patcher.bench import (
 )
 from patcher.bench.judge import TripwirePolicy
 from patcher.bench.toolchains import cache_root, toolchain
-from patcher.judges import facts, judged_on
+from patcher.judges.languages import facts, judged_on
+from patcher.judges.reward import AGAINST
 from patcher.prompting.rendering import Prompts
 from patcher.workspace.ledger import Ledger, Stage
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import PurePath
 
-from patcher.attempts.judged import rewarded
-from patcher.attempts.reward import Reward, reward
 from patcher.bench import SCHEMA_VERSION, Candidate, Evaluation, Outcome, Record, load_op
 from patcher.bench.judge import JudgeSettings, Progress
 from patcher.bench.toolchains import build
 from patcher.judges import open_judges
+from patcher.judges.reward import Reward, reward, rewarded
 from patcher.workspace.layout import Opened
 from patcher.workspace.ledger import LedgerSummary, Line, Stage, now
 

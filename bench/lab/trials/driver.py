@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 from patcher.bench import BudgetError
-from patcher.bench.ab.process_pairs import WARM_UP_STEPS
+from patcher.bench.ab.processes import WARM_UP_STEPS
 from patcher.bench.ab.windows import prompt_seed
 from patcher.bench.lab.trials.folder import Folder, Start
 from patcher.bench.lab.trials.trial import (

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, Protocol
 from pydantic import Field
 
 from patcher.bench import SCHEMA_VERSION, Comparison, Record, Window, Workload
-from patcher.bench.ab.process_pairs import ArmProcess
+from patcher.bench.ab.processes import EngineProcess
 from patcher.bench.ab.throughput import decide_on
 from patcher.bench.ab.windows import Pair, abba, take_pair
 from patcher.bench.machine.clocks import ClockMonitor
@@ -31,7 +31,7 @@ PAIRS_OF_TRIAL = 1000
 """Numbers of pairs that a trial may use, so that no two trials share prompts."""
 
 
-class Resident(ArmProcess, Protocol):
+class Resident(EngineProcess, Protocol):
     """A process that stays loaded from trial to trial."""
 
     def delay(self, seconds: float) -> None:
