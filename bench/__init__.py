@@ -26,12 +26,13 @@ from patcher.bench.ops.candidate import Candidate, Language, guess_language
 from patcher.bench.ops.contract import AxisGuard, Contract, PatchPointSpec, Point, Sweep, TensorSpec
 from patcher.bench.ops.header import comment_mark, header_form, header_hint
 from patcher.bench.ops.op import Op, SolutionInfo, library, load_op, load_ops
-from patcher.bench.records import SCHEMA_VERSION, Record
+from patcher.bench.records import MOST_BYTES, SCHEMA_VERSION, Record, content
 from patcher.bench.stats.compare import compare, pairs_needed, read_samples
 from patcher.bench.stats.comparison import Comparison, Sample, Window
 from patcher.bench.workload import Preset, Shape, Workload, preset, presets
 
 __all__ = [
+    "MOST_BYTES",
     "SCHEMA_VERSION",
     "AxisGuard",
     "BaselineTime",
@@ -67,6 +68,7 @@ __all__ = [
     "Workload",
     "comment_mark",
     "compare",
+    "content",
     "geomean",
     "guess_language",
     "header_form",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 from patch_sample import evaluation
@@ -22,6 +23,17 @@ def test_the_page_is_its_verdicts_and_they_are_of_what_ships() -> None:
         assert shipped[solution.partition(".")[0]].digest == one.digest
         assert one.environment is not None
         assert one.environment.device_kind == "cuda"
+
+
+def test_a_verdict_agrees_with_its_samples_and_its_bounds() -> None:
+    assert len(read(PAGE)) == 12
+    for name, one in read(PAGE):
+        speedups = [timing.speedup for timing in one.timings]
+        assert one.geomean_speedup == pytest.approx(geometric_mean(speedups), rel=1e-6), name
+        for timing in one.timings:
+            assert timing.pairs >= 6, name
+            assert timing.speedup_low <= timing.speedup <= timing.speedup_high, name
+        assert all(check.passed for check in one.checks), name
 
 
 def test_a_row_says_what_was_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

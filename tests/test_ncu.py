@@ -67,7 +67,7 @@ def test_the_gemm_moved_and_computed_what_its_shape_says() -> None:
 
 def test_the_details_page_agrees_but_knows_no_operations() -> None:
     """Its labels: "Memory Throughput" is there in percent and in bytes per second."""
-    raw, details = read_ncu(DATA / "raw-base.csv"), read_ncu(DATA / "details.csv")
+    raw, details = read_ncu(DATA / "raw-base.csv"), read_ncu(DATA / "details.csv.gz")
     for name, counters in details.items():
         assert counters.flops is None
         assert counters.duration_ns == pytest.approx(raw[name].duration_ns, rel=0.02)

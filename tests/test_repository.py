@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -220,6 +221,29 @@ def test_the_runner_imports_neither_the_judge_nor_torch_before_it_is_told_to() -
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert result.stdout.split() == ["False", "False"]
+
+
+MOST_TRACKED_BYTES = 6_000_000
+
+
+def test_tracked_files_stay_small() -> None:
+    """Results, recordings and pictures are kept compressed, and earlier ones in git's history."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    listed = subprocess.run(
+        ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"],
+        capture_output=True,
+        check=True,
+        cwd=ROOT,
+    )
+    files = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+    sizes = {path: path.lstat().st_size for path in files if os.path.lexists(path)}
+    assert len(sizes) > 500
+    largest = sorted(sizes, key=lambda path: -sizes[path])[:10]
+    told = "\n".join(f"{sizes[path]:>9,} {path.relative_to(ROOT)}" for path in largest)
+    assert sum(sizes.values()) <= MOST_TRACKED_BYTES, told
 
 
 def test_readme_and_makefile_agree() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 import random
 from pathlib import Path
 from typing import Any
@@ -268,7 +268,7 @@ def test_what_is_no_record_is_told(name: str, tmp_path: Path) -> None:
 def test_the_verdicts_of_the_evidence_are_those_of_its_windows(name: str) -> None:
     folder = Path(__file__).parent.parent / "bench" / "results" / "verdict-trials"
     shown = json.loads((folder / f"{name}.json").read_text())
-    with gzip.open(folder / f"{name}.trials.jsonl.gz", "rt") as file:
+    with lzma.open(folder / f"{name}.trials.jsonl.xz", "rt") as file:
         taken = [VerdictTrial.model_validate_json(line) for line in file]
     kept = folder / f"{name}.repeats.jsonl"
     repeats = [

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from patcher.ab.decision import Decision, decide
 from patcher.ab.job import ABJob, ABResult, Measurement, Report
 from patcher.ab.one_process import measure_together
-from patcher.bench import Evaluation, UsageError
+from patcher.bench import Evaluation, UsageError, content
 from patcher.hotspot import Profile
 from patcher.integrate import Patch
 from patcher.reconciling.patch_kernel import patched_kernel
@@ -80,13 +80,14 @@ def judged_again(
     """What was measured once, held against the micro gains and decided on anew.
 
     Args:
-        file: a `ABResult` as JSON, as `patcher throughput --out` writes it.
+        file: a `ABResult` as JSON, as `patcher throughput --out` writes it; it may be compressed
+            by xz.
 
     Raises:
         UsageError: the file is none, or of other patches.
     """
     try:
-        kept = ABResult.model_validate_json(file.read_bytes())
+        kept = ABResult.model_validate_json(content(file))
     except (OSError, ValidationError) as error:
         raise UsageError(
             f"{file} holds no verdict on patches",

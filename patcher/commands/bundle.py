@@ -18,6 +18,7 @@ from patcher.bench import (
     Outcome,
     UsageError,
     comment_mark,
+    content,
     header_hint,
     load_op,
 )
@@ -119,7 +120,7 @@ def verdict_on(candidate: Candidate, path: Path) -> Evaluation:
         UsageError: that is no verdict, or one on another source.
     """
     try:
-        found = Evaluation.model_validate_json(path.read_bytes())
+        found = Evaluation.model_validate_json(content(path))
     except (OSError, ValidationError) as error:
         raise UsageError(
             f"{path} is no verdict: {str(error).splitlines()[0]}",

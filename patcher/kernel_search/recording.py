@@ -5,18 +5,26 @@ the judge said, and a table.
 question whole, and its answer), `evaluations.jsonl` (each verdict), `README.md` (the table). A
 replay runs the loop again on the recorded replies and verdicts: no model, no compiler, no GPU. It
 must come to the same end.
+
+Many recordings take little room in one archive: `tar -cJf recordings.tar.xz FOLDER...`.
 """
 
 from __future__ import annotations
 
+import lzma
+import shutil
+import tarfile
 import tempfile
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 
 from pydantic import Field, ValidationError
 
 from patcher.agent import StopRules, run_loop
 from patcher.attempts import Attempt, LoopResult
 from patcher.bench import (
+    MOST_BYTES,
     SCHEMA_VERSION,
     Candidate,
     Environment,
@@ -41,6 +49,7 @@ ABOUT, REPLIES, EVALUATIONS, TABLE = (
     "evaluations.jsonl",
     "README.md",
 )
+FILES = (ABOUT, REPLIES, EVALUATIONS, TABLE)
 
 
 class LoopRecording(Record):
@@ -127,6 +136,60 @@ def read(folder: Path) -> LoopRecording:
         raise UsageError(
             f"{folder} holds no recording", "give a folder that `patcher record` wrote"
         ) from error
+
+
+@contextmanager
+def recordings(path: Path) -> Iterator[list[Path]]:
+    """The recordings at a path: the folder itself, or every folder of a `.tar.xz` archive.
+
+    An archive is unpacked into a scratch folder that lives as long as this context.
+
+    Raises:
+        UsageError: the archive is damaged, cut off, too large, or holds something else.
+    """
+    if path.suffix != ".xz":
+        yield [path]
+        return
+    with tempfile.TemporaryDirectory(prefix="patcher-recordings-") as scratch:
+        try:
+            _unpack(path, Path(scratch))
+        except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+            raise UsageError(
+                f"{path.name} is a damaged archive, or is cut off", "restore it from a copy"
+            ) from error
+        except OSError as error:
+            raise UsageError(
+                f"cannot unpack {path}: {error.strerror}", "give an archive of recordings"
+            ) from error
+        found = sorted(Path(scratch).iterdir())
+        if not found:
+            raise UsageError(f"{path.name} holds no recording", "give an archive of recordings")
+        yield found
+
+
+def _unpack(path: Path, into: Path) -> None:
+    left = MOST_BYTES
+    with tarfile.open(path, "r|xz") as archive:
+        for member in archive:
+            parts = PurePosixPath(member.name).parts
+            if member.isdir() and len(parts) == 1 and parts[0] != "..":
+                continue
+            content = archive.extractfile(member) if member.isfile() else None
+            known = len(parts) == 2 and parts[0] != ".." and parts[1] in FILES
+            left -= member.size
+            if left < 0:
+                raise UsageError(
+                    f"{path.name} unpacks to more than {MOST_BYTES >> 20} MiB",
+                    "give an archive of fewer recordings",
+                )
+            if content is None or not known:
+                raise UsageError(
+                    f"{path.name} holds {member.name!r}, which is no file of a recording",
+                    "give an archive of folders that `patcher record` wrote, and of nothing else",
+                )
+            (into / parts[0]).mkdir(exist_ok=True)
+            with (into / parts[0] / parts[1]).open("wb") as file:
+                shutil.copyfileobj(content, file)
 
 
 def replay(folder: Path) -> list[str]:
