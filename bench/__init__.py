@@ -28,7 +28,7 @@ from patcher.bench.ops.op import Op, SolutionInfo, library, load_op, load_ops
 from patcher.bench.records import SCHEMA_VERSION, Record
 from patcher.bench.stats.compare import compare, pairs_needed, read_samples
 from patcher.bench.stats.comparison import Comparison, Sample, Window
-from patcher.bench.workload import Preset, Shape, Workload, preset, presets
+from patcher.bench.workload import Preset, Shape, Workload, pick_device, preset, presets
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -73,6 +73,7 @@ __all__ = [
     "load_op",
     "load_ops",
     "pairs_needed",
+    "pick_device",
     "preset",
     "presets",
     "read_samples",

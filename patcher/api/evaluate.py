@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
+from patcher.api.judge_request import JudgeRequest
 from patcher.bench import Evaluation, Language, Timing, UsageError, WaitingError
-from patcher.judges.request import JudgeRequest
 
 if TYPE_CHECKING:
     from pandas import DataFrame
