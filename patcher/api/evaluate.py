@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
 from patcher.api.judge_request import JudgeRequest
 from patcher.bench import Evaluation, Language, Timing, UsageError, WaitingError
+from patcher.extras import names_its_extra
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -74,6 +75,7 @@ class EvaluationResult(Evaluation):
         return html_table(caption, head, points)
 
 
+@names_its_extra
 def evaluate(
     op: str,
     source: str | Path,
