@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from patcher.bench import MissingError, PatcherError, UsageError
+from patcher.bench import PatcherError, UsageError
 from patcher.commands.console import app
 from patcher.runs.stopping import Interrupted, Stopping
 
@@ -56,8 +56,10 @@ def _ended_by(error: BaseException, as_json: bool) -> int:
             sys.stderr.close()
             return 0
         case ImportError():
-            name = error.name or error
-            _report(MissingError(f"{name} is not installed", "pip install it"), as_json)
+            from patcher.extras import missing_package
+
+            command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+            _report(missing_package(error, command), as_json)
             return 3
     raise error
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
@@ -89,10 +89,6 @@ FromSolution = Annotated[
 ]
 
 
-UNNAMED = "model"
-"""The name of a model in a profile of which only a file is known."""
-
-
 def _in_a_folder(out: Path | None) -> Path | None:
     """Before the work, which may take hours, not after it."""
     if out is not None and not out.absolute().parent.is_dir():
@@ -166,24 +162,6 @@ def _version(on: bool) -> None:
     if on:
         typer.echo(importlib.metadata.version("patcher"))
         raise typer.Exit
-
-
-def pick_device(asked: str | None) -> Literal["cpu", "cuda"]:
-    """The device asked for, else CUDA where there is one.
-
-    Raises:
-        UsageError: neither `cpu` nor `cuda`.
-    """
-    match asked:
-        case "cpu":
-            return "cpu"
-        case "cuda":
-            return "cuda"
-        case str():
-            raise UsageError(f"unknown device {asked!r}", "say cpu or cuda")
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def examples(*lines: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
