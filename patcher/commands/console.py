@@ -118,6 +118,16 @@ def write_out(out: Path | None, record: BaseModel) -> None:
         ) from error
 
 
+def json_text(content: Any, indent: int | None = None) -> str:
+    """A JSON document for stdout: its characters as they are where the encoding has them."""
+    text = json.dumps(content, indent=indent, ensure_ascii=False) + "\n"
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(content, indent=indent) + "\n"
+    return text
+
+
 class Output:
     """Prose and progress on stderr, the result on stdout: a JSON document or tables."""
 
@@ -130,7 +140,7 @@ class Output:
         """The record as JSON, or what is shown for people."""
         if self.as_json:
             content = record.model_dump(mode="json") if isinstance(record, BaseModel) else record
-            sys.stdout.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            sys.stdout.write(json_text(content, indent=1))
             return
         for item in shown:
             self.out.print(item)
