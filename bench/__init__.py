@@ -13,6 +13,7 @@ from patcher.bench.errors import (
     relayed,
 )
 from patcher.bench.judge.evaluation import (
+    BaselineTime,
     Check,
     Evaluation,
     KernelCounters,
@@ -34,6 +35,7 @@ __all__ = [
     "MOST_BYTES",
     "SCHEMA_VERSION",
     "AxisGuard",
+    "BaselineTime",
     "BudgetError",
     "Candidate",
     "Check",

@@ -16,10 +16,10 @@ from patcher.ab.job import ABJob, Measurement
 from patcher.ab.one_process import measure_in_child
 from patcher.ab.other_windows import shapes_of
 from patcher.ab.verdict import decide_on, explain_measured
-from patcher.attempts import Optimisation
+from patcher.agent import best_candidate
+from patcher.attempts import LoopResult
 from patcher.attempts import Progress as LoopProgress
 from patcher.bench import (
-    Candidate,
     Evaluation,
     Language,
     UsageError,
@@ -37,11 +37,12 @@ from patcher.hotspot import Profile, capture
 from patcher.integrate import Patch
 from patcher.judges import LOCAL
 from patcher.judges.languages import require_sense
-from patcher.kernel_search.context import MACHINE_INDEPENDENT, kept_levers
-from patcher.kernel_search.stage import optimise
+from patcher.kernel_search.context import MACHINE_INDEPENDENT, run_levers
+from patcher.kernel_search.stage import search_kernel
 from patcher.levers.load import load_levers
 from patcher.plan import DEMO as DEMO
-from patcher.plan import RunPlan, RunResult
+from patcher.plan import RunPlan as RunPlan
+from patcher.plan import RunResult
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.runs.machine import same_machine
 from patcher.runs.patch import RunPatch
@@ -51,7 +52,7 @@ from patcher.settings import Settings
 Report = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
 Say = Callable[[str], None]
-Told = Callable[[LoopProgress], None]
+OnProgress = Callable[[LoopProgress], None]
 
 
 def start(
@@ -74,7 +75,7 @@ def start(
         versions=describe("cpu").packages,
         machine=machine_facts(plan.measured_on(workload)),
     )
-    kept_levers(run)
+    run_levers(run)
     return run
 
 
@@ -86,7 +87,7 @@ def execute(
     *,
     judge: str | None = None,
     machine_changed: bool = False,
-    told: Told | None = None,
+    told: OnProgress | None = None,
 ) -> RunResult:
     """Do what is left of the run.
 
@@ -122,17 +123,30 @@ def execute(
     if op_name is None:
         raise UsageError("no op to work on", "name one, or run the whole path of a model")
 
-    optimisation = _optimise(run, plan, op_name, profile, where, report, say, told)
+    on_gpu = workload is not None and workload.device == "cuda"
+    search = search_kernel(
+        run,
+        load_op(op_name),
+        plan.language or (Language.CUDA if on_gpu else Language.CPP),
+        plan.search,
+        JudgeSettings(sweep=plan.sweep, threads=plan.threads, pairs=plan.judge_pairs),
+        where,
+        report,
+        say,
+        told,
+        counters=plan.counters,
+        profile=profile,
+    )
     made = decision = None
-    if optimisation.stopped == "compiled":
-        say(f"it compiles; a {optimisation.language} kernel is neither run nor timed here")
-    elif optimisation.best_iteration is None:
+    if search.stopped == "compiled":
+        say(f"it compiles; a {search.language} kernel is neither run nor timed here")
+    elif search.best_iteration is None:
         say("no candidate is right and faster: nothing to patch")
     elif plan.whole:
         assert workload is not None
-        made = run.step("patch", lambda: make_patch(run, optimisation, workload), RunPatch)
+        made = run.step("patch", lambda: make_patch(run, search, workload), RunPatch)
         say(f"patch {made.id} in {made.folder}/")
-        if hint := _header_hint(run, optimisation):
+        if hint := _header_hint(run, search):
             say(hint)
         job = ABJob(
             workload=workload,
@@ -146,7 +160,7 @@ def execute(
         )
         folder = run.path / made.folder
         measured = run.step("measure", lambda: measure_in_child(job, folder, report), Measurement)
-        evaluation = run.load(f"{op_name}/{optimisation.best_iteration}/evaluate", Evaluation)
+        evaluation = run.load(f"{op_name}/{search.best_iteration}/evaluate", Evaluation)
         reconciliation = run.step(
             "reconcile",
             lambda: explain_measured(measured, Patch.load(folder), profile),
@@ -155,9 +169,7 @@ def execute(
         decision = run.step(
             "decision", lambda: decide_on(measured, evaluation, reconciliation), Decision
         )
-    return RunResult(
-        run=run.id, op=op_name, optimisation=optimisation, patch=made, decision=decision
-    )
+    return RunResult(run=run.id, op=op_name, optimisation=search, patch=made, decision=decision)
 
 
 def _profile(run: Run, workload: Workload, report: Report, profile_file: Path | None) -> Profile:
@@ -182,49 +194,23 @@ def _first_covered(profile: Profile, engine: str) -> str:
     )
 
 
-def _optimise(
-    run: Run,
-    plan: RunPlan,
-    op_name: str,
-    profile: Profile | None,
-    where: str,
-    report: Report,
-    say: Say,
-    told: Told | None,
-) -> Optimisation:
-    device = run.config.workload.device if run.config.workload else None
-    return optimise(
-        run,
-        load_op(op_name),
-        plan.language or (Language.CUDA if device == "cuda" else Language.CPP),
-        plan.search,
-        JudgeSettings(sweep=plan.sweep, threads=plan.threads, pairs=plan.judge_pairs),
-        where,
-        report,
-        say,
-        told,
-        counters=plan.counters,
-        profile=profile,
-    )
+def _header_hint(run: Run, search: LoopResult) -> str | None:
+    assert search.best_file is not None
+    source = (run.path / search.best_file).read_text(encoding="utf-8")
+    return header_hint(source, comment_mark(search.language.in_python))
 
 
-def _header_hint(run: Run, optimisation: Optimisation) -> str | None:
-    assert optimisation.best_file is not None
-    source = (run.path / optimisation.best_file).read_text(encoding="utf-8")
-    return header_hint(source, comment_mark(optimisation.language.in_python))
+def make_patch(run: Run, search: LoopResult, workload: Workload) -> RunPatch:
+    """Bundle the best candidate of the loop.
 
-
-def make_patch(run: Run, optimisation: Optimisation, workload: Workload) -> RunPatch:
-    """Bundle the best candidate of the loop."""
-    op = load_op(optimisation.op)
-    assert optimisation.best_file is not None
-    source = (run.path / optimisation.best_file).read_text(encoding="utf-8")
-    candidate = Candidate(op=op.name, language=optimisation.language, source=source)
-    step = f"{op.name}/{optimisation.best_iteration}/evaluate"
-    evaluation = run.load(step, Evaluation)
-    if candidate.digest != evaluation.digest:
-        raise UsageError("the best candidate's file was changed", "start a new run")
-    attempt = optimisation.iterations[optimisation.best_iteration or 0]
+    Raises:
+        VerificationError: its file was changed.
+    """
+    op = load_op(search.op)
+    candidate = best_candidate(run, search)
+    assert candidate is not None
+    evaluation = run.load(f"{op.name}/{search.best_iteration}/evaluate", Evaluation)
+    attempt = search.iterations[search.best_iteration or 0]
     for rest in run.path.glob(".patch-*"):  # of a bundle that a kill left unfinished
         shutil.rmtree(rest)
     patch = Patch.create(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from patcher.ab.decision import Decision
-from patcher.attempts import Optimisation
+from patcher.attempts import LoopResult
 from patcher.bench import SCHEMA_VERSION, Language, Record, Workload
 from patcher.bench.stats.compare import DEFAULT_PAIRS
 from patcher.runs.patch import RunPatch
@@ -47,7 +47,7 @@ class RunResult(Record):
     schema_version: int = SCHEMA_VERSION
     run: str
     op: str | None
-    optimisation: Optimisation | None
+    optimisation: LoopResult | None
     patch: RunPatch | None
     decision: Decision | None
     reports: tuple[str, ...] = ()

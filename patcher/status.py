@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from patcher.agent import ended
+from patcher.agent import recorded_stop
 from patcher.attempts import Attempt
 from patcher.bench import SCHEMA_VERSION, Outcome, Record
 from patcher.models.ceilings import account
@@ -93,6 +93,6 @@ def best_of(found: Iterable[Attempt]) -> Attempt | None:
 def _loop_ended(run: Run, state: State, best: Attempt | None) -> bool:
     """Whether nothing comes after the loop: it was all that was asked for, or found nothing."""
     ops = {step.rsplit("/", 1)[0] for step in state.results if "/stopped" in step}
-    over = any(ended(run, name) for name in ops)
+    over = any(recorded_stop(run, name) for name in ops)
     whole = run.config.settings.get("plan", {}).get("whole", True)
     return over and (best is None or not whole)

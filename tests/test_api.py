@@ -330,7 +330,8 @@ class TestThroughput:
 
 class TestOptimize:
     def test_a_loop_and_what_it_leaves(self, tmp_path: Path) -> None:
-        recorded = resources.files("patcher.optimising").joinpath("demo.jsonl").read_text("utf-8")
+        demo = resources.files("patcher.kernel_search") / "demo.jsonl"
+        recorded = demo.read_text("utf-8")
         first = json.loads(recorded.splitlines()[0])
         first["reply"]["text"] = "```cpp\nint fused_add_rms_norm(\n```"
         (tmp_path / "replies.jsonl").write_text(json.dumps(first) + "\n", encoding="utf-8")

@@ -183,6 +183,16 @@ def loaded(path: Path) -> Iterator[Path]:
                     yield found
 
 
+def test_no_public_class_name_is_defined_twice() -> None:
+    """A name says one thing in the whole product; what is private to a file may be called alike."""
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: files for name, files in places.items() if len(files) > 1}
+
+
 def test_what_a_served_engine_imports_is_torch_and_the_standard_library() -> None:
     beside = {"patcher.integrate.counts", "patcher.integrate.keys"}
     for file in ("dispatch.py", "counts.py", "keys.py"):
@@ -284,7 +294,7 @@ def test_the_wheel_holds_the_kernel_library_and_no_package_called_kernels(tmp_pa
         "patcher/integrate/vllm/sources.json",
         "patcher/kernel_library/fused_add_rms_norm/op.toml",
         "patcher/kernel_library/fused_add_rms_norm/solutions/cuda_row/fused_add_rms_norm.cu",
-        "patcher/memory/known.toml",
+        "patcher/memory/patterns.toml",
         "patcher/memory/words.txt",
         "patcher/kernel_search/demo.jsonl",
         "patcher/prompting/templates/generate.md.j2",

@@ -13,7 +13,7 @@ from patcher.ab.one_process import measure_together
 from patcher.bench import Evaluation, UsageError, content
 from patcher.hotspot import Profile
 from patcher.integrate import Patch
-from patcher.reconciling.patched import patched_kernel
+from patcher.reconciling.patch_kernel import patched_kernel
 from patcher.reconciling.proof import seen_per_step
 from patcher.reconciling.reconcile import PatchedKernel, Reconciliation, reconcile
 

@@ -156,9 +156,9 @@ def optimize(
         >>> r.to_pandas()[["iteration", "outcome", "speedup"]]
     """
     from patcher import pipeline
-    from patcher.optimising.searching import Search
     from patcher.report.gather import write_report
     from patcher.settings import resolve
+    from patcher.strategies.search import Search
 
     settings = resolve(
         {

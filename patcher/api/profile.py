@@ -210,7 +210,7 @@ def capture_here(
         folder.mkdir(parents=True, exist_ok=True)
         if not bundles:
             return capture(workload, folder, say), ()
-        from patcher.endtoend.patched_capture import capture_patched
+        from patcher.ab.patched_capture import capture_patched
         from patcher.integrate import open_bundle
 
         patches = [stack.enter_context(open_bundle(bundle)) for bundle in bundles]

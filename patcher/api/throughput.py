@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from patcher.ab.job import ABResult
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
 from patcher.bench import Throughput, UsageError
-from patcher.endtoend.measured import Judged
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -20,7 +20,7 @@ _COLUMNS = (
 )
 
 
-class ThroughputResult(Judged):
+class ThroughputResult(ABResult):
     """Patches that were in together: what was measured, and the verdict.
 
     `measured` and `decisions` have one entry for each patch; all but receipts is shared.
@@ -135,8 +135,8 @@ def throughput(
     """
     import json
 
-    from patcher.endtoend.judging import measure_and_decide
-    from patcher.endtoend.throughput_job import Asked, job_of
+    from patcher.ab.options import ThroughputOptions, job_of
+    from patcher.ab.verdict import measure_and_decide
     from patcher.integrate import open_bundle
     from patcher.settings import resolve
     from patcher.workloads import workload_of
@@ -145,7 +145,7 @@ def throughput(
         raise UsageError("nothing to compare", "give patches=[...]")
     if pairs is not None and pairs < 6:
         raise UsageError(f"{pairs} pairs give no interval", "say 6 or more")
-    asked = Asked(preset, batch, input_len, output_len, pairs, processes)
+    asked = ThroughputOptions(preset, batch, input_len, output_len, pairs, processes)
     workload = workload_of(model, device, engine, *asked.shape, weights, threads)
     arguments = [f"{name}={json.dumps(value)}" for name, value in (engine_args or {}).items()]
     margin = resolve({"margin_pct": margin_pct}).margin_pct

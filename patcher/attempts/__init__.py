@@ -4,7 +4,8 @@
 from patcher.attempts.record import (
     Attempt,
     Diagnosis,
-    Optimisation,
+    KnownKernel,
+    LoopResult,
     Phase,
     Progress,
     Recommendation,
@@ -12,13 +13,13 @@ from patcher.attempts.record import (
     Stage,
     Stop,
     Stopped,
-    Working,
 )
 
 __all__ = [
     "Attempt",
     "Diagnosis",
-    "Optimisation",
+    "KnownKernel",
+    "LoopResult",
     "Phase",
     "Progress",
     "Recommendation",
@@ -26,5 +27,4 @@ __all__ = [
     "Stage",
     "Stop",
     "Stopped",
-    "Working",
 ]

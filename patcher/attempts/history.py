@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from patcher.attempts import Phase, ReplyFailure
+from patcher.attempts import Attempt, Phase, ReplyFailure
 from patcher.bench import Candidate, Evaluation, Outcome, Record
 
-Kind = Literal["generate", "repair", "optimise", "combine"]
-"""`generate` begins anew; `combine` makes one candidate of two."""
+RequestKind = Literal["generate", "repair", "optimise", "combine"]
+"""As recorded loops spell it. `generate` begins anew; `combine` makes one candidate of two."""
 
 
-class Ask(Record):
+class CandidateRequest(Record):
     """One candidate to be asked for."""
 
-    kind: Kind
+    kind: RequestKind
     parents: tuple[int, ...] = ()
     """Iterations whose candidates go into the prompt: what is repaired or improved."""
     after: int | None = None
@@ -37,19 +37,21 @@ class Ask(Record):
         return "optimisation" if self.kind in ("optimise", "combine") else "functional"
 
 
-class Round(Record):
+class RequestRound(Record):
     """What is asked together; its replies may come in any order. Stored as a step of the run."""
 
-    asks: tuple[Ask, ...] = Field(min_length=1)
+    recorded_as: ClassVar[str] = "Round"
+
+    asks: tuple[CandidateRequest, ...] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
-class Tried:
+class IterationResult:
     """One iteration, done."""
 
     iteration: int
     round: int
-    ask: Ask
+    ask: CandidateRequest
     candidate: Candidate | None
     """None: the reply held none."""
     evaluation: Evaluation | None
@@ -73,36 +75,44 @@ class Tried:
         return self.evaluation.outcome is Outcome.CORRECT, worth
 
 
+@dataclass
+class LoopHistory:
+    """All iterations of a loop so far, as it works with them and as they are recorded."""
+
+    results: list[IterationResult] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Standing:
     """Where the attempts so far leave the loop."""
 
-    best: Tried | None = None
-    broken: Tried | None = None
+    best: IterationResult | None = None
+    broken: IterationResult | None = None
     """The last candidate, when it is not right."""
     failures: int = 0
     """Functional rounds in a row without a right candidate."""
     repairs: int = 0
-    """Functional passes since the last optimisation pass."""
+    """Functional passes since the last optimization pass."""
     reverts: int = 0
-    """Optimisation rounds in a row that did not better the best."""
+    """Optimization rounds in a row that did not better the best."""
 
 
-def rounds(tried: Iterable[Tried]) -> list[list[Tried]]:
+def rounds(tried: Iterable[IterationResult]) -> list[list[IterationResult]]:
     """The attempts by round, in order."""
     return [list(group) for _, group in itertools.groupby(tried, key=lambda one: one.round)]
 
 
-def best_of(tried: Iterable[Tried]) -> Tried | None:
+def best_of(tried: Iterable[IterationResult]) -> IterationResult | None:
     """The first of those with the highest rank, among those that are right."""
-    best: Tried | None = None
+    best: IterationResult | None = None
     for one in tried:
         if one.right and (best is None or one.rank > best.rank):
             best = one
     return best
 
 
-def standing(tried: Sequence[Tried]) -> Standing:
+def standing(tried: Sequence[IterationResult]) -> Standing:
     """The fold of the attempts."""
     best = broken = None
     failures = repairs = reverts = 0

@@ -21,7 +21,7 @@ from patcher.commands.console import (
     pick_device,
 )
 
-TICKET = "evaluate"
+REQUEST_ID = "evaluate"
 
 
 @app.command()
@@ -76,7 +76,7 @@ def evaluate(
     from patcher.bench.judge import JudgeSettings
     from patcher.bench.judge.counters import counted, require_ncu
     from patcher.judges import LOCAL, open_judges
-    from patcher.judges.reward import rewarded
+    from patcher.judges.reward import judge_for_reward
     from patcher.settings import resolve
     from patcher.show.evaluation import counters_table, print_evaluation
 
@@ -105,7 +105,7 @@ def evaluate(
     output = Output(as_json)
     if for_reward:
         with asked_again(), output.progress() as bar:
-            result = rewarded(given.judge, candidate, settings, TICKET, bar)
+            result = judge_for_reward(given.judge, candidate, settings, REQUEST_ID, bar)
         if not as_json:
             for each in result.evaluations.values():
                 print_evaluation(output.out, each)
@@ -115,7 +115,7 @@ def evaluate(
     with (
         asked_again(),
         output.progress() as bar,
-        open_judges(given.judge, settings, TICKET, bar, counters=asked) as judges,
+        open_judges(given.judge, settings, REQUEST_ID, bar, counters=asked) as judges,
     ):
         [evaluation] = judges.evaluate([candidate])
     if not as_json:

@@ -34,7 +34,7 @@ class Judges(Protocol):
         """The verdicts, in the order of the candidates.
 
         Raises:
-            WaitingError: the judge is elsewhere and some have not come; all were handed over.
+            WaitingError: the judge is remote and some have not come; all were handed over.
             PatcherError: as `patcher.bench.judge.evaluate`.
         """
         ...
@@ -44,7 +44,7 @@ class Judges(Protocol):
 def open_judges(
     spec: str,
     settings: JudgeSettings,
-    ticket: str,
+    request_id: str,
     report: Progress,
     *,
     counters: bool = False,
@@ -54,7 +54,7 @@ def open_judges(
     `patcher worker DIR` wrote.
 
     Args:
-        ticket: who asks, as a run's id; a job with the same ticket is judged once.
+        request_id: who asks, as a run's id; a job with the same id is judged once.
         counters: whether right verdicts carry hardware counters, where they can be read.
         say: told why they cannot.
 
@@ -63,7 +63,7 @@ def open_judges(
     """
     folder = exchange_folder(spec)
     if folder is not None:
-        yield ExchangeJudge(folder, settings, ticket, counters)
+        yield ExchangeJudge(folder, settings, request_id, counters)
         return
     with open_judge(settings) as judge:
         one: CandidateJudge = partial(judge.evaluate, report=report)

@@ -2,7 +2,7 @@
 
 The scale is CUDA Agent's (BytedTsinghua-SIA/CUDA-Agent): wrong, right, over 5 % faster than eager,
 over 5 % faster than `torch.compile`, too. Here only the lower ends of intervals count as faster,
-so that noise is never rewarded.
+so that noise is never judge_for_reward.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def reward(
     )
 
 
-class Rewarded(Record):
+class RewardResult(Record):
     """A candidate's reward and the evaluations behind it, by baseline."""
 
     schema_version: int = SCHEMA_VERSION
@@ -110,20 +110,20 @@ class Rewarded(Record):
     evaluations: dict[str, Evaluation]
 
 
-def rewarded(
+def judge_for_reward(
     where: str,
     candidate: Candidate,
     settings: JudgeSettings,
-    ticket: str,
+    request_id: str,
     report: Progress,
     against: Sequence[str] = AGAINST,
-) -> Rewarded:
+) -> RewardResult:
     """Judge the candidate against each of the baselines that its op has: a whole judgement each,
     and so as many times the cost. A wrong one is judged once.
 
     Raises:
         UsageError: the op has none of the baselines, or the language is only compiled here.
-        WaitingError: the judge is elsewhere; all jobs are written.
+        WaitingError: the judge is remote; all jobs are written.
         PatcherError: as `judge.evaluate`; that torch.compile does not run here is no error.
     """
     op = load_op(candidate.op)
@@ -144,13 +144,13 @@ def rewarded(
     found: dict[str, Evaluation] = {}
     folder = exchange_folder(where)
     if folder is not None:
-        judge = ExchangeJudge(folder, settings, ticket)
+        judge = ExchangeJudge(folder, settings, request_id)
         jobs = [judge.submit(candidate, one) for one in each]
         found = dict(zip(names, judge.gather(jobs), strict=True))
     else:
         for name, one in zip(names, each, strict=True):
             try:
-                with open_judges(where, one, ticket, report) as judges:
+                with open_judges(where, one, request_id, report) as judges:
                     [found[name]] = judges.evaluate([candidate])
             except MissingError as error:
                 if not found:
@@ -159,7 +159,7 @@ def rewarded(
             else:
                 if not found[name].right:
                     break
-    return Rewarded(reward=reward(list(found.values()), missing, against), evaluations=found)
+    return RewardResult(reward=reward(list(found.values()), missing, against), evaluations=found)
 
 
 def _speedup(evaluation: Evaluation) -> Speedup:

@@ -6,7 +6,7 @@ from patcher.bench import Environment, Evaluation, VerificationError
 from patcher.runs.run import Run
 
 
-def hold(run: Run, evaluation: Evaluation) -> Evaluation:
+def require_same_device(run: Run, evaluation: Evaluation) -> Evaluation:
     """The evaluation, held against the run's first that ran on a device.
 
     Raises:

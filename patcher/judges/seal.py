@@ -41,7 +41,7 @@ class _Manifest(Record):
 
 
 @dataclass(frozen=True)
-class Sealed:
+class SealedFolder:
     """What a sealed folder holds."""
 
     digest: str
@@ -68,7 +68,7 @@ def seal(folder: Path, files: Mapping[str, str]) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         sync_folder(staged)
-        if folder.is_dir() and unsealed(folder, 1 << 30) is None:
+        if folder.is_dir() and read_sealed(folder, 1 << 30) is None:
             shutil.rmtree(folder)
         try:
             staged.rename(folder)
@@ -80,7 +80,7 @@ def seal(folder: Path, files: Mapping[str, str]) -> None:
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def unsealed(folder: Path, most_bytes: int) -> Sealed | None:
+def read_sealed(folder: Path, most_bytes: int) -> SealedFolder | None:
     """What the folder holds, read without following a link; None: it is not there (yet).
 
     Raises:
@@ -98,7 +98,7 @@ def unsealed(folder: Path, most_bytes: int) -> Sealed | None:
         os.close(handle)
 
 
-def _read_folder(handle: int, name: str, most_bytes: int) -> Sealed | None:
+def _read_folder(handle: int, name: str, most_bytes: int) -> SealedFolder | None:
     content = _read_file(handle, MANIFEST, _MOST_MANIFEST_BYTES, name)
     if content is None or not content.endswith(b"}\n"):  # it is one line: the end comes last
         return None
@@ -121,7 +121,7 @@ def _read_folder(handle: int, name: str, most_bytes: int) -> Sealed | None:
             files[file] = found.decode()
         except UnicodeDecodeError as error:
             raise VerificationError(f"{file} of {name} is not UTF-8 text", _HINT) from error
-    return Sealed(hashlib.sha256(content).hexdigest(), files)
+    return SealedFolder(hashlib.sha256(content).hexdigest(), files)
 
 
 def _read_file(folder: int, file: str, most_bytes: int, name: str) -> bytes | None:

@@ -37,11 +37,11 @@ from patcher.judges.counters import CandidateJudge, with_counters
 from patcher.judges.hardware import hardware_facts
 from patcher.judges.jobs import (
     FOLDER_NAME,
+    JobFolder,
     JobResult,
     JobSettings,
-    Machine,
-    Posted,
     Refusal,
+    WorkerMachine,
     machine_file,
     read_job,
     read_result,
@@ -179,7 +179,7 @@ class Worker:
             os.close(handle)
 
     def _one(self, name: str, attempts: int) -> WorkerSummary | None:
-        posted: Posted | None = None
+        posted: JobFolder | None = None
         try:
             posted = read_job(self.root / "jobs" / name)
             if posted is None:
@@ -214,7 +214,7 @@ class Worker:
             job=name, outcome=evaluation.outcome, detail=detail, seconds=evaluation.total_s
         )
 
-    def _judged(self, posted: Posted) -> Evaluation:
+    def _judged(self, posted: JobFolder) -> Evaluation:
         if self._settings != posted.job.settings:
             self._close()
             self._judge = self._open.enter_context(open_judge(posted.job.settings.settings()))
@@ -236,14 +236,14 @@ class Worker:
             ) from error
 
 
-def this_machine() -> Machine:
+def this_machine() -> WorkerMachine:
     """What this worker judges on."""
     import torch
 
     kinds: list[Literal["cpu", "cuda"]] = ["cpu"]
     if torch.cuda.is_available():
         kinds.append("cuda")
-    return Machine(
+    return WorkerMachine(
         patcher=importlib.metadata.version("patcher"),
         environments={kind: describe(kind) for kind in kinds},
         words={kind: hardware_facts(kind) for kind in kinds},

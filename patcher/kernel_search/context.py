@@ -5,23 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from patcher.attempts import Optimisation
-from patcher.attempts.history import Round
+from patcher.attempts import LoopResult
+from patcher.attempts.history import RequestRound
 from patcher.bench import Language, Op
 from patcher.bench.judge import TripwirePolicy
-from patcher.kernel_search.memory import recalled, take_up
+from patcher.kernel_search.memory import learn_from_run, recall_for_run
 from patcher.levers.load import Levers, load_levers
 from patcher.levers.scoring import Scorer
-from patcher.memory import Recalled, open_memory
-from patcher.models import Asked, Role
+from patcher.memory import MemoryText, open_memory
+from patcher.models import ModelCall, Role
 from patcher.runs.run import Run
 
-MACHINE_INDEPENDENT = (Asked, Round, Levers, Recalled)
+MACHINE_INDEPENDENT = (ModelCall, RequestRound, Levers, MemoryText)
 """The records of a run that do not depend on its machine: questions, the replies that were paid
 for, and what the user and earlier runs gave the run to begin with."""
 
 
-def kept_levers(run: Run) -> Levers:
+def run_levers(run: Run) -> Levers:
     """The levers of a run: read once, when it begins.
 
     Raises:
@@ -47,9 +47,9 @@ class RunContext:
     def __init__(self, run: Run, op: Op, language: Language, kind: str | None) -> None:
         settings = run.config.settings
         self._run, self._op = run, op
-        self._levers = kept_levers(run)
+        self._levers = run_levers(run)
         self._memory = open_memory(settings.get("memory", "off"))
-        self._earlier = recalled(run, self._memory, op, language, kind).text
+        self._earlier = recall_for_run(run, self._memory, op, language, kind).text
         self.policy: TripwirePolicy = self._levers.tripwires.for_op(op.name)
         self.score = Scorer.of(run, settings)
 
@@ -61,6 +61,6 @@ class RunContext:
         """The prompt that is sent."""
         return self._levers.adapt(self._op.name, role, iteration, prompt)
 
-    def learn(self, found: Optimisation, say: Callable[[str], None]) -> None:
+    def learn(self, found: LoopResult, say: Callable[[str], None]) -> None:
         """Remember what the loop tried."""
-        take_up(self._run, self._memory, self._op, found, say)
+        learn_from_run(self._run, self._memory, self._op, found, say)

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from patcher.agent import MAX_TOKENS
 from patcher.bench import SCHEMA_VERSION, Language, Op, Record, UsageError
+from patcher.judges.meter import JUDGE_LIMIT_S
 from patcher.models import PROMPT_TOKENS, PROVIDERS, Role
-from patcher.models.budget import JUDGE_LIMIT_S, more_room
 from patcher.models.ceilings import SpendingLimits
+from patcher.models.client import more_room
 from patcher.models.registry import ModelEntry, entry_of
 from patcher.prompting.rendering import Prompts
 from patcher.prompting.room import CHARACTERS_PER_TOKEN

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from patcher.attempts import Attempt, Optimisation
+from patcher.attempts import Attempt, LoopResult
 from patcher.bench import Environment, Evaluation, Language, MissingError, Op, UsageError
 from patcher.bench.machine.environment import describe
-from patcher.memory import Experience, Learned, Memory, Recalled, Where
+from patcher.memory import Experience, LessonIds, Memory, MemoryText, Where
 from patcher.runs.run import Run
 
 
-def recalled(
+def recall_for_run(
     run: Run, memory: Memory | None, op: Op, language: Language, kind: str | None
-) -> Recalled:
+) -> MemoryText:
     """What earlier runs know of such work, as it was when this run began.
 
     Args:
-        kind: of the device here; None when candidates are judged elsewhere.
+        kind: of the device here; None when the judge is remote.
 
     Raises:
         UsageError: a file of the memory was edited into something that cannot be read.
     """
 
-    def look() -> Recalled:
+    def look() -> MemoryText:
         if memory is None:
-            return Recalled()
+            return MemoryText()
         return memory.recall(Where.of(op.contract, language, _environment(kind)))
 
-    return run.step(f"{op.name}/recall", look, Recalled)
+    return run.step(f"{op.name}/recall", look, MemoryText)
 
 
-def take_up(
-    run: Run, memory: Memory | None, op: Op, found: Optimisation, say: Callable[[str], None]
+def learn_from_run(
+    run: Run, memory: Memory | None, op: Op, found: LoopResult, say: Callable[[str], None]
 ) -> None:
     """Learn from a finished loop. A memory that cannot be written costs the run nothing: it is
     said, and resuming tries again."""
@@ -42,7 +42,7 @@ def take_up(
     seen = list(experiences(run, found))
     try:
         learned = run.step(
-            step, lambda: memory.learn(run.id, op.contract, found.language, seen), Learned
+            step, lambda: memory.learn(run.id, op.contract, found.language, seen), LessonIds
         )
     except (UsageError, MissingError) as error:
         say(f"memory: nothing learned: {error.message}; {error.hint}")
@@ -51,7 +51,7 @@ def take_up(
         say(f"memory: {counts} in {memory.folder}")
 
 
-def experiences(run: Run, found: Optimisation) -> Iterator[Experience]:
+def experiences(run: Run, found: LoopResult) -> Iterator[Experience]:
     """Every candidate of a loop that was judged, once each."""
     causes = {
         attempt.parents[0]: attempt.diagnosis.critical_issue
@@ -75,7 +75,7 @@ def experiences(run: Run, found: Optimisation) -> Iterator[Experience]:
         )
 
 
-def _evaluation(run: Run, found: Optimisation, attempt: Attempt) -> Evaluation:
+def _evaluation(run: Run, found: LoopResult, attempt: Attempt) -> Evaluation:
     at = attempt.iteration if attempt.duplicate_of is None else attempt.duplicate_of
     return run.load(f"{found.op}/{at}/evaluate", Evaluation)
 

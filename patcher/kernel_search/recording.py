@@ -21,8 +21,8 @@ from pathlib import Path, PurePosixPath
 
 from pydantic import Field, ValidationError
 
-from patcher.agent import Rules, optimize
-from patcher.attempts import Attempt, Optimisation
+from patcher.agent import StopRules, run_loop
+from patcher.attempts import Attempt, LoopResult
 from patcher.bench import (
     MOST_BYTES,
     SCHEMA_VERSION,
@@ -37,11 +37,10 @@ from patcher.bench import (
     load_op,
 )
 from patcher.kernel_search.stage import Hardware
-from patcher.models import PROMPT_TOKENS, Asked
-from patcher.models.budget import Budget
+from patcher.models import PROMPT_TOKENS, ModelCall
 from patcher.models.replay import ReplayModel, export_recording
 from patcher.prompting.room import CHARACTERS_PER_TOKEN
-from patcher.runs.run import Run
+from patcher.runs.run import Run, journal_name
 from patcher.strategies.search import Search
 
 ABOUT, REPLIES, EVALUATIONS, TABLE = (
@@ -69,9 +68,9 @@ class LoopRecording(Record):
     sweep: Sweep
     iterations: int
     """At most."""
-    rules: Rules
+    rules: StopRules
     prompt_tokens: int = Field(gt=0)
-    optimisation: Optimisation
+    optimisation: LoopResult
     tokens: tuple[tuple[int, int], ...]
     """In and out, by iteration, all its questions together: as the provider counted, else estimated
     by length."""
@@ -92,30 +91,31 @@ def record(run_dir: Path, folder: Path) -> LoopRecording:
         raise UsageError(f"run {run.id} is not finished", f"patcher resume {run.id}")
     if folder.exists():
         raise UsageError(f"{folder} is there", "name a new folder")
-    optimisation = Optimisation.model_validate_json(path.read_text(encoding="utf-8"))
+    result = LoopResult.model_validate_json(path.read_text(encoding="utf-8"))
     found = [
         run.load(name, Evaluation)
         for name, data in run.state.results.items()
-        if data["record"] == Evaluation.__name__
+        if data["record"] == journal_name(Evaluation)
     ]
     environments = [one.environment for one in found if one.environment is not None]
     if not environments:
         raise UsageError(f"run {run.id} holds no verdict", "record a run that judged something")
     settings = run.config.settings
-    rules = {name: settings[name] for name in Rules.model_fields if settings.get(name) is not None}
+    given = {name: settings.get(name) for name in StopRules.model_fields}
+    rules = {name: value for name, value in given.items() if value is not None}
     made = LoopRecording(
         op=op.name,
         contract=op.digest,
-        language=optimisation.language,
+        language=result.language,
         search=Search.model_validate(plan["search"]),
         hardware=run.load("hardware", Hardware).words,
         environment=environments[0],
         sweep=op.sweep(environments[0].device_kind, plan.get("sweep")),
         iterations=settings["iterations"],
-        rules=Rules.model_validate(rules),
+        rules=StopRules.model_validate(rules),
         prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
-        optimisation=optimisation,
-        tokens=tuple(_tokens(run, op.name, one.iteration) for one in optimisation.iterations),
+        optimisation=result,
+        tokens=tuple(_tokens(run, op.name, one.iteration) for one in result.iterations),
     )
     folder.mkdir(parents=True)
     export_recording(run_dir, folder / REPLIES)
@@ -214,7 +214,7 @@ def replay(folder: Path) -> list[str]:
         tempfile.TemporaryDirectory(prefix="patcher-replay-") as root,
         Run.create(Path(root), command="optimize") as run,
     ):
-        again = optimize(
+        again = run_loop(
             run,
             load_op(made.op),
             made.language,
@@ -225,9 +225,8 @@ def replay(folder: Path) -> list[str]:
             strategy=made.search.open(),
             rules=made.rules,
             sweep=made.sweep,
-            budget=Budget(run),
             prompt_tokens=made.prompt_tokens,
-            elsewhere=made.search.elsewhere,
+            known_kernels=made.search.known_kernels,
         )
     return _differences(made.optimisation, again)
 
@@ -257,9 +256,9 @@ def _tokens(run: Run, op: str, iteration: int) -> tuple[int, int]:
     steps = [
         name
         for name, data in run.state.results.items()
-        if data["record"] == Asked.__name__ and name.startswith(f"{op}/{iteration}/")
+        if data["record"] == journal_name(ModelCall) and name.startswith(f"{op}/{iteration}/")
     ]
-    asked = [run.load(name, Asked) for name in steps]
+    asked = [run.load(name, ModelCall) for name in steps]
     into = [
         one.reply.usage.input_tokens or _estimate(one.request.system + one.request.prompt)
         for one in asked
@@ -296,7 +295,7 @@ def _evaluations(file: Path) -> list[Evaluation]:
         ) from error
 
 
-def _differences(then: Optimisation, now: Optimisation) -> list[str]:
+def _differences(then: LoopResult, now: LoopResult) -> list[str]:
     said = []
     for name in ("best_digest", "best_iteration", "best_speedup", "stopped"):
         if getattr(then, name) != getattr(now, name):

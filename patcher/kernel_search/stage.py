@@ -7,17 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import resources
 
-from patcher.agent import Rules, optimize
-from patcher.attempts import Optimisation, Progress
+from patcher.agent import StopRules, run_loop
+from patcher.attempts import LoopResult, Progress
 from patcher.bench import Language, Op, Record
 from patcher.bench.judge import JudgeSettings
 from patcher.hotspot import Profile
 from patcher.judges import LOCAL, open_judges
 from patcher.judges.languages import facts, judged_on, require_here
-from patcher.judges.same_device import hold
+from patcher.judges.same_device import require_same_device
 from patcher.kernel_search.context import RunContext
 from patcher.models import PROMPT_TOKENS, Model, open_model, sees_images
-from patcher.models.budget import Budget
 from patcher.plan import DEMO
 from patcher.report.attempts_page import AttemptsPage
 from patcher.report.picture import plot
@@ -27,7 +26,7 @@ from patcher.settings import resolve
 from patcher.strategies.search import Search
 
 
-class Drawn(Record):
+class ProfilePicture(Record):
     """A picture of the profile, for an analyst that sees; a file of the run, or why there is
     none."""
 
@@ -41,7 +40,7 @@ class Hardware(Record):
     words: str
 
 
-def optimise(
+def search_kernel(
     run: Run,
     op: Op,
     language: Language,
@@ -54,8 +53,9 @@ def optimise(
     *,
     counters: bool = True,
     profile: Profile | None = None,
-) -> Optimisation:
-    """What is left of the loop on one op.
+) -> LoopResult:
+    """Do what is left of the agent loop on one op, with the models, the judge and the memory that
+    the run's settings name.
 
     Args:
         where: where candidates are judged: `local` or `exchange:DIR`.
@@ -80,7 +80,7 @@ def optimise(
     shares = [spot.share_pct for spot in profile.hotspots if spot.op == op.name] if profile else []
     pictures: tuple[str, ...] = ()
     if profile is not None and sees_images(models["analyst"] or model):
-        drawn = run.step("picture", lambda: _drawn(run, profile), Drawn)
+        drawn = run.step("picture", lambda: _drawn(run, profile), ProfilePicture)
         pictures = (drawn.file,) if drawn.file else ()
         if not drawn.file:
             say(f"the analyst gets no picture of the profile: {drawn.why}")
@@ -98,43 +98,44 @@ def optimise(
     )
     # one for all: what it trusts is started once
     with open_judges(where, judge_settings, run.id, report, counters=counters, say=say) as judges:
-        found = optimize(
+        found = run_loop(
             run,
             op,
             language,
             model,
-            lambda candidate: hold(run, judges.evaluate([candidate])[0]),
+            lambda candidate: require_same_device(run, judges.evaluate([candidate])[0]),
             settings["iterations"],
             hardware.words,
             analyst=models["analyst"],
             diagnoser=models["diagnoser"],
             strategy=search.open(),
-            rules=Rules(
+            rules=StopRules(
                 **rules,
                 margin_pct=settings["margin_pct"],
                 share_pct=sum(shares) if shares else None,
             ),
             sweep=op.sweep(kind, judge_settings.sweep),
             prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
-            elsewhere=search.elsewhere,
+            known_kernels=search.known_kernels,
             pictures=pictures,
             extra=carried.extra,
             adapt=carried.adapt,
             prepare=judges.prepare,
             score=carried.score,
             final=run.done("patch"),
-            budget=Budget(run, judge_on_gpu=kind != "cpu", say=say),
+            judge_on_gpu=kind != "cpu",
             on_event=heard,
+            say=say,
         )
     say(f"the loop ended ({found.stopped}): {found.stopped_detail}")
     carried.learn(found, say)
     return found
 
 
-def _drawn(run: Run, profile: Profile) -> Drawn:
+def _drawn(run: Run, profile: Profile) -> ProfilePicture:
     file = "profile.png"
     why = to_png(plot(profile), run.path / file)
-    return Drawn(why=why) if why else Drawn(file=file)
+    return ProfilePicture(why=why) if why else ProfilePicture(file=file)
 
 
 def resolve_model(spec: str, run: Run) -> Model:

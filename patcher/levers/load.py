@@ -31,14 +31,14 @@ _TASK = "\n# Your task\n"
 _SHORTEST_SECRET = 12
 
 
-class Words(LeverScope):
+class PromptText(LeverScope):
     """Text of the user's for prompts, as it was when the run began."""
 
     how: Literal["append", "override"]
     text: str
 
 
-class Auxiliary(LeverScope):
+class AuxiliaryText(LeverScope):
     """A source of the user's, as it was when the run began."""
 
     name: str
@@ -53,8 +53,8 @@ class Levers(Record):
     """What a run's prompts are changed by; a step of the run, so that resuming uses the same."""
 
     schema_version: int = SCHEMA_VERSION
-    words: tuple[Words, ...] = ()
-    auxiliary: tuple[Auxiliary, ...] = ()
+    words: tuple[PromptText, ...] = ()
+    auxiliary: tuple[AuxiliaryText, ...] = ()
     tripwires: TripwireSettings = TripwireSettings()
 
     def extra(self, op: str, role: Role, iteration: int, memory: str = "") -> str:
@@ -97,13 +97,13 @@ def load_levers(settings: Mapping[str, Any], folder: Path | None = None) -> Leve
         )
         file = each.append_file or each.override_file
         text = _read(base, file) if file else each.append or each.override or ""
-        words.append(Words(how=how, text=text, **_where(each)))
+        words.append(PromptText(how=how, text=text, **_where(each)))
     auxiliary = []
     for lever in map(AuxiliaryLever.model_validate, settings.get("auxiliary", ())):
         text = _read(base, lever.file)
         digest = hashlib.sha256(text.encode()).hexdigest()
         auxiliary.append(
-            Auxiliary(
+            AuxiliaryText(
                 name=lever.file.name, says=lever.says, text=text, digest=digest, **_where(lever)
             )
         )
@@ -144,7 +144,7 @@ def _rules_of(policy: TripwirePolicy) -> str:
     return head + "\n".join(lines) if lines else ""
 
 
-def _shown(auxiliary: Auxiliary) -> str:
+def _shown(auxiliary: AuxiliaryText) -> str:
     tag = auxiliary.name.rpartition(".")[2]
     says = f"{auxiliary.says}\n" if auxiliary.says else ""
     return f"# A source of the user's: `{auxiliary.name}`\n{says}{quote(auxiliary.text, tag)}"

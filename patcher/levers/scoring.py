@@ -31,7 +31,7 @@ LONGEST_ANSWER = 64 << 10
 _NOTE = "score"
 
 
-class Answer(Record):
+class ScriptAnswer(Record):
     """What a script prints."""
 
     score: float = Field(allow_inf_nan=False, strict=True)
@@ -95,7 +95,7 @@ class Scorer:
             (self._run.path / file).resolve(), text, json.dumps(told), self._lever.timeout_s, name
         )
         try:
-            answer = Answer.model_validate_json(printed)
+            answer = ScriptAnswer.model_validate_json(printed)
         except ValidationError as error:
             wrong = error.errors()[0]
             where = ".".join(map(str, wrong["loc"]))

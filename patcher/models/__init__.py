@@ -127,8 +127,10 @@ class Reply(Record):
         return self.stop_reason in ("max_tokens", "model_context_window_exceeded")
 
 
-class Asked(Record):
+class ModelCall(Record):
     """A question and its answer, as stored: the artefact of an `ask` step."""
+
+    recorded_as: ClassVar[str] = "Asked"
 
     schema_version: int = SCHEMA_VERSION
     request: Request
@@ -229,9 +231,9 @@ __all__ = [
     "PROMPT_TOKENS",
     "PROVIDERS",
     "TOKENS_CEILING",
-    "Asked",
     "Image",
     "Model",
+    "ModelCall",
     "ModelError",
     "Reply",
     "Request",

@@ -13,7 +13,7 @@ PARTS = {
     "history": "earlier attempts",
     "counters": "hardware counters",
     "extra": "further notes",
-    "elsewhere": "kernels that work elsewhere",
+    "known_kernels": "kernels that work elsewhere",
     "log": "output of the tools",
 }
 """What may be cut, the first first, and how a prompt calls it. The contract, the rules, the kernel

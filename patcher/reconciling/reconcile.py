@@ -17,7 +17,7 @@ from patcher.bench import SCHEMA_VERSION, Comparison, Evaluation, Record, Throug
 from patcher.hotspot import Profile
 from patcher.reconciling.launches import ShapeLaunches, StepLaunches
 from patcher.reconciling.micro import Saving, saving
-from patcher.reconciling.moved import moved_rows, overlap_caveat
+from patcher.reconciling.row_changes import moved_rows, overlap_caveat
 
 
 class GainRow(Record):

@@ -9,7 +9,7 @@ from typing import TypeVar
 from patcher.ab.decision import Decision
 from patcher.ab.job import Measurement
 from patcher.ab.verdict import explain_measured
-from patcher.agent import ended
+from patcher.agent import recorded_stop
 from patcher.attempts import Attempt, Stopped
 from patcher.bench import Evaluation, Record, UsageError
 from patcher.hotspot import Profile
@@ -105,7 +105,7 @@ def _stored(run: Run, step: str, record_type: type[RecordT]) -> RecordT | None:
 def _loop_ended(run: Run, attempts: tuple[Attempt, ...]) -> Stopped | None:
     """Of the op that was worked on."""
     ops = {Path(one.file).parts[1] for one in attempts if one.file}
-    return next((found for name in sorted(ops) if (found := ended(run, name))), None)
+    return next((found for name in sorted(ops) if (found := recorded_stop(run, name))), None)
 
 
 def _best(found: tuple[Attempt, ...]) -> Attempt | None:
@@ -171,7 +171,7 @@ def _command(run: Run, plan: RunPlan) -> str:
         "--pairs": plan.pairs if plan.whole else None,
         "--margin-pct": settings.get("margin_pct") if plan.whole else None,
     }
-    for kernel in plan.search.elsewhere:
+    for kernel in plan.search.known_kernels:
         words += ["--from-solution", kernel.name]
     if config.workload:
         load = config.workload

@@ -70,7 +70,7 @@ def plot_attempts(title: str, attempts: Sequence[Attempt], *, width: float = cha
     """An agent loop: speedup of each candidate, the best so far as a line.
 
     Args:
-        title: what was optimised.
+        title: what was optimized.
         attempts: the iterations in order.
         width: as for `plot`.
 

@@ -16,8 +16,8 @@ from patcher.runs.run import Run
 from patcher.show.comparison import comparison_lines, decision_lines
 from patcher.show.evaluation import evaluation_table
 from patcher.show.quality import quality_lines
+from patcher.verdicts.human_verdict import HumanVerdict
 from patcher.verdicts.review import Subject
-from patcher.verdicts.word import HumanVerdict
 from patcher.visible import visible
 
 

@@ -7,9 +7,9 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
-from patcher.attempts import Working
+from patcher.attempts import KnownKernel
 from patcher.bench import Candidate, Language, Op, Record, UsageError
 from patcher.strategies import Strategy, open_strategy
 
@@ -23,7 +23,9 @@ class Search(Record):
     islands: int | None = Field(default=None, ge=1)
     seed: int = 0
     """Of a strategy's draws."""
-    elsewhere: tuple[Working, ...] = ()
+    known_kernels: tuple[KnownKernel, ...] = Field(
+        default=(), validation_alias=AliasChoices("known_kernels", "elsewhere")
+    )
     """Kernels to begin from, which work in another language or on another device."""
 
     @classmethod
@@ -59,14 +61,14 @@ class Search(Record):
                 "name both: --op, --language",
             )
         kernels = working(op, from_solutions, language)
-        return found.model_copy(update={"elsewhere": kernels})
+        return found.model_copy(update={"known_kernels": kernels})
 
     def open(self) -> Strategy:
         """The strategy, ready to decide."""
         return open_strategy(self.strategy, width=self.width, islands=self.islands, seed=self.seed)
 
 
-def working(op: Op, named: Sequence[str], language: Language) -> tuple[Working, ...]:
+def working(op: Op, named: Sequence[str], language: Language) -> tuple[KnownKernel, ...]:
     """What `--from-solution` names: a solution of the op or a source file; without a name the op's
     solutions in other languages.
 
@@ -74,7 +76,7 @@ def working(op: Op, named: Sequence[str], language: Language) -> tuple[Working, 
         UsageError: there is no such solution or file, or none to translate.
     """
     known = {
-        info.name: Working(
+        info.name: KnownKernel(
             name=info.name,
             language=info.language,
             summary=info.summary,
@@ -92,7 +94,7 @@ def working(op: Op, named: Sequence[str], language: Language) -> tuple[Working, 
     return tuple(known.get(name) or _from_file(op, name, list(known)) for name in named)
 
 
-def _from_file(op: Op, name: str, known: Sequence[str]) -> Working:
+def _from_file(op: Op, name: str, known: Sequence[str]) -> KnownKernel:
     path = Path(name)
     if not path.is_file():
         raise UsageError(
@@ -101,4 +103,4 @@ def _from_file(op: Op, name: str, known: Sequence[str]) -> Working:
         )
     candidate = Candidate.from_file(op.name, path)
     # The file's own name alone: where it lies is no affair of a run.
-    return Working(name=path.name, language=candidate.language, source=candidate.source)
+    return KnownKernel(name=path.name, language=candidate.language, source=candidate.source)

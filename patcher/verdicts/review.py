@@ -19,7 +19,7 @@ from patcher.bench import Evaluation, PatcherError, UsageError, VerificationErro
 from patcher.integrate import Patch, home_store, unpacked
 from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
-from patcher.verdicts.word import HumanVerdict, Said
+from patcher.verdicts.human_verdict import HumanVerdict, HumanWord
 
 _NOTE = "review"
 _FILE = "reviews.jsonl"
@@ -111,7 +111,9 @@ def run_words(run: Run) -> tuple[HumanVerdict, ...]:
         ) from error
 
 
-def say(subject: Subject, word: Said, reason: str | None, by: str | None = None) -> HumanVerdict:
+def say(
+    subject: Subject, word: HumanWord, reason: str | None, by: str | None = None
+) -> HumanVerdict:
     """Record a word.
 
     Raises:

@@ -57,7 +57,7 @@ class Workspace(Record):
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenWorkspace:
     """A workspace whose files are as they were laid out."""
 
     folder: Path
@@ -88,7 +88,7 @@ def lay_out(
     threads: int | None = None,
     judge: str = "local",
     policy: TripwirePolicy | None = None,
-) -> Opened:
+) -> OpenWorkspace:
     """Make the workspace.
 
     Raises:
@@ -145,10 +145,10 @@ def lay_out(
         ) from None
     ledger, _ = _ledger(folder)
     ledger.begin()
-    return Opened(folder, workspace, ledger)
+    return OpenWorkspace(folder, workspace, ledger)
 
 
-def open_workspace(folder: Path) -> Opened:
+def open_workspace(folder: Path) -> OpenWorkspace:
     """A workspace that nothing was done to but what may be.
 
     Raises:
@@ -179,7 +179,7 @@ def open_workspace(folder: Path) -> Opened:
         )
     if load_op(workspace.op).digest != workspace.op_digest:
         raise VerificationError(f"the library's op {workspace.op} is another one by now", again)
-    return Opened(folder, workspace, ledger)
+    return OpenWorkspace(folder, workspace, ledger)
 
 
 def _ledger(folder: Path) -> tuple[Ledger, Path]:

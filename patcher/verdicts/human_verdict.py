@@ -7,7 +7,7 @@ from typing import Literal
 from patcher.bench import SCHEMA_VERSION, Record
 from patcher.bench.stats.comparison import Verdict
 
-Said = Literal["accept", "reject"]
+HumanWord = Literal["accept", "reject"]
 
 
 class HumanVerdict(Record):
@@ -16,7 +16,7 @@ class HumanVerdict(Record):
     schema_version: int = SCHEMA_VERSION
     time: str
     """ISO 8601, UTC."""
-    word: Said
+    word: HumanWord
     reason: str | None
     by: str | None
     """As that person wants to be named; nothing is taken from the machine."""

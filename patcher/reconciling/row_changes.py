@@ -15,7 +15,7 @@ _STEP_APART_PCT = 20.0
 
 
 @dataclass(frozen=True)
-class Moved:
+class RowChanges:
     """The fields of a `GainRow`."""
 
     name: str
@@ -31,7 +31,7 @@ def moved_rows(
     ops: Sequence[str],
     step_us: float,
     owns: Callable[[str], bool] = lambda name: False,
-) -> tuple[list[Moved], list[str]]:
+) -> tuple[list[RowChanges], list[str]]:
     """Rows that moved otherwise, the largest first, and what the patched ops' own rows show.
 
     Chains are left out, since their time is in their kernels' rows. What is there in one profile
@@ -48,7 +48,7 @@ def moved_rows(
     if found.unit != "decode step":
         return [], ["a profile does not know its decode steps: what moved in it is not counted"]
     own = _names(found, ops)
-    rows: list[Moved] = []
+    rows: list[RowChanges] = []
     small = shown = 0.0
     few, theirs = 0, 0
     for row in found.rows:
@@ -64,12 +64,12 @@ def moved_rows(
         else:
             launches = row.after_launches or row.before_launches
             told = row.change in ("faster", "slower") and row.kind == "kernel"
-            rows.append(Moved(row.name, launches, saved, told and not apart, row.change))
+            rows.append(RowChanges(row.name, launches, saved, told and not apart, row.change))
     if theirs:
         said = "what the profiles show for it, to compare with its micro gain"
-        rows.append(Moved(", ".join(ops), None, shown, False, said))
+        rows.append(RowChanges(", ".join(ops), None, shown, False, said))
     if few:
-        rows.append(Moved(f"{few} rows that hardly moved", None, small, False, "within noise"))
+        rows.append(RowChanges(f"{few} rows that hardly moved", None, small, False, "within noise"))
     caveat = "a row of a profile is one recording before and one after: it has no interval"
     return rows, [caveat, *apart, *_in_all(before, after)]
 

@@ -9,8 +9,8 @@ from patcher.bench import SCHEMA_VERSION, Candidate, Evaluation, Outcome, Record
 from patcher.bench.judge import JudgeSettings, Progress
 from patcher.bench.toolchains import build
 from patcher.judges import open_judges
-from patcher.judges.reward import Reward, reward, rewarded
-from patcher.workspace.layout import Opened
+from patcher.judges.reward import Reward, judge_for_reward, reward
+from patcher.workspace.layout import OpenWorkspace
 from patcher.workspace.ledger import LedgerSummary, Line, Stage, now
 
 TRIED = "tried"
@@ -34,7 +34,7 @@ class WorkspaceTry(Record):
         return self.line.built if worth is None else worth.value >= least
 
 
-def attempt(opened: Opened, stage: Stage, report: Progress) -> WorkspaceTry:
+def attempt(opened: OpenWorkspace, stage: Stage, report: Progress) -> WorkspaceTry:
     """Judge the candidate as it is now and add a line to the results.
 
     Raises:
@@ -68,7 +68,7 @@ def attempt(opened: Opened, stage: Stage, report: Progress) -> WorkspaceTry:
 
 
 def _found(
-    opened: Opened, candidate: Candidate, stage: Stage, report: Progress
+    opened: OpenWorkspace, candidate: Candidate, stage: Stage, report: Progress
 ) -> tuple[tuple[Evaluation, ...], str, Reward | None]:
     workspace = opened.workspace
     settings = JudgeSettings(
@@ -78,7 +78,7 @@ def _found(
         policy=workspace.policy,
     )
     if stage == "profile":
-        judged = rewarded(workspace.judge, candidate, settings, workspace.id, report)
+        judged = judge_for_reward(workspace.judge, candidate, settings, workspace.id, report)
         return tuple(judged.evaluations.values()), "", judged.reward
     if stage == "verify":
         # every case of correctness, hardly any timing

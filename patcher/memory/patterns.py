@@ -25,7 +25,7 @@ class _Known(Record):
 
 
 class Technique(_Known):
-    """One `[[technique]]` of `known.toml`: `says` what is done."""
+    """One `[[technique]]` of `patterns.toml`: `says` what is done."""
 
 
 class KnownFailure(_Known):
@@ -61,5 +61,5 @@ def failure_in(text: str) -> KnownFailure | None:
 
 @cache
 def _file() -> dict[str, list[dict[str, object]]]:
-    text = resources.files("patcher.memory").joinpath("known.toml").read_text("utf-8")
+    text = resources.files("patcher.memory").joinpath("patterns.toml").read_text("utf-8")
     return tomllib.loads(text)
