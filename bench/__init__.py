@@ -29,7 +29,7 @@ from patcher.bench.ops.op import Op, SolutionInfo, library, load_op, load_ops
 from patcher.bench.records import MOST_BYTES, SCHEMA_VERSION, Record, content
 from patcher.bench.stats.compare import compare, pairs_needed, read_samples
 from patcher.bench.stats.comparison import Comparison, Sample, Window
-from patcher.bench.workload import Preset, Shape, Workload, preset, presets
+from patcher.bench.workload import Preset, Shape, Workload, pick_device, preset, presets
 
 __all__ = [
     "MOST_BYTES",
@@ -77,6 +77,7 @@ __all__ = [
     "load_op",
     "load_ops",
     "pairs_needed",
+    "pick_device",
     "preset",
     "presets",
     "read_samples",

@@ -61,7 +61,12 @@ def __getattr__(name: str) -> Any:
 
         found: Any = importlib.metadata.version("patcher")
     elif name in _LAZY:
-        found = getattr(importlib.import_module(_LAZY[name]), name)
+        try:
+            found = getattr(importlib.import_module(_LAZY[name]), name)
+        except ModuleNotFoundError as error:
+            from patcher.extras import missing_package
+
+            raise missing_package(error, name) from error
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found

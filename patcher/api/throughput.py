@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from patcher.ab.job import ABResult
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
 from patcher.bench import Throughput, UsageError
+from patcher.extras import names_its_extra
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -80,6 +81,7 @@ class ThroughputResult(ABResult):
         return html_table(caption, ("why",), [(reason,) for reason in self.decision.reasons])
 
 
+@names_its_extra
 def throughput(
     model: str,
     patches: Sequence[str | Path],
