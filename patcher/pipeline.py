@@ -87,13 +87,13 @@ def execute(
     *,
     judge: str | None = None,
     machine_changed: bool = False,
-    told: OnProgress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> RunResult:
     """Do what is left of the run.
 
     Args:
         judge: where candidates are judged from now on; None: where the run's settings say.
-        told: hears of each candidate as it goes through the loop.
+        on_progress: hears of each candidate as it goes through the loop.
         machine_changed: on another machine, judge and measure all again instead of refusing.
 
     Raises:
@@ -133,7 +133,7 @@ def execute(
         where,
         report,
         say,
-        told,
+        on_progress,
         counters=plan.counters,
         profile=profile,
     )

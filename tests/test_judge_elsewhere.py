@@ -49,7 +49,7 @@ from patcher.judges.jobs import (
     read_job,
     read_result,
 )
-from patcher.judges.languages import facts
+from patcher.judges.languages import judge_hardware
 from patcher.judges.same_device import require_same_device
 from patcher.judges.seal import MANIFEST, read_sealed, seal
 from patcher.judges.worker import MOST_ATTEMPTS, Worker, WorkerSummary, this_machine
@@ -634,16 +634,16 @@ def test_the_agents_are_told_of_the_machine_that_was_seen_last(
     tmp_path: Path, machine: WorkerMachine
 ) -> None:
     spec = f"exchange:{tmp_path}"
-    assert "has not told" in facts(spec, Language.CPP)
+    assert "has not told" in judge_hardware(spec, Language.CPP)
     (tmp_path / "machines").mkdir()
     for name, seen in (("a", "2026-01-02"), ("b", "2026-01-01")):
         told = machine.model_copy(update={"seen": seen, "words": {"cpu": f"machine {name}"}})
         (tmp_path / f"machines/{name}.json").write_text(told.model_dump_json())
     (tmp_path / "machines/c.json").write_text(machine.model_dump_json()[:100])
-    assert facts(spec, Language.CPP) == "one thread of machine a"
-    assert facts(spec, Language.CPP, 4) == "4 threads of machine a"
+    assert judge_hardware(spec, Language.CPP) == "one thread of machine a"
+    assert judge_hardware(spec, Language.CPP, 4) == "4 threads of machine a"
     with pytest.raises(UsageError, match="unknown judge"):
-        facts("elsewhere", Language.CPP)
+        judge_hardware("elsewhere", Language.CPP)
 
 
 def test_help_has_examples(monkeypatch: pytest.MonkeyPatch) -> None:

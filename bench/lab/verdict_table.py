@@ -21,8 +21,15 @@ from patcher.bench import Comparison, PatcherError, UsageError, content
 from patcher.reconciling.launches import patched_steps
 
 HEAD = (
-    *("patches", "batch", "context", "tokens/s", "gain", "A/A control"),
-    *("pairs (processes)", "calls a step", "verdict"),
+    "patches",
+    "batch",
+    "context",
+    "tokens/s",
+    "gain",
+    "A/A control",
+    "pairs (processes)",
+    "calls a step",
+    "verdict",
 )
 VERDICTS = TypeAdapter(list[ABResult])
 PUBLISHED = (

@@ -89,7 +89,7 @@ class ExchangeJudge:
         return result.evaluation
 
     @staticmethod
-    def facts(folder: Path, kind: str) -> str:
+    def hardware(folder: Path, kind: str) -> str:
         """What the worker that was seen last says of its hardware."""
         seen: list[tuple[str, str]] = []
         for file in (folder / "machines").glob("*.json"):

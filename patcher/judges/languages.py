@@ -72,14 +72,14 @@ def device_facts(language: Language) -> str:
     return hardware_facts(device_kind(language))
 
 
-def judged_on(spec: str, language: Language) -> Literal["cpu", "cuda"]:
+def judge_device_kind(spec: str, language: Language) -> Literal["cpu", "cuda"]:
     """The kind of device that `--judge` judges the language on."""
     if spec != LOCAL and language is Language.TORCH:
         return "cuda"  # what this machine has says nothing of the other one
     return device_kind(language)
 
 
-def facts(spec: str, language: Language, threads: int | None = None) -> str:
+def judge_hardware(spec: str, language: Language, threads: int | None = None) -> str:
     """What the agents should know of the hardware on which `--judge` judges, with so many CPU
     threads; None is one, as the judge has it.
 
@@ -89,8 +89,8 @@ def facts(spec: str, language: Language, threads: int | None = None) -> str:
     folder = exchange_folder(spec)
     if language.compile_only:
         return device_facts(language)
-    kind = judged_on(spec, language)
-    found = device_facts(language) if folder is None else ExchangeJudge.facts(folder, kind)
+    kind = judge_device_kind(spec, language)
+    found = device_facts(language) if folder is None else ExchangeJudge.hardware(folder, kind)
     if kind != "cpu":
         return found
     return f"{'one thread' if threads in (None, 1) else f'{threads} threads'} of {found}"

@@ -13,7 +13,7 @@ from patcher.bench import Language, Op, Record
 from patcher.bench.judge import JudgeSettings
 from patcher.hotspot import Profile
 from patcher.judges import LOCAL, open_judges
-from patcher.judges.languages import facts, judged_on, require_here
+from patcher.judges.languages import judge_device_kind, judge_hardware, require_here
 from patcher.judges.same_device import require_same_device
 from patcher.kernel_search.context import RunContext
 from patcher.models import PROMPT_TOKENS, Model, open_model, sees_images
@@ -49,7 +49,7 @@ def search_kernel(
     where: str,
     report: Callable[[str, int, int], None],
     say: Callable[[str], None],
-    told: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
     *,
     counters: bool = True,
     profile: Profile | None = None,
@@ -60,7 +60,7 @@ def search_kernel(
     Args:
         where: where candidates are judged: `local` or `exchange:DIR`.
         report: called with (stage, done, total).
-        told: hears of each iteration's stages.
+        on_progress: hears of each iteration's stages.
         counters: whether right candidates are profiled for the analyst, where ncu works.
         profile: of the served model: the op's share of it bounds what is worth doing, and a
             picture of it goes to an analyst that sees.
@@ -68,7 +68,7 @@ def search_kernel(
     settings = run.config.settings
     if where == LOCAL:
         require_here(language)
-    kind = judged_on(where, language)
+    kind = judge_device_kind(where, language)
     carried = RunContext(run, op, language, kind if where == LOCAL else None)
     judge_settings = replace(judge_settings, policy=carried.policy)
     models = {
@@ -89,12 +89,12 @@ def search_kernel(
     def heard(progress: Progress) -> None:
         report(f"{op.name}: {progress.stage}", progress.iteration, progress.iterations)
         page.hear(progress)
-        if told:
-            told(progress)
+        if on_progress:
+            on_progress(progress)
 
     threads = judge_settings.threads
     hardware = run.step(
-        "hardware", lambda: Hardware(words=facts(where, language, threads)), Hardware
+        "hardware", lambda: Hardware(words=judge_hardware(where, language, threads)), Hardware
     )
     # one for all: what it trusts is started once
     with open_judges(where, judge_settings, run.id, report, counters=counters, say=say) as judges:

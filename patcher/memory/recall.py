@@ -97,7 +97,12 @@ def _gain_line(gain: Gain) -> str:
         worth = f"{gain.gain:.3f} ± {gain.spread_pct:.1f} %"
     seen = f"{gain.count} right" + (f", {gain.failed} broken" if gain.failed else "")
     cells = (
-        *(gain.text, gain.family, gain.shapes, gain.device),
-        *(gain.language or "any", worth, seen),
+        gain.text,
+        gain.family,
+        gain.shapes,
+        gain.device,
+        gain.language or "any",
+        worth,
+        seen,
     )
     return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"

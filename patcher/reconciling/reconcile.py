@@ -113,7 +113,7 @@ def reconcile(
     if before is not None and after is not None:
         ops = [kernel.evaluation.op for kernel in kernels]
         moved, said = moved_rows(
-            *(before, after, ops, step_us), lambda name: any(one.owns(name) for one in kernels)
+            before, after, ops, step_us, lambda name: any(one.owns(name) for one in kernels)
         )
         rows += [GainRow(kind="moved", **vars(one)) for one in moved]
         caveats += said

@@ -27,7 +27,7 @@ from patcher.bench import (
 )
 from patcher.bench.judge import TripwirePolicy
 from patcher.bench.toolchains import cache_root, toolchain
-from patcher.judges.languages import facts, judged_on
+from patcher.judges.languages import judge_device_kind, judge_hardware
 from patcher.judges.reward import AGAINST
 from patcher.prompting.rendering import Prompts
 from patcher.workspace.ledger import Ledger, Stage
@@ -100,7 +100,7 @@ def lay_out(
             f"a {language} kernel is only compiled here: a judge cannot say what it is worth",
             "choose another --language",
         )
-    device = judged_on(judge, language)
+    device = judge_device_kind(judge, language)
     timed = op.sweep(device, sweep)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is not empty", "give a new folder")
@@ -108,7 +108,7 @@ def lay_out(
     against = [name for name in AGAINST if name not in missing]
     file = Candidate(op=op.name, language=language, source="").file_name
     right = language is Language.TORCH
-    skill = Prompts(op, language, facts(judge, language, threads), timed).skill(
+    skill = Prompts(op, language, judge_hardware(judge, language, threads), timed).skill(
         file=file,
         against=against,
         missing=missing,
