@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
@@ -23,6 +23,9 @@ from patcher.integrate import (
     unpacked,
     verify,
 )
+
+if TYPE_CHECKING:
+    from patcher.reconciling.proof import Proof
 
 HOW_TO_RUN = {
     "transformers": 'call integrate.activate("transformers", model) once the model is built',
@@ -158,9 +161,6 @@ def receipts(
 
     Exit code 5: a patch was kept out, never ran, or a profile does not show what is claimed.
     """
-    from patcher.hotspot import read
-    from patcher.hotspot.read import UNNAMED
-    from patcher.reconciling.proof import Proof, prove
     from patcher.show.patches import proof_lines, receipts_table, shapes_table
 
     if before is not None and profile is None:
@@ -168,6 +168,10 @@ def receipts(
     found = _receipts(folder)
     proofs: list[Proof] = []
     if profile is not None:
+        from patcher.hotspot import read
+        from patcher.hotspot.read import UNNAMED
+        from patcher.reconciling.proof import prove
+
         seen = read(profile, model or UNNAMED)
         stock = read(before, model or UNNAMED) if before else None
         names = dict.fromkeys(patch or one.patch_id for one in found)
