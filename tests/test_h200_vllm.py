@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from test_cli import patcher
 
-from patcher.ab.job import ABResult
-from patcher.ab.verdict import judged_again
-from patcher.bench.ab.throughput import decide_on
+from patcher.ab.result import ABResult
+from patcher.ab.verdict import decide_again
+from patcher.bench.ab.throughput import compare_windows
 from patcher.bench.ab.windows import Kind
 from patcher.bench.lab.verdict_table import table
 from patcher.bench.lab.vllm_points import KNOWN
@@ -52,14 +52,14 @@ def test_its_windows_and_bundles_give_the_verdict_again(file: Path) -> None:
 
     def anew(kind: Kind, stated: Comparison) -> Comparison | None:
         windows = list(found.windows)
-        return decide_on(windows, kind, stated.margin_pct, stated.confidence_pct)
+        return compare_windows(windows, kind, stated.margin_pct, stated.confidence_pct)
 
     assert anew("ab", found.comparison) == found.comparison
     if found.control is not None:
         assert anew("aa", found.control) == found.control
     with ExitStack() as stack:
         patches = [Patch.load(stack.enter_context(unpacked(one))) for one in bundles_of(file)]
-        again = judged_again(file, patches)
+        again = decide_again(file, patches)
     assert [one.verdict for one in again.decisions] == [one.verdict for one in kept.decisions]
     for one in kept.measured:
         timed = sum(window.kernel_calls or 0 for window in found.windows)
@@ -85,7 +85,7 @@ def test_the_windows_of_one_alone_give_its_row_again(file: Path) -> None:
     kept = ABResult.model_validate_json(file.read_bytes())
     found = kept.measured[0].throughput
     stated = found.comparison
-    again = decide_on(list(found.windows), "ab", stated.margin_pct, stated.confidence_pct)
+    again = compare_windows(list(found.windows), "ab", stated.margin_pct, stated.confidence_pct)
     assert again == stated
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert table([kept]).splitlines()[2] in readme

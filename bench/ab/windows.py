@@ -89,7 +89,7 @@ def abba_orders(rng: random.Random, count: int) -> list[tuple[Arm, Arm]]:
 
 
 def prompt_seed(seed: int, pair: int) -> int:
-    """Of a pair's prompts: no two pairs of a sitting share theirs."""
+    """Of a pair's prompts: no two pairs of a session share theirs."""
     return seed * 1_000_003 + pair + 1
 
 

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from patcher.bench import SCHEMA_VERSION, Comparison, Record, Window, Workload
 from patcher.bench.ab.processes import EngineProcess
-from patcher.bench.ab.throughput import decide_on
+from patcher.bench.ab.throughput import compare_windows
 from patcher.bench.ab.windows import Pair, abba, take_pair
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.stats.compare import MIN_PROCESS_PAIRS, without_order
@@ -149,7 +149,7 @@ def take_windows(
 
 def verdict_on(setting: Setting, windows: Sequence[Window]) -> Comparison | None:
     """By the rule of `patcher throughput`; None where no pair is usable."""
-    return decide_on(list(windows), "ab", setting.margin_pct, 95.0)
+    return compare_windows(list(windows), "ab", setting.margin_pct, 95.0)
 
 
 def take_repeats(
