@@ -6,6 +6,8 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from patcher.bench import Language, PatcherError, Record
@@ -14,7 +16,7 @@ from patcher.bench.sandbox.policy import sandbox_description
 from patcher.bench.toolchains import cache_root, toolchain
 from patcher.hotspot import ncu_finding, nsys_finding
 from patcher.integrate import Switches, home_store
-from patcher.models.registry import listed
+from patcher.models.registry import list_models
 from patcher.settings import resolve
 
 Status = Literal["ok", "warn", "fail"]
@@ -27,10 +29,65 @@ class Finding(Record):
     status: Status
     detail: str
     fix: str = ""
+    likely: bool = True
+    """Whether somebody on this machine is likely to want it; if not, a warning is for `--all`."""
+
+    @property
+    def shown(self) -> bool:
+        """Whether it is told without `--all`."""
+        return self.likely or self.status != "warn"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides which lacks matter here."""
+
+    nvidia: bool
+    """An NVIDIA GPU or its driver."""
+    amd: bool
+    """An AMD GPU (its kernel driver, or a ROCm build of torch)."""
+    mac: bool
+    serving: bool
+    """Whether an engine that serves models is installed: vLLM or TensorRT-LLM."""
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This one."""
+        return cls(
+            nvidia=_cuda_works() or Path("/dev/nvidiactl").exists(),
+            amd=Path("/dev/kfd").exists(),
+            mac=sys.platform == "darwin",
+            serving=_version("vllm") is not None or _version("tensorrt_llm") is not None,
+        )
+
+    def wants(self, name: str) -> bool:
+        """Whether somebody here is likely to want what a finding of this name is about."""
+        variable = f"PATCHER_{name.upper().replace('-', '_')}"
+        match name:
+            case "toolchain hip":
+                return self.amd
+            case "toolchain metal":
+                return self.mac
+            case "toolchain sycl" | "engine tensorrt-llm":
+                return False
+            case "toolchain cutedsl" | "baseline flashinfer":
+                return self.nvidia and self.serving
+            case "engine vllm":
+                return self.nvidia and not self.serving
+            case "clocks" | "toolchain cuda" | "toolchain triton":
+                return self.nvidia
+            case "nsys" | "ncu" | "compute-sanitizer":
+                return self.nvidia or variable in os.environ
+        return True
 
 
 def examine() -> list[Finding]:
-    """Look at everything; nothing is changed, and no key is shown."""
+    """Look at everything; nothing is changed, and no key is shown.
+
+    Returns:
+        One finding for each check, in a fixed order. `Finding.shown` says which of them concern
+        this machine.
+    """
     checks: list[Callable[[], Finding]] = [
         _python,
         _torch,
@@ -47,7 +104,9 @@ def examine() -> list[Finding]:
         _store,
         _switches,
     ]
-    return [check() for check in checks]
+    machine = Machine.here()
+    found = [check() for check in checks]
+    return [one.model_copy(update={"likely": machine.wants(one.name)}) for one in found]
 
 
 ENGINES = (
@@ -73,19 +132,34 @@ def _torch() -> Finding:
 
 
 def _gpu() -> Finding:
-    import torch
+    if _cuda_works():
+        import torch
 
-    if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
         major, minor = torch.cuda.get_device_capability()
         detail = f"{torch.cuda.get_device_name()}, {memory:.0f} GiB, compute {major}.{minor}"
         return Finding(name="GPU", status="ok", detail=detail)
+    if Path("/dev/nvidiactl").exists():
+        return Finding(
+            name="GPU",
+            status="warn",
+            detail="an NVIDIA driver is loaded, but torch sees no GPU",
+            fix="install a CUDA build of torch that fits the driver, and see nvidia-smi",
+        )
     return Finding(
         name="GPU",
-        status="warn",
-        detail="no CUDA device: profile with --from FILE, evaluate cpp candidates, run the demo",
-        fix="run on a host with an NVIDIA GPU and a CUDA build of torch",
+        status="ok",
+        detail="none: this machine ranks profiles (profile --from FILE), judges cpp kernels, and "
+        "runs the demo",
     )
+
+
+def _cuda_works() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
 
 
 def _clocks() -> Finding:
@@ -95,7 +169,8 @@ def _clocks() -> Finding:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return Finding(name="clocks", status="warn", detail=f"not available: {error}")
+        fix = "needed to read and lock a GPU's clocks: install NVIDIA's driver"
+        return Finding(name="clocks", status="warn", detail=f"not available: {error}", fix=fix)
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         now = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
@@ -109,7 +184,8 @@ def _clocks() -> Finding:
             fix="locking needs root (nvidia-smi -lgc)",
         )
     except pynvml.NVMLError as error:
-        return Finding(name="clocks", status="warn", detail=f"not readable: {error}")
+        fix = "see nvidia-smi -q -d CLOCK; results then say that no clock was read"
+        return Finding(name="clocks", status="warn", detail=f"not readable: {error}", fix=fix)
     finally:
         pynvml.nvmlShutdown()
 
@@ -146,32 +222,39 @@ def _sanitizer() -> Finding:
 
 def _package(name: str, package: str, fix: str, needed: bool) -> Callable[[], Finding]:
     def check() -> Finding:
-        try:
-            return Finding(name=name, status="ok", detail=importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            status: Status = "fail" if needed else "warn"
-            return Finding(name=name, status=status, detail="not installed", fix=fix)
+        if (version := _version(package)) is not None:
+            return Finding(name=name, status="ok", detail=version)
+        status: Status = "fail" if needed else "warn"
+        return Finding(name=name, status=status, detail="not installed", fix=fix)
 
     return check
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _key() -> Finding:
     """Yes or no for each key that could be used, never the key."""
     try:
-        rows = [row for row in listed(resolve().models) if row.key_variable]
+        settings = resolve()
+        rows = [row for row in list_models(settings.models) if row.key_variable]
     except PatcherError as error:
         return Finding(name="model key", status="fail", detail=error.message, fix=error.hint)
     said = {row.key_variable: "set" if row.has_key else "not set" for row in rows}
     said.setdefault("OPENAI_API_KEY", "set" if os.environ.get("OPENAI_API_KEY") else "not set")
     detail = ", ".join(f"{name} is {state}" for name, state in said.items())
-    if "set" in said.values():
+    if "set" in said.values() or settings.model.startswith(("exchange:", "replay:")):
         return Finding(name="model key", status="ok", detail=detail)
     return Finding(
         name="model key",
         status="warn",
         detail=detail,
-        fix="set one, name a server of your own in [models.NAME] of patcher.toml, or use "
-        "--model exchange:DIR or replay:FILE",
+        fix="for `patcher optimize`: set one, name your own server in [models.NAME] of "
+        "patcher.toml, or use --model exchange:DIR",
     )
 
 
@@ -185,8 +268,7 @@ def _sandbox() -> Finding:
         detail=detail,
         fix="permit user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
         "kernel.apparmor_restrict_unprivileged_userns=0; in a container --security-opt "
-        "seccomp=unconfined, or --cap-add SYS_ADMIN); until then judge only candidates from "
-        "sources you trust",
+        "seccomp=unconfined, or --cap-add SYS_ADMIN); until then judge only kernels that you trust",
     )
 
 
@@ -251,6 +333,6 @@ def _switches() -> Finding:
             name="patch switches",
             status="warn",
             detail=f"{detail}; no receipts are kept",
-            fix="set PATCHER_RECEIPTS to a folder: it says what ran",
+            fix="set PATCHER_RECEIPTS to a folder, which then holds what ran",
         )
     return Finding(name="patch switches", status="ok", detail=f"{detail}; receipts are kept")

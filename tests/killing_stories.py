@@ -15,8 +15,8 @@ from tried_sample import timed
 
 import patcher.runs.run
 from patcher.agent import loop as agent
-from patcher.agent import optimize
-from patcher.attempts.tried import Ask, Tried
+from patcher.agent import run_loop
+from patcher.attempts.history import CandidateRequest, IterationResult
 from patcher.bench import Candidate, Check, Evaluation, Language, Outcome, load_op
 from patcher.models import Reply, Request, Usage
 from patcher.models.budget import Budget
@@ -69,9 +69,9 @@ class Pairs:
 
     name = "pairs"
 
-    def next(self, tried: Sequence[Tried], left: int) -> tuple[Ask, ...]:
+    def next(self, tried: Sequence[IterationResult], left: int) -> tuple[CandidateRequest, ...]:
         if not tried:
-            return (Ask(kind="generate"), Ask(kind="generate"))
+            return (CandidateRequest(kind="generate"), CandidateRequest(kind="generate"))
         return Refine().next(tried, left)
 
 
@@ -98,7 +98,7 @@ def whole(root: Path, effect: Effect) -> None:
     pipeline._profile = lambda *_: done("profile", profile)  # type: ignore[assignment]
     pipeline.compare_patch = lambda *_: done("measure", measured)  # type: ignore[assignment]
     pipeline.build = lambda *_: built  # type: ignore[attr-defined]
-    pipeline._optimise = lambda run, *_: work(run, effect, 2)  # type: ignore[assignment]
+    pipeline.search_kernel = lambda run, *_, **__: work(run, effect, 2)  # type: ignore[assignment]
     plan = pipeline.RunPlan(op=OP, language=Language.CPP)
     asked = {
         "command": "run",
@@ -153,7 +153,7 @@ def work(run: Run, effect: Effect, iterations: int) -> Any:
             return verdict(candidate, VERDICTS[iteration])
 
     agent.Prompts = _prompts  # type: ignore[attr-defined]
-    return optimize(
+    return run_loop(
         run,
         load_op(OP),
         Language.CPP,

@@ -28,7 +28,7 @@ from patcher.models import Usage
 from patcher.reconciling.launches import ShapeLaunches, StepLaunches
 from patcher.reconciling.reconcile import PatchedKernel, reconcile
 from patcher.report import ReceiptRow, Report
-from patcher.verdicts.word import HumanVerdict, Said
+from patcher.verdicts.human_verdict import HumanVerdict, HumanWord
 
 SOURCE = """\
 // fused_add_rms_norm: residual += input; input = residual / rms(residual) * weight
@@ -407,7 +407,7 @@ def sets() -> BestSet:
 
 
 def word(
-    said: Said = "reject", reason: str | None = "nobody can maintain this source"
+    said: HumanWord = "reject", reason: str | None = "nobody can maintain this source"
 ) -> HumanVerdict:
     return HumanVerdict(
         time="2026-11-21T08:00:00+00:00",

@@ -184,13 +184,13 @@ def test_a_planted_delay_is_in_every_step_until_it_is_taken_out(
     arms: dict[Arm, ArmProcess],
 ) -> None:
     process, steps = arms["baseline"], 2 * (WORKLOAD.output_len - 1)
-    process.ask(say.Delay(seconds=0.05), say.Done)
+    process.ask(say.PlantDelay(seconds=0.05), say.Done)
     slow = process.in_steps(3) + process.in_steps(4)
     assert len(slow) == steps
     assert min(slow) >= 0.05
-    process.ask(say.Delay(seconds=0), say.Done)
+    process.ask(say.PlantDelay(seconds=0), say.Done)
     with pytest.raises(bench.PatcherError):
-        process.ask(say.Delay.model_construct(seconds=-1.0), say.Done)
+        process.ask(say.PlantDelay.model_construct(seconds=-1.0), say.Done)
 
 
 def test_what_is_no_command_is_refused_and_the_process_lives(

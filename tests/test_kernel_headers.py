@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -13,7 +14,7 @@ import pytest
 from patch_sample import evaluation
 
 from patcher import pipeline
-from patcher.bench import Candidate, Language, Op, load_op, load_ops
+from patcher.bench import Candidate, Language, Op, content, load_op, load_ops
 from patcher.bench.ops.header import (
     FIELDS,
     PROVENANCE,
@@ -29,11 +30,11 @@ from patcher.bench.ops.header import (
 )
 from patcher.bench.ops.op import SolutionInfo
 from patcher.cli import main
-from patcher.optimising.recording import read
+from patcher.kernel_search.recording import LoopRecording, read, recordings
 from patcher.prompting.rendering import Prompts
 
 ROOT = Path(__file__).resolve().parent.parent
-LOOPS = ROOT / "bench" / "results" / "loop"
+LOOPS = ROOT / "bench/results/loop/recordings.tar.xz"
 SHIPPED = {
     f"{op.name}/{info.name}": (op, info, op.folder / "solutions" / info.name / one.file_name)
     for op in load_ops().values()
@@ -44,7 +45,7 @@ RUN = re.compile(r"the agent loop, recording bench/results/loop/([\w-]+), candid
 PLACE = re.compile(r"(.+?), geometric means, (bench/results/[\w-]+): ")
 FIGURE = re.compile(
     r"sweep ([\w-]+) ([\d.]+)x against ([\w.+]+), ([\d.]+)x to ([\d.]+)x at (\w+) (\d+) to (\d+) "
-    r"\(([\w.-]+\.json)\)"
+    r"\(([\w.-]+\.json(?:\.xz)?)\)"
 )
 
 
@@ -75,13 +76,19 @@ def problems(text: str, op: Op, info: SolutionInfo) -> list[str]:
     return [*wrong, *_run_problems(found["Made by"], info, digest), *_figures(found, digest)]
 
 
+@functools.cache
+def recorded() -> dict[str, LoopRecording]:
+    with recordings(LOOPS) as folders:
+        return {folder.name: read(folder) for folder in folders}
+
+
 def _run_problems(made_by: str, info: SolutionInfo, digest: str) -> list[str]:
     if info.origin == "hand":
         return [] if made_by.startswith("hand") else ["Made by: solution.toml says hand"]
     run = RUN.match(made_by)
-    if run is None or info.origin != f"loop {run[1]}" or not (LOOPS / run[1]).is_dir():
+    if run is None or info.origin != f"loop {run[1]}" or run[1] not in recorded():
         return ["Made by: no such recording"]
-    won = read(LOOPS / run[1]).optimisation
+    won = recorded()[run[1]].optimisation
     if (won.best_digest, won.best_iteration) != (digest, int(run[2])):
         return ["Made by: another candidate won that run"]
     return []
@@ -91,7 +98,7 @@ def _figures(found: dict[str, str], digest: str) -> list[str]:
     """Figures that a verdict on this source does not have, and verdicts that are left out."""
     told = found["Figures"]
     of_it = {
-        file for file in (ROOT / "bench/results/kernels").glob("*.json") if digest in _text(file)
+        file for file in (ROOT / "bench/results/kernels").glob("*.json.xz") if digest in _text(file)
     }
     place = PLACE.match(told)
     if place is None:
@@ -111,7 +118,10 @@ def _figures(found: dict[str, str], digest: str) -> list[str]:
         same = (
             verdict["digest"] == digest
             and verdict["environment"]["device"] == place[1]
-            and verdict.get("sweep", name.removesuffix(".json").split("-", 2)[-1]) == sweep
+            and verdict.get(
+                "sweep", name.removesuffix(".xz").removesuffix(".json").split("-", 2)[-1]
+            )
+            == sweep
             and verdict["baseline"] == baseline
             and sizes[0] == int(first)
             and sizes[-1] == int(last)
@@ -127,7 +137,7 @@ def _figures(found: dict[str, str], digest: str) -> list[str]:
 
 
 def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8")
+    return content(file).decode()
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -162,7 +172,7 @@ def test_a_field_that_is_lacking_or_empty_is_found(name: str, field: str) -> Non
         ("1.46x at", "1.48x at", "says otherwise"),
         ("tokens 1 to 128", "tokens 1 to 64", "says otherwise"),
         ("NVIDIA H200", "NVIDIA H100", "says otherwise"),
-        ("norm-cuda_tuned.json", "norm-other.json", "does not exist"),
+        ("norm-cuda_tuned.json.xz", "norm-other.json.xz", "does not exist"),
         ("candidate 0", "candidate 1", "another candidate won that run"),
         ("loop/fused_add_rms_norm-cuda-4", "loop/fused_add_rms_norm-cuda-9", "no such recording"),
         ("// Writes: input, residual", "// Writes: input", "Writes"),
@@ -216,7 +226,7 @@ def test_each_question_for_a_kernel_asks_for_a_header(language: Language) -> Non
     for text in (
         prompts.generate(None),
         prompts.repair("source", verdict, None),
-        prompts.optimise("source", verdict, None, (), None),
+        prompts.optimize("source", verdict, None, (), None),
         prompts.combine([("source", verdict)], (), None),
     ):
         assert form in text

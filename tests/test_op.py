@@ -11,7 +11,7 @@ import torch
 from patcher import bench
 from patcher.bench.judge.accuracy import error_of, explain_mismatch
 from patcher.bench.ops.contract import Point, _arithmetic
-from patcher.bench.ops.op import Op
+from patcher.bench.ops.op import Op, user_op_folders
 
 OP = bench.load_op("fused_add_rms_norm")
 
@@ -127,3 +127,19 @@ def test_two_libraries_may_have_an_op_of_one_name() -> None:
     assert first.inputs is not second.inputs
     assert first.reference is not second.reference
     assert first.inputs is Op(folders[0]).inputs
+
+
+def test_a_users_op_may_have_no_solution_and_a_relative_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(__file__).parent / "corpus/ops/linear"
+    shutil.copytree(source, tmp_path / "mine/bare", ignore=shutil.ignore_patterns("solutions"))
+    contract = tmp_path / "mine/bare/op.toml"
+    contract.write_text(contract.read_text().replace('name = "linear"', 'name = "bare"', 1))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATCHER_OPS", "mine")
+
+    op = bench.load_op("bare")
+
+    assert list(op.solutions()) == []
+    assert user_op_folders() == str(tmp_path / "mine")

@@ -35,7 +35,7 @@ from patcher.bench import (
 from patcher.integrate import Patch
 from patcher.reconciling.launches import ShapeLaunches, StepLaunches, patched_steps, step_launches
 from patcher.reconciling.micro import Saving, saving
-from patcher.reconciling.patched import patched_kernel as kernel_of
+from patcher.reconciling.patch_kernel import patched_kernel as kernel_of
 from patcher.reconciling.reconcile import reconcile
 
 OP = "fused_add_rms_norm"

@@ -13,6 +13,7 @@ from patcher.bench import Timing
 from patcher.report import charts, views, wording
 from patcher.report.bars import bars
 from patcher.report.svg import Canvas, linear, log_ticks, logarithmic, padded, ticks
+from patcher.visible import visible
 
 WIDTHS = (charts.WIDE, charts.NARROW)
 
@@ -113,7 +114,7 @@ def test_a_repeated_point_begins_another_sweep() -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_attempts_and_hotspots(width: float) -> None:
     report = sample()
-    rows = views.attempt_rows(report)
+    rows = views.attempt_rows(report.attempts)
     drawing = inside(charts.attempts(rows, width))
     assert drawing.count("<circle") == 3
     assert drawing.count('class="cross"') == 3
@@ -156,4 +157,4 @@ def test_numbers_as_read() -> None:
 @given(st.text(max_size=200), st.integers(1, 60))
 def test_clip_and_visible(text: str, limit: int) -> None:
     assert len(wording.clip(text, limit)) <= max(limit, 1)
-    assert wording.visible(wording.visible(text)) == wording.visible(text)
+    assert visible(visible(text)) == visible(text)

@@ -18,7 +18,7 @@ from patcher.reconciling.reconcile import GainRow, Reconciliation, reconcile
 from patcher.report import Report, charts, render_html, render_json, render_markdown, views
 from patcher.report.reconciled import MOST_ROWS, reconciled
 from patcher.report.samples import process_runs, samples
-from patcher.show.tables import evaluation_table
+from patcher.show.evaluation import evaluation_table
 
 WIDTHS = (charts.WIDE, charts.NARROW)
 

@@ -10,7 +10,8 @@ from report_page import Page
 from report_sample import decision, evaluation, profile, sample, word
 
 from patcher.reconciling.reconcile import Reconciliation
-from patcher.report import ReceiptRow, Report, render_html, render_markdown, wording
+from patcher.report import ReceiptRow, Report, render_html, render_markdown
+from patcher.visible import visible
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -83,7 +84,7 @@ def test_hostile_text_is_shown_and_not_obeyed(text: str) -> None:
     assert not set(page.data) & set("<>&\u2028")
     assert json.loads(page.data) == report.model_dump(mode="json")
     assert not re.search("[\x00-\x08\x0b-\x1f\u2028\u2029\u202a-\u202e]", rendered)
-    seen = wording.visible(text).strip()
+    seen = visible(text).strip()
     assert seen in page.text or len(text) > 1000
     body, _ = rendered.split('id="report-json"')
     assert len(body) < 300_000

@@ -88,7 +88,7 @@ def test_every_part_that_is_relied_on_has_a_digest() -> None:
 def test_the_names_that_the_proof_looks_for_are_those_of_a_real_profile() -> None:
     from patcher.bench.lab.vllm_cases import CASES, counted, matching
 
-    profile = json.loads((ROOT / "bench/results/h200-profile/vllm-decode.json").read_text())
+    profile = json.loads(bench.content(ROOT / "bench/results/h200-profile/vllm-decode.json.xz"))
     kernels = {kernel["name"]: kernel["instances"] for kernel in profile["kernels"]}
     steps, layers = profile["steps"], profile["layers"]
     for case in CASES:

@@ -28,7 +28,7 @@ from patcher.bench.workload import Workload
 
 GAINS_PCT = (1.0, 0.5, -1.0)
 
-Delay = Callable[[float], AbstractContextManager[object]]
+StepDelay = Callable[[float], AbstractContextManager[object]]
 """A state of the engine in which each decode step takes so many seconds longer."""
 
 
@@ -70,7 +70,7 @@ class PlantedGains(Record):
 
 def plant(
     engine: Engine,
-    delayed: Delay,
+    delayed: StepDelay,
     workload: Workload,
     *,
     margin_pct: float,
@@ -116,7 +116,7 @@ def _named(
     progress(phase, f"planted {gain:+g} %: {said}", done, total)
 
 
-def _arms(delayed: Delay, delay_s: float, slow: Arm) -> Arms:
+def _arms(delayed: StepDelay, delay_s: float, slow: Arm) -> Arms:
     quick: Arm = "patched" if slow == "baseline" else "baseline"
     return {slow: lambda: delayed(delay_s), quick: nullcontext}
 
@@ -155,7 +155,7 @@ def step_seconds(engine: Engine, seed: int) -> float:
     return statistics.median(window.decode_s / steps for window in windows[1:])
 
 
-def runner_delay(runner: Any) -> Delay:
+def runner_delay(runner: Any) -> StepDelay:
     """Of vLLM, which has the next step under way before it waits for one, so that a host that
     waits hides behind the GPU: the GPU itself spins before each forward, graphs or not.
 
@@ -202,7 +202,7 @@ def _spin(cycles: int) -> None:
     sleep(cycles)
 
 
-def model_delay(model: torch.nn.Module) -> Delay:
+def model_delay(model: torch.nn.Module) -> StepDelay:
     """Of an engine that calls `model` on the host once a decode step and waits for it: the host
     spins before each call. On a GPU that is busy meanwhile the delay would hide behind it.
     """

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
-from patcher.bench.ab.windows import Kind, Name, Side
+from patcher.bench.ab.windows import Name, PairKind, Side
 from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.stats.intervals import DEFAULT_PAIRS, DEFAULT_PROCESS_PAIRS, MIN_PROCESS_PAIRS
 from patcher.bench.workload import Shape
@@ -64,7 +64,7 @@ class EngineProcess(Protocol):
 
 Process = TypeVar("Process", bound=EngineProcess)
 ProcessOut = TypeVar("ProcessOut", bound=EngineProcess, covariant=True)
-Opened = TypeVar("Opened")
+Started = TypeVar("Started")
 
 
 class Launcher(Protocol[ProcessOut]):
@@ -100,7 +100,7 @@ class ABPlan:
     side; None: the second starts when the first is loaded, as an engine needs that finds out by
     itself how much memory it may take."""
 
-    def taken(self, kind: Kind) -> int:
+    def taken(self, kind: PairKind) -> int:
         """Pairs of a block with its warm-up pair."""
         count = 1 + (min(self.pairs, CONTROL_PAIRS) if kind == "aa" else self.pairs)
         return count + count % 2
@@ -118,8 +118,8 @@ def refuse_few(process_pairs: int) -> None:
 
 
 def open_all(
-    names: Sequence[Name], start: Callable[[Name], Opened], stagger_s: float | None
-) -> dict[Name, Opened]:
+    names: Sequence[Name], start: Callable[[Name], Started], stagger_s: float | None
+) -> dict[Name, Started]:
     """Start each of them, in this order; see `ABPlan.stagger_s`. All have ended to load when this
     does, also where one fails.
     """

@@ -18,7 +18,16 @@ from patcher.bench.ab.latency import in_steps, latency_of
 from patcher.bench.ab.phases import ABPhase, ABProgress, silent
 from patcher.bench.ab.records import Latency, Throughput
 from patcher.bench.ab.window_clocks import unfit
-from patcher.bench.ab.windows import Arms, Kind, LocalSide, Pair, Side, abba, prompt_seed, take_pair
+from patcher.bench.ab.windows import (
+    Arms,
+    LocalSide,
+    Pair,
+    PairKind,
+    Side,
+    abba,
+    prompt_seed,
+    take_pair,
+)
 from patcher.bench.engines import Engine
 from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.machine.clocks import ClockMonitor
@@ -66,7 +75,7 @@ def compare_in_one_process(
     warm_up(engine, untimed or arms, workload, seed)
     pair = taken = 0
 
-    def take(kind: Kind, order: tuple[Arm, Arm]) -> None:
+    def take(kind: PairKind, order: tuple[Arm, Arm]) -> None:
         nonlocal pair
         sides: dict[Arm, Side] = {
             arm: LocalSide(engine, arms["baseline" if kind == "aa" else arm], kernel_calls)
@@ -185,7 +194,7 @@ def warm_up(engine: Engine, arms: Arms, workload: Workload, seed: int) -> None:
 
 
 def compare_windows(
-    windows: list[Window], kind: Kind, margin_pct: float, confidence_pct: float
+    windows: list[Window], kind: PairKind, margin_pct: float, confidence_pct: float
 ) -> Comparison | None:
     """Compare the windows of one kind; pairs whose clocks drifted or throttled are left out.
 

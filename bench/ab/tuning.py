@@ -36,7 +36,7 @@ EXCEPTION = re.compile(r"((\([^)]*\)|\[rank\d+\]:) )*[\w.]*(Error|Exception)\b")
 """How a line begins that names one; vLLM puts the process in front, PyTorch the rank."""
 
 Arguments = Mapping[str, JsonValue]
-Start = Callable[[Arguments, float], EngineProcess]
+StartStock = Callable[[Arguments, float], EngineProcess]
 """Starts stock with these arguments and such a share of the device's memory."""
 Rate = Callable[[EngineProcess, Arguments], ConfigTrial]
 """How fast a loaded process is."""
@@ -56,7 +56,7 @@ def options_of(engine: str) -> Sequence[Sequence[Arguments]]:
 
 
 def tune(
-    start: Start,
+    start: StartStock,
     workload: Workload,
     options: Sequence[Sequence[Arguments]],
     clocks: ClockMonitor,
@@ -139,7 +139,7 @@ def tune(
 
 
 def _beside(
-    start: Start,
+    start: StartStock,
     rate: Rate,
     tried: Mapping[str, Arguments],
     stagger_s: float,
@@ -178,7 +178,7 @@ def _beside(
 
 
 def _once_more(
-    start: Start, rate: Rate, arguments: Arguments, stagger_s: float | None
+    start: StartStock, rate: Rate, arguments: Arguments, stagger_s: float | None
 ) -> ConfigTrial:
     """One that did not load among many, or not yet: beside stock where two fit (`stagger_s`), as
     the others were beside others, else alone as they were."""

@@ -32,7 +32,7 @@ on an H200, another 0.3 ms in the next turn (`bench/results/verdict-trials`).
 
 Arms = Mapping[Arm, Callable[[], AbstractContextManager[object]]]
 """What puts the engine into each arm's state and takes it out again."""
-Kind = Literal["ab", "aa"]
+PairKind = Literal["ab", "aa"]
 
 
 class Taken(NamedTuple):
@@ -70,7 +70,7 @@ class Pair(NamedTuple):
     """Which pair it is."""
 
     number: int
-    kind: Kind
+    kind: PairKind
     order: tuple[Arm, Arm]
     process: int | None = None
     swapped: bool | None = None

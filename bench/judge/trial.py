@@ -186,8 +186,15 @@ class Trial:
         )
         best = ceilings(device, settings.threads)
         sitting = TimingSession(
-            *(self.op, device, self.runner, baseline, self.draw, self.stock),
-            *(clocks, best, precision),
+            self.op,
+            device,
+            self.runner,
+            baseline,
+            self.draw,
+            self.stock,
+            clocks,
+            best,
+            precision,
         )
         timings: list[Timing] = []
         points = self.sweep.points()
@@ -251,7 +258,12 @@ class Trial:
         report("sanitize", 0, 1)
         settings = self.settings
         said = sanitize(
-            *(self.op, self.state.candidate, built, self.sweep, self.state.device, self.draw),
+            self.op,
+            self.state.candidate,
+            built,
+            self.sweep,
+            self.state.device,
+            self.draw,
             limit_s=settings.load_timeout_s,
             memory_bytes=settings.memory_bytes,
         )

@@ -1,8 +1,8 @@
 """Verdicts on the whole model, as a table beside the published one.
 
-`python -m patcher.bench.lab.verdict_table FOLDER` prints the page of a folder whose `*.json` are
-what
-`patcher throughput --out` wrote, of one verdict or of a best set.
+`python -m patcher.bench.lab.verdict_table FOLDER` prints the table of a folder. Its `*.json` and
+`*.json.xz` are what `patcher throughput --out` wrote, of one verdict or of a best set, or lists of
+such verdicts.
 """
 
 from __future__ import annotations
@@ -12,16 +12,26 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from patcher.ab.other_workloads import OtherWorkloads
 from patcher.ab.result import ABResult
 from patcher.ab.set_search import SetSearch
-from patcher.bench import Comparison, PatcherError, UsageError
+from patcher.bench import Comparison, PatcherError, UsageError, content
 from patcher.reconciling.launches import patched_steps
 
 HEAD = (
-    *("patches", "batch", "context", "tokens/s", "gain", "A/A control"),
-    *("pairs (processes)", "calls a step", "verdict"),
+    "patches",
+    "batch",
+    "context",
+    "tokens/s",
+    "gain",
+    "A/A control",
+    "pairs (processes)",
+    "calls a step",
+    "verdict",
 )
+VERDICTS = TypeAdapter(list[ABResult])
 PUBLISHED = (
     "| KForge (arXiv 2606.02963): norm, finalize, RoPE + KV over TensorRT-LLM | 8 | 1,024 to 9,216 "
     "| 2,601.6 to 2,656.6 | +2.12 % | | seven runs a side | | |"
@@ -35,15 +45,16 @@ def read(folder: Path) -> list[ABResult]:
         UsageError: there is none, or a file holds something else.
     """
     found: list[ABResult] = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.json.xz")]):
         try:
-            text = path.read_text(encoding="utf-8")
-            sets = "best" in json.loads(text)
-            found += (
-                SetSearch.model_validate_json(text).measured
-                if sets
-                else [ABResult.model_validate_json(text)]
-            )
+            text = content(path)
+            document = json.loads(text)
+            if isinstance(document, list):
+                found += VERDICTS.validate_json(text)
+            elif "best" in document:
+                found += SetSearch.model_validate_json(text).measured
+            else:
+                found.append(ABResult.model_validate_json(text))
         except (OSError, ValueError, TypeError) as error:
             raise UsageError(
                 f"{path} holds no verdict", "write it with: patcher throughput ... --out FILE"

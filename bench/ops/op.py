@@ -135,14 +135,13 @@ class Op:
 
     def solutions(self) -> Iterator[tuple[SolutionInfo, Candidate]]:
         """Every shipped solution, by folder name."""
-        for folder in sorted((self.folder / "solutions").iterdir()):
-            manifest = folder / "solution.toml"
-            if manifest.is_file():
-                info = SolutionInfo(
-                    name=folder.name, **tomllib.loads(manifest.read_text(encoding="utf-8"))
-                )
-                source = folder / f"{self.name}{SUFFIXES[info.language]}"
-                yield info, Candidate.from_file(self.name, source, info.language)
+        for manifest in sorted(self.folder.glob("solutions/*/solution.toml")):
+            folder = manifest.parent
+            info = SolutionInfo(
+                name=folder.name, **tomllib.loads(manifest.read_text(encoding="utf-8"))
+            )
+            source = folder / f"{self.name}{SUFFIXES[info.language]}"
+            yield info, Candidate.from_file(self.name, source, info.language)
 
 
 def _load(path: Path) -> ModuleType:
@@ -182,10 +181,18 @@ def library() -> Path:
 def load_ops() -> dict[str, Op]:
     """Every op by name: the library's, then those in the folders of `$PATCHER_OPS`.
 
+    Relative folders count from where this process runs now.
+
     Raises:
         UsageError: a folder of `$PATCHER_OPS` does not exist, or an op's contract is not valid.
     """
-    return _load_ops(os.environ.get("PATCHER_OPS", ""))
+    return _load_ops(user_op_folders())
+
+
+def user_op_folders() -> str:
+    """`$PATCHER_OPS` with absolute folders, for a process that runs elsewhere."""
+    folders = os.environ.get("PATCHER_OPS", "").split(os.pathsep)
+    return os.pathsep.join(os.path.abspath(folder) for folder in folders if folder)
 
 
 @cache
@@ -193,7 +200,9 @@ def _load_ops(more: str) -> dict[str, Op]:
     folders = [library(), *(Path(folder) for folder in more.split(os.pathsep) if folder)]
     for folder in folders:
         if not folder.is_dir():
-            raise UsageError(f"PATCHER_OPS names {folder}, which is no folder", "mend or unset it")
+            raise UsageError(
+                f"PATCHER_OPS names {folder}, which is no folder", "fix or unset PATCHER_OPS"
+            )
     found = [Op(path.parent) for folder in folders for path in sorted(folder.glob("*/op.toml"))]
     return {op.name: op for op in found}
 

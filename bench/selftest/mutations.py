@@ -47,7 +47,7 @@ def mutations(folder: Path | None = None) -> list[Mutation]:
     Raises:
         UsageError: there are none, or one does not fit the judge's text.
     """
-    path = (folder or corpus_folder()) / "mutations.toml"
+    path = corpus_folder(folder) / "mutations.toml"
     root = ROOT / "patcher" / "bench"
     found = [Mutation(**each) for each in tomllib.loads(path.read_text("utf-8"))["mutation"]]
     for each in found:
@@ -58,11 +58,13 @@ def mutations(folder: Path | None = None) -> list[Mutation]:
     return found
 
 
-def survived(device: str, report: Progress, only: str = "") -> Iterator[Killed]:
-    """Take out one guard after the other, in a copy, and judge."""
-    folder = corpus_folder()
+def survived(
+    device: str, report: Progress, only: str = "", folder: Path | None = None
+) -> Iterator[Killed]:
+    """Take out one guard after the other, in a copy, and judge the corpus in `folder`."""
+    folder = corpus_folder(folder)
     root = ROOT / "patcher" / "bench"
-    chosen = [each for each in mutations() if each.device == device and only in each.guard]
+    chosen = [each for each in mutations(folder) if each.device == device and only in each.guard]
     for index, each in enumerate(chosen):
         report("mutations", index, len(chosen))
         with tempfile.TemporaryDirectory(prefix="patcher-mutant-") as scratch:

@@ -66,19 +66,26 @@ class ScoreCard(Record):
         return not missed and few and not self.leaks
 
 
-def corpus_folder() -> Path:
-    """`tests/corpus` of a checkout. It holds working exploits, so no wheel carries it.
+def corpus_folder(chosen: Path | None = None) -> Path:
+    """The folder of the cases: the chosen one, else `tests/corpus` of a checkout.
+
+    It holds working exploits, so no wheel carries it.
 
     Raises:
-        UsageError: this is an installation, which has none.
+        UsageError: the folder holds no cases, or none is chosen and this is an installation.
     """
-    folder = ROOT / "tests" / "corpus"
-    if not folder.is_dir():
+    folder = chosen or ROOT / "tests" / "corpus"
+    if (folder / "cheats").is_dir():
+        return folder
+    if chosen is not None:
         raise UsageError(
-            "an installed patcher carries no self-test cases",
-            "name their folder: --corpus FOLDER (tests/corpus of a checkout or of the sdist)",
+            f"{chosen} holds no self-test cases",
+            "name tests/corpus of a checkout or of the sdist; it has cheats/, honest/ and faults/",
         )
-    return folder
+    raise UsageError(
+        "an installed patcher carries no self-test cases",
+        "name their folder: --corpus FOLDER (tests/corpus of a checkout or of the sdist)",
+    )
 
 
 def score(device: str, only: str, report: Progress, folder: Path | None = None) -> ScoreCard:
@@ -87,7 +94,7 @@ def score(device: str, only: str, report: Progress, folder: Path | None = None) 
     Raises:
         PatcherError: the process that judges ended early; its last words are in the message.
     """
-    folder = folder or corpus_folder()
+    folder = corpus_folder(folder)
     results = run_corpus(device, only, report, folder)
     without = run_corpus(device, only, report, folder, static=False, kinds=("cheat",))
     boxes = [result.sandbox for result in results if result.sandbox.startswith("R")]

@@ -12,11 +12,11 @@ from patcher.ab.decision import decide
 from patcher.ab.job import ABJob
 from patcher.ab.measurement import Measurement
 from patcher.ab.result import ABResult
-from patcher.bench import UsageError
+from patcher.bench import UsageError, content
 from patcher.bench.ab.phases import ABProgress
 from patcher.hotspot import Profile
 from patcher.integrate import Patch
-from patcher.reconciling.patched import patched_kernel
+from patcher.reconciling.patch_kernel import patched_kernel
 from patcher.reconciling.proof import seen_per_step
 from patcher.reconciling.reconcile import PatchedKernel, Reconciliation, reconcile
 
@@ -83,13 +83,14 @@ def decide_again(
     """What was measured once, held against the micro gains and decided on anew.
 
     Args:
-        file: a `ABResult` as JSON, as `patcher throughput --out` writes it.
+        file: a `ABResult` as JSON, as `patcher throughput --out` writes it; it may be compressed
+            by xz.
 
     Raises:
         UsageError: the file is none, or of other patches.
     """
     try:
-        kept = ABResult.model_validate_json(file.read_bytes())
+        kept = ABResult.model_validate_json(content(file))
     except (OSError, ValidationError) as error:
         raise UsageError(
             f"{file} holds no verdict on patches",

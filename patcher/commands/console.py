@@ -10,16 +10,18 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
 from rich.console import Console
 
 from patcher.bench import UsageError, WaitingError
+from patcher.commands.index import CommandIndex
 
 app = typer.Typer(
     name="patcher",
+    cls=CommandIndex,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -56,6 +58,14 @@ MarginPct = Annotated[
 JudgeSpec = Annotated[
     str | None,
     typer.Option("--judge", help="local, or exchange:DIR, served by `patcher worker DIR`."),
+]
+ModelSpec = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="anthropic[:MODEL], openai:MODEL, exchange:DIR, replay:FILE or a NAME of "
+        "`patcher models`; default from settings.",
+    ),
 ]
 Engine = Annotated[str, typer.Option(help="The engine that runs the model.")]
 Strategy = Annotated[
@@ -108,6 +118,16 @@ def write_out(out: Path | None, record: BaseModel) -> None:
         ) from error
 
 
+def json_text(content: Any, indent: int | None = None) -> str:
+    """A JSON document for stdout: its characters as they are where the encoding has them."""
+    text = json.dumps(content, indent=indent, ensure_ascii=False) + "\n"
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(content, indent=indent) + "\n"
+    return text
+
+
 class Output:
     """Prose and progress on stderr, the result on stdout: a JSON document or tables."""
 
@@ -120,14 +140,14 @@ class Output:
         """The record as JSON, or what is shown for people."""
         if self.as_json:
             content = record.model_dump(mode="json") if isinstance(record, BaseModel) else record
-            sys.stdout.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            sys.stdout.write(json_text(content, indent=1))
             return
         for item in shown:
             self.out.print(item)
 
     @contextmanager
     def progress(self) -> Iterator[Any]:
-        from patcher.show.tables import stage_bar
+        from patcher.show.progress import stage_bar
 
         with stage_bar(self.err, quiet=self.as_json) as bar:
             yield bar
@@ -152,24 +172,6 @@ def _version(on: bool) -> None:
     if on:
         typer.echo(importlib.metadata.version("patcher"))
         raise typer.Exit
-
-
-def pick_device(asked: str | None) -> Literal["cpu", "cuda"]:
-    """The device asked for, else CUDA where there is one.
-
-    Raises:
-        UsageError: neither `cpu` nor `cuda`.
-    """
-    match asked:
-        case "cpu":
-            return "cpu"
-        case "cuda":
-            return "cuda"
-        case str():
-            raise UsageError(f"unknown device {asked!r}", "say cpu or cuda")
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def examples(*lines: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -167,7 +167,7 @@ def throughput(
         raise UsageError("several things to do", "give one of --patch, --from and --self-test")
     if samples is not None and not patches:
         from patcher.bench.stats.compare import compare, read_samples
-        from patcher.show.tables import comparison_lines
+        from patcher.show.comparison import comparison_lines
 
         comparison = compare(read_samples(samples), margin_pct=margin)
         write_out(out, comparison)
@@ -186,7 +186,7 @@ def throughput(
     from patcher.ab.timeline import Timeline
     from patcher.commands.verdicts import Verdicts
     from patcher.hotspot import read
-    from patcher.show.tables import planted_lines
+    from patcher.show.comparison import planted_lines
 
     if (report or profile or patched_profile) and (find_best or not patches):
         raise UsageError(

@@ -25,8 +25,8 @@ from patcher.hotspot import Profile
 from patcher.integrate import Patch, unpacked
 from patcher.report import write
 from patcher.report.judged import report_of
+from patcher.show.comparison import decision_lines
 from patcher.show.quality import quality_lines
-from patcher.show.tables import decision_lines
 from patcher.show.throughput import best_set_lines, other_workload_lines, throughput_lines
 
 

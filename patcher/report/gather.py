@@ -9,18 +9,19 @@ from typing import TypeVar
 from patcher.ab.decision import Decision
 from patcher.ab.measurement import Measurement
 from patcher.ab.verdict import explain
-from patcher.agent import ended
+from patcher.agent import recorded_stop
 from patcher.attempts import Attempt, Stopped
 from patcher.bench import Evaluation, Record, UsageError
 from patcher.hotspot import Profile
 from patcher.integrate import Patch
-from patcher.pipeline import DEMO, Made, RunPlan
+from patcher.plan import DEMO, RunPlan
 from patcher.reconciling.proof import seen_per_step
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.report import FORMATS, Report, write
 from patcher.report.judged import receipt_of
+from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
-from patcher.runs.status import attempts, status
+from patcher.status import attempts, status
 from patcher.verdicts.review import run_words
 
 RecordT = TypeVar("RecordT", bound=Record)
@@ -55,7 +56,7 @@ def gather(run: Run, after: Profile | None = None) -> Report:
     workload = run.config.workload
     profile = _stored(run, "profile", Profile)
     measured = _stored(run, "measure", Measurement)
-    made = _stored(run, "patch", Made)
+    made = _stored(run, "patch", RunPatch)
     decision = _stored(run, "decision", Decision)
     found = attempts(run)
     best = _best(found)
@@ -104,7 +105,7 @@ def _stored(run: Run, step: str, record_type: type[RecordT]) -> RecordT | None:
 def _loop_ended(run: Run, attempts: tuple[Attempt, ...]) -> Stopped | None:
     """Of the op that was worked on."""
     ops = {Path(one.file).parts[1] for one in attempts if one.file}
-    return next((found for name in sorted(ops) if (found := ended(run, name))), None)
+    return next((found for name in sorted(ops) if (found := recorded_stop(run, name))), None)
 
 
 def _best(found: tuple[Attempt, ...]) -> Attempt | None:
@@ -123,7 +124,7 @@ def _reconciled(
         return run.load("reconcile", Reconciliation)
     if measured is None:
         return None
-    patch = Patch.load(run.path / run.load("patch", Made).folder)
+    patch = Patch.load(run.path / run.load("patch", RunPatch).folder)
     seen = seen_per_step(patch, measured.receipt, after, before) if after else None
     return explain(measured, patch, before, after, seen)
 
@@ -170,7 +171,7 @@ def _command(run: Run, plan: RunPlan) -> str:
         "--pairs": plan.pairs if plan.whole else None,
         "--margin-pct": settings.get("margin_pct") if plan.whole else None,
     }
-    for kernel in plan.search.elsewhere:
+    for kernel in plan.search.known_kernels:
         words += ["--from-solution", kernel.name]
     if config.workload:
         load = config.workload

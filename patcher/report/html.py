@@ -22,6 +22,7 @@ from patcher.report.record import Report
 from patcher.report.samples import process_runs, samples
 from patcher.report.step import Step, read_step, short, why_not
 from patcher.report.svg import Canvas
+from patcher.visible import visible
 
 MOST_ROWS = 60
 NAME_LIMIT = 240
@@ -35,7 +36,7 @@ def render_html(report: Report) -> str:
     hotspots = views.hotspot_rows(report.profile)
     step, step_after = read_step(report.profile), read_step(report.profile_after)
     span = max(one.wall_us for one in (step, step_after) if one) if step or step_after else None
-    attempts = views.attempt_rows(report)
+    attempts = views.attempt_rows(report.attempts)
     throughput = report.throughput
     pairs = views.pair_rows(throughput.windows, "ab") if throughput else []
     control_pairs = views.pair_rows(throughput.windows, "aa") if throughput else []
@@ -89,7 +90,7 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        visible=wording.visible,
+        visible=visible,
         clip=wording.clip,
         number=wording.number,
         count=wording.count,
@@ -112,12 +113,12 @@ def _template() -> Template:
 
 def _shown(value: object) -> object:
     """Whatever a record says is shown, never obeyed; autoescape comes after this."""
-    return wording.visible(wording.clip(value, TEXT_LIMIT)) if type(value) is str else value
+    return visible(wording.clip(value, TEXT_LIMIT)) if type(value) is str else value
 
 
 def _whole(line: str) -> Markup:
     """A line of source, never clipped."""
-    return escape(wording.visible(line))
+    return escape(visible(line))
 
 
 @cache
@@ -125,7 +126,7 @@ def _css() -> str:
     folder = resources.files("patcher.report")
     return "".join(
         folder.joinpath(name).read_text(encoding="utf-8")
-        for name in ("report.css", "evidence.css", "picture.css")
+        for name in ("report.css", "charts.css", "evidence.css", "picture.css")
     )
 
 

@@ -6,11 +6,12 @@ import re
 from collections.abc import Sequence
 
 from patcher.report import wording
+from patcher.visible import visible
 
 
 def plain(text: str) -> str:
     """Text as itself on one line: markup characters escaped, mentions and links broken."""
-    line = " ".join(wording.visible(text).split())
+    line = " ".join(visible(text).split())
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     line = re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", line)
     return line.replace("@", "&#64;").replace("://", "&#58;//")
@@ -18,7 +19,7 @@ def plain(text: str) -> str:
 
 def code(text: str, limit: int = 120) -> str:
     """An inline code span, also inside a table."""
-    line = wording.clip(" ".join(wording.visible(text).split()), limit).replace("|", "\\|")
+    line = wording.clip(" ".join(visible(text).split()), limit).replace("|", "\\|")
     ticks = "`" * (_longest_run(line) + 1)
     pad = " " if line.startswith("`") or line.endswith("`") or not line else ""
     return f"{ticks}{pad}{line}{pad}{ticks}"
@@ -28,7 +29,7 @@ def fence(text: str, language: str = "") -> str:
     """A code block that its content cannot close."""
     ticks = "`" * max(3, _longest_run(text) + 1)
     tag = language if re.fullmatch(r"[\w+-]*", language) else ""
-    return f"{ticks}{tag}\n{wording.visible(text)}\n{ticks}"
+    return f"{ticks}{tag}\n{visible(text)}\n{ticks}"
 
 
 def _longest_run(text: str) -> int:

@@ -20,7 +20,7 @@ from patcher.bench import (
     Workload,
 )
 from patcher.reconciling.reconcile import Reconciliation
-from patcher.verdicts.word import HumanVerdict
+from patcher.verdicts.human_verdict import HumanVerdict
 
 
 class ReceiptRow(Record):

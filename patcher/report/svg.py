@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from patcher.report.wording import visible
+from patcher.visible import visible
 
 Scale = Callable[[float], float]
 

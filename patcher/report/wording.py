@@ -38,24 +38,6 @@ TRIAGES = {
 """What to do about a hotspot, in the order of the legend; the key is the record's word."""
 
 
-def visible(text: str) -> str:
-    """Control, bidirectional and other invisible characters shown as `<U+202E>`, not obeyed.
-
-    Source that a model wrote can hide code behind such characters (CVE-2021-42574).
-    """
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(_shown(character) for character in text)
-
-
-def _shown(character: str) -> str:
-    if character in "\n\t":
-        return character
-    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):
-        return f"<U+{ord(character):04X}>"
-    return character
-
-
 def clip(text: str, limit: int) -> str:
     """At most `limit` characters: the middle goes, since names differ at both ends."""
     if len(text) <= limit:

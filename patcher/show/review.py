@@ -12,12 +12,13 @@ from rich.text import Text
 from patcher.ab.measurement import Measurement
 from patcher.bench import SCHEMA_VERSION, Quality, Throughput
 from patcher.reconciling.reconcile import Reconciliation
-from patcher.report import wording
 from patcher.runs.run import Run
+from patcher.show.comparison import comparison_lines, decision_lines
+from patcher.show.evaluation import evaluation_table
 from patcher.show.quality import quality_lines
-from patcher.show.tables import comparison_lines, decision_lines, evaluation_table
+from patcher.verdicts.human_verdict import HumanVerdict
 from patcher.verdicts.review import Subject
-from patcher.verdicts.word import HumanVerdict
+from patcher.visible import visible
 
 
 def diff_of(subject: Subject) -> str:
@@ -64,10 +65,10 @@ def review_lines(subject: Subject, said: Sequence[HumanVerdict]) -> list[Any]:
     measured, reconciliation = _measured(subject)
     shown: list[Any] = [Text(subject.name, style="bold")]
     if diff := diff_of(subject):
-        shown.append(Syntax(wording.visible(diff), "diff", word_wrap=True))
+        shown.append(Syntax(visible(diff), "diff", word_wrap=True))
     for check in _checks(subject):
         mark = Text("ok   " if check.passed else "fail ", style="green" if check.passed else "red")
-        shown.append(mark + Text(f"{check.name}: {wording.visible(check.detail)}"))
+        shown.append(mark + Text(f"{check.name}: {visible(check.detail)}"))
     if subject.evaluation is not None:
         shown.append(evaluation_table(subject.evaluation))
     if measured is not None:

@@ -10,8 +10,8 @@ from patcher.ab.other_workloads import OtherWorkloads
 from patcher.bench import Throughput
 from patcher.bench.ab.engine_config import ConfigTrial, Tuning, words
 from patcher.bench.stats.comparison import Arm
+from patcher.show.comparison import comparison_lines
 from patcher.show.quality import clock_lines
-from patcher.show.tables import comparison_lines
 
 ARMS: tuple[Arm, Arm] = ("baseline", "patched")
 

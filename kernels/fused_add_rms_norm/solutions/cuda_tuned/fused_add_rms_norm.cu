@@ -11,7 +11,7 @@
 // Made by: the agent loop, recording bench/results/loop/fused_add_rms_norm-cuda-4, candidate 0,
 //   begun from the kernel of fused_add_rms_norm-cuda-3.
 // Figures: NVIDIA H200, geometric means, bench/results/kernels: sweep bf16 1.26x against vllm,
-//   1.10x to 1.46x at tokens 1 to 128 (fused_add_rms_norm-cuda_tuned.json).
+//   1.10x to 1.46x at tokens 1 to 128 (fused_add_rms_norm-cuda_tuned.json.xz).
 // Digest: e2eab3cab43163e731c85d7fac74c78f92a0ce1df4ca7086b84d451716210eeb
 
 #include <tvm/ffi/container/tensor.h>

@@ -12,10 +12,11 @@
 // Made by: the agent loop, recording bench/results/loop/linear-cuda-2, candidate 3, begun from the
 //   kernel that shipped then.
 // Figures: NVIDIA H200, geometric means, bench/results/kernels: sweep layers 1.67x against
-//   torch.compile, 1.11x to 2.73x at outer 32 to 5120 (linear-cuda_tuned.json); sweep bf16 1.14x
-//   against torch.compile, 0.73x to 1.39x at tokens 1 to 64 (linear-cuda_tuned.bf16.json); sweep
-//   qkv 0.93x against eager, 0.57x to 1.20x at tokens 1 to 64 (linear-cuda_tuned.qkv.json); sweep
-//   router 2.09x against eager, 1.17x to 2.74x at tokens 1 to 64 (linear-cuda_tuned.router.json).
+//   torch.compile, 1.11x to 2.73x at outer 32 to 5120 (linear-cuda_tuned.json.xz); sweep bf16 1.14x
+//   against torch.compile, 0.73x to 1.39x at tokens 1 to 64 (linear-cuda_tuned.bf16.json.xz); sweep
+//   qkv 0.93x against eager, 0.57x to 1.20x at tokens 1 to 64 (linear-cuda_tuned.qkv.json.xz);
+//   sweep router 2.09x against eager, 1.17x to 2.74x at tokens 1 to 64
+//   (linear-cuda_tuned.router.json.xz).
 // Digest: a8e2f6de04e7b1e19f6362df40591c0cbf3386400a2ae9f0ad5577bbd9ef144c
 
 #include <tvm/ffi/container/tensor.h>

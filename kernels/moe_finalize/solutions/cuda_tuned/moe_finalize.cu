@@ -13,7 +13,7 @@
 // Made by: the agent loop, recording bench/results/loop/moe_finalize-cuda, candidate 4, made of
 //   candidate 2.
 // Figures: NVIDIA H200, geometric means, bench/results/kernels: sweep bf16 2.28x against
-//   flashinfer, 1.60x to 2.65x at tokens 1 to 128 (moe_finalize-cuda_tuned.json).
+//   flashinfer, 1.60x to 2.65x at tokens 1 to 128 (moe_finalize-cuda_tuned.json.xz).
 // Digest: 37dc70a333bb50db3b11bca1e7646094e95288903de158fe388d27fa60617d77
 
 #include <tvm/ffi/container/tensor.h>

@@ -15,7 +15,7 @@
 // Made by: the agent loop, recording bench/results/loop/moe_matmul_down-cuda-2, candidate 3, made
 //   of candidate 2.
 // Figures: NVIDIA H200, geometric means, bench/results/kernels: sweep bf16 1.52x against vllm,
-//   1.20x to 1.81x at tokens 1 to 128 (moe_matmul_down-cuda_tuned.json).
+//   1.20x to 1.81x at tokens 1 to 128 (moe_matmul_down-cuda_tuned.json.xz).
 // Digest: 21cb8af906a317d1b7a3a4a9ce8d332adeac383c097631dac566368667bdeb68
 
 #include <tvm/ffi/container/tensor.h>

@@ -11,8 +11,8 @@
 #   layout; FP4 is decoded in registers by reshapes. Plain, not tuned.
 # Made by: hand, as a plain right solution.
 # Figures: NVIDIA H200, geometric means, bench/results/vllm-points: sweep bf16 103.37x against
-#   eager, 53.26x to 200.61x at tokens 1 to 128 (h200-moe_matmul_down.json); it was judged for the
-#   proof of a patch point, against eager alone; it is far slower than vLLM's kernel.
+#   eager, 53.26x to 200.61x at tokens 1 to 128 (h200-moe_matmul_down.json.xz); it was judged for
+#   the proof of a patch point, against eager alone; it is far slower than vLLM's kernel.
 # Digest: e88c93911a169b08ee4ada80d05a8e1f1aca636cd2ad158fcf3757cdedf0a469
 
 """moe_matmul_down(x[T: rows, inner], weights[U: experts, hidden / 4, 2 * inner],

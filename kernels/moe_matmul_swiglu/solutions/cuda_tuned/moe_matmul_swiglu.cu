@@ -15,7 +15,7 @@
 // Made by: the agent loop, recording bench/results/loop/moe_matmul_swiglu-cuda-3, candidate 1,
 //   begun from the kernel of moe_matmul_swiglu-cuda-2.
 // Figures: NVIDIA H200, geometric means, bench/results/kernels: sweep bf16 1.28x against vllm,
-//   1.09x to 1.41x at tokens 1 to 128 (moe_matmul_swiglu-cuda_tuned.json).
+//   1.09x to 1.41x at tokens 1 to 128 (moe_matmul_swiglu-cuda_tuned.json.xz).
 // Digest: a0f5f413af108dd14c38978f489574698632a5fb0cddc8812c20e912f2bd4ebf
 
 #include <tvm/ffi/container/tensor.h>

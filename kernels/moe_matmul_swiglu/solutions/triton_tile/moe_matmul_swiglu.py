@@ -12,8 +12,8 @@
 #   layout; FP4 is decoded in registers by reshapes. Plain, not tuned.
 # Made by: hand, as a plain right solution.
 # Figures: NVIDIA H200, geometric means, bench/results/vllm-points: sweep bf16 86.97x against eager,
-#   44.44x to 170.21x at tokens 1 to 128 (h200-moe_matmul_swiglu.json); it was judged for the proof
-#   of a patch point, against eager alone; it is far slower than vLLM's kernel.
+#   44.44x to 170.21x at tokens 1 to 128 (h200-moe_matmul_swiglu.json.xz); it was judged for the
+#   proof of a patch point, against eager alone; it is far slower than vLLM's kernel.
 # Digest: 181ad53f8067b5c250fc10b1d33406a384edd5e65cccd66bb677501081a73290
 
 """moe_matmul_swiglu(x[T: tokens, hidden], weights[U: experts, inner / 2, 2 * hidden],

@@ -14,7 +14,7 @@
 // Made by: the agent loop, recording bench/results/loop/moe_reduce-cuda, candidate 4, made of
 //   candidate 2.
 // Figures: NVIDIA H200, geometric means, bench/results/kernels: sweep bf16 1.73x against vllm,
-//   1.34x to 2.37x at tokens 1 to 128 (moe_reduce-cuda_tuned.json).
+//   1.34x to 2.37x at tokens 1 to 128 (moe_reduce-cuda_tuned.json.xz).
 // Digest: 94db49baf0e583aaabe4f50c0dc38e2c412ed2a3027797f45b086bcb453adc71
 
 #include <tvm/ffi/container/tensor.h>

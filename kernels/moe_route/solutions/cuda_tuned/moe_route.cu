@@ -15,7 +15,7 @@
 // Made by: the agent loop, recording bench/results/loop/moe_route-cuda, candidate 3, made of
 //   candidate 0.
 // Figures: NVIDIA H200, geometric means, bench/results/kernels: sweep bf16 8.11x against vllm,
-//   6.27x to 9.52x at tokens 1 to 128 (moe_route-cuda_tuned.json).
+//   6.27x to 9.52x at tokens 1 to 128 (moe_route-cuda_tuned.json.xz).
 // Digest: 3b0ed678fbb593a82d8549090a4e647636aeb8a40eea4a9a754d773838be2c9c
 
 #include <tvm/ffi/container/tensor.h>

@@ -13,7 +13,7 @@
 //   the map.
 // Made by: the agent loop, recording bench/results/loop/reduce_add_rms_norm-cuda, candidate 0.
 // Figures: NVIDIA H200, geometric means, bench/results/kernels: sweep bf16 2.28x against vllm,
-//   1.69x to 2.56x at tokens 1 to 128 (reduce_add_rms_norm-cuda_tuned.json).
+//   1.69x to 2.56x at tokens 1 to 128 (reduce_add_rms_norm-cuda_tuned.json.xz).
 // Digest: 3e1ea2f0ee2beab5d3b1c8dc1601b7a44846b43c8905894916664baf932aa24b
 
 #include <tvm/ffi/container/tensor.h>

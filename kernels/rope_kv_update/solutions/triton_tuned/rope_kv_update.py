@@ -12,7 +12,7 @@
 #   cache alone.
 # Made by: the agent loop, recording bench/results/loop/rope_kv_update-triton, candidate 1.
 # Figures: NVIDIA H200, geometric means, bench/results/kernels: sweep bf16 2.58x against vllm, 2.23x
-#   to 2.80x at tokens 1 to 128 (rope_kv_update-triton_tuned.json).
+#   to 2.80x at tokens 1 to 128 (rope_kv_update-triton_tuned.json.xz).
 # Digest: cdad0ac70f68a95dd2bf6cf3dac6e85c8c23a2caf760974bcc5854474c0fb8de
 
 import torch

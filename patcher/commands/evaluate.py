@@ -1,0 +1,114 @@
+"""`patcher evaluate`: the judge's word on one source file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from patcher.bench import Language, Outcome, UsageError
+from patcher.commands.console import (
+    Device,
+    Json,
+    JudgeSpec,
+    Output,
+    Threads,
+    app,
+    asked_again,
+    examples,
+)
+
+
+@app.command()
+@examples(
+    "patcher evaluate fused_add_rms_norm kernel.cpp",
+    "patcher evaluate fused_add_rms_norm kernel.cu --sweep bf16-fp32-weight",
+    "patcher evaluate fused_add_rms_norm kernel.py --language triton --json",
+    "patcher evaluate fused_add_rms_norm kernel.cu --sanitize --counters",
+    "patcher evaluate fused_add_rms_norm kernel.hip",
+    "patcher evaluate fused_add_rms_norm kernel.cpp --reward --json",
+    "patcher evaluate fused_add_rms_norm kernel.cu --judge exchange:jobs",
+)
+def evaluate(
+    op: Annotated[str, typer.Argument(help="An op of the library.")],
+    source: Annotated[Path, typer.Argument(help="One source file.")],
+    language: Annotated[Language | None, typer.Option(help="Default: by the file's name.")] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Compare with this one, not the strongest.")
+    ] = None,
+    sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
+    device: Device = None,
+    pairs: Annotated[int, typer.Option(help="Pairs of timed blocks a point.", min=3)] = 12,
+    timeout: Annotated[float, typer.Option(help="Seconds one call may take.", min=0.1)] = 30.0,
+    threads: Threads = None,
+    tripwires: Annotated[bool, typer.Option(help="Whether the source is looked at.")] = True,
+    sanitize: Annotated[
+        bool, typer.Option("--sanitize", help="CUDA: it must pass compute-sanitizer, too.")
+    ] = False,
+    counters: Annotated[
+        bool, typer.Option("--counters", help="CUDA: what Nsight Compute counts in its kernels.")
+    ] = False,
+    for_reward: Annotated[
+        bool,
+        typer.Option(
+            "--reward",
+            help="Judge it against eager and torch.compile (two judgements, twice the time) and "
+            "give its reward for training.",
+        ),
+    ] = False,
+    judge: JudgeSpec = None,
+    as_json: Json = False,
+) -> int:
+    """Judge one candidate in processes of its own: is it right, is it faster?
+
+    --reward is data for training: -1 wrong, 1 right, 2 over 5 % faster than eager, 3 than
+    torch.compile, too, by the lower ends of the intervals; and the measured speedups.
+
+    Exit code 0: right and faster (a reward of 2 or 3); 1: anything else that was judged; 6: the
+    judge is elsewhere and has not answered yet: the same command takes the verdict up. A hip, sycl
+    or metal kernel is compiled, and neither run nor timed: its outcome is `compiled` at best.
+    """
+    from patcher.api.judge_request import REQUEST_ID, JudgeRequest
+    from patcher.show.evaluation import counters_table, print_evaluation
+
+    if for_reward and (baseline or counters):
+        raise UsageError("--reward has baselines of its own", "drop --baseline and --counters")
+    request = JudgeRequest.of(
+        op,
+        source,
+        language,
+        judge=judge,
+        baseline=baseline,
+        sweep=sweep,
+        device=device,
+        pairs=pairs,
+        timeout_s=timeout,
+        threads=threads,
+        tripwires=tripwires,
+        sanitize=sanitize,
+        counters=counters,
+    )
+    output = Output(as_json)
+    if for_reward:
+        from patcher.judges.reward import judge_for_reward
+
+        with asked_again(), output.progress() as bar:
+            result = judge_for_reward(
+                request.judge, request.candidate, request.settings, REQUEST_ID, bar
+            )
+        if not as_json:
+            for each in result.evaluations.values():
+                print_evaluation(output.out, each)
+        output.emit(result, Text(f"reward {result.reward.value}: {result.reward.why}"))
+        return 0 if result.reward.value > 1 else 1
+    with asked_again(), output.progress() as bar:
+        evaluation = request.evaluate(bar)
+    if as_json:
+        output.emit(evaluation)
+    else:
+        print_evaluation(output.out, evaluation)
+        if evaluation.counters:
+            output.out.print(counters_table(evaluation.counters))
+    return 0 if evaluation.outcome is Outcome.CORRECT else 1

@@ -1,0 +1,31 @@
+"""`patcher models`: the models that can be served, and the language models that can be asked."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from patcher.bench import SCHEMA_VERSION, preset, presets
+from patcher.commands.console import Json, Output, app, examples
+
+
+@app.command()
+@examples("patcher models", "patcher models --json")
+def models(as_json: Json = False) -> int:
+    """List the presets of served models, and the language models that write kernels.
+
+    Says whether the key of each is set, never the key.
+    """
+    from patcher.models.registry import list_models
+    from patcher.settings import resolve
+    from patcher.show.models import models_table
+
+    rows = {name: preset(name).summary for name in presets()}
+    asked = list_models(resolve().models)
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "models": rows,
+        "language_models": [row.model_dump(mode="json") for row in asked],
+    }
+    served = (Text(f"{name}: {text}") for name, text in rows.items())
+    Output(as_json).emit(document, Text("served models"), *served, Text(), models_table(asked))
+    return 0

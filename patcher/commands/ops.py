@@ -1,0 +1,38 @@
+"""`patcher ops`: the kernel library."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from patcher.bench import SCHEMA_VERSION, load_op, load_ops
+from patcher.commands.console import Json, Output, app, examples
+
+ops_app = typer.Typer(invoke_without_command=True)
+app.add_typer(ops_app, name="ops")
+
+
+@ops_app.callback()
+@examples("patcher ops", "patcher ops --json", "patcher ops show fused_add_rms_norm")
+def ops(context: typer.Context, as_json: Json = False) -> None:
+    """List the ops of the kernel library: baselines, solutions, patch points."""
+    from patcher.show.ops import ops_table
+
+    if context.invoked_subcommand is None:
+        library = load_ops()
+        contracts = [op.contract.model_dump(mode="json") for op in library.values()]
+        document = {"schema_version": SCHEMA_VERSION, "ops": contracts}
+        Output(as_json).emit(document, ops_table(library))
+
+
+@ops_app.command("show")
+@examples("patcher ops show fused_add_rms_norm")
+def ops_show(name: Annotated[str, typer.Argument(help="An op.")], as_json: Json = False) -> int:
+    """Print the contract of one op."""
+    op = load_op(name)
+    solutions = [{"name": info.name, "summary": info.summary} for info, _ in op.solutions()]
+    document = {**op.contract.model_dump(mode="json"), "solutions": solutions}
+    Output(as_json).emit(document, Text((op.folder / "op.toml").read_text(encoding="utf-8")))
+    return 0

@@ -1,0 +1,113 @@
+"""`patcher optimize`: the agent loop on one op."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from patcher.bench import Language, load_op
+from patcher.commands.console import (
+    BudgetGpuMinutes,
+    BudgetMinutes,
+    BudgetTokens,
+    BudgetUsd,
+    FromSolution,
+    Islands,
+    Iterations,
+    Json,
+    JudgeSpec,
+    ModelSpec,
+    Output,
+    Strategy,
+    Threads,
+    Width,
+    app,
+    examples,
+)
+from patcher.commands.execution import execute_run
+
+
+@app.command()
+@examples(
+    "patcher optimize fused_add_rms_norm --language cpp --model exchange:prompts",
+    "patcher optimize fused_add_rms_norm --language cuda --iterations 6 --budget-usd 5",
+    "patcher optimize fused_add_rms_norm --language cuda --strategy beam --width 4",
+    "patcher optimize fused_add_rms_norm --language triton --strategy translate "
+    "--from-solution cuda_row",
+    "patcher optimize fused_add_rms_norm --language cuda --dry-run",
+    "patcher optimize fused_add_rms_norm --language cuda --judge exchange:jobs",
+)
+def optimize(
+    op: Annotated[str, typer.Argument(help="An op of the library.")],
+    language: Annotated[Language, typer.Option(help="What to write it in.")] = Language.CPP,
+    model: ModelSpec = None,
+    analyst: Annotated[
+        str | None, typer.Option(help="Another model for the analysis agent.")
+    ] = None,
+    diagnoser: Annotated[
+        str | None, typer.Option(help="Another model for the judge of failures.")
+    ] = None,
+    strategy: Strategy = "refine",
+    width: Width = None,
+    islands: Islands = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of evolve's draws; without one it is drawn and kept.")
+    ] = None,
+    from_solution: FromSolution = None,
+    iterations: Iterations = None,
+    budget_usd: BudgetUsd = None,
+    budget_tokens: BudgetTokens = None,
+    budget_minutes: BudgetMinutes = None,
+    budget_gpu_minutes: BudgetGpuMinutes = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Estimate what it would take; ask nobody.")
+    ] = False,
+    judge: JudgeSpec = None,
+    sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
+    counters: Annotated[
+        bool, typer.Option(help="CUDA: whether the analyst reads Nsight Compute's counters.")
+    ] = True,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> int:
+    """The agent loop on one op: generation and analysis agents under the judge's feedback."""
+    from patcher import pipeline
+    from patcher.plan import RunPlan
+    from patcher.settings import resolve
+    from patcher.strategies.search import Search
+
+    settings = resolve(
+        {
+            "model": model,
+            "analyst": analyst,
+            "diagnoser": diagnoser,
+            "iterations": iterations,
+            "budget_usd": budget_usd,
+            "budget_tokens": budget_tokens,
+            "budget_minutes": budget_minutes,
+            "budget_gpu_minutes": budget_gpu_minutes,
+            "judge": judge,
+        }
+    )
+    known = load_op(op)
+    numbers = {"width": width, "islands": islands, "seed": seed}
+    search = Search.of(known, language, strategy, from_solution or (), **numbers)
+    if dry_run:
+        from patcher.kernel_search.estimate import estimate
+        from patcher.show.models import estimate_lines
+
+        found = estimate(known, language, settings, sweep)
+        Output(as_json).emit(found, *estimate_lines(found))
+        return 0
+    plan = RunPlan(
+        op=known.name,
+        language=language,
+        sweep=sweep,
+        whole=False,
+        threads=threads,
+        search=search,
+        counters=counters,
+    )
+    run = pipeline.start(settings, "optimize", None, None, plan)
+    return execute_run(run, Output(as_json))

@@ -1,0 +1,157 @@
+"""`patcher profile`: captured or read, ranked, compared, drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from patcher.bench import UsageError
+from patcher.commands.console import Device, Engine, Json, Output, app, examples
+from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_of
+
+if TYPE_CHECKING:  # every other command starts without the readers
+    from patcher.hotspot import ProfileWarning
+
+
+@app.command()
+@examples(
+    "patcher profile gpt-oss-20b --from decode.sqlite --plot decode.svg",
+    "patcher profile gpt-oss-20b --from decode.nsys-rep --ncu counters.ncu-rep",
+    "patcher profile gpt-oss-20b --from kernels.csv --json",
+    "patcher profile gpt-oss-20b --from run.sqlite --window decode",
+    "patcher profile gpt-oss-20b --from tokens512.csv --minus tokens256.csv --steps 256",
+    "patcher profile --compare stock.sqlite patched.sqlite",
+    "patcher profile gpt-oss-20b --batch 8 --input-len 1024   (captures, on a GPU host)",
+    "patcher profile gpt-oss-20b --engine vllm --patch norm.zip --keep patched",
+    "patcher profile gpt-oss-tiny   (operators on this CPU)",
+)
+def profile(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Preset, Hugging Face id or folder; with a file, any name."),
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="nsys report, SQLite or Parquet export, `nsys stats` output in any format, or a "
+            "torch.profiler trace.",
+        ),
+    ] = None,
+    compare_files: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option("--compare", metavar="BEFORE AFTER", help="Which rows moved between two."),
+    ] = None,
+    minus: Annotated[
+        Path | None,
+        typer.Option(help="The same run with fewer tokens: what is left is steady decode."),
+    ] = None,
+    ncu: Annotated[
+        Path | None, typer.Option(help="Nsight Compute's report or csv: bytes and FLOPs.")
+    ] = None,
+    window: Annotated[
+        str | None,
+        typer.Option(help="NVTX range to rank; `all` keeps warm-up in; default: steady steps."),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Decode steps in it, where it cannot tell: a summary, --minus."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Rank a trace that hides kernels, under a warning.")
+    ] = False,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Draw one decode step and the ranking (SVG).")
+    ] = None,
+    engine: Engine = "transformers",
+    device: Device = None,
+    batch: Batch = None,
+    input_len: Prompt = None,
+    output_len: Steps = None,
+    weights: Weights = "random",
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep", help="Folder for the captured files; they name the host and folders."
+        ),
+    ] = None,
+    patches: Annotated[
+        list[Path] | None,
+        typer.Option("--patch", help="A patch bundle that is in while it is captured."),
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option(help="Rows to print; default: down to 95 % of busy time.", min=1)
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Where decode spends its time, what to do about it, and what that could give end to end.
+
+    The rows add up to the busy time of the GPU, and each says what to do. A fusion chain is a run
+    of small kernels that repeats in every layer; its time is in its members' rows, too.
+    """
+    from patcher.hotspot import compare, read
+    from patcher.hotspot.read import UNNAMED
+    from patcher.show.profile import compare_table, profile_tables
+
+    output = Output(as_json)
+    if patches and (source or compare_files):
+        raise UsageError("--patch is for capturing", "leave out --from and --compare")
+    if compare_files is not None:
+        if source or minus or plot_file:
+            raise UsageError("--compare takes two files and no other", "leave the others out")
+        before, after = (
+            read(path, model or UNNAMED, window=window, batch=batch, force=force)
+            for path in compare_files
+        )
+        _warn(output, (*before.warnings, *after.warnings))
+        comparison = compare(before, after)
+        output.emit(comparison, *compare_table(comparison, top or 15))
+        return 0
+    if model is None:
+        raise UsageError("no model is named", "patcher profile gpt-oss-20b; see: patcher models")
+    if source is not None:
+        with output.progress() as bar:
+            bar(f"read {source.name}", 0, 1)
+            found = read(
+                source,
+                model,
+                window=window,
+                minus=minus,
+                ncu=ncu,
+                batch=batch,
+                steps=steps,
+                force=force,
+            )
+    else:
+        if minus or ncu or window:
+            raise UsageError("--minus, --ncu and --window go with --from", "name a profile")
+        workload = workload_of(model, device, engine, batch, input_len, output_len, weights)
+        from patcher.api.profile import capture_here
+
+        with output.progress() as bar:
+            found, told = capture_here(workload, keep, patches or [], bar)
+        for line in told:
+            output.err.print(Text(line))
+    _warn(output, found.warnings)
+    if plot_file is not None:
+        from patcher.report import plot
+
+        try:
+            plot_file.write_text(plot(found), encoding="utf-8")
+        except OSError as error:
+            message = f"cannot draw into {plot_file}: {error.strerror}"
+            raise UsageError(message, "give a file in a folder that is there") from error
+    output.emit(found, *profile_tables(found, top))
+    if plot_file is not None and not as_json:
+        output.err.print(f"drawn: {plot_file}", highlight=False)
+    return 0
+
+
+def _warn(output: Output, warnings: Iterable[ProfileWarning]) -> None:
+    for warning in warnings:
+        if not output.as_json:
+            output.err.print(f"[yellow]{warning.kind}:[/]", Text(warning.message))

@@ -1,0 +1,164 @@
+"""`patcher run`, `demo`, `resume`: start a run, or resume one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from patcher.bench import Language, load_op
+from patcher.bench.stats.compare import DEFAULT_PAIRS
+from patcher.commands.console import (
+    BudgetGpuMinutes,
+    BudgetMinutes,
+    BudgetTokens,
+    BudgetUsd,
+    Device,
+    Engine,
+    Iterations,
+    Json,
+    JudgeSpec,
+    MarginPct,
+    ModelSpec,
+    Output,
+    Strategy,
+    Threads,
+    Width,
+    app,
+    examples,
+    runs_dir,
+)
+from patcher.commands.execution import execute_run
+from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_for, workload_of
+
+
+@app.command()
+@examples(
+    "patcher run gpt-oss-tiny --model exchange:prompts",
+    "patcher run gpt-oss-20b --language cuda --budget-usd 10",
+)
+def run(
+    served: Annotated[str, typer.Argument(metavar="MODEL", help="The served model.")],
+    op: Annotated[str | None, typer.Option(help="Default: the first hotspot covered.")] = None,
+    language: Annotated[
+        Language | None, typer.Option(help="What to write it in; default: cuda on a GPU, else cpp.")
+    ] = None,
+    model: ModelSpec = None,
+    strategy: Strategy = "refine",
+    width: Width = None,
+    iterations: Iterations = None,
+    budget_usd: BudgetUsd = None,
+    budget_tokens: BudgetTokens = None,
+    budget_minutes: BudgetMinutes = None,
+    budget_gpu_minutes: BudgetGpuMinutes = None,
+    judge: JudgeSpec = None,
+    source: Annotated[Path | None, typer.Option("--from", help="A profile to start from.")] = None,
+    device: Device = None,
+    engine: Engine = "transformers",
+    batch: Batch = None,
+    input_len: Prompt = None,
+    output_len: Steps = None,
+    weights: Weights = "random",
+    sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
+    margin_pct: MarginPct = None,
+    pairs: Annotated[int, typer.Option(help="End-to-end pairs at most.", min=6)] = DEFAULT_PAIRS,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> int:
+    """The whole path: profile, agent loop, patch, end-to-end A/B, decision, report."""
+    from patcher import pipeline
+    from patcher.plan import RunPlan
+    from patcher.settings import resolve
+    from patcher.strategies.search import Search
+
+    settings = resolve(
+        {
+            "model": model,
+            "iterations": iterations,
+            "budget_usd": budget_usd,
+            "budget_tokens": budget_tokens,
+            "budget_minutes": budget_minutes,
+            "budget_gpu_minutes": budget_gpu_minutes,
+            "judge": judge,
+            "margin_pct": margin_pct,
+        }
+    )
+    workload = workload_of(served, device, engine, batch, input_len, output_len, weights, threads)
+    plan = RunPlan(
+        op=load_op(op).name if op else None,
+        language=language,
+        sweep=sweep,
+        pairs=pairs,
+        threads=threads,
+        search=Search.of(load_op(op) if op else None, language, strategy, width=width),
+    )
+    begun = pipeline.start(settings, "run", served, workload, plan)
+    return execute_run(begun, Output(as_json), source)
+
+
+@app.command()
+@examples("patcher demo", "patcher demo --json")
+def demo(as_json: Json = False) -> int:
+    """The whole path on this machine's CPU: no GPU, no key, a few minutes.
+
+    The model's replies are a recorded conversation; everything else happens here and now.
+    """
+    from patcher import pipeline
+    from patcher.plan import DEMO, RunPlan
+    from patcher.settings import resolve
+
+    # a recorded conversation: it neither needs what was learned nor teaches
+    asked = {"model": DEMO, "iterations": 3, "judge": "local", "memory": "off"}
+    settings = resolve(asked)
+    workload = workload_for("gpt-oss-tiny", "cpu", threads=1)
+    plan = RunPlan(language=Language.CPP, pairs=40, threads=1, judge_pairs=8)
+    begun = pipeline.start(settings, "demo", "gpt-oss-tiny", workload, plan)
+    output = Output(as_json)
+    if not as_json:
+        output.err.print(
+            "[bold]demo[/]: gpt-oss-tiny on the CPU. The kernels come from a "
+            "[bold]recorded conversation[/] with a language model; building, judging, measuring "
+            "and deciding happen on this machine, now."
+        )
+    return execute_run(begun, output)
+
+
+@app.command()
+@examples(
+    "patcher resume",
+    "patcher resume 20260101-120000-gpt-oss-tiny-1a2b",
+    "patcher resume latest --budget-usd 20",
+    "patcher resume --judge exchange:jobs",
+    "patcher resume latest --machine-changed",
+)
+def resume(
+    which: Annotated[str, typer.Argument(metavar="RUN", help="Folder, id or `latest`.")] = "latest",
+    budget_usd: BudgetUsd = None,
+    budget_tokens: BudgetTokens = None,
+    budget_minutes: BudgetMinutes = None,
+    budget_gpu_minutes: BudgetGpuMinutes = None,
+    judge: JudgeSpec = None,
+    machine_changed: Annotated[
+        bool,
+        typer.Option(
+            "--machine-changed",
+            help="On another machine or driver: judge and measure all of it again, keep replies.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Go on with a run that was stopped, killed, or waits for a reply, perhaps with new ceilings
+    on the whole of it."""
+    from patcher.models.ceilings import SpendingLimits
+    from patcher.runs.run import Run
+
+    run = Run.open(Run.find(runs_dir(), which))
+    given = SpendingLimits(
+        usd=budget_usd,
+        tokens=budget_tokens,
+        minutes=budget_minutes,
+        gpu_minutes=budget_gpu_minutes,
+    )
+    given.note_in(run)
+    return execute_run(run, Output(as_json), judge=judge, machine_changed=machine_changed)

@@ -1,0 +1,77 @@
+"""`patcher worker`: this machine judges for loops elsewhere."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from patcher.commands.console import Json, Output, app, examples
+
+COLOURS = {"correct": "green", "refused": "red", "failed": "red", "left": "yellow"}
+
+
+@app.command()
+@examples(
+    "patcher worker exchange",
+    "patcher worker exchange --once --json",
+    "rsync -a --exclude '.*' laptop:loop/exchange/jobs exchange/",
+    "rsync -a --exclude '.*' exchange/results exchange/machines laptop:loop/exchange/",
+)
+def worker(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The DIR of --judge exchange:DIR.")],
+    once: Annotated[bool, typer.Option("--once", help="Serve what is there, then end.")] = False,
+    poll_s: Annotated[
+        float, typer.Option("--poll", help="Seconds between looks for jobs.", min=0.05, max=3600)
+    ] = 1.0,
+    as_json: Json = False,
+) -> int:
+    """Judge the jobs that a loop elsewhere wrote with --judge exchange:DIR.
+
+    Several workers may share DIR: none does another's job, and the job of one that was killed is
+    taken by the next. Ctrl-C leaves the job in hand to others. DIR may be shared or copied in both
+    directions; what is half-copied is not there yet. Who can write into DIR is believed by both
+    sides.
+
+    Exit code 0: all that was there is judged or refused; 3: this machine lacks what a job needs;
+    1: the judge itself failed at a job (stderr has its traceback), which is left to others.
+    """
+    from patcher.judges.worker import Shift, Worker, WorkerSummary
+    from patcher.visible import visible
+
+    output = Output(as_json)
+    served: list[WorkerSummary] = []
+    incomplete: tuple[str, ...] = ()
+    interrupted = False
+    with output.progress() as bar:
+
+        def say(job: WorkerSummary) -> None:
+            served.append(job)
+            took = f" ({job.seconds:.1f} s)" if job.seconds is not None else ""
+            parts = (job.job, job.outcome, *filter(None, [job.detail]))
+            bar.say(Text(visible(": ".join(parts)) + took, style=COLOURS.get(job.outcome, "")))
+
+        try:
+            with Worker(folder, bar, say) as server:
+                while True:
+                    shift = server.serve()
+                    incomplete = shift.incomplete
+                    if once:
+                        break
+                    bar("waiting for jobs", 0, 0)
+                    time.sleep(poll_s)
+        except KeyboardInterrupt:
+            interrupted = True
+    for name in incomplete:
+        output.err.print(Text(f"{name}: still being copied"))
+    told = "interrupted; what was in hand is free for another worker; " if interrupted else ""
+    output.emit(
+        Shift(jobs=tuple(served), incomplete=incomplete), Text(f"{told}{len(served)} jobs served")
+    )
+    if interrupted:
+        return 130
+    outcomes = {job.outcome for job in served}
+    return 1 if "failed" in outcomes else 3 if "left" in outcomes else 0

@@ -1,0 +1,125 @@
+"""`patcher workspace` and `patcher attempt`: agents from outside work under the judge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.text import Text
+
+from patcher.bench import SCHEMA_VERSION, Language, load_op
+from patcher.commands.console import (
+    Json,
+    JudgeSpec,
+    Output,
+    Threads,
+    app,
+    asked_again,
+    examples,
+)
+
+if TYPE_CHECKING:  # every other command starts without the prompts
+    from patcher.workspace import Line
+
+Command = Literal["compile", "verify", "profile", "results"]
+
+
+@app.command()
+@examples(
+    "patcher workspace fused_add_rms_norm task --language cuda",
+    "patcher workspace fused_add_rms_norm task --language cpp --threads 1",
+    "patcher workspace fused_add_rms_norm task --language triton --judge exchange:jobs",
+    "cd task && AGENT 'Read SKILL.md and do what it says.'",
+)
+def workspace(
+    op: Annotated[str, typer.Argument(help="An op of the library.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
+    language: Annotated[Language, typer.Option(help="What to write it in.")] = Language.CUDA,
+    sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
+    threads: Threads = None,
+    judge: JudgeSpec = None,
+    as_json: Json = False,
+) -> int:
+    """Lay out a folder for any coding agent: SKILL.md, the contract, the reference, a kernel to
+    edit, and the commands ./compile, ./verify and ./profile, which ask the judge.
+
+    Everything but the kernel is read-only and hashed; a command refuses to run when it was changed.
+    results.jsonl has a line for each command, with the reward (see `patcher evaluate --help`).
+    Its lines are chained and held against the judge's own copy in PATCHER_CACHE. An agent that
+    writes there, too, could forge both: before you rely on a reward, have the kernel judged by
+    yourself (`patcher evaluate OP FILE --reward`), or from the start by another user or machine
+    (--judge exchange:DIR).
+    """
+    from patcher.judges import exchange_folder
+    from patcher.settings import resolve
+    from patcher.workspace import lay_out
+
+    settings = resolve({"judge": judge})
+    where = settings.judge
+    if (elsewhere := exchange_folder(where)) is not None:
+        where = f"exchange:{elsewhere.resolve()}"  # the commands run in another folder
+    opened = lay_out(
+        load_op(op),
+        folder,
+        language,
+        sweep=sweep,
+        threads=threads,
+        judge=where,
+        policy=settings.tripwires.for_op(op),
+    )
+    Output(as_json).emit(
+        opened.workspace,
+        Text(f"{folder}: edit {opened.workspace.file}; read {folder / 'SKILL.md'} first"),
+    )
+    return 0
+
+
+@app.command()
+@examples(
+    "patcher attempt task compile",
+    "patcher attempt task verify",
+    "patcher attempt task profile --json",
+    "patcher attempt task results --json",
+)
+def attempt(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of `patcher workspace`.")],
+    command: Annotated[Command, typer.Argument(metavar="COMMAND")],
+    as_json: Json = False,
+) -> int:
+    """Judge the kernel in a workspace: what ./compile, ./verify and ./profile there call.
+
+    compile builds it; verify checks that it is right; profile judges it against eager and
+    torch.compile (a whole judgement each) and gives its reward; results shows what there is, held
+    against its chain and the judge's own copy.
+
+    Exit code 0: it built, is right, is over 5 % faster than eager; 1: it is not; 5: a protected
+    file or a line of results.jsonl was changed; 6: the judge is elsewhere: run it again later.
+    """
+    from patcher.show.evaluation import print_checks, print_evaluation
+    from patcher.workspace import attempt as carried_out
+    from patcher.workspace import open_workspace
+
+    output = Output(as_json)
+    opened = open_workspace(folder)
+    if command == "results":
+        lines = opened.ledger.lines()
+        told = [line.model_dump(mode="json") for line in lines]
+        output.emit({"schema_version": SCHEMA_VERSION, "results": told}, *map(_shown, lines))
+        return 0
+    with asked_again(), output.progress() as bar:
+        tried = carried_out(opened, command, bar)
+    if not as_json:
+        show = print_evaluation if command == "profile" else print_checks
+        for evaluation in tried.evaluations:
+            show(output.out, evaluation)
+        if tried.log and not tried.evaluations:
+            output.out.print(Text(tried.log, style="dim"))
+    output.emit(tried, _shown(tried.line))
+    return 0 if tried.good else 1
+
+
+def _shown(line: Line) -> Text:
+    what = "built" if line.built else "did not build"
+    reward = f"reward {line.reward.value}: {line.reward.why}" if line.reward else what
+    return Text(f"{line.seq} {line.stage} {line.digest[:12]}: {reward}")

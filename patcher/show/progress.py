@@ -1,0 +1,58 @@
+"""The progress bar of a command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+
+@contextmanager
+def stage_bar(console: Console, quiet: bool) -> Iterator[StageBar]:
+    """One live bar that changes its label from stage to stage."""
+    progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=quiet or not (console.is_terminal or console.is_jupyter),
+    )
+    with progress:
+        yield StageBar(progress, console, quiet)
+
+
+class StageBar:
+    """Callable with (stage, done, total), as the judge and the A/B report their progress."""
+
+    def __init__(self, progress: Progress, console: Console, quiet: bool) -> None:
+        self._progress, self._console, self._quiet = progress, console, quiet
+        self._task = progress.add_task("starting", total=None)
+        self._stage = ""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """What stands in brackets after a stage is a note, which may change within it."""
+        name = stage.partition(" (")[0]
+        if name != self._stage:
+            self._stage = name
+            self._progress.reset(self._task)
+        self._progress.update(self._task, description=stage, completed=done, total=total)
+
+    def say(self, line: str | Text) -> None:
+        """A line that stays."""
+        if not self._quiet:
+            self._console.print(line, highlight=False)
