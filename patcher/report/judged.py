@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from patcher.ab.best_set import BestSet
-from patcher.ab.job import ABResult
+from patcher.ab.result import ABResult
 from patcher.bench import Candidate
 from patcher.hotspot import Profile
 from patcher.integrate import Patch, Receipt
@@ -56,7 +56,7 @@ def report_of(
         receipt=_together(patches, [one.receipt for one in judged.measured]),
         quality_receipt=_together(patches, [one.quality_receipt for one in judged.measured]),
         reconciliation=judged.reconciliation,
-        elsewhere=measured.elsewhere,
+        elsewhere=measured.other_workloads,
         best_set=best_set,
         decision=judged.decision,
         reverted_identical=measured.reverted_identical,
