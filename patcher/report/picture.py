@@ -21,11 +21,10 @@ def plot(profile: Profile, *, width: float = charts.WIDE) -> str:
     Args:
         width: pixels without the margin; below 500 it is laid out for a phone.
     """
-    record = profile.model_dump(mode="json")
-    rows, step = views.hotspot_rows(record), read_step(record)
+    rows, step = views.hotspot_rows(profile), read_step(profile)
     margin = 12.0 if width < 500 else _MARGIN
     parts = [_head(profile, width)]
-    parts.append(lanes(step, width) if step else _note(why_not(record), width))
+    parts.append(lanes(step, width) if step else _note(why_not(profile), width))
     parts.append(bars(rows, width))
     gap = 20.0
     canvas = Canvas(width + 2 * margin, sum(part.height + gap for part in parts) - gap + 2 * margin)
