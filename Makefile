@@ -3,8 +3,9 @@
 SHELL := /bin/bash
 PY := .venv/bin/python -P
 STAMP := .venv/.patcher-ready
+DOCS := .venv/.patcher-docs
 
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test check lint types docs bench clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -20,15 +21,27 @@ demo: $(STAMP) ## the whole path on this machine's CPU: no GPU, no key
 test: $(STAMP) ## run the tests
 	@$(PY) -m pytest -q
 
-check: $(STAMP) ## format, lint and types
+check: lint types ## format, lint and types
+
+lint: $(STAMP) ## format and lint
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
+
+types: $(STAMP) ## mypy strict and pyright
 	$(PY) -m mypy
 	$(PY) -m pyright
+
+$(DOCS): $(STAMP)
+	@$(PY) -m pip --disable-pip-version-check install -q --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+docs: $(DOCS) ## build the pages into site/; a warning is an error
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo "docs: site/index.html"
 
 bench: $(STAMP) ## benchmarks; figures, not verdicts
 	@$(PY) -m patcher.bench.lab
 	@$(PY) -m patcher.integrate.cost
 
 clean: ## remove .venv and caches
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build site *.egg-info .mypy_cache .ruff_cache .hypothesis

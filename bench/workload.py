@@ -116,3 +116,21 @@ def weights_id(workload: Workload) -> str:
     if known.hub_id is None:
         raise UsageError(f"{known.name} has no published weights", "use --weights random")
     return known.hub_id
+
+
+def pick_device(asked: str | None) -> Literal["cpu", "cuda"]:
+    """The device asked for, else CUDA where there is one.
+
+    Raises:
+        UsageError: neither `cpu` nor `cuda`.
+    """
+    match asked:
+        case "cpu":
+            return "cpu"
+        case "cuda":
+            return "cuda"
+        case str():
+            raise UsageError(f"unknown device {asked!r}", "say cpu or cuda")
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -16,14 +16,17 @@ from patcher.hotspot.roofline import ServedModel
 from patcher.hotspot.stats import EVERYTHING
 from patcher.hotspot.subtract import subtract
 
+UNNAMED = "model"
+"""What a model is called of which only a profile is known."""
+
 
 def read(
-    path: Path,
-    model: str,
+    path: str | Path,
+    model: str = UNNAMED,
     *,
     window: str | None = None,
-    minus: Path | None = None,
-    ncu: Path | None = None,
+    minus: str | Path | None = None,
+    ncu: str | Path | None = None,
     batch: int | None = None,
     steps: int | None = None,
     force: bool = False,
@@ -31,6 +34,8 @@ def read(
     """Read and rank a profile.
 
     Args:
+        path: an nsys report, its SQLite or Parquet export, what `nsys stats` printed, or a trace of
+            torch.profiler.
         model: a preset's name tells layers and sizes; any other name is just kept.
         window: text of an NVTX range, or `all` to keep warm-up and loading.
         minus: a profile of the same run with fewer tokens, whose kernels are taken off.
@@ -46,29 +51,28 @@ def read(
     """
     chosen = None if window == EVERYTHING else window
     served = ServedModel.of(model, batch)
-    recording = _shown(read_recording(path, chosen), path.name, served, force)
+    recording = _checked(Path(path), chosen, served, force)
     if minus is not None:
-        recording = subtract(
-            recording, _shown(read_recording(minus, chosen), minus.name, served, force)
-        )
+        recording = subtract(recording, _checked(Path(minus), chosen, served, force))
     names = _names(recording)
-    counters = Attached({}, ()) if ncu is None else attach(read_ncu(ncu), names)
+    counters = Attached({}, ()) if ncu is None else attach(read_ncu(Path(ncu)), names)
     profile = build_profile(
         recording, model, served=served, steps=steps, counters=counters.counters, window=window
     )
     return profile.model_copy(update={"warnings": (*profile.warnings, *counters.warnings)})
 
 
-def _shown(recording: Recording, name: str, served: ServedModel, force: bool) -> Recording:
-    """Refuse what hides kernels; with `force`, warn.
+def _checked(path: Path, window: str | None, served: ServedModel, force: bool) -> Recording:
+    """Read a recording; refuse one that hides kernels, or with `force` warn.
 
     Raises:
         UsageError: a graph-level trace, by what the source says or by what is missing in it.
     """
+    recording = read_recording(path, window)
     hidden = recording.hidden or _suspicion(recording, served)
     if hidden is None:
         return recording
-    what = f"{name}: {hidden}"
+    what = f"{path.name}: {hidden}"
     if not force:
         raise UsageError(what, f"profile again: {NODE_LEVEL}   (or rank what is there: --force)")
     warning = ProfileWarning(kind="graph_level", message=f"{what}; profile again: {NODE_LEVEL}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from patcher.integrate.archive import is_archive, pack, unpacked
+from patcher.integrate.bundle import open_bundle
 from patcher.integrate.changes import Change
 from patcher.integrate.manifest import Manifest
 from patcher.integrate.patch import Patch
@@ -15,7 +16,7 @@ from patcher.integrate.verify import FitCheck, Verified, verify
 
 if TYPE_CHECKING:
     from patcher.integrate.activation import Activation, activate, prepare
-    from patcher.integrate.counts import CallCounters
+    from patcher.integrate.counts import CallCounters, GraphWatch
     from patcher.integrate.export import export_patch
     from patcher.integrate.imports import import_kernel
     from patcher.integrate.measuring import activated, await_engine
@@ -32,6 +33,7 @@ _LAZY = {
     "write_recipe": "patcher.integrate.tensorrt_llm_recipe",
     "Activation": "patcher.integrate.activation",
     "CallCounters": "patcher.integrate.counts",
+    "GraphWatch": "patcher.integrate.counts",
     "activate": "patcher.integrate.activation",
     "activated": "patcher.integrate.measuring",
     "await_engine": "patcher.integrate.measuring",
@@ -58,6 +60,7 @@ __all__ = [
     "CallCounters",
     "Change",
     "FitCheck",
+    "GraphWatch",
     "Manifest",
     "Patch",
     "Receipt",
@@ -74,6 +77,7 @@ __all__ = [
     "import_kernel",
     "is_archive",
     "make_diff",
+    "open_bundle",
     "pack",
     "prepare",
     "read_receipts",

@@ -28,7 +28,7 @@ def is_archive(path: Path) -> bool:
 
 
 def pack(patch: Patch, path: Path) -> None:
-    """Write a bundle as one file.
+    """Write a bundle as one file, without the binaries that its folder lacks.
 
     Names are sorted and dates fixed: the bytes depend on the bundle and on zlib's release alone.
     What identifies a bundle is its digest, over the files.
@@ -43,7 +43,7 @@ def pack(patch: Patch, path: Path) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".patch-") as scratch:
             staged = Path(scratch) / path.name
             with zipfile.ZipFile(staged, "w") as archive:
-                for name in sorted([MANIFEST, *patch.manifest.files]):
+                for name in sorted([MANIFEST, *patch.files]):
                     entry = zipfile.ZipInfo(name, _DATE)
                     entry.create_system = 3
                     entry.compress_type = zipfile.ZIP_DEFLATED

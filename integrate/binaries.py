@@ -33,10 +33,16 @@ def describe_binary(entry: str, built: Built, device: str) -> Binary:
     )
 
 
-def fitting_binary(manifest: Manifest) -> Binary | None:
-    """The binary that was built for a machine like this one, where there is one."""
+def fitting_binary(folder: Path, manifest: Manifest) -> Binary | None:
+    """The binary of a bundle's folder that was built for a machine like this one.
+
+    None where there is none, or where it was left out of the bundle.
+    """
+    carried = [known for known in manifest.binaries if (folder / known.file).is_file()]
+    if not carried:
+        return None
     here = _here(manifest.guards.device)
-    fits = (known for known in manifest.binaries if (known.platform, known.processor) == here)
+    fits = (known for known in carried if (known.platform, known.processor) == here)
     return next(fits, None)
 
 
@@ -50,7 +56,7 @@ def load_kernel(folder: Path, manifest: Manifest, candidate: Candidate) -> Calla
     """
     from patcher.bench.toolchains import build, load
 
-    if binary := fitting_binary(manifest):
+    if binary := fitting_binary(folder, manifest):
         try:
             return loading.load(str(folder / binary.file), binary.binding, manifest.entry)
         except (ImportError, OSError, AttributeError, RuntimeError) as error:

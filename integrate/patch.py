@@ -153,9 +153,12 @@ class Patch:
     def load(cls, folder: Path) -> Patch:
         """Read a bundle and hold every file against its digest.
 
+        Binaries may be left out: the kernel is built from source then, which must be there.
+
         Raises:
             UsageError: no bundle there.
-            VerificationError: a file is missing, added, changed, a link, or outside the bundle.
+            VerificationError: the source is missing, or a file is added, changed, a link, or
+                outside the bundle.
         """
         path = folder / MANIFEST
         if not path.is_file() or path.is_symlink():
@@ -172,6 +175,8 @@ class Patch:
             if pure.is_absolute() or ".." in pure.parts:
                 raise VerificationError(f"the manifest names {name}, outside the bundle", _AGAIN)
             file = folder / name
+            if name != manifest.source and not os.path.lexists(file):
+                continue
             if file.is_symlink() or not file.is_file():
                 raise VerificationError(f"{name} is missing from the patch", _AGAIN)
             if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
@@ -184,6 +189,12 @@ class Patch:
                 if item.is_symlink() or not (known or item.is_dir()):
                     raise VerificationError(f"{inside} does not belong to the patch", _AGAIN)
         return cls(folder, manifest, hashlib.sha256(text).hexdigest())
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names of the files of the manifest that are in the folder: all but the binaries that
+        were left out."""
+        return tuple(name for name in self.manifest.files if (self.folder / name).is_file())
 
     @property
     def contract(self) -> Contract:

@@ -51,7 +51,7 @@ def verify(patch: Patch) -> Verified:
     manifest = patch.manifest
     target = manifest.target
     questions: tuple[tuple[str, Callable[[], str]], ...] = (
-        ("files", lambda: f"{len(manifest.files)} as when the patch was made"),
+        ("files", lambda: _files(patch)),
         ("evidence", lambda: _evidence(patch)),
         ("version", lambda: f"{target.engine} {patch.verify_version()} is in {target.versions}"),
         ("source", patch.verify_source),
@@ -118,6 +118,12 @@ def verify_workers(manifest: Manifest, tensor_parallel: int) -> None:
         )
 
 
+def _files(patch: Patch) -> str:
+    left_out = [name for name in patch.manifest.files if name not in patch.files]
+    told = f"{len(patch.files)} as when the patch was made"
+    return f"{told}; left out: {', '.join(left_out)}" if left_out else told
+
+
 def _evidence(patch: Patch) -> str:
     patch.candidate()
     further = [f"over {one.sweep}: {_in_words(one)}" for one in patch.manifest.further]
@@ -137,10 +143,11 @@ def _kernel(patch: Patch) -> str:
     from patcher.bench.toolchains import toolchain
 
     manifest = patch.manifest
-    if binary := fitting_binary(manifest):
+    if binary := fitting_binary(patch.folder, manifest):
         return f"{binary.file} was built for this machine"
     if missing := toolchain(manifest.language).missing():
-        known = ", ".join(binary.processor for binary in manifest.binaries) or "none"
+        carried = [binary for binary in manifest.binaries if binary.file in patch.files]
+        known = ", ".join(binary.processor for binary in carried) or "none"
         raise MissingError(
             f"{manifest.id} has no binary for this machine (it has: {known}), and {missing}",
             f"{missing.fix}, or make the patch again on this machine",

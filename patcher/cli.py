@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from patcher.bench import MissingError, PatcherError, UsageError
+from patcher.bench import PatcherError, UsageError
 from patcher.commands.console import app, json_text
 from patcher.commands.streams import ReaderGoneError, StdoutError, check_arguments, prepare
 from patcher.runs.stopping import Interrupted, Stopping
@@ -62,8 +62,10 @@ def _ended_by(error: BaseException, as_json: bool) -> int:
             hint = "rename the file or folder, or set a locale of its encoding: LC_ALL=C.UTF-8"
             return _told(UsageError(message, hint), as_json)
         case ImportError():
-            name = error.name or error
-            return _told(MissingError(f"{name} is not installed", "pip install it"), as_json)
+            from patcher.extras import missing_package
+
+            command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+            return _told(missing_package(error, command), as_json)
     raise error
 
 

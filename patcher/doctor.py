@@ -16,7 +16,7 @@ from patcher.bench.sandbox.policy import sandbox_description
 from patcher.bench.toolchains import cache_root, toolchain
 from patcher.hotspot import ncu_finding, nsys_finding
 from patcher.integrate import Switches, home_store
-from patcher.models.registry import listed
+from patcher.models.registry import list_models
 from patcher.settings import resolve
 
 Status = Literal["ok", "warn", "fail"]
@@ -241,7 +241,7 @@ def _key() -> Finding:
     """Yes or no for each key that could be used, never the key."""
     try:
         settings = resolve()
-        rows = [row for row in listed(settings.models) if row.key_variable]
+        rows = [row for row in list_models(settings.models) if row.key_variable]
     except PatcherError as error:
         return Finding(name="model key", status="fail", detail=error.message, fix=error.hint)
     said = {row.key_variable: "set" if row.has_key else "not set" for row in rows}

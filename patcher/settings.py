@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from patcher.bench import Record, UsageError
+from patcher.levers.record import AuxiliaryLever, PromptLever, ScoreLever, TripwireSettings
+from patcher.models import PROMPT_TOKENS
 from patcher.models.registry import ModelEntry, Name
-from patcher.optimising.levers import AuxiliaryLever, PromptLever, ScoreLever, TripwireSettings
-from patcher.prompting.room import PROMPT_TOKENS
 
 CONFIG_FILE = "patcher.toml"
 PREFIX = "PATCHER_"
@@ -49,7 +49,7 @@ class Settings(Record):
     sol_pct: float = Field(90, gt=0, allow_inf_nan=False)
     """Share of the speed of light at which the loop leaves an op."""
     patience: int = Field(5, ge=1)
-    """Optimisation rounds in a row without a gain after which it does."""
+    """Optimization rounds in a row without a gain after which it does."""
     prompt_tokens: int = Field(PROMPT_TOKENS, ge=2000)
     """Room of a prompt, estimated; what is optional is cut to fit."""
     memory: str = Field("on", min_length=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import lzma
 import os
 import random
 import shutil
@@ -112,7 +113,7 @@ def seeds(target: str) -> list[bytes]:
 
 def _files(target: str) -> Iterator[tuple[Path, bytes]]:
     if target == "names":
-        text = (DATA / "nsys/kernel_names.txt").read_bytes()
+        text = gzip.decompress((DATA / "nsys/kernel_names.txt.gz").read_bytes())
         yield from ((DATA, line) for line in text.split(b"\n"))
         return
     folders = {"summary": "nsys", "sqlite": "nsys", "ncu": "ncu", "parquet": "parquet"}
@@ -120,8 +121,10 @@ def _files(target: str) -> Iterator[tuple[Path, bytes]]:
         content = path.read_bytes()
         if path.suffix == ".gz" and target != "kineto-gz":
             content = gzip.decompress(content)
+        elif path.suffix == ".xz":
+            content = lzma.decompress(content)
         is_database = content.startswith(b"SQLite format 3\0")
-        if is_database == (target == "sqlite") and path.name != "kernel_names.txt":
+        if is_database == (target == "sqlite") and path.name != "kernel_names.txt.gz":
             yield path, content
 
 

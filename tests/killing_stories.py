@@ -15,8 +15,8 @@ from tried_sample import timed
 
 import patcher.runs.run
 from patcher.agent import loop as agent
-from patcher.agent import optimize
-from patcher.attempts.tried import Ask, Tried
+from patcher.agent import run_loop
+from patcher.attempts.history import CandidateRequest, IterationResult
 from patcher.bench import Candidate, Check, Evaluation, Language, Outcome, load_op
 from patcher.models import Reply, Request, Usage
 from patcher.models.budget import Budget
@@ -69,9 +69,9 @@ class Pairs:
 
     name = "pairs"
 
-    def next(self, tried: Sequence[Tried], left: int) -> tuple[Ask, ...]:
+    def next(self, tried: Sequence[IterationResult], left: int) -> tuple[CandidateRequest, ...]:
         if not tried:
-            return (Ask(kind="generate"), Ask(kind="generate"))
+            return (CandidateRequest(kind="generate"), CandidateRequest(kind="generate"))
         return Refine().next(tried, left)
 
 
@@ -96,9 +96,9 @@ def whole(root: Path, effect: Effect) -> None:
 
     patcher.integrate.patch.datetime = _Stopped  # type: ignore[attr-defined]
     pipeline._profile = lambda *_: done("profile", profile)  # type: ignore[assignment]
-    pipeline.measure_in_child = lambda *_: done("measure", measured)  # type: ignore[assignment]
+    pipeline.compare_patch = lambda *_: done("measure", measured)  # type: ignore[assignment]
     pipeline.build = lambda *_: built  # type: ignore[attr-defined]
-    pipeline._optimise = lambda run, *_: work(run, effect, 2)  # type: ignore[assignment]
+    pipeline.search_kernel = lambda run, *_, **__: work(run, effect, 2)  # type: ignore[assignment]
     plan = pipeline.RunPlan(op=OP, language=Language.CPP)
     asked = {
         "command": "run",
@@ -116,14 +116,14 @@ def _canned() -> tuple[Any, Any, Any]:
     """What was profiled, measured and built."""
     from report_sample import sample
 
+    from patcher.ab.measurement import Measurement
     from patcher.bench.toolchains import Built
-    from patcher.endtoend.measured import Measured
     from patcher.hotspot import read
     from patcher.integrate import Receipt
 
     report = sample()
     receipt = Receipt(patch_id="p", digest="d", pid=1, calls={f"{OP} tokens=8": 3})
-    measured = Measured(
+    measured = Measurement(
         throughput=report.throughput,
         quality=report.quality,
         receipt=receipt,
@@ -153,7 +153,7 @@ def work(run: Run, effect: Effect, iterations: int) -> Any:
             return verdict(candidate, VERDICTS[iteration])
 
     agent.Prompts = _prompts  # type: ignore[attr-defined]
-    return optimize(
+    return run_loop(
         run,
         load_op(OP),
         Language.CPP,

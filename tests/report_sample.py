@@ -6,6 +6,9 @@ import math
 import random
 from typing import Any, Literal
 
+from patcher.ab.best_set import BestSet, Combination, best_set
+from patcher.ab.decision import Decision
+from patcher.ab.other_workloads import OtherPoint, OtherWorkloads, PeakMemory
 from patcher.attempts import Attempt, Recommendation
 from patcher.bench import (
     Check,
@@ -20,15 +23,12 @@ from patcher.bench import (
     Workload,
 )
 from patcher.bench.stats.comparison import Arm, Verdict
-from patcher.endtoend.best_set import BestSet, Combination, best_set
-from patcher.endtoend.elsewhere import Elsewhere, OtherPoint, PeakMemory
 from patcher.hotspot import Hotspot, Profile
 from patcher.models import Usage
 from patcher.reconciling.launches import ShapeLaunches, StepLaunches
 from patcher.reconciling.reconcile import PatchedKernel, reconcile
 from patcher.report import PatchReceipts, ReceiptRow, Report
-from patcher.verdicts.decide import Decision
-from patcher.verdicts.word import HumanVerdict, Said
+from patcher.verdicts.human_verdict import HumanVerdict, HumanWord
 
 SOURCE = """\
 // fused_add_rms_norm: residual += input; input = residual / rms(residual) * weight
@@ -387,13 +387,13 @@ def in_processes(taken: tuple[Window, ...], pairs: int) -> tuple[Window, ...]:
     )
 
 
-def elsewhere() -> Elsewhere:
+def elsewhere() -> OtherWorkloads:
     points = [
         OtherPoint(batch=batch, context=context, comparison=comparison(gain, 0.4, 12))
         for batch, context, gain in ((1, 1024, 0.3), (32, 1024, 1.1), (8, 8192, -0.2))
     ]
     memory = PeakMemory(baseline_bytes=61_203_283_968, patched_bytes=61_270_392_832)
-    return Elsewhere(points=tuple(points), memory=memory)
+    return OtherWorkloads(points=tuple(points), memory=memory)
 
 
 def sets() -> BestSet:
@@ -407,7 +407,7 @@ def sets() -> BestSet:
 
 
 def word(
-    said: Said = "reject", reason: str | None = "nobody can maintain this source"
+    said: HumanWord = "reject", reason: str | None = "nobody can maintain this source"
 ) -> HumanVerdict:
     return HumanVerdict(
         time="2026-11-21T08:00:00+00:00",

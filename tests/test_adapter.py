@@ -1,4 +1,4 @@
-"""The adapter that CONTRIBUTING shows, as it stands there, in an engine made for it."""
+"""The adapter that the tutorial shows, as it stands there, in an engine made for it."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class OpOfToyserve:
 
 
 def example() -> str:
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    found = re.search(r"^## Add an engine.*?^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    text = (ROOT / "docs/tutorials/add-an-engine.md").read_text(encoding="utf-8")
+    found = re.search(r"^## To patch it.*?^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert found
     return found[1]
 

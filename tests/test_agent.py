@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 from tried_sample import timed
 
-from patcher.agent import MAX_FUNCTIONAL_FAILURES, MAX_TOKENS, best_candidate, optimize
-from patcher.attempts import Optimisation, Progress
+from patcher.agent import MAX_FUNCTIONAL_FAILURES, MAX_TOKENS, best_candidate, run_loop
+from patcher.attempts import LoopResult, Progress
 from patcher.bench import (
     BudgetError,
     Candidate,
@@ -26,7 +26,7 @@ from patcher.bench import (
 )
 from patcher.models import Reply, Request, Role, Usage
 from patcher.models.exchange import ExchangeModel
-from patcher.models.replay import Recorded, ReplayModel
+from patcher.models.replay import RecordedReply, ReplayModel
 from patcher.runs.run import Run
 
 OP = "fused_add_rms_norm"
@@ -63,7 +63,7 @@ def recording(folder: Path, lines: list[Line]) -> ReplayModel:
                 source="api",
                 prompt_digest="0" * 64,
             )
-            line = Recorded(
+            line = RecordedReply(
                 step=f"{OP}/{iteration}/ask-{role}",
                 role=kind,
                 prompt_digest="0" * 64,
@@ -120,10 +120,10 @@ def run(tmp_path: Path) -> Run:
     return Run.create(tmp_path / "runs", command="optimize")
 
 
-Loop = Callable[..., Optimisation]
+Loop = Callable[..., LoopResult]
 
 
-def names(found: Optimisation) -> list[tuple[str, str]]:
+def names(found: LoopResult) -> list[tuple[str, str]]:
     return [(attempt.phase, attempt.outcome.value) for attempt in found.iterations]
 
 
@@ -147,7 +147,7 @@ STORY_VERDICTS: dict[str, float | Outcome] = {
 def test_from_a_failure_to_the_best(op: Op, run: Run, tmp_path: Path) -> None:
     judge, told = Judge(STORY_VERDICTS), list[Progress]()
     model = recording(tmp_path, STORY)
-    found = optimize(run, op, Language.CPP, model, judge, 4, DEVICE, on_event=told.append)
+    found = run_loop(run, op, Language.CPP, model, judge, 4, DEVICE, on_event=told.append)
     assert names(found) == [
         ("functional", "compilation_failure"),
         ("functional", "too_slow"),
@@ -192,7 +192,7 @@ def test_from_a_failure_to_the_best(op: Op, run: Run, tmp_path: Path) -> None:
     assert (folder / "2/candidate.cpp").read_text() == best.source
     assert json.loads((folder / "2/evaluation.json").read_text())["geomean_speedup"] == 2.5
     stored = (folder / "optimisation.json").read_text()
-    assert Optimisation.model_validate_json(stored) == found
+    assert LoopResult.model_validate_json(stored) == found
 
 
 def test_resumed_after_every_step_the_end_is_the_same(op: Op, tmp_path: Path) -> None:
@@ -224,15 +224,15 @@ def test_resumed_after_every_step_the_end_is_the_same(op: Op, tmp_path: Path) ->
             self._count()
             return self.inner(candidate)
 
-    def whole(at: int) -> tuple[Optimisation, int]:
+    def whole(at: int) -> tuple[LoopResult, int]:
         judge = Judge(STORY_VERDICTS)
         first, second = Interrupting(at, judge), Interrupting(-1, judge)
         run = Run.create(tmp_path / "runs", command="optimize")
         with run, pytest.raises(KeyboardInterrupt):
-            optimize(run, op, Language.CPP, first, first.judge, 4, DEVICE)
+            run_loop(run, op, Language.CPP, first, first.judge, 4, DEVICE)
         with Run.open(run.path) as again:
-            found = optimize(again, op, Language.CPP, second, second.judge, 4, DEVICE)
-            third = optimize(again, op, Language.CPP, model, Judge({}), 4, DEVICE)
+            found = run_loop(again, op, Language.CPP, second, second.judge, 4, DEVICE)
+            third = run_loop(again, op, Language.CPP, model, Judge({}), 4, DEVICE)
         assert third == found
         assert judge.seen == ["typo", "fixed", "vector", "prefetch"]
         asked = first.asked + second.asked
@@ -251,7 +251,7 @@ def test_the_same_source_is_judged_once(op: Op, run: Run, tmp_path: Path) -> Non
         ("1/generate", code("a")),
     ]
     judge = Judge({"a": 1.5})
-    found = optimize(run, op, Language.CPP, recording(tmp_path, lines), judge, 2, DEVICE)
+    found = run_loop(run, op, Language.CPP, recording(tmp_path, lines), judge, 2, DEVICE)
     assert judge.seen == ["a"]
     assert found.iterations[1].duplicate_of == 0
     assert found.iterations[1].geomean_speedup == 1.5
@@ -261,7 +261,7 @@ def test_the_same_source_is_judged_once(op: Op, run: Run, tmp_path: Path) -> Non
 def test_gives_up_after_failures_in_a_row(op: Op, run: Run, tmp_path: Path) -> None:
     lines: list[Line] = [(f"{n}/generate", code(f"bad{n}")) for n in range(9)]
     judge = Judge({f"bad{n}": Outcome.MISMATCH for n in range(9)})
-    found = optimize(run, op, Language.CPP, recording(tmp_path, lines), judge, 9, DEVICE)
+    found = run_loop(run, op, Language.CPP, recording(tmp_path, lines), judge, 9, DEVICE)
     assert len(found.iterations) == MAX_FUNCTIONAL_FAILURES
     assert found.stopped == "functional_failures"
     assert found.best_digest is None
@@ -275,7 +275,7 @@ def test_a_cut_off_reply_is_no_code_and_gets_more_room(op: Op, run: Run, tmp_pat
         ("2/generate", code("good")),
     ]
     judge = Judge({"good": 1.2})
-    found = optimize(run, op, Language.CPP, recording(tmp_path, lines), judge, 3, DEVICE)
+    found = run_loop(run, op, Language.CPP, recording(tmp_path, lines), judge, 3, DEVICE)
     assert [attempt.outcome.value for attempt in found.iterations] == [
         "generation_failure",
         "generation_failure",
@@ -307,7 +307,7 @@ def test_a_broken_optimisation_is_repaired_once_then_left(op: Op, run: Run, tmp_
             "better": 1.4,
         }
     )
-    found = optimize(run, op, Language.CPP, recording(tmp_path, lines), judge, 4, DEVICE)
+    found = run_loop(run, op, Language.CPP, recording(tmp_path, lines), judge, 4, DEVICE)
     assert [phase for phase, _ in names(found)] == [
         "functional",
         "optimisation",
@@ -339,26 +339,26 @@ def test_a_recommendation_that_does_not_fit_is_left_out(
         ("1/generate", code("b")),
     ]
     model = recording(tmp_path, lines)
-    found = optimize(run, op, Language.CPP, model, Judge({"a": 1.1, "b": 1.2}), 2, DEVICE)
+    found = run_loop(run, op, Language.CPP, model, Judge({"a": 1.1, "b": 1.2}), 2, DEVICE)
     assert found.iterations[1].recommendation is None
     assert "does not fit" in (found.iterations[1].analysis_failure or "")
 
 
 def test_slower_than_the_baseline_is_no_patch(op: Op, run: Run, tmp_path: Path) -> None:
     model = recording(tmp_path, [("0/generate", code("slow"))])
-    found = optimize(run, op, Language.CPP, model, Judge({"slow": 0.8}), 1, DEVICE)
+    found = run_loop(run, op, Language.CPP, model, Judge({"slow": 0.8}), 1, DEVICE)
     assert found.best_digest is None
     assert found.iterations[0].geomean_speedup == 0.8
 
 
 def test_a_recording_that_ends(op: Op, run: Run, tmp_path: Path) -> None:
     model = recording(tmp_path, STORY[:3])
-    found = optimize(run, op, Language.CPP, model, Judge(STORY_VERDICTS), 4, DEVICE)
+    found = run_loop(run, op, Language.CPP, model, Judge(STORY_VERDICTS), 4, DEVICE)
     assert (len(found.iterations), found.stopped) == (2, "recording_ended")
     other = recording(tmp_path, [("7/generate", code("never asked for"))])
     fresh = Run.create(tmp_path / "runs", command="optimize")
     with fresh, pytest.raises(BudgetError, match="no reply"):
-        optimize(fresh, op, Language.CPP, other, Judge({}), 4, DEVICE)
+        run_loop(fresh, op, Language.CPP, other, Judge({}), 4, DEVICE)
 
 
 def test_two_agents(op: Op, run: Run, tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_two_agents(op: Op, run: Run, tmp_path: Path) -> None:
     model = recording(tmp_path, [line for line in STORY if "analyse" not in line[0]])
     analyst = recording(tmp_path / "analyst", [line for line in STORY if "analyse" in line[0]])
     judge = Judge(STORY_VERDICTS)
-    found = optimize(run, op, Language.CPP, model, judge, 4, DEVICE, analyst=analyst)
+    found = run_loop(run, op, Language.CPP, model, judge, 4, DEVICE, analyst=analyst)
     assert found.best_iteration == 2
 
 
@@ -377,12 +377,12 @@ def test_answers_from_outside(op: Op, tmp_path: Path) -> None:
         path = run.path
     for step, text, *_ in STORY:
         with Run.open(path) as run, pytest.raises(WaitingError) as caught:
-            optimize(run, op, Language.CPP, model, judge, 4, DEVICE)
+            run_loop(run, op, Language.CPP, model, judge, 4, DEVICE)
         reply = Path(caught.value.hint.split("answer to ")[1].split(", then")[0])
         assert reply.name.endswith(f"{OP}-{step.replace('/', '-ask-')}.reply.md")
         reply.write_text(text)
     with Run.open(path) as run:
-        found = optimize(run, op, Language.CPP, model, judge, 4, DEVICE)
+        found = run_loop(run, op, Language.CPP, model, judge, 4, DEVICE)
     assert (found.best_iteration, found.iterations[0].reply_source) == (2, "exchange")
     assert len(judge.seen) == 4
     assert len(list((tmp_path / "letters").iterdir())) == 2 * len(STORY)
@@ -391,23 +391,23 @@ def test_answers_from_outside(op: Op, tmp_path: Path) -> None:
 def test_tampering_is_found(op: Op, tmp_path: Path) -> None:
     model = recording(tmp_path, STORY)
 
-    def again(path: Path) -> Optimisation:
+    def again(path: Path) -> LoopResult:
         with Run.open(path) as run:
-            return optimize(run, op, Language.CPP, model, Judge(STORY_VERDICTS), 4, DEVICE)
+            return run_loop(run, op, Language.CPP, model, Judge(STORY_VERDICTS), 4, DEVICE)
 
     for file, old, new in (
         (f"steps/{OP}/2/evaluate.json", "2.5", "9.5"),
         (f"steps/{OP}/2/ask-generate.json", "// vector", "// forged"),
     ):
         with Run.create(tmp_path / "runs", command="optimize") as run:
-            optimize(run, op, Language.CPP, model, Judge(STORY_VERDICTS), 4, DEVICE)
+            run_loop(run, op, Language.CPP, model, Judge(STORY_VERDICTS), 4, DEVICE)
         target = run.path / file
         target.write_text(target.read_text().replace(old, new))
         with pytest.raises(VerificationError, match="changed"):
             again(run.path)
 
     with Run.create(tmp_path / "runs", command="optimize") as run:
-        found = optimize(run, op, Language.CPP, model, Judge(STORY_VERDICTS), 4, DEVICE)
+        found = run_loop(run, op, Language.CPP, model, Judge(STORY_VERDICTS), 4, DEVICE)
         assert found.best_file is not None
         source = run.path / found.best_file
         source.write_text(source.read_text() + "// more\n")
@@ -419,4 +419,4 @@ def test_an_evaluation_of_another_candidate_is_refused(op: Op, run: Run, tmp_pat
     other = Candidate(op=OP, language=Language.CPP, source="other")
     model = recording(tmp_path, STORY)
     with pytest.raises(VerificationError, match="another candidate"):
-        optimize(run, op, Language.CPP, model, lambda candidate: verdict(other, 2.0), 1, DEVICE)
+        run_loop(run, op, Language.CPP, model, lambda candidate: verdict(other, 2.0), 1, DEVICE)

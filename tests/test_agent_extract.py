@@ -8,8 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from patcher.attempts import ReplyFailure
 from patcher.bench import Language
-from patcher.prompting.extract import TAGS, ReplyFailure, blocks, extract_json, extract_source
+from patcher.prompting.extract import TAGS, blocks, extract_json, extract_source
 
 SOURCE = "void norm(int a) {\n  return;\n}"
 LANGUAGES = st.sampled_from(list(Language))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from jinja2 import UndefinedError
 
+from patcher.attempts import ReplyFailure
 from patcher.bench import Check, Evaluation, Language, Outcome, load_op
-from patcher.prompting.extract import ReplyFailure, blocks
+from patcher.prompting.extract import blocks
 from patcher.prompting.quoting import LOG_LIMIT, clip, quote
 from patcher.prompting.rendering import Prompts
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tried_sample import OP, SHAPES, judged
 
-from patcher.agent import Extra, Rules, optimize
-from patcher.attempts import Optimisation, Stopped
-from patcher.attempts.tried import Round
+from patcher.agent import ExtraText, StopRules, run_loop
+from patcher.attempts import LoopResult, Stopped
+from patcher.attempts.history import RequestRound
 from patcher.bench import (
     BudgetError,
     Candidate,
@@ -29,7 +29,7 @@ from patcher.bench import (
 )
 from patcher.models import Reply, Request, Usage
 from patcher.models.budget import Budget
-from patcher.models.ceilings import SpendingLimits
+from patcher.models.ceilings import Resource, SpendingLimits
 from patcher.models.exchange import ExchangeModel
 from patcher.runs.run import Run
 from patcher.strategies import STRATEGIES, open_strategy
@@ -107,9 +107,9 @@ class World:
 
 
 def go(
-    run: Run, world: World, name: str, iterations: int = 7, extra: Extra | None = None
-) -> Optimisation:
-    return optimize(
+    run: Run, world: World, name: str, iterations: int = 7, extra: ExtraText | None = None
+) -> LoopResult:
+    return run_loop(
         run,
         load_op(OP),
         Language.CPP,
@@ -118,7 +118,7 @@ def go(
         iterations,
         "a CPU",
         strategy=open_strategy(name, seed=world.seed),
-        rules=Rules(patience=3),
+        rules=StopRules(patience=3),
         extra=extra,
     )
 
@@ -146,13 +146,13 @@ def test_a_loop_of_each_strategy(name: str, tmp_path: Path) -> None:
         assert (stopped.reason, stopped.detail) == (found.stopped, found.stopped_detail)
         assert stopped.iterations == len(found.iterations)
         rounds = found.iterations[-1].round + 1
-        asks = [run.load(f"{OP}/round-{n}", Round).asks for n in range(rounds)]
+        asks = [run.load(f"{OP}/round-{n}", RequestRound).asks for n in range(rounds)]
     assert sum(map(len, asks)) == len(found.iterations)
     if name in ("sample", "beam", "evolve"):
         assert len(asks[0]) == 4
     best = [one.geomean_speedup or 0 for one in found.iterations]
     assert found.best_speedup == (max(best) if max(best) > 1 else None)
-    again = Optimisation.model_validate_json(found.model_dump_json())
+    again = LoopResult.model_validate_json(found.model_dump_json())
     assert again == found
 
 
@@ -211,9 +211,9 @@ def test_a_rounds_prompts_are_all_written_before_a_reply_is_waited_for(
     def prepare(candidates: Sequence[Candidate]) -> None:
         prepared.append(len(candidates))
 
-    def attempt() -> Optimisation:
+    def attempt() -> LoopResult:
         with Run.open(path) as run:
-            return optimize(
+            return run_loop(
                 run,
                 load_op(OP),
                 Language.CPP,
@@ -259,14 +259,14 @@ class Poor(World):
         return super().ask(request).model_copy(update={"usage": usage})
 
 
-def poor(run: Run, world: Poor, budget: float, verdicts: float | Outcome) -> Optimisation:
+def poor(run: Run, world: Poor, budget: float, verdicts: float | Outcome) -> LoopResult:
     def judge(candidate: Candidate) -> Evaluation:
         world.judged.append(candidate.digest)
         found = judged(verdicts, candidate.source)
         return found.model_copy(update={"digest": candidate.digest})
 
     strategy = open_strategy("sample", width=4)
-    return optimize(
+    return run_loop(
         run, load_op(OP), Language.CPP, world, judge, 8, "a CPU",
         strategy=strategy, budget=Budget(run, SpendingLimits(usd=budget)),
     )  # fmt: skip
@@ -316,7 +316,7 @@ def test_pictures_go_to_an_analyst_that_sees(tmp_path: Path) -> None:
     for model in (Seeing(seed=3), World(seed=3)):
         with Run.create(tmp_path, command="optimize") as run:
             (run.path / "profile.png").write_bytes(head)
-            optimize(
+            run_loop(
                 run, load_op(OP), Language.CPP, model, model.judge, 4, "a CPU",
                 pictures=["profile.png"],
             )  # fmt: skip
@@ -332,18 +332,21 @@ def test_a_budget_that_ends_between_verdicts(tmp_path: Path) -> None:
     """The candidates of a round that are judged count, the others do not, now and ever after."""
 
     class Clocked(Budget):
-        def judge(self, step: str, function: Callable[[], Evaluation]) -> Evaluation:
-            if not run.done(step) and len(seen) == 3:
-                raise BudgetError("no time is left for a judgement", "give it more")
-            seen.append(step)
-            return super().judge(step, function)
+        def time_limit(
+            self, what: str, longest_s: float, clocks: tuple[Resource, ...]
+        ) -> float | None:
+            if what == "a judgement":
+                if len(seen) == 3:
+                    raise BudgetError("no time is left for a judgement", "give it more")
+                seen.append(what)
+            return super().time_limit(what, longest_s, clocks)
 
-    def go() -> Optimisation:
+    def go() -> LoopResult:
         def judge(candidate: Candidate) -> Evaluation:
             return judged(1.5, candidate.source).model_copy(update={"digest": candidate.digest})
 
         strategy, world = open_strategy("sample", width=4), Poor(seed=1)
-        return optimize(
+        return run_loop(
             run, load_op(OP), Language.CPP, world, judge, 8, "a CPU",
             strategy=strategy, budget=Clocked(run, SpendingLimits()),
         )  # fmt: skip

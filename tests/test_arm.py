@@ -17,22 +17,21 @@ from patch_sample import LAYERS, OP, evaluation
 from pydantic import ValidationError
 
 from patcher import bench
+from patcher.ab import arm_protocol as say
+from patcher.ab.arm import serve
+from patcher.ab.arm_process import ArmProcess, arm_environment
+from patcher.ab.job import ABJob
+from patcher.ab.launcher import loads_beside
+from patcher.ab.quality_check import identical
+from patcher.ab.receipt_counts import difference, merged
+from patcher.ab.session import PATCHED, PatchSession, compare_in_pairs
 from patcher.bench import Language, Workload
-from patcher.bench.ab.process_pairs import Plan
+from patcher.bench.ab.blocks import BASELINE, CONTROL, Block
+from patcher.bench.ab.phases import silent
+from patcher.bench.ab.processes import ABPlan
 from patcher.bench.ab.windows import Pair, Side, take_pair
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.stats.comparison import Arm
-from patcher.endtoend import arm_protocol as say
-from patcher.endtoend.arm import serve
-from patcher.endtoend.arm_process import ArmProcess, arm_environment
-from patcher.endtoend.asking import loads_beside
-from patcher.endtoend.called import difference, merged
-from patcher.endtoend.measured import Job
-from patcher.endtoend.pairs import (
-    PatchSitting,
-    identical,
-    measure_pairs,
-)
 from patcher.integrate import Patch, Receipt
 
 WORKLOAD = Workload(
@@ -56,18 +55,20 @@ def patch(tmp_path_factory: pytest.TempPathFactory) -> Patch:
 
 
 @pytest.fixture(scope="module")
-def sitting(patch: Patch) -> PatchSitting:
-    return PatchSitting(Job(workload=WORKLOAD, process_pairs=3, quality_steps=4), [patch])
+def session(patch: Patch, tmp_path_factory: pytest.TempPathFactory) -> PatchSession:
+    job = ABJob(workload=WORKLOAD, process_pairs=3, quality_steps=4)
+    return PatchSession(job, {PATCHED: [patch]}, tmp_path_factory.mktemp("blocks"))
 
 
 @pytest.fixture(scope="module")
-def arms(sitting: PatchSitting) -> Iterator[dict[Arm, ArmProcess]]:
+def arms(session: PatchSession) -> Iterator[dict[Arm, ArmProcess]]:
     """A process for each arm, started side by side; with a key in the environment."""
     names: tuple[Arm, Arm] = ("baseline", "patched")
     with pytest.MonkeyPatch.context() as environment, ThreadPoolExecutor() as pool:
         environment.setenv("ANTHROPIC_API_KEY", "sk-secret")
         environment.setenv("HF_TOKEN", "secret")
-        made = dict(zip(names, pool.map(lambda arm: sitting.start(arm, 0.4), names), strict=True))
+        start = session.launcher.start
+        made = dict(zip(names, pool.map(lambda arm: start(arm, 0.4), names), strict=True))
     yield made
     for process in made.values():
         process.close()
@@ -131,28 +132,38 @@ def test_what_an_engine_calls_to_get_ready_is_not_what_is_timed(
 
 
 def test_both_arms_are_asked_for_tokens_logits_and_memory(
-    arms: dict[Arm, ArmProcess], sitting: PatchSitting, patch: Patch
+    arms: dict[Arm, ArmProcess], session: PatchSession, patch: Patch
 ) -> None:
-    first = Pair(0, "aa", ("baseline", "patched"))
-    sitting.visit(first, "baseline", arms["baseline"])
-    assert not sitting.reverted_identical
-    sitting.visit(first, "patched", arms["baseline"])
-    later = Pair(1, "ab", ("baseline", "patched"))
+    session.ask(0, BASELINE, arms["baseline"])
+    session.ask(0, CONTROL, arms["baseline"])
+    session.keep(Block(number=0, swapped={}, windows={}, steps={}, peak={}, loaded=2))
+    session._begin_block()
     for arm, process in arms.items():
-        sitting.visit(later, arm, process)
+        session.ask(1, arm, process)
         memory = process.memory()
         assert memory.free > memory.held == memory.peak > 1 << 20
         assert len(process.in_steps(3)) == WORKLOAD.output_len - 1
-    assert sitting.reverted_identical
-    logits = sitting._logits
+    swapped = {PATCHED: False}
+    session.keep(Block(number=1, swapped=swapped, windows={}, steps={}, peak={}, loaded=2))
+    assert session.reverted_identical(PATCHED)
+    logits = {arm: session.folder.logits(arm) for arm in arms}
+    assert torch.equal(logits["baseline"], session.folder.logits(CONTROL))
+    [own] = [one for one in session.taken if one.receipts]
+    timed = own.receipts[PATCHED][patch.manifest.id]
+    compared = own.quality_receipts[PATCHED][patch.manifest.id]
     assert logits["baseline"].shape == (2 * 5, 1024)
     assert not torch.equal(logits["baseline"], logits["patched"])
     assert torch.allclose(logits["baseline"], logits["patched"], atol=1e-4)
     # prefill is of another shape
-    assert len(sitting.quality_receipt(patch).calls) == 2
-    assert sitting.quality_receipt(patch).total_calls == 5 * arm_calls(arms["patched"])
-    assert sitting.receipt(patch).total_calls > 0
-    assert sitting.receipt(patch).calls.keys() <= sitting.quality_receipt(patch).calls.keys()
+    assert len(compared.calls) == 2
+    assert compared.total_calls == 5 * arm_calls(arms["patched"])
+    assert timed.total_calls > 0
+    assert timed.calls.keys() <= compared.calls.keys()
+    turned = own.model_copy(
+        update={"greedy": {"after": [row[::-1] for row in own.greedy["after"]]}}
+    )
+    session.taken[1] = turned
+    assert not session.reverted_identical(PATCHED)
 
 
 def test_a_reference_is_of_higher_precision(arms: dict[Arm, ArmProcess], tmp_path: Path) -> None:
@@ -164,7 +175,7 @@ def test_a_reference_is_of_higher_precision(arms: dict[Arm, ArmProcess], tmp_pat
     )
     assert "float64" in wrote.how
     assert np.load(path, allow_pickle=False).shape == (2 * 4, 1024)
-    entropy = process.ask(say.Routing(seed=0, steps=4), say.Entropy).percent
+    entropy = process.ask(say.AskRouting(seed=0, steps=4), say.Entropy).percent
     assert entropy is not None
     assert 40 < entropy <= 100
 
@@ -173,13 +184,13 @@ def test_a_planted_delay_is_in_every_step_until_it_is_taken_out(
     arms: dict[Arm, ArmProcess],
 ) -> None:
     process, steps = arms["baseline"], 2 * (WORKLOAD.output_len - 1)
-    process.ask(say.Delay(seconds=0.05), say.Done)
+    process.ask(say.PlantDelay(seconds=0.05), say.Done)
     slow = process.in_steps(3) + process.in_steps(4)
     assert len(slow) == steps
     assert min(slow) >= 0.05
-    process.ask(say.Delay(seconds=0), say.Done)
+    process.ask(say.PlantDelay(seconds=0), say.Done)
     with pytest.raises(bench.PatcherError):
-        process.ask(say.Delay.model_construct(seconds=-1.0), say.Done)
+        process.ask(say.PlantDelay.model_construct(seconds=-1.0), say.Done)
 
 
 def test_what_is_no_command_is_refused_and_the_process_lives(
@@ -246,31 +257,31 @@ def test_without_anyone_who_asks_an_arm_ends() -> None:
 
 
 def test_a_patch_of_another_engine_starts_nothing(patch: Patch) -> None:
-    job = Job(workload=WORKLOAD.model_copy(update={"engine": "vllm"}), process_pairs=3)
+    job = ABJob(workload=WORKLOAD.model_copy(update={"engine": "vllm"}), process_pairs=3)
     with pytest.raises(bench.UsageError, match="is for transformers, not for vllm"):
-        measure_pairs(job, [patch], lambda *told: None)
+        compare_in_pairs(job, [patch], silent)
 
 
 def test_what_is_served_alone_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[bool | None] = []
 
-    def measure_processes(start: Any, workload: Any, plan: Plan, **_: Any) -> Any:
+    def taken(session: Any, plan: ABPlan, *_: Any) -> Any:
         planned.append(plan.together)
         raise bench.PatcherError("planned")
 
-    monkeypatch.setattr("patcher.endtoend.pairs.measure_processes", measure_processes)
+    monkeypatch.setattr(PatchSession, "take", taken)
     for alone in (True, False):
-        job = Job(workload=WORKLOAD, process_pairs=3, alone=alone)
+        job = ABJob(workload=WORKLOAD, process_pairs=3, alone=alone)
         with pytest.raises(bench.PatcherError, match="planned"):
-            measure_pairs(job, [], lambda *told: None)
+            compare_in_pairs(job, [], silent)
     assert planned == [False, None]
 
 
 def test_vllm_loads_one_after_the_other_unless_its_cache_has_a_size() -> None:
-    job = Job(workload=WORKLOAD.model_copy(update={"engine": "vllm"}), process_pairs=3)
+    job = ABJob(workload=WORKLOAD.model_copy(update={"engine": "vllm"}), process_pairs=3)
     assert not loads_beside(job)
     assert loads_beside(job.model_copy(update={"arguments": {"kv_cache_memory_bytes": 1 << 31}}))
-    assert loads_beside(Job(workload=WORKLOAD, process_pairs=3))
+    assert loads_beside(ABJob(workload=WORKLOAD, process_pairs=3))
 
 
 def test_replies_are_checked() -> None:

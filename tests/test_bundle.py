@@ -236,6 +236,43 @@ def test_a_binary_for_another_machine_is_left_alone(
 
 
 @needs_compiler
+def test_a_bundle_without_its_binary_is_the_same_bundle_and_is_built_from_source(
+    made: tuple[Candidate, Built], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = bundle(tmp_path / "patch", *made)
+    [binary] = whole.manifest.binaries
+    (whole.folder / binary.file).unlink()
+    patch = Patch.load(whole.folder)
+    assert patch.digest == whole.digest
+    assert runs(patch.kernel())
+    checks = {check.name: check.detail for check in verify(patch).checks}
+    assert checks["files"] == f"1 as when the patch was made; left out: {binary.file}"
+    assert checks["kernel"] == f"built from {patch.manifest.source} at first use"
+    pack(patch, tmp_path / "patch.zip")
+    assert opened(tmp_path / "patch.zip").digest == whole.digest
+    with zipfile.ZipFile(tmp_path / "patch.zip") as archive:
+        assert archive.namelist() == ["manifest.json", patch.manifest.source]
+    with monkeypatch.context() as without:
+        no_compiler(without, tmp_path)
+        with pytest.raises(bench.MissingError, match="not on PATH"):
+            patch.kernel()
+        failure = verify(patch).failure
+        assert failure is not None
+        assert "no binary for this machine (it has: none)" in failure.detail
+    (patch.folder / binary.file).write_bytes(b"another")
+    with pytest.raises(bench.VerificationError, match="was changed after"):
+        Patch.load(patch.folder)
+    (patch.folder / binary.file).unlink()
+    (patch.folder / binary.file).symlink_to("/nowhere")
+    with pytest.raises(bench.VerificationError, match="is missing from"):
+        Patch.load(patch.folder)
+    (patch.folder / binary.file).unlink()
+    (patch.folder / patch.manifest.source).unlink()
+    with pytest.raises(bench.VerificationError, match="is missing from"):
+        Patch.load(patch.folder)
+
+
+@needs_compiler
 def test_a_binary_that_does_not_load_is_built_anew_and_said(
     made: tuple[Candidate, Built], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

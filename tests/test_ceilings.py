@@ -16,10 +16,12 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from patcher.bench import BudgetError, Evaluation, Language, MissingError, Outcome, PatcherError
+from patcher.judges.meter import JudgeMeter
 from patcher.models import ModelError, Reply, Request, Trouble
 from patcher.models.api import ApiModel
 from patcher.models.budget import SHORTEST_S, Budget
 from patcher.models.ceilings import RESOURCES, Amount, SpendingLimits
+from patcher.models.client import ModelClient
 from patcher.models.registry import ModelEntry
 from patcher.models.retry import Clock, TimeUp, alarm
 from patcher.runs.run import Run
@@ -168,7 +170,7 @@ def test_no_ceiling_is_ever_crossed(
         for number in range(draw(st.integers(1, 6))):
             if draw(st.booleans()):
                 dying(run, draw(st.integers(1, 6)), draw(st.booleans()))
-            budget = Budget(run, judge_on_gpu=True, clock=clock)
+            client, meter = payers(Budget(run), clock, on_gpu=True)
             model = Simulated(entry, world, draw, kill)
             request = Request(
                 step=f"op/{number // 2}/ask",
@@ -179,9 +181,9 @@ def test_no_ceiling_is_ever_crossed(
             )
             try:
                 if draw(st.booleans()):
-                    budget.ask(model, request)
+                    client.ask(model, request)
                 else:
-                    budget.judge(f"op/{number // 2}/judge", judge)
+                    meter.judge(f"op/{number // 2}/judge", judge)
             except (PatcherError, Killed) as error:
                 event(type(error).__name__)  # the next one is asked all the same
             except ValueError:
@@ -211,6 +213,11 @@ def question(step: str) -> Request:
     return Request(step=step, role="generate", system="", prompt="x", max_tokens=1000)
 
 
+def payers(budget: Budget, clock: Clock, *, on_gpu: bool) -> tuple[ModelClient, JudgeMeter]:
+    """What takes from a budget."""
+    return ModelClient(budget, clock=clock), JudgeMeter(budget, on_gpu=on_gpu, clock=clock)
+
+
 class Steady(ApiModel):
     """A double that takes its time and answers."""
 
@@ -229,15 +236,16 @@ class Steady(ApiModel):
 
 def test_what_was_used_is_what_was_noted(run: Run) -> None:
     world = World()
-    budget = Budget(run, judge_on_gpu=True, clock=world.clock(0.5))
-    budget.ask(Steady(world, 20.0), question("a"))
+    budget = Budget(run)
+    client, meter = payers(budget, world.clock(0.5), on_gpu=True)
+    client.ask(Steady(world, 20.0), question("a"))
 
     def judge() -> Evaluation:
         world.pass_(40.0, gpu=True)
         return EVALUATION
 
     for _ in range(2):
-        assert budget.judge("b", judge) == EVALUATION
+        assert meter.judge("b", judge) == EVALUATION
     assert budget.account.spent == Amount(tokens=300, wall_s=60.0, gpu_s=40.0)
 
 
@@ -261,9 +269,10 @@ def test_killed_at_each_note_nothing_is_forgotten(tmp_path: Path, at: int, writt
 
     def work() -> Budget:
         ceilings = SpendingLimits(minutes=600.0, gpu_minutes=60.0)
-        budget = Budget(run, ceilings, judge_on_gpu=True, clock=world.clock(0.5))
-        budget.ask(Failing(world, 20.0), question("a"))
-        budget.judge("b", judge)
+        budget = Budget(run, ceilings)
+        client, meter = payers(budget, world.clock(0.5), on_gpu=True)
+        client.ask(Failing(world, 20.0), question("a"))
+        meter.judge("b", judge)
         return budget
 
     dying(run, at, written)
@@ -283,40 +292,43 @@ def test_a_judgement_is_stopped_at_the_ceiling_and_resumed_with_more(run: Run) -
         world.pass_(100.0, gpu=True)
         return EVALUATION
 
-    budget = Budget(run, SpendingLimits(gpu_minutes=1.0), judge_on_gpu=True, clock=world.clock(0.5))
+    clock = world.clock(0.5)
+    budget = Budget(run, SpendingLimits(gpu_minutes=1.0))
+    _, meter = payers(budget, clock, on_gpu=True)
     with pytest.raises(BudgetError, match="stopped after 60 s"):
-        budget.judge("op/0/evaluate", judge)
+        meter.judge("op/0/evaluate", judge)
     with pytest.raises(BudgetError, match="GPU minutes") as caught:
-        budget.judge("op/0/evaluate", judge)
+        meter.judge("op/0/evaluate", judge)
     assert "--budget-gpu-minutes" in caught.value.hint
     assert world.used.gpu_s == 60.0
     assert budget.account.spent == Amount(wall_s=60.0, gpu_s=60.0)
     SpendingLimits(gpu_minutes=4.0).note_in(run)
-    again = Budget(run, judge_on_gpu=True, clock=world.clock(0.5))
+    _, again = payers(Budget(run), clock, on_gpu=True)
     assert again.judge("op/0/evaluate", judge) == EVALUATION
-    on_cpu = Budget(run, SpendingLimits(gpu_minutes=0.0), clock=world.clock(0.5))
+    _, on_cpu = payers(Budget(run, SpendingLimits(gpu_minutes=0.0)), clock, on_gpu=False)
     assert on_cpu.judge("op/1/evaluate", judge) == EVALUATION
 
 
 def test_no_pause_is_begun_that_would_cross_the_ceiling(run: Run) -> None:
     world = World()
     busy = ModelError("busy", trouble="rate_limit", retry_after_s=200.0)
-    budget = Budget(run, SpendingLimits(minutes=3.0), clock=world.clock(0.5))
+    budget = Budget(run, SpendingLimits(minutes=3.0))
+    client, _ = payers(budget, world.clock(0.5), on_gpu=False)
     with pytest.raises(BudgetError, match="pause"):
-        budget.ask(Steady(world, 10.0, busy), question("a"))
+        client.ask(Steady(world, 10.0, busy), question("a"))
     assert world.now == budget.account.committed.wall_s == 10.0
     with pytest.raises(BudgetError, match="stopped"):
-        budget.ask(Steady(world, 1000.0), question("b"))
+        client.ask(Steady(world, 1000.0), question("b"))
     assert world.now == 180.0
     assert 180.0 - SHORTEST_S > 0
 
 
 def test_waiting_for_tokens_is_refused_before_the_call(run: Run) -> None:
     world = World()
-    budget = Budget(run, SpendingLimits(tokens=2000), clock=world.clock(0.5))
-    budget.ask(Steady(world, 1.0), question("a"))
+    client, _ = payers(Budget(run, SpendingLimits(tokens=2000)), world.clock(0.5), on_gpu=False)
+    client.ask(Steady(world, 1.0), question("a"))
     with pytest.raises(BudgetError, match=r"300 tokens of the budget of 2,000 tokens") as caught:
-        budget.ask(Steady(world, 1.0), question("b").model_copy(update={"prompt": "x" * 999}))
+        client.ask(Steady(world, 1.0), question("b").model_copy(update={"prompt": "x" * 999}))
     assert "--budget-tokens" in caught.value.hint
     assert world.now == 1.0
 
@@ -340,5 +352,5 @@ def test_a_question_that_is_not_asked_is_free(run: Run) -> None:
 
     budget = Budget(run, SpendingLimits(tokens=5000))
     with pytest.raises(MissingError):
-        budget.ask(Keyless(World(), 0.0), question("a"))
+        ModelClient(budget).ask(Keyless(World(), 0.0), question("a"))
     assert (budget.account.spent.tokens, budget.account.reserved) == (0, {})

@@ -11,8 +11,8 @@ from test_cli import error_of, patcher
 
 from patcher.agent import MAX_TOKENS
 from patcher.bench import Language, UsageError, load_op
+from patcher.kernel_search.estimate import JUDGE_S, Figure, estimate
 from patcher.models.registry import ModelEntry
-from patcher.optimising.estimate import JUDGE_S, Figure, estimate
 from patcher.settings import Settings
 
 OP = load_op("fused_add_rms_norm")

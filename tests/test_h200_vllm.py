@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import re
 import subprocess
@@ -13,19 +14,20 @@ from pathlib import Path
 import pytest
 from test_cli import patcher
 
-from patcher.bench.ab.throughput import decide_on
-from patcher.bench.ab.windows import Kind
-from patcher.bench.lab.verdict_table import table
+from patcher.ab.result import ABResult
+from patcher.ab.verdict import decide_again
+from patcher.bench import UsageError, content
+from patcher.bench.ab.throughput import compare_windows
+from patcher.bench.ab.windows import PairKind
+from patcher.bench.lab.verdict_table import read, table
 from patcher.bench.lab.vllm_points import KNOWN
 from patcher.bench.stats.comparison import Comparison
-from patcher.endtoend.judging import judged_again
-from patcher.endtoend.measured import Judged
 from patcher.integrate import Patch, unpacked
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "bench/results/h200-vllm"
-FILES = sorted(FOLDER.glob("*.json"))
-ALONE = sorted([*(FOLDER / "alone").glob("*.json"), *(FOLDER / "earlier").rglob("*.json")])
+FILES = sorted(FOLDER.glob("*.json.xz"))
+ALONE = read(FOLDER / "alone")
 
 
 def digest_of(bundle: Path) -> str:
@@ -33,33 +35,33 @@ def digest_of(bundle: Path) -> str:
         return Patch.load(folder).digest
 
 
-def bundles_of(file: Path) -> list[Path]:
+def bundles_of(kept: ABResult) -> list[Path]:
     """Those that were measured, and no others of the same name."""
-    kept = Judged.model_validate_json(file.read_bytes())
     by_digest = {digest_of(path): path for path in (FOLDER / "bundles").rglob("*.zip")}
     return [by_digest[one.receipt.digest] for one in kept.measured]
 
 
 def test_there_are_verdicts() -> None:
-    assert FILES
-    assert len(ALONE) == 27
+    assert {path.name for path in FILES} == {"rope_kv_update.json.xz", "together.json.xz"}
+    assert len(ALONE) == 8
+    assert read(FOLDER) == [ABResult.model_validate_json(content(file)) for file in FILES]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_its_windows_and_bundles_give_the_verdict_again(file: Path) -> None:
-    kept = Judged.model_validate_json(file.read_bytes())
+    kept = ABResult.model_validate_json(content(file))
     found = kept.measured[0].throughput
 
-    def anew(kind: Kind, stated: Comparison) -> Comparison | None:
+    def anew(kind: PairKind, stated: Comparison) -> Comparison | None:
         windows = list(found.windows)
-        return decide_on(windows, kind, stated.margin_pct, stated.confidence_pct)
+        return compare_windows(windows, kind, stated.margin_pct, stated.confidence_pct)
 
     assert anew("ab", found.comparison) == found.comparison
     if found.control is not None:
         assert anew("aa", found.control) == found.control
     with ExitStack() as stack:
-        patches = [Patch.load(stack.enter_context(unpacked(one))) for one in bundles_of(file)]
-        again = judged_again(file, patches)
+        patches = [Patch.load(stack.enter_context(unpacked(one))) for one in bundles_of(kept)]
+        again = decide_again(file, patches)
     assert [one.verdict for one in again.decisions] == [one.verdict for one in kept.decisions]
     for one in kept.measured:
         timed = sum(window.kernel_calls or 0 for window in found.windows)
@@ -67,28 +69,43 @@ def test_its_windows_and_bundles_give_the_verdict_again(file: Path) -> None:
         assert len(kept.measured) > 1 or one.receipt.total_calls == timed
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
-def test_the_page_states_it(file: Path) -> None:
-    kept = Judged.model_validate_json(file.read_bytes())
-    gain = f"{kept.decision.gain_pct:+.2f} %"
+@pytest.mark.parametrize("kept", [*read(FOLDER), *ALONE], ids=lambda kept: "+".join(kept.patches))
+def test_its_row_of_the_table_is_on_the_page(kept: ABResult) -> None:
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert gain in readme
-    page = file.with_suffix(".html").read_text(encoding="utf-8")
-    assert gain in page.replace("\u2212", "-")
+    rows = table([kept]).splitlines()[2:]
+    assert f"{kept.decision.gain_pct:+.2f} %" in rows[0]
+    assert all(row in readme for row in rows[:-1])
+    assert [bundle.stem for bundle in bundles_of(kept)] == list(kept.patches)
     assert not re.search(r"/(tmp|home|root|work)/", readme)
-    for bundle in bundles_of(file):
-        assert bundle.name in readme
 
 
-@pytest.mark.parametrize("file", ALONE, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_the_windows_of_one_alone_give_its_row_again(file: Path) -> None:
-    kept = Judged.model_validate_json(file.read_bytes())
+@pytest.mark.parametrize("bundle", sorted((FOLDER / "bundles").rglob("*.zip")))
+def test_a_bundle_leaves_out_its_binary_and_nothing_else(bundle: Path) -> None:
+    with unpacked(bundle) as folder:
+        patch = Patch.load(folder)
+        assert patch.files == (patch.manifest.source,)
+        assert patch.candidate().digest == patch.evaluation.digest
+
+
+@pytest.mark.parametrize("kept", ALONE, ids=lambda kept: "+".join(kept.patches))
+def test_the_windows_of_one_alone_give_its_row_again(kept: ABResult) -> None:
     found = kept.measured[0].throughput
     stated = found.comparison
-    again = decide_on(list(found.windows), "ab", stated.margin_pct, stated.confidence_pct)
+    again = compare_windows(list(found.windows), "ab", stated.margin_pct, stated.confidence_pct)
     assert again == stated
-    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert table([kept]).splitlines()[2] in readme
+
+
+def test_samples_in_a_damaged_file_are_no_verdict(tmp_path: Path) -> None:
+    whole = FILES[0].read_bytes()
+    for wrong in (whole[:-40], b"no xz", b""):
+        (tmp_path / "verdict.json.xz").write_bytes(wrong)
+        with pytest.raises(UsageError, match="damaged xz file"):
+            read(tmp_path)
+        with pytest.raises(UsageError, match="damaged xz file"):
+            decide_again(tmp_path / "verdict.json.xz", [])
+    (tmp_path / "verdict.json.xz").write_bytes(lzma.compress(b"{}"))
+    with pytest.raises(UsageError, match="holds no verdict"):
+        read(tmp_path)
 
 
 def test_the_script_of_the_sitting_says_what_the_commands_take(tmp_path: Path) -> None:

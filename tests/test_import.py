@@ -177,7 +177,7 @@ def test_an_op_that_the_library_lacks_comes_with_its_whole_contract(
         ours.reference(**made).values(), theirs.reference(**made).values(), strict=True
     ):
         assert torch.equal(found, expected)
-    rounded = ours.baselines[ours.honest_baseline]("cpu")(*made.values())
+    rounded = ours.baselines[ours.accuracy_baseline]("cpu")(*made.values())
     assert [value.dtype for value in rounded] == [torch.float32, torch.float32]
 
 
@@ -240,7 +240,7 @@ def test_a_foreign_definition_becomes_an_op(
     exact = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight * 1.5
     found = op.reference(**made, scale=1.5)["y"]
     torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
-    [honest] = op.baselines[op.honest_baseline]("cpu")(*made.values(), 1.5)
+    [honest] = op.baselines[op.accuracy_baseline]("cpu")(*made.values(), 1.5)
     coarse = op.control(**made, scale=1.5)["y"]
     assert honest.dtype == coarse.dtype == torch.bfloat16
     assert (coarse.double() - exact).norm() > 2 * (honest.double() - exact).norm()
@@ -367,7 +367,7 @@ def test_our_reading_of_the_schema_is_the_librarys() -> None:
 
     pairs = [(real.Definition, ours.Definition), (real.Solution, ours.Solution)]
     pairs += [(real.BuildSpec, ours.BuildSpec), (real.SourceFile, ours.Source)]
-    pairs += [(real.ForeignWorkload, ours.ForeignWorkload), (real.Trace, ours.Trace)]
+    pairs += [(real.Workload, ours.ForeignWorkload), (real.Trace, ours.Trace)]
     pairs += [(real.TensorSpec, ours.Tensor), (real.AxisConst, ours.Axis)]
     for theirs, mine in pairs:
         assert set(theirs.model_fields) == set(mine.model_fields), mine.__name__

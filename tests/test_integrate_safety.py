@@ -245,7 +245,7 @@ def test_another_device_of_a_known_shape_is_looked_at_anew() -> None:
 
 
 def test_the_room_is_imported_without_torch() -> None:
-    code = "import integrate, sys; print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import patcher.integrate, sys; print({'torch', 'transformers'} & set(sys.modules))"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -53,6 +54,21 @@ def test_a_step_is_done_once(tmp_path: Path) -> None:
         assert again.done("op/0/ask")
     assert len(calls) == 1
     assert json.loads((run.path / "steps/op/0/ask.json").read_text())["number"] == 7
+
+
+def test_a_kind_of_record_keeps_its_name_in_the_journal_when_its_class_is_renamed(
+    tmp_path: Path,
+) -> None:
+    class NewName(Value):
+        recorded_as: ClassVar[str] = "OldName"
+
+    with Run.create(tmp_path, command="demo") as run:
+        run.step("kept", lambda: NewName(number=1), NewName)
+        run.step("other", lambda: Value(number=2), Value)
+        assert {data["record"] for data in run.state.results.values()} == {"OldName", "Value"}
+        run.start_over({"processor": "another"}, [NewName])
+        assert set(run.state.results) == {"kept"}
+        assert run.load("kept", NewName).number == 1
 
 
 def test_a_record_that_json_cannot_hold_is_found_at_once(tmp_path: Path) -> None:

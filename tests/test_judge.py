@@ -13,7 +13,7 @@ import torch
 
 import patcher.bench.judge.timing
 from patcher import bench
-from patcher.bench import Candidate, Evaluation, Language, MissingError, Outcome
+from patcher.bench import BaselineTime, Candidate, Evaluation, Language, MissingError, Outcome
 from patcher.bench.judge import JudgeSettings, evaluate, open_judge, process
 from patcher.bench.judge.accuracy import explain_mismatch, rmse_factor
 from patcher.bench.judge.blob import FILL, RED_ZONE, Wanted, layout, read_set, strayed, write_set
@@ -315,3 +315,25 @@ def test_what_compiles_keeps_its_products_apart_or_shares_them(tmp_path: Path) -
         assert Path(own[name]).is_relative_to(tmp_path / "run")
         assert not Path(shared[name]).is_relative_to(tmp_path / "run")
     assert own["HOME"] == shared["HOME"] == str(tmp_path / "run")
+
+
+def test_baselines_of_before_are_read_from_text() -> None:
+    """Old evaluations hold a time or a reason as one string; what is written now reads the same."""
+    said = {"eager": "21.4 us", "flashinfer": "not here: no GPU", "odd": "failed: x us"}
+    found = Evaluation.model_validate(
+        {"op": "op", "language": "cpp", "digest": "0", "outcome": "mismatch", "baselines": said}
+    )
+    assert found.baselines["eager"].time_us == 21.4
+    assert found.missing_baselines == ("flashinfer", "odd")
+    assert {name: str(one) for name, one in found.baselines.items()} == said
+    assert Evaluation.model_validate_json(found.model_dump_json()) == found
+    with pytest.raises(ValueError, match="a time, or a reason"):
+        BaselineTime()
+
+
+def test_every_evaluation_of_the_results_is_still_read() -> None:
+    files = sorted((Path(__file__).parent.parent / "bench/results/kernels").glob("*_tuned.json"))
+    assert files
+    for file in files:
+        found = Evaluation.model_validate_json(file.read_text())
+        assert found.baseline is None or found.baselines[found.baseline].time_us is not None

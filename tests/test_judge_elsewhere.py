@@ -39,20 +39,20 @@ from patcher.bench.judge import JudgeSettings, open_judge
 from patcher.bench.judge.judge import Judge
 from patcher.bench.sandbox.process_tree import descendants
 from patcher.cli import app
-from patcher.judges import ExchangeJudge, facts
+from patcher.judges import ExchangeJudge
 from patcher.judges import worker as worker_
 from patcher.judges.jobs import (
+    JobFolder,
     JobResult,
     JobSettings,
-    Machine,
-    Posted,
+    WorkerMachine,
     read_job,
     read_result,
-    this_machine,
 )
-from patcher.judges.one_device import hold
-from patcher.judges.sealed import MANIFEST, seal, unsealed
-from patcher.judges.worker import MOST_ATTEMPTS, Worker, WorkerSummary
+from patcher.judges.languages import judge_hardware
+from patcher.judges.same_device import require_same_device
+from patcher.judges.seal import MANIFEST, read_sealed, seal
+from patcher.judges.worker import MOST_ATTEMPTS, Worker, WorkerSummary, this_machine
 from patcher.runs.run import Run
 
 OP = bench.load_op("fused_add_rms_norm")
@@ -66,7 +66,7 @@ def cpp(source: str) -> Candidate:
     return Candidate(op=OP.name, language=Language.CPP, source=source)
 
 
-def submitted(root: Path, candidate: Candidate = NO_ENTRY) -> Posted:
+def submitted(root: Path, candidate: Candidate = NO_ENTRY) -> JobFolder:
     return ExchangeJudge(root, QUICK, "r1").submit(candidate)
 
 
@@ -94,7 +94,7 @@ def until(there: Callable[[], object], worker: subprocess.Popen[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def machine() -> Machine:
+def machine() -> WorkerMachine:
     return this_machine()
 
 
@@ -209,7 +209,7 @@ def test_a_half_copied_job_is_not_there_yet(tmp_path: Path) -> None:
     posted = submitted(tmp_path / "loop")
     copies = damaged_copies(tmp_path / "loop/jobs" / posted.name, tmp_path / "copies")
     assert len(copies) == 15
-    assert {unsealed(copy, 1 << 20) for copy in copies} == {None}
+    assert {read_sealed(copy, 1 << 20) for copy in copies} == {None}
     root = tmp_path / "host"
     (root / "jobs").mkdir(parents=True)
     shutil.copytree(copies[1], root / "jobs" / posted.name)
@@ -251,7 +251,7 @@ def resealed(folder: Path, text: str = "", **changes: object) -> None:
     source = (folder / "fused_add_rms_norm.cpp").read_text()
     shutil.rmtree(folder)
     seal(folder, {"job.json": job, "fused_add_rms_norm.cpp": source})
-    sealed = unsealed(folder, 1 << 20)
+    sealed = read_sealed(folder, 1 << 20)
     assert sealed is not None
     folder.rename(folder.with_name(f"fused_add_rms_norm-{sealed.digest[:16]}"))
 
@@ -394,7 +394,7 @@ def test_no_changed_byte_of_a_job_is_ever_taken(data: st.DataObject) -> None:
         assert read == (posted if changed == whole else None)
 
 
-def test_an_edited_or_foreign_result_is_refused(tmp_path: Path, machine: Machine) -> None:
+def test_an_edited_or_foreign_result_is_refused(tmp_path: Path, machine: WorkerMachine) -> None:
     judge = ExchangeJudge(tmp_path, QUICK, "r1")
     posted, another = submitted(tmp_path), submitted(tmp_path, cpp("int another;"))
     serve(tmp_path)
@@ -445,7 +445,7 @@ def test_a_judge_that_fails_at_one_job_serves_the_next(
     first, second = submitted(tmp_path), submitted(tmp_path, cpp("int another;"))
     judged = Worker._judged
 
-    def fails(self: Worker, posted: Posted) -> Evaluation:
+    def fails(self: Worker, posted: JobFolder) -> Evaluation:
         return judged(self, posted) if posted.name == second.name else [][1]
 
     monkeypatch.setattr(Worker, "_judged", fails)
@@ -606,11 +606,15 @@ def test_a_run_is_judged_on_one_kind_of_device(tmp_path: Path) -> None:
     nowhere = ours.model_copy(update={"environment": None})
     with Run.create(tmp_path, command="optimize") as run:
         for number, known in enumerate((nowhere, ours, ours)):
-            run.step(f"x/{number}/evaluate", lambda known=known: hold(run, known), Evaluation)
+            run.step(
+                f"x/{number}/evaluate",
+                lambda known=known: require_same_device(run, known),
+                Evaluation,
+            )
         for other in (judged_on("H100", "580"), judged_on("H200", "590")):
             with pytest.raises(VerificationError, match="judged on H200, driver 580, and"):
-                hold(run, other)
-        assert hold(run, nowhere) == nowhere
+                require_same_device(run, other)
+        assert require_same_device(run, nowhere) == nowhere
 
 
 def test_a_run_is_judged_beside_one_set_of_packages(tmp_path: Path) -> None:
@@ -618,28 +622,28 @@ def test_a_run_is_judged_beside_one_set_of_packages(tmp_path: Path) -> None:
     first = judged_on("H200", torch="2.11.0", vllm="0.25.1")
     another = judged_on("H200", torch="2.13.0", vllm="0.25.1", flashinfer="0.6")
     with Run.create(tmp_path, command="optimize") as run:
-        run.step("x/0/evaluate", lambda: hold(run, first), Evaluation)
-        assert hold(run, first) == first
+        run.step("x/0/evaluate", lambda: require_same_device(run, first), Evaluation)
+        assert require_same_device(run, first) == first
         with pytest.raises(VerificationError, match=r"beside vllm none, not 0\.25\.1$"):
-            hold(run, judged_on("H200", torch="2.11.0"))
+            require_same_device(run, judged_on("H200", torch="2.11.0"))
         with pytest.raises(VerificationError, match=r"flashinfer 0\.6, not none, torch 2"):
-            hold(run, another)
+            require_same_device(run, another)
 
 
 def test_the_agents_are_told_of_the_machine_that_was_seen_last(
-    tmp_path: Path, machine: Machine
+    tmp_path: Path, machine: WorkerMachine
 ) -> None:
     spec = f"exchange:{tmp_path}"
-    assert "has not told" in facts(spec, Language.CPP)
+    assert "has not told" in judge_hardware(spec, Language.CPP)
     (tmp_path / "machines").mkdir()
     for name, seen in (("a", "2026-01-02"), ("b", "2026-01-01")):
         told = machine.model_copy(update={"seen": seen, "words": {"cpu": f"machine {name}"}})
         (tmp_path / f"machines/{name}.json").write_text(told.model_dump_json())
     (tmp_path / "machines/c.json").write_text(machine.model_dump_json()[:100])
-    assert facts(spec, Language.CPP) == "one thread of machine a"
-    assert facts(spec, Language.CPP, 4) == "4 threads of machine a"
+    assert judge_hardware(spec, Language.CPP) == "one thread of machine a"
+    assert judge_hardware(spec, Language.CPP, 4) == "4 threads of machine a"
     with pytest.raises(UsageError, match="unknown judge"):
-        facts("elsewhere", Language.CPP)
+        judge_hardware("elsewhere", Language.CPP)
 
 
 def test_help_has_examples(monkeypatch: pytest.MonkeyPatch) -> None:

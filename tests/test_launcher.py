@@ -1,4 +1,4 @@
-"""`python -m integrate`: patches in programs that know nothing of them, by the environment alone;
+"""`python -m patcher.integrate`: patches in programs that know nothing of them, by environment;
 and what keeps a patch out of transformers, told and harmless.
 """
 
@@ -93,7 +93,7 @@ def test_every_process_is_patched_by_the_environment_alone(store: Store, tmp_pat
     exec(script.read_text(), space)
     plain = space["tokens"](3)
     done = subprocess.run(
-        [sys.executable, "-m", "integrate", str(script), "--flag", "x"],
+        [sys.executable, "-m", "patcher.integrate", str(script), "--flag", "x"],
         env=env,
         capture_output=True,
         text=True,
@@ -114,10 +114,10 @@ def test_every_process_is_patched_by_the_environment_alone(store: Store, tmp_pat
 @pytest.mark.parametrize("line", [[], ["-m"], ["--help"]])
 def test_a_launcher_without_a_program_says_how_it_is_used(line: list[str]) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "integrate", *line], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "patcher.integrate", *line], cwd=ROOT, capture_output=True, text=True
     )
     assert result.returncode == 2
-    assert result.stderr.startswith("usage: python -m integrate needs a program\n")
+    assert result.stderr.startswith("usage: python -m patcher.integrate needs a program\n")
 
 
 SHOWN = """
@@ -135,7 +135,7 @@ def test_the_launcher_keeps_flags_and_runs_the_sitecustomize_behind_its_own(
     (tmp_path / "shown.py").write_text(SHOWN)
     path = os.pathsep.join([str(ROOT), str(tmp_path)])
     result = subprocess.run(
-        [sys.executable, "-X", "utf8", "-m", "integrate", "-m", "shown", "-x"],
+        [sys.executable, "-X", "utf8", "-m", "patcher.integrate", "-m", "shown", "-x"],
         env={**os.environ, "PYTHONPATH": path, "PATCHER_PATCHES": patches},
         capture_output=True,
         text=True,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from patcher.bench import UsageError
+from patcher.levers.load import LARGEST, LARGEST_FILE, Levers, before_task, load_levers
 from patcher.models import Role
-from patcher.optimising.levers import LARGEST, LARGEST_FILE, Levers, before_task, load_levers
 from patcher.settings import Settings, example_file, resolve
 
 OP = "fused_add_rms_norm"

@@ -9,11 +9,11 @@ from killing_stories import OP, ScriptedModel, verdict
 
 import patcher.bench.machine.environment
 from patcher import pipeline
-from patcher.agent import best_candidate, optimize
-from patcher.attempts import Optimisation
+from patcher.agent import best_candidate, run_loop
+from patcher.attempts import LoopResult
 from patcher.bench import Candidate, Evaluation, Language, VerificationError, load_op
 from patcher.bench.machine.environment import facts
-from patcher.optimising.carried import kept_levers
+from patcher.kernel_search.context import MACHINE_INDEPENDENT, run_levers
 from patcher.report.gather import gather
 from patcher.runs import machine
 from patcher.runs.run import Run
@@ -34,8 +34,8 @@ class Bench:
         self.asked: list[str] = []
         self.judged: list[str] = []
 
-    def work(self, run: Run, iterations: int = 3) -> Optimisation:
-        return optimize(
+    def work(self, run: Run, iterations: int = 3) -> LoopResult:
+        return run_loop(
             run, load_op(OP), Language.CPP, ScriptedModel(self), self.judge, iterations, "a CPU"
         )
 
@@ -71,8 +71,10 @@ def test_the_facts_are_those_that_figures_depend_on_and_name_no_machine() -> Non
 def test_the_same_machine_goes_on(tmp_path: Path) -> None:
     with begin(tmp_path) as run:
         assert run.config.machine == facts("cpu")
-        assert machine.same_machine(run, "cpu") == []
-        assert machine.same_machine(run, "cpu", changed=True) == []  # nothing to start over for
+        assert machine.same_machine(run, "cpu", MACHINE_INDEPENDENT) == []
+        assert (
+            machine.same_machine(run, "cpu", MACHINE_INDEPENDENT, changed=True) == []
+        )  # nothing to start over for
         assert [note.step for note in run.state.notes] == ["run"]
 
 
@@ -95,18 +97,20 @@ def test_told_that_it_changed_all_is_judged_again_and_no_reply_is_paid_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with begin(tmp_path) as run:
-        levers = kept_levers(run)
+        levers = run_levers(run)
         here = Bench([1.1, 2.0, 1.5])
         first = here.work(run)
     assert (first.best_iteration, here.judged) == (1, ["0", "1", "2"])
     update(monkeypatch)
     there = Bench([3.0, 1.2, 1.6])
     with Run.open(run.path) as again:
-        changed = machine.same_machine(again, "cpu", changed=True)
+        changed = machine.same_machine(again, "cpu", MACHINE_INDEPENDENT, changed=True)
         assert len(changed) == 1
         assert gather(again).attempts == ()  # no figure of the machine before is shown
-        assert machine.same_machine(again, "cpu") == []  # from now on this is its machine
-        assert kept_levers(again) == levers
+        assert (
+            machine.same_machine(again, "cpu", MACHINE_INDEPENDENT) == []
+        )  # from now on this is its machine
+        assert run_levers(again) == levers
         assert again.state.results["levers"]  # what the user asked for is not read anew
         second = there.work(again)
         assert best_candidate(again, second) is not None
@@ -133,6 +137,6 @@ def test_a_verdict_killed_before_its_result_is_not_taken_over_from_another_machi
     there = Bench([3.0])
     with Run.open(run.path) as again:
         assert again.state.pending == (f"{OP}/0/evaluate",)
-        machine.same_machine(again, "cpu", changed=True)
+        machine.same_machine(again, "cpu", MACHINE_INDEPENDENT, changed=True)
         assert there.work(again, 1).best_speedup == 3.0
     assert (there.asked, there.judged) == ([], ["0"])

@@ -27,7 +27,7 @@ from patcher.bench import (
 from patcher.memory import PROMOTED, Experience, Memory, Where, open_memory
 from patcher.memory.entries import SHAPES, Gain, MemoryRule, Observation, shapes_of
 from patcher.memory.files import MOST
-from patcher.memory.known import failures, technique_in, techniques
+from patcher.memory.patterns import failures, technique_in, techniques
 from patcher.memory.recall import CHARACTERS
 from patcher.memory.screen import phrase
 

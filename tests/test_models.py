@@ -9,12 +9,13 @@ import pytest
 from model_servers import Slept
 
 from patcher.bench import BudgetError, MissingError, UsageError, VerificationError, WaitingError
-from patcher.models import Asked, ModelError, Reply, Request, Usage, open_model
+from patcher.models import ModelCall, ModelError, Reply, Request, Usage, open_model
 from patcher.models.budget import Budget
 from patcher.models.ceilings import SpendingLimits
+from patcher.models.client import ModelClient
 from patcher.models.exchange import ExchangeModel
 from patcher.models.prices import price, prices
-from patcher.models.registry import ModelEntry, listed
+from patcher.models.registry import ModelEntry, list_models
 from patcher.models.replay import ReplayModel, export_recording, read_recording
 from patcher.runs.run import Run
 
@@ -66,7 +67,7 @@ def test_what_can_be_asked_is_listed_and_of_keys_only_that_they_are_there(
             output_usd_per_mtok=0.0,
         ),
     }
-    rows = {row.name: row for row in listed(registry)}
+    rows = {row.name: row for row in list_models(registry)}
     assert [(name, row.has_key) for name, row in rows.items()] == [
         ("anthropic", False),
         ("lab", True),
@@ -148,9 +149,9 @@ class TestReplay:
         first, second = question("op/0/ask-generate"), question("op/1/ask-generate", "\u2028é")
         with Run.create(tmp_path, command="optimize") as run:
             model = Scripted(answer(first, "one", 0.1), answer(second, "two\u2028\r\n", 0.1))
-            budget = Budget(run)
-            budget.ask(model, first)
-            budget.ask(model, second)
+            client = ModelClient(Budget(run))
+            client.ask(model, first)
+            client.ask(model, second)
             run.step("op/0/other", lambda: Usage(), Usage)
         file = tmp_path / "recording.jsonl"
         assert export_recording(run.path, file) == 2
@@ -168,7 +169,8 @@ class TestReplay:
 
     def test_a_changed_reply_is_not_exported(self, tmp_path: Path) -> None:
         with Run.create(tmp_path, command="optimize") as run:
-            Budget(run).ask(Scripted(answer(question(), "honest")), question())
+            client = ModelClient(Budget(run))
+            client.ask(Scripted(answer(question(), "honest")), question())
         artefact = run.path / "steps/op/0/ask-generate.json"
         artefact.write_text(artefact.read_text().replace("honest", "forged"))
         with pytest.raises(VerificationError):
@@ -203,19 +205,19 @@ class TestBudget:
     ) -> None:
         model = Scripted(*(answer(question(), cost=0.3) for _ in range(3)))
         with Run.create(tmp_path, command="optimize", settings={"budget_usd": 0.75}) as run:
-            budget = Budget(run)
-            budget.ask(model, question("a"))
-            budget.ask(model, question("b"))
+            client = ModelClient(Budget(run))
+            client.ask(model, question("a"))
+            client.ask(model, question("b"))
             with pytest.raises(BudgetError, match=r"\$0\.60 of the budget of \$0\.75") as caught:
-                budget.ask(model, question("c"))
+                client.ask(model, question("c"))
             assert (model.calls, caught.value.exit_code) == (2, 4)
             assert "patcher resume --budget-usd 1.4" in caught.value.hint
-            nothing = Budget(run, SpendingLimits(usd=0.0))
+            nothing = ModelClient(Budget(run, SpendingLimits(usd=0.0)))
             assert nothing.ask(model, question("a")).reply.text == "done"  # paid already
         with Run.open(run.path) as again:
             SpendingLimits(usd=1.0).note_in(again)
             budget = Budget(again)
-            budget.ask(model, question("c"))
+            ModelClient(budget).ask(model, question("c"))
             assert budget.account.committed_usd == pytest.approx(0.9)
 
     def test_a_failed_call_costs_nothing_unless_it_may_have_been_billed(
@@ -226,8 +228,8 @@ class TestBudget:
             ModelError("busy"), ModelError("broke off", charged=True), answer(question(), cost=0.1)
         )
         with Run.create(tmp_path, command="optimize") as run:
-            budget = Budget(run, SpendingLimits(usd=1.0), clock=slept.clock)
-            budget.ask(model, question())
+            budget = Budget(run, SpendingLimits(usd=1.0))
+            ModelClient(budget, clock=slept.clock).ask(model, question())
             notes = [event.data for event in run.events if "spent_usd" in event.data]
             assert [note["spent_usd"] for note in notes if "trouble" in note] == [0.0, 0.4]
             assert budget.account.spent_usd == pytest.approx(0.5)
@@ -238,14 +240,14 @@ class TestBudget:
         model = Scripted(answer(question()), worst=None)
         with Run.create(tmp_path, command="optimize") as run:
             with pytest.raises(UsageError, match="no price"):
-                Budget(run, SpendingLimits(usd=1.0)).ask(model, question())
+                ModelClient(Budget(run, SpendingLimits(usd=1.0))).ask(model, question())
             assert model.calls == 0
-            assert isinstance(Budget(run).ask(model, question()), Asked)
+            assert isinstance(ModelClient(Budget(run)).ask(model, question()), ModelCall)
 
 
 def test_records_carry_a_schema_version(tmp_path: Path) -> None:
     with Run.create(tmp_path, command="optimize") as run:
-        Budget(run).ask(Scripted(answer(question())), question())
+        ModelClient(Budget(run)).ask(Scripted(answer(question())), question())
     export_recording(run.path, tmp_path / "recording.jsonl")
     for text in (
         (run.path / "steps/op/0/ask-generate.json").read_text(),

@@ -20,8 +20,9 @@ from model_servers import APIS, KEY, Api, ApiServer, Item, Slept, serving
 
 from patcher.bench import BudgetError, MissingError, PatcherError, UsageError, VerificationError
 from patcher.models import Image, ModelError, Reply, Request, open_model
-from patcher.models.budget import REPHRASED, Budget
+from patcher.models.budget import Budget
 from patcher.models.ceilings import Amount, SpendingLimits
+from patcher.models.client import REPHRASED, ModelClient
 from patcher.models.registry import ModelEntry
 from patcher.models.retry import TRIES, Clock, alarm
 from patcher.prompting.extract import unusable
@@ -64,9 +65,8 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 def ask(run: Run, api: Api, server: ApiServer, slept: Slept, **more: Any) -> Reply:
     """Through the budget, as the loop asks."""
-    asked = Budget(run, SpendingLimits(usd=5.0), clock=slept.clock).ask(
-        api.open(server, **more), request()
-    )
+    client = ModelClient(Budget(run, SpendingLimits(usd=5.0)), clock=slept.clock)
+    asked = client.ask(api.open(server, **more), request())
     return asked.reply
 
 
@@ -234,9 +234,9 @@ class TestRetries:
         """The alarm ends the SDK's wait for a socket; the time alone is shortened here."""
         server.script = [Item(b"".join(api.events()[:begun]), then="silent")]
         clock = Clock(alarm=lambda seconds: alarm(0.3))
-        budget = Budget(run, SpendingLimits(minutes=1.0), clock=clock)
+        client = ModelClient(Budget(run, SpendingLimits(minutes=1.0)), clock=clock)
         with pytest.raises(BudgetError, match="stopped"):
-            budget.ask(api.open(server), request())
+            client.ask(api.open(server), request())
         assert spent(run).usd == api.open(server).worst_cost_usd(request())
 
     @pytest.mark.parametrize("events", [0, 1, 3])

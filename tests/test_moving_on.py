@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tried_sample import judged, tried
 
-from patcher.agent import MAX_FUNCTIONAL_FAILURES, Rules
-from patcher.agent.moving_on import left_pct, move_on
+from patcher.agent import MAX_FUNCTIONAL_FAILURES, StopRules
+from patcher.agent.stopping import left_pct, reason_to_stop
 from patcher.attempts import Attempt, Recommendation
-from patcher.attempts.tried import Tried
+from patcher.attempts.history import IterationResult
 from patcher.bench import Outcome
 from patcher.models import Usage
 from patcher.prompting.expectations import expectations, verdict
@@ -16,8 +16,8 @@ from patcher.prompting.expectations import expectations, verdict
 BROKEN = Outcome.RUNTIME_ERROR
 
 
-def reason(history: list[Tried], **rules: float) -> str | None:
-    found = move_on(history, Rules.model_validate(rules))
+def reason(history: list[IterationResult], **rules: float) -> str | None:
+    found = reason_to_stop(history, StopRules.model_validate(rules))
     assert found is None or found.detail
     return found.reason if found else None
 

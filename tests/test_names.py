@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import re
 import sqlite3
 from collections import Counter, defaultdict
@@ -22,13 +23,19 @@ TRACE = DATA / "kineto/vllm-decode-kineto.json.gz"
 EXPORT = DATA / "nsys/decode.sqlite"
 
 
+def text_of(name: str) -> str:
+    path = DATA / name
+    raw = path.read_bytes()
+    return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+
+
 def rows(name: str) -> list[list[str]]:
-    lines = (DATA / "names" / name).read_text(encoding="utf-8").split("\n")
+    lines = text_of(f"names/{name}").split("\n")
     return [line.split("\t") for line in lines[1:] if line]
 
 
 def known_names() -> list[str]:
-    return (DATA / "nsys/kernel_names.txt").read_text(encoding="utf-8").splitlines()
+    return text_of("nsys/kernel_names.txt.gz").splitlines()
 
 
 def nsys_names() -> list[str]:
@@ -121,7 +128,7 @@ def test_a_normalised_name_is_normal() -> None:
 
 def test_ncu_meets_the_others_by_its_key() -> None:
     """ncu 2025.3 leaves out `native`, casts and more. It ran another program than the traces, so
-    its kernels are written here as Kineto writes their like in kernel_names.txt."""
+    its kernels are written here as Kineto writes their like in kernel_names.txt.gz."""
     kineto = [
         "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, "
         "float, true>(int, float, c10::BFloat16 const*, float*)",
@@ -130,7 +137,7 @@ def test_ncu_meets_the_others_by_its_key() -> None:
         "{lambda()#6}::operator()() const::{lambda(c10::BFloat16)#1}, std::array<char*, 2ul> >()",
         "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_NNT",
     ]
-    ncu = {match_key(name) for name in read_ncu(DATA / "ncu/raw.csv")}
+    ncu = {match_key(name) for name in read_ncu(DATA / "ncu/raw.csv.gz")}
     assert len(ncu) == 4
     assert {match_key(name) for name in kineto} < ncu
 
@@ -211,7 +218,7 @@ def test_little_of_any_profile_stays_unexplained() -> None:
     """Kernel time whose origin is unknown or whose operation is other, of each profile."""
     whole: Counter[str] = Counter()
     vague: Counter[str] = Counter()
-    for profile, nanoseconds, name in rows("times.tsv"):
+    for profile, nanoseconds, name in rows("times.tsv.gz"):
         whole[profile] += int(nanoseconds)
         if classify(name)[0] == "unknown" or classify(name)[1] == "other":
             vague[profile] += int(nanoseconds)
@@ -234,8 +241,8 @@ def test_the_two_spellings_of_a_kernel_are_classified_alike() -> None:
 
 
 def test_the_tables_are_tables() -> None:
-    for name, columns in (("expected.tsv", 3), ("times.tsv", 3)):
-        text = (DATA / "names" / name).read_text(encoding="utf-8")
+    for name, columns in (("expected.tsv", 3), ("times.tsv.gz", 3)):
+        text = text_of(f"names/{name}")
         assert {len(row) for row in csv.reader(text.splitlines(), "excel-tab", quoting=3)} == {
             columns
         }

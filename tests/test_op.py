@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from patcher import bench
 from patcher.bench.judge.accuracy import error_of, explain_mismatch
 from patcher.bench.ops.contract import Point, _arithmetic
-from patcher.bench.ops.op import Op
+from patcher.bench.ops.op import Op, user_op_folders
 
 OP = bench.load_op("fused_add_rms_norm")
 
@@ -99,6 +100,23 @@ def test_the_planted_control_is_told_from_the_honest_baseline(dtypes: dict[str, 
     assert explain_mismatch(planted, honest, expected["input"], 2880) is not None
 
 
+@pytest.mark.parametrize(
+    ("constant", "hint"),
+    [("HONEST", "rename its constant HONEST to ACCURACY_BASELINE"), ("OTHER", "set ACCURACY_")],
+)
+def test_an_op_without_an_accuracy_baseline_is_told_how_to_name_it(
+    tmp_path: Path, constant: str, hint: str
+) -> None:
+    shutil.copytree(Path(__file__).parent / "data/ops/scaled_add", tmp_path / "scaled_add")
+    assert Op(tmp_path / "scaled_add").accuracy_baseline == "eager"
+    shutil.copytree(tmp_path / "scaled_add", tmp_path / "mine" / "scaled_add")
+    file = tmp_path / "mine" / "scaled_add" / "baselines.py"
+    file.write_text(file.read_text().replace("ACCURACY_BASELINE", constant))
+    with pytest.raises(bench.UsageError, match="names no ACCURACY_BASELINE") as caught:
+        _ = Op(tmp_path / "mine" / "scaled_add").accuracy_baseline
+    assert hint in caught.value.hint
+
+
 def test_two_libraries_may_have_an_op_of_one_name() -> None:
     folders = (
         Path(__file__).parent.parent / "kernels/linear",
@@ -109,3 +127,19 @@ def test_two_libraries_may_have_an_op_of_one_name() -> None:
     assert first.inputs is not second.inputs
     assert first.reference is not second.reference
     assert first.inputs is Op(folders[0]).inputs
+
+
+def test_a_users_op_may_have_no_solution_and_a_relative_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(__file__).parent / "corpus/ops/linear"
+    shutil.copytree(source, tmp_path / "mine/bare", ignore=shutil.ignore_patterns("solutions"))
+    contract = tmp_path / "mine/bare/op.toml"
+    contract.write_text(contract.read_text().replace('name = "linear"', 'name = "bare"', 1))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATCHER_OPS", "mine")
+
+    op = bench.load_op("bare")
+
+    assert list(op.solutions()) == []
+    assert user_op_folders() == str(tmp_path / "mine")

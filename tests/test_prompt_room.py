@@ -7,13 +7,13 @@ import math
 import pytest
 from tried_sample import OP, SHAPES, judged
 
-from patcher.attempts import Attempt, Diagnosis, Recommendation
+from patcher.attempts import Attempt, Diagnosis, KnownKernel, Recommendation
 from patcher.bench import Evaluation, KernelCounters, Language, Outcome, load_op, load_ops
 from patcher.bench.judge.evaluation import Counter
 from patcher.models import Usage
 from patcher.prompting.extract import blocks
 from patcher.prompting.op_source import baseline_source
-from patcher.prompting.rendering import Prompts, Working
+from patcher.prompting.rendering import Prompts
 from patcher.prompting.room import CHARACTERS_PER_TOKEN, PARTS
 
 SOURCE = f"void {OP}() {{ {SHAPES[0]} }}"
@@ -96,23 +96,23 @@ def test_a_diagnosis_goes_into_the_repair() -> None:
 
 
 def test_what_works_elsewhere_is_translated() -> None:
-    other = Working(
+    other = KnownKernel(
         name="cuda_row", language=Language.CUDA, summary="a row a block", source="KERNEL"
     )
-    text = prompts(language=Language.TRITON, elsewhere=[other]).generate(None)
+    text = prompts(language=Language.TRITON, known_kernels=[other]).generate(None)
     assert "`cuda_row`, written in cuda: a row a block\n```cuda\nKERNEL\n```" in text
     assert "Translate what works" in text
     assert "Translate" not in prompts().generate(None)
 
 
 def test_a_kernel_of_the_same_language_is_to_be_beaten() -> None:
-    known = Working(name="cuda_row", language=Language.CUDA, source="KERNEL")
-    text = prompts(language=Language.CUDA, elsewhere=[known]).generate(None)
+    known = KnownKernel(name="cuda_row", language=Language.CUDA, source="KERNEL")
+    text = prompts(language=Language.CUDA, known_kernels=[known]).generate(None)
     assert "# A kernel that works\n`cuda_row`, written in cuda\n```cuda\nKERNEL\n```" in text
     assert "faster than the kernel above: keep what makes" in text
     assert "ranslate" not in text
-    other = Working(name="row", language=Language.TRITON, source="OTHER")
-    both = prompts(language=Language.CUDA, elsewhere=[known, other]).generate(None)
+    other = KnownKernel(name="row", language=Language.TRITON, source="OTHER")
+    both = prompts(language=Language.CUDA, known_kernels=[known, other]).generate(None)
     assert "Translate what works" in both
 
 
@@ -134,10 +134,10 @@ def test_two_kernels_are_combined() -> None:
 def test_a_prompt_keeps_to_its_room_and_says_what_was_cut(over: int) -> None:
     history = [attempt(n, 1.5) for n in range(60)]
     extra = "# Notes\n" + "a note\n" * 500
-    whole = prompts().optimise(SOURCE, rich(), None, history, None, extra=extra)
+    whole = prompts().optimize(SOURCE, rich(), None, history, None, extra=extra)
     room = max(len(whole) - over, 200)
     made = prompts(math.ceil(room / CHARACTERS_PER_TOKEN))
-    text = made.optimise(SOURCE, rich(), None, history, None, extra=extra)
+    text = made.optimize(SOURCE, rich(), None, history, None, extra=extra)
     assert SOURCE in text
     assert "| tokens=8 hidden=256 | 5.00 | 10.00 |" in text
     assert text.count("# Your task") == 1
@@ -155,7 +155,7 @@ def test_a_prompt_keeps_to_its_room_and_says_what_was_cut(over: int) -> None:
 
 def test_of_a_long_history_the_latest_stay() -> None:
     history = [attempt(n, 1.5) for n in range(200)]
-    text = prompts(3500).optimise(SOURCE, judged(2.0), None, history, None)
+    text = prompts(3500).optimize(SOURCE, judged(2.0), None, history, None)
     assert "| iteration | outcome |" in text
     assert "| 199 | correct" in text
     assert "| 0 | correct" not in text
@@ -163,8 +163,8 @@ def test_of_a_long_history_the_latest_stay() -> None:
 
 
 def test_a_quoted_part_that_is_cut_is_closed() -> None:
-    other = Working(name="long", language=Language.CUDA, source="int x = 1;\n" * 2000)
-    text = prompts(5000, elsewhere=[other]).generate(None)
+    other = KnownKernel(name="long", language=Language.CUDA, source="int x = 1;\n" * 2000)
+    text = prompts(5000, known_kernels=[other]).generate(None)
     assert "kernels that work elsewhere (in part: " in text
     found = blocks(text)
     assert all(block.closed for block in found)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from patch_sample import CANDIDATE, OP, evaluation
 
+from patcher.ab.patched_capture import ran
 from patcher.bench import Candidate, Language, VerificationError
-from patcher.endtoend.patched_capture import ran
 from patcher.hotspot import Profile, read
 from patcher.integrate import Patch, Receipt
 from patcher.reconciling.proof import Proof, kernel_names, prove, seen_per_step

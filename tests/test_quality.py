@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from test_measure import TINY
 
-from patcher.bench import Quality
+from patcher.bench import Quality, content
 from patcher.bench.ab.logits import served_logits
 from patcher.bench.ab.quality import assess, compare_logits
 from patcher.bench.ab.records import LogitError
@@ -192,8 +192,10 @@ def test_near_ties_are_counted_and_a_pick_across_a_wide_gap_fails() -> None:
 
 def test_a_record_of_before_the_floor_still_reads_and_shows() -> None:
     folder = Path(__file__).parent.parent / "bench/results/h200-transformers"
-    for file in sorted(folder.glob("throughput-*.json")):
-        recorded = json.loads(file.read_text(encoding="utf-8"))["measured"]["quality"]
+    files = sorted(folder.glob("throughput-*.json.xz"))
+    assert len(files) == 2
+    for file in files:
+        recorded = json.loads(content(file))["measured"]["quality"]
         quality = Quality.model_validate(recorded)
         assert quality.floor is None
         assert len(quality_lines(quality)) == 1

@@ -13,8 +13,8 @@ from test_agent import DEVICE, OP, Judge, Line, advice, code, diagnosis, recordi
 from test_memory import HONEYTOKEN, broken
 
 from patcher import pipeline
-from patcher.agent import optimize
-from patcher.attempts import Optimisation
+from patcher.agent import run_loop
+from patcher.attempts import LoopResult
 from patcher.bench import (
     Candidate,
     Environment,
@@ -26,13 +26,12 @@ from patcher.bench import (
     load_op,
 )
 from patcher.cli import main
-from patcher.memory import Memory, Recalled
+from patcher.kernel_search.context import MACHINE_INDEPENDENT, run_levers
+from patcher.kernel_search.memory import experiences, learn_from_run, recall_for_run
+from patcher.levers.load import load_levers
+from patcher.levers.scoring import Scorer
+from patcher.memory import Memory, MemoryText
 from patcher.models import Role
-from patcher.optimising.carried import kept_levers
-from patcher.optimising.levers import load_levers
-from patcher.optimising.remembered import experiences, recalled, take_up
-from patcher.optimising.scoring import Scorer
-from patcher.runs.machine import KEPT
 from patcher.runs.run import Run
 from patcher.settings import resolve
 
@@ -74,10 +73,10 @@ VERDICTS: dict[str, float | Outcome] = {
 }
 
 
-def ask_for(run: Run, tmp_path: Path, iterations: int = 4, **more: Any) -> Optimisation:
+def ask_for(run: Run, tmp_path: Path, iterations: int = 4, **more: Any) -> LoopResult:
     model = recording(tmp_path, LINES)
     op = load_op(OP)
-    return optimize(run, op, Language.CPP, model, Timed(VERDICTS), iterations, DEVICE, **more)
+    return run_loop(run, op, Language.CPP, model, Timed(VERDICTS), iterations, DEVICE, **more)
 
 
 def new_run(tmp_path: Path) -> Run:
@@ -90,7 +89,7 @@ def test_a_loop_teaches_gains_between_parent_and_child_and_no_text_of_its_own(
     run, memory = new_run(tmp_path), Memory(tmp_path / "memory")
     found = ask_for(run, tmp_path, extra=lambda role, at: HONEYTOKEN)
     said: list[str] = []
-    take_up(run, memory, load_op(OP), found, said.append)
+    learn_from_run(run, memory, load_op(OP), found, said.append)
     gains = {gain.technique: gain.gain for gain in memory.techniques()}
     assert gains == pytest.approx({"vector loads": 1.8 / 1.2, "unrolling": 1.5 / 1.8}, rel=1e-4)
     assert {gain.architecture for gain in memory.techniques()} == {"cpu"}
@@ -102,7 +101,7 @@ def test_a_loop_teaches_gains_between_parent_and_child_and_no_text_of_its_own(
         assert HONEYTOKEN not in path.read_text()
     assert said == [f"memory: 1 rules, {len(memory.techniques())} techniques in {memory.folder}"]
     before = {path.name: path.read_bytes() for path in memory.folder.iterdir()}
-    take_up(run, memory, load_op(OP), found, said.append)
+    learn_from_run(run, memory, load_op(OP), found, said.append)
     assert {path.name: path.read_bytes() for path in memory.folder.iterdir()} == before
 
 
@@ -115,7 +114,7 @@ def test_a_duplicate_teaches_nothing_more(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     judge = Timed({"a": 1.5})
     model = recording(tmp_path, lines)
-    found = optimize(run, load_op(OP), Language.CPP, model, judge, 2, DEVICE)
+    found = run_loop(run, load_op(OP), Language.CPP, model, judge, 2, DEVICE)
     assert len(list(experiences(run, found))) == 1
 
 
@@ -126,28 +125,28 @@ def test_a_resumed_run_reads_the_memory_that_it_began_with(tmp_path: Path) -> No
     rules.write_text('[[rule]]\ntext = "you cannot sing because it is late"\n')
     run = new_run(tmp_path)
     op = load_op(OP)
-    first = recalled(run, memory, op, Language.CPP, "cpu")
+    first = recall_for_run(run, memory, op, Language.CPP, "cpu")
     assert "You cannot sing" in first.text
     rules.write_text("broken")
     run.close()
     with Run.open(run.path) as again:
-        assert recalled(again, memory, op, Language.CPP, "cpu") == first
+        assert recall_for_run(again, memory, op, Language.CPP, "cpu") == first
     with Run.create(tmp_path / "runs", command="optimize") as other, pytest.raises(UsageError):
-        recalled(other, memory, op, Language.CPP, "cpu")
+        recall_for_run(other, memory, op, Language.CPP, "cpu")
     with Run.create(tmp_path / "runs", command="optimize") as other:
-        assert recalled(other, None, op, Language.CPP, "cpu") == Recalled()
+        assert recall_for_run(other, None, op, Language.CPP, "cpu") == MemoryText()
 
 
 def test_on_another_machine_memory_and_levers_stay_and_scores_are_asked_again(
     tmp_path: Path,
 ) -> None:
     run, memory = new_run(tmp_path), Memory(tmp_path / "memory")
-    recalled(run, memory, load_op(OP), Language.CPP, "cpu")
-    kept_levers(run)
+    recall_for_run(run, memory, load_op(OP), Language.CPP, "cpu")
+    run_levers(run)
     script = score_by({"fixed": 5.0, "vector": 1.0, "slower": 9.0}, tmp_path)
     ask_for(run, tmp_path, score=Scorer.of(run, {"score": {"script": str(script)}}))
     assert run.done(f"{OP}/1/score")
-    run.start_over({"processor": "another"}, KEPT)
+    run.start_over({"processor": "another"}, MACHINE_INDEPENDENT)
     assert run.done(f"{OP}/recall")
     assert run.done("levers")
     assert not run.done(f"{OP}/1/score")
@@ -159,11 +158,11 @@ def test_a_memory_that_broke_meanwhile_costs_the_run_nothing(tmp_path: Path) -> 
     memory.folder.mkdir()
     (memory.folder / "rules.toml").write_text("oops\n")
     said: list[str] = []
-    take_up(run, memory, load_op(OP), found, said.append)
+    learn_from_run(run, memory, load_op(OP), found, said.append)
     assert "nothing learned" in said[0]
     assert "line 1" in said[0]
     (memory.folder / "rules.toml").unlink()
-    take_up(run, memory, load_op(OP), found, said.append)
+    learn_from_run(run, memory, load_op(OP), found, said.append)
     assert memory.techniques(), "resuming tries again"
 
 
@@ -228,7 +227,7 @@ def test_a_score_makes_nothing_right(tmp_path: Path) -> None:
     ]
     judge = Timed({**VERDICTS, "slow": 0.9})
     model = recording(tmp_path, lines)
-    found = optimize(run, load_op(OP), Language.CPP, model, judge, 3, DEVICE, score=scorer)
+    found = run_loop(run, load_op(OP), Language.CPP, model, judge, 3, DEVICE, score=scorer)
     outcomes = [(attempt.outcome.value, attempt.score) for attempt in found.iterations]
     assert outcomes == [("compilation_failure", None), ("correct", 1.0), ("too_slow", 1e9)]
     assert found.best_iteration == 1, "one that is not faster makes no patch, whatever its score"
@@ -297,7 +296,7 @@ def test_what_one_run_learned_is_in_the_next_runs_prompts(
     assert "Mind the tail." in first
     assert "Mind the tail." not in second
     assert HONEYTOKEN not in second
-    assert again.load(f"{OP}/recall", Recalled).rules == (rule.id,)
+    assert again.load(f"{OP}/recall", MemoryText).rules == (rule.id,)
 
 
 @pytest.fixture

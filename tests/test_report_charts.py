@@ -114,7 +114,7 @@ def test_a_repeated_point_begins_another_sweep() -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_attempts_and_hotspots(width: float) -> None:
     report = sample()
-    rows = views.attempt_rows(report)
+    rows = views.attempt_rows(report.attempts)
     drawing = inside(charts.attempts(rows, width))
     assert drawing.count("<circle") == 3
     assert drawing.count('class="cross"') == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -85,10 +86,12 @@ def test_no_folders_import_each_other_in_a_circle() -> None:
     """Over folders, as `test_no_two_files_import_each_other` is over files; late imports count."""
     arrows: dict[str, set[str]] = {}
     for path in FILES:
-        if path.relative_to(ROOT).parts[0] == "patcher" or path.parent.parent == ROOT:
+        inside = path.relative_to(ROOT)
+        if path.parent.parent == ROOT and inside.parts[0] != "patcher":
             continue
-        for name in imports(path):
-            here, there = part(path.relative_to(ROOT).as_posix()), part(named_file(name))
+        here = part(inside.as_posix())
+        for name in imports(path) if here else ():
+            there = part(named_file(name))
             if there and here != there:
                 arrows.setdefault(here, set()).add(there)
     while arrows:
@@ -114,6 +117,41 @@ def part(file: str) -> str:
     """The folder of a room, or a file that lies in the room itself; empty: a room's face."""
     top, _, rest = file.partition("/")
     return "" if rest in ("", INIT) else f"{top}/{rest.split('/')[0].removesuffix('.py')}"
+
+
+def test_evaluate_reaches_at_most_ninety_files() -> None:
+    """Its own file, the command line's, and all that these import, late imports included."""
+    todo = [ROOT / "patcher" / "cli.py", ROOT / "patcher" / "commands" / "evaluate.py"]
+    reached: set[Path] = set()
+    while todo:
+        path = todo.pop()
+        if path not in reached:
+            reached.add(path)
+            todo += imported_files(path)
+    assert ROOT / "bench" / "judge" / "judge.py" in reached
+    assert len(reached) <= 90, sorted(str(path.relative_to(ROOT)) for path in reached)
+
+
+def imported_files(path: Path) -> Iterator[Path]:
+    """The files of ours that a file imports when it or its functions run, packages included."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module and node not in for_types:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            words = name.split(".")
+            for end in range(2, len(words) + 1):
+                if words[0] == "patcher" and (file := named_file(".".join(words[:end]))):
+                    yield ROOT / file
 
 
 def test_no_two_files_import_each_other() -> None:
@@ -143,6 +181,16 @@ def loaded(path: Path) -> Iterator[Path]:
                 files = (at for each in places for at in (each.with_suffix(".py"), each / INIT))
                 if found := next((at for at in files if ROOT / at in FILES), None):
                     yield found
+
+
+def test_no_public_class_name_is_defined_twice() -> None:
+    """A name says one thing in the whole product; what is private to a file may be called alike."""
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: files for name, files in places.items() if len(files) > 1}
 
 
 def test_what_a_served_engine_imports_is_torch_and_the_standard_library() -> None:
@@ -175,6 +223,29 @@ def test_the_runner_imports_neither_the_judge_nor_torch_before_it_is_told_to() -
     assert result.stdout.split() == ["False", "False"]
 
 
+MOST_TRACKED_BYTES = 6_000_000
+
+
+def test_tracked_files_stay_small() -> None:
+    """Results, recordings and pictures are kept compressed, and earlier ones in git's history."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    listed = subprocess.run(
+        ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"],
+        capture_output=True,
+        check=True,
+        cwd=ROOT,
+    )
+    files = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+    sizes = {path: path.lstat().st_size for path in files if os.path.lexists(path)}
+    assert len(sizes) > 500
+    largest = sorted(sizes, key=lambda path: -sizes[path])[:10]
+    told = "\n".join(f"{sizes[path]:>9,} {path.relative_to(ROOT)}" for path in largest)
+    assert sum(sizes.values()) <= MOST_TRACKED_BYTES, told
+
+
 def test_readme_and_makefile_agree() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -186,7 +257,11 @@ def test_readme_and_makefile_agree() -> None:
 def test_versions_and_changelog() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", project["version"])
-    assert "## Unreleased" in (ROOT / "CHANGELOG.md").read_text()
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert "## [Unreleased]" in changes
+    assert re.search(
+        rf"^## \[{re.escape(project['version'])}\] - \d{{4}}-\d\d-\d\d$", changes, re.M
+    )
     constraints = (ROOT / "constraints.txt").read_text()
     assert "torch==2.13.0\n" in constraints
     assert not re.search(r"^(nvidia-(?!ml-py)|triton|cuda)", constraints, re.MULTILINE)
@@ -219,9 +294,9 @@ def test_the_wheel_holds_the_kernel_library_and_no_package_called_kernels(tmp_pa
         "patcher/integrate/vllm/sources.json",
         "patcher/kernel_library/fused_add_rms_norm/op.toml",
         "patcher/kernel_library/fused_add_rms_norm/solutions/cuda_row/fused_add_rms_norm.cu",
-        "patcher/memory/known.toml",
+        "patcher/memory/patterns.toml",
         "patcher/memory/words.txt",
-        "patcher/optimising/demo.jsonl",
+        "patcher/kernel_search/demo.jsonl",
         "patcher/prompting/templates/generate.md.j2",
         "patcher/report/report.html.j2",
     } <= names

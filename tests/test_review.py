@@ -12,20 +12,21 @@ from typing import Any
 import pytest
 from patch_sample import evaluation, make_patch
 from report_sample import attempt, patched
+from test_measure import decided as decided_on
 from test_measure import evidence
 from test_report_lanes import decode
 
+from patcher.ab.decision import Decision
+from patcher.ab.measurement import Measurement
 from patcher.bench import Evaluation, Outcome, UsageError, VerificationError
 from patcher.bench.stats.comparison import Verdict
-from patcher.endtoend.measured import Measured
 from patcher.hotspot import Profile
 from patcher.integrate import pack
-from patcher.pipeline import Made
 from patcher.report import render_html, render_markdown
 from patcher.report.gather import gather
+from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
 from patcher.show.review import review_document
-from patcher.verdicts.decide import Decision, decide
 from patcher.verdicts.review import find_subject, run_words, say, words
 
 
@@ -40,12 +41,14 @@ def decided(root: Path, verdict: Verdict = "accept", *, patch: bool = True) -> R
     run = Run.create(root, command="run", model="gpt-oss-tiny")
     if patch:
         bundle = make_patch(run.path / "patch")
-        made = Made(folder="patch", id=bundle.manifest.id, digest=bundle.digest)
-        run.step("patch", lambda: made, Made)
+        made = RunPatch(folder="patch", id=bundle.manifest.id, digest=bundle.digest)
+        run.step("patch", lambda: made, RunPatch)
     given = evidence(verdict=verdict)
-    measured = Measured(**{name: given[name] for name in Measured.model_fields if name in given})
-    run.step("measure", lambda: measured, Measured)
-    run.step("decision", lambda: decide(**given), Decision)
+    measured = Measurement(
+        **{name: given[name] for name in Measurement.model_fields if name in given}
+    )
+    run.step("measure", lambda: measured, Measurement)
+    run.step("decision", lambda: decided_on(**given), Decision)
     run.close()
     return run
 
@@ -91,7 +94,7 @@ def test_overruling_needs_a_reason(verdict: Verdict, tmp_path: Path) -> None:
 def test_a_patch_is_found_by_run_bundle_and_id(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     run = decided(runs)
-    made = Run.open(run.path, read_only=True).load("patch", Made)
+    made = Run.open(run.path, read_only=True).load("patch", RunPatch)
     for text in (run.id, run.id[:12], str(run.path), "latest", made.id):
         assert find_subject(runs, text).run == run.path
     lone = find_subject(runs, str(run.path / "patch"))  # its manifest names no run

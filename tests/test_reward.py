@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 
 from patcher import bench
-from patcher.attempts import judged as judged_
-from patcher.attempts.judged import rewarded
-from patcher.attempts.reward import reward
 from patcher.bench import (
     Candidate,
     Check,
@@ -19,6 +16,8 @@ from patcher.bench import (
     UsageError,
 )
 from patcher.bench.judge import JudgeSettings
+from patcher.judges import reward as judged_
+from patcher.judges.reward import judge_for_reward, reward
 
 OP = "fused_add_rms_norm"
 
@@ -120,12 +119,12 @@ def test_a_reward_is_of_one_candidate() -> None:
 
 def test_a_wrong_candidate_is_judged_once_and_a_right_one_against_each() -> None:
     bad = Candidate(op=OP, language=Language.CPP, source="int other;")
-    found = rewarded("local", bad, JudgeSettings(threads=1), "t", lambda *_: None)
+    found = judge_for_reward("local", bad, JudgeSettings(threads=1), "t", lambda *_: None)
     assert list(found.evaluations) == ["eager"]
     assert found.reward.value == -1
     good = next(c for info, c in bench.load_op(OP).solutions() if info.name == "cpu_simd")
     settings = JudgeSettings(threads=1, pairs=3, calls=50, lives_s=0.1, points=1)
-    found = rewarded("local", good, settings, "t", lambda *_: None, against=["eager"])
+    found = judge_for_reward("local", good, settings, "t", lambda *_: None, against=["eager"])
     assert found.evaluations["eager"].baseline == "eager"
     assert found.reward.value in (1, 2)
     assert found.reward.speedups["eager"].geomean == found.evaluations["eager"].geomean_speedup
@@ -153,8 +152,10 @@ def test_a_baseline_that_does_not_run_here_takes_its_level_away_and_no_more(
 
     monkeypatch.setattr(judged_, "open_judges", lambda _w, s, *_: Scripted(s.baseline))
     candidate = Candidate(op=OP, language=Language.CPP, source="x")
-    found = rewarded("local", candidate, JudgeSettings(), "t", lambda *_: None)
+    found = judge_for_reward("local", candidate, JudgeSettings(), "t", lambda *_: None)
     assert (found.reward.value, found.reward.missing) == (2, {"torch.compile": "no compiler"})
     down = Candidate(op="moe_matmul_down", language=Language.CPP, source="x")
     with pytest.raises(UsageError, match=r"has no baseline of torch\.compile"):
-        rewarded("local", down, JudgeSettings(), "t", lambda *_: None, against=["torch.compile"])
+        judge_for_reward(
+            "local", down, JudgeSettings(), "t", lambda *_: None, against=["torch.compile"]
+        )

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from patcher.bench import Evaluation, Outcome, UsageError, VerificationError
-from patcher.optimising.levers import ScoreLever
-from patcher.optimising.scoring import Scorer
+from patcher.levers.record import ScoreLever
+from patcher.levers.scoring import Scorer
 from patcher.runs.run import Run
 
 OP = "fused_add_rms_norm"

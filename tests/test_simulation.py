@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from patcher.bench import content
 from patcher.bench.lab.simulation import NOISE, PAIR_SD_PCT, Row, process_pairs, sittings
 from patcher.bench.stats.intervals import DEFAULT_PAIRS
 
-COMMITTED = Path(__file__).parent.parent / "bench/results/statistics/statistics.jsonl"
-ROWS = [Row.model_validate_json(line) for line in COMMITTED.read_text().splitlines()]
+COMMITTED = Path(__file__).parent.parent / "bench/results/statistics/statistics.jsonl.xz"
+ROWS = [Row.model_validate_json(line) for line in content(COMMITTED).splitlines()]
 
 
 def verdicts(noise: str, truth_pct: float) -> Row:

@@ -18,13 +18,13 @@ import pytest
 from killing_stories import verdict
 
 from patcher import pipeline
-from patcher.agent import optimize
+from patcher.agent import run_loop
 from patcher.bench import Language, load_op
 from patcher.bench.sandbox.process_tree import descendants
 from patcher.commands.workloads import workload_for
 from patcher.hotspot import Profile, read
 from patcher.models import Reply, Usage
-from patcher.models.replay import Recorded, ReplayModel
+from patcher.models.replay import RecordedReply, ReplayModel
 from patcher.runs.journal import is_written
 from patcher.runs.run import Run
 from patcher.settings import resolve
@@ -212,7 +212,7 @@ def recorded(file: Path, source: str) -> str:
         source="api",
         prompt_digest="0" * 64,
     )
-    line = Recorded(
+    line = RecordedReply(
         step=f"{OP}/0/ask-generate",
         role="generate",
         prompt_digest="0" * 64,
@@ -305,7 +305,7 @@ def test_stopped_while_the_model_is_measured(
 ) -> None:
     judged(tmp_path)
     stage = Stage(tmp_path, "resume")
-    stage.until(lambda: stage.runs("-m", "patcher.endtoend.measure"))
+    stage.until(lambda: stage.runs("-m", "patcher.ab.one_process"))
     said = stage.stop(number, to)
     nothing_left(orphans)
     resumable(tmp_path, "measure", said)
@@ -321,7 +321,7 @@ def judged(folder: Path) -> None:
     with pipeline.start(settings, "run", "gpt-oss-tiny", workload, plan) as run:
         found = read(ROOT / "tests/data/nsys/decode.sqlite", "gpt-oss-20b")
         run.step("profile", lambda: found, Profile)
-        optimize(
+        run_loop(
             *(run, load_op(OP), Language.CPP, ReplayModel(file)),
             *(lambda candidate: verdict(candidate, 2.0), 1, "a CPU"),
         )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tried_sample import SHAPES, tried
 
-from patcher.attempts.tried import Ask, Tried, best_of, rounds, standing
+from patcher.attempts.history import CandidateRequest, IterationResult, best_of, rounds, standing
 from patcher.bench import Outcome, UsageError
 from patcher.strategies import (
     STRATEGIES,
@@ -28,7 +28,7 @@ from patcher.strategies.evolve import MIGRATION
 BROKEN = Outcome.MISMATCH
 
 
-def asked(asks: Sequence[Ask]) -> list[tuple[str, tuple[int, ...]]]:
+def asked(asks: Sequence[CandidateRequest]) -> list[tuple[str, tuple[int, ...]]]:
     return [(ask.kind, ask.parents) for ask in asks]
 
 
@@ -68,7 +68,7 @@ def test_sampling_asks_for_as_many_as_are_left_and_heeds_nothing() -> None:
         ([tried(0, 0.9), tried(1, 1.0, "optimise", (0,))], ("optimise", (1,))),
     ],
 )
-def test_refinement(history: list[Tried], expected: tuple[str, tuple[int, ...]]) -> None:
+def test_refinement(history: list[IterationResult], expected: tuple[str, tuple[int, ...]]) -> None:
     assert asked(Refine().next(history, 3)) == [expected]
 
 
@@ -118,13 +118,13 @@ def test_a_beam_mends_once_and_leaves_what_brings_nothing() -> None:
     assert asked(beam.next(tired, 9)) == [("optimise", (2,)), ("optimise", (1,))]
 
 
-def islands(history: Sequence[Tried], count: int = 2) -> list[set[int]]:
+def islands(history: Sequence[IterationResult], count: int = 2) -> list[set[int]]:
     found = Evolve(4, count, 7).residents(history)
     return [{one.iteration for one in home} for home in found]
 
 
 def test_islands_send_each_other_their_best() -> None:
-    history: list[Tried] = []
+    history: list[IterationResult] = []
     for turn in range(MIGRATION):
         at = 2 * turn
         history.append(tried(at, 1.0 + turn, round=turn, island=0))
@@ -173,7 +173,7 @@ def test_any_strategy_asks_what_can_be_asked(
     again."""
     strategy = open_strategy(name, seed=seed)
     shapes = random.Random(seed)
-    history: list[Tried] = []
+    history: list[IterationResult] = []
     number = 0
     while left := len(outcomes) - len(history):
         asks = strategy.next(tuple(history), left)
@@ -193,7 +193,9 @@ def test_any_strategy_asks_what_can_be_asked(
             at = len(history) + len(group)
             shape = shapes.randrange(len(SHAPES))
             one = tried(at, outcomes[at], ask.kind, ask.parents, round=number, shape=shape)
-            group.append(Tried(at, number, ask, one.candidate, one.evaluation, one.failure))
+            group.append(
+                IterationResult(at, number, ask, one.candidate, one.evaluation, one.failure)
+            )
         history += group
         number += 1
     assert len(rounds(history)) == number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import lzma
 import sqlite3
 from collections import defaultdict
 from pathlib import Path
@@ -41,7 +42,7 @@ def databases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, sqlite3.Con
     found = {}
     for name in ("h", "n"):
         path = tmp_path_factory.mktemp("databases") / f"{name}.sqlite"
-        path.write_bytes(gzip.decompress((DATA / f"golden/{name}.sqlite.gz").read_bytes()))
+        path.write_bytes(lzma.decompress((DATA / f"golden/{name}.sqlite.xz").read_bytes()))
         found[name] = sqlite3.connect(path)
     return found
 

@@ -12,7 +12,7 @@ from test_measure import WORKLOAD, ScriptedEngine
 
 from patcher import bench
 from patcher.bench import Throughput, Window, Workload
-from patcher.bench.ab.throughput import decide_on, measure, unfit_pairs
+from patcher.bench.ab.throughput import compare_in_one_process, compare_windows, unfit_pairs
 from patcher.bench.engines import Decoding
 from patcher.bench.machine.clocks import ClockMonitor, ClockSample
 
@@ -51,7 +51,7 @@ def run(
     **options: Any,
 ) -> Throughput:
     asked: dict[str, Any] = {"margin_pct": 0.5, "max_pairs": 12, "looks": 1, "patch_id": "p"}
-    return measure(
+    return compare_in_one_process(
         engine,
         {"baseline": nullcontext, "patched": engine.patch},
         workload,
@@ -127,8 +127,8 @@ def test_a_control_without_a_usable_pair_is_none() -> None:
         throttle_reasons=("power brake",),
     )  # fmt: skip
     other = window.model_copy(update={"arm": "patched"})
-    assert decide_on([window, other], "aa", 0.5, 95.0) is None
-    assert decide_on([], "aa", 0.5, 95.0) is None
+    assert compare_windows([window, other], "aa", 0.5, 95.0) is None
+    assert compare_windows([], "aa", 0.5, 95.0) is None
 
 
 def test_a_window_of_one_step_is_refused() -> None:

@@ -10,8 +10,8 @@ import pytest
 from patch_sample import OP, evaluation
 from test_cli import patcher
 
+from patcher.ab.result import ABResult
 from patcher.bench import Language, load_op
-from patcher.endtoend.measured import Judged
 from patcher.integrate import Patch, read_receipts
 from patcher.report import Report
 
@@ -63,7 +63,7 @@ def test_several_patches_are_in_together_and_have_one_verdict(bundle: Path) -> N
     both = ("--patch", "patch", "--patch", "rope")
     done = patcher(*words, *both, "--report", "both", "--json", cwd=home)
     assert done.returncode in (0, 1), done.stderr
-    judged_together = Judged.model_validate_json(done.stdout)
+    judged_together = ABResult.model_validate_json(done.stdout)
     ids = tuple(patch.manifest.id for patch in patches)
     assert judged_together.patches == ids
     assert {"pairs", "quality"} <= set(judged_together.took_s)
@@ -97,7 +97,7 @@ def test_several_patches_are_in_together_and_have_one_verdict(bundle: Path) -> N
     again = ("throughput", "gpt-oss-tiny", "--from", "both.json", "--json")
     anew = patcher(*again, *both, "--report", "anew", cwd=home)
     assert anew.returncode == done.returncode
-    assert Judged.model_validate_json(anew.stdout) == judged_together
+    assert ABResult.model_validate_json(anew.stdout) == judged_together
     shown = Report.model_validate_json((home / "anew/report.json").read_text())
     assert shown.throughput == found.throughput
     assert shown.created == judged_together.created

@@ -18,7 +18,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from patcher.agent import optimize
+from patcher.agent import run_loop
 from patcher.bench import (
     Candidate,
     Check,
@@ -38,8 +38,9 @@ from patcher.bench.toolchains.foreign import MetalToolchain, SyclToolchain
 from patcher.doctor import examine
 from patcher.integrate import Patch
 from patcher.models import Reply, Usage
-from patcher.models.replay import Recorded, ReplayModel
-from patcher.pipeline import RunPlan, start
+from patcher.models.replay import RecordedReply, ReplayModel
+from patcher.pipeline import start
+from patcher.plan import RunPlan
 from patcher.prompting.extract import TAGS, blocks
 from patcher.prompting.rendering import Prompts
 from patcher.runs.run import Run
@@ -374,7 +375,7 @@ def test_the_loop_ends_with_the_first_candidate_that_compiles(tmp_path: Path, op
     """Replies are recorded ones, verdicts scripted: a failure, then `compiled`."""
     sources = [f"void {EXAMPLE_OP}() {{}} // {number}\n" for number in range(3)]
     lines = [
-        Recorded(
+        RecordedReply(
             step=f"{EXAMPLE_OP}/{number}/ask-generate",
             role="generate",
             prompt_digest="0" * 64,
@@ -407,7 +408,7 @@ def test_the_loop_ends_with_the_first_candidate_that_compiles(tmp_path: Path, op
 
     with Run.create(tmp_path / "runs", command="optimize") as run:
         model = ReplayModel(tmp_path / "replies.jsonl")
-        found = optimize(run, op, Language.HIP, model, judge, 3, "a device", diagnoser=None)
+        found = run_loop(run, op, Language.HIP, model, judge, 3, "a device", diagnoser=None)
     assert [one.outcome for one in found.iterations] == ["compilation_failure", "compiled"]
     assert (found.stopped, found.best_file, found.best_digest) == ("compiled", None, None)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 import random
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from test_process_pairs import Host, ScriptedProcess, ScriptedSide
 from patcher import bench
 from patcher.bench import Shape
 from patcher.bench.lab.trials.driver import Driver
-from patcher.bench.lab.trials.folder import Asked, Folder, markdown
+from patcher.bench.lab.trials.folder import Folder, TrialsRequest, markdown
 from patcher.bench.lab.trials.trial import (
     Repeats,
     Resident,
@@ -27,7 +27,7 @@ from patcher.bench.lab.trials.trial import (
 )
 from patcher.bench.lab.trials.verdict_trials import as_it_should, main
 
-ASKED = Asked(
+ASKED = TrialsRequest(
     workload=WORKLOAD,
     arguments={},
     patch=None,
@@ -268,7 +268,7 @@ def test_what_is_no_record_is_told(name: str, tmp_path: Path) -> None:
 def test_the_verdicts_of_the_evidence_are_those_of_its_windows(name: str) -> None:
     folder = Path(__file__).parent.parent / "bench" / "results" / "verdict-trials"
     shown = json.loads((folder / f"{name}.json").read_text())
-    with gzip.open(folder / f"{name}.trials.jsonl.gz", "rt") as file:
+    with lzma.open(folder / f"{name}.trials.jsonl.xz", "rt") as file:
         taken = [VerdictTrial.model_validate_json(line) for line in file]
     kept = folder / f"{name}.repeats.jsonl"
     repeats = [

@@ -7,34 +7,36 @@ from pathlib import Path
 import pytest
 from report_sample import throughput_of
 from test_elsewhere import at
-from test_measure import evidence
+from test_measure import decided, evidence
 
+from patcher.ab.best_set import BestSet
+from patcher.ab.measurement import Measurement
+from patcher.ab.result import ABResult
+from patcher.ab.set_search import SetSearch, combination_of
 from patcher.bench import UsageError
 from patcher.bench.lab.verdict_table import PUBLISHED, main, read, table
-from patcher.endtoend.best_set import BestSet
-from patcher.endtoend.measured import Judged, Measured
-from patcher.endtoend.sets import Sets, combination_of
-from patcher.verdicts.decide import decide
 
 
-def judged(**changes: object) -> Judged:
+def judged(**changes: object) -> ABResult:
     parts = evidence()
-    decision = decide(**parts)
+    decision = decided(**parts)
     parts |= {"throughput": throughput_of(), **changes}
-    measured = Measured(**{name: parts[name] for name in Measured.model_fields if name in parts})
-    return Judged(patches=("norm-1",), measured=(measured,), decisions=(decision,))
+    measured = Measurement(
+        **{name: parts[name] for name in Measurement.model_fields if name in parts}
+    )
+    return ABResult(patches=("norm-1",), measured=(measured,), decisions=(decision,))
 
 
 def test_a_row_a_verdict_and_one_for_each_other_point(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = judged(elsewhere=at(0.4))
+    one = judged(other_workloads=at(0.4))
     (tmp_path / "a.json").write_text(one.model_dump_json())
-    both = Judged(
+    both = ABResult(
         patches=("norm-1", "rope-2"), measured=one.measured * 2, decisions=one.decisions * 2
     )
     best = BestSet(patches=both.patches, reason="", combinations=(combination_of(both),))
-    (tmp_path / "b.json").write_text(Sets(best=best, measured=(both,)).model_dump_json())
+    (tmp_path / "b.json").write_text(SetSearch(best=best, measured=(both,)).model_dump_json())
     assert main([str(tmp_path)]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
     found = one.measured[0].throughput.comparison

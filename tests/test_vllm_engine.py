@@ -23,11 +23,11 @@ import torch
 from vllm_here import needs_vllm
 
 from patcher import bench
+from patcher.ab.arm import delay_of
 from patcher.bench import Shape, Workload
 from patcher.bench.engines import open_engine, open_measurable
 from patcher.bench.engines import vllm as driver
 from patcher.bench.engines.vllm import OPTIONS, VllmEngine, refuse_dummy
-from patcher.endtoend.arm import delay_of
 
 VOCAB = 31
 WORKLOAD = Workload(

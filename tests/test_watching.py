@@ -23,7 +23,7 @@ from patcher.attempts import Attempt, Phase, Progress
 from patcher.attempts import Stage as Doing
 from patcher.bench import Outcome
 from patcher.models import Usage
-from patcher.runs.index import attempts_page
+from patcher.report.attempts_page import attempts_page
 from patcher.show.attempts import attempts_table
 from patcher.show.watching import Watch
 
@@ -228,7 +228,7 @@ def test_where_a_run_stands(tmp_path: Path, iterations: int) -> None:
     from test_machine import Bench, begin
 
     from patcher.runs.run import Run
-    from patcher.runs.status import status
+    from patcher.status import status
 
     with begin(tmp_path) as run:
         Bench([1.1, 2.0, 1.5]).work(run, iterations)

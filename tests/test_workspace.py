@@ -22,7 +22,7 @@ from patcher.cli import app
 from patcher.judges.worker import Worker
 from patcher.workspace import (
     RESULTS,
-    Opened,
+    OpenWorkspace,
     attempt,
     lay_out,
     open_workspace,
@@ -37,7 +37,7 @@ BROKEN = "void fused_add_rms_norm() { broken }\n"
 
 
 @pytest.fixture(scope="module")
-def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Opened]]:
+def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], OpenWorkspace]]:
     """Workspaces with three results, made once and copied: they share the judge's copy."""
     made = lay_out(OP, tmp_path_factory.mktemp("made") / "task", Language.CPP, threads=1)
     (made.folder / made.workspace.file).write_text(BROKEN)
@@ -46,7 +46,7 @@ def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Pat
     copy = cache_root() / "workspaces" / f"{genesis_of(made.folder)}.jsonl"
     kept = copy.read_bytes()
 
-    def copied(target: Path) -> Opened:
+    def copied(target: Path) -> OpenWorkspace:
         copy.write_bytes(kept)
         shutil.copytree(made.folder, target)
         return open_workspace(target)
@@ -160,7 +160,7 @@ def test_the_commands_ask_the_judge_and_write_its_word_down(tmp_path: Path) -> N
 
 
 def test_a_right_kernel_is_worth_one_to_verify(
-    laid_out: Callable[[Path], Opened], tmp_path: Path
+    laid_out: Callable[[Path], OpenWorkspace], tmp_path: Path
 ) -> None:
     opened = laid_out(tmp_path / "task")
     (opened.folder / opened.workspace.file).write_text(GOOD)
@@ -194,7 +194,7 @@ def rewrite(path: Path, old: str, new: str) -> None:
 
 @pytest.mark.parametrize("name", ["SKILL.md", "op.toml", "reference.py", "compile", "profile"])
 def test_a_changed_file_is_named_and_nothing_runs(
-    name: str, laid_out: Callable[[Path], Opened], tmp_path: Path
+    name: str, laid_out: Callable[[Path], OpenWorkspace], tmp_path: Path
 ) -> None:
     folder = laid_out(tmp_path / "task").folder
     path = folder / name
@@ -211,7 +211,7 @@ def test_a_changed_file_is_named_and_nothing_runs(
 
 
 def test_an_edited_manifest_or_another_op_is_refused(
-    laid_out: Callable[[Path], Opened], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    laid_out: Callable[[Path], OpenWorkspace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = laid_out(tmp_path / "task").folder
     with monkeypatch.context() as patch:
@@ -243,7 +243,7 @@ EDITS: dict[str, tuple[Callable[[str], str], int]] = {
 
 @pytest.mark.parametrize("case", EDITS)
 def test_an_edit_of_the_results_is_found(
-    case: str, laid_out: Callable[[Path], Opened], tmp_path: Path
+    case: str, laid_out: Callable[[Path], OpenWorkspace], tmp_path: Path
 ) -> None:
     edit, line = EDITS[case]
     opened = laid_out(tmp_path / "task")
@@ -256,7 +256,7 @@ def test_an_edit_of_the_results_is_found(
 
 @pytest.mark.parametrize("length", [0, 10, -1, None])
 def test_what_is_missing_at_the_end_of_the_results_comes_back(
-    length: int | None, laid_out: Callable[[Path], Opened], tmp_path: Path
+    length: int | None, laid_out: Callable[[Path], OpenWorkspace], tmp_path: Path
 ) -> None:
     """As after a kill between the judge's copy and the agent's file."""
     opened = laid_out(tmp_path / "task")
@@ -270,7 +270,7 @@ def test_what_is_missing_at_the_end_of_the_results_comes_back(
 
 
 def test_the_chain_alone_finds_an_edit_before_the_last_line(
-    laid_out: Callable[[Path], Opened], tmp_path: Path
+    laid_out: Callable[[Path], OpenWorkspace], tmp_path: Path
 ) -> None:
     opened = laid_out(tmp_path / "task")
     content = (opened.folder / RESULTS).read_bytes()
@@ -285,7 +285,7 @@ def test_the_chain_alone_finds_an_edit_before_the_last_line(
 
 
 def test_the_kernel_must_be_a_plain_file(
-    laid_out: Callable[[Path], Opened], tmp_path: Path
+    laid_out: Callable[[Path], OpenWorkspace], tmp_path: Path
 ) -> None:
     opened = laid_out(tmp_path / "task")
     kernel = opened.folder / opened.workspace.file

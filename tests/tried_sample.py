@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from patcher.attempts.tried import Ask, Kind, Tried
+from patcher.attempts import ReplyFailure
+from patcher.attempts.history import CandidateRequest, IterationResult, RequestKind
 from patcher.bench import Candidate, Check, Evaluation, Language, Outcome, Timing
-from patcher.prompting.extract import ReplyFailure
 
 OP = "fused_add_rms_norm"
 SHAPES = (
@@ -51,7 +51,7 @@ def judged(said: float | Outcome, source: str = "x", sol_pct: float | None = Non
 def tried(
     iteration: int,
     said: float | Outcome | None,
-    kind: Kind = "generate",
+    kind: RequestKind = "generate",
     parents: tuple[int, ...] = (),
     *,
     round: int | None = None,
@@ -59,13 +59,13 @@ def tried(
     island: int | None = None,
     after: int | None = None,
     sol_pct: float | None = None,
-) -> Tried:
+) -> IterationResult:
     """An attempt; `said` None: the reply held no source. A round of its own unless told."""
     source = SHAPES[shape]
-    return Tried(
+    return IterationResult(
         iteration=iteration,
         round=iteration if round is None else round,
-        ask=Ask(kind=kind, parents=parents, island=island, after=after),
+        ask=CandidateRequest(kind=kind, parents=parents, island=island, after=after),
         candidate=None
         if said is None
         else Candidate(op=OP, language=Language.CPP, source=f"void {OP}() {{ {source} }}"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import JsonValue
+from pydantic import AliasChoices, ConfigDict, Field, JsonValue
 
 from patcher.bench.machine.environment import Environment
 from patcher.bench.records import Record
@@ -14,7 +14,7 @@ LEAST_GAIN_PCT = 0.5
 """Trials come one after another: what is smaller may be drift."""
 
 
-class RateElsewhere(Record):
+class OtherWorkloadRate(Record):
     """The same process at other traffic: what is best there may be another configuration."""
 
     batch: int
@@ -26,8 +26,10 @@ class RateElsewhere(Record):
     """Largest window over smallest, less one."""
 
 
-class Trial(Record):
+class ConfigTrial(Record):
     """One way to start the engine, and how fast it was."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
 
     arguments: dict[str, JsonValue]
     """Of the engine, beside those that the workload asks for; empty: stock."""
@@ -35,11 +37,15 @@ class Trial(Record):
     """Median over short windows; None where it did not run."""
     spread_pct: float | None = None
     """Largest window over smallest, less one."""
-    elsewhere: tuple[RateElsewhere, ...] = ()
+    other_workloads: tuple[OtherWorkloadRate, ...] = Field(
+        default=(),
+        validation_alias=AliasChoices("other_workloads", "elsewhere"),
+        serialization_alias="elsewhere",
+    )
     """Where that was asked for; nothing is chosen by it."""
     failure: str = ""
 
-    def beats(self, other: Trial) -> bool:
+    def beats(self, other: ConfigTrial) -> bool:
         """By more than the windows of either differ."""
         if self.tokens_per_s is None or other.tokens_per_s is None:
             return False
@@ -50,7 +56,7 @@ class Trial(Record):
 class Tuning(Record):
     """The search for the best stock configuration, the baseline of both arms."""
 
-    trials: tuple[Trial, ...]
+    trials: tuple[ConfigTrial, ...]
     """The first one is stock."""
     chosen: dict[str, JsonValue]
     """Arguments of the fastest trial; stock where none is faster by more than its spread, or not so
@@ -61,7 +67,7 @@ class Tuning(Record):
 
     def no_faster(self, arguments: Mapping[str, JsonValue]) -> bool:
         """Whether a trial with these arguments ran, and does not beat what was chosen."""
-        found: dict[str, Trial] = {}
+        found: dict[str, ConfigTrial] = {}
         for trial in self.trials:  # the last one of each counts: it ran beside the others
             for name, those in (("these", arguments), ("chosen", self.chosen)):
                 if trial.arguments == those and trial.tokens_per_s is not None:

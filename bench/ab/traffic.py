@@ -8,7 +8,7 @@ from importlib import resources
 
 from pydantic import Field
 
-from patcher.bench.ab.process_pairs import Plan
+from patcher.bench.ab.processes import ABPlan
 from patcher.bench.errors import UsageError
 from patcher.bench.records import Record
 
@@ -24,9 +24,9 @@ class Traffic(Record):
     """Of each arm in a run."""
     runs: int = Field(ge=1)
 
-    def plan(self) -> Plan:
+    def plan(self) -> ABPlan:
         """A run is a process pair, a batch of its requests a window of each arm."""
-        return Plan(process_pairs=self.runs, pairs=-(-self.requests // self.batch))
+        return ABPlan(process_pairs=self.runs, pairs=-(-self.requests // self.batch))
 
 
 @cache

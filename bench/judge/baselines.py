@@ -11,7 +11,7 @@ import statistics
 from patcher.bench.errors import MissingError
 from patcher.bench.judge import Progress
 from patcher.bench.judge.cases import Secrets
-from patcher.bench.judge.evaluation import geomean
+from patcher.bench.judge.evaluation import BaselineTime, geomean
 from patcher.bench.judge.planning import block_sets
 from patcher.bench.judge.process import Runner
 from patcher.bench.judge.random_pool import RandomPool
@@ -36,8 +36,10 @@ class Strongest(Record):
     missing: dict[str, str]
     """Why the others do not."""
 
-    def told(self) -> dict[str, str]:
-        return {**{name: f"{us:.3g} us" for name, us in self.times_us.items()}, **self.missing}
+    def all(self) -> dict[str, BaselineTime]:
+        """Those that run, then the others."""
+        found = {name: BaselineTime(time_us=us) for name, us in self.times_us.items()}
+        return found | {name: BaselineTime(missing=why) for name, why in self.missing.items()}
 
 
 def strongest(

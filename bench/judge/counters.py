@@ -190,11 +190,25 @@ def _is_named(name: str, unknown: set[str]) -> bool:
 
 def _options(names: list[str]) -> list[str]:
     return [
-        *("--csv", "--page", "raw", "--print-units", "base"),
-        *("--metrics", ",".join([_DURATION, *names])),
-        *("--profile-from-start", "off", "--replay-mode", "kernel"),
-        *("--target-processes", "application-only", "--launch-count", str(_MOST_LAUNCHES)),
-        *("--clock-control", "none", "--cache-control", "all"),
+        "--csv",
+        "--page",
+        "raw",
+        "--print-units",
+        "base",
+        "--metrics",
+        ",".join([_DURATION, *names]),
+        "--profile-from-start",
+        "off",
+        "--replay-mode",
+        "kernel",
+        "--target-processes",
+        "application-only",
+        "--launch-count",
+        str(_MOST_LAUNCHES),
+        "--clock-control",
+        "none",
+        "--cache-control",
+        "all",
     ]
 
 

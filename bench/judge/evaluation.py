@@ -100,6 +100,36 @@ class KernelCounters(Record):
     """By the keys of `bench/judge/counters.toml`."""
 
 
+class BaselineTime(Record):
+    """How fast one known baseline is on this machine, or why it does not run."""
+
+    time_us: float | None = None
+    """Geometric mean over the sweep, in microseconds."""
+    missing: str | None = None
+    """Why it does not run here."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        """Evaluations of before hold `9.72 us`, or the reason, as text."""
+        if not isinstance(value, str):
+            return value
+        figure, _, unit = value.rpartition(" ")
+        try:
+            return {"time_us": float(figure)} if unit == "us" else {"missing": value}
+        except ValueError:
+            return {"missing": value}
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> BaselineTime:
+        if (self.time_us is None) == (self.missing is None):
+            raise ValueError("a baseline has a time, or a reason why it has none")
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.time_us:.3g} us" if self.time_us is not None else str(self.missing)
+
+
 class Evaluation(Record):
     """The judge's whole word on one candidate."""
 
@@ -114,8 +144,8 @@ class Evaluation(Record):
     """What it was noticed for: words of its source, and libraries whose kernels ran by CUPTI."""
     baseline: str | None = None
     """The strongest baseline that runs here, which every speedup is against."""
-    baselines: dict[str, str] = Field(default_factory=dict)
-    """Each known baseline: its geometric mean time in microseconds, or why it does not run here."""
+    baselines: dict[str, BaselineTime] = Field(default_factory=dict)
+    """Each known baseline by name."""
     sweep: str | None = None
     """Which sweep of the contract was timed: the dtypes of the timings are its."""
     timings: tuple[Timing, ...] = ()
@@ -152,7 +182,7 @@ class Evaluation(Record):
     @property
     def missing_baselines(self) -> tuple[str, ...]:
         """Known baselines that did not run here: nothing is said about these."""
-        return tuple(name for name, said in self.baselines.items() if not said.endswith(" us"))
+        return tuple(name for name, found in self.baselines.items() if found.missing is not None)
 
     @property
     def sol_share(self) -> float | None:

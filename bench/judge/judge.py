@@ -19,7 +19,7 @@ from patcher.bench.judge import cases as cases_
 from patcher.bench.judge.baselines import LOAD_S, Strongest, strongest
 from patcher.bench.judge.building import begin, compile_check
 from patcher.bench.judge.cases import Secrets
-from patcher.bench.judge.evaluation import Evaluation, Outcome, geomean
+from patcher.bench.judge.evaluation import BaselineTime, Evaluation, Outcome, geomean
 from patcher.bench.judge.planning import require_fits
 from patcher.bench.judge.process import Limits, Runner
 from patcher.bench.judge.trial import AFTER, Trial, TrialState, Wrong, reseeded
@@ -163,7 +163,7 @@ class Judge:
 
     def _baseline(
         self, op: Op, sweep: Sweep, device: str, report: Progress
-    ) -> tuple[Runner, dict[str, str], str]:
+    ) -> tuple[Runner, dict[str, BaselineTime], str]:
         """The trusted runner with the strongest baseline loaded."""
         runner, settings = self._trusted.get(device), self._settings(device)
         if runner is None or not runner.alive:
@@ -171,7 +171,7 @@ class Judge:
             runner = self._stack.enter_context(Runner(self._zygote(device), limits, trusted=True))
             runner.start(settings.threads, self._cpus(device))
             self._trusted[device] = runner
-        name = op.honest_baseline if settings.baseline == "honest" else settings.baseline
+        name = op.accuracy_baseline if settings.baseline == "honest" else settings.baseline
         found = Strongest(name=name or "", times_us={}, missing={})
         try:
             if name is None:
@@ -183,7 +183,7 @@ class Judge:
                 f"baseline {name or 'of ' + op.name} does not run here: {failure.message}",
                 "name another one with --baseline, or see `patcher doctor`",
             ) from failure
-        return runner, found.told(), name
+        return runner, found.all(), name
 
     def _cpus(self, device: str) -> list[int] | None:
         """CPUs to which runners are pinned; both arms the same."""

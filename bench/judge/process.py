@@ -24,6 +24,7 @@ from patcher.bench.judge.blob import Bytes, Layout
 from patcher.bench.judge.memory_file import memory_file, read_from_start, write_at_start
 from patcher.bench.judge.zygote import RunnerFailure, Zygote
 from patcher.bench.machine.environment import ROOT
+from patcher.bench.ops.op import user_op_folders
 from patcher.bench.sandbox import policy as sandbox
 from patcher.bench.sandbox import process_tree as tree
 from patcher.bench.toolchains import Built, cache_root
@@ -281,7 +282,7 @@ def caches(folder: Path, trusted: bool) -> dict[str, str]:
         "FLASHINFER_WORKSPACE_BASE": str(caches / "flashinfer"),
         "TVM_FFI_CACHE_DIR": str(caches / "tvm-ffi"),
         "PATCHER_CACHE": str(caches),
-        **({"PATCHER_OPS": os.environ.get("PATCHER_OPS", "")} if trusted else {}),
+        **({"PATCHER_OPS": user_op_folders()} if trusted else {}),
     }
 
 

@@ -173,8 +173,15 @@ def _run(
     tool: Path, name: str, job: tools.ToolJob, *, version: str, limit_s: float, memory_bytes: int
 ) -> tools.Ran:
     options = [
-        *("--tool", name, *_options(name, version), "--error-exitcode", str(_FOUND_CODE)),
-        *("--target-processes", "application-only", "--show-backtrace", "no"),
+        "--tool",
+        name,
+        *_options(name, version),
+        "--error-exitcode",
+        str(_FOUND_CODE),
+        "--target-processes",
+        "application-only",
+        "--show-backtrace",
+        "no",
     ]
     return tools.run(
         tool, options, job, limit_s=limit_s, memory_bytes=memory_bytes, environment=_UNCACHED

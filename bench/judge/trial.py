@@ -186,8 +186,15 @@ class Trial:
         )
         best = ceilings(device, settings.threads)
         sitting = TimingSession(
-            *(self.op, device, self.runner, baseline, self.draw, self.stock),
-            *(clocks, best, precision),
+            self.op,
+            device,
+            self.runner,
+            baseline,
+            self.draw,
+            self.stock,
+            clocks,
+            best,
+            precision,
         )
         timings: list[Timing] = []
         points = self.sweep.points()
@@ -251,7 +258,12 @@ class Trial:
         report("sanitize", 0, 1)
         settings = self.settings
         said = sanitize(
-            *(self.op, self.state.candidate, built, self.sweep, self.state.device, self.draw),
+            self.op,
+            self.state.candidate,
+            built,
+            self.sweep,
+            self.state.device,
+            self.draw,
             limit_s=settings.load_timeout_s,
             memory_bytes=settings.memory_bytes,
         )
@@ -283,7 +295,7 @@ class Trial:
         self.state.check("runs", True, f"{self.compared} calls in a process of their own")
         guards = "red zones whole, read-only tensors and buffers of calls never made unchanged"
         self.state.check("guards", True, guards)
-        honest = self.op.honest_baseline
+        honest = self.op.accuracy_baseline
         values = f"{self.compared} seeded cases against float64, by the error of {honest}"
         self.state.check("values", True, values)
         lived = time.monotonic() - self.begin

@@ -1,4 +1,4 @@
-"""`python -m bench copies`: what a GPU's memory gives to several ways of going through it.
+"""`python -m patcher.bench.lab copies`: what a memory gives to several ways of going through it.
 
 What `ceilings.py` takes for the machine's best is chosen by this: a way that is slower than what a
 kernel can do is no ceiling. One JSON line for each way and size: GB/s, bytes read plus written,

@@ -21,7 +21,7 @@
 # interpreter that has vLLM and patcher (`pip install -e .`: `points` finds vLLM's plugin by that).
 set -euo pipefail
 out=${1:?usage: bench/lab/h200.sh OUT STAGE...}; shift
-here=$(cd "$(dirname "$0")/.." && pwd)
+here=$(cd "$(dirname "$0")/../.." && pwd)
 out=$(mkdir -p "$out" && cd "$out" && pwd)
 python=$(command -v "${PYTHON:-python3}")
 [[ $python = /* ]] || python=$PWD/$python
@@ -62,8 +62,8 @@ bundles() {
     local known=()
     for sweep in $(sweeps_of "$op"); do
       local verdict; verdict=$(verdict_of "$op" "$sweep")
-      for folder in "$out/kernels" bench/results/kernels; do
-        [ -e "$folder/$verdict" ] && { known+=(--evaluation "$folder/$verdict"); break; }
+      for file in "$out/kernels/$verdict" "bench/results/kernels/$verdict.xz"; do
+        [ -e "$file" ] && { known+=(--evaluation "$file"); break; }
       done
     done
     "${patcher[@]}" bundle "$op" "$(source_of "$op")" "$out/bundles/$op.zip" --engine vllm "${known[@]}" & made+=($!)

@@ -1,4 +1,4 @@
-"""`python -m bench bytes`: what judging large ops moves, and what one block of it costs here.
+"""`python -m patcher.bench.lab bytes`: what judging large ops moves, and what a block of it costs.
 
 Bytes follow from the plan; seconds are of the judge's own steps at the largest swept size, on a GPU
 where there is one, for one block of input sets.

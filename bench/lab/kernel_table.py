@@ -1,8 +1,7 @@
 """The kernels of the library by their verdicts, as a table beside the published one.
 
-`python -m patcher.bench.lab.kernel_table FOLDER` prints the page of a folder whose `*.json` are
-verdicts as
-`patcher evaluate --json` gives them.
+`python -m patcher.bench.lab.kernel_table FOLDER` prints the table of a folder. Its `*.json` and
+`*.json.xz` are verdicts that `patcher evaluate --json` printed.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from pydantic import ValidationError
 
 from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.judge.evaluation import Evaluation
+from patcher.bench.records import content
 
 PUBLISHED = {
     "fused_add_rms_norm": "1.10 to 1.13x",
@@ -31,16 +31,16 @@ def read(folder: Path) -> list[tuple[str, Evaluation]]:
         UsageError: there is none, or a file is no verdict on a right kernel.
     """
     found = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.json.xz")]):
         try:
-            evaluation = Evaluation.model_validate_json(path.read_text(encoding="utf-8"))
+            evaluation = Evaluation.model_validate_json(content(path))
         except (OSError, ValidationError) as error:
             raise UsageError(
                 f"{path} holds no verdict", "write it with: patcher evaluate ... --json"
             ) from error
         if not evaluation.right or not evaluation.timings:
             raise UsageError(f"{path} is {evaluation.outcome}", "only what is right has a row")
-        found.append((path.stem, evaluation))
+        found.append((path.name, evaluation))
     if not found:
         raise UsageError(
             f"{folder} holds no verdict", "write one with: patcher evaluate ... --json"
@@ -81,7 +81,7 @@ def _row(name: str, evaluation: Evaluation, several: bool) -> str:
     light = [one.sol_pct for one in timings if one.sol_pct is not None]
     launch = [one.launch_pct for one in timings if one.launch_pct is not None]
     row = [
-        f"[`{evaluation.op}`]({name}.json), {evaluation.language}"
+        f"[`{evaluation.op}`]({name}), {evaluation.language}"
         + (f", sweep `{evaluation.sweep}`" if several and evaluation.sweep else ""),
         evaluation.baseline or "",
         *cells,

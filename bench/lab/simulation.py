@@ -1,4 +1,4 @@
-"""`python -m bench statistics`: what the verdict does on synthetic noise, by the code that decides.
+"""`python -m patcher.bench.lab statistics`: what the verdict does on synthetic noise.
 
 Every row simulates whole sittings: warm-up pair, looks, alpha spending, interval, sign test, in the
 numbers of `patcher throughput`. The noise is that of a pair's log-ratio, with a standard deviation

@@ -1,8 +1,8 @@
 """Verdicts on the whole model, as a table beside the published one.
 
-`python -m patcher.bench.lab.verdict_table FOLDER` prints the page of a folder whose `*.json` are
-what
-`patcher throughput --out` wrote, of one verdict or of a best set.
+`python -m patcher.bench.lab.verdict_table FOLDER` prints the table of a folder. Its `*.json` and
+`*.json.xz` are what `patcher throughput --out` wrote, of one verdict or of a best set, or lists of
+such verdicts.
 """
 
 from __future__ import annotations
@@ -12,38 +12,49 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from patcher.bench import Comparison, PatcherError, UsageError
-from patcher.endtoend.elsewhere import Elsewhere
-from patcher.endtoend.measured import Judged
-from patcher.endtoend.sets import Sets
+from pydantic import TypeAdapter
+
+from patcher.ab.other_workloads import OtherWorkloads
+from patcher.ab.result import ABResult
+from patcher.ab.set_search import SetSearch
+from patcher.bench import Comparison, PatcherError, UsageError, content
 from patcher.reconciling.launches import patched_steps
 
 HEAD = (
-    *("patches", "batch", "context", "tokens/s", "gain", "A/A control"),
-    *("pairs (processes)", "calls a step", "verdict"),
+    "patches",
+    "batch",
+    "context",
+    "tokens/s",
+    "gain",
+    "A/A control",
+    "pairs (processes)",
+    "calls a step",
+    "verdict",
 )
+VERDICTS = TypeAdapter(list[ABResult])
 PUBLISHED = (
     "| KForge (arXiv 2606.02963): norm, finalize, RoPE + KV over TensorRT-LLM | 8 | 1,024 to 9,216 "
     "| 2,601.6 to 2,656.6 | +2.12 % | | seven runs a side | | |"
 )
 
 
-def read(folder: Path) -> list[Judged]:
+def read(folder: Path) -> list[ABResult]:
     """Every verdict of the folder, in the order of its files.
 
     Raises:
         UsageError: there is none, or a file holds something else.
     """
-    found: list[Judged] = []
-    for path in sorted(folder.glob("*.json")):
+    found: list[ABResult] = []
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.json.xz")]):
         try:
-            text = path.read_text(encoding="utf-8")
-            sets = "best" in json.loads(text)
-            found += (
-                Sets.model_validate_json(text).measured
-                if sets
-                else [Judged.model_validate_json(text)]
-            )
+            text = content(path)
+            document = json.loads(text)
+            if isinstance(document, list):
+                found += VERDICTS.validate_json(text)
+            elif "best" in document:
+                found += SetSearch.model_validate_json(text).measured
+            else:
+                found.append(ABResult.model_validate_json(text))
         except (OSError, ValueError, TypeError) as error:
             raise UsageError(
                 f"{path} holds no verdict", "write it with: patcher throughput ... --out FILE"
@@ -55,19 +66,19 @@ def read(folder: Path) -> list[Judged]:
     return found
 
 
-def table(found: Sequence[Judged]) -> str:
+def table(found: Sequence[ABResult]) -> str:
     """A row a verdict, below it one for each other batch size and context; then what is published.
     Tokens per second are medians over windows, the gain comes with its interval.
     """
     lines = [f"| {' | '.join(HEAD)} |", f"| --- |{' ---: |' * (len(HEAD) - 2)} --- |"]
     for judged in found:
         lines.append(_row(judged))
-        elsewhere = judged.measured[0].elsewhere
-        lines += _other_rows(elsewhere) if elsewhere is not None else ()
+        others = judged.measured[0].other_workloads
+        lines += _other_rows(others) if others is not None else ()
     return "\n".join([*lines, PUBLISHED])
 
 
-def _row(judged: Judged) -> str:
+def _row(judged: ABResult) -> str:
     throughput = judged.measured[0].throughput
     workload, steps = throughput.workload, patched_steps(throughput)
     calls = [one.receipt.total_calls / steps if steps else 0.0 for one in judged.measured]
@@ -83,9 +94,9 @@ def _row(judged: Judged) -> str:
     )
 
 
-def _other_rows(elsewhere: Elsewhere) -> Iterator[str]:
-    for point in elsewhere.points:
-        standing = elsewhere.standing(point)
+def _other_rows(others: OtherWorkloads) -> Iterator[str]:
+    for point in others.points:
+        standing = others.standing(point)
         yield _line("", str(point.batch), f"{point.context:,}", point.comparison, "", "", standing)
 
 

@@ -18,8 +18,13 @@ from pathlib import Path
 from patcher.bench.records import Record
 
 PACKAGES = (
-    *("torch", "triton", "transformers", "apache-tvm-ffi", "nvidia-cutlass-dsl"),
-    *("flashinfer-python", "vllm"),
+    "torch",
+    "triton",
+    "transformers",
+    "apache-tvm-ffi",
+    "nvidia-cutlass-dsl",
+    "flashinfer-python",
+    "vllm",
 )
 
 _KEPT = re.compile(

@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from patcher.bench.errors import UsageError
+from patcher.bench.ops.header import comment_mark, split_header
 from patcher.bench.records import Record
 
 
@@ -72,7 +73,10 @@ class Candidate(Record):
 
     @classmethod
     def from_file(cls, op: str, path: Path, language: Language | None = None) -> Candidate:
-        """Read a candidate from a file.
+        """Read a candidate from a file, without a header of the library that states its digest.
+
+        Where what follows such a header is no longer what it states, the whole file is read: it is
+        another source than was judged.
 
         Raises:
             UsageError: the file cannot be read as text, or its language cannot be told.
@@ -87,7 +91,10 @@ class Candidate(Record):
             raise UsageError(
                 f"{path} is not UTF-8 text", "give the path of a source file"
             ) from error
-        return cls(op=op, language=language or guess_language(path, source), source=source)
+        whole = cls(op=op, language=language or guess_language(path, source), source=source)
+        stated, below = split_header(source, comment_mark(whole.language.in_python)) or ("", "")
+        judged = whole.model_copy(update={"source": below})
+        return judged if judged.digest == stated else whole
 
 
 def guess_language(path: Path, source: str) -> Language:

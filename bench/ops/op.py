@@ -99,9 +99,22 @@ class Op:
         return found
 
     @cached_property
-    def honest_baseline(self) -> str:
-        """The baseline whose error against float64 a candidate's error is measured by."""
-        name: str = _load(self.folder / "baselines.py").HONEST
+    def accuracy_baseline(self) -> str:
+        """The baseline whose error against float64 a candidate's error is measured by.
+
+        Raises:
+            UsageError: `baselines.py` names none, or names it by the constant's former spelling.
+        """
+        module = _load(self.folder / "baselines.py")
+        name: str | None = getattr(module, "ACCURACY_BASELINE", None)
+        if name is None:
+            former = hasattr(module, "HONEST")
+            raise UsageError(
+                f"{self.folder / 'baselines.py'} names no ACCURACY_BASELINE",
+                "rename its constant HONEST to ACCURACY_BASELINE"
+                if former
+                else "set ACCURACY_BASELINE to the name in BASELINES whose error is the yardstick",
+            )
         return name
 
     def sweep(self, device: str, name: str | None = None) -> Sweep:
@@ -122,14 +135,13 @@ class Op:
 
     def solutions(self) -> Iterator[tuple[SolutionInfo, Candidate]]:
         """Every shipped solution, by folder name."""
-        for folder in sorted((self.folder / "solutions").iterdir()):
-            manifest = folder / "solution.toml"
-            if manifest.is_file():
-                info = SolutionInfo(
-                    name=folder.name, **tomllib.loads(manifest.read_text(encoding="utf-8"))
-                )
-                source = folder / f"{self.name}{SUFFIXES[info.language]}"
-                yield info, Candidate.from_file(self.name, source, info.language)
+        for manifest in sorted(self.folder.glob("solutions/*/solution.toml")):
+            folder = manifest.parent
+            info = SolutionInfo(
+                name=folder.name, **tomllib.loads(manifest.read_text(encoding="utf-8"))
+            )
+            source = folder / f"{self.name}{SUFFIXES[info.language]}"
+            yield info, Candidate.from_file(self.name, source, info.language)
 
 
 def _load(path: Path) -> ModuleType:
@@ -169,10 +181,18 @@ def library() -> Path:
 def load_ops() -> dict[str, Op]:
     """Every op by name: the library's, then those in the folders of `$PATCHER_OPS`.
 
+    Relative folders count from where this process runs now.
+
     Raises:
         UsageError: a folder of `$PATCHER_OPS` does not exist, or an op's contract is not valid.
     """
-    return _load_ops(os.environ.get("PATCHER_OPS", ""))
+    return _load_ops(user_op_folders())
+
+
+def user_op_folders() -> str:
+    """`$PATCHER_OPS` with absolute folders, for a process that runs elsewhere."""
+    folders = os.environ.get("PATCHER_OPS", "").split(os.pathsep)
+    return os.pathsep.join(os.path.abspath(folder) for folder in folders if folder)
 
 
 @cache
@@ -180,7 +200,9 @@ def _load_ops(more: str) -> dict[str, Op]:
     folders = [library(), *(Path(folder) for folder in more.split(os.pathsep) if folder)]
     for folder in folders:
         if not folder.is_dir():
-            raise UsageError(f"PATCHER_OPS names {folder}, which is no folder", "mend or unset it")
+            raise UsageError(
+                f"PATCHER_OPS names {folder}, which is no folder", "fix or unset PATCHER_OPS"
+            )
     found = [Op(path.parent) for folder in folders for path in sorted(folder.glob("*/op.toml"))]
     return {op.name: op for op in found}
 

@@ -92,8 +92,13 @@ class Confinement:
 _R0 = ("limits", "own session", "no new privileges", "no core dumps")
 _R1 = tuple(f"{kind} namespace" for kind in ("mount", "PID", "IPC", "network", "UTS"))
 _QUIET = (
-    *(*_R0, "limit on processes", "closed descriptors", "first to be killed"),
-    *("user namespace", "own /proc", "no capabilities"),
+    *_R0,
+    "limit on processes",
+    "closed descriptors",
+    "first to be killed",
+    "user namespace",
+    "own /proc",
+    "no capabilities",
 )
 """Not worth a word in one line, unless they are missing."""
 
@@ -513,8 +518,12 @@ def _restrict_mount(path: str, flags: int, deep: bool = True) -> None:
         attributes = struct.pack("=4Q", flags, 0, 0, 0)
         size = len(attributes)
         _syscall(
-            *("mount_setattr", at_fdcwd, path.encode()),
-            *(at_recursive if deep else 0, attributes, size),
+            "mount_setattr",
+            at_fdcwd,
+            path.encode(),
+            at_recursive if deep else 0,
+            attributes,
+            size,
         )
     except OSError as error:
         if error.errno != errno.ENOSYS:

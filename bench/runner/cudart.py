@@ -65,8 +65,11 @@ class Cuda:
     def copy_async(self, target: int, source: int, size: int, stream: int) -> None:
         self.call(
             "cudaMemcpyAsync",
-            *(_POINTER(target), _POINTER(source), _SIZE(size)),
-            *(_ON_DEVICE, _POINTER(stream)),
+            _POINTER(target),
+            _POINTER(source),
+            _SIZE(size),
+            _ON_DEVICE,
+            _POINTER(stream),
         )
 
     def event(self) -> int:
@@ -126,7 +129,10 @@ class Composition:
     def copy(self, target: int, source: int, size: int) -> None:
         self._add(
             "cudaGraphAddMemcpyNode1D",
-            *(_POINTER(target), _POINTER(source), _SIZE(size), _ON_DEVICE),
+            _POINTER(target),
+            _POINTER(source),
+            _SIZE(size),
+            _ON_DEVICE,
         )
 
     def fill(self, target: int, size: int) -> None:

@@ -81,8 +81,17 @@ class LateWriter:
         given = (_POINTER * len(values))(*(ctypes.addressof(value) for value in values))
         self._call(
             "cuLaunchKernel",
-            *(self._function, _BLOCKS, 1, 1, _THREADS, 1, 1, 0, _POINTER(stream)),
-            *(given, None),
+            self._function,
+            _BLOCKS,
+            1,
+            1,
+            _THREADS,
+            1,
+            1,
+            0,
+            _POINTER(stream),
+            given,
+            None,
         )
 
     def _call(self, name: str, *arguments: object) -> None:

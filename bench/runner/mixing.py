@@ -58,7 +58,9 @@ class Mixer:
         words = self._view(data, self._int32)
         rows = -(-len(words) // WIDTH)
         drawn = self._randint(
-            *(-(1 << 63), (1 << 63) - 1, (WIDTH + 2 * rows,)),
+            -(1 << 63),
+            (1 << 63) - 1,
+            (WIDTH + 2 * rows,),
             generator=self._generator().manual_seed(key),
             dtype=self._int64,
         ).to(data.device)

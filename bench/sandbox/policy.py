@@ -24,9 +24,21 @@ _OWN = ("patcher",)
 _OWN_CHECKOUT = ("bench", "hotspot", "integrate", "patcher", "kernels", "tests")
 _OWN_PATTERNS = ("patcher-*.dist-info", "patcher.egg-*", "__editable__*", "*.egg-link")
 _SYSTEM = (
-    *("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/opt/nvidia", "/opt/cuda"),
-    *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives"),
-    *("/etc/localtime", "/etc/nvidia*", "/usr/local/cuda*"),
+    "/usr",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/bin",
+    "/sbin",
+    "/opt/nvidia",
+    "/opt/cuda",
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d",
+    "/etc/alternatives",
+    "/etc/localtime",
+    "/etc/nvidia*",
+    "/usr/local/cuda*",
 )
 _CPU_FACTS = ("/sys/devices/system/cpu", "/sys/devices/system/node")
 
@@ -116,8 +128,15 @@ def _visible(also: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     homes = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
     roots = [
         *(path for pattern in _SYSTEM for path in sorted(glob.glob(pattern))),
-        *(sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, sys.executable),
-        *(*_python_paths(), *libraries, *homes, *also),
+        sys.prefix,
+        sys.base_prefix,
+        sys.exec_prefix,
+        sys.base_exec_prefix,
+        sys.executable,
+        *_python_paths(),
+        *libraries,
+        *homes,
+        *also,
     ]
     visible: dict[str, None] = {}
     listed: dict[str, None] = {}

@@ -46,7 +46,13 @@ _SCALAR_ARCHITECTURES = range(7, 10)
 """Major compute capabilities. Blackwell (10) adds an FFMA on two values; what it counts as is not
 known."""
 _WANTED = {
-    *(_DURATION, _DRAM, *_DRAM_PARTS, _DRAM_RATE, *_DRAM_PCT, *_SM_PCT, _CYCLES),
+    _DURATION,
+    _DRAM,
+    *_DRAM_PARTS,
+    _DRAM_RATE,
+    *_DRAM_PCT,
+    *_SM_PCT,
+    _CYCLES,
     *(_SCALAR_METRIC.format(op) for op in _SCALAR),
     *(_SCALAR_METRIC.format(op) + ".per_cycle_elapsed" for op in _SCALAR),
 }

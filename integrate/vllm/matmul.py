@@ -140,8 +140,19 @@ class _Seam:
             epilogue: Any = None,
         ) -> Any:
             given = (
-                *(x, w, bias, routing_data, gather_indx, scatter_indx, precision_config),
-                *(betas, gammas, out_alpha, y, fused_activation, epilogue),
+                x,
+                w,
+                bias,
+                routing_data,
+                gather_indx,
+                scatter_indx,
+                precision_config,
+                betas,
+                gammas,
+                out_alpha,
+                y,
+                fused_activation,
+                epilogue,
             )
             first = gather_indx is not None
             kernel = kernels.get((GateUp if first else Down).name)

@@ -125,8 +125,12 @@ def _outputs(library: Any, logits: torch.Tensor, top_k: int) -> tuple[torch.Tens
 
     return (
         torch.empty(gates, dtype=logits.dtype, device=logits.device),
-        *(new(gates), new(gates), new(experts), new(experts + 1)),
-        *(new(sizes, experts + 1), new(sizes, tiles)),
+        new(gates),
+        new(gates),
+        new(experts),
+        new(experts + 1),
+        new(sizes, experts + 1),
+        new(sizes, tiles),
     )
 
 
@@ -180,7 +184,11 @@ def summed(rows: Any, row_map: Any, out: Any, out_flex: Any = None) -> Any:
     """
     library = sources.module(_MATMUL)
     found, _ = library.reduce_grouped(
-        *(rows, row_map, out, None, library.FusedActivation()),
+        rows,
+        row_map,
+        out,
+        None,
+        library.FusedActivation(),
         library.Epilogue(library.FnSpecs.default(), (), (), False),
         x_flex=library.InFlexData(),
         out_flex=library.OutFlexData() if out_flex is None else out_flex,

@@ -68,5 +68,5 @@ BASELINES: dict[str, Callable[[str], Baseline]] = {
     "torch.compile": compiled,
     "eager": eager,
 }
-HONEST = "eager"
+ACCURACY_BASELINE = "eager"
 """Whose error against float64 a candidate's error is measured by."""

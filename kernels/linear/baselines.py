@@ -30,5 +30,5 @@ def compiled(device: str) -> Baseline:
 
 
 BASELINES: dict[str, Callable[[str], Baseline]] = {"eager": eager, "torch.compile": compiled}
-HONEST = "eager"
+ACCURACY_BASELINE = "eager"
 """Whose error against float64 a candidate's error is measured by."""

@@ -69,5 +69,5 @@ def vllm(device: str) -> Baseline:
 
 
 BASELINES: dict[str, Callable[[str], Baseline]] = {"vllm": vllm, "eager": eager}
-HONEST = "eager"
+ACCURACY_BASELINE = "eager"
 """Whose error against float64 a candidate's error is measured by."""

@@ -1,4 +1,4 @@
-"""The agent loop on one op: functional passes until a candidate is right, then optimisation passes;
+"""The agent loop on one op: functional passes until a candidate is right, then optimization passes;
 the best is kept.
 
 Every question and every verdict is a step of the run, so the loop is a fold over its journal: after
@@ -12,55 +12,71 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from patcher.agent.asking import Adapt, Asking
-from patcher.agent.ended import ended, stops
-from patcher.agent.judging import Judge, Judging, Prepare
-from patcher.agent.moving_on import Rules, move_on
-from patcher.agent.waiting import Waiting
-from patcher.agent.writing import Extra, Writing, WrittenCandidate
-from patcher.attempts import Attempt, Optimisation, Phase, Progress, Stage, Stopped
+from patcher.agent.agents import AdaptPrompt, Agents
+from patcher.agent.evaluation import Evaluator, PendingWaits, PrepareRound
+from patcher.agent.generation import ExtraText, GeneratedSource, Generator
+from patcher.agent.stopping import StopRules, reason_to_stop, recorded_stop, stop_steps
+from patcher.attempts import (
+    Attempt,
+    KnownKernel,
+    LoopResult,
+    Phase,
+    Progress,
+    ReplyFailure,
+    Stage,
+    Stopped,
+)
+from patcher.attempts.history import (
+    CandidateRequest,
+    IterationResult,
+    LoopHistory,
+    RequestRound,
+    best_of,
+)
 from patcher.attempts.structure import structure
-from patcher.attempts.tried import Ask, Round, Tried, best_of
 from patcher.bench import BudgetError, Candidate, Evaluation, Language, Op, Outcome, Sweep
-from patcher.models import Model, Role, Usage
+from patcher.judges import CandidateJudge
+from patcher.judges.meter import JudgeMeter
+from patcher.models import PROMPT_TOKENS, Model, Role, Usage
 from patcher.models.budget import Budget
+from patcher.models.client import ModelClient
 from patcher.models.replay import RecordingEndedError
-from patcher.prompting.extract import ReplyFailure
-from patcher.prompting.rendering import Prompts, Working
-from patcher.prompting.room import PROMPT_TOKENS
+from patcher.prompting.rendering import Prompts
 from patcher.runs.run import Run
 from patcher.strategies import Refine, Strategy
 
-Score = Callable[[int, Evaluation, Mapping[str, str]], float]
+ScoreFunction = Callable[[int, Evaluation, Mapping[str, str]], float]
 """A user's own measure of a right candidate: (iteration, evaluation, files of the run by what they
 are); higher is better."""
 
 
-def optimize(
+def run_loop(
     run: Run,
     op: Op,
     language: Language,
     model: Model,
-    judge: Judge,
+    judge: CandidateJudge,
     iterations: int,
     device: str,
     *,
     analyst: Model | None = None,
     diagnoser: Model | None = None,
     strategy: Strategy | None = None,
-    rules: Rules | None = None,
+    rules: StopRules | None = None,
     sweep: Sweep | None = None,
     budget: Budget | None = None,
+    judge_on_gpu: bool = False,
     prompt_tokens: int = PROMPT_TOKENS,
-    elsewhere: Sequence[Working] = (),
+    known_kernels: Sequence[KnownKernel] = (),
     pictures: Sequence[str] = (),
-    extra: Extra | None = None,
-    adapt: Adapt | None = None,
-    prepare: Prepare | None = None,
+    extra: ExtraText | None = None,
+    adapt: AdaptPrompt | None = None,
+    prepare: PrepareRound | None = None,
     final: bool = False,
-    score: Score | None = None,
+    score: ScoreFunction | None = None,
     on_event: Callable[[Progress], None] | None = None,
-) -> Optimisation:
+    say: Callable[[str], None] | None = None,
+) -> LoopResult:
     """Ask for at most `iterations` candidates and keep the best.
 
     Args:
@@ -72,14 +88,17 @@ def optimize(
         rules: when to leave the op before its iterations are used.
         sweep: the timed points; None is the op's first for the language's kind of device.
         budget: pays for calls and judgements; None is one by the run's own ceilings.
+        judge_on_gpu: whether a judgement takes GPU time.
         prompt_tokens: room of a prompt, estimated.
-        elsewhere: kernels for this op that work in another language or on another device.
+        known_kernels: kernels for this op that work in another language or on another device.
         pictures: PNG files of the run that go to an analyst that sees.
         extra: further text for one question, cut with the rest when a prompt's room is short.
         adapt: the caller's last word on a prompt.
         prepare: told of a round's candidates before they are judged.
         final: what comes after the loop has begun, so that its end stands whatever is given.
         score: ranks right candidates; None is by speedup.
+        on_event: hears of each iteration's stages.
+        say: told of calls that failed and are tried again.
 
     Raises:
         BudgetError: nothing is right and faster yet; the run can be resumed with a larger budget.
@@ -89,35 +108,40 @@ def optimize(
     budget = budget or Budget(run)
     kind = "cpu" if language is Language.CPP else "cuda"
     points = sweep or op.sweep(kind)
-    prompts = Prompts(op, language, device, points, tokens=prompt_tokens, elsewhere=elsewhere)
+    prompts = Prompts(
+        op, language, device, points, tokens=prompt_tokens, known_kernels=known_kernels
+    )
     models: dict[Role, Model] = {
         "generate": model,
         "analyse": analyst or model,
         "diagnose": diagnoser or model,
     }
-    ask = Asking(run, prompts, models, budget, adapt, pictures)
-    tell = _Teller(op.name, iterations, on_event)
+    tell = _ProgressReporter(op.name, iterations, on_event)
+    history = LoopHistory()
+    agents = Agents(run, prompts, models, ModelClient(budget, say=say), adapt, pictures)
+    meter = JudgeMeter(budget, on_gpu=judge_on_gpu)
     loop = _Loop(
         run=run,
         op=op,
         language=language,
-        write=Writing(prompts, ask, extra, tell),
-        judge=Judging(run, op.name, judge, prepare, budget),
+        history=history,
+        generator=Generator(prompts, agents, history, extra, tell),
+        evaluator=Evaluator(run, op.name, judge, prepare, meter),
         strategy=strategy or Refine(),
-        rules=rules or Rules(),
+        rules=rules or StopRules(),
         iterations=iterations,
         score=score,
         tell=tell,
         final=final,
     )
-    found = loop.optimisation(loop.work())
+    found = loop.result(loop.work())
     run.write(f"ops/{op.name}/optimisation.json", found.model_dump_json(indent=1) + "\n")
     return found
 
 
 @dataclass(frozen=True)
-class _Teller:
-    """Tells who listens how the loop goes."""
+class _ProgressReporter:
+    """Tells a listener how the loop goes."""
 
     op: str
     iterations: int
@@ -144,22 +168,15 @@ class _Loop:
     run: Run
     op: Op
     language: Language
-    write: Writing
-    judge: Judging
+    history: LoopHistory
+    generator: Generator
+    evaluator: Evaluator
     strategy: Strategy
-    rules: Rules
+    rules: StopRules
     iterations: int
-    score: Score | None
-    tell: _Teller
+    score: ScoreFunction | None
+    tell: _ProgressReporter
     final: bool
-
-    @property
-    def tried(self) -> list[Tried]:
-        return self.write.tried
-
-    @property
-    def attempts(self) -> list[Attempt]:
-        return self.write.attempts
 
     def work(self) -> Stopped:
         """Round after round; returns why it ended."""
@@ -171,7 +188,7 @@ class _Loop:
             try:
                 self._round(number, asks)
             except RecordingEndedError as error:
-                if not self.attempts:
+                if not self.history.attempts:
                     raise
                 return self._stop(Stopped(reason="recording_ended", detail=error.message))
             except BudgetError as error:
@@ -181,82 +198,82 @@ class _Loop:
                 return self._stop(Stopped(reason="budget", detail=error.message))
             number += 1
 
-    def optimisation(self, stopped: Stopped) -> Optimisation:
+    def result(self, stopped: Stopped) -> LoopResult:
         best = self._worth()
         evaluation = best.evaluation if best else None
-        return Optimisation(
+        return LoopResult(
             op=self.op.name,
             language=self.language,
-            iterations=tuple(self.attempts),
+            iterations=tuple(self.history.attempts),
             best_digest=best.candidate.digest if best and best.candidate else None,
             best_iteration=best.iteration if best else None,
             best_speedup=evaluation.geomean_speedup if evaluation else None,
-            best_file=self.attempts[best.iteration].file if best else None,
-            usage=sum((attempt.usage for attempt in self.attempts), Usage()),
+            best_file=self.history.attempts[best.iteration].file if best else None,
+            usage=sum((attempt.usage for attempt in self.history.attempts), Usage()),
             strategy=self.strategy.name,
             stopped=stopped.reason,
             stopped_detail=stopped.detail,
         )
 
-    def _worth(self) -> Tried | None:
+    def _worth(self) -> IterationResult | None:
         """The best, if it is right and faster."""
-        best = best_of(self.tried)
+        best = best_of(self.history.results)
         return best if best and best.rank[0] else None
 
-    def _next(self, number: int) -> tuple[Ask, ...] | Stopped:
+    def _next(self, number: int) -> tuple[CandidateRequest, ...] | Stopped:
         """The next round, or the end: decided once, whatever a later version would say."""
         step = f"{self.op.name}/round-{number}"
         if self.run.done(step):
-            return self.run.load(step, Round).asks
-        if ended := self._ended():
-            return ended
-        if stopped := move_on(self.tried, self.rules):
+            return self.run.load(step, RequestRound).asks
+        if stopped := self._recorded_stop():
+            return stopped
+        if stopped := reason_to_stop(self.history.results, self.rules):
             return self._stop(stopped)
-        left = self.iterations - len(self.tried)
-        if left <= 0:
-            return self._stop(Stopped(reason="iterations", detail=f"{len(self.tried)} candidates"))
-        asks = self.strategy.next(tuple(self.tried), left)
+        done = len(self.history.results)
+        if done >= self.iterations:
+            return self._stop(Stopped(reason="iterations", detail=f"{done} candidates"))
+        asks = self.strategy.next(tuple(self.history.results), self.iterations - done)
         if not asks:
             detail = f"strategy {self.strategy.name} has nothing more to ask"
             return self._stop(Stopped(reason="asked_all", detail=detail))
-        return self.run.step(step, lambda: Round(asks=asks), Round).asks
+        return self.run.step(step, lambda: RequestRound(asks=asks), RequestRound).asks
 
-    def _ended(self) -> Stopped | None:
-        return ended(self.run, self.op.name, final=self.final)
+    def _recorded_stop(self) -> Stopped | None:
+        return recorded_stop(self.run, self.op.name, final=self.final)
 
     def _stop(self, stopped: Stopped) -> Stopped:
-        done = stopped.model_copy(update={"iterations": len(self.tried)})
-        before = len(stops(self.run, self.op.name))
+        done = stopped.model_copy(update={"iterations": len(self.history.results)})
+        before = len(stop_steps(self.run, self.op.name))
         step = f"{self.op.name}/stopped" + (f"-{before + 1}" if before else "")
         return self.run.step(step, lambda: done, Stopped)
 
-    def _round(self, number: int, asks: Sequence[Ask]) -> None:
+    def _round(self, number: int, asks: Sequence[CandidateRequest]) -> None:
         """Ask for all, then judge all. Every prompt is written before a reply is waited for."""
-        waiting, written = Waiting(), list[WrittenCandidate]()
+        waits, generated = PendingWaits(), list[GeneratedSource]()
         spent: BudgetError | None = None
-        ended = self._ended()
-        for iteration, ask in enumerate(asks, len(self.tried)):
-            if ended and iteration >= ended.iterations:
+        stopped = self._recorded_stop()
+        for iteration, ask in enumerate(asks, len(self.history.results)):
+            if stopped and iteration >= stopped.iterations:
                 break  # it ended in the midst of this round
             try:
-                with waiting.begun():
-                    written.append(self.write(iteration, ask))
+                with waits.collect():
+                    generated.append(self.generator.generate(iteration, ask))
             except BudgetError as error:
                 spent = error  # what is paid for is judged all the same
                 break
-        waiting.settle()
+        waits.settle()
         candidates = {}
-        for one in written:
+        for one in generated:
             if isinstance(one.source, str):
                 self.tell(one.iteration, "evaluate", one.ask.phase)
                 candidates[one.iteration] = self._candidate(one.iteration, one.source)
-        verdicts = self.judge(candidates)
-        for one in written:
-            verdict = verdicts.found.get(one.iteration)
+        evaluations = self.evaluator.evaluate(candidates)
+        for one in generated:
+            verdict = evaluations.by_iteration.get(one.iteration)
             if one.iteration in candidates and verdict is None:
                 break
             self._done(number, one, candidates.get(one.iteration), verdict)
-        if spent := spent or verdicts.spent:
+        if spent := spent or evaluations.spent:
             raise spent
 
     def _candidate(self, iteration: int, source: str) -> Candidate:
@@ -271,14 +288,14 @@ class _Loop:
     def _done(
         self,
         number: int,
-        one: WrittenCandidate,
+        one: GeneratedSource,
         candidate: Candidate | None,
         verdict: tuple[int, Evaluation] | None,
     ) -> None:
         """The iteration as it stays."""
         given_in, evaluation = verdict or (None, None)
         failure = one.source if isinstance(one.source, ReplyFailure) else None
-        tried = Tried(one.iteration, number, one.ask, candidate, evaluation, failure)
+        tried = IterationResult(one.iteration, number, one.ask, candidate, evaluation, failure)
         if self.score and tried.right and candidate and evaluation and given_in is not None:
             files = {
                 "run": ".",
@@ -286,7 +303,7 @@ class _Loop:
                 "evaluation": f"ops/{self.op.name}/{given_in}/evaluation.json",
             }
             tried = replace(tried, score=self.score(given_in, evaluation, files))
-        self.tried.append(tried)
+        self.history.results.append(tried)
         attempt = Attempt(
             iteration=one.iteration,
             round=number,
@@ -313,7 +330,7 @@ class _Loop:
             island=one.ask.island,
             why=one.ask.why,
         )
-        self.attempts.append(attempt)
+        self.history.attempts.append(attempt)
         file = f"ops/{self.op.name}/{one.iteration}/attempt.json"
         self.run.write(file, attempt.model_dump_json(indent=1) + "\n")
         self.tell(one.iteration, "done", one.ask.phase, attempt)

@@ -1,14 +1,15 @@
-"""What became of the candidates: each one's record (`record.py`), where all of them leave the loop
-(`tried.py`), how a kernel is built apart from its text (`structure.py`), and what it is worth
-(`reward.py`, `judged.py`)."""
+"""What became of the candidates: the records (`record.py`), where all of them leave the loop
+(`history.py`), and how a kernel is built apart from its text (`structure.py`)."""
 
 from patcher.attempts.record import (
     Attempt,
     Diagnosis,
-    Optimisation,
+    KnownKernel,
+    LoopResult,
     Phase,
     Progress,
     Recommendation,
+    ReplyFailure,
     Stage,
     Stop,
     Stopped,
@@ -17,10 +18,12 @@ from patcher.attempts.record import (
 __all__ = [
     "Attempt",
     "Diagnosis",
-    "Optimisation",
+    "KnownKernel",
+    "LoopResult",
     "Phase",
     "Progress",
     "Recommendation",
+    "ReplyFailure",
     "Stage",
     "Stop",
     "Stopped",

@@ -1,4 +1,4 @@
-"""What the agent loop says of itself: recommendations, attempts, the whole optimisation."""
+"""What the agent loop says of itself: recommendations, attempts, the whole optimization."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from patcher.bench import SCHEMA_VERSION, Language, Outcome, Record
 from patcher.models import Usage
 
 Phase = Literal["functional", "optimisation"]
+"""As recorded loops spell it."""
 Stage = Literal["analyse", "diagnose", "generate", "evaluate", "done"]
 Stop = Literal[
     "iterations",
@@ -34,6 +35,13 @@ class Stopped(Record):
     """In a sentence, with the figures."""
     iterations: int = 0
     """Done by then: a round may have been cut short."""
+
+
+class ReplyFailure(Record):
+    """Why a reply cannot be used."""
+
+    kind: Literal["truncated", "refused", "no_source", "unclosed", "ambiguous", "empty", "no_json"]
+    detail: str
 
 
 class Recommendation(Record):
@@ -79,7 +87,7 @@ class Attempt(Record):
     diagnosis: Diagnosis | None = None
     """Before a repair."""
     analysis_failure: str | None = None
-    """Why an optimisation pass had no recommendation, or a repair no diagnosis."""
+    """Why an optimization pass had no recommendation, or a repair no diagnosis."""
     duplicate_of: int | None = None
     """The iteration that had the same source; its verdict counts."""
     file: str | None = None
@@ -91,7 +99,7 @@ class Attempt(Record):
     """What a strategy with draws drew it from."""
 
 
-class Optimisation(Record):
+class LoopResult(Record):
     """The whole loop on one op."""
 
     schema_version: int = SCHEMA_VERSION
@@ -108,6 +116,16 @@ class Optimisation(Record):
     stopped: Stop
     stopped_detail: str = ""
     """In a sentence."""
+
+
+class KnownKernel(Record):
+    """A kernel for the same op that works: in another language or on another device, or the one to
+    beat."""
+
+    name: str
+    language: Language
+    summary: str = ""
+    source: str
 
 
 class Progress(Record):

@@ -112,20 +112,17 @@ def _root(node: ast.AST) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
-_KEYWORDS = frozenset(
-    (
-        *("auto", "bool", "break", "case", "char", "class", "const", "constexpr", "continue"),
-        *("default", "do", "double", "else", "enum", "extern", "float", "for", "half", "if"),
-        *("inline", "int", "long", "namespace", "operator", "return", "short", "signed", "sizeof"),
-        *("static", "struct", "switch", "template", "throw", "typename", "union", "unsigned"),
-        *("using", "void", "volatile", "while"),
-    )
+_KEYWORDS = (
+    "auto|bool|break|case|char|class|const|constexpr|continue|default|do|double|else|enum|"
+    "extern|float|for|half|if|inline|int|long|namespace|operator|return|short|signed|sizeof|"
+    "static|struct|switch|template|throw|typename|union|unsigned|using|void|volatile|while"
 )
+"""As alternatives of a pattern."""
 _VECTOR = re.compile(r"(?:float|half|int|uint|short|ushort|char|uchar|double|bfloat16)(\d+)")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _KEPT_NAME = re.compile(
     r"__\w+|_mm\w+|v(?:ld|st|add|mul|fma|cvt)\w*q?_\w+|atomic\w+|wmma|\w+_async"
-    rf"|{'|'.join(sorted(_KEYWORDS))}|{_VECTOR.pattern}"
+    rf"|{_KEYWORDS}|{_VECTOR.pattern}"
 )
 _TOKEN = re.compile(
     r"\#[ \t]*pragma[^\n]*|[A-Za-z_]\w*|0[xX][\da-fA-F]+\w*|(?:\d[\d']*\.?\d*|\.\d+)"

@@ -11,7 +11,17 @@ import typer
 from pydantic import ValidationError
 from rich.text import Text
 
-from patcher.bench import Candidate, Evaluation, Language, Outcome, UsageError, load_op
+from patcher.bench import (
+    Candidate,
+    Evaluation,
+    Language,
+    Outcome,
+    UsageError,
+    comment_mark,
+    content,
+    header_hint,
+    load_op,
+)
 from patcher.commands.console import Engine, Json, Output, Threads, app, examples
 
 if TYPE_CHECKING:  # every other command starts without the patches
@@ -97,6 +107,9 @@ def bundle(
         slow = ", ".join(manifest.left_out)
         lines.append(Text(f"the engine's own code runs at {slow}: it is faster there"))
     output.emit(manifest, *lines)
+    mark = comment_mark(candidate.language.in_python)
+    if hint := header_hint(source.read_text(encoding="utf-8"), mark):
+        output.err.print(Text(hint))
     return 0
 
 
@@ -107,7 +120,7 @@ def verdict_on(candidate: Candidate, path: Path) -> Evaluation:
         UsageError: that is no verdict, or one on another source.
     """
     try:
-        found = Evaluation.model_validate_json(path.read_bytes())
+        found = Evaluation.model_validate_json(content(path))
     except (OSError, ValidationError) as error:
         raise UsageError(
             f"{path} is no verdict: {str(error).splitlines()[0]}",

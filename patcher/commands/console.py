@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
@@ -87,10 +87,6 @@ FromSolution = Annotated[
         "beat: a solution's name, or a file.",
     ),
 ]
-
-
-UNNAMED = "model"
-"""The name of a model in a profile of which only a file is known."""
 
 
 def _in_a_folder(out: Path | None) -> Path | None:
@@ -176,24 +172,6 @@ def _version(on: bool) -> None:
     if on:
         typer.echo(importlib.metadata.version("patcher"))
         raise typer.Exit
-
-
-def pick_device(asked: str | None) -> Literal["cpu", "cuda"]:
-    """The device asked for, else CUDA where there is one.
-
-    Raises:
-        UsageError: neither `cpu` nor `cuda`.
-    """
-    match asked:
-        case "cpu":
-            return "cpu"
-        case "cuda":
-            return "cuda"
-        case str():
-            raise UsageError(f"unknown device {asked!r}", "say cpu or cuda")
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def examples(*lines: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -38,7 +38,7 @@ def execute_run(
                     profile_file,
                     judge=judge,
                     machine_changed=machine_changed,
-                    told=watch.hear,
+                    on_progress=watch.hear,
                 )
         except WaitingError as error:
             raise WaitingError(error.message, f"{error.hint} {run.id}") from None

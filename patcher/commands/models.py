@@ -15,12 +15,12 @@ def models(as_json: Json = False) -> int:
 
     Says whether the key of each is set, never the key.
     """
-    from patcher.models.registry import listed
+    from patcher.models.registry import list_models
     from patcher.settings import resolve
     from patcher.show.models import models_table
 
     rows = {name: preset(name).summary for name in presets()}
-    asked = listed(resolve().models)
+    asked = list_models(resolve().models)
     document = {
         "schema_version": SCHEMA_VERSION,
         "models": rows,

@@ -73,8 +73,9 @@ def optimize(
 ) -> int:
     """The agent loop on one op: generation and analysis agents under the judge's feedback."""
     from patcher import pipeline
-    from patcher.optimising.searching import Search
+    from patcher.plan import RunPlan
     from patcher.settings import resolve
+    from patcher.strategies.search import Search
 
     settings = resolve(
         {
@@ -93,13 +94,13 @@ def optimize(
     numbers = {"width": width, "islands": islands, "seed": seed}
     search = Search.of(known, language, strategy, from_solution or (), **numbers)
     if dry_run:
-        from patcher.optimising.estimate import estimate
+        from patcher.kernel_search.estimate import estimate
         from patcher.show.models import estimate_lines
 
         found = estimate(known, language, settings, sweep)
         Output(as_json).emit(found, *estimate_lines(found))
         return 0
-    plan = pipeline.RunPlan(
+    plan = RunPlan(
         op=known.name,
         language=language,
         sweep=sweep,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +25,7 @@ def record(
 
     Prompts hold the contract, sources that the agents wrote, and what your levers add.
     """
-    from patcher.optimising.recording import record as write
+    from patcher.kernel_search.recording import record as write
     from patcher.runs.run import Run
 
     made = write(Run.find(runs_dir(), run), folder)
@@ -33,25 +35,31 @@ def record(
 
 
 @app.command()
-@examples("patcher replay recordings/moe_finalize-cpp", "patcher replay rec --json")
+@examples("patcher replay recordings/moe_finalize-cpp", "patcher replay recordings.tar.xz --json")
 def replay(
-    folders: Annotated[list[Path], typer.Argument(help="Folders that `patcher record` wrote.")],
+    folders: Annotated[
+        list[Path],
+        typer.Argument(help="Folders that `patcher record` wrote, or .tar.xz archives of them."),
+    ],
     as_json: Json = False,
 ) -> int:
     """Run recorded loops again on their replies and verdicts: no model, no compiler, no GPU.
 
     Exit code 0: each comes to the end that it says; 5: one does not.
     """
-    from patcher.optimising.recording import read
-    from patcher.optimising.recording import replay as again
+    from patcher.kernel_search.recording import read, recordings
+    from patcher.kernel_search.recording import replay as again
 
     documents, lines = [], []
-    for folder in folders:
-        differences = again(folder)
-        made = read(folder).optimisation
-        documents.append({"folder": folder.name, "differences": differences})
-        best = f"{made.best_speedup:.2f}x" if made.best_speedup is not None else "nothing faster"
-        same = f"the same {len(made.iterations)} iterations again, best {best}"
-        lines.append(Text(f"{folder.name}: {'; '.join(differences) or same}"))
+    with ExitStack() as stack:
+        found = [stack.enter_context(recordings(path)) for path in folders]
+        for folder in chain.from_iterable(found):
+            differences = again(folder)
+            made = read(folder).optimisation
+            documents.append({"folder": folder.name, "differences": differences})
+            speedup = made.best_speedup
+            best = f"{speedup:.2f}x" if speedup is not None else "nothing faster"
+            same = f"the same {len(made.iterations)} iterations again, best {best}"
+            lines.append(Text(f"{folder.name}: {'; '.join(differences) or same}"))
     Output(as_json).emit({"schema_version": SCHEMA_VERSION, "recordings": documents}, *lines)
     return 5 if any(each["differences"] for each in documents) else 0

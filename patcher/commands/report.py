@@ -32,7 +32,7 @@ def report(
     """
     from patcher.report.gather import write_report
     from patcher.runs.run import Run
-    from patcher.runs.status import status
+    from patcher.status import status
 
     run = Run.open(Run.find(runs_dir(), which), read_only=True)
     now = status(run)

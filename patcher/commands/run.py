@@ -68,8 +68,9 @@ def run(
 ) -> int:
     """The whole path: profile, agent loop, patch, end-to-end A/B, decision, report."""
     from patcher import pipeline
-    from patcher.optimising.searching import Search
+    from patcher.plan import RunPlan
     from patcher.settings import resolve
+    from patcher.strategies.search import Search
 
     settings = resolve(
         {
@@ -84,7 +85,7 @@ def run(
         }
     )
     workload = workload_of(served, device, engine, batch, input_len, output_len, weights, threads)
-    plan = pipeline.RunPlan(
+    plan = RunPlan(
         op=load_op(op).name if op else None,
         language=language,
         sweep=sweep,
@@ -104,13 +105,14 @@ def demo(as_json: Json = False) -> int:
     The model's replies are a recorded conversation; everything else happens here and now.
     """
     from patcher import pipeline
+    from patcher.plan import DEMO, RunPlan
     from patcher.settings import resolve
 
     # a recorded conversation: it neither needs what was learned nor teaches
-    asked = {"model": pipeline.DEMO, "iterations": 3, "judge": "local", "memory": "off"}
+    asked = {"model": DEMO, "iterations": 3, "judge": "local", "memory": "off"}
     settings = resolve(asked)
     workload = workload_for("gpt-oss-tiny", "cpu", threads=1)
-    plan = pipeline.RunPlan(language=Language.CPP, pairs=40, threads=1, judge_pairs=8)
+    plan = RunPlan(language=Language.CPP, pairs=40, threads=1, judge_pairs=8)
     begun = pipeline.start(settings, "demo", "gpt-oss-tiny", workload, plan)
     output = Output(as_json)
     if not as_json:

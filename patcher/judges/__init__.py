@@ -7,14 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from patcher.agent import Judge as OneJudge
-from patcher.bench import Candidate, Evaluation, Language, UsageError
+from patcher.bench import Candidate, Evaluation, UsageError
 from patcher.bench.judge import JudgeSettings, Progress, open_judge
-from patcher.judges.counting import with_counters
+from patcher.judges.counters import CandidateJudge, with_counters
 from patcher.judges.exchange import ExchangeJudge
-from patcher.judges.languages import device_facts, device_kind
 
 if TYPE_CHECKING:  # it brings torch
     from patcher.bench.judge.judge import Judge
@@ -36,7 +34,7 @@ class Judges(Protocol):
         """The verdicts, in the order of the candidates.
 
         Raises:
-            WaitingError: the judge is elsewhere and some have not come; all were handed over.
+            WaitingError: the judge is remote and some have not come; all were handed over.
             PatcherError: as `patcher.bench.judge.evaluate`.
         """
         ...
@@ -46,7 +44,7 @@ class Judges(Protocol):
 def open_judges(
     spec: str,
     settings: JudgeSettings,
-    ticket: str,
+    request_id: str,
     report: Progress,
     *,
     counters: bool = False,
@@ -56,7 +54,7 @@ def open_judges(
     `patcher worker DIR` wrote.
 
     Args:
-        ticket: who asks, as a run's id; a job with the same ticket is judged once.
+        request_id: who asks, as a run's id; a job with the same id is judged once.
         counters: whether right verdicts carry hardware counters, where they can be read.
         say: told why they cannot.
 
@@ -65,10 +63,10 @@ def open_judges(
     """
     folder = exchange_folder(spec)
     if folder is not None:
-        yield ExchangeJudge(folder, settings, ticket, counters)
+        yield ExchangeJudge(folder, settings, request_id, counters)
         return
     with open_judge(settings) as judge:
-        one: OneJudge = partial(judge.evaluate, report=report)
+        one: CandidateJudge = partial(judge.evaluate, report=report)
         if counters:
             one = with_counters(one, settings.sweep, say or (lambda _: None))
         yield _LocalJudges(judge, one)
@@ -79,37 +77,13 @@ class _LocalJudges:
     """One judge of this machine: what it trusts is started once."""
 
     judge: Judge
-    one: OneJudge
+    one: CandidateJudge
 
     def prepare(self, candidates: Sequence[Candidate]) -> None:
         self.judge.build_ahead(candidates)
 
     def evaluate(self, candidates: Sequence[Candidate]) -> list[Evaluation]:
         return [self.one(candidate) for candidate in candidates]
-
-
-def judged_on(spec: str, language: Language) -> Literal["cpu", "cuda"]:
-    """The kind of device that `--judge` judges the language on."""
-    if spec != LOCAL and language is Language.TORCH:
-        return "cuda"  # what this machine has says nothing of the other one
-    return device_kind(language)
-
-
-def facts(spec: str, language: Language, threads: int | None = None) -> str:
-    """What the agents should know of the hardware on which `--judge` judges, with so many CPU
-    threads; None is one, as the judge has it.
-
-    Raises:
-        MissingError: it is this machine, and it has no device for the language.
-    """
-    folder = exchange_folder(spec)
-    if language.compile_only:
-        return device_facts(language)
-    kind = judged_on(spec, language)
-    found = device_facts(language) if folder is None else ExchangeJudge.facts(folder, kind)
-    if kind != "cpu":
-        return found
-    return f"{'one thread' if threads in (None, 1) else f'{threads} threads'} of {found}"
 
 
 def exchange_folder(spec: str) -> Path | None:
@@ -129,10 +103,9 @@ def exchange_folder(spec: str) -> Path | None:
 __all__ = [
     "JUDGES",
     "LOCAL",
+    "CandidateJudge",
     "ExchangeJudge",
     "Judges",
     "exchange_folder",
-    "facts",
-    "judged_on",
     "open_judges",
 ]

@@ -16,8 +16,8 @@ from patcher.bench import (
     load_op,
 )
 from patcher.bench.judge import JudgeSettings
-from patcher.judges.jobs import Machine, Posted, post, read_result
-from patcher.judges.sealed import seal
+from patcher.judges.jobs import JobFolder, WorkerMachine, post, read_result
+from patcher.judges.seal import seal
 
 _MOST_WORDS = 2000
 
@@ -26,11 +26,11 @@ class ExchangeJudge:
     """Jobs go to `jobs/`, results come from `results/`; the same question finds its job again."""
 
     def __init__(
-        self, folder: Path, settings: JudgeSettings, ticket: str, counters: bool = False
+        self, folder: Path, settings: JudgeSettings, request_id: str, counters: bool = False
     ) -> None:
         self.folder = folder
         self.settings = settings
-        self.ticket = ticket
+        self.request_id = request_id
         self.counters = counters
 
     def prepare(self, candidates: Sequence[Candidate]) -> None:
@@ -48,10 +48,10 @@ class ExchangeJudge:
         """
         return self.gather([self.submit(candidate) for candidate in candidates])
 
-    def submit(self, candidate: Candidate, settings: JudgeSettings | None = None) -> Posted:
+    def submit(self, candidate: Candidate, settings: JudgeSettings | None = None) -> JobFolder:
         """Write the job, unless it is there."""
         asked = settings or self.settings
-        posted = post(load_op(candidate.op), candidate, asked, self.ticket, self.counters)
+        posted = post(load_op(candidate.op), candidate, asked, self.request_id, self.counters)
         try:
             seal(self.folder / "jobs" / posted.name, posted.job.files(candidate))
         except OSError as error:
@@ -60,7 +60,7 @@ class ExchangeJudge:
             ) from error
         return posted
 
-    def gather(self, jobs: Sequence[Posted]) -> list[Evaluation]:
+    def gather(self, jobs: Sequence[JobFolder]) -> list[Evaluation]:
         """See `evaluate`."""
         found = [self._taken(job) for job in jobs]
         missing = [job.name for job, one in zip(jobs, found, strict=True) if one is None]
@@ -72,7 +72,7 @@ class ExchangeJudge:
             )
         return [evaluation for evaluation in found if evaluation is not None]
 
-    def _taken(self, posted: Posted) -> Evaluation | None:
+    def _taken(self, posted: JobFolder) -> Evaluation | None:
         folder = self.folder / "results" / posted.name
         result = read_result(folder)
         if result is None:
@@ -89,12 +89,12 @@ class ExchangeJudge:
         return result.evaluation
 
     @staticmethod
-    def facts(folder: Path, kind: str) -> str:
+    def hardware(folder: Path, kind: str) -> str:
         """What the worker that was seen last says of its hardware."""
         seen: list[tuple[str, str]] = []
         for file in (folder / "machines").glob("*.json"):
             try:
-                machine = Machine.model_validate_json(file.read_text(encoding="utf-8"))
+                machine = WorkerMachine.model_validate_json(file.read_text(encoding="utf-8"))
             except (OSError, UnicodeDecodeError, ValidationError):
                 continue  # half-copied: it is not there yet
             seen += [(machine.seen, text) for known, text in machine.words.items() if known == kind]
@@ -104,7 +104,7 @@ class ExchangeJudge:
         return f"{what} of another machine, which has not told yet what it is"
 
 
-def _hold(evaluation: Evaluation, posted: Posted, again: str) -> None:
+def _hold(evaluation: Evaluation, posted: JobFolder, again: str) -> None:
     """The evaluation against what was asked.
 
     Raises:

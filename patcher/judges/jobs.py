@@ -1,4 +1,4 @@
-"""What goes between a loop and a judge elsewhere: jobs, their results, and the machines that serve.
+"""What goes between a loop and a remote judge: jobs, their results, and the machines that serve.
 
     DIR/jobs/<op>-<digest>/        job.json, the source, manifest.json       written by the loop
     DIR/results/<op>-<digest>/     result.json, manifest.json                written by a worker
@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import re
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AliasChoices, Field, ValidationError, model_validator
 
 from patcher.bench import (
     SCHEMA_VERSION,
@@ -36,9 +34,7 @@ from patcher.bench import (
     relayed,
 )
 from patcher.bench.judge import JudgeSettings, TripwirePolicy
-from patcher.bench.machine.environment import describe
-from patcher.judges.hardware import hardware_facts
-from patcher.judges.sealed import Sealed, digest_of, unsealed
+from patcher.judges.seal import SealedFolder, digest_of, read_sealed
 
 MOST_JOB_BYTES = 2 << 20
 MOST_RESULT_BYTES = 16 << 20
@@ -79,8 +75,12 @@ class JudgeJob(Record):
     """`job.json`: one candidate to judge. Holds no path, no environment and no key."""
 
     schema_version: Literal[1] = SCHEMA_VERSION  # type: ignore[assignment]
-    ticket: str = Field(pattern=r"^\w[\w.-]{0,99}$")
-    """Who asks: a run's id, so that no run is given another one's figures."""
+    request_id: str = Field(
+        pattern=r"^\w[\w.-]{0,99}$",
+        validation_alias=AliasChoices("ticket", "request_id"),
+        serialization_alias="ticket",
+    )
+    """Who asks: a run's id, so that no run is given another one's figures; `ticket` in the file."""
     op: str = Field(pattern=r"^[a-z]\w{0,79}$")
     op_digest: str = Field(pattern="^[0-9a-f]{64}$")
     """`bench.Op.digest`: contract, reference, inputs and baselines."""
@@ -95,7 +95,7 @@ class JudgeJob(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class Posted:
+class JobFolder:
     """A job as it lies in its folder."""
 
     job: JudgeJob
@@ -108,7 +108,7 @@ class Posted:
         return folder_name(self.job.op, self.digest)
 
 
-class Machine(Record):
+class WorkerMachine(Record):
     """What a worker judges on. No host name, user or path."""
 
     schema_version: Literal[1] = SCHEMA_VERSION  # type: ignore[assignment]
@@ -140,7 +140,7 @@ class JobResult(Record):
     """Digest of the job; None where the job was too damaged to have one."""
     evaluation: Evaluation | None = None
     refusal: Refusal | None = None
-    machine: Machine
+    machine: WorkerMachine
 
     @model_validator(mode="after")
     def _one_of_them(self) -> JobResult:
@@ -153,8 +153,8 @@ class JobResult(Record):
 
 
 def post(
-    op: Op, candidate: Candidate, settings: JudgeSettings, ticket: str, counters: bool = False
-) -> Posted:
+    op: Op, candidate: Candidate, settings: JudgeSettings, request_id: str, counters: bool = False
+) -> JobFolder:
     """The job for a candidate.
 
     Raises:
@@ -162,7 +162,7 @@ def post(
     """
     try:
         job = JudgeJob(
-            ticket=ticket,
+            request_id=request_id,
             op=op.name,
             op_digest=op.digest,
             language=candidate.language,
@@ -175,10 +175,10 @@ def post(
     files = job.files(candidate)
     if sum(len(text.encode()) for text in files.values()) > MOST_JOB_BYTES:
         raise UsageError(f"a job holds {MOST_JOB_BYTES:,} bytes at most", "shorten the source")
-    return Posted(job, candidate, digest_of(files))
+    return JobFolder(job, candidate, digest_of(files))
 
 
-def read_job(folder: Path) -> Posted | None:
+def read_job(folder: Path) -> JobFolder | None:
     """A job from its folder; None: it is not whole yet. Nothing of it has run, nor will before the
     op's digest is this machine's, too.
 
@@ -186,7 +186,7 @@ def read_job(folder: Path) -> Posted | None:
         VerificationError: it is malformed, too large, changed, or for another op library.
         UsageError: its op is unknown here, or its policy is none.
     """
-    sealed = unsealed(folder, MOST_JOB_BYTES)
+    sealed = read_sealed(folder, MOST_JOB_BYTES)
     if sealed is None:
         return None
     job = _record(sealed, "job.json", JudgeJob, folder.name)
@@ -194,7 +194,7 @@ def read_job(folder: Path) -> Posted | None:
     if set(sealed.files) != {"job.json", candidate.file_name}:
         raise VerificationError(f"{folder.name} holds other files than a job", _MADE_AGAIN)
     candidate = candidate.model_copy(update={"source": sealed.files[candidate.file_name]})
-    posted = Posted(job, candidate, sealed.digest)
+    posted = JobFolder(job, candidate, sealed.digest)
     if posted.name != folder.name or candidate.digest != job.candidate_digest:
         raise VerificationError(f"{folder.name} is not the job that its name says", _MADE_AGAIN)
     if load_op(job.op).digest != job.op_digest:
@@ -212,29 +212,15 @@ def read_result(folder: Path) -> JobResult | None:
     Raises:
         VerificationError: it is malformed, too large or changed.
     """
-    sealed = unsealed(folder, MOST_RESULT_BYTES)
+    sealed = read_sealed(folder, MOST_RESULT_BYTES)
     return None if sealed is None else _record(sealed, "result.json", JobResult, folder.name)
-
-
-def this_machine() -> Machine:
-    import torch
-
-    kinds: list[Literal["cpu", "cuda"]] = ["cpu"]
-    if torch.cuda.is_available():
-        kinds.append("cuda")
-    return Machine(
-        patcher=importlib.metadata.version("patcher"),
-        environments={kind: describe(kind) for kind in kinds},
-        words={kind: hardware_facts(kind) for kind in kinds},
-        seen=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
 
 
 def folder_name(op: str, digest: str) -> str:
     return f"{op}-{digest[:16]}"
 
 
-def machine_file(root: Path, machine: Machine) -> Path:
+def machine_file(root: Path, machine: WorkerMachine) -> Path:
     """One file a machine, however often it serves."""
     told = machine.model_dump_json(exclude={"seen"})
     return root / "machines" / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.json"
@@ -243,7 +229,7 @@ def machine_file(root: Path, machine: Machine) -> Path:
 _MADE_AGAIN = "remove it and resume the run, which writes it again"
 
 
-def _record(sealed: Sealed, file: str, kind: type[RecordT], name: str) -> RecordT:
+def _record(sealed: SealedFolder, file: str, kind: type[RecordT], name: str) -> RecordT:
     try:
         return kind.model_validate_json(sealed.files[file])
     except KeyError:
@@ -259,4 +245,4 @@ def _first(error: ValidationError) -> str:
 
 
 def _line(record: Record) -> str:
-    return record.model_dump_json(indent=1) + "\n"
+    return record.model_dump_json(indent=1, by_alias=True) + "\n"

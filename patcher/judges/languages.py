@@ -6,6 +6,7 @@ from typing import Literal
 
 from patcher.bench import Language, MissingError, UsageError
 from patcher.bench.toolchains import toolchain
+from patcher.judges import LOCAL, ExchangeJudge, exchange_folder
 from patcher.judges.hardware import hardware_facts
 
 _COMPILED = {
@@ -69,3 +70,27 @@ def device_facts(language: Language) -> str:
     if language.compile_only:
         return f"nothing: this machine only compiles. The kernel is for {_COMPILED[language]}"
     return hardware_facts(device_kind(language))
+
+
+def judge_device_kind(spec: str, language: Language) -> Literal["cpu", "cuda"]:
+    """The kind of device that `--judge` judges the language on."""
+    if spec != LOCAL and language is Language.TORCH:
+        return "cuda"  # what this machine has says nothing of the other one
+    return device_kind(language)
+
+
+def judge_hardware(spec: str, language: Language, threads: int | None = None) -> str:
+    """What the agents should know of the hardware on which `--judge` judges, with so many CPU
+    threads; None is one, as the judge has it.
+
+    Raises:
+        MissingError: it is this machine, and it has no device for the language.
+    """
+    folder = exchange_folder(spec)
+    if language.compile_only:
+        return device_facts(language)
+    kind = judge_device_kind(spec, language)
+    found = device_facts(language) if folder is None else ExchangeJudge.hardware(folder, kind)
+    if kind != "cpu":
+        return found
+    return f"{'one thread' if threads in (None, 1) else f'{threads} threads'} of {found}"

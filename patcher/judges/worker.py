@@ -9,17 +9,18 @@ digests and this machine's op library before anything of it runs, and then judge
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import os
 import secrets
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
-from patcher.agent import Judge
 from patcher.bench import (
     SCHEMA_VERSION,
     Evaluation,
@@ -30,20 +31,22 @@ from patcher.bench import (
     load_op,
 )
 from patcher.bench.judge import Progress, open_judge
+from patcher.bench.machine.environment import describe
 from patcher.bench.toolchains import build
-from patcher.judges.counting import with_counters
+from patcher.judges.counters import CandidateJudge, with_counters
+from patcher.judges.hardware import hardware_facts
 from patcher.judges.jobs import (
     FOLDER_NAME,
+    JobFolder,
     JobResult,
     JobSettings,
-    Posted,
     Refusal,
+    WorkerMachine,
     machine_file,
     read_job,
     read_result,
-    this_machine,
 )
-from patcher.judges.sealed import seal
+from patcher.judges.seal import seal
 
 MOST_ATTEMPTS = 3
 """Workers that one job may end before it is refused."""
@@ -176,7 +179,7 @@ class Worker:
             os.close(handle)
 
     def _one(self, name: str, attempts: int) -> WorkerSummary | None:
-        posted: Posted | None = None
+        posted: JobFolder | None = None
         try:
             posted = read_job(self.root / "jobs" / name)
             if posted is None:
@@ -211,12 +214,12 @@ class Worker:
             job=name, outcome=evaluation.outcome, detail=detail, seconds=evaluation.total_s
         )
 
-    def _judged(self, posted: Posted) -> Evaluation:
+    def _judged(self, posted: JobFolder) -> Evaluation:
         if self._settings != posted.job.settings:
             self._close()
             self._judge = self._open.enter_context(open_judge(posted.job.settings.settings()))
             self._settings = posted.job.settings
-        evaluate: Judge = partial(self._judge.evaluate, report=self._report)
+        evaluate: CandidateJudge = partial(self._judge.evaluate, report=self._report)
         if posted.job.counters:
             evaluate = with_counters(evaluate, posted.job.settings.sweep, self._no_counters)
         return evaluate(posted.candidate)
@@ -231,3 +234,18 @@ class Worker:
             raise UsageError(
                 f"cannot write the result of {name}: {error.strerror}", "mend it and start again"
             ) from error
+
+
+def this_machine() -> WorkerMachine:
+    """What this worker judges on."""
+    import torch
+
+    kinds: list[Literal["cpu", "cuda"]] = ["cpu"]
+    if torch.cuda.is_available():
+        kinds.append("cuda")
+    return WorkerMachine(
+        patcher=importlib.metadata.version("patcher"),
+        environments={kind: describe(kind) for kind in kinds},
+        words={kind: hardware_facts(kind) for kind in kinds},
+        seen=datetime.now(UTC).isoformat(timespec="seconds"),
+    )

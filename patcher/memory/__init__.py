@@ -17,10 +17,10 @@ from patcher.integrate import home_store
 from patcher.memory.entries import PROMOTED, Gain, MemoryRule, Observation
 from patcher.memory.files import TomlStore
 from patcher.memory.learn import Experience, Where, gains_after, rule_after
-from patcher.memory.recall import Recalled, recall
+from patcher.memory.recall import MemoryText, recall
 
 
-class Learned(Record):
+class LessonIds(Record):
     """What a run added."""
 
     rules: tuple[str, ...] = ()
@@ -48,13 +48,13 @@ class Memory:
     def techniques(self) -> list[Gain]:
         return self._gains.read(Gain)
 
-    def recall(self, where: Where) -> Recalled:
+    def recall(self, where: Where) -> MemoryText:
         """What a run on such work should be told."""
         return recall(self.rules(), self.techniques(), where)
 
     def learn(
         self, run: str, contract: Contract, language: Language, seen: Sequence[Experience]
-    ) -> Learned:
+    ) -> LessonIds:
         """Take up what a run tried on one op. Learning the same again changes nothing."""
         day = datetime.now(UTC).date().isoformat()
         learned: dict[str, dict[str, None]] = {"rules": {}, "techniques": {}}
@@ -88,7 +88,7 @@ class Memory:
 
         self._rules.change(MemoryRule, with_rules)
         self._gains.change(Gain, with_gains)
-        return Learned(rules=tuple(learned["rules"]), techniques=tuple(learned["techniques"]))
+        return LessonIds(rules=tuple(learned["rules"]), techniques=tuple(learned["techniques"]))
 
     def forget(self, ids: Iterable[str], *, dry_run: bool = False) -> tuple[str, ...]:
         """Remove entries; which they were, or with `dry_run` would have been.
@@ -123,10 +123,10 @@ __all__ = [
     "PROMOTED",
     "Experience",
     "Gain",
-    "Learned",
+    "LessonIds",
     "Memory",
     "MemoryRule",
-    "Recalled",
+    "MemoryText",
     "Where",
     "open_memory",
 ]

@@ -33,7 +33,7 @@ class Observation(Record):
         return f"{self.run}-{self.candidate}"
 
 
-class _Entry(Record):
+class _MemoryEntry(Record):
     id: str = ""
     """Given where a person left it out."""
     text: Line
@@ -62,11 +62,11 @@ class _Entry(Record):
         return (*self.seen, str(sighting))[-SEEN_KEPT:]
 
 
-class MemoryRule(_Entry):
+class MemoryRule(_MemoryEntry):
     """One `[[rule]]` of `rules.toml`: "you cannot ... because ..."."""
 
     failure: str = ""
-    """What it was recognised by: a name of `known.toml`, or the check that failed."""
+    """What it was recognised by: a name of `patterns.toml`, or the check that failed."""
     families: tuple[str, ...] = ()
     """Operations of the ops where it was seen; empty: any."""
     architectures: tuple[str, ...] = ()
@@ -94,12 +94,12 @@ class MemoryRule(_Entry):
         )
 
 
-class Gain(_Entry):
+class Gain(_MemoryEntry):
     """One `[[technique]]` of `techniques.toml`: what a change was worth, for one kind of op, shape,
     language and device."""
 
     technique: str
-    """A name of `known.toml`, or empty where the text alone says it."""
+    """A name of `patterns.toml`, or empty where the text alone says it."""
     family: str
     """The op's operation: `norm`, `rope`, `moe`, ..."""
     shapes: str

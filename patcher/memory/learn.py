@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from patcher.bench import Contract, Environment, Evaluation, Language, Outcome, Point, Record
 from patcher.memory.entries import Gain, MemoryRule, Observation, identifier, shapes_of
-from patcher.memory.known import failure_in, technique_in
+from patcher.memory.patterns import failure_in, technique_in
 from patcher.memory.screen import phrase, significant, vocabulary
 
 _LONGEST_LOG = 20_000

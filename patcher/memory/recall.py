@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from patcher.bench import SCHEMA_VERSION, Record
 from patcher.memory.entries import Gain, MemoryRule
@@ -18,8 +19,10 @@ _GAINS = (
 )
 
 
-class Recalled(Record):
+class MemoryText(Record):
     """What a run was told of earlier ones: stored with it, so that resuming reads the same."""
+
+    recorded_as: ClassVar[str] = "Recalled"
 
     schema_version: int = SCHEMA_VERSION
     text: str = ""
@@ -29,7 +32,7 @@ class Recalled(Record):
     techniques: tuple[str, ...] = ()
 
 
-def recall(rules: Sequence[MemoryRule], gains: Sequence[Gain], where: Where) -> Recalled:
+def recall(rules: Sequence[MemoryRule], gains: Sequence[Gain], where: Where) -> MemoryText:
     """What fits the work best, most relevant first, in at most `CHARACTERS`."""
     fitting = [rule for rule in rules if rule.promoted and rule.language in (None, where.language)]
     fitting.sort(key=lambda rule: (_near_rule(rule, where), rule.count), reverse=True)
@@ -51,7 +54,7 @@ def recall(rules: Sequence[MemoryRule], gains: Sequence[Gain], where: Where) -> 
         rows = f"{table}\n| --- | --- | --- | --- | --- | ---: | --- |\n{second}"
         # what models called a change, in part: to read, not to obey
         parts.append(f"{_GAINS}\n{quote(rows)}")
-    return Recalled(text="\n\n".join(parts), rules=told_rules, techniques=told_gains)
+    return MemoryText(text="\n\n".join(parts), rules=told_rules, techniques=told_gains)
 
 
 def _within(room: int, lines: Iterable[tuple[str, str]]) -> tuple[tuple[str, ...], str]:
@@ -94,7 +97,12 @@ def _gain_line(gain: Gain) -> str:
         worth = f"{gain.gain:.3f} ± {gain.spread_pct:.1f} %"
     seen = f"{gain.count} right" + (f", {gain.failed} broken" if gain.failed else "")
     cells = (
-        *(gain.text, gain.family, gain.shapes, gain.device),
-        *(gain.language or "any", worth, seen),
+        gain.text,
+        gain.family,
+        gain.shapes,
+        gain.device,
+        gain.language or "any",
+        worth,
+        seen,
     )
     return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"

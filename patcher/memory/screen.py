@@ -2,7 +2,7 @@
 list.
 
 Candidates, prompts and replies hold what belongs to their owner. So nothing is kept that is not in
-`words.txt`, in a shipped prompt or in `known.toml`, and no run of words that a source has, too.
+`words.txt`, in a shipped prompt or in `patterns.toml`, and no run of words that a source has, too.
 Names, strings, secrets and lines of code cannot pass, whoever put them there.
 """
 
@@ -26,7 +26,12 @@ _LETTERS = ("a", "K", "k", "n")
 _NUMBERS = {
     *map(str, range(65)),
     *(str(1 << power) for power in range(17)),
-    *("96", "100", "192", "384", "768", "1000"),
+    "96",
+    "100",
+    "192",
+    "384",
+    "768",
+    "1000",
 }
 
 
@@ -73,7 +78,7 @@ def significant(text: str) -> frozenset[str]:
 def vocabulary() -> dict[str, str]:
     """Every word that may be kept, by its lower-case form."""
     folder = resources.files("patcher")
-    texts = [folder.joinpath("memory", "known.toml").read_text("utf-8")]
+    texts = [folder.joinpath("memory", "patterns.toml").read_text("utf-8")]
     prompts = folder.joinpath("prompting", "templates").iterdir()
     texts += [file.read_text("utf-8") for file in prompts if file.name.endswith(".j2")]
     words = [word for text in texts for word in _TOKEN.findall(text)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
@@ -17,6 +18,8 @@ Role = Literal["generate", "analyse", "diagnose"]
 
 TOKENS_CEILING = 128_000
 """The most room that a reply is ever given, in tokens."""
+PROMPT_TOKENS = 24_000
+"""Room of a prompt in tokens, unless the user says otherwise."""
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 MAX_IMAGE_BYTES = 3 << 20
@@ -124,8 +127,10 @@ class Reply(Record):
         return self.stop_reason in ("max_tokens", "model_context_window_exceeded")
 
 
-class Asked(Record):
+class ModelCall(Record):
     """A question and its answer, as stored: the artefact of an `ask` step."""
+
+    recorded_as: ClassVar[str] = "Asked"
 
     schema_version: int = SCHEMA_VERSION
     request: Request
@@ -192,26 +197,29 @@ def open_model(spec: str, run_dir: Path, registry: Mapping[str, ModelEntry] | No
     from patcher.models.registry import entry_of
 
     provider, _, rest = spec.partition(":")
-    match provider:
-        case "exchange":
-            from patcher.models.exchange import ExchangeModel
-
-            return ExchangeModel(Path(rest) if rest else run_dir / "exchange", run_dir)
-        case "replay" if rest:
-            from patcher.models.replay import ReplayModel
-
-            return ReplayModel(Path(rest))
+    if provider == "exchange":
+        folder = Path(rest) if rest else run_dir / "exchange"
+        return _model_class("patcher.models.exchange:ExchangeModel")(folder, run_dir)
+    if provider == "replay" and rest:
+        return _model_class("patcher.models.replay:ReplayModel")(Path(rest))
     entry = entry_of(spec, registry or {})
     if entry is None:
         known = ", ".join((*PROVIDERS, *(registry or {})))
         raise UsageError(f"unknown model {spec!r}", f"a model is one of: {known}")
-    if entry.provider == "anthropic":
-        from patcher.models.anthropic import AnthropicModel
+    return _model_class(_API_CLASSES[entry.provider])(entry, run_dir)
 
-        return AnthropicModel(entry, run_dir)
-    from patcher.models.openai import OpenAIModel
 
-    return OpenAIModel(entry, run_dir)
+_API_CLASSES = {
+    "anthropic": "patcher.models.anthropic:AnthropicModel",
+    "openai": "patcher.models.openai:OpenAIModel",
+}
+
+
+def _model_class(place: str) -> Callable[..., Model]:
+    """The class `module:name`, imported only now: each brings an SDK that others do not need."""
+    module, _, name = place.partition(":")
+    found: Callable[..., Model] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def sees_images(model: Model) -> bool:
@@ -220,11 +228,12 @@ def sees_images(model: Model) -> bool:
 
 
 __all__ = [
+    "PROMPT_TOKENS",
     "PROVIDERS",
     "TOKENS_CEILING",
-    "Asked",
     "Image",
     "Model",
+    "ModelCall",
     "ModelError",
     "Reply",
     "Request",

@@ -138,7 +138,7 @@ class ListedModel(Record):
     output_usd_per_mtok: float | None
 
 
-def listed(registry: Mapping[str, ModelEntry]) -> list[ListedModel]:
+def list_models(registry: Mapping[str, ModelEntry]) -> list[ListedModel]:
     """The Anthropic default and every entry of the registry."""
     own = {"anthropic": ModelEntry(provider="anthropic", model=prices().default)}
     return [

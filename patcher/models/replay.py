@@ -7,11 +7,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from patcher.bench import SCHEMA_VERSION, BudgetError, Record, UsageError
-from patcher.models import Asked, Reply, Request, Role
-from patcher.runs.run import Run
+from patcher.models import ModelCall, Reply, Request, Role
+from patcher.runs.run import Run, journal_name
 
 
-class Recorded(Record):
+class RecordedReply(Record):
     """One line of a recording: the question as it was asked, and its answer."""
 
     schema_version: int = SCHEMA_VERSION
@@ -61,7 +61,7 @@ class ReplayModel:
         return recorded.reply.model_copy(update={"source": "recorded", "usage": usage})
 
 
-def read_recording(file: Path) -> list[Recorded]:
+def read_recording(file: Path) -> list[RecordedReply]:
     """Every line of a recording.
 
     Raises:
@@ -78,7 +78,7 @@ def read_recording(file: Path) -> list[Recorded]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                found.append(Recorded.model_validate_json(line))
+                found.append(RecordedReply.model_validate_json(line))
             except ValidationError as error:
                 raise UsageError(
                     f"line {number} of the recording {file.name} is no recorded reply",
@@ -99,10 +99,10 @@ def export_recording(run_dir: Path, file: Path) -> int:
     run = Run.open(run_dir, read_only=True)
     lines = []
     for name, data in run.state.results.items():
-        if data["record"] == Asked.__name__:
-            asked = run.load(name, Asked)
+        if data["record"] == journal_name(ModelCall):
+            asked = run.load(name, ModelCall)
             request = asked.request
-            line = Recorded(
+            line = RecordedReply(
                 step=request.step,
                 role=request.role,
                 prompt_digest=request.digest,

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Literal
+from typing import Any
 
+from patcher.attempts import ReplyFailure
 from patcher.bench import Language, Record
 from patcher.models import Reply
 
@@ -24,13 +25,6 @@ TAGS: dict[Language, tuple[str, ...]] = {
 
 _FENCE = re.compile(r"[ \t]{0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)([^`\n]*)")
 _MAX_BRACES = 500
-
-
-class ReplyFailure(Record):
-    """Why a reply cannot be used."""
-
-    kind: Literal["truncated", "refused", "no_source", "unclosed", "ambiguous", "empty", "no_json"]
-    detail: str
 
 
 class CodeBlock(Record):

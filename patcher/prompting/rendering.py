@@ -8,32 +8,31 @@ from collections.abc import Mapping, Sequence
 
 from jinja2 import ChoiceLoader, DictLoader, Environment, PackageLoader, StrictUndefined
 
-from patcher.attempts import Attempt, Diagnosis, Recommendation
+from patcher.attempts import Attempt, Diagnosis, KnownKernel, Recommendation, ReplyFailure
 from patcher.attempts.structure import structure
-from patcher.bench import Candidate, Evaluation, Language, Op, Outcome, Record, Sweep
+from patcher.bench import (
+    Candidate,
+    Evaluation,
+    Language,
+    Op,
+    Outcome,
+    Sweep,
+    comment_mark,
+    header_form,
+)
 from patcher.bench.toolchains import toolchain
-from patcher.models import Role
+from patcher.models import PROMPT_TOKENS, Role
 from patcher.prompting.expectations import expectations, verdict
-from patcher.prompting.extract import TAGS, ReplyFailure
+from patcher.prompting.extract import TAGS
 from patcher.prompting.op_source import baseline_source, reference_source
 from patcher.prompting.quoting import clip, quote
-from patcher.prompting.room import PROMPT_TOKENS, characters, fitted
+from patcher.prompting.room import characters, fitted
 from patcher.prompting.tables import counters_table, roofline, timing_table
 
 SHOWN_EXPECTATIONS = 10
 """Of the analyst, the latest; its average is over all."""
 
 _CPP_TYPES = {"float": "double", "int": "int64_t"}
-
-
-class Working(Record):
-    """A kernel for the same op that works: in another language or on another device, or the one to
-    beat."""
-
-    name: str
-    language: Language
-    summary: str = ""
-    source: str
 
 
 class Prompts:
@@ -50,7 +49,7 @@ class Prompts:
         sweep: Sweep,
         *,
         tokens: int = PROMPT_TOKENS,
-        elsewhere: Sequence[Working] = (),
+        known_kernels: Sequence[KnownKernel] = (),
     ) -> None:
         self.op = op
         self.language = language
@@ -84,12 +83,13 @@ class Prompts:
             tags=TAGS,
             reference=reference_source(op),
             cpp_signature=f"void {contract.name}({tensors}{scalars})",
+            header=header_form(contract, comment_mark(language.in_python)),
             python_signature=f"def {contract.name}({', '.join(names)}{hints}) -> None",
         )
         # of the same language: nothing is to be translated, something to be beaten
-        same = all(kernel.language == language for kernel in elsewhere)
-        self._to_beat = len(elsewhere) if same else 0
-        self._elsewhere = self._part("elsewhere", kernels=elsewhere, beaten=self._to_beat)
+        same = all(kernel.language == language for kernel in known_kernels)
+        self._to_beat = len(known_kernels) if same else 0
+        self._known = self._part("known_kernels", kernels=known_kernels, beaten=self._to_beat)
 
     def system(self, role: Role) -> str:
         return self._template("system.md.j2", role=role)
@@ -110,8 +110,8 @@ class Prompts:
         """
         designs = [(one, self._features(source)) for one, source in unlike]
         parts = {
-            "elsewhere": self._elsewhere,
-            "baseline": self._baseline(self.op.honest_baseline),
+            "known_kernels": self._known,
+            "baseline": self._baseline(self.op.accuracy_baseline),
             "unlike": self._part("unlike", designs=designs),
             "extra": extra,
         }
@@ -121,7 +121,7 @@ class Prompts:
             failure=failure,
             draw=draw,
             beat=self._to_beat,
-            translate=bool(self._elsewhere),
+            translate=bool(self._known),
         )
 
     def repair(
@@ -134,7 +134,7 @@ class Prompts:
         extra: str = "",
     ) -> str:
         """A candidate that is not right, what the judge said of it, and what is at its root."""
-        parts = {"log": self._log(evaluation), "elsewhere": self._elsewhere, "extra": extra}
+        parts = {"log": self._log(evaluation), "known_kernels": self._known, "extra": extra}
         return self._render(
             "repair.md.j2",
             parts,
@@ -144,7 +144,7 @@ class Prompts:
             failure=failure,
         )
 
-    def optimise(
+    def optimize(
         self,
         source: str,
         evaluation: Evaluation,
@@ -156,7 +156,7 @@ class Prompts:
     ) -> str:
         """A candidate that is right, its timings, and the one change to make."""
         return self._render(
-            "optimise.md.j2",
+            "optimize.md.j2",
             self._measured(evaluation, history, extra),
             source=source,
             evaluation=evaluation,

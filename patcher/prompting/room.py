@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-PROMPT_TOKENS = 24_000
-"""Room of a prompt, unless the user says otherwise."""
 CHARACTERS_PER_TOKEN = 3.5
 """An estimate on the safe side for code and English: no tokenizer is asked."""
 PARTS = {
@@ -15,7 +13,7 @@ PARTS = {
     "history": "earlier attempts",
     "counters": "hardware counters",
     "extra": "further notes",
-    "elsewhere": "kernels that work elsewhere",
+    "known_kernels": "kernels that work elsewhere",
     "log": "output of the tools",
 }
 """What may be cut, the first first, and how a prompt calls it. The contract, the rules, the kernel

@@ -17,7 +17,7 @@ from patcher.bench import SCHEMA_VERSION, Comparison, Evaluation, Record, Throug
 from patcher.hotspot import Profile
 from patcher.reconciling.launches import ShapeLaunches, StepLaunches
 from patcher.reconciling.micro import Saving, saving
-from patcher.reconciling.moved import moved_rows, overlap_caveat
+from patcher.reconciling.row_changes import moved_rows, overlap_caveat
 
 
 class GainRow(Record):
@@ -113,7 +113,7 @@ def reconcile(
     if before is not None and after is not None:
         ops = [kernel.evaluation.op for kernel in kernels]
         moved, said = moved_rows(
-            *(before, after, ops, step_us), lambda name: any(one.owns(name) for one in kernels)
+            before, after, ops, step_us, lambda name: any(one.owns(name) for one in kernels)
         )
         rows += [GainRow(kind="moved", **vars(one)) for one in moved]
         caveats += said

@@ -6,21 +6,22 @@ import os
 from pathlib import Path
 from typing import TypeVar
 
-from patcher.agent import ended
+from patcher.ab.decision import Decision
+from patcher.ab.measurement import Measurement
+from patcher.ab.verdict import explain
+from patcher.agent import recorded_stop
 from patcher.attempts import Attempt, Stopped
 from patcher.bench import Evaluation, Record, UsageError
-from patcher.endtoend.judging import explain_measured
-from patcher.endtoend.measured import Measured
 from patcher.hotspot import Profile
 from patcher.integrate import Patch
-from patcher.pipeline import DEMO, Made, RunPlan
+from patcher.plan import DEMO, RunPlan
 from patcher.reconciling.proof import seen_per_step
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.report import FORMATS, Report, write
 from patcher.report.judged import receipt_of
+from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
-from patcher.runs.status import attempts, status
-from patcher.verdicts.decide import Decision
+from patcher.status import attempts, status
 from patcher.verdicts.review import run_words
 
 RecordT = TypeVar("RecordT", bound=Record)
@@ -54,8 +55,8 @@ def gather(run: Run, after: Profile | None = None) -> Report:
     plan = RunPlan.model_validate(run.config.settings.get("plan", {}))
     workload = run.config.workload
     profile = _stored(run, "profile", Profile)
-    measured = _stored(run, "measure", Measured)
-    made = _stored(run, "patch", Made)
+    measured = _stored(run, "measure", Measurement)
+    made = _stored(run, "patch", RunPatch)
     decision = _stored(run, "decision", Decision)
     found = attempts(run)
     best = _best(found)
@@ -89,7 +90,7 @@ def gather(run: Run, after: Profile | None = None) -> Report:
         receipt=receipt_of(measured.receipt) if measured else None,
         quality_receipt=receipt_of(measured.quality_receipt) if measured else None,
         reconciliation=_reconciled(run, measured, profile, after),
-        elsewhere=measured.elsewhere if measured else None,
+        elsewhere=measured.other_workloads if measured else None,
         decision=decision,
         words=run_words(run),
         reverted_identical=measured.reverted_identical if measured else None,
@@ -104,7 +105,7 @@ def _stored(run: Run, step: str, record_type: type[RecordT]) -> RecordT | None:
 def _loop_ended(run: Run, attempts: tuple[Attempt, ...]) -> Stopped | None:
     """Of the op that was worked on."""
     ops = {Path(one.file).parts[1] for one in attempts if one.file}
-    return next((found for name in sorted(ops) if (found := ended(run, name))), None)
+    return next((found for name in sorted(ops) if (found := recorded_stop(run, name))), None)
 
 
 def _best(found: tuple[Attempt, ...]) -> Attempt | None:
@@ -114,7 +115,7 @@ def _best(found: tuple[Attempt, ...]) -> Attempt | None:
 
 def _reconciled(
     run: Run,
-    measured: Measured | None,
+    measured: Measurement | None,
     before: Profile | None,
     after: Profile | None,
 ) -> Reconciliation | None:
@@ -123,9 +124,9 @@ def _reconciled(
         return run.load("reconcile", Reconciliation)
     if measured is None:
         return None
-    patch = Patch.load(run.path / run.load("patch", Made).folder)
+    patch = Patch.load(run.path / run.load("patch", RunPatch).folder)
     seen = seen_per_step(patch, measured.receipt, after, before) if after else None
-    return explain_measured(measured, patch, before, after, seen)
+    return explain(measured, patch, before, after, seen)
 
 
 def _stopped(run: Run, plan: RunPlan) -> str | None:
@@ -170,7 +171,7 @@ def _command(run: Run, plan: RunPlan) -> str:
         "--pairs": plan.pairs if plan.whole else None,
         "--margin-pct": settings.get("margin_pct") if plan.whole else None,
     }
-    for kernel in plan.search.elsewhere:
+    for kernel in plan.search.known_kernels:
         words += ["--from-solution", kernel.name]
     if config.workload:
         load = config.workload

@@ -36,7 +36,7 @@ def render_html(report: Report) -> str:
     hotspots = views.hotspot_rows(report.profile)
     step, step_after = read_step(report.profile), read_step(report.profile_after)
     span = max(one.wall_us for one in (step, step_after) if one) if step or step_after else None
-    attempts = views.attempt_rows(report)
+    attempts = views.attempt_rows(report.attempts)
     throughput = report.throughput
     pairs = views.pair_rows(throughput.windows, "ab") if throughput else []
     control_pairs = views.pair_rows(throughput.windows, "aa") if throughput else []
@@ -129,7 +129,7 @@ def _css() -> str:
     folder = resources.files("patcher.report")
     return "".join(
         folder.joinpath(name).read_text(encoding="utf-8")
-        for name in ("report.css", "evidence.css", "picture.css")
+        for name in ("report.css", "charts.css", "evidence.css", "picture.css")
     )
 
 

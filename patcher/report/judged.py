@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from patcher.ab.best_set import BestSet
+from patcher.ab.result import ABResult
 from patcher.bench import Candidate
-from patcher.endtoend.best_set import BestSet
-from patcher.endtoend.measured import Judged
 from patcher.hotspot import Profile
 from patcher.integrate import Patch, Receipt
 from patcher.report.record import PatchReceipts, ReceiptRow, Report
 
 
 def report_of(
-    judged: Judged,
+    judged: ABResult,
     patches: Sequence[Patch],
     created: str,
     commands: tuple[str, ...],
@@ -57,7 +57,7 @@ def report_of(
         quality_receipt=_together(patches, [one.quality_receipt for one in judged.measured]),
         receipts=_of_each(patches, judged) if len(patches) > 1 else (),
         reconciliation=judged.reconciliation,
-        elsewhere=measured.elsewhere,
+        elsewhere=measured.other_workloads,
         best_set=best_set,
         decision=judged.decision,
         reverted_identical=measured.reverted_identical,
@@ -70,7 +70,7 @@ def receipt_of(receipt: Receipt) -> ReceiptRow:
     return ReceiptRow(calls=receipt.calls, fallbacks=receipt.fallbacks)
 
 
-def _of_each(patches: Sequence[Patch], judged: Judged) -> tuple[PatchReceipts, ...]:
+def _of_each(patches: Sequence[Patch], judged: ABResult) -> tuple[PatchReceipts, ...]:
     return tuple(
         PatchReceipts(
             patch_id=patch.manifest.id,

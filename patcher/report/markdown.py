@@ -134,7 +134,7 @@ def _attempts(report: Report) -> str:
             wording.times(row.speedup),
             plain(wording.clip(row.detail, 160)),
         ]
-        for row in views.attempt_rows(report)
+        for row in views.attempt_rows(report.attempts)
     ]
     if not rows:
         return ""

@@ -6,6 +6,9 @@ from typing import Any, get_args
 
 from pydantic import Field, field_validator
 
+from patcher.ab.best_set import BestSet
+from patcher.ab.decision import Decision
+from patcher.ab.other_workloads import OtherWorkloads
 from patcher.attempts import Attempt, Stopped
 from patcher.bench import (
     SCHEMA_VERSION,
@@ -16,13 +19,10 @@ from patcher.bench import (
     Throughput,
     Workload,
 )
-from patcher.endtoend.best_set import BestSet
-from patcher.endtoend.elsewhere import Elsewhere
 from patcher.hotspot import Hotspot, KernelStat, Profile
 from patcher.hotspot.profile import Triage
 from patcher.reconciling.reconcile import Reconciliation
-from patcher.verdicts.decide import Decision
-from patcher.verdicts.word import HumanVerdict
+from patcher.verdicts.human_verdict import HumanVerdict
 
 
 class ReceiptRow(Record):
@@ -80,7 +80,7 @@ class Report(Record):
     """Of several patches: what each of them ran; the two above are their sums."""
     reconciliation: Reconciliation | None = None
     """Whether the kernel's own gain explains the measured one."""
-    elsewhere: Elsewhere | None = None
+    elsewhere: OtherWorkloads | None = None
     """Other traffic and memory."""
     best_set: BestSet | None = None
     """Several patches: each alone and together."""

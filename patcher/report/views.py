@@ -228,10 +228,8 @@ def _group(run: Sequence[Timing]) -> SweepGroup:
     )
 
 
-def attempt_rows(report: Report) -> list[AttemptRow]:
-    right = [
-        a for a in report.attempts if a.outcome is Outcome.CORRECT and a.geomean_speedup is not None
-    ]
+def attempt_rows(attempts: Sequence[Attempt]) -> list[AttemptRow]:
+    right = [a for a in attempts if a.outcome is Outcome.CORRECT and a.geomean_speedup is not None]
     best = max(right, key=lambda a: a.geomean_speedup or 0.0).iteration if right else None
     return [
         AttemptRow(
@@ -243,7 +241,7 @@ def attempt_rows(report: Report) -> list[AttemptRow]:
             detail=attempt.detail,
             best=attempt.iteration == best,
         )
-        for attempt in report.attempts
+        for attempt in attempts
     ]
 
 

@@ -3,19 +3,13 @@ its compilers, it is refused, or what was measured is measured again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from patcher.attempts.tried import Round
+from pydantic import BaseModel
+
 from patcher.bench import VerificationError
 from patcher.bench.machine.environment import facts
-from patcher.memory import Recalled
-from patcher.models import Asked
-from patcher.optimising.levers import Levers
 from patcher.runs.run import Run
-
-KEPT = (Asked, Round, Levers, Recalled)
-"""What does not depend on the machine: questions, the replies that were paid for, and what the
-user and earlier runs gave the run to begin with."""
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -29,11 +23,14 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     ]
 
 
-def same_machine(run: Run, device_kind: str, changed: bool = False) -> list[str]:
+def same_machine(
+    run: Run, device_kind: str, kept: Iterable[type[BaseModel]], changed: bool = False
+) -> list[str]:
     """Hold this machine against the one that the run's figures come from; returns what changed.
 
     Args:
         device_kind: `cpu` or `cuda`: on what the run measures.
+        kept: the records that do not depend on the machine.
         changed: the user knows. Then all that was judged and measured counts no more and is done
             again here; replies stay.
 
@@ -54,5 +51,5 @@ def same_machine(run: Run, device_kind: str, changed: bool = False) -> list[str]
     # derived from verdicts that count no more; written again as the loop goes through
     for file in run.path.glob("ops/*/*/attempt.json"):
         file.unlink()
-    run.start_over(now, KEPT)
+    run.start_over(now, kept)
     return found

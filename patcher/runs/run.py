@@ -61,6 +61,12 @@ class RunConfig(Record):
     """What its figures depend on: see `patcher.bench.machine.environment.facts`."""
 
 
+def journal_name(record_type: type[BaseModel]) -> str:
+    """What the journal calls a kind of record: its class, unless the class was renamed since and
+    says in `recorded_as` what it was."""
+    return str(getattr(record_type, "recorded_as", record_type.__name__))
+
+
 class Run:
     """One folder `patcher-runs/<id>/`. Only one process writes it at a time; it is a context
     manager."""
@@ -187,7 +193,7 @@ class Run:
             return record
         durable.remove(self.path / file)
         durable.make_folder((self.path / file).parent)  # now: a reply goes to the disk at once
-        journal.append("intent", name, {"record": record_type.__name__})
+        journal.append("intent", name, {"record": journal_name(record_type)})
         try:
             record = function()
         except PatcherError as error:
@@ -247,7 +253,7 @@ class Run:
     def start_over(self, machine: dict[str, str], kept: Iterable[type[BaseModel]]) -> None:
         """From now on only results of these kinds count; all others are made again, on this
         machine."""
-        names = [kind.__name__ for kind in kept]
+        names = [journal_name(kind) for kind in kept]
         self.note(START_OVER, machine=machine, kept=names)
 
     def note(self, subject: str, /, **data: Any) -> Event:
@@ -300,7 +306,7 @@ _RESTORE = "restore the file from a copy, or start a new run"
 
 
 def _result(file: str, text: str, record_type: type[BaseModel]) -> dict[str, Any]:
-    return {"file": file, "digest": _digest(text), "record": record_type.__name__}
+    return {"file": file, "digest": _digest(text), "record": journal_name(record_type)}
 
 
 def _parse(text: str, record_type: type[RecordT], name: str) -> RecordT:

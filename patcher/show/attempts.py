@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from patcher.attempts import Attempt, Optimisation
+from patcher.attempts import Attempt, LoopResult
 from patcher.visible import visible
 
 
@@ -26,8 +26,8 @@ def attempts_table(attempts: tuple[Attempt, ...]) -> Table:
     return table
 
 
-def ended_line(optimisation: Optimisation) -> Text:
+def ended_line(result: LoopResult) -> Text:
     """Why the loop ended."""
-    words = optimisation.stopped.replace("_", " ")
-    detail = f": {optimisation.stopped_detail}" if optimisation.stopped_detail else ""
-    return Text(f"{optimisation.strategy} ended by {words}{detail}", style="dim")
+    words = result.stopped.replace("_", " ")
+    detail = f": {result.stopped_detail}" if result.stopped_detail else ""
+    return Text(f"{result.strategy} ended by {words}{detail}", style="dim")

@@ -9,8 +9,8 @@ from rich.text import Text
 from patcher.bench import Comparison
 
 if TYPE_CHECKING:  # it imports torch
+    from patcher.ab.decision import Decision
     from patcher.bench.ab.planted import PlantedGains
-    from patcher.verdicts.decide import Decision
 
 VERDICT_COLOURS = {"accept": "green", "reject": "red", "inconclusive": "yellow"}
 

@@ -60,8 +60,8 @@ def print_checks(console: Console, evaluation: Evaluation) -> None:
         console.print(mark, f"{check.name}:", Text(visible(check.detail)))
     for said in evaluation.tripwires:
         console.print("      source:", Text(visible(said)))
-    for name, detail in evaluation.baselines.items():
-        console.print("      baseline", f"{name}:", Text(visible(detail)))
+    for name, found in evaluation.baselines.items():
+        console.print("      baseline", f"{name}:", Text(visible(str(found))))
     if evaluation.log and not evaluation.timings:
         console.print(Text(visible(evaluation.log[-3000:]), style="dim"))
 

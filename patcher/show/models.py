@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from rich.table import Table
 from rich.text import Text
 
+from patcher.kernel_search.estimate import Estimate, Figure
 from patcher.models.registry import ListedModel
-from patcher.optimising.estimate import Estimate, Figure
 
 
 def models_table(rows: Sequence[ListedModel]) -> Table:

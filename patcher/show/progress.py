@@ -30,7 +30,7 @@ def stage_bar(console: Console, quiet: bool) -> Iterator[StageBar]:
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        disable=quiet or not console.is_terminal,
+        disable=quiet or not (console.is_terminal or console.is_jupyter),
     )
     with progress:
         yield StageBar(progress, console, quiet)

@@ -9,15 +9,15 @@ from typing import Any
 from rich.syntax import Syntax
 from rich.text import Text
 
+from patcher.ab.measurement import Measurement
 from patcher.bench import SCHEMA_VERSION, Quality, Throughput
-from patcher.endtoend.measured import Measured
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.runs.run import Run
 from patcher.show.comparison import comparison_lines, decision_lines
 from patcher.show.evaluation import evaluation_table
 from patcher.show.quality import quality_lines
+from patcher.verdicts.human_verdict import HumanVerdict
 from patcher.verdicts.review import Subject
-from patcher.verdicts.word import HumanVerdict
 from patcher.visible import visible
 
 
@@ -85,12 +85,12 @@ def review_lines(subject: Subject, said: Sequence[HumanVerdict]) -> list[Any]:
     return shown
 
 
-def _measured(subject: Subject) -> tuple[Measured | None, Reconciliation | None]:
+def _measured(subject: Subject) -> tuple[Measurement | None, Reconciliation | None]:
     if subject.run is None:
         return None, None
     run = Run.open(subject.run, read_only=True)
     return (
-        run.load("measure", Measured) if run.done("measure") else None,
+        run.load("measure", Measurement) if run.done("measure") else None,
         run.load("reconcile", Reconciliation) if run.done("reconcile") else None,
     )
 

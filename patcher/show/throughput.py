@@ -5,11 +5,11 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
+from patcher.ab.best_set import BestSet
+from patcher.ab.other_workloads import OtherWorkloads
 from patcher.bench import Throughput
-from patcher.bench.ab.engine_config import Trial, Tuning, words
+from patcher.bench.ab.engine_config import ConfigTrial, Tuning, words
 from patcher.bench.stats.comparison import Arm
-from patcher.endtoend.best_set import BestSet
-from patcher.endtoend.elsewhere import Elsewhere
 from patcher.show.comparison import comparison_lines
 from patcher.show.quality import clock_lines
 
@@ -59,7 +59,7 @@ def _arms_table(found: Throughput) -> Table:
     return table
 
 
-def elsewhere_lines(found: Elsewhere) -> list[Text | Table]:
+def other_workload_lines(found: OtherWorkloads) -> list[Text | Table]:
     """Each other point with its tokens/s and interval, and what that means."""
     shown: list[Text | Table] = []
     if found.points:
@@ -100,11 +100,11 @@ def tuning_lines(tuning: Tuning) -> list[Text]:
     return [*lines, Text(f"baseline: {words(tuning.chosen)}")]
 
 
-def trial_line(trial: Trial) -> Text:
+def trial_line(trial: ConfigTrial) -> Text:
     said = trial.failure
     if trial.tokens_per_s is not None:
         said = f"{trial.tokens_per_s:,.1f} tok/s, windows within {trial.spread_pct:.2f} %"
-        for one in trial.elsewhere:
+        for one in trial.other_workloads:
             where = f"batch {one.batch} and context {one.context:,}"
             said += f"; {one.tokens_per_s:,.1f} at {where}"
     return Text(f"tried {words(trial.arguments)}: {said}", style="dim")

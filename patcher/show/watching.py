@@ -16,8 +16,8 @@ from patcher.attempts import Attempt, Stage
 from patcher.attempts import Progress as LoopProgress
 from patcher.bench import Outcome
 from patcher.models import Usage
-from patcher.runs.status import best_of
 from patcher.show.progress import StageBar
+from patcher.status import best_of
 from patcher.visible import visible
 
 DOING: dict[Stage, str] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from patcher.attempts.tried import Ask, Tried
+from patcher.attempts.history import CandidateRequest, IterationResult
 from patcher.bench import UsageError
 from patcher.strategies.beam import Beam
 from patcher.strategies.evolve import Evolve
@@ -34,7 +34,7 @@ class Strategy(Protocol):
     @property
     def name(self) -> str: ...
 
-    def next(self, tried: Sequence[Tried], left: int) -> tuple[Ask, ...]:
+    def next(self, tried: Sequence[IterationResult], left: int) -> tuple[CandidateRequest, ...]:
         """What to ask together in the next round: at most `left` (at least one) candidates, whose
         parents are among those tried; () when it has nothing more to ask."""
         ...

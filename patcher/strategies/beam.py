@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from patcher.attempts.tried import Ask, Tried
+from patcher.attempts.history import CandidateRequest, IterationResult
 from patcher.strategies.designs import designs, fruitless, to_mend
 
 PATIENCE = 3
@@ -20,15 +20,15 @@ class Beam:
     def __init__(self, width: int) -> None:
         self.width = width
 
-    def next(self, tried: Sequence[Tried], left: int) -> tuple[Ask, ...]:
+    def next(self, tried: Sequence[IterationResult], left: int) -> tuple[CandidateRequest, ...]:
         count = min(self.width, left)
         asks = to_mend(tried)[:count]
         # One that has brought nothing for long goes behind the others; it stays the best.
         known = designs(tried, 2 * self.width)
         beam = sorted(known, key=lambda one: fruitless(one, tried) >= PATIENCE)[: self.width]
         for member in beam[: count - len(asks)]:
-            asks.append(Ask(kind="optimise", parents=(member.iteration,)))
+            asks.append(CandidateRequest(kind="optimise", parents=(member.iteration,)))
         unlike = tuple(one.iteration for one in known)
         for draw in range(len(tried) + len(asks), len(tried) + count):
-            asks.append(Ask(kind="generate", unlike=unlike, draw=draw))
+            asks.append(CandidateRequest(kind="generate", unlike=unlike, draw=draw))
         return tuple(asks)

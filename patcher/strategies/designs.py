@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from patcher.attempts.history import CandidateRequest, IterationResult, rounds
 from patcher.attempts.structure import APART, Structure, structure
-from patcher.attempts.tried import Ask, Tried, rounds
 
 
-def designs(tried: Iterable[Tried], most: int) -> list[Tried]:
+def designs(tried: Iterable[IterationResult], most: int) -> list[IterationResult]:
     """The best right candidates that differ in structure, best first; of one design only the
     best."""
-    chosen: list[tuple[Tried, Structure]] = []
+    chosen: list[tuple[IterationResult, Structure]] = []
     ranked = sorted(
         (one for one in tried if one.right), key=lambda one: one.rank, reverse=True
     )  # stable: of equals the first
@@ -25,7 +25,7 @@ def designs(tried: Iterable[Tried], most: int) -> list[Tried]:
     return [one for one, _ in chosen]
 
 
-def to_mend(tried: Sequence[Tried]) -> list[Ask]:
+def to_mend(tried: Sequence[IterationResult]) -> list[CandidateRequest]:
     """One repair for each candidate of the last round that broke, and one more try for each reply
     that held none; what was mended once is left."""
     if not tried:
@@ -36,11 +36,13 @@ def to_mend(tried: Sequence[Tried]) -> list[Ask]:
         if one.candidate is None and ask.after is None:
             asks.append(ask.model_copy(update={"after": one.iteration}))
         elif one.candidate is not None and not one.right and ask.kind != "repair":
-            asks.append(Ask(kind="repair", parents=(one.iteration,), island=ask.island))
+            asks.append(
+                CandidateRequest(kind="repair", parents=(one.iteration,), island=ask.island)
+            )
     return asks
 
 
-def fruitless(parent: Tried, tried: Iterable[Tried]) -> int:
+def fruitless(parent: IterationResult, tried: Iterable[IterationResult]) -> int:
     """How many candidates were made of this one since one of them was better than it."""
     count = 0
     for one in tried:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from patcher.attempts.tried import Ask, Tried, best_of, rounds
+from patcher.attempts.history import CandidateRequest, IterationResult, best_of, rounds
 from patcher.strategies.designs import designs, to_mend
 
 POPULATION = 6
@@ -32,7 +32,7 @@ class Evolve:
         self.islands = islands
         self.seed = seed
 
-    def next(self, tried: Sequence[Tried], left: int) -> tuple[Ask, ...]:
+    def next(self, tried: Sequence[IterationResult], left: int) -> tuple[CandidateRequest, ...]:
         count = min(self.width, left)
         asks = to_mend(tried)[:count]
         populations = [designs(each, POPULATION) for each in self.residents(tried)]
@@ -41,9 +41,9 @@ class Evolve:
             asks.append(self._child(child, island, populations[island]))
         return tuple(asks)
 
-    def residents(self, tried: Sequence[Tried]) -> list[list[Tried]]:
+    def residents(self, tried: Sequence[IterationResult]) -> list[list[IterationResult]]:
         """Who was born on each island or came to it, in order."""
-        homes: list[list[Tried]] = [[] for _ in range(self.islands)]
+        homes: list[list[IterationResult]] = [[] for _ in range(self.islands)]
         for number, group in enumerate(rounds(tried), 1):
             for one in group:
                 homes[(one.ask.island or 0) % self.islands].append(one)
@@ -55,25 +55,33 @@ class Evolve:
                         home.append(guest)
         return homes
 
-    def _child(self, child: int, island: int, population: list[Tried]) -> Ask:
+    def _child(
+        self, child: int, island: int, population: list[IterationResult]
+    ) -> CandidateRequest:
         draw = random.Random(f"{self.seed}/{child}")
         known = tuple(one.iteration for one in population)
         if not population:
-            return Ask(kind="generate", draw=child, island=island, why=f"island {island} is empty")
+            return CandidateRequest(
+                kind="generate", draw=child, island=island, why=f"island {island} is empty"
+            )
         share = draw.random()
         if share < NEW:
             why = f"island {island}: a new design"
-            return Ask(kind="generate", unlike=known, draw=child, island=island, why=why)
+            return CandidateRequest(
+                kind="generate", unlike=known, draw=child, island=island, why=why
+            )
         if share < NEW + COMBINED and len(population) > 1:
             pair = draw.sample(population, 2)
             parents = tuple(one.iteration for one in sorted(pair, key=_rank, reverse=True))
             why = f"island {island}: two of {list(known)}"
-            return Ask(kind="combine", parents=parents, island=island, why=why)
+            return CandidateRequest(kind="combine", parents=parents, island=island, why=why)
         drawn = draw.sample(population, min(2, len(population)))
         chosen = max(drawn, key=_rank)
         why = f"island {island}: the better of {[one.iteration for one in drawn]}"
-        return Ask(kind="optimise", parents=(chosen.iteration,), island=island, why=why)
+        return CandidateRequest(
+            kind="optimise", parents=(chosen.iteration,), island=island, why=why
+        )
 
 
-def _rank(one: Tried) -> tuple[bool, float]:
+def _rank(one: IterationResult) -> tuple[bool, float]:
     return one.rank

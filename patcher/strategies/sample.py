@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from patcher.attempts.tried import Ask, Tried
+from patcher.attempts.history import CandidateRequest, IterationResult
 
 
 class Single:
@@ -12,8 +12,8 @@ class Single:
 
     name = "single"
 
-    def next(self, tried: Sequence[Tried], left: int) -> tuple[Ask, ...]:
-        return () if tried else (Ask(kind="generate"),)
+    def next(self, tried: Sequence[IterationResult], left: int) -> tuple[CandidateRequest, ...]:
+        return () if tried else (CandidateRequest(kind="generate"),)
 
 
 class IndependentSamples:
@@ -24,6 +24,6 @@ class IndependentSamples:
     def __init__(self, width: int) -> None:
         self.width = width
 
-    def next(self, tried: Sequence[Tried], left: int) -> tuple[Ask, ...]:
+    def next(self, tried: Sequence[IterationResult], left: int) -> tuple[CandidateRequest, ...]:
         draws = range(len(tried), len(tried) + min(self.width, left))
-        return tuple(Ask(kind="generate", draw=draw) for draw in draws)
+        return tuple(CandidateRequest(kind="generate", draw=draw) for draw in draws)

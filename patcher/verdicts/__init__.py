@@ -1,2 +1,2 @@
-"""Accept, reject or inconclusive: the rule's verdict and its reasons (`decide.py`), and beside it a
-person's word (`word.py`, `review.py`), which never overwrites it."""
+"""A person's verdict on a patch (`human_verdict.py`, `review.py`), beside the rule's in
+`patcher.ab`, which it never overwrites."""

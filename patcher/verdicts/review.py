@@ -14,12 +14,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from patcher.ab.decision import Decision
 from patcher.bench import Evaluation, PatcherError, UsageError, VerificationError
 from patcher.integrate import Patch, home_store, unpacked
-from patcher.pipeline import Made
+from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
-from patcher.verdicts.decide import Decision
-from patcher.verdicts.word import HumanVerdict, Said
+from patcher.verdicts.human_verdict import HumanVerdict, HumanWord
 
 _NOTE = "review"
 _FILE = "reviews.jsonl"
@@ -111,7 +111,9 @@ def run_words(run: Run) -> tuple[HumanVerdict, ...]:
         ) from error
 
 
-def say(subject: Subject, word: Said, reason: str | None, by: str | None = None) -> HumanVerdict:
+def say(
+    subject: Subject, word: HumanWord, reason: str | None, by: str | None = None
+) -> HumanVerdict:
     """Record a word.
 
     Raises:
@@ -167,9 +169,9 @@ def _of_bundle(root: Path, bundle: Patch) -> Subject:
     return Subject(None, bundle, None, bundle.manifest.evidence, bundle.candidate().source)
 
 
-def _made(path: Path) -> Made | None:
+def _made(path: Path) -> RunPatch | None:
     run = Run.open(path, read_only=True)
-    return run.load("patch", Made) if run.done("patch") else None
+    return run.load("patch", RunPatch) if run.done("patch") else None
 
 
 def _read(lines: Iterable[str], name: str) -> list[HumanVerdict]:

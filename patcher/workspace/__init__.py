@@ -1,13 +1,19 @@
 """A folder for any coding agent: it edits one file, and the judge alone says what that is worth."""
 
-from patcher.workspace.layout import Opened, Workspace, lay_out, open_workspace, starting_point
+from patcher.workspace.layout import (
+    OpenWorkspace,
+    Workspace,
+    lay_out,
+    open_workspace,
+    starting_point,
+)
 from patcher.workspace.ledger import RESULTS, Line, Stage, parse
-from patcher.workspace.trying import WorkspaceTry, attempt
+from patcher.workspace.stages import WorkspaceTry, attempt
 
 __all__ = [
     "RESULTS",
     "Line",
-    "Opened",
+    "OpenWorkspace",
     "Stage",
     "Workspace",
     "WorkspaceTry",

@@ -15,7 +15,6 @@ from typing import Literal, get_args
 
 from pydantic import ValidationError
 
-from patcher.attempts.reward import AGAINST
 from patcher.bench import (
     SCHEMA_VERSION,
     Candidate,
@@ -28,7 +27,8 @@ from patcher.bench import (
 )
 from patcher.bench.judge import TripwirePolicy
 from patcher.bench.toolchains import cache_root, toolchain
-from patcher.judges import facts, judged_on
+from patcher.judges.languages import judge_device_kind, judge_hardware
+from patcher.judges.reward import AGAINST
 from patcher.prompting.rendering import Prompts
 from patcher.workspace.ledger import Ledger, Stage
 
@@ -57,7 +57,7 @@ class Workspace(Record):
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenWorkspace:
     """A workspace whose files are as they were laid out."""
 
     folder: Path
@@ -88,7 +88,7 @@ def lay_out(
     threads: int | None = None,
     judge: str = "local",
     policy: TripwirePolicy | None = None,
-) -> Opened:
+) -> OpenWorkspace:
     """Make the workspace.
 
     Raises:
@@ -100,7 +100,7 @@ def lay_out(
             f"a {language} kernel is only compiled here: a judge cannot say what it is worth",
             "choose another --language",
         )
-    device = judged_on(judge, language)
+    device = judge_device_kind(judge, language)
     timed = op.sweep(device, sweep)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is not empty", "give a new folder")
@@ -108,7 +108,7 @@ def lay_out(
     against = [name for name in AGAINST if name not in missing]
     file = Candidate(op=op.name, language=language, source="").file_name
     right = language is Language.TORCH
-    skill = Prompts(op, language, facts(judge, language, threads), timed).skill(
+    skill = Prompts(op, language, judge_hardware(judge, language, threads), timed).skill(
         file=file,
         against=against,
         missing=missing,
@@ -145,10 +145,10 @@ def lay_out(
         ) from None
     ledger, _ = _ledger(folder)
     ledger.begin()
-    return Opened(folder, workspace, ledger)
+    return OpenWorkspace(folder, workspace, ledger)
 
 
-def open_workspace(folder: Path) -> Opened:
+def open_workspace(folder: Path) -> OpenWorkspace:
     """A workspace that nothing was done to but what may be.
 
     Raises:
@@ -179,7 +179,7 @@ def open_workspace(folder: Path) -> Opened:
         )
     if load_op(workspace.op).digest != workspace.op_digest:
         raise VerificationError(f"the library's op {workspace.op} is another one by now", again)
-    return Opened(folder, workspace, ledger)
+    return OpenWorkspace(folder, workspace, ledger)
 
 
 def _ledger(folder: Path) -> tuple[Ledger, Path]:

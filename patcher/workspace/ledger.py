@@ -17,8 +17,8 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from patcher.attempts.reward import Reward
 from patcher.bench import SCHEMA_VERSION, Evaluation, Language, Record, VerificationError
+from patcher.judges.reward import Reward
 
 RESULTS = "results.jsonl"
 Stage = Literal["compile", "verify", "profile"]

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from patcher.ab import arm_protocol as say
+from patcher.ab.arm_process import LOAD_S, ArmProcess
 from patcher.bench import BudgetError, PatcherError, Workload, preset
 from patcher.bench.lab.trials.driver import Driver, StartProcess
-from patcher.bench.lab.trials.folder import Asked, Folder
+from patcher.bench.lab.trials.folder import Folder, TrialsRequest
 from patcher.bench.lab.trials.trial import Resident, TrialsSummary
-from patcher.endtoend import arm_protocol as say
-from patcher.endtoend.arm_process import LOAD_S, ArmProcess
 from patcher.integrate import Patch
 
 KV_GIB = 3.0
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def asked_of(given: argparse.Namespace, patch: Patch | None) -> Asked:
+def asked_of(given: argparse.Namespace, patch: Patch | None) -> TrialsRequest:
     """Raises:
     UsageError: unknown model, or no NAME=VALUE.
     """
@@ -113,10 +113,10 @@ def asked_of(given: argparse.Namespace, patch: Patch | None) -> Asked:
         engine["kv_cache_memory_bytes"] = round(given.kv_gib * 2**30)
     if given.engine_arg:
         # with it comes what reads profiles, which a GPU host may lack
-        from patcher.endtoend.throughput_job import argument
+        from patcher.ab.options import argument
 
         engine |= dict(map(argument, given.engine_arg))
-    return Asked(
+    return TrialsRequest(
         workload=Workload(
             model=given.model,
             engine=given.engine,
@@ -142,7 +142,7 @@ def asked_of(given: argparse.Namespace, patch: Patch | None) -> Asked:
     )
 
 
-def starter(asked: Asked, patch: Patch | None) -> StartProcess:
+def starter(asked: TrialsRequest, patch: Patch | None) -> StartProcess:
     """Starts real processes, each as an arm of `patcher throughput`."""
 
     def start(number: int, patched: bool, seconds: float) -> Resident:

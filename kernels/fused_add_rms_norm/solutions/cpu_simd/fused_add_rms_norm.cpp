@@ -1,7 +1,15 @@
-// fused_add_rms_norm(input[T: tokens, hidden], residual[T: tokens, hidden], weight[W: hidden], epsilon)
-// residual += input; input = residual * rsqrt(mean(residual^2) + epsilon) * weight; float32 arithmetic, in place.
-// T: float32, bfloat16 or float16; W: T or float32. Rows are shared out by OpenMP once there is enough work.
-// Idea: one pass to add, store and sum squares while the row is in L1, a second to scale.
+// Op: fused_add_rms_norm: residual += input; input = residual / sqrt(mean(residual^2) + epsilon) *
+//   weight, in place; arithmetic in float32.
+// Arguments: input[T: tokens, hidden], residual[T: tokens, hidden], weight[W: hidden], epsilon; T:
+//   bfloat16 or float16 or float32; W: T or float32
+// Writes: input, residual
+// Needs: any CPU that g++ compiles for; contiguous tensors of any size; other dtypes throw.
+// Idea: two passes over a row that stays in L1: one adds, stores and sums squares, one scales.
+//   OpenMP shares rows out from 65,536 elements on; below that its start costs more than it gains.
+// Made by: hand, as a plain right solution.
+// Figures: not measured.
+// Digest: 6e412eb88870097a5df8d41a895bb105715086e73f326cf6967bc4e5d288ae46
+
 #include <tvm/ffi/container/tensor.h>
 
 #include <cmath>

@@ -1,3 +1,19 @@
+// Op: fused_add_rms_norm: residual += input; input = residual / sqrt(mean(residual^2) + epsilon) *
+//   weight, in place; arithmetic in float32.
+// Arguments: input[T: tokens, hidden], residual[T: tokens, hidden], weight[W: hidden], epsilon; T:
+//   bfloat16 or float16 or float32; W: T or float32
+// Writes: input, residual
+// Needs: compute capability 9.0 or later; fast for 16-byte aligned tensors with hidden a multiple
+//   of 8 and at most 16384, tuned at 2880; a scalar kernel takes other rows; graph-safe.
+// Idea: latency counts at few rows. One block a row, the row in registers, one barrier. The next
+//   launch is let in and the weight read before the wait for the kernel before; the residual is
+//   stored while the shuffles run, and the product with the weight is made while the scale is.
+// Made by: the agent loop, recording bench/results/loop/fused_add_rms_norm-cuda-4, candidate 0,
+//   begun from the kernel of fused_add_rms_norm-cuda-3.
+// Figures: NVIDIA H200, geometric means, bench/results/kernels: sweep bf16 1.26x against vllm,
+//   1.10x to 1.46x at tokens 1 to 128 (fused_add_rms_norm-cuda_tuned.json.xz).
+// Digest: e2eab3cab43163e731c85d7fac74c78f92a0ce1df4ca7086b84d451716210eeb
+
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>

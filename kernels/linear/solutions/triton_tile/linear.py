@@ -1,7 +1,14 @@
-"""linear(x[T: tokens, inner], weight[T: outer, inner], bias[T: outer], output[T: tokens, outer]).
-
-A program for each block of outputs and all tokens; the sum stays in float32 registers.
-"""
+# Op: linear: output[t, n] = bias[n] + sum over k of x[t, k] * weight[n, k]; sums and products in
+#   float32, rounded once.
+# Arguments: x[T: tokens, inner], weight[T: outer, inner], bias[T: outer], output[T: tokens, outer];
+#   T: bfloat16 or float16 or float32
+# Writes: output
+# Needs: a GPU that Triton drives; tokens at most 64; contiguous tensors; graph-safe.
+# Idea: one program has 16 or 32 outputs for all tokens, so the weight is read once; tl.dot with a
+#   float32 accumulator, four stages of loads. Nothing was tuned beyond the tile.
+# Made by: hand, as a plain right solution.
+# Figures: not measured.
+# Digest: a07d8c7ef359603449b82b325d2540ebbba251949ed4266ac96bd78d2e0bd26a
 
 import torch
 import triton

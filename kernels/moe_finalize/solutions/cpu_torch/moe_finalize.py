@@ -1,6 +1,15 @@
-"""moe_finalize(rows[T: tokens * top_k, hidden], row_map[I: top_k, tokens],
-scales[S: tokens, top_k], bias[T: experts or 0, hidden], experts[I: tokens, top_k],
-output[T: tokens, hidden])."""
+# Op: moe_finalize: output[t] = sum over k of scales[t, k] * (rows[row_map[k, t]] + bias[experts[t,
+#   k]]), no bias where that has 0 rows; float32, rounded once.
+# Arguments: rows[T: tokens * top_k, hidden], row_map[I: top_k, tokens], scales[S: tokens, top_k],
+#   bias[T: biased * experts, hidden], experts[I: tokens, top_k], output[T: tokens, hidden]; T:
+#   bfloat16 or float16 or float32; S: float32; I: int32
+# Writes: output
+# Needs: PyTorch alone; shipped for the CPU; any size.
+# Idea: one gather and one multiply-add over all tokens for each choice, in float32. It is here to
+#   be right.
+# Made by: hand, as a plain right solution.
+# Figures: not measured.
+# Digest: 41b35ae2ba03754310c9e981ef76160b1f7c300600113e31edcf29deeb164146
 
 import torch
 

@@ -1,9 +1,15 @@
-"""moe_finalize(rows[T: tokens * top_k, hidden], row_map[I: top_k, tokens],
-scales[S: tokens, top_k], bias[T: experts or 0, hidden], experts[I: tokens, top_k],
-output[T: tokens, hidden]).
-
-A program for each token and block of columns; the sum stays in float32 registers.
-"""
+# Op: moe_finalize: output[t] = sum over k of scales[t, k] * (rows[row_map[k, t]] + bias[experts[t,
+#   k]]), no bias where that has 0 rows; float32, rounded once.
+# Arguments: rows[T: tokens * top_k, hidden], row_map[I: top_k, tokens], scales[S: tokens, top_k],
+#   bias[T: biased * experts, hidden], experts[I: tokens, top_k], output[T: tokens, hidden]; T:
+#   bfloat16 or float16 or float32; S: float32; I: int32
+# Writes: output
+# Needs: a GPU that Triton drives; contiguous tensors; graph-safe.
+# Idea: a program for each token and 512 columns; the sum over choices stays in float32 registers,
+#   so rows are read once and nothing is stored in between.
+# Made by: hand, as a plain right solution.
+# Figures: not measured.
+# Digest: 7cf5b3d042a117e4d1dcebb39e42ba6921f04a8581766be3b136a39f5ecd971d
 
 import torch
 import triton

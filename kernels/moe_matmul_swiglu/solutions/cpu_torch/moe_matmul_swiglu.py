@@ -1,7 +1,18 @@
-"""moe_matmul_swiglu(x[T: tokens, hidden], weights[U: experts, inner / 2, 2 * hidden],
-scales[U: experts, 8 for each 256 of 2 * inner, hidden], bias[B: experts, 2 * inner],
-gather_index[I: rows], histogram[I: experts], token_offsets[I: experts + 1], tile_map[I: tiles],
-output[T: rows, inner], alpha, limit)."""
+# Op: moe_matmul_swiglu: with h = bias[e] + W[e] x[token of row], W in MXFP4 as Hopper's layout has
+#   it: output[row] = gate / (1 + exp(-alpha * gate)) * (up + 1), gate and up the even and odd of h,
+#   clamped by limit; float32, rounded once.
+# Arguments: x[T: tokens, hidden], weights[U: experts, inner / 2, hidden * 2], scales[U: experts,
+#   (inner * 2 + 255) // 256 * 8, hidden], bias[B: experts, inner * 2], gather_index[I: tokens *
+#   top_k], histogram[I: experts], token_offsets[I: experts + 1], tile_map[I: min(tokens * top_k,
+#   experts - 1 + (tokens * top_k - experts + 16) // 16)], output[T: tokens * top_k, inner], alpha,
+#   limit; T: bfloat16 or float32; U: uint8; B: float32; I: int32
+# Writes: output
+# Needs: PyTorch alone; shipped for the CPU; one host read of token_offsets.
+# Idea: expert by expert, only those that have rows: the layout is unfolded axis by axis, one
+#   float32 matmul, then the activation. It is here to be right.
+# Made by: hand, as a plain right solution.
+# Figures: not measured.
+# Digest: d667366d88a3f98ddccbfbb52bcd0a58fd33fbdac6f6dff889bce0025b90734a
 
 import torch
 

@@ -1,3 +1,17 @@
+# Op: moe_reduce: output[t] = sum over k of scales[t, k] * sum over s of rows[s, row_map[t, k]],
+#   entries of -1 skipped, scales 1 where there are none; float32, rounded once.
+# Arguments: rows[X: splits, tokens * top_k + spare, hidden], row_map[I: tokens, top_k], scales[S:
+#   scaled * tokens, top_k], output[T: tokens, hidden]; T: bfloat16 or float16 or float32; X: T or
+#   float32; S: float32 or T; I: int32
+# Writes: output
+# Needs: a GPU that Triton drives; elements of a row adjacent, any stride of rows; graph-safe.
+# Idea: a program for each token and 512 columns; the sum over choices and splits stays in float32
+#   registers, so rows are read once.
+# Made by: hand, as a plain right solution.
+# Figures: not measured by itself; it ran in vLLM in place of vLLM's own:
+#   bench/results/vllm-points/README.md.
+# Digest: 41dd9798706e4b033cfccf0535c3124b0754679a7d5d45bba3b305b63be1b625
+
 """moe_reduce(rows[X: splits, expert_rows, hidden], row_map[I: tokens, top_k],
 scales[S: tokens or 0, top_k], output[T: tokens, hidden]).
 

@@ -1,3 +1,18 @@
+# Op: moe_route: each token's top_k experts (equal logits: the smaller first), their softmax, the
+#   gates sorted by expert, counts, offsets, and tile maps of blocks of 16, 32, 64 and 128 rows.
+# Arguments: logits[T: tokens, experts], gate_scales[T: tokens * top_k], gather_index[I: tokens *
+#   top_k], scatter_index[I: tokens * top_k], histogram[I: experts], token_offsets[I: experts + 1],
+#   tile_offsets[I: 4, experts + 1], tile_map[I: 4, min(tokens * top_k, experts - 1 + (tokens *
+#   top_k - experts + 16) // 16)]; T: bfloat16 or float16 or float32; I: int32
+# Writes: gate_scales, gather_index, scatter_index, histogram, token_offsets, tile_offsets, tile_map
+# Needs: a GPU that Triton drives; meant for the few tokens of a decode step; graph-safe.
+# Idea: one program in place of several launches: a first pass over the tokens counts, a second
+#   gives each gate its row. No atomics, so the order is the contract's.
+# Made by: hand, as a plain right solution.
+# Figures: not measured by itself; it ran in vLLM in place of vLLM's own:
+#   bench/results/vllm-points/README.md.
+# Digest: 21cd1b3596dbe5ffa78df6de4cbe03d399705c8b597e8064f5d085b06332b3f7
+
 """moe_route(logits[T: tokens, experts], gate_scales[T: gates], gather_index[I: gates],
 scatter_index[I: gates], histogram[I: experts], token_offsets[I: experts + 1],
 tile_offsets[I: 4, experts + 1], tile_map[I: 4, tiles]); gates = tokens * top_k.

@@ -1,3 +1,21 @@
+// Op: reduce_add_rms_norm: residual[t] += sum over k of rows[row_map[t, k]] (-1: skipped);
+//   output[t] = residual[t] / sqrt(mean(residual[t]^2) + epsilon) * weight; float32, nothing
+//   rounded in between.
+// Arguments: rows[T: tokens * top_k + spare, hidden], row_map[I: tokens, top_k], residual[T:
+//   tokens, hidden], weight[W: hidden], output[T: tokens, hidden], epsilon; T: bfloat16 or float16
+//   or float32; W: T or float32; I: int32
+// Writes: residual, output
+// Needs: compute capability 9.0 or later; hidden a multiple of 8, at most 16384, top_k at most 8,
+//   else it throws; unaligned tensors take a plain kernel; graph-safe.
+// Idea: one launch in place of vLLM's two: one block a token, which stays in registers from the
+//   experts' sum to the norm. The weight is read before the wait for the kernel before; each
+//   block's share of rows goes to L2 while the map is read. A single token loads rows 0 to 3 beside
+//   the map.
+// Made by: the agent loop, recording bench/results/loop/reduce_add_rms_norm-cuda, candidate 0.
+// Figures: NVIDIA H200, geometric means, bench/results/kernels: sweep bf16 2.28x against vllm,
+//   1.69x to 2.56x at tokens 1 to 128 (reduce_add_rms_norm-cuda_tuned.json.xz).
+// Digest: 3e1ea2f0ee2beab5d3b1c8dc1601b7a44846b43c8905894916664baf932aa24b
+
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>

@@ -25,5 +25,5 @@ def compiled(device: str) -> Baseline:
 
 
 BASELINES: dict[str, Callable[[str], Baseline]] = {"torch.compile": compiled, "eager": eager}
-HONEST = "eager"
+ACCURACY_BASELINE = "eager"
 """Whose error against float64 a candidate's error is measured by."""

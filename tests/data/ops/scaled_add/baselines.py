@@ -19,4 +19,4 @@ def eager(device: str) -> Baseline:
 
 
 BASELINES: dict[str, Callable[[str], Baseline]] = {"eager": eager}
-HONEST = "eager"
+ACCURACY_BASELINE = "eager"

@@ -1,0 +1,214 @@
+"""One arm of an A/B as a process: commands on stdin, replies on stdout.
+
+It is `python -P -m patcher.ab.arm`. The environment says which patches are in, as in serving;
+see `arm_protocol.py` for what is said. What an engine prints goes to stderr. The process ends when
+its commands do.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+
+from patcher.ab import arm_protocol as say
+from patcher.bench import PatcherError, Shape, UsageError, Workload
+from patcher.bench.ab.latency import in_steps
+from patcher.bench.engines import Decoding, Measurable, open_measurable, random_prompts
+from patcher.integrate import Receipt, activated, await_engine
+
+if TYPE_CHECKING:
+    from patcher.bench.ab.planted import StepDelay
+    from patcher.integrate import Activation
+
+
+class ArmServer:
+    """The engine, what is patched in it, and the window under way."""
+
+    def __init__(self, load: say.Load) -> None:
+        """Raises:
+        PatcherError: the engine does not load, or a patch cannot be put in.
+        """
+        self.workload: Workload = load.workload
+        free = free_bytes(self.workload.device)
+        await_engine(self.workload.engine)
+        self.engine: Measurable = open_measurable(
+            self.workload, load.arguments, load.memory_share, load.room
+        )
+        self.active: Activation = activated(
+            self.workload.engine, getattr(self.engine, "model", None)
+        )
+        self._free_before = free
+        self._decoding: Decoding | None = None
+        self._calls = 0
+        self._delay = ExitStack()
+
+    def answer(self, command: say.ArmCommand) -> say.ArmReply:
+        """Raises:
+        PatcherError: what is asked for cannot be done now.
+        """
+        match command:
+            case say.Load():
+                raise UsageError("the engine is loaded already")
+            case say.Prefill(seed=seed, shape=shape):
+                return self._prefill(seed, shape)
+            case say.Decode(steps=steps):
+                self.engine.decode(self._window(), steps)
+            case say.Settle():
+                self.engine.synchronize()
+            case say.End():
+                return self._end()
+            case say.PlantDelay(seconds=seconds):
+                self._delay.close()
+                if seconds:
+                    self._delay.enter_context(delay_of(self.engine)(seconds))
+            case say.InSteps(seed=seed):
+                return say.StepSeconds(seconds=in_steps(self.engine, seed))
+            case say.Generate(seed=seed, steps=steps):
+                made = self.engine.generate(self.engine.prompts(seed), steps)
+                gc.collect()
+                return say.Generated(tokens=made.tokens.tolist())
+            case say.Logits():
+                return self._logits(command)
+            case say.AskRouting(seed=seed, steps=steps):
+                prompts = self.engine.prompts(seed)
+                return say.Entropy(percent=self.engine.routing_entropy_pct(prompts, steps))
+            case say.AskMemory():
+                return self._memory()
+            case say.AskReceipts():
+                books = (item.book for item in self.active.installed)
+                return say.Receipts(receipts=tuple(Receipt.of(book) for book in books))
+            case say.Close():
+                self._delay.close()
+                self.active.close()
+                self.engine.close()
+        return say.Done()
+
+    def loaded(self) -> say.Loaded:
+        patches = {item.book.patch_id: item.book.digest for item in self.active.installed}
+        return say.Loaded(vocab_size=self.engine.vocab_size, patches=patches)
+
+    def _prefill(self, seed: int, shape: Shape | None) -> say.Done:
+        if self._decoding is not None:
+            raise UsageError("a window is under way")
+        workload = self.workload if shape is None else shape.of(self.workload)
+        prompts = random_prompts(workload, self.engine.vocab_size, seed)
+        gc.disable()
+        self._calls = self._total_calls()
+        self._decoding = self.engine.prefill(prompts)
+        return say.Done()
+
+    def _end(self) -> say.Ended:
+        decoding = self._window()
+        self._decoding = None
+        self.engine.release(decoding)
+        gc.enable()
+        gc.collect()  # between windows, and not while one is waited for
+        calls = self._total_calls() - self._calls
+        return say.Ended(tokens=decoding.tokens().tolist(), kernel_calls=calls)
+
+    def _window(self) -> Decoding:
+        if self._decoding is None:
+            raise UsageError("no window is under way")
+        return self._decoding
+
+    def _total_calls(self) -> int:
+        return sum(item.book.calls.total() for item in self.active.installed)
+
+    def _logits(self, asked: say.Logits) -> say.Wrote:
+        prompts = self.engine.prompts(asked.seed)
+        forced = torch.tensor(asked.forced)
+        values, how = _logits_of(self.engine, prompts, forced, asked.reference)
+        np.save(asked.path, values.flatten(0, 1).numpy(), allow_pickle=False)
+        return say.Wrote(how=how)
+
+    def _memory(self) -> say.MemoryUse:
+        free = free_bytes(self.workload.device)
+        held = max(self._free_before - free, 0)
+        if self.workload.device == "cpu":
+            held = self.engine.peak_memory_bytes()
+        return say.MemoryUse(held=held, peak=self.engine.peak_memory_bytes(), free=free)
+
+
+def delay_of(engine: Any) -> StepDelay:
+    """How a step of this engine is made longer."""
+    from patcher.bench.ab.planted import model_delay, runner_delay
+
+    return runner_delay(engine.runner) if hasattr(engine, "runner") else model_delay(engine.model)
+
+
+def _logits_of(
+    engine: Any, prompts: torch.Tensor, forced: torch.Tensor, reference: bool
+) -> tuple[torch.Tensor, str]:
+    """[batch, steps + 1, vocabulary] over forced tokens, and how they were computed."""
+    if hasattr(engine, "served_logits"):  # one whose model is not called as a module
+        return engine.served_logits(prompts, forced), engine.how
+    if not reference:
+        from patcher.bench.ab.logits import served_logits
+
+        return served_logits(engine, prompts, forced), "as served"
+    tokens = torch.cat([prompts, forced], dim=1)
+    wide, how = engine.reference_logits(tokens, forced.shape[1] + 1)
+    return wide[:, :-1], how
+
+
+def free_bytes(device: str) -> int:
+    """Of the GPU, or of the host, as it stands now."""
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise UsageError("/proc/meminfo does not say what is free")
+
+
+def serve(commands: IO[bytes], replies: IO[bytes]) -> int:
+    """Answer until told to close, or until there is nobody who asks."""
+    arm: ArmServer | None = None
+    for line in commands:
+        closed = False
+        try:
+            command = say.COMMAND.validate_json(line)
+            reply: say.ArmReply
+            if arm is not None:
+                reply = arm.answer(command)
+                closed = isinstance(command, say.Close)
+            elif isinstance(command, say.Load):
+                arm = ArmServer(command)
+                reply = arm.loaded()
+            else:
+                raise UsageError("the first command is to load")
+        except ValidationError as error:
+            reply = _failed(UsageError(f"not a command: {str(error).splitlines()[0]}"))
+        except PatcherError as error:
+            reply = _failed(error)
+        replies.write(reply.model_dump_json().encode() + b"\n")
+        replies.flush()
+        if closed:
+            return 0
+    return 1
+
+
+def _failed(error: PatcherError) -> say.Failed:
+    return say.Failed(error=error.as_dict())
+
+
+def main() -> int:
+    # an engine's children and prints must not meet the pipe
+    commands, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    with commands, replies:
+        return serve(commands, replies)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Starts the processes of an end-to-end A/B, each with the patches and arguments that are its."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from pydantic import JsonValue
+
+from patcher.ab import arm_protocol as say
+from patcher.ab.arm_process import LOAD_S, ArmProcess
+from patcher.ab.job import ABJob
+from patcher.bench import Throughput, UsageError, Workload
+from patcher.bench.ab.engine_config import ConfigTrial, Tuning, overriding
+from patcher.bench.ab.phases import ABProgress
+from patcher.bench.ab.tuning import options_of, tune
+from patcher.bench.machine.clocks import ClockMonitor
+from patcher.integrate import Patch, engine_wants
+
+TUNED_LOAD_S = 300.0
+"""A way to serve that takes longer to load, since it compiles, say, is not waited for."""
+STAGGER_S = 2.0
+"""From one start to the next, so that who starts first is the first to take memory."""
+
+
+class ArmLauncher:
+    """Starts the arms of one job; see `patcher.bench.ab.processes.Launcher`."""
+
+    def __init__(self, job: ABJob, sets: Mapping[str, Sequence[Patch]] | None = None) -> None:
+        """Args:
+        sets: the patches of each process that has some, by its name.
+        """
+        self.job = job
+        self.sets = {name: tuple(patches) for name, patches in (sets or {}).items()}
+        self.arguments: dict[str, JsonValue] = dict(job.arguments)
+        """Of the engine, in every process, but for what patches want; see `arguments_of`."""
+
+    def start(self, name: str, memory_share: float) -> ArmProcess:
+        """The process of that name with its patches, loaded."""
+        patches = self.sets.get(name, ())
+        return self.launch(name, self.arguments_of(patches), memory_share, patches)
+
+    def launch(
+        self,
+        name: str,
+        arguments: dict[str, JsonValue],
+        memory_share: float,
+        patches: tuple[Patch, ...] = (),
+        load_s: float = LOAD_S,
+    ) -> ArmProcess:
+        """A process with these arguments of the engine and these patches, loaded."""
+        load = say.Load(
+            workload=self.job.workload,
+            arguments=arguments,
+            memory_share=memory_share,
+            room=self.job.other_workloads,
+        )
+        return ArmProcess(name, load, patches, load_s)
+
+    def arguments_of(self, patches: Iterable[Patch]) -> dict[str, JsonValue]:
+        """With what patches want where that is not the baseline: they replace what another
+        configuration never calls."""
+        names = [patch.manifest.target.point for patch in patches]
+        wanted = engine_wants(self.job.workload.engine, names)
+        return {**self.arguments, **overriding(wanted, self.arguments)}
+
+    def tuning(self, progress: ABProgress) -> Tuning | None:
+        """The best stock configuration, looked for or told, where either was asked for."""
+        if self.job.tuned is not None:
+            self.arguments |= self.job.tuned.chosen
+            return self.job.tuned
+        return self.tune(progress) if self.job.tune else None
+
+    def tune(
+        self, progress: ABProgress, tried_one: Callable[[ConfigTrial], None] | None = None
+    ) -> Tuning:
+        """Look for the best stock configuration, which is all processes' from then on."""
+        with ClockMonitor(self.job.workload.device, self.job.lock_mhz) as clocks:
+            found = tune(
+                lambda arguments, share: self.launch(
+                    "baseline",
+                    {**self.arguments, **arguments},
+                    share,
+                    load_s=TUNED_LOAD_S if arguments else LOAD_S,
+                ),
+                self.job.workload,
+                options_of(self.job.workload.engine),
+                clocks,
+                wanted=engine_wants(self.job.workload.engine),
+                other_workloads=self.job.other_workloads,
+                seed=self.job.seed,
+                stagger_s=STAGGER_S if loads_beside(self.job) else None,
+                progress=progress,
+                tried_one=tried_one,
+            )
+        self.arguments |= found.chosen
+        return found
+
+    def configured(
+        self, throughput: Throughput, patches: Sequence[Patch], tuning: Tuning | None
+    ) -> Throughput:
+        """With the engine's arguments in both arms, and how they were found."""
+        return throughput.model_copy(
+            update={
+                "engine_arguments": self.arguments,
+                "patched_arguments": overriding(self.arguments_of(patches), self.arguments),
+                "tuning": tuning,
+            }
+        )
+
+
+def refuse_other_engines(workload: Workload, patches: Iterable[Patch]) -> None:
+    """Raises:
+    UsageError: a patch is for another engine than the workload's.
+    """
+    for patch in patches:
+        target = patch.manifest.target.engine
+        if target != workload.engine:
+            raise UsageError(
+                f"{patch.manifest.id} is for {target}, not for {workload.engine}",
+                f"say --engine {target}",
+            )
+
+
+def loads_beside(job: ABJob) -> bool:
+    """Whether two may load at the same time: not while vLLM finds out what memory is left."""
+    return job.workload.engine != "vllm" or "kv_cache_memory_bytes" in job.arguments
+
+
+def with_cache_size(job: ABJob) -> ABJob:
+    """With the size of vLLM's KV cache said: else it takes whatever its share leaves, and cannot
+    load beside another that does so, too.
+    """
+    if loads_beside(job):
+        return job
+    from patcher.bench.engines.vllm import cache_bytes
+
+    size = cache_bytes(job.workload, job.other_workloads)
+    if size is None:
+        return job
+    return job.model_copy(update={"arguments": {**job.arguments, "kv_cache_memory_bytes": size}})

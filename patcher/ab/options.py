@@ -1,0 +1,153 @@
+"""What `patcher throughput` was asked for, as a measurement to make."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import JsonValue, ValidationError
+
+from patcher.ab.job import ABJob
+from patcher.bench import UsageError, Workload
+from patcher.bench.ab.engine_config import Tuning
+from patcher.bench.ab.processes import ABPlan
+from patcher.bench.ab.traffic import traffic
+from patcher.bench.machine.environment import describe
+from patcher.bench.stats.compare import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
+
+
+@dataclass(frozen=True)
+class ThroughputOptions:
+    """Options that a preset of traffic fills where they are not given.
+
+    Raises:
+        UsageError: no such preset.
+    """
+
+    preset: str | None
+    batch: int | None
+    input_len: int | None
+    output_len: int | None
+    pairs: int | None
+    processes: int | None
+
+    @property
+    def shape(self) -> tuple[int | None, int | None, int | None]:
+        """Batch, prompt tokens, decode steps."""
+        if self.preset is None:
+            return self.batch, self.input_len, self.output_len
+        found = traffic(self.preset)
+        return (
+            self.batch or found.batch,
+            self.input_len or found.input_len,
+            self.output_len or found.output_len,
+        )
+
+    def plan(self, engine: str) -> ABPlan | None:
+        """Process pairs and pairs in each; None: one process for both arms.
+
+        `pairs` are those of the whole session, in either case.
+        """
+        planned = ABPlan() if self.preset is None else traffic(self.preset).plan()
+        count = self.processes
+        if count is None:
+            count = planned.process_pairs if engine == "vllm" or self.preset else 0
+        if count == 0:
+            return None
+        each = planned.pairs if self.pairs is None else -(-self.pairs // count)
+        return ABPlan(process_pairs=count, pairs=max(each, 2))
+
+
+def job_of(
+    asked: ThroughputOptions,
+    workload: Workload,
+    tune: bool,
+    engine_args: Sequence[str],
+    margin_pct: float,
+    quality_steps: int,
+    tuned: Tuning | None = None,
+) -> ABJob:
+    """Raises:
+    UsageError: options that do not go together.
+    """
+    plan = asked.plan(workload.engine)
+    if plan is None and workload.engine == "vllm":
+        raise UsageError(
+            "vLLM is patched when a process starts, not while it runs",
+            f"give each arm processes of its own: --processes {MIN_PROCESS_PAIRS}",
+        )
+    if plan is not None and plan.process_pairs < MIN_PROCESS_PAIRS:
+        raise UsageError(
+            f"{plan.process_pairs} process pairs do not show what processes differ by",
+            f"say --processes {MIN_PROCESS_PAIRS} or more",
+        )
+    if workload.engine != "vllm" and (tune or tuned or engine_args):
+        raise UsageError(
+            f"{workload.engine} has no options of its own here",
+            "leave out --tune-baseline, --tuned and --engine-arg, or say --engine vllm",
+        )
+    if tune and tuned:
+        raise UsageError("a search, and what one found", "give --tune-baseline or --tuned")
+    job = ABJob(
+        workload=workload,
+        margin_pct=margin_pct,
+        max_pairs=asked.pairs or DEFAULT_PAIRS,
+        quality_steps=quality_steps,
+        arguments=dict(map(argument, engine_args)),
+        tune=tune,
+        tuned=tuned,
+    )
+    if plan is None:
+        return job
+    return job.model_copy(update={"process_pairs": plan.process_pairs, "pairs_each": plan.pairs})
+
+
+def read_tuning(path: Path, workload: Workload) -> Tuning:
+    """What a search for the best stock configuration wrote, at whatever traffic.
+
+    Raises:
+        UsageError: there is none in the file, or it is of another model, machine or library.
+    """
+    hint = "make one: patcher throughput MODEL --tune-baseline --out FILE"
+    try:
+        found = Tuning.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        reason = "is no search" if isinstance(error, ValidationError) else "cannot be read"
+        raise UsageError(f"{path} {reason}", hint) from error
+    if found.workload is None or found.environment is None:
+        raise UsageError(f"{path} does not say what it is a search of", hint)
+    of = found.workload.model_copy(
+        update={name: getattr(workload, name) for name in ("batch", "input_len", "output_len")}
+    )
+    here, there = describe(workload.device, workload.threads), found.environment
+    differ = [
+        name
+        for name, same in (
+            ("model, engine or weights", of == workload),
+            ("device", here.device == there.device),
+            ("driver", here.driver == there.driver),
+            ("libraries", here.packages == there.packages),
+        )
+        if not same
+    ]
+    if differ:
+        raise UsageError(f"{path} is a search with other {', '.join(differ)}", hint)
+    return found
+
+
+def argument(text: str) -> tuple[str, JsonValue]:
+    """`NAME=VALUE`, the value as JSON, else as it stands.
+
+    Raises:
+        UsageError: without a name or a value.
+    """
+    name, separator, value = text.partition("=")
+    if not (name and separator and value):
+        raise UsageError(f"--engine-arg {text!r}", "say NAME=VALUE, as moe_backend=marlin")
+    try:
+        read: JsonValue = json.loads(value)
+    except ValueError:
+        read = value
+    return name, read

@@ -1,0 +1,39 @@
+"""Sums and differences of receipts: what a patch was called for in between, and in all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from patcher.integrate import Receipt
+
+COUNTS = ("calls", "replayed", "fallbacks")
+"""Of a receipt."""
+
+
+def merged(receipts: Sequence[Receipt]) -> Receipt:
+    """Of one patch in several processes: all their calls."""
+    last = receipts[-1]
+    sums = {
+        field: dict(sum((Counter(getattr(one, field)) for one in receipts), Counter[str]()))
+        for field in COUNTS
+    }
+    return last.model_copy(update=sums)
+
+
+def difference(later: Receipt, earlier: Receipt) -> Receipt:
+    """What was called in between."""
+    counts = {
+        field: dict(Counter(getattr(later, field)) - Counter(getattr(earlier, field)))
+        for field in COUNTS
+    }
+    return later.model_copy(update=counts)
+
+
+def called_between(earlier: Sequence[Receipt], later: Sequence[Receipt]) -> dict[str, Receipt]:
+    """By patch id."""
+    known = {one.patch_id: one for one in earlier}
+    return {
+        one.patch_id: difference(one, known[one.patch_id]) if one.patch_id in known else one
+        for one in later
+    }

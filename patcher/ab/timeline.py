@@ -1,0 +1,42 @@
+"""Where the time of a measurement goes, by the phases that it reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from patcher.bench.ab.phases import ABPhase
+
+
+class Timeline:
+    """A `patcher.bench.ab.phases.ABProgress` that passes on what is told; until the next word time
+    is the phase's.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[str, int, int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        report: called with what is done in words, how much is done, and of how much.
+        clock: seconds.
+        """
+        self._report, self._clock = report, clock
+        self._spent: dict[ABPhase, float] = {}
+        self._phase, self._since = ABPhase.READY, clock()
+
+    def __call__(self, phase: ABPhase, said: str, done: int, total: int) -> None:
+        self._turn(phase)
+        self._report(said, done, total)
+
+    def took_s(self) -> dict[str, float]:
+        """Seconds by phase, the longest first."""
+        self._turn(self._phase)
+        spent = sorted(self._spent.items(), key=lambda one: -one[1])
+        return {phase.value: round(seconds, 1) for phase, seconds in spent}
+
+    def _turn(self, phase: ABPhase) -> None:
+        now = self._clock()
+        self._spent[self._phase] = self._spent.get(self._phase, 0.0) + now - self._since
+        self._phase, self._since = phase, now

@@ -1,0 +1,1 @@
+"""The functions behind `import patcher`, one file each: results that a notebook shows."""

@@ -1,0 +1,162 @@
+"""What the agent loop on one op would take, before anybody is asked: `optimize --dry-run`."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from patcher.agent import MAX_TOKENS
+from patcher.bench import SCHEMA_VERSION, Language, Op, Record, UsageError
+from patcher.judges.meter import JUDGE_LIMIT_S
+from patcher.models import PROMPT_TOKENS, PROVIDERS, Role
+from patcher.models.ceilings import SpendingLimits
+from patcher.models.client import more_room
+from patcher.models.registry import ModelEntry, entry_of
+from patcher.prompting.rendering import Prompts
+from patcher.prompting.room import CHARACTERS_PER_TOKEN
+from patcher.settings import Settings
+
+LATER_PROMPT = 2.0
+"""A later prompt is about so many times as long as the first: it holds a kernel and its timings
+(the recorded demo: 1.6 to 2.0)."""
+USED_ROOM = 0.25
+"""The part of its room that a reply takes, thinking included: an assumption."""
+JUDGE_S = 36.0
+"""Of one judgement on a GPU: the median of `bench/results/h200-transformers/evaluate-*.json`."""
+
+
+class Figure(Record):
+    """None where it is not known: no price, or tokens that others count."""
+
+    expected: float | None
+    worst: float | None
+
+
+class Estimate(Record):
+    """Before a run."""
+
+    schema_version: int = SCHEMA_VERSION
+    op: str
+    language: Language
+    model: str
+    analyst: str
+    iterations: int
+    calls: Figure
+    tokens: Figure
+    usd: Figure
+    gpu_minutes: Figure
+    ceilings: SpendingLimits
+    """What stops the run whatever the estimate says."""
+    assumptions: tuple[str, ...]
+
+
+class _Call(NamedTuple):
+    """One call of a model; None is a file or a recording."""
+
+    entry: ModelEntry | None
+    input_tokens: int
+    output_tokens: int
+
+    @property
+    def usd(self) -> float | None:
+        if self.entry is None:
+            return 0.0
+        price = self.entry.price
+        return price.cost_usd(self.input_tokens, self.output_tokens) if price else None
+
+
+def estimate(op: Op, language: Language, settings: Settings, sweep: str | None = None) -> Estimate:
+    """Estimate a loop of `settings.iterations` candidates. Asks nobody and needs no key.
+
+    Raises:
+        UsageError: an unknown model.
+    """
+    kind = "cpu" if language is Language.CPP else "cuda"
+    prompts = Prompts(op, language, "", op.sweep(kind, sweep))
+    first = len(prompts.system("generate") + prompts.generate(None))
+    analyst = settings.analyst or settings.model
+    expected, worst = _calls(settings, first)
+    judged_s = 0.0 if kind == "cpu" else JUDGE_S
+    limit_s = 0.0 if kind == "cpu" else JUDGE_LIMIT_S
+    return Estimate(
+        op=op.name,
+        language=language,
+        model=settings.model,
+        analyst=analyst,
+        iterations=settings.iterations,
+        calls=Figure(expected=len(expected), worst=len(worst)),
+        tokens=Figure(expected=_tokens(expected), worst=_tokens(worst)),
+        usd=Figure(expected=_usd(expected), worst=_usd(worst)),
+        gpu_minutes=Figure(
+            expected=settings.iterations * judged_s / 60, worst=settings.iterations * limit_s / 60
+        ),
+        ceilings=SpendingLimits.of_run(settings.for_run(), ()),
+        assumptions=(
+            "expected: every question is asked once and every iteration but the first asks for "
+            f"advice, of the dearer adviser; a reply takes {USED_ROOM:.0%} of its room, a later "
+            f"prompt is {LATER_PROMPT:g} times the first; {JUDGE_S:g} s for a judgement on a GPU",
+            "worst: prompts fill their room at one token for each byte, every reply is cut off "
+            f"until it has the most room, a judgement takes {JUDGE_LIMIT_S / 60:g} minutes",
+            "calls that fail and may have been billed come on top; a ceiling holds for them, too",
+        ),
+    )
+
+
+def _calls(settings: Settings, first: int) -> tuple[list[_Call], list[_Call]]:
+    """As expected, and in the worst case. Advice comes from the analyst or from the diagnoser: the
+    dearer one counts."""
+    writer = _entry(settings.model, settings)
+    advisers: dict[Role, ModelEntry | None] = {
+        "analyse": _entry(settings.analyst or settings.model, settings),
+        "diagnose": _entry(settings.diagnoser or settings.model, settings),
+    }
+    expected, worst = list[_Call](), list[_Call]()
+    for iteration in range(settings.iterations):
+        characters = first * (LATER_PROMPT if iteration else 1.0)
+        if iteration:
+            advice = [_question(entry, role, characters) for role, entry in advisers.items()]
+            usual = max([usual for usual, _ in advice], key=_dearness)
+            longest = max([longest for _, longest in advice], key=_dearness)
+            expected, worst = expected + usual, worst + longest
+        usual, longest = _question(writer, "generate", characters)
+        expected += usual
+        worst += longest
+    return expected, worst
+
+
+def _question(
+    entry: ModelEntry | None, role: Role, characters: float
+) -> tuple[list[_Call], list[_Call]]:
+    """The calls for one question: one, as expected, or one for each room in the worst case."""
+    room, most = MAX_TOKENS[role], entry.max_output_tokens if entry else MAX_TOKENS[role]
+    rooms = [min(room, most)]
+    while (more := more_room(rooms[-1], most)) is not None:
+        rooms.append(more)
+    prompt = int(max(PROMPT_TOKENS * CHARACTERS_PER_TOKEN, characters)) + 500
+    usual = _Call(entry, int(characters / CHARACTERS_PER_TOKEN), int(USED_ROOM * rooms[0]))
+    return [usual], [_Call(entry, prompt, each) for each in rooms]
+
+
+def _dearness(calls: list[_Call]) -> tuple[float, int]:
+    usd = _usd(calls)
+    return math.inf if usd is None else usd, sum(call.output_tokens for call in calls)
+
+
+def _entry(spec: str, settings: Settings) -> ModelEntry | None:
+    """None for files and recordings: nothing is paid, and whoever answers counts the tokens."""
+    found = entry_of(spec, settings.models)
+    if found is None and spec.partition(":")[0] not in ("exchange", "replay"):
+        known = ", ".join((*PROVIDERS, *settings.models))
+        raise UsageError(f"unknown model {spec!r}", f"a model is one of: {known}")
+    return found
+
+
+def _tokens(calls: list[_Call]) -> int | None:
+    if any(call.entry is None for call in calls):
+        return None
+    return sum(call.input_tokens + call.output_tokens for call in calls)
+
+
+def _usd(calls: list[_Call]) -> float | None:
+    costs = [call.usd for call in calls]
+    return None if None in costs else sum(cost or 0.0 for cost in costs)

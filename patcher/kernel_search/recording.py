@@ -1,0 +1,309 @@
+"""A finished loop as a folder that others can read and replay: what was asked and answered, what
+the judge said, and a table.
+
+`recording.json` (what was searched, where it was judged, every attempt), `replies.jsonl` (each
+question whole, and its answer), `evaluations.jsonl` (each verdict), `README.md` (the table). A
+replay runs the loop again on the recorded replies and verdicts: no model, no compiler, no GPU. It
+must come to the same end.
+
+Many recordings take little room in one archive: `tar -cJf recordings.tar.xz FOLDER...`.
+"""
+
+from __future__ import annotations
+
+import lzma
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from pydantic import Field, ValidationError
+
+from patcher.agent import StopRules, run_loop
+from patcher.attempts import Attempt, LoopResult
+from patcher.bench import (
+    MOST_BYTES,
+    SCHEMA_VERSION,
+    Candidate,
+    Environment,
+    Evaluation,
+    Language,
+    Record,
+    Sweep,
+    UsageError,
+    VerificationError,
+    load_op,
+)
+from patcher.kernel_search.stage import Hardware
+from patcher.models import PROMPT_TOKENS, ModelCall
+from patcher.models.replay import ReplayModel, export_recording
+from patcher.prompting.room import CHARACTERS_PER_TOKEN
+from patcher.runs.run import Run, journal_name
+from patcher.strategies.search import Search
+
+ABOUT, REPLIES, EVALUATIONS, TABLE = (
+    "recording.json",
+    "replies.jsonl",
+    "evaluations.jsonl",
+    "README.md",
+)
+FILES = (ABOUT, REPLIES, EVALUATIONS, TABLE)
+
+
+class LoopRecording(Record):
+    """What was searched, and what came of it."""
+
+    schema_version: int = SCHEMA_VERSION
+    op: str
+    contract: str
+    """`Op.digest` then."""
+    language: Language
+    search: Search
+    hardware: str
+    """What the agents were told of it."""
+    environment: Environment
+    """Where the judge worked."""
+    sweep: Sweep
+    iterations: int
+    """At most."""
+    rules: StopRules
+    prompt_tokens: int = Field(gt=0)
+    optimisation: LoopResult
+    tokens: tuple[tuple[int, int], ...]
+    """In and out, by iteration, all its questions together: as the provider counted, else estimated
+    by length."""
+
+
+def record(run_dir: Path, folder: Path) -> LoopRecording:
+    """Write the recording of a finished `optimize`.
+
+    Raises:
+        UsageError: not such a run, it is not finished, or the folder is there.
+        VerificationError: the run was changed.
+    """
+    run = Run.open(run_dir, read_only=True)
+    plan = run.config.settings.get("plan") or {}
+    op = load_op(plan.get("op") or "")
+    path = run.path / "ops" / op.name / "optimisation.json"
+    if not path.is_file():
+        raise UsageError(f"run {run.id} is not finished", f"patcher resume {run.id}")
+    if folder.exists():
+        raise UsageError(f"{folder} is there", "name a new folder")
+    result = LoopResult.model_validate_json(path.read_text(encoding="utf-8"))
+    found = [
+        run.load(name, Evaluation)
+        for name, data in run.state.results.items()
+        if data["record"] == journal_name(Evaluation)
+    ]
+    environments = [one.environment for one in found if one.environment is not None]
+    if not environments:
+        raise UsageError(f"run {run.id} holds no verdict", "record a run that judged something")
+    settings = run.config.settings
+    given = {name: settings.get(name) for name in StopRules.model_fields}
+    rules = {name: value for name, value in given.items() if value is not None}
+    made = LoopRecording(
+        op=op.name,
+        contract=op.digest,
+        language=result.language,
+        search=Search.model_validate(plan["search"]),
+        hardware=run.load("hardware", Hardware).words,
+        environment=environments[0],
+        sweep=op.sweep(environments[0].device_kind, plan.get("sweep")),
+        iterations=settings["iterations"],
+        rules=StopRules.model_validate(rules),
+        prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
+        optimisation=result,
+        tokens=tuple(_tokens(run, op.name, one.iteration) for one in result.iterations),
+    )
+    folder.mkdir(parents=True)
+    export_recording(run_dir, folder / REPLIES)
+    lines = "".join(evaluation.model_dump_json() + "\n" for evaluation in found)
+    (folder / EVALUATIONS).write_text(lines, encoding="utf-8")
+    (folder / ABOUT).write_text(made.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    (folder / TABLE).write_text(table(made), encoding="utf-8")
+    return made
+
+
+def read(folder: Path) -> LoopRecording:
+    """Raises:
+    UsageError: no recording there.
+    """
+    try:
+        return LoopRecording.model_validate_json((folder / ABOUT).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        raise UsageError(
+            f"{folder} holds no recording", "give a folder that `patcher record` wrote"
+        ) from error
+
+
+@contextmanager
+def recordings(path: Path) -> Iterator[list[Path]]:
+    """The recordings at a path: the folder itself, or every folder of a `.tar.xz` archive.
+
+    An archive is unpacked into a scratch folder that lives as long as this context.
+
+    Raises:
+        UsageError: the archive is damaged, cut off, too large, or holds something else.
+    """
+    if path.suffix != ".xz":
+        yield [path]
+        return
+    with tempfile.TemporaryDirectory(prefix="patcher-recordings-") as scratch:
+        try:
+            _unpack(path, Path(scratch))
+        except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+            raise UsageError(
+                f"{path.name} is a damaged archive, or is cut off", "restore it from a copy"
+            ) from error
+        except OSError as error:
+            raise UsageError(
+                f"cannot unpack {path}: {error.strerror}", "give an archive of recordings"
+            ) from error
+        found = sorted(Path(scratch).iterdir())
+        if not found:
+            raise UsageError(f"{path.name} holds no recording", "give an archive of recordings")
+        yield found
+
+
+def _unpack(path: Path, into: Path) -> None:
+    left = MOST_BYTES
+    with tarfile.open(path, "r|xz") as archive:
+        for member in archive:
+            parts = PurePosixPath(member.name).parts
+            if member.isdir() and len(parts) == 1 and parts[0] != "..":
+                continue
+            content = archive.extractfile(member) if member.isfile() else None
+            known = len(parts) == 2 and parts[0] != ".." and parts[1] in FILES
+            left -= member.size
+            if left < 0:
+                raise UsageError(
+                    f"{path.name} unpacks to more than {MOST_BYTES >> 20} MiB",
+                    "give an archive of fewer recordings",
+                )
+            if content is None or not known:
+                raise UsageError(
+                    f"{path.name} holds {member.name!r}, which is no file of a recording",
+                    "give an archive of folders that `patcher record` wrote, and of nothing else",
+                )
+            (into / parts[0]).mkdir(exist_ok=True)
+            with (into / parts[0] / parts[1]).open("wb") as file:
+                shutil.copyfileobj(content, file)
+
+
+def replay(folder: Path) -> list[str]:
+    """Run the loop again on the recorded replies and verdicts; what came out otherwise, in words.
+
+    Raises:
+        UsageError: no recording there.
+        VerificationError: a verdict is missing or is not one.
+    """
+    made = read(folder)
+    verdicts = {one.digest: one for one in _evaluations(folder / EVALUATIONS)}
+
+    def judge(candidate: Candidate) -> Evaluation:
+        if candidate.digest not in verdicts:
+            raise VerificationError(
+                f"{folder.name} has no verdict on a candidate of its own replies",
+                "restore the recording from a copy",
+            )
+        return verdicts[candidate.digest]
+
+    with (
+        tempfile.TemporaryDirectory(prefix="patcher-replay-") as root,
+        Run.create(Path(root), command="optimize") as run,
+    ):
+        again = run_loop(
+            run,
+            load_op(made.op),
+            made.language,
+            ReplayModel(folder / REPLIES),
+            judge,
+            made.iterations,
+            made.hardware,
+            strategy=made.search.open(),
+            rules=made.rules,
+            sweep=made.sweep,
+            prompt_tokens=made.prompt_tokens,
+            known_kernels=made.search.known_kernels,
+        )
+    return _differences(made.optimisation, again)
+
+
+def table(made: LoopRecording) -> str:
+    """The recording in Markdown, for a person."""
+    found, where = made.optimisation, made.environment
+    best = (
+        f"best: iteration {found.best_iteration}, {found.best_speedup:.2f}x"
+        if found.best_speedup is not None
+        else "nothing right and faster"
+    )
+    lines = [
+        f"# `{made.op}` in {made.language}, strategy `{found.strategy}`",
+        "",
+        f"Judged on {where.device} ({where.compiler or 'no compiler'}; clocks {where.clocks}); "
+        f"{best}; ended: {found.stopped_detail or found.stopped}.",
+        "",
+        "| # | phase | outcome | speedup | tokens in, out | what was asked for, what came of it |",
+        "| ---: | --- | --- | ---: | ---: | --- |",
+    ]
+    rows = [_row(*each) for each in zip(found.iterations, made.tokens, strict=True)]
+    return "\n".join([*lines, *rows, ""])
+
+
+def _tokens(run: Run, op: str, iteration: int) -> tuple[int, int]:
+    steps = [
+        name
+        for name, data in run.state.results.items()
+        if data["record"] == journal_name(ModelCall) and name.startswith(f"{op}/{iteration}/")
+    ]
+    asked = [run.load(name, ModelCall) for name in steps]
+    into = [
+        one.reply.usage.input_tokens or _estimate(one.request.system + one.request.prompt)
+        for one in asked
+    ]
+    out = [one.reply.usage.output_tokens or _estimate(one.reply.text) for one in asked]
+    return sum(into), sum(out)
+
+
+def _estimate(text: str) -> int:
+    return round(len(text) / CHARACTERS_PER_TOKEN)
+
+
+def _row(attempt: Attempt, tokens: tuple[int, int]) -> str:
+    wanted, detail = attempt.recommendation, attempt.detail
+    if wanted is not None:
+        hoped = f" (expected {wanted.expected_speedup:.1f}x)" if wanted.expected_speedup else ""
+        detail = f"{wanted.change}{hoped}"
+    elif attempt.diagnosis is not None:
+        detail = attempt.diagnosis.minimal_fix
+    speedup = f"{attempt.geomean_speedup:.2f}x" if attempt.geomean_speedup else ""
+    sizes = ", ".join(f"{size:,}" for size in tokens)
+    said = " ".join(detail.split()).replace("|", "\\|")
+    outcome = attempt.outcome.replace("_", " ")
+    return f"| {attempt.iteration} | {attempt.phase} | {outcome} | {speedup} | {sizes} | {said} |"
+
+
+def _evaluations(file: Path) -> list[Evaluation]:
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+        return [Evaluation.model_validate_json(line) for line in lines if line]
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        raise VerificationError(
+            f"{file.name} holds something that is no verdict", "restore it from a copy"
+        ) from error
+
+
+def _differences(then: LoopResult, now: LoopResult) -> list[str]:
+    said = []
+    for name in ("best_digest", "best_iteration", "best_speedup", "stopped"):
+        if getattr(then, name) != getattr(now, name):
+            said.append(f"{name}: {getattr(then, name)} then, {getattr(now, name)} now")
+    if len(then.iterations) != len(now.iterations):
+        said.append(f"{len(then.iterations)} iterations then, {len(now.iterations)} now")
+    for old, new in zip(then.iterations, now.iterations, strict=False):
+        for name in ("phase", "outcome", "digest", "geomean_speedup", "parents", "recommendation"):
+            if getattr(old, name) != getattr(new, name):
+                said.append(f"iteration {old.iteration}: another {name}")
+    return said

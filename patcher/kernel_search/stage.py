@@ -1,0 +1,148 @@
+"""The agent loop as a stage of a run: its models, its judge and its ceilings by the run's
+settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import resources
+
+from patcher.agent import StopRules, run_loop
+from patcher.attempts import LoopResult, Progress
+from patcher.bench import Language, Op, Record
+from patcher.bench.judge import JudgeSettings
+from patcher.hotspot import Profile
+from patcher.judges import LOCAL, open_judges
+from patcher.judges.languages import judge_device_kind, judge_hardware, require_here
+from patcher.judges.same_device import require_same_device
+from patcher.kernel_search.context import RunContext
+from patcher.models import PROMPT_TOKENS, Model, open_model, sees_images
+from patcher.plan import DEMO
+from patcher.report.attempts_page import AttemptsPage
+from patcher.report.picture import plot
+from patcher.report.raster import to_png
+from patcher.runs.run import Run
+from patcher.settings import resolve
+from patcher.strategies.search import Search
+
+
+class ProfilePicture(Record):
+    """A picture of the profile, for an analyst that sees; a file of the run, or why there is
+    none."""
+
+    file: str | None = None
+    why: str = ""
+
+
+class Hardware(Record):
+    """What the agents are told of the hardware: settled once, so that a prompt stays the same."""
+
+    words: str
+
+
+def search_kernel(
+    run: Run,
+    op: Op,
+    language: Language,
+    search: Search,
+    judge_settings: JudgeSettings,
+    where: str,
+    report: Callable[[str, int, int], None],
+    say: Callable[[str], None],
+    on_progress: Callable[[Progress], None] | None = None,
+    *,
+    counters: bool = True,
+    profile: Profile | None = None,
+) -> LoopResult:
+    """Do what is left of the agent loop on one op, with the models, the judge and the memory that
+    the run's settings name.
+
+    Args:
+        where: where candidates are judged: `local` or `exchange:DIR`.
+        report: called with (stage, done, total).
+        on_progress: hears of each iteration's stages.
+        counters: whether right candidates are profiled for the analyst, where ncu works.
+        profile: of the served model: the op's share of it bounds what is worth doing, and a
+            picture of it goes to an analyst that sees.
+    """
+    settings = run.config.settings
+    if where == LOCAL:
+        require_here(language)
+    kind = judge_device_kind(where, language)
+    carried = RunContext(run, op, language, kind if where == LOCAL else None)
+    judge_settings = replace(judge_settings, policy=carried.policy)
+    models = {
+        role: resolve_model(settings[role], run) if settings.get(role) else None
+        for role in ("analyst", "diagnoser")
+    }
+    rules = {name: settings[name] for name in ("sol_pct", "patience") if name in settings}
+    model = resolve_model(settings["model"], run)
+    shares = [spot.share_pct for spot in profile.hotspots if spot.op == op.name] if profile else []
+    pictures: tuple[str, ...] = ()
+    if profile is not None and sees_images(models["analyst"] or model):
+        drawn = run.step("picture", lambda: _drawn(run, profile), ProfilePicture)
+        pictures = (drawn.file,) if drawn.file else ()
+        if not drawn.file:
+            say(f"the analyst gets no picture of the profile: {drawn.why}")
+    page = AttemptsPage(run, op.name)
+
+    def heard(progress: Progress) -> None:
+        report(f"{op.name}: {progress.stage}", progress.iteration, progress.iterations)
+        page.hear(progress)
+        if on_progress:
+            on_progress(progress)
+
+    threads = judge_settings.threads
+    hardware = run.step(
+        "hardware", lambda: Hardware(words=judge_hardware(where, language, threads)), Hardware
+    )
+    # one for all: what it trusts is started once
+    with open_judges(where, judge_settings, run.id, report, counters=counters, say=say) as judges:
+        found = run_loop(
+            run,
+            op,
+            language,
+            model,
+            lambda candidate: require_same_device(run, judges.evaluate([candidate])[0]),
+            settings["iterations"],
+            hardware.words,
+            analyst=models["analyst"],
+            diagnoser=models["diagnoser"],
+            strategy=search.open(),
+            rules=StopRules(
+                **rules,
+                margin_pct=settings["margin_pct"],
+                share_pct=sum(shares) if shares else None,
+            ),
+            sweep=op.sweep(kind, judge_settings.sweep),
+            prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
+            known_kernels=search.known_kernels,
+            pictures=pictures,
+            extra=carried.extra,
+            adapt=carried.adapt,
+            prepare=judges.prepare,
+            score=carried.score,
+            final=run.done("patch"),
+            judge_on_gpu=kind != "cpu",
+            on_event=heard,
+            say=say,
+        )
+    say(f"the loop ended ({found.stopped}): {found.stopped_detail}")
+    carried.learn(found, say)
+    return found
+
+
+def _drawn(run: Run, profile: Profile) -> ProfilePicture:
+    file = "profile.png"
+    why = to_png(plot(profile), run.path / file)
+    return ProfilePicture(why=why) if why else ProfilePicture(file=file)
+
+
+def resolve_model(spec: str, run: Run) -> Model:
+    """`open_model`, with `replay:demo` for the recording that ships."""
+    if spec == DEMO:
+        file = resources.files("patcher.kernel_search").joinpath("demo.jsonl")
+        with resources.as_file(file) as path:
+            return open_model(f"replay:{path}", run.path)
+    # where servers are is this machine's business, so it is looked up now, not kept in the run
+    return open_model(spec, run.path, resolve().models)

@@ -1,0 +1,98 @@
+"""Where a run stands, also while another process works on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from pydantic import ValidationError
+
+from patcher.agent import recorded_stop
+from patcher.attempts import Attempt
+from patcher.bench import SCHEMA_VERSION, Outcome, Record
+from patcher.models.ceilings import account
+from patcher.runs.journal import State, fold
+from patcher.runs.run import Run
+
+
+class Status(Record):
+    """One look at a run; the next one may say otherwise."""
+
+    schema_version: int = SCHEMA_VERSION
+    run: str
+    state: Literal["running", "stopped", "finished"]
+    step: str | None
+    """The one under way, or the one that it stopped in."""
+    last: str | None
+    """When its journal was last written, ISO 8601, UTC."""
+    candidates: int
+    best_iteration: int | None
+    best_speedup: float | None
+    """Geometric mean over the strongest baseline, of the best that is right and faster."""
+    spent_usd: float
+    """With the worst case of questions under way."""
+
+    def sentence(self) -> str:
+        """For people."""
+        where = f" in its step {self.step}" if self.step else ""
+        said = f"run {self.run} "
+        match self.state:
+            case "running":
+                said += f"is running{where}"
+            case "stopped":
+                said += f"stopped{where}; go on with: patcher resume {self.run}"
+            case "finished":
+                said += "is finished"
+        best = f", best {self.best_speedup:.3f}x" if self.best_speedup else ""
+        spent = f", ${self.spent_usd:.2f} spent" if self.spent_usd else ""
+        return f"{said} ({self.candidates} candidates{best}{spent})"
+
+
+def status(run: Run) -> Status:
+    """Where the run stands; takes no lock.
+
+    Raises:
+        VerificationError: its journal was changed.
+    """
+    running = run.written  # before the journal: one that has ended by now is told to be running
+    events = run.events  # read once: it may grow meanwhile
+    state = fold(events)
+    found = attempts(run)
+    best = best_of(found)
+    pending = state.pending[-1] if state.pending else None
+    ended = "decision" in state.results or _loop_ended(run, state, best)
+    return Status(
+        run=run.id,
+        state="running" if running else "finished" if ended and not pending else "stopped",
+        step=pending,
+        last=events[-1].time if events else None,
+        candidates=len(found),
+        best_iteration=best.iteration if best else None,
+        best_speedup=best.geomean_speedup if best else None,
+        spent_usd=account(events).committed_usd,
+    )
+
+
+def attempts(run: Run) -> tuple[Attempt, ...]:
+    """Those done so far, in order; one whose file is not there yet is left out."""
+    found = []
+    for file in run.path.glob("ops/*/*/attempt.json"):
+        try:
+            found.append(Attempt.model_validate_json(file.read_text(encoding="utf-8")))
+        except (FileNotFoundError, ValidationError):
+            continue  # taken away just now, or of another version
+    return tuple(sorted(found, key=lambda attempt: attempt.iteration))
+
+
+def best_of(found: Iterable[Attempt]) -> Attempt | None:
+    """The fastest of those that are right and faster than the baseline."""
+    right = [one for one in found if one.outcome is Outcome.CORRECT and one.duplicate_of is None]
+    return max(right, key=lambda attempt: attempt.geomean_speedup or 0.0, default=None)
+
+
+def _loop_ended(run: Run, state: State, best: Attempt | None) -> bool:
+    """Whether nothing comes after the loop: it was all that was asked for, or found nothing."""
+    ops = {step.rsplit("/", 1)[0] for step in state.results if "/stopped" in step}
+    over = any(recorded_stop(run, name) for name in ops)
+    whole = run.config.settings.get("plan", {}).get("whole", True)
+    return over and (best is None or not whole)

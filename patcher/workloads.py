@@ -1,0 +1,82 @@
+"""From what a person says of a served model to a workload."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+from patcher.bench import UsageError, Workload, pick_device, preset, presets
+from patcher.bench.engines import ENGINES
+
+Device = Literal["cpu", "cuda"]
+WEIGHTS = ("random", "hub", "local")
+
+
+def workload_of(
+    model: str,
+    device: str | None,
+    engine: str,
+    batch: int | None,
+    input_len: int | None,
+    output_len: int | None,
+    weights: str,
+    threads: int | None = None,
+) -> Workload:
+    """A workload from options, each of which may be wrong.
+
+    Raises:
+        UsageError: an unknown engine, device, preset or kind of weights.
+    """
+    if engine not in ENGINES:
+        raise UsageError(f"engine {engine!r} is not driven yet", f"engines: {', '.join(ENGINES)}")
+    if weights == "dummy":
+        raise UsageError(
+            "an engine's dummy weights are near zero: all tokens pick the same experts, decode "
+            "reads a fraction of the model, and the faster backend can even change",
+            "use --weights random, whose routing is spread out",
+        )
+    if weights not in WEIGHTS:
+        raise UsageError(f"unknown weights {weights!r}", "say random, hub or local")
+    return workload_for(
+        model,
+        pick_device(device),
+        engine=cast(Any, engine),
+        batch=batch,
+        input_len=input_len,
+        output_len=output_len,
+        weights=cast(Any, weights),
+        threads=threads,
+    )
+
+
+def workload_for(
+    model: str,
+    device: Device,
+    *,
+    batch: int | None = None,
+    input_len: int | None = None,
+    output_len: int | None = None,
+    engine: Literal["transformers", "vllm"] = "transformers",
+    weights: Literal["random", "hub", "local"] = "random",
+    threads: int | None = None,
+) -> Workload:
+    """The preset's traffic with what was asked for instead.
+
+    Raises:
+        UsageError: unknown preset (a folder or hub id needs --weights hub or local).
+    """
+    if model in presets() or weights == "random":
+        known = preset(model)
+        defaults: dict[str, Any] = {
+            "dtype": known.dtype,
+            "batch": known.batch,
+            "input_len": known.input_len,
+            "output_len": known.output_len,
+        }
+    else:
+        dtype = "bfloat16" if device == "cuda" else "float32"
+        defaults = {"dtype": dtype, "batch": 8, "input_len": 128, "output_len": 64}
+    asked = {"batch": batch, "input_len": input_len, "output_len": output_len}
+    chosen = {**defaults, **{name: size for name, size in asked.items() if size is not None}}
+    return Workload(
+        model=model, engine=engine, device=device, weights=weights, threads=threads, **chosen
+    )
