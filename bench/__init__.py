@@ -2,7 +2,11 @@
 comparison.
 """
 
-from patcher.bench.ab.records import Quality, Throughput
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from patcher.bench.errors import (
     BudgetError,
     MissingError,
@@ -27,9 +31,32 @@ from patcher.bench.ops.contract import AxisGuard, Contract, PatchPointSpec, Poin
 from patcher.bench.ops.header import comment_mark, header_form, header_hint
 from patcher.bench.ops.op import Op, SolutionInfo, library, load_op, load_ops
 from patcher.bench.records import MOST_BYTES, SCHEMA_VERSION, Record, content
-from patcher.bench.stats.compare import compare, pairs_needed, read_samples
 from patcher.bench.stats.comparison import Comparison, Sample, Window
-from patcher.bench.workload import Preset, Shape, Workload, preset, presets
+from patcher.bench.workload import Preset, Shape, Workload, pick_device, preset, presets
+
+if TYPE_CHECKING:
+    from patcher.bench.ab.records import Quality, Throughput
+    from patcher.bench.stats.compare import compare, pairs_needed, read_samples
+
+_OF_WHOLE_MODELS = {
+    "Quality": "patcher.bench.ab.records",
+    "Throughput": "patcher.bench.ab.records",
+    "compare": "patcher.bench.stats.compare",
+    "pairs_needed": "patcher.bench.stats.compare",
+    "read_samples": "patcher.bench.stats.compare",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What measures whole models is imported when it is named: judging a kernel needs none of it.
+
+    Raises:
+        AttributeError: there is no such name.
+    """
+    if name in _OF_WHOLE_MODELS:
+        return getattr(importlib.import_module(_OF_WHOLE_MODELS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "MOST_BYTES",
@@ -77,6 +104,7 @@ __all__ = [
     "load_op",
     "load_ops",
     "pairs_needed",
+    "pick_device",
     "preset",
     "presets",
     "read_samples",

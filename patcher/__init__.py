@@ -4,6 +4,7 @@
 
     p = patcher.profile("decode.nsys-rep")
     v = patcher.evaluate("fused_add_rms_norm", "kernel.cu")
+    patcher.bundle(v, "kernel.cu", "norm.zip")
     with patcher.patched(model, "norm.zip") as receipt:
         model.generate(**inputs)
     t = patcher.throughput("gpt-oss-tiny", patches=["norm.zip"])
@@ -15,6 +16,7 @@ Nothing is imported before it is used: a served engine imports `patcher.integrat
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from patcher.api.bundle import bundle
     from patcher.api.evaluate import EvaluationResult, evaluate
     from patcher.api.optimize import RunReport, optimize, read_run
     from patcher.api.patched import PatchReceipt, patched
@@ -37,6 +39,7 @@ _LAZY = {
     "ProfileResult": "patcher.api.profile",
     "RunReport": "patcher.api.optimize",
     "ThroughputResult": "patcher.api.throughput",
+    "bundle": "patcher.api.bundle",
     "evaluate": "patcher.api.evaluate",
     "optimize": "patcher.api.optimize",
     "patched": "patcher.api.patched",
@@ -61,7 +64,12 @@ def __getattr__(name: str) -> Any:
 
         found: Any = importlib.metadata.version("patcher")
     elif name in _LAZY:
-        found = getattr(importlib.import_module(_LAZY[name]), name)
+        try:
+            found = getattr(importlib.import_module(_LAZY[name]), name)
+        except ModuleNotFoundError as error:
+            from patcher.extras import missing_package
+
+            raise missing_package(error, name) from error
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found
@@ -85,6 +93,7 @@ __all__ = [
     "VerificationError",
     "WaitingError",
     "__version__",
+    "bundle",
     "evaluate",
     "optimize",
     "patched",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 import typer
 from rich.console import Console
 
-from patcher.bench import MissingError, PatcherError, UsageError
-from patcher.commands.console import app
+from patcher.bench import PatcherError, UsageError
+from patcher.commands.console import app, json_text
+from patcher.commands.streams import ReaderGoneError, StdoutError, check_arguments, prepare
 from patcher.runs.stopping import Interrupted, Stopping
 
 CLICK_ERROR: type[Exception] = next(
@@ -28,7 +28,10 @@ def main() -> None:
     as_json = "--json" in sys.argv[1:]
     with Stopping() as stopping:
         try:
+            prepare()
+            check_arguments(sys.argv[1:])
             code = app(standalone_mode=False)
+            sys.stdout.flush()
         except BaseException as error:
             if stopping.asked and not isinstance(error, Interrupted):
                 # what was interrupted may have made another error of it: an import does
@@ -42,24 +45,36 @@ def _ended_by(error: BaseException, as_json: bool) -> int:
     """The exit code of an error that was told; one that nobody expected goes on."""
     match error:
         case PatcherError():
-            _report(error, as_json)
-            return error.exit_code
+            return _told(error, as_json)
         case CLICK_ERROR():
             if type(error).__name__ == "NoArgsIsHelpError":
                 sys.stderr.write(f"{error}\n")
-            else:
-                _report(UsageError(_message(error), _help_hint(error)), as_json)
-            return 2
+                return UsageError.exit_code
+            return _told(UsageError(_message(error), _help_hint(error)), as_json)
         case KeyboardInterrupt() | typer.Abort():
-            return _ended_by(Interrupted("interrupted"), as_json)
-        case BrokenPipeError():
-            sys.stderr.close()
+            return _told(Interrupted("interrupted"), as_json)
+        case ReaderGoneError() | BrokenPipeError():
             return 0
+        case OSError():
+            return _told(_system_error(error), as_json)
+        case UnicodeError():
+            message = f"a name or a text is not {sys.getfilesystemencoding()}: {error}"
+            hint = "rename the file or folder, or set a locale of its encoding: LC_ALL=C.UTF-8"
+            return _told(UsageError(message, hint), as_json)
         case ImportError():
-            name = error.name or error
-            _report(MissingError(f"{name} is not installed", "pip install it"), as_json)
-            return 3
+            from patcher.extras import missing_package
+
+            command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+            return _told(missing_package(error, command), as_json)
     raise error
+
+
+def _system_error(error: OSError) -> PatcherError:
+    """An error of the system in one sentence."""
+    reason = error.strerror or str(error)
+    if error.filename is None:
+        return UsageError(f"the operating system refused: {reason}", "see `patcher doctor`")
+    return UsageError(f"{error.filename}: {reason}", "give a path that can be read and written")
 
 
 def _message(error: Any) -> str:
@@ -71,13 +86,22 @@ def _help_hint(error: BaseException) -> str:
     return f"see: {context.command_path} --help" if context else "see: patcher --help"
 
 
-def _report(error: PatcherError, as_json: bool) -> None:
-    if as_json:
-        sys.stdout.write(json.dumps({"error": error.as_dict()}, ensure_ascii=False) + "\n")
-        return
+def _told(error: PatcherError, as_json: bool) -> int:
+    """Say it, as a document on stdout or as two lines on stderr; its exit code."""
+    try:
+        if as_json and not isinstance(error, StdoutError):
+            sys.stdout.write(json_text({"error": error.as_dict()}))
+            sys.stdout.flush()
+            return error.exit_code
+    except ReaderGoneError:
+        return error.exit_code
+    except StdoutError as full:  # the document cannot be written
+        _told(full, as_json)
+        return error.exit_code
     console = Console(stderr=True)
     console.print(f"[bold red]{error.kind}:[/]", end=" ")
     console.print(error.message, markup=False, highlight=False)
     if error.hint:
         console.print("[bold]next:[/]", end=" ")
         console.print(error.hint, markup=False, highlight=False)
+    return error.exit_code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast
 
-from patcher.bench import UsageError, Workload, preset, presets
+from patcher.bench import UsageError, Workload, pick_device, preset, presets
 from patcher.bench.engines import ENGINES
 
 Device = Literal["cpu", "cuda"]
@@ -80,21 +80,3 @@ def workload_for(
     return Workload(
         model=model, engine=engine, device=device, weights=weights, threads=threads, **chosen
     )
-
-
-def pick_device(asked: str | None) -> Device:
-    """The device asked for, else CUDA where there is one.
-
-    Raises:
-        UsageError: neither `cpu` nor `cuda`.
-    """
-    match asked:
-        case "cpu":
-            return "cpu"
-        case "cuda":
-            return "cuda"
-        case str():
-            raise UsageError(f"unknown device {asked!r}", "say cpu or cuda")
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,6 +18,7 @@ import pytest
 import typer.main
 
 from patcher import cli
+from patcher.commands.index import load_all
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -52,6 +53,7 @@ def shown_commands(text: str) -> Iterator[list[str]]:
 
 @cache
 def commands() -> Any:
+    load_all()
     return typer.main.get_command(cli.app)
 
 

@@ -226,7 +226,7 @@ def test_each_question_for_a_kernel_asks_for_a_header(language: Language) -> Non
     for text in (
         prompts.generate(None),
         prompts.repair("source", verdict, None),
-        prompts.optimise("source", verdict, None, (), None),
+        prompts.optimize("source", verdict, None, (), None),
         prompts.combine([("source", verdict)], (), None),
     ):
         assert form in text

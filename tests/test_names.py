@@ -137,7 +137,7 @@ def test_ncu_meets_the_others_by_its_key() -> None:
         "{lambda()#6}::operator()() const::{lambda(c10::BFloat16)#1}, std::array<char*, 2ul> >()",
         "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_NNT",
     ]
-    ncu = {match_key(name) for name in read_ncu(DATA / "ncu/raw.csv")}
+    ncu = {match_key(name) for name in read_ncu(DATA / "ncu/raw.csv.gz")}
     assert len(ncu) == 4
     assert {match_key(name) for name in kineto} < ncu
 

@@ -48,7 +48,7 @@ def long(folder: Path, *metrics: tuple[str, str, str]) -> Path:
 
 
 def test_the_raw_page_is_the_same_in_its_own_and_in_base_units() -> None:
-    own, base = read_ncu(DATA / "raw.csv"), read_ncu(DATA / "raw-base.csv")
+    own, base = read_ncu(DATA / "raw.csv.gz"), read_ncu(DATA / "raw-base.csv.gz")
     assert list(own) == list(base)
     assert [counters.launches for counters in own.values()] == [2, 3, 2, 2]
     for name, counters in own.items():
@@ -57,7 +57,7 @@ def test_the_raw_page_is_the_same_in_its_own_and_in_base_units() -> None:
 
 
 def test_the_gemm_moved_and_computed_what_its_shape_says() -> None:
-    gemm = read_ncu(DATA / "raw-base.csv")[NVJET]
+    gemm = read_ncu(DATA / "raw-base.csv.gz")[NVJET]
     assert gemm.flops == 2 * 4096 * 2880 * 5120
     assert gemm.duration_ns == (161_664 + 161_568) / 2
     assert gemm.dram_bytes == pytest.approx(177.6e6, rel=1e-3)
@@ -67,7 +67,7 @@ def test_the_gemm_moved_and_computed_what_its_shape_says() -> None:
 
 def test_the_details_page_agrees_but_knows_no_operations() -> None:
     """Its labels: "Memory Throughput" is there in percent and in bytes per second."""
-    raw, details = read_ncu(DATA / "raw-base.csv"), read_ncu(DATA / "details.csv.gz")
+    raw, details = read_ncu(DATA / "raw-base.csv.gz"), read_ncu(DATA / "details.csv.gz")
     for name, counters in details.items():
         assert counters.flops is None
         assert counters.duration_ns == pytest.approx(raw[name].duration_ns, rel=0.02)
@@ -76,7 +76,7 @@ def test_the_details_page_agrees_but_knows_no_operations() -> None:
 
 
 def test_base_units_with_separators_and_rows_of_rules() -> None:
-    [counters] = read_ncu(DATA / "copy_blocked_details.csv").values()
+    [counters] = read_ncu(DATA / "copy_blocked_details.csv.gz").values()
     assert counters.duration_ns == 21_058_944
     assert counters.dram_bytes == pytest.approx(196_456_177_859.63 * 0.021058944)
     assert counters.dram_throughput_pct == 61.84
@@ -104,10 +104,13 @@ def test_a_summary_per_kernel_gives_averages(tmp_path: Path) -> None:
 
 
 def test_chatter_before_and_a_gzip_around(tmp_path: Path) -> None:
-    text = "==PROF== Profiling 12: 0%....100%\nstep, loss\n" + (DATA / "raw.csv").read_text()
+    text = (
+        "==PROF== Profiling 12: 0%....100%\nstep, loss\n"
+        + gzip.decompress((DATA / "raw.csv.gz").read_bytes()).decode()
+    )
     path = tmp_path / "counters.csv.gz"
     path.write_bytes(gzip.compress(text.encode()))
-    assert read_ncu(path) == read_ncu(DATA / "raw.csv")
+    assert read_ncu(path) == read_ncu(DATA / "raw.csv.gz")
 
 
 def test_output_of_the_program_around_rows_is_passed_over(tmp_path: Path) -> None:
@@ -233,7 +236,7 @@ def test_separators(
 
 
 def test_counters_find_their_kernels_and_say_which_do_not() -> None:
-    counters = read_ncu(DATA / "raw.csv")
+    counters = read_ncu(DATA / "raw.csv.gz")
     norm = (
         "void at::native::<unnamed>::vectorized_layer_norm_kernel<c10::BFloat16, float, (bool)1>"
         "(int, T2, const T1 *)"
@@ -263,7 +266,7 @@ def test_launches_of_one_kernel_in_two_spellings_are_merged() -> None:
 
 
 def test_every_name_of_the_page_keeps_its_own_key() -> None:
-    names = list(read_ncu(DATA / "raw.csv"))
+    names = list(read_ncu(DATA / "raw.csv.gz"))
     assert len({match_key(name) for name in names}) == len(names)
 
 
@@ -309,7 +312,7 @@ def test_bad_pages_are_one_sentence_and_a_fix(case: str, tmp_path: Path) -> None
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 11_000), st.binary(min_size=1, max_size=8))
 def test_a_damaged_page_never_escapes_as_another_error(at: int, junk: bytes) -> None:
-    content = (DATA / "copy_blocked_details.csv").read_bytes()
+    content = gzip.decompress((DATA / "copy_blocked_details.csv.gz").read_bytes())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "counters.csv"
         path.write_bytes(content[:at] + junk + content[at + len(junk) :])
@@ -326,13 +329,13 @@ TOOL = """#!/bin/bash
 [ "$LC_ALL" = C ] || exit 3
 [ "$*" = "--import $2 --page raw --csv --print-units base" ] || exit 4
 grep -q broken "$2" && echo "==ERROR== cannot read" >&2 && exit 1
-cat "{page}"
+gzip -dc "{page}"
 """
 
 
 def tool(path: Path, version: str = "2025.3.1.0") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(TOOL.format(version=version, page=DATA / "raw-base.csv"))
+    path.write_text(TOOL.format(version=version, page=DATA / "raw-base.csv.gz"))
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
 
@@ -350,7 +353,7 @@ def test_a_report_goes_through_the_newest_ncu(
     assert find_ncu() == tmp_path / "compute/2025.10.0/ncu"
     assert ncu_finding() == ("ok", "2025.10.0", "")
     report = write(tmp_path, "report", "run.ncu-rep")
-    assert read_ncu(report) == read_ncu(DATA / "raw-base.csv")
+    assert read_ncu(report) == read_ncu(DATA / "raw-base.csv.gz")
     renamed = tmp_path / "run.bin"
     renamed.write_bytes(b"NVR\0more")
     assert read_ncu(renamed) == read_ncu(report)
@@ -374,8 +377,8 @@ def test_without_ncu_a_report_names_the_command(
 
 
 def test_the_pages_are_as_ncu_wrote_them_but_for_columns_left_out() -> None:
-    for name in ("raw.csv", "raw-base.csv"):
-        with (DATA / name).open(newline="") as file:
+    for name in ("raw.csv.gz", "raw-base.csv.gz"):
+        with gzip.open(DATA / name, "rt", newline="") as file:
             header, units, *launches = csv.reader(file)
         assert len(header) == len(units) > 90
         assert len(launches) == 9

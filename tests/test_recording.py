@@ -129,7 +129,7 @@ def test_an_archive_of_recordings_replays(recorded: Path, tmp_path: Path) -> Non
     assert not any(one["differences"] for one in told)
 
 
-def test_an_archive_that_is_none_is_said(recorded: Path, tmp_path: Path) -> None:
+def test_an_archive_that_is_none_is_said(tmp_path: Path) -> None:
     whole = pack(tmp_path / "whole.tar.xz", (tarfile.TarInfo(f"a/{ABOUT}"), b"x" * 100_000))
     cut, flipped, text = (tmp_path / f"{name}.tar.xz" for name in ("cut", "flipped", "text"))
     content = whole.read_bytes()

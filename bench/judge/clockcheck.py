@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from patcher.bench.judge.tools import library_of
-from patcher.bench.stats.compare import half_width
+from patcher.bench.stats.intervals import half_width
 
 HIDDEN = 0.15
 """Share of the baseline's time that the two clocks may differ by."""

@@ -16,6 +16,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from patcher import cli
+from patcher.commands.index import load_all
 
 PAGE = "reference/cli.md"
 _MARKUP = re.compile(r"\[/?(?:bold|dim|italic|green|red|yellow|cyan|blue)\]")
@@ -30,6 +31,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def page() -> str:
     """The reference as Markdown."""
+    load_all()
     root = typer.main.get_command(cli.app)
     context = root.make_context("patcher", [], resilient_parsing=True)
     lines = [

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patcher.bench import MissingError, UsageError
+from patcher.extras import missing_package
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -73,8 +74,8 @@ def data_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Dat
     """
     try:
         import pandas
-    except ModuleNotFoundError:
-        raise MissingError("pandas is not installed", "pip install 'patcher[profile]'") from None
+    except ModuleNotFoundError as error:
+        raise missing_package(error) from None
     return pandas.DataFrame(list(rows), columns=list(columns))
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
+from patcher.api.judge_request import JudgeRequest
 from patcher.bench import Evaluation, Language, Timing, UsageError, WaitingError
-from patcher.judges.request import JudgeRequest
+from patcher.extras import names_its_extra
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -74,6 +75,7 @@ class EvaluationResult(Evaluation):
         return html_table(caption, head, points)
 
 
+@names_its_extra
 def evaluate(
     op: str,
     source: str | Path,

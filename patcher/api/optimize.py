@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
 from patcher.api.evaluate import language_of
 from patcher.bench import WaitingError, load_op
+from patcher.extras import names_its_extra
 from patcher.report import Report
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class RunReport(Report):
         return html_table(caption, ("iteration", "phase", "outcome", "speedup", "detail"), rows)
 
 
+@names_its_extra
 def optimize(
     op: str,
     *,
@@ -199,6 +201,7 @@ def optimize(
         return _report(run)
 
 
+@names_its_extra
 def read_run(run: str | Path = "latest", *, runs_dir: str | Path | None = None) -> RunReport:
     """What a run has found so far; it may still be going on.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
 from patcher.bench import UsageError, Workload
+from patcher.extras import names_its_extra
 from patcher.hotspot import Hotspot, KernelStat, Profile, capture, read
 from patcher.hotspot.read import UNNAMED
 
@@ -89,6 +90,7 @@ class ProfileResult(Profile):
         return html_table(f"{self.model}: {self.source}{more}", head, rows)
 
 
+@names_its_extra
 def profile(
     source: str | Path | None = None,
     model: str | None = None,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
@@ -89,10 +89,6 @@ FromSolution = Annotated[
 ]
 
 
-UNNAMED = "model"
-"""The name of a model in a profile of which only a file is known."""
-
-
 def _in_a_folder(out: Path | None) -> Path | None:
     """Before the work, which may take hours, not after it."""
     if out is not None and not out.absolute().parent.is_dir():
@@ -122,6 +118,16 @@ def write_out(out: Path | None, record: BaseModel) -> None:
         ) from error
 
 
+def json_text(content: Any, indent: int | None = None) -> str:
+    """A JSON document for stdout: its characters as they are where the encoding has them."""
+    text = json.dumps(content, indent=indent, ensure_ascii=False) + "\n"
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(content, indent=indent) + "\n"
+    return text
+
+
 class Output:
     """Prose and progress on stderr, the result on stdout: a JSON document or tables."""
 
@@ -134,7 +140,7 @@ class Output:
         """The record as JSON, or what is shown for people."""
         if self.as_json:
             content = record.model_dump(mode="json") if isinstance(record, BaseModel) else record
-            sys.stdout.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            sys.stdout.write(json_text(content, indent=1))
             return
         for item in shown:
             self.out.print(item)
@@ -166,24 +172,6 @@ def _version(on: bool) -> None:
     if on:
         typer.echo(importlib.metadata.version("patcher"))
         raise typer.Exit
-
-
-def pick_device(asked: str | None) -> Literal["cpu", "cuda"]:
-    """The device asked for, else CUDA where there is one.
-
-    Raises:
-        UsageError: neither `cpu` nor `cuda`.
-    """
-    match asked:
-        case "cpu":
-            return "cpu"
-        case "cuda":
-            return "cuda"
-        case str():
-            raise UsageError(f"unknown device {asked!r}", "say cpu or cuda")
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def examples(*lines: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from patcher.bench import Candidate, Language, Outcome, UsageError, load_op
+from patcher.bench import Language, Outcome, UsageError
 from patcher.commands.console import (
     Device,
     Json,
@@ -18,10 +18,7 @@ from patcher.commands.console import (
     app,
     asked_again,
     examples,
-    pick_device,
 )
-
-REQUEST_ID = "evaluate"
 
 
 @app.command()
@@ -73,57 +70,45 @@ def evaluate(
     judge is elsewhere and has not answered yet: the same command takes the verdict up. A hip, sycl
     or metal kernel is compiled, and neither run nor timed: its outcome is `compiled` at best.
     """
-    from patcher.bench.judge import JudgeSettings
-    from patcher.bench.judge.counters import counted, require_ncu
-    from patcher.judges import LOCAL, open_judges
-    from patcher.judges.reward import judge_for_reward
-    from patcher.settings import resolve
+    from patcher.api.judge_request import REQUEST_ID, JudgeRequest
     from patcher.show.evaluation import counters_table, print_evaluation
 
-    given = resolve({"judge": judge})
-    candidate = Candidate.from_file(load_op(op).name, source, language)
-    here = given.judge == LOCAL
-    if counters:
-        never = candidate.language is Language.CPP or candidate.language.compile_only
-        if never or (here and pick_device(device) == "cpu"):
-            raise UsageError("--counters is for CUDA kernels on a CUDA device", "drop it")
-        if here:
-            require_ncu()
     if for_reward and (baseline or counters):
         raise UsageError("--reward has baselines of its own", "drop --baseline and --counters")
-    settings = JudgeSettings(
-        device=device,
-        sweep=sweep,
+    request = JudgeRequest.of(
+        op,
+        source,
+        language,
+        judge=judge,
         baseline=baseline,
+        sweep=sweep,
+        device=device,
         pairs=pairs,
         timeout_s=timeout,
         threads=threads,
         tripwires=tripwires,
-        policy=given.tripwires.for_op(candidate.op),
         sanitize=sanitize,
+        counters=counters,
     )
     output = Output(as_json)
     if for_reward:
+        from patcher.judges.reward import judge_for_reward
+
         with asked_again(), output.progress() as bar:
-            result = judge_for_reward(given.judge, candidate, settings, REQUEST_ID, bar)
+            result = judge_for_reward(
+                request.judge, request.candidate, request.settings, REQUEST_ID, bar
+            )
         if not as_json:
             for each in result.evaluations.values():
                 print_evaluation(output.out, each)
         output.emit(result, Text(f"reward {result.reward.value}: {result.reward.why}"))
         return 0 if result.reward.value > 1 else 1
-    asked = counters and not here
-    with (
-        asked_again(),
-        output.progress() as bar,
-        open_judges(given.judge, settings, REQUEST_ID, bar, counters=asked) as judges,
-    ):
-        [evaluation] = judges.evaluate([candidate])
-    if not as_json:
-        print_evaluation(output.out, evaluation)
-    if counters and here:
-        evaluation = counted(candidate, evaluation, sweep)
+    with asked_again(), output.progress() as bar:
+        evaluation = request.evaluate(bar)
     if as_json:
         output.emit(evaluation)
-    elif evaluation.counters:
-        output.out.print(counters_table(evaluation.counters))
+    else:
+        print_evaluation(output.out, evaluation)
+        if evaluation.counters:
+            output.out.print(counters_table(evaluation.counters))
     return 0 if evaluation.outcome is Outcome.CORRECT else 1

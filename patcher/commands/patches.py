@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 from patcher.bench import SCHEMA_VERSION, UsageError, VerificationError
-from patcher.commands.console import UNNAMED, Json, Output, app, examples
+from patcher.commands.console import Json, Output, app, examples
 from patcher.integrate import (
     Patch,
     Receipt,
     Switches,
     Verified,
     home_store,
+    open_bundle,
     read_receipts,
     unpacked,
     verify,
 )
+
+if TYPE_CHECKING:
+    from patcher.reconciling.proof import Proof
 
 HOW_TO_RUN = {
     "transformers": 'call integrate.activate("transformers", model) once the model is built',
@@ -124,7 +127,7 @@ def verify_command(
     """
     from patcher.show.patches import verified_lines
 
-    with _bundle(patch) as bundle:
+    with open_bundle(patch) as bundle:
         found = verify(bundle)
     failure = found.failure
     Output(as_json).emit(_document(found), *verified_lines(found))
@@ -158,8 +161,6 @@ def receipts(
 
     Exit code 5: a patch was kept out, never ran, or a profile does not show what is claimed.
     """
-    from patcher.hotspot import read
-    from patcher.reconciling.proof import Proof, prove
     from patcher.show.patches import proof_lines, receipts_table, shapes_table
 
     if before is not None and profile is None:
@@ -167,11 +168,15 @@ def receipts(
     found = _receipts(folder)
     proofs: list[Proof] = []
     if profile is not None:
+        from patcher.hotspot import read
+        from patcher.hotspot.read import UNNAMED
+        from patcher.reconciling.proof import prove
+
         seen = read(profile, model or UNNAMED)
         stock = read(before, model or UNNAMED) if before else None
         names = dict.fromkeys(patch or one.patch_id for one in found)
         with ExitStack() as stack:
-            bundles = [stack.enter_context(_bundle(name)) for name in names]
+            bundles = [stack.enter_context(open_bundle(name)) for name in names]
             proofs += [
                 prove(found, seen, one, before=stock, whole=whole, together=bundles)
                 for one in bundles
@@ -188,22 +193,6 @@ def receipts(
         shown += proof_lines(proof)
     Output(as_json).emit(document, *shown, *(Text(line, style="red") for line in problems))
     return 5 if problems or not all(proof.passed for proof in proofs) else 0
-
-
-@contextmanager
-def _bundle(which: str) -> Iterator[Patch]:
-    """A bundle on disk, or the applied one of that id."""
-    store = home_store()
-    entry = next((known for known in store.applied() if known.id == which), None)
-    if entry is not None:
-        yield store.load(entry)
-        return
-    if not Path(which).exists():
-        raise UsageError(
-            f"{which} is no bundle and no applied patch", "see `patcher patches`, or give a path"
-        )
-    with unpacked(Path(which)) as folder:
-        yield Patch.load(folder)
 
 
 def _document(found: Verified) -> dict[str, object]:

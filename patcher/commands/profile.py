@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
-from patcher.bench import UsageError, Workload
-from patcher.commands.console import UNNAMED, Device, Engine, Json, Output, app, examples
+from patcher.bench import UsageError
+from patcher.commands.console import Device, Engine, Json, Output, app, examples
 from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_of
 
 if TYPE_CHECKING:  # every other command starts without the readers
-    from patcher.hotspot import Profile, ProfileWarning
+    from patcher.hotspot import ProfileWarning
 
 
 @app.command()
@@ -96,6 +94,7 @@ def profile(
     of small kernels that repeats in every layer; its time is in its members' rows, too.
     """
     from patcher.hotspot import compare, read
+    from patcher.hotspot.read import UNNAMED
     from patcher.show.profile import compare_table, profile_tables
 
     output = Output(as_json)
@@ -131,7 +130,12 @@ def profile(
         if minus or ncu or window:
             raise UsageError("--minus, --ncu and --window go with --from", "name a profile")
         workload = workload_of(model, device, engine, batch, input_len, output_len, weights)
-        found = _captured(output, workload, keep, patches or [])
+        from patcher.api.profile import capture_here
+
+        with output.progress() as bar:
+            found, told = capture_here(workload, keep, patches or [], bar)
+        for line in told:
+            output.err.print(Text(line))
     _warn(output, found.warnings)
     if plot_file is not None:
         from patcher.report import plot
@@ -145,30 +149,6 @@ def profile(
     if plot_file is not None and not as_json:
         output.err.print(f"drawn: {plot_file}", highlight=False)
     return 0
-
-
-def _captured(
-    output: Output, workload: Workload, keep: Path | None, bundles: list[Path]
-) -> Profile:
-    from patcher.hotspot import capture
-
-    with ExitStack() as stack:
-        bar = stack.enter_context(output.progress())
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder = keep or scratch / "capture"
-        folder.mkdir(parents=True, exist_ok=True)
-        if not bundles:
-            return capture(workload, folder, lambda stage: bar(stage, 0, 1))
-        from patcher.ab.patched_capture import capture_patched
-        from patcher.integrate import Patch, unpacked
-
-        patches = [Patch.load(stack.enter_context(unpacked(bundle))) for bundle in bundles]
-        found, told = capture_patched(
-            workload, patches, folder, scratch / "store", lambda stage: bar(stage, 0, 1)
-        )
-    for line in told:
-        output.err.print(Text(line))
-    return found
 
 
 def _warn(output: Output, warnings: Iterable[ProfileWarning]) -> None:

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from patcher.bench import UsageError
+from patcher.bench import UsageError, pick_device
 from patcher.commands.console import (
     Device,
     Json,
@@ -17,7 +17,6 @@ from patcher.commands.console import (
     Output,
     app,
     examples,
-    pick_device,
     write_out,
 )
 

@@ -1,82 +1,15 @@
-"""From what a person asks of a served model to a workload: the options, and what they mean."""
+"""The options that make a workload."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import typer
 
-from patcher.bench import UsageError, Workload, preset, presets
-from patcher.bench.engines import ENGINES
-from patcher.commands.console import pick_device
+from patcher.workloads import workload_for as workload_for
+from patcher.workloads import workload_of as workload_of
 
 Batch = Annotated[int | None, typer.Option(help="Sequences decoded together.", min=1)]
 Prompt = Annotated[int | None, typer.Option("--input-len", help="Prompt tokens.", min=1)]
 Steps = Annotated[int | None, typer.Option("--output-len", help="Decode steps.", min=1)]
 Weights = Annotated[str, typer.Option(help="random (seeded, spread-out routing), hub or local.")]
-
-
-def workload_of(
-    model: str,
-    device: str | None,
-    engine: str,
-    batch: int | None,
-    input_len: int | None,
-    output_len: int | None,
-    weights: str,
-    threads: int | None = None,
-) -> Workload:
-    if engine not in ENGINES:
-        raise UsageError(f"engine {engine!r} is not driven yet", f"engines: {', '.join(ENGINES)}")
-    if weights == "dummy":
-        raise UsageError(
-            "an engine's dummy weights are near zero: all tokens pick the same experts, decode "
-            "reads a fraction of the model, and the faster backend can even change",
-            "use --weights random, whose routing is spread out",
-        )
-    if weights not in ("random", "hub", "local"):
-        raise UsageError(f"unknown weights {weights!r}", "say random, hub or local")
-    return workload_for(
-        model,
-        pick_device(device),
-        engine=engine,  # type: ignore[arg-type]
-        batch=batch,
-        input_len=input_len,
-        output_len=output_len,
-        weights=weights,  # type: ignore[arg-type]
-        threads=threads,
-    )
-
-
-def workload_for(
-    model: str,
-    device: Literal["cpu", "cuda"],
-    *,
-    batch: int | None = None,
-    input_len: int | None = None,
-    output_len: int | None = None,
-    engine: Literal["transformers", "vllm"] = "transformers",
-    weights: Literal["random", "hub", "local"] = "random",
-    threads: int | None = None,
-) -> Workload:
-    """The preset's traffic with what was asked for instead.
-
-    Raises:
-        UsageError: unknown preset (a folder or hub id needs --weights hub or local).
-    """
-    if model in presets() or weights == "random":
-        known = preset(model)
-        defaults: dict[str, Any] = {
-            "dtype": known.dtype,
-            "batch": known.batch,
-            "input_len": known.input_len,
-            "output_len": known.output_len,
-        }
-    else:
-        dtype = "bfloat16" if device == "cuda" else "float32"
-        defaults = {"dtype": dtype, "batch": 8, "input_len": 128, "output_len": 64}
-    asked = {"batch": batch, "input_len": input_len, "output_len": output_len}
-    chosen = {**defaults, **{name: size for name, size in asked.items() if size is not None}}
-    return Workload(
-        model=model, engine=engine, device=device, weights=weights, threads=threads, **chosen
-    )

@@ -44,6 +44,9 @@ def render_html(report: Report) -> str:
     return _template().render(
         report=report,
         head=views.headline(report),
+        title=views.title(report),
+        subject=views.subject(report),
+        totals=views.receipt_totals(report),
         stages=views.stages(report),
         hotspots=hotspots[:MOST_ROWS],
         hotspots_left=len(hotspots) - len(hotspots[:MOST_ROWS]),

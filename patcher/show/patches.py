@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
 
 from patcher.integrate import FitCheck, Receipt, Verified
-from patcher.reconciling.proof import Proof
 from patcher.show.listing import ListedPatch
+
+if TYPE_CHECKING:  # it reads profiles, and applying a patch does not
+    from patcher.reconciling.proof import Proof
 
 
 def patches_table(listed: Sequence[ListedPatch]) -> Table:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from patcher.bench import Candidate, Evaluation, Language, UsageError, load_op
+from patcher.bench import Candidate, Evaluation, Language, UsageError, load_op, pick_device
 from patcher.bench.judge import JudgeSettings, Progress
 from patcher.judges import LOCAL, open_judges
 from patcher.settings import resolve
-from patcher.workloads import pick_device
 
 REQUEST_ID = "evaluate"
 """By which a remote judge knows that a job is the same as before."""
