@@ -64,7 +64,7 @@ def runner_policy(
         processes: limit on the number of processes.
         file_bytes: limit on the size of a file in bytes.
         cpu_s: limit on CPU time in seconds.
-        nested: allow the process to trace its children, as NVIDIA's tools do.
+        nested: whether a child of the process uses CUDA, as under a profiler.
     """
     cuda = device == "cuda"
     visible, listed = _visible([*map(str, also), "/sys" if cuda else "", *_CPU_FACTS])
