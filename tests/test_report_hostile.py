@@ -39,7 +39,12 @@ def hostile_report(text: str) -> Report:
     assert base.environment is not None
     attempts = tuple(attempt.model_copy(update={"detail": text}) for attempt in base.attempts)
     judged = evaluation().model_copy(
-        update={"log": text, "baseline": text, "baselines": {text: BaselineTime(missing=text)}, "op": text}
+        update={
+            "log": text,
+            "baseline": text,
+            "baselines": {text: BaselineTime(missing=text)},
+            "op": text,
+        }
     )
     return sample(
         title=text,
