@@ -1,8 +1,8 @@
-"""The program that is profiled: `python -P -m patcher.hotspot.target WORKLOAD_JSON OUT STEPS MODE`.
+"""The profiled program: `python -P -m patcher.hotspot.target WORKLOAD_JSON OUT STEPS MODE`.
 
-Loads the model, warms up, then decodes steadily inside the capture range and the NVTX range
-`decode`, one range `step` a step and `module::CLASS` ranges around the parts of a layer. `MODE` is
-`nsys` (the profiler is outside) or `torch`. An expected error is one line on stderr.
+It loads the model, warms up and decodes inside the capture range and the NVTX range `decode`. Each
+step has a range `step`, and the parts of a layer have ranges `module::CLASS`. `MODE` is `nsys`
+(profiled from outside) or `torch`. An expected error is printed as one line on stderr.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ WARM_UP_STEPS = 4
 
 
 def main() -> int:
+    """Run the program with the arguments of the command line; return its exit code."""
     workload = Workload.model_validate_json(sys.argv[1])
     out, steps, mode = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     try:
@@ -50,14 +51,14 @@ def main() -> int:
 def _modules_of(
     engine: Decoder, push: Callable[[str], Any], pop: Callable[[], Any]
 ) -> AbstractContextManager[None]:
-    """Ranges where modules run as such; a compiled engine's never do."""
+    """Ranges around modules, for engines that call modules; a compiled engine does not."""
     model = getattr(engine, "model", None)
     return nullcontext() if model is None else module_ranges(model, push, pop)
 
 
 @contextmanager
 def capture_range() -> Iterator[None]:
-    """What nsys records with `-c cudaProfilerApi`."""
+    """The range that nsys records with `-c cudaProfilerApi`."""
     cuda: Any = torch.cuda
     runtime = cuda.cudart()
     torch.cuda.synchronize()
@@ -75,9 +76,9 @@ def capture_range() -> Iterator[None]:
 def module_ranges(
     model: torch.nn.Module, push: Callable[[str], Any], pop: Callable[[], Any]
 ) -> Iterator[None]:
-    """`module::CLASS` ranges around decoder layers, their parts, and norms.
+    """Put `module::CLASS` ranges around decoder layers, their parts, and norms.
 
-    An eager norm is a handful of anonymous elementwise kernels; only its range says what they are.
+    An eager norm is a handful of generic elementwise kernels, which only its range identifies.
     """
     chosen: dict[int, torch.nn.Module] = {}
     for module in model.modules():
@@ -88,8 +89,8 @@ def module_ranges(
     handles: list[Any] = []
     for module in chosen.values():
         name = MODULE + type(module).__name__
-        handles.append(module.register_forward_pre_hook(_enters(push, name)))
-        handles.append(module.register_forward_hook(_leaves(pop)))
+        handles.append(module.register_forward_pre_hook(_pre_hook(push, name)))
+        handles.append(module.register_forward_hook(_post_hook(pop)))
     try:
         yield
     finally:
@@ -97,8 +98,8 @@ def module_ranges(
             handle.remove()
 
 
-def _enters(push: Callable[[str], Any], name: str) -> Callable[[Any, Any], None]:
-    """A hook that gives nothing back: what it gave would replace the arguments."""
+def _pre_hook(push: Callable[[str], Any], name: str) -> Callable[[Any, Any], None]:
+    """A hook that opens a range. It returns None, since a result would replace the arguments."""
 
     def enter(_module: Any, _arguments: Any) -> None:
         push(name)
@@ -106,7 +107,9 @@ def _enters(push: Callable[[str], Any], name: str) -> Callable[[Any, Any], None]
     return enter
 
 
-def _leaves(pop: Callable[[], Any]) -> Callable[[Any, Any, Any], None]:
+def _post_hook(pop: Callable[[], Any]) -> Callable[[Any, Any, Any], None]:
+    """A hook that closes a range."""
+
     def leave(_module: Any, _arguments: Any, _output: Any) -> None:
         pop()
 
@@ -114,10 +117,10 @@ def _leaves(pop: Callable[[], Any]) -> Callable[[Any, Any, Any], None]:
 
 
 def with_torch_profiler(engine: Decoder, decoding: Decoding, steps: int, out: Path) -> None:
-    """On a GPU a Kineto trace; on a CPU `rows` of operators by their own time, and `steps`.
+    """Profile with torch.profiler and write the result to `out`.
 
-    On a CPU each norm module is a row with all that it calls, and its operators leave the other
-    rows.
+    On a GPU it is a Kineto trace. On a CPU it is JSON with `steps` and `rows` of operators by self
+    time; each norm module is one row that includes all operators it calls.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -127,14 +130,14 @@ def with_torch_profiler(engine: Decoder, decoding: Decoding, steps: int, out: Pa
             engine.synchronize()
         recorded.export_chrome_trace(str(out))
         return
-    held: list[Any] = []
+    ranges: list[Any] = []
 
     def push(name: str) -> None:
-        held.append(torch.profiler.record_function(name))
-        held[-1].__enter__()
+        ranges.append(torch.profiler.record_function(name))
+        ranges[-1].__enter__()
 
     def pop() -> None:
-        held.pop().__exit__(None, None, None)
+        ranges.pop().__exit__(None, None, None)
 
     with _modules_of(engine, push, pop), profile(activities=[ProfilerActivity.CPU]) as cpu:
         engine.decode(decoding, steps)
@@ -143,6 +146,7 @@ def with_torch_profiler(engine: Decoder, decoding: Decoding, steps: int, out: Pa
 
 
 def cpu_rows(events: Iterable[Any]) -> list[dict[str, Any]]:
+    """Sum the self time (ns) of CPU operators by row; a norm module is one row."""
     times: dict[str, list[int]] = {}
     for event in events:
         if event.name.startswith(MODULE):

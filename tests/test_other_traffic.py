@@ -24,6 +24,7 @@ from patcher.ab.other_windows import (
 )
 from patcher.ab.session import PATCHED, PatchSession
 from patcher.bench import Shape
+from patcher.bench.ab.engine_config import ConfigTrial
 from patcher.bench.ab.phases import silent
 from patcher.bench.ab.processes import ABPlan
 from patcher.bench.ab.windows import Taken
@@ -174,3 +175,13 @@ def test_memory_is_told_of_a_gpu_alone() -> None:
     assert found is not None
     assert "peak memory grows by 3.00 %" in found.failures[0]
     assert OtherWindows(()).found(None) is None
+
+
+def test_files_keep_the_name_that_the_field_had() -> None:
+    written = JOB.model_dump(mode="json")
+    assert [one["batch"] for one in written["elsewhere"]] == [1, 16, 2]
+    assert "other_workloads" not in written
+    assert ABJob.model_validate(written) == JOB
+    tried = ConfigTrial.model_validate({"arguments": {}, "tokens_per_s": 1.0, "elsewhere": []})
+    assert tried.other_workloads == ()
+    assert "elsewhere" in tried.model_dump_json()

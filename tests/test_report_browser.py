@@ -22,7 +22,10 @@ playwright = pytest.importorskip(
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here: apt install chromium")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not CHROMIUM, reason="no Chromium here: apt install chromium"),
+]
 
 Scheme = Literal["light", "dark"]
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}

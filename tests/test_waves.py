@@ -78,8 +78,8 @@ class Session(BlockSession[Named]):
         with self:
             for block in self.blocks_left():
                 if block.number == 0:
-                    assert self.baseline is not None
-                    seen.append(("begin", self.baseline.name))
+                    assert self.pool.baseline is not None
+                    seen.append(("begin", self.pool.baseline.name))
                 for processes in block.loaded():
                     block.take(processes)
                     for name, process in processes.items():
@@ -177,8 +177,8 @@ def test_as_many_at_once_as_fit(total: int) -> None:
     machine = Machine(total=total)
     own = session(machine)
     assert own.run()
-    assert own.room is not None
-    assert own.room.processes == machine.most == total // 10
+    assert own.pool.room is not None
+    assert own.pool.room.processes == machine.most == total // 10
     for name in GAINS:
         found = told(name, own)
         assert found.comparison.process_pairs == 3

@@ -1,14 +1,13 @@
-"""The processes of an A/B in blocks: who is started when, how many fit, and that none is left."""
+"""An A/B in blocks as it is taken: which blocks are missing, who is in them, what they give."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Generic, NamedTuple, Self
+from typing import Generic, Self
 
 from patcher.bench.ab.blocks import (
     BASELINE,
@@ -19,31 +18,16 @@ from patcher.bench.ab.blocks import (
     take_round,
 )
 from patcher.bench.ab.phases import ABPhase, ABProgress, silent
-from patcher.bench.ab.processes import (
-    SHARE_ALONE,
-    SHARE_BESIDE,
-    WARM_UP_STEPS,
-    ABPlan,
-    Launcher,
-    Process,
-    open_all,
-)
+from patcher.bench.ab.process_pool import ProcessPool
+from patcher.bench.ab.processes import ABPlan, Launcher, Process
 from patcher.bench.ab.throughput import check_window, so_far
 from patcher.bench.ab.windows import prompt_seed
-from patcher.bench.errors import MissingError, PatcherError, UsageError
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.stats.comparison import Arm, Window
 from patcher.bench.workload import Workload
 
 MIN_ROOM = 3
 """Processes; where fewer fit side by side, no variants can share a baseline."""
-
-
-class Room(NamedTuple):
-    """How many processes fit side by side, and why not more."""
-
-    processes: int
-    why: str = ""
 
 
 @dataclass
@@ -72,13 +56,13 @@ class BlockSession(Generic[Process]):
     """Those that were taken before, also."""
     seed: int = 0
     progress: ABProgress = silent
-    room: Room | None = None
-    """None: not yet known."""
-    baseline: Process | None = None
-    """One that is warm already and goes on as the next block's: it showed the room, or was the
-    control's."""
     under_way: OpenBlock[Process] | None = None
-    _open: dict[str, Process] = field(default_factory=dict)
+    pool: ProcessPool[Process] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pool = ProcessPool(
+            self.launcher, self.workload, self.seed, self.plan.stagger_s, self.tell_block
+        )
 
     def __enter__(self) -> Self:
         """Raises:
@@ -93,7 +77,7 @@ class BlockSession(Generic[Process]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.end_processes()
+        self.pool.end()
 
     def blocks_left(self) -> Iterator[OpenBlock[Process]]:
         """Each block that is missing, to be taken and closed before the next one; none where fewer
@@ -103,17 +87,16 @@ class BlockSession(Generic[Process]):
             PatcherError: a process does not load.
         """
         while chosen := self._lacking():
-            if self.room is None:
-                self.room = self._find_room()
+            room = self.pool.find_room(self.plan.together)
             control = not self.taken
             if self.plan.shared:
-                if self.room.processes < MIN_ROOM:
-                    self.end_processes()
+                if room.processes < MIN_ROOM:
+                    self.pool.end()
                     return
-                chosen = chosen[: self.room.processes - 1 - control]
+                chosen = chosen[: room.processes - 1 - control]
             elif control:
                 chosen = []
-            fresh = self.baseline is None
+            fresh = self.pool.baseline is None
             swapped = {name: fresh and self._turn(name) for name in chosen}
             self.under_way = OpenBlock(self, swapped, control)
             yield self.under_way
@@ -123,11 +106,6 @@ class BlockSession(Generic[Process]):
         """Whether nothing is missing."""
         return not self._lacking()
 
-    @property
-    def together(self) -> bool:
-        """Whether the processes of a block are loaded at once."""
-        return self.room is not None and self.room.processes > 1
-
     def residency(self, name: str) -> str:
         """How the processes of that variant's blocks shared the device, in words."""
         if self.plan.shared:
@@ -136,34 +114,9 @@ class BlockSession(Generic[Process]):
                 f"{loaded} processes loaded at once, idle but for the one that has its turn; "
                 "one baseline for all that were measured beside it"
             )
-        if self.together:
+        if self.pool.together:
             return "both arms loaded at once, one idle while the other has its turn"
-        return f"one arm loaded at a time: {self.room.why if self.room else ''}"
-
-    def start_processes(self, names: Sequence[str]) -> dict[str, Process]:
-        """Processes of these names, warm; one that goes on is the first of them."""
-        first, self.baseline = self.baseline, None
-        going_on: dict[str, Process] = {} if first is None else {BASELINE: first}
-        share = 2 * SHARE_BESIDE / len(names) if self.together else SHARE_ALONE
-        return going_on | open_all(
-            [name for name in names if name not in going_on],
-            lambda name: self._started(name, share),
-            self.plan.stagger_s,
-        )
-
-    def end_processes(self, but: str = "") -> None:
-        """End what is open, side by side: an engine may take seconds to end.
-
-        Args:
-            but: the name of one that goes on.
-        """
-        ending = [process for name, process in self._open.items() if name != but]
-        self._open = {name: process for name, process in self._open.items() if name == but}
-        self.baseline = self._open.get(but)
-        with ThreadPoolExecutor(max(len(ending), 1)) as pool:
-            ended = [pool.submit(process.close) for process in ending]
-        for one in ended:
-            one.result()
+        return f"one arm loaded at a time: {self.pool.room.why if self.pool.room else ''}"
 
     def tell(self, phase: ABPhase, note: str) -> None:
         """Pairs that were taken, of all, and what is done; the note with its brackets."""
@@ -186,34 +139,6 @@ class BlockSession(Generic[Process]):
         done = [window for block in self.taken for own in block.windows.values() for window in own]
         block = self.under_way
         return done if block is None else [*done, *block.windows(block.others[0])]
-
-    def _find_room(self) -> Room:
-        """By what a baseline takes, which goes on as that of the first block if there is room."""
-        if self.plan.together is not None:
-            return Room(2 if self.plan.together else 1, "as asked")
-        self.tell_block(ABPhase.LOAD, "loading the baseline, to see how many fit")
-        try:
-            first = self._started(BASELINE, SHARE_BESIDE)
-        except (MissingError, UsageError):
-            raise  # that is no matter of memory
-        except PatcherError as error:
-            why = f"in half of the memory it does not start: {error.message[:200]}"
-            self.tell_block(ABPhase.PAIRS, why)
-            return Room(1, why)
-        memory = first.memory()
-        self.tell_block(ABPhase.PAIRS, f"{memory.room} fit side by side")
-        if memory.room < 2:
-            self.end_processes()
-            return Room(1, f"one takes {_gib(memory.held)}, {_gib(memory.free)} are left")
-        self.baseline = first
-        return Room(memory.room)
-
-    def _started(self, name: str, share: float) -> Process:
-        self.tell_block(ABPhase.LOAD, f"loading {name}")
-        process = self.launcher.start(name, share)
-        self._open[name] = process
-        process.warm_up(prompt_seed(self.seed, -1), min(self.workload.output_len, WARM_UP_STEPS))
-        return process
 
     def _lacking(self) -> list[str]:
         """Which variants lack a block, who lacks most first."""
@@ -267,13 +192,13 @@ class OpenBlock(Generic[Process]):
 
     def loaded(self) -> Iterator[dict[str, Process]]:
         """Its processes as they are loaded, warm: all at once, or one after the other."""
-        session = self.session
-        for names in [self.names] if session.together else [[name] for name in self.names]:
-            processes = session.start_processes(names)
+        pool = self.session.pool
+        for names in [self.names] if pool.together else [[name] for name in self.names]:
+            processes = pool.start(names)
             self._loaded = len(processes)
             yield processes
-            if not session.together:
-                session.end_processes()
+            if not pool.together:
+                pool.end()
 
     def take(self, processes: Mapping[str, Process]) -> None:
         """Take the windows of those that are loaded, round by round.
@@ -322,8 +247,8 @@ class OpenBlock(Generic[Process]):
 
     def close(self) -> Block:
         """End its processes but a baseline that goes on; the session has what it gave."""
-        session = self.session
-        session.end_processes(but="" if self.swapped or not session.together else BASELINE)
+        session, together = self.session, self.session.pool.together
+        session.pool.end(but="" if self.swapped or not together else BASELINE)
         block = Block(
             number=self.number,
             swapped=self.swapped,
@@ -334,7 +259,7 @@ class OpenBlock(Generic[Process]):
         )
         session.taken.append(block)
         session.under_way = None
-        if not session.together:
+        if not together:
             session.tell(ABPhase.PAIRS, so_far(session.windows()))
         return block
 
@@ -343,8 +268,4 @@ class OpenBlock(Generic[Process]):
         if session.plan.shared:
             session.tell_block(ABPhase.PAIRS, "taking turns")
         else:
-            session.tell(ABPhase.PAIRS, so_far(session.windows() if session.together else []))
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
+            session.tell(ABPhase.PAIRS, so_far(session.windows() if session.pool.together else []))

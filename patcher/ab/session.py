@@ -185,8 +185,8 @@ class PatchSession:
             for block in session.blocks_left():
                 self._begin_block()
                 if block.number == 0 and block.swapped:
-                    assert session.baseline is not None, "it showed how many fit"
-                    self._greedy["before"] = self.check.greedy(session.baseline)
+                    assert session.pool.baseline is not None, "it showed how many fit"
+                    self._greedy["before"] = self.check.greedy(session.pool.baseline)
                 for processes in block.loaded():
                     block.take(processes)
                     for name, process in processes.items():

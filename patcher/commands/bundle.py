@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from pydantic import ValidationError
@@ -23,9 +21,6 @@ from patcher.bench import (
     load_op,
 )
 from patcher.commands.console import Engine, Json, Output, Threads, app, examples
-
-if TYPE_CHECKING:  # every other command starts without the patches
-    from patcher.integrate import Manifest
 
 
 @app.command()
@@ -67,6 +62,7 @@ def bundle(
     The first sweep is the one that the patch is known by, on which it must be faster; over a
     further one it may be slower at some sizes, not at all of them.
     """
+    from patcher.api.bundle import make_bundle
     from patcher.bench import judge
     from patcher.settings import resolve
     from patcher.show.evaluation import print_evaluation
@@ -96,7 +92,14 @@ def bundle(
             else:
                 print_evaluation(output.out, one)
             return 1
-    manifest = make_bundle(target, candidate, evaluations, engine=engine, tensor_parallel=workers)
+    manifest = make_bundle(
+        target,
+        candidate,
+        evaluations,
+        engine=engine,
+        made_by="patcher bundle",
+        tensor_parallel=workers,
+    )
     told = [
         (f"over {one.sweep}: " if len(evaluations) > 1 else "")
         + f"{one.geomean_speedup:.3f}x against {one.baseline}"
@@ -132,38 +135,6 @@ def verdict_on(candidate: Candidate, path: Path) -> Evaluation:
             "give the one that lies beside the candidate, or leave --evaluation out",
         )
     return found
-
-
-def make_bundle(
-    target: Path,
-    candidate: Candidate,
-    evaluations: Sequence[Evaluation],
-    *,
-    engine: str,
-    tensor_parallel: tuple[int, ...],
-) -> Manifest:
-    """Write it with its prebuilt binary; see `Patch.create` for what is raised."""
-    from patcher.bench.toolchains import build
-    from patcher.integrate import Patch, is_archive, pack
-
-    op = load_op(candidate.op)
-    built = build(candidate, op.contract)
-    with tempfile.TemporaryDirectory() as scratch:
-        packed = is_archive(target)
-        patch = Patch.create(
-            Path(scratch) / "patch" if packed else target,
-            op,
-            candidate,
-            evaluations[0],
-            engine=engine,
-            made_by="patcher bundle",
-            built=built,
-            tensor_parallel=tensor_parallel,
-            further=tuple(evaluations[1:]),
-        )
-        if packed:
-            pack(patch, target)
-        return patch.manifest
 
 
 def worker_counts(text: str | None) -> tuple[int, ...]:

@@ -32,6 +32,9 @@ from patcher.commands.console import (
 from patcher.commands.execution import execute_run
 from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_for, workload_of
 
+DEMO_MODEL = "gpt-oss-wide"
+"""Its norms take a fifth of a step: what a kernel gains there shows on a busy machine, too."""
+
 
 @app.command()
 @examples(
@@ -109,15 +112,22 @@ def demo(as_json: Json = False) -> int:
     from patcher.settings import resolve
 
     # a recorded conversation: it neither needs what was learned nor teaches
-    asked = {"model": DEMO, "iterations": 3, "judge": "local", "memory": "off"}
+    asked = {"model": DEMO, "iterations": 2, "judge": "local", "memory": "off"}
     settings = resolve(asked)
-    workload = workload_for("gpt-oss-tiny", "cpu", threads=1)
-    plan = RunPlan(language=Language.CPP, pairs=40, threads=1, judge_pairs=8)
-    begun = pipeline.start(settings, "demo", "gpt-oss-tiny", workload, plan)
+    workload = workload_for(DEMO_MODEL, "cpu", threads=1)
+    plan = RunPlan(
+        language=Language.CPP,
+        pairs=40,
+        # of 256 sequences at once: more positions than 200 steps of eight
+        quality_steps=8,
+        threads=1,
+        judge_pairs=8,
+    )
+    begun = pipeline.start(settings, "demo", DEMO_MODEL, workload, plan)
     output = Output(as_json)
     if not as_json:
         output.err.print(
-            "[bold]demo[/]: gpt-oss-tiny on the CPU. The kernels come from a "
+            f"[bold]demo[/]: {DEMO_MODEL} on the CPU. The kernels come from a "
             "[bold]recorded conversation[/] with a language model; building, judging, measuring "
             "and deciding happen on this machine, now."
         )
