@@ -11,6 +11,7 @@ from report_sample import comparison, decision, profile, sample, together, windo
 
 from patcher.bench import Evaluation, Outcome, UsageError
 from patcher.report import Report, render_html, render_json, render_markdown, views, wording, write
+from patcher.report.receipts import receipt_totals
 
 ABSENT = {
     "commands": (),
@@ -131,11 +132,11 @@ def test_several_patches_are_told_by_their_number_and_have_a_row_each() -> None:
     assert "patcher report · 7 patches together" in page.text
     assert report.run_id not in page.text
     assert markdown.startswith("## gpt\\-oss\\-tiny: accepted, +2.04")
-    for one in views.receipt_totals(report):
+    for one in receipt_totals(report):
         assert one.patch in page.text
         row = f"| `{one.patch}` | {one.calls:,} | {one.fallbacks} |"
         assert row in markdown
-    assert len(views.receipt_totals(sample())) == 1
+    assert len(receipt_totals(sample())) == 1
 
 
 def test_loads_nothing() -> None:

@@ -36,14 +36,16 @@ def bundle(
     target: Annotated[
         Path, typer.Argument(help="Where the patch bundle goes: a folder, or one .zip file.")
     ],
-    language: Annotated[Language | None, typer.Option(help="Default: by the file's name.")] = None,
+    language: Annotated[
+        Language | None, typer.Option(help="Default: from the file's suffix.")
+    ] = None,
     sweep: Annotated[
-        list[str] | None, typer.Option(help="Which sweep of the op is timed; may be repeated.")
+        list[str] | None, typer.Option(help="A sweep of the op that is timed; may be repeated.")
     ] = None,
     engine: Engine = "transformers",
     tensor_parallel: Annotated[
         str | None,
-        typer.Option(help="Workers that may share a layer, as `1,2`; default: any number."),
+        typer.Option(help="Tensor-parallel sizes that it may run at, as `1,2`; default: any."),
     ] = None,
     judged: Annotated[
         list[Path] | None,
@@ -56,11 +58,11 @@ def bundle(
     threads: Threads = None,
     as_json: Json = False,
 ) -> int:
-    """Judge a candidate and, if it is right and faster, make it a patch bundle.
+    """Evaluate a kernel and, if it is correct and faster, package it as a patch.
 
-    At sizes at either end of a sweep where it is slower, the engine's own code goes on running.
-    The first sweep is the one that the patch is known by, on which it must be faster; over a
-    further one it may be slower at some sizes, not at all of them.
+    At the sizes at either end of a sweep where it is slower, the engine keeps its own code. The
+    kernel must be faster on the first sweep, which the patch is known by. On a further sweep it may
+    be slower at some sizes, but not at all of them.
     """
     from patcher.api.bundle import make_bundle
     from patcher.bench import judge

@@ -43,9 +43,12 @@ DEMO_MODEL = "gpt-oss-wide"
 )
 def run(
     served: Annotated[str, typer.Argument(metavar="MODEL", help="The served model.")],
-    op: Annotated[str | None, typer.Option(help="Default: the first hotspot covered.")] = None,
+    op: Annotated[
+        str | None, typer.Option(help="Default: the first hotspot that an op covers.")
+    ] = None,
     language: Annotated[
-        Language | None, typer.Option(help="What to write it in; default: cuda on a GPU, else cpp.")
+        Language | None,
+        typer.Option(help="The language of the kernel; default: cuda on a GPU, else cpp."),
     ] = None,
     model: ModelSpec = None,
     strategy: Strategy = "refine",
@@ -56,20 +59,25 @@ def run(
     budget_minutes: BudgetMinutes = None,
     budget_gpu_minutes: BudgetGpuMinutes = None,
     judge: JudgeSpec = None,
-    source: Annotated[Path | None, typer.Option("--from", help="A profile to start from.")] = None,
+    source: Annotated[Path | None, typer.Option("--from", help="Start from this profile.")] = None,
     device: Device = None,
     engine: Engine = "transformers",
     batch: Batch = None,
     input_len: Prompt = None,
     output_len: Steps = None,
     weights: Weights = "random",
-    sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
+    sweep: Annotated[str | None, typer.Option(help="The sweep of the op that is timed.")] = None,
     margin_pct: MarginPct = None,
-    pairs: Annotated[int, typer.Option(help="End-to-end pairs at most.", min=6)] = DEFAULT_PAIRS,
+    pairs: Annotated[
+        int, typer.Option(help="Maximum number of end-to-end pairs.", min=6)
+    ] = DEFAULT_PAIRS,
     threads: Threads = None,
     as_json: Json = False,
 ) -> int:
-    """The whole path: profile, agent loop, patch, end-to-end A/B, decision, report."""
+    """Profile a model, optimize its hottest op, patch it, measure it, decide, report.
+
+    This is the whole path. A run that stops early is resumed with `patcher resume`.
+    """
     from patcher import pipeline
     from patcher.plan import RunPlan
     from patcher.settings import resolve
@@ -103,9 +111,10 @@ def run(
 @app.command()
 @examples("patcher demo", "patcher demo --json")
 def demo(as_json: Json = False) -> int:
-    """The whole path on this machine's CPU: no GPU, no key, a few minutes.
+    """Run the whole path on this machine's CPU: no GPU, no key, a few minutes.
 
-    The model's replies are a recorded conversation; everything else happens here and now.
+    The replies of the language model come from a recorded conversation. Everything else happens on
+    this machine, now: building, judging, measuring, deciding.
     """
     from patcher import pipeline
     from patcher.plan import DEMO, RunPlan
@@ -153,13 +162,15 @@ def resume(
         bool,
         typer.Option(
             "--machine-changed",
-            help="On another machine or driver: judge and measure all of it again, keep replies.",
+            help="On another machine or driver: judge and measure everything again; keep replies.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Go on with a run that was stopped, killed, or waits for a reply, perhaps with new ceilings
-    on the whole of it."""
+    """Resume a run that was stopped or killed, or that waits for a reply.
+
+    New budgets apply to the whole run, not to what is left of it.
+    """
     from patcher.models.ceilings import SpendingLimits
     from patcher.runs.run import Run
 

@@ -6,6 +6,7 @@ from patcher.report import views, wording
 from patcher.report.evidence import elsewhere, person, reconciliation
 from patcher.report.markup import code, fence, plain, table
 from patcher.report.profiled import hotspots
+from patcher.report.receipts import receipt_totals
 from patcher.report.record import Report
 
 _TAGS = {
@@ -178,7 +179,7 @@ def _receipt(report: Report) -> str:
     if report.receipts:
         rows = [
             [code(one.patch), wording.count(one.calls), wording.count(one.fallbacks)]
-            for one in views.receipt_totals(report)
+            for one in receipt_totals(report)
         ]
         return "### Receipts\n\n" + table(["Patch", "Ran", "Fell back"], rows, " rr")
     calls, fallbacks = sum(report.receipt.calls.values()), sum(report.receipt.fallbacks.values())

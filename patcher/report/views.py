@@ -13,7 +13,7 @@ from patcher.bench.ab.window_clocks import power_capped
 from patcher.bench.stats.comparison import Verdict
 from patcher.hotspot import Hotspot, Profile
 from patcher.report import wording
-from patcher.report.record import ReceiptRow, Report
+from patcher.report.record import Report
 from patcher.report.step import chain_numbers
 
 
@@ -119,17 +119,6 @@ class Stage:
     state: Literal["done", "failed", "missing"]
     anchor: str
     word: str
-
-
-@dataclass(frozen=True)
-class ReceiptTotals:
-    """One patch: how often its kernel ran, and how often the original ran instead of it."""
-
-    patch: str
-    calls: int
-    fallbacks: int
-    quality_calls: int | None
-    quality_fallbacks: int | None
 
 
 @dataclass(frozen=True)
@@ -282,26 +271,6 @@ def title(report: Report) -> str:
 def subject(report: Report) -> str:
     """Whose report it is: the run, or the patches that were measured outside of one."""
     return f"{len(report.receipts)} patches together" if report.receipts else report.run_id
-
-
-def receipt_totals(report: Report) -> list[ReceiptTotals]:
-    """A row for each patch."""
-    if report.receipts:
-        return [_totals(one.patch_id, one.ab, one.quality) for one in report.receipts]
-    if report.receipt is None:
-        return []
-    name = report.patch_id or "the patch"
-    return [_totals(name, report.receipt, report.quality_receipt)]
-
-
-def _totals(patch: str, ab: ReceiptRow, quality: ReceiptRow | None) -> ReceiptTotals:
-    return ReceiptTotals(
-        patch=patch,
-        calls=sum(ab.calls.values()),
-        fallbacks=sum(ab.fallbacks.values()),
-        quality_calls=sum(quality.calls.values()) if quality else None,
-        quality_fallbacks=sum(quality.fallbacks.values()) if quality else None,
-    )
 
 
 def stages(report: Report) -> list[Stage]:
