@@ -316,14 +316,14 @@ DEFINITIONS: dict[str, tuple[dict[str, Any], list[dict[str, Any]] | None, str]] 
     "indices": (
         {"inputs": DEFINITION["inputs"] | {"kv": {"shape": ["batch"], "dtype": "int32"}}},  # type: ignore[operator]
         None,
-        "only a person can say",
+        "a person must define",
     ),
     "files": (
         {},
         [workload(1, x={"type": "safetensors", "path": "blob/x", "tensor_key": "x"})],
         "as a file",
     ),
-    "scalar of no workload": ({}, [], "no workload says the value of scalar scale"),
+    "scalar of no workload": ({}, [], "no workload has the value of scalar scale"),
     "two varying axes": (
         {"axes": {"batch": {"type": "var"}, "hidden": {"type": "var"}}},
         [
