@@ -1,8 +1,8 @@
-"""Verdicts on the whole model, as a table beside the published one.
+"""Print a table of verdicts on whole models, next to a published result.
 
 `python -m patcher.bench.lab.verdict_table FOLDER` prints the table of a folder. Its `*.json` and
-`*.json.xz` are what `patcher throughput --out` wrote, of one verdict or of a best set, or lists of
-such verdicts.
+`*.json.xz` files are output of `patcher throughput --out`: one verdict, a best set, or a list of
+verdicts.
 """
 
 from __future__ import annotations
@@ -39,58 +39,59 @@ PUBLISHED = (
 
 
 def read(folder: Path) -> list[ABResult]:
-    """Every verdict of the folder, in the order of its files.
+    """Read all verdicts of a folder, in the order of its files.
 
     Raises:
-        UsageError: there is none, or a file holds something else.
+        UsageError: the folder has none, or a file holds something else.
     """
-    found: list[ABResult] = []
+    verdicts: list[ABResult] = []
     for path in sorted([*folder.glob("*.json"), *folder.glob("*.json.xz")]):
         try:
             text = content(path)
             document = json.loads(text)
             if isinstance(document, list):
-                found += VERDICTS.validate_json(text)
+                verdicts += VERDICTS.validate_json(text)
             elif "best" in document:
-                found += SetSearch.model_validate_json(text).measured
+                verdicts += SetSearch.model_validate_json(text).measured
             else:
-                found.append(ABResult.model_validate_json(text))
+                verdicts.append(ABResult.model_validate_json(text))
         except (OSError, ValueError, TypeError) as error:
             raise UsageError(
                 f"{path} holds no verdict", "write it with: patcher throughput ... --out FILE"
             ) from error
-    if not found:
+    if not verdicts:
         raise UsageError(
             f"{folder} holds no verdict", "write one with: patcher throughput ... --out FILE"
         )
-    return found
+    return verdicts
 
 
-def table(found: Sequence[ABResult]) -> str:
-    """A row a verdict, below it one for each other batch size and context; then what is published.
-    Tokens per second are medians over windows, the gain comes with its interval.
+def table(verdicts: Sequence[ABResult]) -> str:
+    """Format one row per verdict, followed by rows for other workloads, and the published result.
+
+    Tokens per second are medians over windows, and the gain has its interval.
     """
     lines = [f"| {' | '.join(HEAD)} |", f"| --- |{' ---: |' * (len(HEAD) - 2)} --- |"]
-    for judged in found:
-        lines.append(_row(judged))
-        elsewhere = judged.measured[0].elsewhere
+    for verdict in verdicts:
+        lines.append(_row(verdict))
+        elsewhere = verdict.measured[0].elsewhere
         lines += _other_rows(elsewhere) if elsewhere is not None else ()
     return "\n".join([*lines, PUBLISHED])
 
 
-def _row(judged: ABResult) -> str:
-    throughput = judged.measured[0].throughput
+def _row(verdict: ABResult) -> str:
+    throughput = verdict.measured[0].throughput
     workload, steps = throughput.workload, patched_steps(throughput)
-    calls = [one.receipt.total_calls / steps if steps else 0.0 for one in judged.measured]
+    calls = [one.receipt.total_calls / steps if steps else 0.0 for one in verdict.measured]
     control = throughput.control
     return _line(
-        ", ".join(f"`{patch}`" for patch in judged.patches),
+        ", ".join(f"`{patch}`" for patch in verdict.patches),
         str(workload.batch),
         f"{workload.input_len:,} to {workload.input_len + workload.output_len:,}",
         throughput.comparison,
         control.figures if control else "not taken",
         " + ".join(f"{each:.4g}" for each in calls),
-        f"**{judged.decision.verdict}**",
+        f"**{verdict.decision.verdict}**",
     )
 
 
@@ -104,14 +105,17 @@ def _line(
     patches: str,
     batch: str,
     context: str,
-    found: Comparison,
+    comparison: Comparison,
     control: str,
     calls: str,
     verdict: str,
 ) -> str:
-    rates = f"{found.baseline_tokens_per_s:,.1f} to {found.patched_tokens_per_s:,.1f}"
-    pairs = f"{found.pairs} ({found.process_pairs})" if found.process_pairs else str(found.pairs)
-    cells = (patches, batch, context, rates, found.figures, control, pairs, calls, verdict)
+    baseline, patched = comparison.baseline_tokens_per_s, comparison.patched_tokens_per_s
+    rates = f"{baseline:,.1f} to {patched:,.1f}"
+    pairs = str(comparison.pairs)
+    if comparison.process_pairs:
+        pairs += f" ({comparison.process_pairs})"
+    cells = (patches, batch, context, rates, comparison.figures, control, pairs, calls, verdict)
     return f"| {' | '.join(cells)} |"
 
 

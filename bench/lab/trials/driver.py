@@ -1,4 +1,4 @@
-"""Takes trials within a time: loads the processes, takes what is left, keeps it, ends them."""
+"""Run trials within a time limit: load the processes, run the remaining trials, store them."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.machine.environment import describe
 
 COLD_S, WARM_S, BESIDE_S = 135.0, 48.0, 75.0
-"""Until the first process is loaded, with nothing compiled yet and with all; until five more are,
-side by side. Guesses until OUT has its own."""
+"""Estimated seconds to load the first process with a cold and a warm compile cache, and to load
+five more concurrently. Measured values in OUT replace them."""
 PREFILL_TOKENS_PER_S, STEP_S, COMMAND_S = 30_000.0, 0.005, 0.0005
-"""What the estimate of a window goes by: the whole batch, and one question to a process."""
+"""Estimates for a window: prefill of the whole batch, a decode step, a command to a process."""
 RESERVE_S = 25.0
-"""Kept of `--seconds` to end all processes and to write."""
+"""Seconds of `--seconds` that are reserved for ending processes and writing."""
 StartProcess = Callable[[int, bool, float], Resident]
-"""Starts process number N, with the patch in or not, within so many seconds."""
+"""Starts a process, given its number, whether it is patched, and a time limit in seconds."""
 
 
 class Needs(NamedTuple):
-    """Seconds, as estimated, or as the last ones took."""
+    """Seconds that each kind of step takes: measured if known, else estimated."""
 
     start: float
     aa: float
@@ -50,17 +50,17 @@ class Needs(NamedTuple):
 
 @dataclass
 class Driver:
-    """Takes what is left within the time, one thing after the other."""
+    """Runs the remaining trials within a time limit."""
 
     folder: Folder
     seconds: float
     start: StartProcess
     clock: Callable[[], float] = time.monotonic
     loaded: dict[int, Resident] = field(default_factory=dict)
-    """By number."""
+    """Loaded processes by number."""
 
     def __post_init__(self) -> None:
-        self.begun = self.clock()
+        self.start_s = self.clock()
         asked = self.folder.asked
         self.setting = Setting(asked.workload, asked.pairs, asked.margin_pct, asked.seed)
         self.patched = asked.process_pairs if asked.patch else 0
@@ -86,7 +86,7 @@ class Driver:
         return prefill + steps * (STEP_S + 0.4 * COMMAND_S) + 5 * COMMAND_S
 
     def plan(self) -> list[str]:
-        """What is left and what it takes, in words."""
+        """Remaining trials and their estimated time, in words."""
         left, needs = self.folder.left(), self.needs()
         each = {"repeats": needs.repeats, "planted": needs.planted}
         lines = [f"start of {self.folder.asked.processes} processes: {needs.start:.0f} s"]
@@ -101,10 +101,11 @@ class Driver:
         return lines
 
     def run(self) -> None:
-        """Until nothing is left or time is up. No process outlives this.
+        """Run trials until none is left or the time is up, and end all processes.
 
         Raises:
-            PatcherError: a process does not load, or died.
+            BudgetError: the time is too short for one trial.
+            PatcherError: a process did not load, or ended.
         """
         asked, needs = self.folder.asked, self.needs()
         if not any(self.folder.left().values()):
@@ -118,7 +119,7 @@ class Driver:
             try:
                 self._load(clocks)
                 self._repeats(clocks)
-                # planted ones in between, so that a short call has some of each
+                # interleave planted trials, so that a short call has some of each kind
                 while (kind := self._next()) is not None and self._time_for(kind):
                     self._trial(kind, clocks)
             finally:
@@ -129,7 +130,7 @@ class Driver:
         return [self.loaded[number] for number in sorted(self.loaded)]
 
     def _close(self) -> None:
-        """Side by side: an engine may take seconds to end."""
+        """Close all processes concurrently, since an engine may take seconds to end."""
         with ThreadPoolExecutor(max(len(self.loaded), 1)) as pool:
             list(pool.map(lambda process: process.close(), self.processes))
         self.loaded.clear()
@@ -149,10 +150,10 @@ class Driver:
         return self._left_s() > 1.2 * seconds
 
     def _left_s(self) -> float:
-        return self.seconds - RESERVE_S - (self.clock() - self.begun)
+        return self.seconds - RESERVE_S - (self.clock() - self.start_s)
 
     def _load(self, clocks: ClockMonitor) -> None:
-        """The first one alone, which compiles; then the others side by side."""
+        """Load the first process alone, since it compiles, and then the others concurrently."""
         asked = self.folder.asked
         count, begun = asked.processes, self.clock()
 
@@ -162,7 +163,7 @@ class Driver:
             self.loaded[number] = self.start(number, patched, max(self._left_s(), 1.0))
             return self.clock() - began
 
-        alone = [0, *([count - 1] if self.patched else [])]  # a patch is compiled in, too
+        alone = [0, *([count - 1] if self.patched else [])]  # a patched process compiles, too
         took = {number: started(number) for number in alone}
         rest = [number for number in range(count) if number not in took]
         with ThreadPoolExecutor(len(rest)) as pool:
@@ -235,4 +236,4 @@ class Driver:
         return take_repeats(self.setting, self.processes[0], 2, steps, clocks)[1]
 
     def _say(self, what: str) -> None:
-        print(f"[{self.clock() - self.begun:5.0f} s] {what}", file=sys.stderr, flush=True)
+        print(f"[{self.clock() - self.start_s:5.0f} s] {what}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The folder that keeps trials: what was asked, a line for each thing that was taken, a summary."""
+"""The folder that stores trials: the options, one line per result, and a summary."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 class Asked(Record):
-    """What a folder's trials are of; another set of options goes into another folder."""
+    """Options of a folder's trials. Other options need another folder."""
 
     schema_version: int = SCHEMA_VERSION
     workload: Workload
     arguments: dict[str, JsonValue]
-    """Of the engine."""
+    """Arguments of the engine."""
     patch: str | None
-    """Digest of the bundle that half of the processes have in."""
+    """Digest of the bundle that half of the processes run with."""
     processes: int = Field(ge=6)
     trials: int = Field(ge=1)
     pairs: int = Field(ge=2)
     planted: int = Field(ge=0)
     planted_pairs: int = Field(ge=2)
-    """Of each process pair of those: a small gain takes more pairs to find than none to reject."""
+    """Pairs per process pair of a planted trial. Detecting a small gain takes more pairs than
+    rejecting none."""
     gain_pct: float
     repeats: int = Field(ge=0)
     repeat_steps: int = Field(ge=2)
@@ -38,7 +39,7 @@ class Asked(Record):
 
     @property
     def process_pairs(self) -> int:
-        """Of a trial."""
+        """Number of process pairs of a trial."""
         return self.processes // 2
 
 
@@ -47,16 +48,19 @@ class Start(Record):
 
     number: int
     seconds: tuple[float, ...]
-    """Until each was loaded; the first one alone, the others side by side."""
+    """Load time of each process; the first loads alone, the others concurrently."""
     wall_s: float
+    """Seconds until all processes were loaded."""
     peak_gib: tuple[float, ...]
-    """What the tensors of each took at most, without a KV cache of vLLM's."""
+    """Peak memory of each process's tensors in GiB, without vLLM's KV cache."""
     environment: Environment
 
 
 class Folder:
-    """Raises:
-    UsageError: it holds what was asked for otherwise, or what is no record.
+    """Stored trials of one set of options.
+
+    Raises:
+        UsageError: the folder has trials with other options, or an invalid record.
     """
 
     def __init__(self, path: Path, asked: Asked) -> None:
@@ -75,7 +79,7 @@ class Folder:
         self.starts = self._lines("starts.jsonl", Start)
 
     def keep(self, record: VerdictTrial | Repeats | Start) -> None:
-        """On the disk before the next one is taken."""
+        """Append a record and sync it to disk."""
         match record:
             case VerdictTrial():
                 self.trials.append(record)
@@ -90,7 +94,7 @@ class Folder:
             os.fsync(file.fileno())
 
     def left(self) -> dict[Kind | str, int]:
-        """What is still to be taken, by kind; `repeats`: processes."""
+        """Number of remaining trials by kind; for `repeats`, of remaining processes."""
         asked = self.asked
         wanted: dict[Kind | str, int] = {
             "repeats": 0 if asked.patch or not asked.repeats else asked.processes,
@@ -102,19 +106,19 @@ class Folder:
         return {kind: max(count - done[kind], 0) for kind, count in wanted.items()}
 
     def summary(self) -> TrialsSummary:
-        """Of all until now, written as `summary.json` and `summary.md`."""
-        found = summarise(self.trials, self.repeats)
-        text = found.model_dump_json(indent=1) + "\n"
+        """Summarise all trials until now, and write `summary.json` and `summary.md`."""
+        result = summarise(self.trials, self.repeats)
+        text = result.model_dump_json(indent=1) + "\n"
         (self.path / "summary.json").write_text(text, encoding="utf-8")
-        (self.path / "summary.md").write_text(markdown(found, self), encoding="utf-8")
-        return found
+        (self.path / "summary.md").write_text(markdown(result, self), encoding="utf-8")
+        return result
 
     def _lines(self, name: str, kind: type[RecordT]) -> list[RecordT]:
         path = self.path / name
         if not path.is_file():
             return []
         lines = path.read_bytes().split(b"\n")
-        # a process that was killed while it wrote leaves half a line
+        # a process that was killed while writing leaves an incomplete line
         whole, rest = lines[:-1], lines[-1]
         if rest:
             path.write_bytes(b"".join(line + b"\n" for line in whole))
@@ -134,7 +138,7 @@ NAMES = {"aa": "A/A", "planted": "planted", "patch": "patch"}
 
 
 def markdown(found: TrialsSummary, folder: Folder) -> str:
-    """A table for people, and what it was made on."""
+    """Format a summary as a Markdown table, with notes on the measurement."""
     head = "| | trials | accept | inconclusive | reject | gain, mean (range) % | half-width % "
     rows = [
         f"{head}| truth in interval |",
