@@ -129,7 +129,7 @@ ORDER_EFFECT_SD = {"order effect": 2.0}
 """Standard deviations by which the arm that runs first is slower, for rows of that name."""
 
 
-def sitting(
+def session(
     ratios: Floats,
     patched_first: NDArray[np.bool_],
     max_pairs: int,
@@ -164,7 +164,7 @@ def sitting(
     return judgement.verdict, used
 
 
-def sittings(
+def sessions(
     noise: str,
     truth_pct: float,
     runs: int,
@@ -186,7 +186,7 @@ def sittings(
         first = _abba(order, count)
         spread = NOISE[noise](draw, count) - ORDER_EFFECT_SD.get(noise, 0.0) * (2 * first - 1)
         ratios = spread * pair_sd_pct / 100 + math.log1p(truth_pct / 100)
-        verdict, used = sitting(ratios, first, max_pairs, margin_pct)
+        verdict, used = session(ratios, first, max_pairs, margin_pct)
         verdicts.append(verdict)
         pairs += used
     return Row(
@@ -263,14 +263,14 @@ def rows(runs: int = RUNS, power_runs: int = POWER_RUNS) -> Iterator[Row]:
     """Simulate all rows of the tables."""
     for noise in NOISE:
         for truth in TRUTHS_PCT:
-            yield sittings(noise, truth, runs)
+            yield sessions(noise, truth, runs)
         for pairs in POWER_PAIRS:
-            yield sittings(noise, 1.0, power_runs, pairs, "power")
+            yield sessions(noise, 1.0, power_runs, pairs, "power")
     for noise, rho in (("independent", 0.0), ("AR(1), rho 0.3", 0.3), ("AR(1), rho 0.6", 0.6)):
         for sd, gain in ((0.5, 2.0), (0.5, 1.0), (0.5, 0.8), (0.25, 1.0), (0.1, 0.6)):
             needed = pairs_needed(sd, gain, rho=rho)
             assert needed is not None
-            yield sittings(noise, gain, power_runs, needed, "pairs_needed", sd)
+            yield sessions(noise, gain, power_runs, needed, "pairs_needed", sd)
     for count in PROCESS_COUNTS:
         for aware in (False, True):
             for sd in (0.05, PAIR_SD_PCT):

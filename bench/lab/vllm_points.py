@@ -141,15 +141,15 @@ class PointProof:
         refused = self.run(f"{name}-{mode}-refused", mode, [*narrow.values()])
         receipts = read_receipts(self.out / f"{name}-{mode}-restarted.receipts")
         for op, patch in patches.items():
-            found = of_patch(refused, narrow[op].manifest.id)
-            some, calls = sum(found["fallbacks"].values()), sum(found["calls"].values())
+            counts = of_patch(refused, narrow[op].manifest.id)
+            some, calls = sum(counts["fallbacks"].values()), sum(counts["calls"].values())
             label = f"{op}, {mode}: "
             checks.append(check(f"{label}falls back where its guards refuse", some > 0, some))
             checks.append(check(f"{label}and is not called there", calls == 0, calls))
             own = [one for one in receipts if one.patch_id == patch.manifest.id]
-            made = sorted(one.total_calls for one in own if one.calls)
+            per_worker = sorted(one.total_calls for one in own if one.calls)
             what = f"{label}runs in both of two workers, one started after the other"
-            checks.append(check(what, len(made) == 2, made))
+            checks.append(check(what, len(per_worker) == 2, per_worker))
         stock = self.run(f"stock-{mode}", mode, profile=True)
         reverted = self.run(f"{name}-{mode}-reverted", mode)
         same = reverted["tokens"] == stock["tokens"]
@@ -175,10 +175,10 @@ class PointProof:
         for index in range(OWN_ROUNDS):
             for own in (True, False) if index % 2 else (False, True):
                 name = f"own-{'dispatched' if own else 'stock'}-{mode}-{index}"
-                found = self.run(name, mode, own=own, windows=WINDOWS)
-                rates[own].append(statistics.median(found["window_s"][1:]))
-                if own and not found["calls"].get("own"):
-                    return [check(f"A/A, {mode}: the dispatcher ran", False, found["fallbacks"])]
+                result = self.run(name, mode, own=own, windows=WINDOWS)
+                rates[own].append(statistics.median(result["window_s"][1:]))
+                if own and not result["calls"].get("own"):
+                    return [check(f"A/A, {mode}: the dispatcher ran", False, result["fallbacks"])]
         gain = statistics.median(rates[False]) / statistics.median(rates[True]) - 1
         noise = max(max(each) / min(each) - 1 for each in rates.values())
         seen = f"{gain:+.3%} of throughput, equal processes differ by up to {noise:.3%}"

@@ -61,27 +61,27 @@ class Driver:
 
     def __post_init__(self) -> None:
         self.start_s = self.clock()
-        asked = self.folder.asked
-        self.setting = Setting(asked.workload, asked.pairs, asked.margin_pct, asked.seed)
-        self.patched = asked.process_pairs if asked.patch else 0
+        options = self.folder.options
+        self.setting = Setting(options.workload, options.pairs, options.margin_pct, options.seed)
+        self.patched = options.process_pairs if options.patch else 0
 
     def needs(self) -> Needs:
-        asked, folder = self.folder.asked, self.folder
-        pair = asked.process_pairs * 2 * self._window_s(asked.workload.output_len)
-        repeats = (asked.repeats + 1) * self._window_s(asked.repeat_steps)
+        options, folder = self.folder.options, self.folder
+        pair = options.process_pairs * 2 * self._window_s(options.workload.output_len)
+        repeats = (options.repeats + 1) * self._window_s(options.repeat_steps)
         start = folder.starts[-1].wall_s if folder.starts else COLD_S + BESIDE_S
         aa = [one.seconds for one in folder.trials if one.kind != "planted"]
         planted = [one.seconds for one in folder.trials if one.kind == "planted"]
         own = [one.seconds for one in folder.repeats]
         return Needs(
             start,
-            max(aa, default=(asked.pairs + 1) * pair),
-            max(planted, default=(asked.planted_pairs + 1) * pair),
+            max(aa, default=(options.pairs + 1) * pair),
+            max(planted, default=(options.planted_pairs + 1) * pair),
             max(own, default=repeats),
         )
 
     def _window_s(self, steps: int) -> float:
-        load = self.folder.asked.workload
+        load = self.folder.options.workload
         prefill = load.batch * load.input_len / PREFILL_TOKENS_PER_S
         return prefill + steps * (STEP_S + 0.4 * COMMAND_S) + 5 * COMMAND_S
 
@@ -89,7 +89,7 @@ class Driver:
         """Remaining trials and their estimated time, in words."""
         left, needs = self.folder.left(), self.needs()
         each = {"repeats": needs.repeats, "planted": needs.planted}
-        lines = [f"start of {self.folder.asked.processes} processes: {needs.start:.0f} s"]
+        lines = [f"start of {self.folder.options.processes} processes: {needs.start:.0f} s"]
         total = needs.start + RESERVE_S
         if not self.folder.starts:
             lines[0] += f" ({WARM_S + BESIDE_S:.0f} s where vLLM's compile cache is warm)"
@@ -107,7 +107,7 @@ class Driver:
             BudgetError: the time is too short for one trial.
             PatcherError: a process did not load, or ended.
         """
-        asked, needs = self.folder.asked, self.needs()
+        options, needs = self.folder.options, self.needs()
         if not any(self.folder.left().values()):
             return
         if needs.aa + RESERVE_S > self.seconds:
@@ -115,7 +115,7 @@ class Driver:
                 f"a trial takes about {needs.aa:.0f} s, beside the start of all processes",
                 "give more --seconds",
             )
-        with ClockMonitor(asked.workload.device) as clocks:
+        with ClockMonitor(options.workload.device) as clocks:
             try:
                 self._load(clocks)
                 self._repeats(clocks)
@@ -141,8 +141,8 @@ class Driver:
         return cast(Kind, most) if left[most] else None
 
     def _wanted(self, kind: str) -> int:
-        asked = self.folder.asked
-        return max(asked.planted if kind == "planted" else asked.trials, 1)
+        options = self.folder.options
+        return max(options.planted if kind == "planted" else options.trials, 1)
 
     def _time_for(self, kind: Kind | str) -> bool:
         needs = self.needs()
@@ -154,8 +154,8 @@ class Driver:
 
     def _load(self, clocks: ClockMonitor) -> None:
         """Load the first process alone, since it compiles, and then the others concurrently."""
-        asked = self.folder.asked
-        count, begun = asked.processes, self.clock()
+        options = self.folder.options
+        count, begin = options.processes, self.clock()
 
         def started(number: int) -> float:
             began = self.clock()
@@ -169,64 +169,64 @@ class Driver:
         with ThreadPoolExecutor(len(rest)) as pool:
             took |= dict(zip(rest, pool.map(started, rest), strict=True))
         for process in self.processes:
-            process.warm_up(prompt_seed(asked.seed, -1), WARM_UP_STEPS)
+            process.warm_up(prompt_seed(options.seed, -1), WARM_UP_STEPS)
         self.folder.keep(
             Start(
                 number=len(self.folder.starts),
                 seconds=tuple(took[number] for number in range(count)),
-                wall_s=self.clock() - begun,
+                wall_s=self.clock() - begin,
                 peak_gib=tuple(process.memory().peak / 2**30 for process in self.processes),
                 environment=describe(
-                    asked.workload.device, asked.workload.threads, clocks.description
+                    options.workload.device, options.workload.threads, clocks.description
                 ),
             )
         )
-        self._say(f"{count} processes in {self.clock() - begun:.0f} s")
+        self._say(f"{count} processes in {self.clock() - begin:.0f} s")
 
     def _repeats(self, clocks: ClockMonitor) -> None:
-        asked, done = self.folder.asked, {one.process for one in self.folder.repeats}
-        todo = [n for n in range(asked.processes) if n not in done]
+        options, done = self.folder.options, {one.process for one in self.folder.repeats}
+        todo = [n for n in range(options.processes) if n not in done]
         for number in todo[: self.folder.left()["repeats"]]:
             if not self._time_for("repeats"):
                 return
-            begun = self.clock()
+            begin = self.clock()
             rates, step_s = take_repeats(
-                self.setting, self.processes[number], asked.repeats, asked.repeat_steps, clocks
+                self.setting, self.processes[number], options.repeats, options.repeat_steps, clocks
             )
-            found = Repeats(
+            record = Repeats(
                 process=number,
                 start=self.folder.starts[-1].number,
                 tokens_per_s=rates,
                 step_s=step_s,
-                seconds=self.clock() - begun,
+                seconds=self.clock() - begin,
             )
-            self.folder.keep(found)
-            self._say(f"repeats in process {number}: CV {found.cv_pct:.3f} %")
+            self.folder.keep(record)
+            self._say(f"repeats in process {number}: CV {record.cv_pct:.3f} %")
 
     def _trial(self, kind: Kind, clocks: ClockMonitor) -> None:
-        asked, number, begun = self.folder.asked, len(self.folder.trials), self.clock()
-        rng = random.Random(f"{asked.seed}:{number}")
-        drawn = draw(rng, asked.processes, self.patched, asked.process_pairs)
+        options, number, begin = self.folder.options, len(self.folder.trials), self.clock()
+        rng = random.Random(f"{options.seed}:{number}")
+        drawn = draw(rng, options.processes, self.patched, options.process_pairs)
         delay_s, setting = 0.0, self.setting
         if kind == "planted":
-            delay_s = self._step_s(clocks) * asked.gain_pct / 100
-            setting = setting._replace(pairs=asked.planted_pairs)
+            delay_s = self._step_s(clocks) * options.gain_pct / 100
+            setting = setting._replace(pairs=options.planted_pairs)
         windows = take_windows(setting, number, drawn, self.processes, clocks, delay_s)
-        found = VerdictTrial(
+        record = VerdictTrial(
             number=number,
             kind=kind,
             process_pairs=drawn,
             start=self.folder.starts[-1].number,
-            batch=asked.workload.batch,
+            batch=options.workload.batch,
             delay_s=delay_s,
             comparison=verdict_on(self.setting, windows),
             windows=windows,
-            seconds=self.clock() - begun,
+            seconds=self.clock() - begin,
         )
-        self.folder.keep(found)
-        one = found.comparison
-        said = "no usable pair" if one is None else f"{one.verdict} {one.gain_pct:+.3f} %"
-        self._say(f"{kind} trial {number + 1}: {said}, {found.seconds:.1f} s")
+        self.folder.keep(record)
+        one = record.comparison
+        text = "no usable pair" if one is None else f"{one.verdict} {one.gain_pct:+.3f} %"
+        self._say(f"{kind} trial {number + 1}: {text}, {record.seconds:.1f} s")
 
     def _step_s(self, clocks: ClockMonitor) -> float:
         """Of a decode step without a delay."""

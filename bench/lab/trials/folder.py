@@ -15,7 +15,7 @@ from patcher.bench.lab.trials.trial import Kind, Repeats, TrialsSummary, Verdict
 RecordT = TypeVar("RecordT", bound=Record)
 
 
-class Asked(Record):
+class TrialOptions(Record):
     """Options of a folder's trials. Other options need another folder."""
 
     schema_version: int = SCHEMA_VERSION
@@ -63,17 +63,17 @@ class Folder:
         UsageError: the folder has trials with other options, or an invalid record.
     """
 
-    def __init__(self, path: Path, asked: Asked) -> None:
-        self.path, self.asked = path, asked
+    def __init__(self, path: Path, options: TrialOptions) -> None:
+        self.path, self.options = path, options
         path.mkdir(parents=True, exist_ok=True)
         known = path / "asked.json"
         if known.is_file():
-            if _read(known, known.read_bytes(), Asked) != asked:
+            if _read(known, known.read_bytes(), TrialOptions) != options:
                 raise UsageError(
                     f"{path} holds trials of other options", "give the same ones, or a new folder"
                 )
         else:
-            known.write_text(asked.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            known.write_text(options.model_dump_json(indent=1) + "\n", encoding="utf-8")
         self.trials = self._lines("trials.jsonl", VerdictTrial)
         self.repeats = self._lines("repeats.jsonl", Repeats)
         self.starts = self._lines("starts.jsonl", Start)
@@ -95,11 +95,11 @@ class Folder:
 
     def left(self) -> dict[Kind | str, int]:
         """Number of remaining trials by kind; for `repeats`, of remaining processes."""
-        asked = self.asked
+        options = self.options
         wanted: dict[Kind | str, int] = {
-            "repeats": 0 if asked.patch or not asked.repeats else asked.processes,
-            "patch" if asked.patch else "aa": asked.trials,
-            "planted": 0 if asked.patch else asked.planted,
+            "repeats": 0 if options.patch or not options.repeats else options.processes,
+            "patch" if options.patch else "aa": options.trials,
+            "planted": 0 if options.patch else options.planted,
         }
         done = {kind: sum(one.kind == kind for one in self.trials) for kind in wanted}
         done["repeats"] = len({one.process for one in self.repeats})
@@ -137,14 +137,14 @@ def _read(path: Path, line: bytes, kind: type[RecordT]) -> RecordT:
 NAMES = {"aa": "A/A", "planted": "planted", "patch": "patch"}
 
 
-def markdown(found: TrialsSummary, folder: Folder) -> str:
+def markdown(summary: TrialsSummary, folder: Folder) -> str:
     """Format a summary as a Markdown table, with notes on the measurement."""
     head = "| | trials | accept | inconclusive | reject | gain, mean (range) % | half-width % "
     rows = [
         f"{head}| truth in interval |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for kind, one in found.kinds.items():
+    for kind, one in summary.kinds.items():
         name = NAMES[kind]
         if one.planted_pct is not None:
             name += f" {one.planted_pct:+.2f} %"
@@ -155,49 +155,50 @@ def markdown(found: TrialsSummary, folder: Folder) -> str:
             f"| {name} | {one.trials} | {words} | {one.gain_mean_pct or 0:+.3f} "
             f"({low:+.3f} to {high:+.3f}) | {one.half_width_pct or 0:.3f} | {covered} |"
         )
-    asked, load = folder.asked, folder.asked.workload
-    told = [
+    options, load = folder.options, folder.options.workload
+    notes = [
         f"{load.model} on {load.engine}, {load.weights} weights, batch {load.batch}, "
         f"{load.input_len:,} prompt tokens, {load.output_len} decode steps a window, "
-        f"margin {asked.margin_pct:g} %.",
-        f"A trial: {asked.process_pairs} process pairs of {asked.processes} loaded processes, "
-        f"none in two of them, arms drawn; {asked.pairs} pairs of windows in each after one to "
+        f"margin {options.margin_pct:g} %.",
+        f"A trial: {options.process_pairs} process pairs of {options.processes} loaded processes, "
+        f"none in two of them, arms drawn; {options.pairs} pairs of windows in each after one to "
         "warm up; windows of no other trial. The processes come again from trial to trial "
-        f"({found.starts} start{'s' if found.starts != 1 else ''} of all).",
+        f"({summary.starts} start{'s' if summary.starts != 1 else ''} of all).",
     ]
-    aa = found.kinds.get("aa")
-    if found.false_accept_limit_pct is not None and aa is not None:
-        told.append(
-            f"No A/A trial of {aa.trials} was accepted: at most {found.false_accept_limit_pct:.1f} "
-            "% would be (95 % limit), had they been independent."
+    aa = summary.kinds.get("aa")
+    if summary.false_accept_limit_pct is not None and aa is not None:
+        notes.append(
+            f"No A/A trial of {aa.trials} was accepted: at most "
+            f"{summary.false_accept_limit_pct:.1f} % would be (95 % limit), had they been "
+            "independent."
         )
     if aa is not None and aa.process_pair_sd_pct is not None and aa.pair_sd_pct is not None:
-        alone = aa.pair_sd_pct / math.sqrt(asked.pairs)
-        told.append(
+        alone = aa.pair_sd_pct / math.sqrt(options.pairs)
+        notes.append(
             f"SD of pairs of windows: {aa.pair_sd_pct:.3f} %; of the means of process pairs, with "
-            f"{asked.pairs} in each: {aa.process_pair_sd_pct:.3f} % (of windows alone: "
+            f"{options.pairs} in each: {aa.process_pair_sd_pct:.3f} % (of windows alone: "
             f"{alone:.3f} %)."
         )
     if aa is not None and aa.turn_sd_ms is not None:
-        told.append(
+        notes.append(
             f"In one turn both windows of a pair differ by {aa.turn_sd_ms:.3f} ms (SD); were that "
             f"all, and another in each turn, pairs would differ by {aa.pair_sd_by_turns_pct:.3f} %."
         )
-    if found.cv_within_pct is not None:
-        between = "-" if found.cv_between_pct is None else f"{found.cv_between_pct:.3f} %"
-        told.append(
-            f"CV of {found.repeats} repeats of one window of {asked.repeat_steps} steps: "
-            f"{found.cv_within_pct:.3f} % within a process (median of {len(folder.repeats)}; "
-            f"{found.cv_within_max_pct:.3f} % at most), {between} between processes; "
-            f"{found.tokens_per_s or 0:,.1f} tokens/s."
+    if summary.cv_within_pct is not None:
+        between = "-" if summary.cv_between_pct is None else f"{summary.cv_between_pct:.3f} %"
+        notes.append(
+            f"CV of {summary.repeats} repeats of one window of {options.repeat_steps} steps: "
+            f"{summary.cv_within_pct:.3f} % within a process (median of {len(folder.repeats)}; "
+            f"{summary.cv_within_max_pct:.3f} % at most), {between} between processes; "
+            f"{summary.tokens_per_s or 0:,.1f} tokens/s."
         )
     if folder.starts:
         last = folder.starts[-1]
-        told.append(
+        notes.append(
             f"Loaded in {last.wall_s:.0f} s ({max(last.peak_gib):.1f} GiB each). "
             f"{last.environment.device}; {_versions(last.environment)}."
         )
-    return "\n".join(rows) + "\n\n" + "\n\n".join(told) + "\n"
+    return "\n".join(rows) + "\n\n" + "\n\n".join(notes) + "\n"
 
 
 def _versions(environment: Environment) -> str:

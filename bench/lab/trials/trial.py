@@ -265,8 +265,8 @@ def summarise(trials: Sequence[VerdictTrial], repeats: Sequence[Repeats]) -> Tri
 
 
 def _kind(trials: Sequence[VerdictTrial]) -> Kinds:
-    found = [trial.comparison for trial in trials if trial.comparison is not None]
-    gains = [one.gain_pct for one in found]
+    comparisons = [trial.comparison for trial in trials if trial.comparison is not None]
+    gains = [one.gain_pct for one in comparisons]
     planted = [trial.planted_pct for trial in trials if trial.delay_s]
     pairs = [gain for trial in trials for gain in _by_process_pair(trial)]
     centre = statistics.mean(pairs) if pairs else 0.0
@@ -277,17 +277,17 @@ def _kind(trials: Sequence[VerdictTrial]) -> Kinds:
         one = trial.comparison
         covered += one is not None and one.gain_low_pct <= truth <= one.gain_high_pct
     return Kinds(
-        trials=len(found),
-        verdicts=_counts([one.verdict for one in found]),
-        unusable=len(trials) - len(found),
+        trials=len(comparisons),
+        verdicts=_counts([one.verdict for one in comparisons]),
+        unusable=len(trials) - len(comparisons),
         gain_mean_pct=statistics.mean(gains) if gains else None,
         gain_sd_pct=statistics.stdev(gains) if len(gains) > 1 else None,
         gain_range_pct=(min(gains), max(gains)) if gains else None,
-        half_width_pct=_median([(one.gain_high_pct - one.gain_low_pct) / 2 for one in found]),
+        half_width_pct=_median([(one.gain_high_pct - one.gain_low_pct) / 2 for one in comparisons]),
         process_pair_sd_pct=statistics.stdev(pairs, centre) if len(pairs) > 1 else None,
-        pair_sd_pct=_median([one.pair_sd_pct for one in found]),
+        pair_sd_pct=_median([one.pair_sd_pct for one in comparisons]),
         order_effect_pct=_median(
-            [one.order_effect_pct for one in found if one.order_effect_pct is not None]
+            [one.order_effect_pct for one in comparisons if one.order_effect_pct is not None]
         ),
         turn_sd_ms=turn_sd_ms,
         pair_sd_by_turns_pct=by_turns_pct,

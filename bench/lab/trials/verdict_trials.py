@@ -24,7 +24,7 @@ from patcher.ab import arm_protocol as say
 from patcher.ab.arm_process import LOAD_S, ArmProcess
 from patcher.bench import BudgetError, PatcherError, Workload, preset
 from patcher.bench.lab.trials.driver import Driver, StartProcess
-from patcher.bench.lab.trials.folder import Asked, Folder
+from patcher.bench.lab.trials.folder import Folder, TrialOptions
 from patcher.bench.lab.trials.trial import Resident, TrialsSummary
 from patcher.integrate import Patch
 
@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     try:
         patch = Patch.load(given.patch) if given.patch else None
-        asked = asked_of(given, patch)
-        driver = Driver(Folder(given.out, asked), given.seconds, starter(asked, patch))
+        options = trial_options(given, patch)
+        driver = Driver(Folder(given.out, options), given.seconds, starter(options, patch))
         if given.plan:
             print("\n".join(driver.plan()))
             return 0
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def asked_of(given: argparse.Namespace, patch: Patch | None) -> Asked:
+def trial_options(given: argparse.Namespace, patch: Patch | None) -> TrialOptions:
     """Convert command-line options.
 
     Raises:
@@ -121,7 +121,7 @@ def asked_of(given: argparse.Namespace, patch: Patch | None) -> Asked:
         from patcher.ab.options import argument
 
         engine |= dict(map(argument, given.engine_arg))
-    return Asked(
+    return TrialOptions(
         workload=Workload(
             model=given.model,
             engine=given.engine,
@@ -147,15 +147,15 @@ def asked_of(given: argparse.Namespace, patch: Patch | None) -> Asked:
     )
 
 
-def starter(asked: Asked, patch: Patch | None) -> StartProcess:
+def starter(options: TrialOptions, patch: Patch | None) -> StartProcess:
     """A function that starts processes, each as an arm of `patcher throughput`."""
 
     def start(number: int, patched: bool, seconds: float) -> Resident:
         load = say.Load(
-            workload=asked.workload,
-            arguments=asked.arguments,
+            workload=options.workload,
+            arguments=options.arguments,
             # with a fixed cache size, vLLM only checks that this share is free
-            memory_share=0.9 / asked.processes,
+            memory_share=0.9 / options.processes,
         )
         patches = (patch,) if patched and patch is not None else ()
         return ArmProcess(f"process {number}", load, patches, min(seconds, LOAD_S))
