@@ -46,7 +46,7 @@ def begin(
             Outcome.GENERATION_FAILURE, f"the source must define {op.contract.signature()}"
         )
     seen = look(candidate, settings.tripwires, settings.policy)
-    state.tripwires = seen.said()
+    state.tripwires = seen.as_text()
     if seen.refused:
         state.check("tripwires", False, "; ".join(seen.refused))
         return state.verdict(Outcome.GUARD_VIOLATION)

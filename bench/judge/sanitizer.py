@@ -116,7 +116,7 @@ def sanitize(
             more = f"; {report.errors} reports" if (report.errors or 0) > 1 else ""
             return Sanitized(
                 outcome=Outcome.GUARD_VIOLATION,
-                detail=own[0].told() + more,
+                detail=own[0].summary() + more,
                 log="\n\n".join(finding.text for finding in own[:3]),
             )
         left_out += len(report.findings)

@@ -63,7 +63,7 @@ class SanitizerFinding(Record):
         library = tools.library_of(self.kernel) is not None and not self.where
         return self.level == "error" and (self.tool == "memcheck" or not library)
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """The finding in one line."""
         kernel = f" in {self.kernel[:120]}" if self.kernel else ""
         place = f" ({self.where})" if self.where else ""

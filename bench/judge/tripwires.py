@@ -126,7 +126,7 @@ class TripwireHit:
 class Tripwires:
     """Tripwire results of one source."""
 
-    found: tuple[TripwireHit, ...] = ()
+    hits: tuple[TripwireHit, ...] = ()
     """Rules that matched."""
     refused: tuple[str, ...] = ()
     """Violations of the user's policy, which reject the source."""
@@ -138,12 +138,12 @@ class Tripwires:
     @property
     def evidence(self) -> int:
         """Number of additional rounds of correctness cases."""
-        return int(self.cut or any(hit.rule.level == "evidence" for hit in self.found))
+        return int(self.cut or any(hit.rule.level == "evidence" for hit in self.hits))
 
-    def said(self) -> tuple[str, ...]:
+    def as_text(self) -> tuple[str, ...]:
         """The hits as text."""
         cut = (f"long (evidence): only {LONGEST:,} characters of it were looked at",) * self.cut
-        return (*map(str, self.found), *cut)
+        return (*map(str, self.hits), *cut)
 
 
 @cache

@@ -165,10 +165,10 @@ def cpu_name() -> str:
     """Model name of the CPU from /proc/cpuinfo, else the architecture."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            found = re.search(r"^model name\s*:\s*(.+)$", file.read(), re.MULTILINE)
+            match = re.search(r"^model name\s*:\s*(.+)$", file.read(), re.MULTILINE)
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.machine()
+        match = None
+    return match[1].strip() if match else platform.machine()
 
 
 @cache

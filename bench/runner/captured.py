@@ -77,19 +77,19 @@ class Captured:
     """Graphs of single calls, and a larger graph composed of them."""
 
     def __init__(
-        self, cuda: Any, arena: Arena, kept: Arena, graphs: list[Any], stream: int
+        self, cuda: Any, arena: Arena, snapshot: Arena, graphs: list[Any], stream: int
     ) -> None:
         import torch
 
         self.cuda, self.arena, self.stream = cuda, arena, stream
         self.graphs = graphs
         self.children = [graph.raw_cuda_graph() for graph in graphs]
-        self.kept = kept
+        self.snapshot = snapshot
         self.flush = torch.empty(2 * cuda.l2_bytes(), dtype=torch.uint8, device="cuda")
         self._sum = torch.Tensor.sum
         self._words = [
             each.bytes.view(torch.int64).view(each.sets, -1)[:, : each.returned // 8]
-            for each in (arena, kept)
+            for each in (arena, snapshot)
         ]
         self._composition: Any = None
         self._events: list[tuple[int, int]] = []
@@ -98,7 +98,7 @@ class Captured:
     def compose(self, mode: str, order: list[int]) -> None:
         if self._composition is not None:
             self._composition.close()
-        size, sets, target = self.arena.set_bytes, self.arena.sets, self.kept.pointer
+        size, sets, target = self.arena.set_bytes, self.arena.sets, self.snapshot.pointer
         self._mode, self._calls = mode, len(order)
         needed = {"whole": 1, "verified": 0, "cold": len(order)}[mode]
         while len(self._events) < needed:
@@ -140,7 +140,7 @@ class Captured:
     def follow(self, index: int, other: int, call: Callable[[], None], stream: Any) -> None:
         """Run `call` once as a separate graph, on a set that holds another set's values.
 
-        The set keeps its own constants (weights). All its own values lie in `kept`.
+        The set keeps its own constants (weights). All its own values lie in `snapshot`.
         """
         import torch
 
@@ -154,13 +154,15 @@ class Captured:
         self._mode = "follow"
 
     def _lend(self, index: int, other: int) -> None:
-        """Copy another set's values into a set, and its own values to `kept`; constants stay."""
-        arena, kept, size = self.arena, self.kept, self.arena.set_bytes
-        self.cuda.copy_async(kept.at(index), arena.at(index), size, self.stream)
+        """Copy another set's values into a set, and its own to `snapshot`; constants stay."""
+        arena, snapshot, size = self.arena, self.snapshot, self.arena.set_bytes
+        self.cuda.copy_async(snapshot.at(index), arena.at(index), size, self.stream)
         self.cuda.copy_async(arena.at(index), arena.at(other), size, self.stream)
         for slot in arena.constants:
             here, size = slot["offset"], slot["slot_bytes"]
-            self.cuda.copy_async(arena.at(index) + here, kept.at(index) + here, size, self.stream)
+            self.cuda.copy_async(
+                arena.at(index) + here, snapshot.at(index) + here, size, self.stream
+            )
 
     def fingerprint(self) -> int:
         return int(self._sum(self._words[self._mode == "verified"]).item())
@@ -168,7 +170,7 @@ class Captured:
     @property
     def left(self) -> Arena:
         """Buffers after the calls, or their copies after each call."""
-        return self.kept if self._mode == "verified" else self.arena
+        return self.snapshot if self._mode == "verified" else self.arena
 
     def collect(self, target: int) -> None:
         for here, host, size in self.left.pieces(target, self.left.returned):

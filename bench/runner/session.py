@@ -142,23 +142,23 @@ class Session:
     ) -> dict[str, Any]:
         """Prepare the calls, so that the judge's clock covers only the calls."""
         self.ready = None
-        arena, kept = Arena(plan, sets, self.device), None
+        arena, snapshot = Arena(plan, sets, self.device), None
         self._fill(arena, recipes)
         arguments = [(*arena.arguments[index], *scalars) for index in order]
         if self.cuda is not None or arena.slots:
-            kept = Arena(plan, sets, self.device, bare=True)
+            snapshot = Arena(plan, sets, self.device, bare=True)
         if self.cuda is None:
             for here, host, size in arena.pieces(self.outputs, arena.returned):
                 _move(host, here, size)
-            if kept is not None:
-                _move(kept.pointer, arena.pointer, arena.set_bytes * sets)
-        self.ready = (arena, arguments, order, kept)
+            if snapshot is not None:
+                _move(snapshot.pointer, arena.pointer, arena.set_bytes * sets)
+        self.ready = (arena, arguments, order, snapshot)
         return {}
 
     def do_go(self) -> dict[str, Any]:
         import torch
 
-        arena, arguments, order, kept = self.ready
+        arena, arguments, order, snapshot = self.ready
         function = self._loaded()
         times: list[float] = []
         gc.disable()
@@ -169,22 +169,24 @@ class Session:
                     function(*each)
                     times.append(_clock() - begin)
                     _move(self.outputs + index * arena.returned, arena.at(index), arena.returned)
-                    if kept is not None:
-                        _move(kept.at(index), arena.at(index), arena.set_bytes)
+                    if snapshot is not None:
+                        _move(snapshot.at(index), arena.at(index), arena.set_bytes)
             else:
-                times = self._call_on_gpu(arena, arguments, order, kept, function)
+                times = self._call_on_gpu(arena, arguments, order, snapshot, function)
         gc.enable()
         return {"times_ns": times}
 
     def do_hand(self, key: int) -> dict[str, Any]:
-        arena, _, _, kept = self.ready
-        return self._hand_back(arena if kept is None else kept, key)
+        arena, _, _, snapshot = self.ready
+        return self._hand_back(arena if snapshot is None else snapshot, key)
 
     def _call_on_gpu(
-        self, arena: Arena, arguments: list[Any], order: list[int], kept: Arena, function: Any
+        self, arena: Arena, arguments: list[Any], order: list[int], snapshot: Arena, function: Any
     ) -> list[float]:
         """Call eagerly; a time is the larger of the events' and the synchronised host's."""
-        self.cuda.copy_async(kept.pointer, arena.pointer, arena.set_bytes * arena.sets, self.stream)
+        self.cuda.copy_async(
+            snapshot.pointer, arena.pointer, arena.set_bytes * arena.sets, self.stream
+        )
         before, after, times = self.cuda.event(), self.cuda.event(), []
         for index, each in zip(order, arguments, strict=True):
             # leaves NaN in every multiprocessor's shared memory, to expose uninitialised reads
@@ -194,11 +196,11 @@ class Session:
             self.cuda.record(before, self.stream)
             function(*each)
             self.cuda.record(after, self.stream)
-            self.cuda.copy_async(kept.at(index), arena.at(index), arena.set_bytes, self.stream)
+            self.cuda.copy_async(snapshot.at(index), arena.at(index), arena.set_bytes, self.stream)
             self.cuda.synchronize()
             wall = _clock() - begin
             times.append(max(self.cuda.elapsed_ns(before, after), float(wall)))
-        for here, host, size in kept.pieces(self.outputs, kept.returned):
+        for here, host, size in snapshot.pieces(self.outputs, snapshot.returned):
             self.cuda.to_host(host, here, size)
         return times
 
@@ -214,7 +216,7 @@ class Session:
 
         self.captured = self.ready = None
         arena = Arena(plan, sets, self.device)
-        kept = Arena(plan, sets, self.device, bare=True)
+        snapshot = Arena(plan, sets, self.device, bare=True)
         self._fill(arena, recipes)
         function, graphs = self._loaded(), []
         pool = torch.cuda.graph_pool_handle()
@@ -228,7 +230,7 @@ class Session:
                     function(*arguments, *scalars)
                 graphs.append(graph)
             self.cuda.synchronize()
-        self.captured = Captured(self.cuda, arena, kept, graphs, self.stream)
+        self.captured = Captured(self.cuda, arena, snapshot, graphs, self.stream)
         return {}
 
     def do_compose(
@@ -264,11 +266,11 @@ class Session:
 
         Until then the buffers hold the other set's values.
         """
-        arena, kept, function = self.captured.arena, self.captured.kept, self._loaded()
+        arena, snapshot, function = self.captured.arena, self.captured.snapshot, self._loaded()
         self._fill(arena, recipes)
 
         def call() -> None:
-            self.late.launch(arena.at(index), kept.at(index), arena.set_bytes, self.stream)
+            self.late.launch(arena.at(index), snapshot.at(index), arena.set_bytes, self.stream)
             function(*arena.arguments[index], *scalars)
 
         self.captured.follow(index, other, call, self.torch_stream)
