@@ -33,7 +33,7 @@ from patcher.integrate.formats.foreign_source import candidate_from
 from patcher.integrate.formats.op_folder import op_files, own_op_files
 
 
-class Imported(Record):
+class ImportResult(Record):
     """The result of an import."""
 
     schema_version: int = SCHEMA_VERSION
@@ -73,7 +73,7 @@ class _Import:
         self.sources[f"{folder}/{candidate.file_name}"] = candidate.digest
 
 
-def import_kernel(path: Path, out: Path) -> Imported:
+def import_kernel(path: Path, out: Path) -> ImportResult:
     """Import the kernels of an export or of a flashinfer-bench dataset as sources and op folders.
 
     Args:
@@ -111,7 +111,7 @@ def import_kernel(path: Path, out: Path) -> Imported:
         why = "; ".join(f"{name}: {reason}" for name, reason in result.refused.items())
         raise UsageError(f"nothing of {path} can be imported", why or "it holds no Definition")
     _write(out, result.files)
-    return Imported(
+    return ImportResult(
         folder=str(out),
         sources=result.sources,
         ops=tuple(result.ops),

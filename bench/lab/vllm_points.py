@@ -26,7 +26,7 @@ from patcher.bench import AxisGuard, Candidate, Op, Outcome, PatcherError, Workl
 from patcher.bench.lab.vllm_cases import CASES, PointCase, check, counted, of_patch
 from patcher.bench.machine.environment import engine_environment
 from patcher.hotspot import NSYS_OPTIONS, find_nsys, nsys_environment, read
-from patcher.integrate import Patch, read_receipts, switching_on
+from patcher.integrate import Patch, patch_environment, read_receipts
 
 MODES = ("full", "piecewise", "eager")
 MODEL = "gpt-oss-20b"
@@ -270,7 +270,7 @@ class PointProof:
         """What switches patches on for a process; its own store, so that runs do not meet."""
         if not patches:
             return {"PATCHER_PATCHES": "off"}
-        return switching_on(patches, self.out / f"{name}.home", self.out / f"{name}.receipts")
+        return patch_environment(patches, self.out / f"{name}.home", self.out / f"{name}.receipts")
 
 
 def shipped(op: Op) -> Candidate:
