@@ -35,14 +35,14 @@ from patcher.bench.workload import Shape, Workload, presets
 
 LOAD_FORMAT = "patcher_random"
 RANDOM_WEIGHTS = "PATCHER_RANDOM_WEIGHTS"
-"""The variable that asks a process of vLLM's to know that format."""
+"""Environment variable that makes a vLLM process register that format."""
 MXFP4_SCALE = 120
-"""Biased exponent of a block of MXFP4 weights: 2^-7, so that they spread like normal(0, `STD`)."""
+"""Biased exponent of a block of MXFP4 weights: 2^-7, which gives a spread like normal(0, `STD`)."""
 REQUEST = "patcher-"
 SPARE_TOKENS = 2048
-"""Room for decode beyond what the workload asks for."""
+"""Tokens of decode per sequence beyond those of the workload."""
 LENGTH_STEP = 1024
-"""What the longest sequence is rounded up to."""
+"""The longest sequence is rounded up to a multiple of this."""
 LEAST_CACHE_BYTES = 1 << 30
 MEMORY_SHARE = 0.6
 OPTIONS: tuple[tuple[dict[str, Any], ...], ...] = (
@@ -94,7 +94,7 @@ class VllmEngine:
         self._engine = self._llm.llm_engine
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
         self.requests = 0
-        """Until now; they are numbered."""
+        """Number of requests until now; request ids contain it."""
 
     def prompts(self, seed: int) -> torch.Tensor:
         return random_prompts(self.workload, self.vocab_size, seed)
@@ -105,7 +105,7 @@ class VllmEngine:
             ignore_eos=True,
             detokenize=False,
             max_tokens=self.workload.output_len + SPARE_TOKENS,
-            # what is new, and not all tokens again at every step
+            # only the new tokens, not all tokens at every step
             output_kind=self._sampling.RequestOutputKind.DELTA,
         )
         self.synchronize()
@@ -122,7 +122,7 @@ class VllmEngine:
         return Decoding(tokens, [_column(tokens, 0)], time.perf_counter() - begin)
 
     def decode(self, decoding: Decoding, steps: int) -> None:
-        """Until every sequence has `steps` tokens more.
+        """Decode until every sequence has `steps` more tokens.
 
         Scheduling asynchronously, vLLM has the next step under way when it gives a token, so that
         a step of the engine may give none; see `synchronize`.
@@ -141,12 +141,14 @@ class VllmEngine:
         return Generation(decoding.tokens(), decoding.prefill_s, decoding.decode_s)
 
     def release(self, decoding: Decoding) -> None:
-        """Abort its requests, since they are told to go on for longer than anyone asks."""
+        """Abort the batch's requests, which have no limit on their length."""
         self._engine.abort_request(list(decoding.cache))
         self.synchronize()
 
     def routing_entropy_pct(self, prompts: torch.Tensor, steps: int) -> float | None:
-        """None without experts, and where the model is compiled: its routers are not called."""
+        """Entropy of expert selection; None without experts or if the model is compiled, since
+        compiled code does not call the routers.
+        """
         if not self._eager:
             return None
         return vllm_logits.routing_entropy_pct(self, prompts, steps)
@@ -157,7 +159,7 @@ class VllmEngine:
 
     @property
     def how(self) -> str:
-        """How its logits are computed, in words."""
+        """Description of how the logits are computed."""
         return "the same engine without compilation or graphs" if self._eager else "as served"
 
     @property
@@ -166,13 +168,13 @@ class VllmEngine:
         return self._engine.model_executor.driver_worker.model_runner
 
     def peak_memory_bytes(self) -> int:
-        """Without the KV cache, which takes whatever is left of the engine's share."""
+        """Peak memory in bytes without the KV cache, which fills the engine's share."""
         stores = {each.untyped_storage().data_ptr(): each for each in self.runner.kv_caches}
         cache: int = sum(each.untyped_storage().nbytes() for each in stores.values())
         return peak_memory_bytes("cuda") - cache
 
     def synchronize(self) -> None:
-        """Also the step that the engine has under way already."""
+        """Wait for the device, including a step that the engine has already scheduled."""
         torch.cuda.synchronize()
 
     def close(self) -> None:
@@ -191,7 +193,7 @@ def _column(tokens: dict[str, list[int]], index: int) -> torch.Tensor:
 
 
 def _arguments(workload: Workload, room: Sequence[Shape] = ()) -> dict[str, Any]:
-    """Stock vLLM, but for what makes a run repeatable: no prefix cache, greedy, this batch."""
+    """Arguments of stock vLLM, made reproducible: no prefix cache, greedy, a fixed batch."""
     arguments = {
         "max_num_seqs": max(workload.batch, *(shape.batch for shape in room), 1),
         "max_model_len": _longest(workload, room),
@@ -220,8 +222,10 @@ def _arguments(workload: Workload, room: Sequence[Shape] = ()) -> dict[str, Any]
 
 
 def _longest(workload: Workload, room: Sequence[Shape]) -> int:
-    """Tokens of a sequence, rounded up: the number enters the hash of compiled code, which windows
-    of another length need not change.
+    """Longest sequence in tokens, rounded up.
+
+    The number is part of the hash of compiled code, so that rounding lets windows of different
+    lengths share it.
     """
     context = max(workload.input_len, *(shape.context for shape in room), 1)
     needed = context + workload.output_len + SPARE_TOKENS
@@ -247,7 +251,7 @@ def cache_bytes(workload: Workload, room: Sequence[Shape] = ()) -> int | None:
 
 
 def _model_folder(config: str) -> Path:
-    """A folder with that config.json, the same one in every process.
+    """A folder with this config.json, the same in every process.
 
     The model's path enters vLLM's hash of what it compiled (`ModelConfig.compute_hash`): from a
     folder of its own each start would compile again, for a minute and a half.
@@ -256,7 +260,7 @@ def _model_folder(config: str) -> Path:
     folder = cache_root() / "vllm-models" / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # several processes may come here at once
+        # several processes may write it concurrently
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
             file.write(config)
         Path(file.name).replace(folder / "config.json")
@@ -280,8 +284,8 @@ def refuse_dummy(arguments: Mapping[str, Any]) -> None:
 
 
 def register_loader() -> None:
-    """Seeded random weights with spread-out routing, as vLLM's public registry takes loaders. The
-    plugin does it in vLLM's other processes, where `RANDOM_WEIGHTS` is set.
+    """Register a loader of seeded random weights with even routing in vLLM's public registry. The
+    plugin registers it in vLLM's other processes if `RANDOM_WEIGHTS` is set.
 
     vLLM's own `dummy` weights are near zero: all tokens pick the same experts, and decode reads a
     fraction of what a real model reads.
@@ -291,7 +295,7 @@ def register_loader() -> None:
 
     class RandomLoader(base.BaseModelLoader):  # type: ignore[misc]  # vllm is untyped here
         def download_model(self, model_config: Any) -> None:
-            """There is nothing to download."""
+            """Do nothing: random weights need no download."""
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             randomise(model, int(model_config.seed))

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from patcher.ab.job import ABResult
 from patcher.ab.other_workloads import OtherWorkloads
-from patcher.ab.sets import SetSearch
+from patcher.ab.result import ABResult
+from patcher.ab.set_search import SetSearch
 from patcher.bench import Comparison, PatcherError, UsageError, content
 from patcher.reconciling.launches import patched_steps
 
@@ -73,8 +73,8 @@ def table(found: Sequence[ABResult]) -> str:
     lines = [f"| {' | '.join(HEAD)} |", f"| --- |{' ---: |' * (len(HEAD) - 2)} --- |"]
     for judged in found:
         lines.append(_row(judged))
-        elsewhere = judged.measured[0].elsewhere
-        lines += _other_rows(elsewhere) if elsewhere is not None else ()
+        others = judged.measured[0].other_workloads
+        lines += _other_rows(others) if others is not None else ()
     return "\n".join([*lines, PUBLISHED])
 
 
@@ -94,9 +94,9 @@ def _row(judged: ABResult) -> str:
     )
 
 
-def _other_rows(elsewhere: OtherWorkloads) -> Iterator[str]:
-    for point in elsewhere.points:
-        standing = elsewhere.standing(point)
+def _other_rows(others: OtherWorkloads) -> Iterator[str]:
+    for point in others.points:
+        standing = others.standing(point)
         yield _line("", str(point.batch), f"{point.context:,}", point.comparison, "", "", standing)
 
 

@@ -13,12 +13,12 @@ from typing import NamedTuple, cast
 from patcher.bench import BudgetError
 from patcher.bench.ab.processes import WARM_UP_STEPS
 from patcher.bench.ab.windows import prompt_seed
-from patcher.bench.lab.trials.folder import Folder, Start
+from patcher.bench.lab.trials.folder import Folder, TrialsStart
 from patcher.bench.lab.trials.trial import (
-    Kind,
     Repeats,
     Resident,
     Setting,
+    TrialKind,
     VerdictTrial,
     draw,
     take_repeats,
@@ -134,16 +134,16 @@ class Driver:
             list(pool.map(lambda process: process.close(), self.processes))
         self.loaded.clear()
 
-    def _next(self) -> Kind | None:
+    def _next(self) -> TrialKind | None:
         left = {kind: count for kind, count in self.folder.left().items() if kind != "repeats"}
         most = max(left, key=lambda kind: left[kind] / self._wanted(kind))
-        return cast(Kind, most) if left[most] else None
+        return cast(TrialKind, most) if left[most] else None
 
     def _wanted(self, kind: str) -> int:
         asked = self.folder.asked
         return max(asked.planted if kind == "planted" else asked.trials, 1)
 
-    def _time_for(self, kind: Kind | str) -> bool:
+    def _time_for(self, kind: TrialKind | str) -> bool:
         needs = self.needs()
         seconds = {"planted": needs.planted, "repeats": needs.repeats}.get(kind, needs.aa)
         return self._left_s() > 1.2 * seconds
@@ -170,7 +170,7 @@ class Driver:
         for process in self.processes:
             process.warm_up(prompt_seed(asked.seed, -1), WARM_UP_STEPS)
         self.folder.keep(
-            Start(
+            TrialsStart(
                 number=len(self.folder.starts),
                 seconds=tuple(took[number] for number in range(count)),
                 wall_s=self.clock() - begun,
@@ -202,7 +202,7 @@ class Driver:
             self.folder.keep(found)
             self._say(f"repeats in process {number}: CV {found.cv_pct:.3f} %")
 
-    def _trial(self, kind: Kind, clocks: ClockMonitor) -> None:
+    def _trial(self, kind: TrialKind, clocks: ClockMonitor) -> None:
         asked, number, begun = self.folder.asked, len(self.folder.trials), self.clock()
         rng = random.Random(f"{asked.seed}:{number}")
         drawn = draw(rng, asked.processes, self.patched, asked.process_pairs)

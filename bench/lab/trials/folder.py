@@ -10,12 +10,18 @@ from typing import TypeVar
 from pydantic import Field, JsonValue, ValidationError
 
 from patcher.bench import SCHEMA_VERSION, Environment, Record, UsageError, Workload
-from patcher.bench.lab.trials.trial import Kind, Repeats, TrialsSummary, VerdictTrial, summarise
+from patcher.bench.lab.trials.trial import (
+    Repeats,
+    TrialKind,
+    TrialsSummary,
+    VerdictTrial,
+    summarise,
+)
 
 RecordT = TypeVar("RecordT", bound=Record)
 
 
-class Asked(Record):
+class TrialsRequest(Record):
     """What a folder's trials are of; another set of options goes into another folder."""
 
     schema_version: int = SCHEMA_VERSION
@@ -42,7 +48,7 @@ class Asked(Record):
         return self.processes // 2
 
 
-class Start(Record):
+class TrialsStart(Record):
     """One start of all processes."""
 
     number: int
@@ -59,12 +65,12 @@ class Folder:
     UsageError: it holds what was asked for otherwise, or what is no record.
     """
 
-    def __init__(self, path: Path, asked: Asked) -> None:
+    def __init__(self, path: Path, asked: TrialsRequest) -> None:
         self.path, self.asked = path, asked
         path.mkdir(parents=True, exist_ok=True)
         known = path / "asked.json"
         if known.is_file():
-            if _read(known, known.read_bytes(), Asked) != asked:
+            if _read(known, known.read_bytes(), TrialsRequest) != asked:
                 raise UsageError(
                     f"{path} holds trials of other options", "give the same ones, or a new folder"
                 )
@@ -72,27 +78,27 @@ class Folder:
             known.write_text(asked.model_dump_json(indent=1) + "\n", encoding="utf-8")
         self.trials = self._lines("trials.jsonl", VerdictTrial)
         self.repeats = self._lines("repeats.jsonl", Repeats)
-        self.starts = self._lines("starts.jsonl", Start)
+        self.starts = self._lines("starts.jsonl", TrialsStart)
 
-    def keep(self, record: VerdictTrial | Repeats | Start) -> None:
+    def keep(self, record: VerdictTrial | Repeats | TrialsStart) -> None:
         """On the disk before the next one is taken."""
         match record:
             case VerdictTrial():
                 self.trials.append(record)
             case Repeats():
                 self.repeats.append(record)
-            case Start():
+            case TrialsStart():
                 self.starts.append(record)
-        name = {VerdictTrial: "trials", Repeats: "repeats", Start: "starts"}[type(record)]
+        name = {VerdictTrial: "trials", Repeats: "repeats", TrialsStart: "starts"}[type(record)]
         with (self.path / f"{name}.jsonl").open("a", encoding="utf-8") as file:
             file.write(record.model_dump_json() + "\n")
             file.flush()
             os.fsync(file.fileno())
 
-    def left(self) -> dict[Kind | str, int]:
+    def left(self) -> dict[TrialKind | str, int]:
         """What is still to be taken, by kind; `repeats`: processes."""
         asked = self.asked
-        wanted: dict[Kind | str, int] = {
+        wanted: dict[TrialKind | str, int] = {
             "repeats": 0 if asked.patch or not asked.repeats else asked.processes,
             "patch" if asked.patch else "aa": asked.trials,
             "planted": 0 if asked.patch else asked.planted,

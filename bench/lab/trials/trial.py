@@ -20,13 +20,13 @@ from pydantic import Field
 
 from patcher.bench import SCHEMA_VERSION, Comparison, Record, Window, Workload
 from patcher.bench.ab.processes import EngineProcess
-from patcher.bench.ab.throughput import decide_on
+from patcher.bench.ab.throughput import compare_windows
 from patcher.bench.ab.windows import Pair, abba, take_pair
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.stats.compare import MIN_PROCESS_PAIRS, without_order
 from patcher.bench.stats.comparison import Arm
 
-Kind = Literal["aa", "planted", "patch"]
+TrialKind = Literal["aa", "planted", "patch"]
 PAIRS_OF_TRIAL = 1000
 """Numbers of pairs that a trial may use, so that no two trials share prompts."""
 
@@ -44,7 +44,7 @@ class VerdictTrial(Record):
 
     schema_version: int = SCHEMA_VERSION
     number: int
-    kind: Kind
+    kind: TrialKind
     process_pairs: tuple[tuple[int, int], ...]
     """Baseline and patched process of each, by number."""
     start: int
@@ -149,7 +149,7 @@ def take_windows(
 
 def verdict_on(setting: Setting, windows: Sequence[Window]) -> Comparison | None:
     """By the rule of `patcher throughput`; None where no pair is usable."""
-    return decide_on(list(windows), "ab", setting.margin_pct, 95.0)
+    return compare_windows(list(windows), "ab", setting.margin_pct, 95.0)
 
 
 def take_repeats(
@@ -178,7 +178,7 @@ def take_repeats(
     return tuple(one.tokens_per_s for one in windows), step_s
 
 
-class Kinds(Record):
+class KindSummary(Record):
     """Trials of one kind."""
 
     trials: int
@@ -211,7 +211,7 @@ class TrialsSummary(Record):
     """What the trials of a folder say."""
 
     schema_version: int = SCHEMA_VERSION
-    kinds: dict[Kind, Kinds]
+    kinds: dict[TrialKind, KindSummary]
     false_accept_limit_pct: float | None
     """Upper 95 % limit of the rate of false accepts, had the trials been independent."""
     repeats: int
@@ -226,10 +226,10 @@ class TrialsSummary(Record):
 
 def summarise(trials: Sequence[VerdictTrial], repeats: Sequence[Repeats]) -> TrialsSummary:
     """Of all that was taken until now."""
-    by_kind: dict[Kind, list[VerdictTrial]] = {}
+    by_kind: dict[TrialKind, list[VerdictTrial]] = {}
     for trial in trials:
         by_kind.setdefault(trial.kind, []).append(trial)
-    kinds: dict[Kind, Kinds] = {}
+    kinds: dict[TrialKind, KindSummary] = {}
     for kind, own in by_kind.items():
         kinds[kind] = _kind(own)
     aa = kinds.get("aa")
@@ -252,7 +252,7 @@ def summarise(trials: Sequence[VerdictTrial], repeats: Sequence[Repeats]) -> Tri
     )
 
 
-def _kind(trials: Sequence[VerdictTrial]) -> Kinds:
+def _kind(trials: Sequence[VerdictTrial]) -> KindSummary:
     found = [trial.comparison for trial in trials if trial.comparison is not None]
     gains = [one.gain_pct for one in found]
     planted = [trial.planted_pct for trial in trials if trial.delay_s]
@@ -264,7 +264,7 @@ def _kind(trials: Sequence[VerdictTrial]) -> Kinds:
         truth = trial.planted_pct if trial.delay_s else 0.0
         one = trial.comparison
         covered += one is not None and one.gain_low_pct <= truth <= one.gain_high_pct
-    return Kinds(
+    return KindSummary(
         trials=len(found),
         verdicts=_counts([one.verdict for one in found]),
         unusable=len(trials) - len(found),
@@ -285,7 +285,7 @@ def _kind(trials: Sequence[VerdictTrial]) -> Kinds:
 
 
 def _turns(trials: Sequence[VerdictTrial]) -> tuple[float | None, float | None]:
-    """`Kinds.turn_sd_ms` and `Kinds.pair_sd_by_turns_pct`; Nones where turns were not kept."""
+    """`turn_sd_ms` and `pair_sd_by_turns_pct` of `KindSummary`; Nones where turns were not kept."""
     pairs = [both for trial in trials for own in _timed_pairs(trial) for both in own]
     # of either order apart: what beginning a pair does is no spread
     by_order: dict[bool, list[list[float]]] = {}

@@ -23,7 +23,7 @@ from patcher.ab import arm_protocol as say
 from patcher.ab.arm_process import LOAD_S, ArmProcess
 from patcher.bench import BudgetError, PatcherError, Workload, preset
 from patcher.bench.lab.trials.driver import Driver, StartProcess
-from patcher.bench.lab.trials.folder import Asked, Folder
+from patcher.bench.lab.trials.folder import Folder, TrialsRequest
 from patcher.bench.lab.trials.trial import Resident, TrialsSummary
 from patcher.integrate import Patch
 
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def asked_of(given: argparse.Namespace, patch: Patch | None) -> Asked:
+def asked_of(given: argparse.Namespace, patch: Patch | None) -> TrialsRequest:
     """Raises:
     UsageError: unknown model, or no NAME=VALUE.
     """
@@ -116,7 +116,7 @@ def asked_of(given: argparse.Namespace, patch: Patch | None) -> Asked:
         from patcher.ab.options import argument
 
         engine |= dict(map(argument, given.engine_arg))
-    return Asked(
+    return TrialsRequest(
         workload=Workload(
             model=given.model,
             engine=given.engine,
@@ -142,7 +142,7 @@ def asked_of(given: argparse.Namespace, patch: Patch | None) -> Asked:
     )
 
 
-def starter(asked: Asked, patch: Patch | None) -> StartProcess:
+def starter(asked: TrialsRequest, patch: Patch | None) -> StartProcess:
     """Starts real processes, each as an arm of `patcher throughput`."""
 
     def start(number: int, patched: bool, seconds: float) -> Resident:
