@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from patcher.bench import PatcherError, UsageError
-from patcher.integrate.switches import starting_up
+from patcher.integrate.switches import startup_python_path
 
 
 def command(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
@@ -42,7 +42,7 @@ def command(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
 
 def environment() -> dict[str, str]:
     """This process's environment, with our `sitecustomize` first on `PYTHONPATH`."""
-    return {**os.environ, "PYTHONPATH": starting_up(os.environ.get("PYTHONPATH", ""))}
+    return {**os.environ, "PYTHONPATH": startup_python_path(os.environ.get("PYTHONPATH", ""))}
 
 
 def main() -> NoReturn:

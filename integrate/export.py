@@ -1,8 +1,8 @@
 """Export a patch as a Hugging Face kernel repository or as a flashinfer-bench dataset.
 
-Neither format holds a complete contract (`Exported.left_out` lists what is lost), so an export adds
-`patcher.json`. An import reads the source from the format's own files and trusts that record only
-if the digest matches.
+Neither format holds a complete contract (`ExportResult.left_out` lists what is lost), so an export
+adds `patcher.json`. An import reads the source from the format's own files and trusts that record
+only if the digest matches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from patcher.integrate.patch import Patch
 FORMATS = ("hf-kernels", "flashinfer")
 
 
-class Exported(Record):
+class ExportResult(Record):
     """The result of an export."""
 
     schema_version: int = SCHEMA_VERSION
@@ -45,7 +45,7 @@ class Exported(Record):
 
 def export_patch(
     patch: Patch, to: str, out: Path, *, sweep: str | None = None, license: str = "unknown"
-) -> Exported:
+) -> ExportResult:
     """Write a patch in another project's format.
 
     Args:
@@ -85,7 +85,7 @@ def export_patch(
     if out.exists() and not (out / CARRIED).is_file():
         raise UsageError(f"{out} exists and is not an export", "choose another folder")
     _place(out, files)
-    return Exported(
+    return ExportResult(
         format=to,
         folder=str(out),
         digest=candidate.digest,

@@ -71,7 +71,7 @@ class Switches:
         return names - {"", "on", "off"}
 
 
-def switching_on(patches: Sequence[Patch], home: Path, receipts: Path) -> dict[str, str]:
+def patch_environment(patches: Sequence[Patch], home: Path, receipts: Path) -> dict[str, str]:
     """The environment variables that enable exactly these patches in a process to measure.
 
     They point to a separate store in `home`, and failures in the process raise.
@@ -96,7 +96,7 @@ def switching_on(patches: Sequence[Patch], home: Path, receipts: Path) -> dict[s
     }
 
 
-def starting_up(python_path: str) -> str:
+def startup_python_path(python_path: str) -> str:
     """A `PYTHONPATH` that starts with the folder of our `sitecustomize`."""
     others = [place for place in python_path.split(os.pathsep) if place]
     return os.pathsep.join([str(STARTUP), *(one for one in others if one != str(STARTUP))])

@@ -34,7 +34,7 @@ class FitCheck(Record):
     """Changes in the code that the patch replaces."""
 
 
-class Verified(Record):
+class FitReport(Record):
     """All checks of a patch against this environment."""
 
     schema_version: int = SCHEMA_VERSION
@@ -50,7 +50,7 @@ class Verified(Record):
         return next((check for check in self.checks if not check.passed), None)
 
 
-def verify(patch: Patch) -> Verified:
+def verify(patch: Patch) -> FitReport:
     """Run all checks of a loaded patch, even after a failed one.
 
     Args:
@@ -66,7 +66,7 @@ def verify(patch: Patch) -> Verified:
         ("device", lambda: verify_device(manifest)),
         ("kernel", lambda: _kernel(patch)),
     )
-    return Verified(
+    return FitReport(
         id=manifest.id,
         digest=patch.digest,
         checks=tuple(_run(name, check) for name, check in checks),

@@ -31,7 +31,7 @@ from patcher.bench import AxisGuard, Candidate, Op, Outcome, PatcherError, Workl
 from patcher.bench.lab.vllm_cases import CASES, PointCase, check, counted, of_patch
 from patcher.bench.machine.environment import engine_environment
 from patcher.hotspot import NSYS_OPTIONS, find_nsys, nsys_environment, read
-from patcher.integrate import Patch, read_receipts, switching_on
+from patcher.integrate import Patch, patch_environment, read_receipts
 
 MODES = ("full", "piecewise", "eager")
 MODEL = "gpt-oss-20b"
@@ -284,7 +284,7 @@ class PointProof:
         """Environment variables that enable patches, from a separate store for each run."""
         if not patches:
             return {"PATCHER_PATCHES": "off"}
-        return switching_on(patches, self.out / f"{name}.home", self.out / f"{name}.receipts")
+        return patch_environment(patches, self.out / f"{name}.home", self.out / f"{name}.receipts")
 
 
 def shipped(op: Op) -> Candidate:

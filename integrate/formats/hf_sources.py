@@ -90,12 +90,12 @@ def parameters(contract: Contract) -> list[TensorSpec]:
 def _layer(contract: Contract) -> str | None:
     """The layer's source; None if its outputs cannot be allocated from its inputs."""
     params = parameters(contract)
-    taken = [each for each in contract.tensors if each not in params and each.access != "write"]
+    inputs = [each for each in contract.tensors if each not in params and each.access != "write"]
     allocations = []
     for tensor in contract.tensors:
         if tensor.access != "write":
             continue
-        allocation = _allocation(contract, tensor, taken)
+        allocation = _allocation(contract, tensor, inputs)
         if allocation is None:
             return None
         allocations.append(f"        {tensor.name} = {allocation}\n")
@@ -109,21 +109,21 @@ def _layer(contract: Contract) -> str | None:
         name=layer_name(contract),
         summary=" ".join(contract.summary.split()),
         members="".join(members),
-        taken="".join(f", {each.name}: torch.Tensor" for each in taken),
+        taken="".join(f", {each.name}: torch.Tensor" for each in inputs),
         made="".join(allocations),
         call=call,
         written=", ".join(each.name for each in contract.written),
     )
 
 
-def _allocation(contract: Contract, tensor: TensorSpec, taken: list[TensorSpec]) -> str | None:
+def _allocation(contract: Contract, tensor: TensorSpec, inputs: list[TensorSpec]) -> str | None:
     sizes = []
     for axis in tensor.shape:
-        source = next((each for each in taken if axis in each.shape), None)
+        source = next((each for each in inputs if axis in each.shape), None)
         if source is None:
             return None
         sizes.append(f"{source.name}.shape[{source.shape.index(axis)}]")
-    like = next((each for each in taken if each.dtype == tensor.dtype), None)
+    like = next((each for each in inputs if each.dtype == tensor.dtype), None)
     options = contract.dtypes[tensor.dtype]
     if like is not None:
         dtype = f"{like.name}.dtype"
@@ -132,7 +132,7 @@ def _allocation(contract: Contract, tensor: TensorSpec, taken: list[TensorSpec])
     else:
         return None
     shape = "".join(f"{size}, " for size in sizes)
-    return f"torch.empty(({shape}), dtype={dtype}, device={taken[0].name}.device)"
+    return f"torch.empty(({shape}), dtype={dtype}, device={inputs[0].name}.device)"
 
 
 def readme(

@@ -87,9 +87,9 @@ def _widened(value):
     return torch.float64 if narrow else value
 
 
-def _named(found):
-    found = found if isinstance(found, (tuple, list)) else (found,)
-    return dict(zip(_OUTPUTS, found, strict=True))
+def _named(values):
+    values = values if isinstance(values, (tuple, list)) else (values,)
+    return dict(zip(_OUTPUTS, values, strict=True))
 
 
 def reference({names}):
@@ -133,17 +133,17 @@ def make(point, generator, regime):
     """
     if regime not in REGIMES:
         raise ValueError(f"unknown regime {{regime!r}}")
-    made = {{}}
+    tensors = {{}}
     for name, (symbol, axes, access) in _TENSORS.items():
         shape = [point.axes[axis] for axis in axes]
         dtype = getattr(torch, point.dtypes[symbol])
         if access == "write":
             fill = math.nan if dtype.is_floating_point else -1
-            made[name] = torch.full(shape, fill, dtype=dtype, device=generator.device)
+            tensors[name] = torch.full(shape, fill, dtype=dtype, device=generator.device)
         else:
             drawn = torch.randn(shape, generator=generator, device=generator.device)
-            made[name] = drawn.to(dtype)
-    return made
+            tensors[name] = drawn.to(dtype)
+    return tensors
 '''
 
 BASELINES = '''"""The baseline: the Definition's reference in its own dtypes."""
@@ -156,8 +156,8 @@ _run = runpy.run_path(str(Path(__file__).with_name("definition.py")))["run"]
 
 def reference(device):
     def run({names}):
-        found = _run({inputs})
-        return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+        values = _run({inputs})
+        return tuple(values) if isinstance(values, (tuple, list)) else (values,)
 
     return run
 
@@ -176,9 +176,9 @@ _reference = runpy.run_path(str(Path(__file__).with_name("reference.py")))["refe
 
 def reference(device):
     def run({names}):
-        found = _reference({named})
+        values = _reference({named})
         written = dict(zip({outputs!r}, ({written},), strict=True))
-        return tuple(found[name].to(value.dtype) for name, value in written.items())
+        return tuple(values[name].to(value.dtype) for name, value in written.items())
 
     return run
 

@@ -216,12 +216,12 @@ def _unsummed() -> Iterator[list[Rows]]:
         epilogue: Any,
         **more: Any,
     ) -> Any:
-        given = (x, indx, out, out_mx_scale, fused_activation, epilogue)
+        call = (x, indx, out, out_mx_scale, fused_activation, epilogue)
         if indx is None or out_mx_scale is not None:
-            return summing(*given, **more)
+            return summing(*call, **more)
         a_row_each = x.shape[:3] == (1, 1, indx.numel()) and x.dtype == out.dtype
         if not a_row_each or does_more(fused_activation, epilogue, more):
-            return summing(*given, **more)
+            return summing(*call, **more)
         rows.append((x[0, 0], indx))
         return out, None
 

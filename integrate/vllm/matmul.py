@@ -148,7 +148,7 @@ class _Seam:
             fused_activation: Any = None,
             epilogue: Any = None,
         ) -> Any:
-            given = (
+            call = (
                 x,
                 w,
                 bias,
@@ -166,7 +166,7 @@ class _Seam:
             first = gather_indx is not None
             kernel = kernels.get((GateUp if first else Down).name)
             if kernel is None:
-                return original(*given)
+                return original(*call)
             tensors = x, bias, y
             if any(item is not None for item in (betas, out_alpha, epilogue)) or not all(
                 isinstance(item, torch.Tensor) for item in tensors
@@ -182,7 +182,7 @@ class _Seam:
                 reason = _not_second(x, w, scatter_indx, gammas, y, fused_activation, routing_data)
             if reason is not None:
                 kernel.book.reasons[reason] += 1
-                return original(*given)
+                return original(*call)
             data = routing_data.expt_data
             packed = w.storage.data.mT, precision_config.weight_scale.storage.data.mT
             tables = data.hist, data.token_offs_raw, data.block_pid_map[16]
@@ -190,14 +190,14 @@ class _Seam:
                 inputs = x, *packed, bias, gather_indx.src_indx, *tables, y[0]
                 if kernel(*inputs, *fused_activation.fn_args):
                     return y[0]
-                return original(*given)
+                return original(*call)
             row_map = scatter_indx.src_indx.view(-1, routing_data.n_expts_act)
             rows = x.new_empty((1, 1, x.shape[0], w.shape[-1]))
             if not kernel(x, *packed, bias, gammas, row_map, *tables, rows[0, 0]):
                 del (
                     rows
                 )  # hundreds of megabytes in a long prefill, which the engine allocates again
-                return original(*given)
+                return original(*call)
             return summed(rows, row_map, y, precision_config.flex_ctx.out_data).squeeze(0)
 
         return matmul_ogs

@@ -161,15 +161,15 @@ class Reduce(_Function):
             epilogue: Any,
             **more: Any,
         ) -> Any:
-            given = (x, indx, out, out_mx_scale, fused_activation, epilogue)
+            call = (x, indx, out, out_mx_scale, fused_activation, epilogue)
             if indx is None:
                 # after the first matmul there is nothing to sum
-                return original(*given, **more)
+                return original(*call, **more)
             if out_mx_scale is not None or does_more(fused_activation, epilogue, more):
                 kernel.book.reasons["more than a sum"] += 1
             elif kernel(x.squeeze(1), indx, out.new_empty((0, indx.shape[1])), out.squeeze(0)):
                 return out, None
-            return original(*given, **more)
+            return original(*call, **more)
 
         return reduce_grouped
 
