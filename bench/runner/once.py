@@ -19,6 +19,7 @@ from . import loading
 
 
 def run(job: dict[str, Any]) -> None:
+    """Make the calls of a job."""
     import torch
 
     device: str = job["device"]
