@@ -45,7 +45,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """torch is imported only by those who patch; formats only by those who export and import."""
+    """Import torch only for patching, and formats only for export and import."""
     if name in _LAZY:
         import importlib
 

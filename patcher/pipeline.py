@@ -11,11 +11,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from patcher.ab.decision import Decision
-from patcher.ab.job import ABJob, Measurement
-from patcher.ab.one_process import measure_in_child
+from patcher.ab.compare import compare_patch
+from patcher.ab.decision import Decision, decide
+from patcher.ab.job import ABJob
+from patcher.ab.measurement import Measurement
 from patcher.ab.other_windows import shapes_of
-from patcher.ab.verdict import decide_on, explain_measured
+from patcher.ab.timeline import Timeline
+from patcher.ab.verdict import explain
 from patcher.agent import best_candidate
 from patcher.attempts import LoopResult
 from patcher.attempts import Progress as LoopProgress
@@ -156,18 +158,20 @@ def execute(
             # vLLM is patched when a process starts
             process_pairs=DEFAULT_PROCESS_PAIRS if workload.engine == "vllm" else 0,
             # on a CPU the other points would take longer than all the rest
-            elsewhere=shapes_of(workload, None, None) if workload.device == "cuda" else (),
+            other_workloads=shapes_of(workload, None, None) if workload.device == "cuda" else (),
         )
         folder = run.path / made.folder
-        measured = run.step("measure", lambda: measure_in_child(job, folder, report), Measurement)
+        measured = run.step(
+            "measure", lambda: compare_patch(job, folder, Timeline(report)), Measurement
+        )
         evaluation = run.load(f"{op_name}/{search.best_iteration}/evaluate", Evaluation)
         reconciliation = run.step(
             "reconcile",
-            lambda: explain_measured(measured, Patch.load(folder), profile),
+            lambda: explain(measured, Patch.load(folder), profile),
             Reconciliation,
         )
         decision = run.step(
-            "decision", lambda: decide_on(measured, evaluation, reconciliation), Decision
+            "decision", lambda: decide(measured, evaluation, reconciliation), Decision
         )
     return RunResult(run=run.id, op=op_name, optimisation=search, patch=made, decision=decision)
 

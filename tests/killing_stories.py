@@ -96,7 +96,7 @@ def whole(root: Path, effect: Effect) -> None:
 
     patcher.integrate.patch.datetime = _Stopped  # type: ignore[attr-defined]
     pipeline._profile = lambda *_: done("profile", profile)  # type: ignore[assignment]
-    pipeline.measure_in_child = lambda *_: done("measure", measured)  # type: ignore[assignment]
+    pipeline.compare_patch = lambda *_: done("measure", measured)  # type: ignore[assignment]
     pipeline.build = lambda *_: built  # type: ignore[attr-defined]
     pipeline.search_kernel = lambda run, *_, **__: work(run, effect, 2)  # type: ignore[assignment]
     plan = pipeline.RunPlan(op=OP, language=Language.CPP)
@@ -116,7 +116,7 @@ def _canned() -> tuple[Any, Any, Any]:
     """What was profiled, measured and built."""
     from report_sample import sample
 
-    from patcher.ab.job import Measurement
+    from patcher.ab.measurement import Measurement
     from patcher.bench.toolchains import Built
     from patcher.hotspot import read
     from patcher.integrate import Receipt

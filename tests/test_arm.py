@@ -22,13 +22,12 @@ from patcher.ab.arm import serve
 from patcher.ab.arm_process import ArmProcess, arm_environment
 from patcher.ab.job import ABJob
 from patcher.ab.launcher import loads_beside
-from patcher.ab.pairs import (
-    PatchSitting,
-    identical,
-    measure_pairs,
-)
+from patcher.ab.quality_check import identical
 from patcher.ab.receipt_counts import difference, merged
+from patcher.ab.session import PATCHED, PatchSession, compare_in_pairs
 from patcher.bench import Language, Workload
+from patcher.bench.ab.blocks import BASELINE, CONTROL, Block
+from patcher.bench.ab.phases import silent
 from patcher.bench.ab.processes import ABPlan
 from patcher.bench.ab.windows import Pair, Side, take_pair
 from patcher.bench.machine.clocks import ClockMonitor
@@ -56,18 +55,20 @@ def patch(tmp_path_factory: pytest.TempPathFactory) -> Patch:
 
 
 @pytest.fixture(scope="module")
-def sitting(patch: Patch) -> PatchSitting:
-    return PatchSitting(ABJob(workload=WORKLOAD, process_pairs=3, quality_steps=4), [patch])
+def session(patch: Patch, tmp_path_factory: pytest.TempPathFactory) -> PatchSession:
+    job = ABJob(workload=WORKLOAD, process_pairs=3, quality_steps=4)
+    return PatchSession(job, {PATCHED: [patch]}, tmp_path_factory.mktemp("blocks"))
 
 
 @pytest.fixture(scope="module")
-def arms(sitting: PatchSitting) -> Iterator[dict[Arm, ArmProcess]]:
+def arms(session: PatchSession) -> Iterator[dict[Arm, ArmProcess]]:
     """A process for each arm, started side by side; with a key in the environment."""
     names: tuple[Arm, Arm] = ("baseline", "patched")
     with pytest.MonkeyPatch.context() as environment, ThreadPoolExecutor() as pool:
         environment.setenv("ANTHROPIC_API_KEY", "sk-secret")
         environment.setenv("HF_TOKEN", "secret")
-        made = dict(zip(names, pool.map(lambda arm: sitting.start(arm, 0.4), names), strict=True))
+        start = session.launcher.start
+        made = dict(zip(names, pool.map(lambda arm: start(arm, 0.4), names), strict=True))
     yield made
     for process in made.values():
         process.close()
@@ -131,28 +132,38 @@ def test_what_an_engine_calls_to_get_ready_is_not_what_is_timed(
 
 
 def test_both_arms_are_asked_for_tokens_logits_and_memory(
-    arms: dict[Arm, ArmProcess], sitting: PatchSitting, patch: Patch
+    arms: dict[Arm, ArmProcess], session: PatchSession, patch: Patch
 ) -> None:
-    first = Pair(0, "aa", ("baseline", "patched"))
-    sitting.visit(first, "baseline", arms["baseline"])
-    assert not sitting.reverted_identical
-    sitting.visit(first, "patched", arms["baseline"])
-    later = Pair(1, "ab", ("baseline", "patched"))
+    session.ask(0, BASELINE, arms["baseline"])
+    session.ask(0, CONTROL, arms["baseline"])
+    session.keep(Block(number=0, swapped={}, windows={}, steps={}, peak={}, loaded=2))
+    session._begin_block()
     for arm, process in arms.items():
-        sitting.visit(later, arm, process)
+        session.ask(1, arm, process)
         memory = process.memory()
         assert memory.free > memory.held == memory.peak > 1 << 20
         assert len(process.in_steps(3)) == WORKLOAD.output_len - 1
-    assert sitting.reverted_identical
-    logits = sitting._logits
+    swapped = {PATCHED: False}
+    session.keep(Block(number=1, swapped=swapped, windows={}, steps={}, peak={}, loaded=2))
+    assert session.reverted_identical(PATCHED)
+    logits = {arm: session.folder.logits(arm) for arm in arms}
+    assert torch.equal(logits["baseline"], session.folder.logits(CONTROL))
+    [own] = [one for one in session.taken if one.receipts]
+    timed = own.receipts[PATCHED][patch.manifest.id]
+    compared = own.quality_receipts[PATCHED][patch.manifest.id]
     assert logits["baseline"].shape == (2 * 5, 1024)
     assert not torch.equal(logits["baseline"], logits["patched"])
     assert torch.allclose(logits["baseline"], logits["patched"], atol=1e-4)
     # prefill is of another shape
-    assert len(sitting.quality_receipt(patch).calls) == 2
-    assert sitting.quality_receipt(patch).total_calls == 5 * arm_calls(arms["patched"])
-    assert sitting.receipt(patch).total_calls > 0
-    assert sitting.receipt(patch).calls.keys() <= sitting.quality_receipt(patch).calls.keys()
+    assert len(compared.calls) == 2
+    assert compared.total_calls == 5 * arm_calls(arms["patched"])
+    assert timed.total_calls > 0
+    assert timed.calls.keys() <= compared.calls.keys()
+    turned = own.model_copy(
+        update={"greedy": {"after": [row[::-1] for row in own.greedy["after"]]}}
+    )
+    session.taken[1] = turned
+    assert not session.reverted_identical(PATCHED)
 
 
 def test_a_reference_is_of_higher_precision(arms: dict[Arm, ArmProcess], tmp_path: Path) -> None:
@@ -173,13 +184,13 @@ def test_a_planted_delay_is_in_every_step_until_it_is_taken_out(
     arms: dict[Arm, ArmProcess],
 ) -> None:
     process, steps = arms["baseline"], 2 * (WORKLOAD.output_len - 1)
-    process.ask(say.Delay(seconds=0.05), say.Done)
+    process.ask(say.PlantDelay(seconds=0.05), say.Done)
     slow = process.in_steps(3) + process.in_steps(4)
     assert len(slow) == steps
     assert min(slow) >= 0.05
-    process.ask(say.Delay(seconds=0), say.Done)
+    process.ask(say.PlantDelay(seconds=0), say.Done)
     with pytest.raises(bench.PatcherError):
-        process.ask(say.Delay.model_construct(seconds=-1.0), say.Done)
+        process.ask(say.PlantDelay.model_construct(seconds=-1.0), say.Done)
 
 
 def test_what_is_no_command_is_refused_and_the_process_lives(
@@ -248,21 +259,21 @@ def test_without_anyone_who_asks_an_arm_ends() -> None:
 def test_a_patch_of_another_engine_starts_nothing(patch: Patch) -> None:
     job = ABJob(workload=WORKLOAD.model_copy(update={"engine": "vllm"}), process_pairs=3)
     with pytest.raises(bench.UsageError, match="is for transformers, not for vllm"):
-        measure_pairs(job, [patch], lambda *told: None)
+        compare_in_pairs(job, [patch], silent)
 
 
 def test_what_is_served_alone_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[bool | None] = []
 
-    def measure_processes(start: Any, workload: Any, plan: ABPlan, **_: Any) -> Any:
+    def taken(session: Any, plan: ABPlan, *_: Any) -> Any:
         planned.append(plan.together)
         raise bench.PatcherError("planned")
 
-    monkeypatch.setattr("patcher.ab.pairs.measure_processes", measure_processes)
+    monkeypatch.setattr(PatchSession, "take", taken)
     for alone in (True, False):
         job = ABJob(workload=WORKLOAD, process_pairs=3, alone=alone)
         with pytest.raises(bench.PatcherError, match="planned"):
-            measure_pairs(job, [], lambda *told: None)
+            compare_in_pairs(job, [], silent)
     assert planned == [False, None]
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from test_dispatch import Graph, made, tensors
-from test_measure import comparison, evidence
+from test_measure import comparison, decided, evidence
 
-from patcher.ab.decision import Decision, decide
+from patcher.ab.decision import Decision
 from patcher.bench import Outcome, Window
 from patcher.integrate import Receipt
 from patcher.integrate.counts import GraphWatch
@@ -52,30 +52,30 @@ CLEAN = (
 def test_the_kernel_belongs_in_the_patched_windows(
     windows: tuple[Window, ...], verdict: str, reason: str
 ) -> None:
-    decision = decide(**with_throughput(windows=windows))
+    decision = decided(**with_throughput(windows=windows))
     assert decision.verdict == verdict
     assert any(reason in line for line in decision.reasons)
 
 
 def test_what_was_timed_must_have_been_compared() -> None:
     timed = receipt("op tokens=8", "op tokens=256")
-    missed = decide(**evidence(receipt=timed, quality_receipt=receipt("op tokens=256")))
+    missed = decided(**evidence(receipt=timed, quality_receipt=receipt("op tokens=256")))
     assert missed.verdict == "reject"
     assert any("never ran what was timed: op tokens=8" in line for line in missed.reasons)
     more = receipt("op tokens=8", "op tokens=256", "op tokens=1")
-    assert decide(**evidence(receipt=timed, quality_receipt=more)).verdict == "accept"
+    assert decided(**evidence(receipt=timed, quality_receipt=more)).verdict == "accept"
 
 
 def test_what_was_timed_in_graphs_must_have_been_compared_in_graphs() -> None:
     eager = receipt("op tokens=8", "op tokens=256")
     timed = eager.model_copy(update={"replayed": {"op tokens=8": 3}})
-    missed = decide(**evidence(receipt=timed, quality_receipt=eager))
+    missed = decided(**evidence(receipt=timed, quality_receipt=eager))
     assert missed.verdict == "reject"
     [reason] = missed.reasons
     assert reason.startswith("timed in CUDA graphs")
     assert reason.endswith("only outside of them: op tokens=8")
-    assert decide(**evidence(receipt=timed, quality_receipt=timed)).verdict == "accept"
-    assert decide(**evidence(receipt=eager, quality_receipt=timed)).verdict == "accept"
+    assert decided(**evidence(receipt=timed, quality_receipt=timed)).verdict == "accept"
+    assert decided(**evidence(receipt=eager, quality_receipt=timed)).verdict == "accept"
 
 
 @torch.inference_mode()
@@ -97,11 +97,11 @@ def test_receipts_of_graphs_cover_what_graphs_replayed() -> None:
     recorded = ran(300, graph=True)
     bucket = "op tokens=<=512 hidden=8 float32"
     assert recorded.calls == recorded.replayed == {bucket: 1}
-    same_bucket = decide(**evidence(receipt=recorded, quality_receipt=ran(400, graph=True)))
+    same_bucket = decided(**evidence(receipt=recorded, quality_receipt=ran(400, graph=True)))
     assert same_bucket.verdict == "accept"
-    eager = decide(**evidence(receipt=recorded, quality_receipt=ran(300, graph=False)))
+    eager = decided(**evidence(receipt=recorded, quality_receipt=ran(300, graph=False)))
     assert any(bucket in line and "CUDA graphs" in line for line in eager.reasons)
-    other = decide(**evidence(receipt=recorded, quality_receipt=ran(8, graph=True)))
+    other = decided(**evidence(receipt=recorded, quality_receipt=ran(8, graph=True)))
     assert any(bucket in line and "never ran what was timed" in line for line in other.reasons)
     assert {eager.verdict, other.verdict} == {"reject"}
 
@@ -119,12 +119,12 @@ def test_a_control_that_shows_a_difference_voids_the_sitting(
     gain: float, pairs: int, verdict: str
 ) -> None:
     control = comparison("inconclusive", gain).model_copy(update={"pairs": pairs})
-    assert decide(**evidence(control=control)).verdict == verdict
+    assert decided(**evidence(control=control)).verdict == verdict
 
 
 def test_a_disqualified_patch_stays_rejected_whatever_the_control_says() -> None:
     control = comparison("accept", 2.0)
-    decision = decide(**evidence(control=control, same_model=False, reverted_identical=False))
+    decision = decided(**evidence(control=control, same_model=False, reverted_identical=False))
     assert decision.verdict == "reject"
     assert len(decision.reasons) == 2
 
@@ -133,7 +133,7 @@ def test_a_disqualified_patch_stays_rejected_whatever_the_control_says() -> None
 def test_no_other_outcome_of_the_judge_is_accepted(outcome: Outcome) -> None:
     given = evidence()
     other = given["evaluation"].model_copy(update={"outcome": outcome})
-    assert decide(**given | {"evaluation": other}).verdict == "reject"
+    assert decided(**given | {"evaluation": other}).verdict == "reject"
 
 
 def test_a_profile_that_does_not_show_the_claim_rejects() -> None:
@@ -147,16 +147,16 @@ def test_a_profile_that_does_not_show_the_claim_rejects() -> None:
         problems=("the profile has no kernel called x",),
     )
     arguments = with_throughput()
-    assert decide(**arguments).verdict == "accept"
-    decision = decide(**arguments, proof=proof)
+    assert decided(**arguments).verdict == "accept"
+    decision = decided(**arguments, proof=proof)
     assert decision.verdict == "reject"
     assert decision.reasons == proof.problems
     shown = proof.model_copy(update={"problems": ()})
-    assert decide(**arguments, proof=shown).verdict == "accept"
+    assert decided(**arguments, proof=shown).verdict == "accept"
 
 
 def test_the_decision_is_a_pure_record() -> None:
-    first, second = decide(**evidence()), decide(**evidence())
+    first, second = decided(**evidence()), decided(**evidence())
     assert first == second
     assert Decision.model_validate_json(first.model_dump_json()) == first
     assert (first.gain_pct, first.margin_pct) == (3.0, 0.5)

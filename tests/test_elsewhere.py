@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 from report_sample import comparison, elsewhere
-from test_measure import evidence
+from test_measure import decided, evidence
 
 from patcher.ab.best_set import Combination, best_set
-from patcher.ab.decision import decide
 from patcher.ab.other_workloads import OtherPoint, OtherWorkloads, PeakMemory
 from patcher.bench import Comparison, UsageError
 
@@ -33,7 +32,7 @@ def at(gain: float, half: float = 0.3, pairs: int = 12) -> OtherWorkloads:
 def test_another_point_must_be_within_the_limit(
     found: OtherWorkloads, verdict: str, reason: str
 ) -> None:
-    decision = decide(**evidence(), elsewhere=found)
+    decision = decided(**evidence(), other_workloads=found)
     assert decision.verdict == verdict
     assert any(reason in line for line in decision.reasons)
 
@@ -43,15 +42,15 @@ def test_another_point_must_be_within_the_limit(
 )
 def test_memory_may_grow_by_two_percent(after: int, verdict: str) -> None:
     memory = PeakMemory(baseline_bytes=1000, patched_bytes=after)
-    decision = decide(**evidence(), elsewhere=OtherWorkloads(memory=memory))
+    decision = decided(**evidence(), other_workloads=OtherWorkloads(memory=memory))
     assert decision.verdict == verdict
     assert any("peak memory" in line for line in decision.reasons)
 
 
 def test_what_is_unknown_elsewhere_turns_nothing_but_an_accept() -> None:
     rejected = evidence(verdict="reject")
-    assert decide(**rejected, elsewhere=at(-0.9)).verdict == "reject"
-    assert decide(**evidence(), elsewhere=elsewhere()).verdict == "accept"
+    assert decided(**rejected, other_workloads=at(-0.9)).verdict == "reject"
+    assert decided(**evidence(), other_workloads=elsewhere()).verdict == "accept"
 
 
 def ab(gain: float, half: float = 0.2, **changes: Any) -> Comparison:

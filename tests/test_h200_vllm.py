@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from test_cli import patcher
 
-from patcher.ab.job import ABResult
-from patcher.ab.verdict import judged_again
+from patcher.ab.result import ABResult
+from patcher.ab.verdict import decide_again
 from patcher.bench import UsageError, content
-from patcher.bench.ab.throughput import decide_on
-from patcher.bench.ab.windows import Kind
+from patcher.bench.ab.throughput import compare_windows
+from patcher.bench.ab.windows import PairKind
 from patcher.bench.lab.verdict_table import read, table
 from patcher.bench.lab.vllm_points import KNOWN
 from patcher.bench.stats.comparison import Comparison
@@ -52,16 +52,16 @@ def test_its_windows_and_bundles_give_the_verdict_again(file: Path) -> None:
     kept = ABResult.model_validate_json(content(file))
     found = kept.measured[0].throughput
 
-    def anew(kind: Kind, stated: Comparison) -> Comparison | None:
+    def anew(kind: PairKind, stated: Comparison) -> Comparison | None:
         windows = list(found.windows)
-        return decide_on(windows, kind, stated.margin_pct, stated.confidence_pct)
+        return compare_windows(windows, kind, stated.margin_pct, stated.confidence_pct)
 
     assert anew("ab", found.comparison) == found.comparison
     if found.control is not None:
         assert anew("aa", found.control) == found.control
     with ExitStack() as stack:
         patches = [Patch.load(stack.enter_context(unpacked(one))) for one in bundles_of(kept)]
-        again = judged_again(file, patches)
+        again = decide_again(file, patches)
     assert [one.verdict for one in again.decisions] == [one.verdict for one in kept.decisions]
     for one in kept.measured:
         timed = sum(window.kernel_calls or 0 for window in found.windows)
@@ -91,7 +91,7 @@ def test_a_bundle_leaves_out_its_binary_and_nothing_else(bundle: Path) -> None:
 def test_the_windows_of_one_alone_give_its_row_again(kept: ABResult) -> None:
     found = kept.measured[0].throughput
     stated = found.comparison
-    again = decide_on(list(found.windows), "ab", stated.margin_pct, stated.confidence_pct)
+    again = compare_windows(list(found.windows), "ab", stated.margin_pct, stated.confidence_pct)
     assert again == stated
 
 
@@ -102,7 +102,7 @@ def test_samples_in_a_damaged_file_are_no_verdict(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="damaged xz file"):
             read(tmp_path)
         with pytest.raises(UsageError, match="damaged xz file"):
-            judged_again(tmp_path / "verdict.json.xz", [])
+            decide_again(tmp_path / "verdict.json.xz", [])
     (tmp_path / "verdict.json.xz").write_bytes(lzma.compress(b"{}"))
     with pytest.raises(UsageError, match="holds no verdict"):
         read(tmp_path)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from patcher import bench
-from patcher.ab.decision import decide
+from patcher.ab.decision import Decision, decide
+from patcher.ab.measurement import Measurement
 from patcher.bench import (
     Comparison,
     Evaluation,
@@ -24,13 +25,15 @@ from patcher.bench import (
 )
 from patcher.bench.ab.engine_config import ConfigTrial, Tuning
 from patcher.bench.ab.quality import assess, greedy_identical
-from patcher.bench.ab.throughput import measure
+from patcher.bench.ab.throughput import compare_in_one_process
 from patcher.bench.ab.windows import turn_lengths
 from patcher.bench.engines import Decoding, Generation, open_engine
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.machine.environment import describe
 from patcher.bench.stats.compare import compare, look_confidences, pairs_needed, read_samples
 from patcher.integrate import Receipt
+from patcher.reconciling.proof import Proof
+from patcher.reconciling.reconcile import Reconciliation
 
 WORKLOAD = Workload(
     model="gpt-oss-tiny", device="cpu", dtype="float32", batch=2, input_len=4, output_len=16
@@ -272,7 +275,7 @@ class ScriptedEngine:
 
 
 def run(engine: ScriptedEngine, clocks: ClockMonitor | None = None, pairs: int = 12) -> Throughput:
-    return measure(
+    return compare_in_one_process(
         engine,
         {"baseline": nullcontext, "patched": engine.patch},
         WORKLOAD,
@@ -445,6 +448,16 @@ def evidence(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def decided(
+    evaluation: Evaluation,
+    reconciliation: Reconciliation | None = None,
+    proof: Proof | None = None,
+    **measured: Any,
+) -> Decision:
+    """On what `evidence` gives."""
+    return decide(Measurement(**measured), evaluation, reconciliation, proof)
+
+
 def in_another_configuration(rate: float | None) -> Throughput:
     """The patched arm runs with flags of its own, which gave this by themselves."""
     own = {"moe_backend": "triton"}
@@ -492,6 +505,6 @@ WRONG = Evaluation(op="op", language="cpp", digest="d", outcome=Outcome.MISMATCH
 def test_the_rule_accepts_only_on_every_evidence(
     changes: dict[str, Any], verdict: str, reason: str
 ) -> None:
-    decision = decide(**evidence(**changes))
+    decision = decided(**evidence(**changes))
     assert decision.verdict == verdict
     assert any(reason in line for line in decision.reasons)

@@ -1,32 +1,39 @@
-"""Windows at other batch sizes and context lengths, in both kinds of sitting."""
+"""Windows at other batch sizes and context lengths, in one process and in blocks of processes."""
 
 from __future__ import annotations
 
 import io
 from contextlib import nullcontext
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
-from test_measure import WORKLOAD, ScriptedEngine, evidence
+from test_measure import WORKLOAD, ScriptedEngine, decided, evidence
 from test_process_pairs import Host, ScriptedProcess, ScriptedSide
 
 from patcher import bench
-from patcher.ab.decision import decide
 from patcher.ab.job import ABJob
-from patcher.ab.other_windows import OtherTraffic, other_shapes, peak_memory, peak_of_arms
-from patcher.ab.pairs import elsewhere
+from patcher.ab.other_windows import (
+    OtherWindows,
+    other_shapes,
+    peak_memory,
+    peak_of_arms,
+    take_in_one_process,
+)
+from patcher.ab.session import PATCHED, PatchSession
 from patcher.bench import Shape
-from patcher.bench.ab.processes import ABPlan, measure_processes
-from patcher.bench.ab.windows import LocalSide, Side, Taken
+from patcher.bench.ab.engine_config import ConfigTrial
+from patcher.bench.ab.phases import silent
+from patcher.bench.ab.processes import ABPlan
+from patcher.bench.ab.windows import Taken
 from patcher.bench.machine.clocks import ClockMonitor, ClockSample
 from patcher.bench.stats.comparison import Arm
-from patcher.show.throughput import elsewhere_lines
+from patcher.show.throughput import other_workload_lines
 
 SHAPES = (Shape(batch=1, context=4), Shape(batch=16, context=4), Shape(batch=2, context=64))
-JOB = ABJob(workload=WORKLOAD, elsewhere=SHAPES, process_pairs=3)
+JOB = ABJob(workload=WORKLOAD, other_workloads=SHAPES, process_pairs=3)
 
 
 class ShapedSide(ScriptedSide):
@@ -49,34 +56,30 @@ class ShapedProcess(ScriptedProcess):
 
 
 class ShapedHost(Host):
-    def start(self, arm: Arm, share: float) -> ShapedProcess:
-        made = super().start(arm, share)
+    def start(self, name: str, share: float) -> ShapedProcess:
+        made = super().start(name, share)
         made.__class__ = ShapedProcess
         assert isinstance(made, ShapedProcess)
         return made
 
 
-def measured(host: Host) -> OtherTraffic:
+def measured(host: Host, folder: Path) -> OtherWindows:
+    """As `PatchSession` takes them, of processes that are asked for nothing else."""
     ScriptedSide.seeds = []
-    other = OtherTraffic(JOB, ClockMonitor("cpu"), lambda *told: None)
-    also: Any = partial(elsewhere, other)
-    found = measure_processes(
-        host.start,
-        WORKLOAD,
-        ABPlan(process_pairs=3, pairs=4),
-        margin_pct=0.5,
-        patch_id="p",
-        clocks=ClockMonitor("cpu"),
-        also=also,
-    )
-    assert {w.tokens for w in found.windows} == {WORKLOAD.batch * (WORKLOAD.output_len - 2)}
+    session: Any = PatchSession(JOB, {PATCHED: ()}, folder)
+    session.launcher = host
+    session.ask = lambda *asked: None
+    assert session.take(ABPlan(process_pairs=3, pairs=4), ClockMonitor("cpu"), silent)
+    windows = [w for one in session.taken for own in one.block.windows.values() for w in own]
+    assert {w.tokens for w in windows} == {WORKLOAD.batch * (WORKLOAD.output_len - 2)}
     assert not host.open
+    other: OtherWindows = session.other_windows(PATCHED)
     return other
 
 
 @pytest.mark.parametrize("total", [100, 15], ids=["beside each other", "one at a time"])
-def test_a_loss_at_another_batch_is_found_in_process_pairs(total: int) -> None:
-    found = measured(ShapedHost(bias_pct=0.02, total=total)).found(None)
+def test_a_loss_at_another_batch_is_found_in_process_pairs(total: int, tmp_path: Path) -> None:
+    found = measured(ShapedHost(bias_pct=0.02, total=total), tmp_path).found(None)
     assert found is not None
     assert [(one.batch, one.context) for one in found.points] == [(1, 4), (16, 4), (2, 64)]
     assert [found.standing(one) for one in found.points] == ["within", "worse", "within"]
@@ -84,19 +87,19 @@ def test_a_loss_at_another_batch_is_found_in_process_pairs(total: int) -> None:
         assert (point.comparison.pairs, point.comparison.process_pairs) == (12, 3)
         assert point.comparison.dropped_pairs == 3
         assert {window.tokens for window in point.windows} == {point.batch * 14}
-    decision = decide(**evidence(), elsewhere=found)
+    decision = decided(**evidence(), other_workloads=found)
     assert decision.verdict == "reject"
     assert "slower at batch 16, context 4" in decision.reasons[0]
     console = Console(width=160, record=True, file=io.StringIO())
-    for shown in elsewhere_lines(found):
+    for shown in other_workload_lines(found):
         console.print(shown)
     text = console.export_text()
     for said in ("batch", "worse", "it is slower at batch 16"):
         assert said in text, said
 
 
-def test_no_prompts_of_the_workload_come_again_elsewhere() -> None:
-    measured(ShapedHost())
+def test_no_prompts_of_the_workload_come_again_elsewhere(tmp_path: Path) -> None:
+    measured(ShapedHost(), tmp_path)
     by_seed: dict[int, list[Arm]] = {}
     for seed, arm in ScriptedSide.seeds:
         by_seed.setdefault(seed, []).append(arm)
@@ -126,14 +129,8 @@ def bench_decoding(decoding: Any, prompts: torch.Tensor) -> Any:
 def test_one_process_takes_the_same_points() -> None:
     engine = ShapedEngine(3.0)
     job = JOB.model_copy(update={"process_pairs": 0})
-    other = OtherTraffic(job, ClockMonitor("cpu"), lambda *told: None)
     arms: dict[Arm, Any] = {"baseline": nullcontext, "patched": engine.patch}
-
-    def sides(shape: Shape) -> dict[Arm, Side]:
-        return {arm: LocalSide(engine, enter, None, shape) for arm, enter in arms.items()}
-
-    other.take(sides, engine.vocab_size)
-    found = other.found(None)
+    found = take_in_one_process(job, engine, arms, None, ClockMonitor("cpu"), silent).found(None)
     assert found is not None
     assert not found.failures + found.unknown
     for point in found.points:
@@ -148,17 +145,12 @@ def test_points_without_a_usable_pair_keep_an_accept_back() -> None:
             return ClockSample(sm_mhz=1980, throttle=("hardware slowdown",))
 
     engine = ShapedEngine(3.0)
-    other = OtherTraffic(JOB, Hot("cpu"), lambda *told: None)
     arms: dict[Arm, Any] = {"baseline": nullcontext, "patched": engine.patch}
-    other.take(
-        lambda shape: {arm: LocalSide(engine, enter, None, shape) for arm, enter in arms.items()},
-        engine.vocab_size,
-    )
-    found = other.found(None)
+    found = take_in_one_process(JOB, engine, arms, None, Hot("cpu"), silent).found(None)
     assert found is not None
     assert not found.points
     assert found.unknown[0] == "at batch 1, context 4 no pair can be used"
-    assert decide(**evidence(), elsewhere=found).verdict == "inconclusive"
+    assert decided(**evidence(), other_workloads=found).verdict == "inconclusive"
 
 
 def test_which_points_are_asked_for() -> None:
@@ -179,9 +171,17 @@ def test_memory_is_told_of_a_gpu_alone() -> None:
     both: dict[Arm, int] = {"baseline": 100, "patched": 103}
     assert peak_memory(both, "cpu") is None
     assert peak_memory({"baseline": 100}, "cuda") is None
-    found = OtherTraffic(ABJob(workload=WORKLOAD), ClockMonitor("cpu"), lambda *told: None).found(
-        peak_memory(both, "cuda")
-    )
+    found = OtherWindows(()).found(peak_memory(both, "cuda"))
     assert found is not None
     assert "peak memory grows by 3.00 %" in found.failures[0]
-    assert OtherTraffic(ABJob(workload=WORKLOAD), ClockMonitor("cpu"), print).found(None) is None
+    assert OtherWindows(()).found(None) is None
+
+
+def test_files_keep_the_name_that_the_field_had() -> None:
+    written = JOB.model_dump(mode="json")
+    assert [one["batch"] for one in written["elsewhere"]] == [1, 16, 2]
+    assert "other_workloads" not in written
+    assert ABJob.model_validate(written) == JOB
+    tried = ConfigTrial.model_validate({"arguments": {}, "tokens_per_s": 1.0, "elsewhere": []})
+    assert tried.other_workloads == ()
+    assert "elsewhere" in tried.model_dump_json()

@@ -47,7 +47,7 @@ def planted(engine: DelayedEngine, **options: Any) -> PlantedGains:
 def test_what_is_planted_is_found() -> None:
     said: list[str] = []
     engine = DelayedEngine()
-    found = planted(engine, progress=lambda stage, done, total: said.append(stage))
+    found = planted(engine, progress=lambda phase, stage, done, total: said.append(stage))
     assert found.all_found
     assert not found.wrong
     assert [one.asked_pct for one in found.planted] == [1.0, 0.5, -1.0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import random
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,23 +19,26 @@ from test_measure import WORKLOAD
 
 from patcher import bench
 from patcher.ab.job import ABJob
-from patcher.ab.launcher import Asking
+from patcher.ab.launcher import ArmLauncher
 from patcher.ab.options import ThroughputOptions, argument, job_of, read_tuning
-from patcher.ab.pairs import told
+from patcher.ab.quality_check import QualityCheck
+from patcher.ab.session import compare_in_pairs
 from patcher.bench import Throughput
+from patcher.bench.ab.block_session import BlockSession, OpenBlock
+from patcher.bench.ab.blocks import BASELINE, CONTROL, throughput_of
 from patcher.bench.ab.engine_config import Tuning
+from patcher.bench.ab.phases import ABPhase, silent
 from patcher.bench.ab.processes import (
     SHARE_ALONE,
     SHARE_BESIDE,
     ABPlan,
     ProcessMemory,
     TooLateError,
-    measure_processes,
 )
 from patcher.bench.ab.throughput import of_processes
 from patcher.bench.ab.traffic import traffic, traffics
 from patcher.bench.ab.tuning import options_of, tune
-from patcher.bench.ab.windows import Pair, Taken, turn_lengths
+from patcher.bench.ab.windows import Taken, turn_lengths
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.stats.comparison import Arm
 from patcher.cli import app
@@ -61,7 +64,8 @@ class Host:
         self.most = 0
         self.dies_after: int | None = None
 
-    def start(self, arm: Arm, share: float) -> ScriptedProcess:
+    def start(self, name: str, share: float) -> ScriptedProcess:
+        arm: Arm = "patched" if name == "patched" else "baseline"
         self.started.append((arm, share))
         speed = 1 + self.rng.gauss(0, self.bias_pct) / 100
         made = ScriptedProcess(self, arm, speed * (1 + self.gain_pct / 100 * (arm == "patched")))
@@ -125,16 +129,31 @@ class ScriptedSide:
         return Taken(tokens, self.decode_s, 0.1, calls)
 
 
-def run(host: Host, plan: ABPlan | None = None, **options: Any) -> Throughput:
+Visit = Callable[[OpenBlock[Any], str, Any], None]
+
+
+def run(
+    host: Host, plan: ABPlan | None = None, visit: Visit = lambda *_: None, **options: Any
+) -> Throughput:
+    """As `patcher.ab.session.PatchSession.take` does; `visit` is what it asks each process."""
     ScriptedSide.seeds = []
-    asked: dict[str, Any] = {"margin_pct": 0.5, "patch_id": "p", "clocks": ClockMonitor("cpu")}
-    return measure_processes(
-        host.start, WORKLOAD, plan or ABPlan(process_pairs=3, pairs=9), **asked | options
-    )
+    plan, clocks = plan or ABPlan(process_pairs=3, pairs=9), ClockMonitor("cpu")
+    with BlockSession(host, ("patched",), WORKLOAD, plan, clocks, **options) as session:
+        for block in session.blocks_left():
+            for processes in block.loaded():
+                block.take(processes)
+                for name, process in processes.items():
+                    session.tell_block(ABPhase.ASK, f"asking {name}")
+                    block.read_peak(name, process)
+                    visit(block, name, process)
+                    block.time_steps(name, process)
+            block.close()
+        residency = session.residency("patched")
+        return throughput_of("patched", session.taken, WORKLOAD, 0.5, clocks, residency)
 
 
 def test_a_gain_is_found_and_bias_between_processes_is_in_the_interval() -> None:
-    said: list[tuple[str, int, int]] = []
+    said: list[tuple[ABPhase, str, int, int]] = []
     host = Host(bias_pct=0.05)
     found = run(host, progress=lambda *told: said.append(told))
     assert found.comparison.verdict == "accept"
@@ -145,9 +164,9 @@ def test_a_gain_is_found_and_bias_between_processes_is_in_the_interval() -> None
     assert wide.comparison.verdict != "accept"
     assert not host.open
     assert host.most == 2
-    assert said[-1][1] == said[-1][2]
-    assert {stage.partition(" (")[0] for stage, _, _ in said} == {"pairs in processes"}
-    taken = [stage for stage, _, _ in said if "asking" not in stage]
+    assert said[-1][2] == said[-1][3]
+    assert {stage.partition(" (")[0] for _, stage, _, _ in said} == {"pairs in processes"}
+    taken = [stage for _, stage, _, _ in said if "asking" not in stage]
     assert taken[-1].endswith("])")
 
 
@@ -203,12 +222,12 @@ def test_no_process_starts_in_silence(together: bool | None) -> None:
     before: list[str] = []
 
     class Noting(Host):
-        def start(self, arm: Arm, share: float) -> ScriptedProcess:
+        def start(self, name: str, share: float) -> ScriptedProcess:
             before.append(said[-1] if said else "")
-            return super().start(arm, share)
+            return super().start(name, share)
 
     plan = ABPlan(process_pairs=3, pairs=9, together=together)
-    run(Noting(), plan, progress=lambda stage, done, total: said.append(stage))
+    run(Noting(), plan, progress=lambda phase, stage, done, total: said.append(stage))
     assert len(before) > 6
     assert all("loading" in stage for stage in before)
 
@@ -219,11 +238,11 @@ def test_two_may_load_side_by_side() -> None:
 
         loading = most_loading = 0
 
-        def start(self, arm: Arm, share: float) -> ScriptedProcess:
+        def start(self, name: str, share: float) -> ScriptedProcess:
             self.loading += 1
             self.most_loading = max(self.most_loading, self.loading)
             other.wait(0.05)
-            made = super().start(arm, share)
+            made = super().start(name, share)
             self.loading -= 1
             return made
 
@@ -239,16 +258,16 @@ def test_two_may_load_side_by_side() -> None:
 
 def test_half_of_the_memory_may_be_too_little_to_start() -> None:
     class Small(Host):
-        def start(self, arm: Arm, share: float) -> ScriptedProcess:
+        def start(self, name: str, share: float) -> ScriptedProcess:
             if share < 0.5:
                 raise bench.PatcherError("out of memory")
-            return super().start(arm, share)
+            return super().start(name, share)
 
     found = run(Small())
     assert "half of the memory it does not start: out of memory" in found.residency
 
     class Missing(Host):
-        def start(self, arm: Arm, share: float) -> ScriptedProcess:
+        def start(self, name: str, share: float) -> ScriptedProcess:
             raise bench.MissingError("vllm is not installed")
 
     with pytest.raises(bench.MissingError):
@@ -272,8 +291,15 @@ def test_latency_and_memory_are_told_by_arm() -> None:
     assert base.between_ms["p99"] == base.between_ms["max"] == 20
     assert found.peak_memory_bytes == {"baseline": 10 * GIB, "patched": 10 * GIB + 1}
     one = of_processes(
-        *(WORKLOAD, "p", found.comparison, found.windows, {}, {"patched": [7, 9, 8, 30]}),
-        *("", 0.5, ClockMonitor("cpu")),
+        WORKLOAD,
+        "p",
+        found.comparison,
+        found.windows,
+        steps={},
+        peak={"patched": [7, 9, 8, 30]},
+        residency="",
+        margin_pct=0.5,
+        clocks=ClockMonitor("cpu"),
     )
     assert one.peak_memory_bytes == {"patched": 8}
     cv = found.repeat_cv_pct("baseline")
@@ -293,12 +319,13 @@ def test_no_process_outlives_one_that_dies() -> None:
 def test_each_process_is_visited_after_its_pairs() -> None:
     seen: list[tuple[str, str, int | None]] = []
 
-    def visit(pair: Pair, arm: Arm, process: ScriptedProcess) -> None:
-        seen.append((pair.kind, arm, pair.process))
+    def visit(block: OpenBlock[Any], name: str, process: ScriptedProcess) -> None:
+        pair = block.rounds[-1].pair(block.others[0])
+        seen.append((pair.kind, name, pair.process))
         assert process in process.host.open
 
     run(Host(), visit=visit)
-    assert seen[:2] == [("aa", "baseline", 0), ("aa", "patched", 0)]
+    assert seen[:2] == [("aa", BASELINE, 0), ("aa", CONTROL, 0)]
     assert len(seen) == 8
     run(Host(total=15), visit=visit)
     assert len(seen) == 16
@@ -306,7 +333,7 @@ def test_each_process_is_visited_after_its_pairs() -> None:
 
 def test_too_few_process_pairs_are_refused() -> None:
     with pytest.raises(bench.UsageError, match="2 process pairs"):
-        run(Host(), ABPlan(process_pairs=2))
+        compare_in_pairs(ABJob(workload=WORKLOAD, process_pairs=2), [], silent)
 
 
 def test_the_presets_of_traffic_are_what_they_say() -> None:
@@ -383,9 +410,9 @@ def test_a_search_that_was_made_before_is_read(tmp_path: Path) -> None:
         read_tuning(tmp_path / "other.json", WORKLOAD)
 
 
-def asking(tuning: Tuning | None, **arguments: JsonValue) -> Asking:
+def launcher(tuning: Tuning | None, **arguments: JsonValue) -> ArmLauncher:
     vllm = WORKLOAD.model_copy(update={"engine": "vllm"})
-    return Asking(ABJob(workload=vllm, process_pairs=3, arguments=arguments, tuned=tuning))
+    return ArmLauncher(ABJob(workload=vllm, process_pairs=3, arguments=arguments, tuned=tuning))
 
 
 def patch_of(point: str) -> Any:
@@ -405,8 +432,8 @@ def test_a_patch_is_held_against_the_configuration_that_it_is_for(
     asked_for: list[tuple[str, Any]] = []
 
     @contextmanager
-    def started(
-        self: Asking, name: str, arguments: dict[str, JsonValue], share: float, *_: Any
+    def launch(
+        self: ArmLauncher, name: str, arguments: dict[str, JsonValue], share: float, *_: Any
     ) -> Iterator[Any]:
         asked_for.append((name, arguments.get("moe_backend")))
         yield SimpleNamespace(
@@ -416,22 +443,22 @@ def test_a_patch_is_held_against_the_configuration_that_it_is_for(
         )
 
     def logits(
-        self: Asking, process: Any, tokens: Any, reference: bool = False
+        self: QualityCheck, process: Any, tokens: Any, reference: bool = False
     ) -> tuple[torch.Tensor, str]:
         noisy = 0 if reference else noise["a"]
         return truth[process.backend] + noisy, "no compilation"
 
-    monkeypatch.setattr(Asking, "started", started)
-    monkeypatch.setattr(Asking, "logits", logits)
-    sitting = asking(None, moe_backend="humming")
+    monkeypatch.setattr(ArmLauncher, "launch", launch)
+    monkeypatch.setattr(QualityCheck, "logits", logits)
+    check = QualityCheck(launcher(None, moe_backend="humming"))
     stock = truth["humming"] + noise["a"], truth["humming"] + noise["a"]
-    same, entropy = sitting.quality([NORM], truth["humming"] + noise["b"], stock, [[1]])
+    same, entropy = check.quality([NORM], truth["humming"] + noise["b"], stock, [[1]])
     assert (same.passed, entropy) == (True, 97.0)
     assert same.reference == "no compilation"
-    other, _ = sitting.quality([ROUTE], truth["triton"] + noise["b"], stock, [[1]])
+    other, _ = check.quality([ROUTE], truth["triton"] + noise["b"], stock, [[1]])
     assert other.passed
     assert other.reference == "no compilation, all with moe_backend=triton"
-    damaged, _ = sitting.quality([ROUTE], truth["triton"] + 10 * noise["c"], stock, [[1]])
+    damaged, _ = check.quality([ROUTE], truth["triton"] + 10 * noise["c"], stock, [[1]])
     assert not damaged.passed
     assert asked_for == [
         ("reference", "humming"),
@@ -442,19 +469,19 @@ def test_a_patch_is_held_against_the_configuration_that_it_is_for(
 
 def test_patches_get_the_configuration_that_they_are_for() -> None:
     found = tuned([[{"moe_backend": "humming"}, {"moe_backend": "triton"}]])
-    sitting = asking(found, max_num_seqs=8)
-    assert sitting.tuning(lambda *told: None) is found
-    assert sitting.arguments == {"max_num_seqs": 8, "moe_backend": "humming"}
-    assert sitting.arguments_of([NORM]) == sitting.arguments_of([]) == sitting.arguments
+    arms = launcher(found, max_num_seqs=8)
+    assert arms.tuning(silent) is found
+    assert arms.arguments == {"max_num_seqs": 8, "moe_backend": "humming"}
+    assert arms.arguments_of([NORM]) == arms.arguments_of([]) == arms.arguments
     wanted = {"max_num_seqs": 8, "moe_backend": "triton"}
-    assert sitting.arguments_of([NORM, ROUTE]) == wanted
+    assert arms.arguments_of([NORM, ROUTE]) == wanted
     # what nobody said is the engine's to choose
-    assert asking(None).arguments_of([ROUTE]) == {}
+    assert launcher(None).arguments_of([ROUTE]) == {}
     assert engine_wants("vllm") == {"moe_backend": "triton"}
     assert engine_wants("transformers") == {}
-    measured = told(run(Host()), None, sitting, [NORM, ROUTE], found)
+    measured = arms.configured(run(Host()), [NORM, ROUTE], found)
     assert measured.patched_arguments == {"moe_backend": "triton"}
-    assert told(run(Host()), None, sitting, [NORM], found).patched_arguments == {}
+    assert arms.configured(run(Host()), [NORM], found).patched_arguments == {}
 
 
 def test_what_was_measured_is_shown() -> None:
@@ -606,14 +633,14 @@ def test_the_best_stock_configuration_is_found_without_a_patch(
     host = Host(bias_pct=0)
     monkeypatch.setattr("patcher.bench.engines.vllm.OPTIONS", (({"moe": "a"}, {"moe": "b"}),))
 
-    def started(
-        asking: Asking, name: Arm, arguments: dict[str, JsonValue], share: float, **_: float
+    def launch(
+        arms: ArmLauncher, name: str, arguments: dict[str, JsonValue], share: float, **_: float
     ) -> ScriptedProcess:
         made = host.start(name, share)
         made.speed = RATES.get(str(arguments.get("moe")), 1.0)
         return made
 
-    monkeypatch.setattr(Asking, "started", started)
+    monkeypatch.setattr(ArmLauncher, "launch", launch)
     words = ["throughput", "gpt-oss-tiny", "--engine", "vllm", "--device", "cpu", "--batch", "2"]
     words += ["--also-batch", "1"]
     words += ["--tune-baseline", "--out", str(tmp_path / "tuned.json")]
@@ -630,7 +657,7 @@ def test_the_best_stock_configuration_is_found_without_a_patch(
     ]
     assert " at batch 1 and context " in said.err.splitlines()[0]
     found = Tuning.model_validate_json((tmp_path / "tuned.json").read_text())
-    assert [[one.batch for one in trial.elsewhere] for trial in found.trials] == [[1]] * 5
+    assert [[one.batch for one in trial.other_workloads] for trial in found.trials] == [[1]] * 5
     assert [trial.arguments for trial in found.trials] == [
         {},
         {"moe": "a"},

@@ -17,12 +17,12 @@ from report_sample import (
     throughput_of,
     windows,
 )
-from test_measure import evidence
+from test_measure import decided, evidence
 from test_report_lanes import decode, without_times
 
 from patcher.ab import verdict as judging
-from patcher.ab.decision import decide
-from patcher.ab.job import ABJob, Measurement
+from patcher.ab.job import ABJob
+from patcher.ab.measurement import Measurement
 from patcher.bench import (
     Candidate,
     Environment,
@@ -214,8 +214,8 @@ def test_what_a_bundle_says_of_dependent_launch_is_told(
     judged = sample_evaluation(candidate)
     Patch.create(tmp_path / "patch", op, candidate, judged, engine="transformers", made_by="test")
     taken = Measurement(**{name: parts[name] for name in Measurement.model_fields if name in parts})
-    monkeypatch.setattr(judging, "measure_together", lambda *_: (taken,))
-    found = judging.measure_and_decide(
+    monkeypatch.setattr(judging, "compare_patches", lambda *_: (taken,))
+    found = judging.compare_and_decide(
         ABJob(workload=WORKLOAD), [tmp_path / "patch"], lambda *_: None
     ).reconciliation
     assert found is not None
@@ -362,16 +362,16 @@ def test_a_point_may_take_calls_from_another(tmp_path: Path) -> None:
 
 def test_an_unexplained_gain_is_a_reason_and_never_a_rejection() -> None:
     given = evidence()
-    plain = decide(**given)
+    plain = decided(**given)
     for gain in (2.04, 0.2):
         odd = reconcile([patched_kernel()], ab(gain))
-        said = decide(**given, reconciliation=odd)
+        said = decided(**given, reconciliation=odd)
         assert said.verdict == plain.verdict == "accept"
         assert said.reasons == (
             *plain.reasons,
             f"micro and measured gain do not agree: {odd.said}",
         )
     fits = reconcile([patched_kernel()], ab(0.8))
-    assert decide(**given, reconciliation=fits) == plain
-    wrong = decide(**evidence(same_model=False), reconciliation=odd)
+    assert decided(**given, reconciliation=fits) == plain
+    wrong = decided(**evidence(same_model=False), reconciliation=odd)
     assert wrong.verdict == "reject"

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from patch_sample import evaluation, make_patch
 from report_sample import attempt, patched
+from test_measure import decided as decided_on
 from test_measure import evidence
 from test_report_lanes import decode
 
-from patcher.ab.decision import Decision, decide
-from patcher.ab.job import Measurement
+from patcher.ab.decision import Decision
+from patcher.ab.measurement import Measurement
 from patcher.bench import Evaluation, Outcome, UsageError, VerificationError
 from patcher.bench.stats.comparison import Verdict
 from patcher.hotspot import Profile
@@ -47,7 +48,7 @@ def decided(root: Path, verdict: Verdict = "accept", *, patch: bool = True) -> R
         **{name: given[name] for name in Measurement.model_fields if name in given}
     )
     run.step("measure", lambda: measured, Measurement)
-    run.step("decision", lambda: decide(**given), Decision)
+    run.step("decision", lambda: decided_on(**given), Decision)
     run.close()
     return run
 

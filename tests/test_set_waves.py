@@ -1,5 +1,5 @@
-"""Sets of patches in waves: what belongs to which set, what a folder keeps. With a double for the
-processes, and once with real ones.
+"""Sets of patches in shared blocks: what belongs to which set, what a folder keeps. With a double
+for the processes, and once with real ones.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from test_waves import Machine, Named, NamedSide
 
 from patcher import bench
 from patcher.ab import arm_protocol as say
-from patcher.ab import launcher as asking
-from patcher.ab import set_blocks as set_waves
-from patcher.ab.job import ABJob, Measurement
+from patcher.ab import launcher, session
+from patcher.ab.job import ABJob
 from patcher.ab.launcher import with_cache_size
+from patcher.ab.measurement import Measurement
 from patcher.ab.receipt_counts import called_between
-from patcher.ab.set_blocks import SetSitting, measure_waves
-from patcher.ab.sets import SetSearch, combination_of, measure_sets
+from patcher.ab.session import PatchSession, compare_sets
+from patcher.ab.set_search import SetSearch, combination_of, find_best_set
 from patcher.bench import Language, Shape
 from patcher.bench.ab.blocks import BASELINE, CONTROL
+from patcher.bench.ab.phases import silent
+from patcher.bench.ab.processes import ABPlan
 from patcher.bench.ab.windows import Taken
 from patcher.bench.engines.vllm import cache_bytes
 from patcher.bench.machine.clocks import ClockMonitor
@@ -41,7 +43,7 @@ JOB = ABJob(
     process_pairs=3,
     pairs_each=9,
     quality_steps=4,
-    elsewhere=(Shape(batch=1, context=4), Shape(batch=16, context=4)),
+    other_workloads=(Shape(batch=1, context=4), Shape(batch=16, context=4)),
 )
 VOCABULARY = 50
 POSITIONS = WORKLOAD.batch * 5
@@ -59,7 +61,7 @@ class ScriptedArm(Named):
             self.name, self.patches, self.runs = name, (), 0
             self.machine.names.append(name)
             return
-        made = self.machine.begin(name, load.memory_share)
+        made = self.machine.start(name, load.memory_share)
         self.__dict__ |= made.__dict__
         self.machine.open[self.machine.open.index(made)] = self
         self.patches, self.runs = patches, 0
@@ -136,8 +138,8 @@ class Scripted(Machine):
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, bundles: list[Path]) -> Iterator[Scripted]:
     made = scripted(bundles)
-    monkeypatch.setattr(asking, "ArmProcess", ScriptedArm)
-    monkeypatch.setattr(set_waves, "STAGGER_S", 0.0)
+    monkeypatch.setattr(launcher, "ArmProcess", ScriptedArm)
+    monkeypatch.setattr(session, "STAGGER_S", 0.0)
     use(monkeypatch, made)
     yield made
     assert not made.open
@@ -158,7 +160,7 @@ def alone(job: ABJob, folders: Sequence[Path], report: Any) -> tuple[Measurement
 
 
 def measure(bundles: Sequence[Path], keep: Path, **given: Any) -> SetSearch:
-    return measure_sets(JOB, bundles[:2], keep, lambda *told: None, **{"measure": alone, **given})
+    return find_best_set(JOB, bundles[:2], keep, silent, **{"compare_one": alone, **given})
 
 
 def test_each_set_has_its_own_gain_receipts_quality_and_other_points(
@@ -174,16 +176,16 @@ def test_each_set_has_its_own_gain_receipts_quality_and_other_points(
         assert [each.receipt.patch_id for each in one.measured] == list(one.patches)
         assert [decision.verdict for decision in one.decisions] == ["accept"] * len(one.patches)
         for each in one.measured:
-            # ten windows in each wave; what came after the receipt was asked for is not in it
+            # ten windows in each block; what came after the receipt was asked for is not in it
             assert each.receipt.calls == {f"kernel[{name}]": 30}
             assert each.quality_receipt.calls == {f"kernel[{name}]": 1}
             assert each.throughput.patch == name
             assert each.reverted_identical
             assert each.quality.positions == POSITIONS
             assert each.throughput.routing_entropy_pct == 97.0
-            assert each.elsewhere is not None
-            assert [point.batch for point in each.elsewhere.points] == [1, 16]
-            for point in each.elsewhere.points:
+            assert each.other_workloads is not None
+            assert [point.batch for point in each.other_workloads.points] == [1, 16]
+            for point in each.other_workloads.points:
                 assert (point.comparison.pairs, point.comparison.process_pairs) == (12, 3)
     gains = [combination_of(one).comparison.gain_pct for one in found.measured]
     assert gains == [pytest.approx(gain, abs=0.15) for gain in (2.0, 1.2, 3.2)]
@@ -228,7 +230,7 @@ def test_a_baseline_that_is_not_what_it_was_is_told(
     assert not found.best.patches
 
 
-def test_a_killed_command_goes_on_after_the_last_whole_wave(
+def test_a_killed_command_goes_on_after_the_last_whole_block(
     machine: Scripted, bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.ends_at = 5 * 10 + 4 * 5 * 2 + 15
@@ -251,14 +253,14 @@ def test_a_killed_command_goes_on_after_the_last_whole_wave(
     use(monkeypatch, third)
     assert measure(bundles, tmp_path) == found
     assert not third.names
-    # what is written last may be missing: all waves are there
+    # what is written last may be missing: all blocks are there
     for file in tmp_path.glob("*.json"):
         file.unlink()
     assert measure(bundles, tmp_path).best == found.best
     assert not third.names
 
 
-def test_a_damaged_wave_and_one_of_elsewhere_are_told(
+def test_a_damaged_block_and_one_of_elsewhere_are_told(
     machine: Scripted, bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.ends_at = 100
@@ -280,7 +282,7 @@ def test_where_only_two_fit_each_set_is_measured_by_itself(
     machine: Scripted, bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, small := scripted(bundles, total=25))
-    taken = measure(bundles, tmp_path / "waves", measure=alone, in_waves=given(machine, bundles))
+    taken = measure(bundles, tmp_path / "waves", compare_shared=given(machine))
     asked: list[tuple[str, ...]] = []
 
     def one_by_one(job: ABJob, folders: Sequence[Path], report: Any) -> tuple[Measurement, ...]:
@@ -288,37 +290,37 @@ def test_where_only_two_fit_each_set_is_measured_by_itself(
         chosen = tuple(Patch.load(folder).manifest.id for folder in folders)
         return next(one.measured for one in taken.measured if one.patches == chosen)
 
-    found = measure(bundles, tmp_path / "alone", measure=one_by_one)
+    found = measure(bundles, tmp_path / "alone", compare_one=one_by_one)
     assert asked == [(NORM,), (ROPE,), (NORM, ROPE)]
     assert small.names == [BASELINE]
     assert not small.open
     assert found.best == taken.best
 
 
-def given(machine: Scripted, bundles: Sequence[Path]) -> Any:
-    """Waves on another machine, where there is room."""
+def given(machine: Scripted) -> Any:
+    """Blocks on another machine, where there is room."""
 
-    def in_waves(*asked: Any) -> Any:
+    def shared(*asked: Any) -> Any:
         small, ScriptedArm.machine = ScriptedArm.machine, machine
         try:
-            return measure_waves(*asked)
+            return compare_sets(*asked)
         finally:
             ScriptedArm.machine = small
 
-    return in_waves
+    return shared
 
 
-def test_too_few_waves_are_refused(bundles: list[Path], tmp_path: Path) -> None:
+def test_too_few_blocks_are_refused(bundles: list[Path], tmp_path: Path) -> None:
     few = JOB.model_copy(update={"process_pairs": 2})
     with pytest.raises(bench.UsageError, match="2 process pairs"):
-        measure_sets(few, bundles[:2], tmp_path, lambda *told: None, alone)
+        find_best_set(few, bundles[:2], tmp_path, silent, alone)
 
 
-def test_a_wave_of_real_processes(
+def test_a_block_of_real_processes(
     bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gpt-oss-tiny in transformers on the CPU, two patches, one wave."""
-    monkeypatch.setattr(set_waves, "STAGGER_S", 0.0)
+    """gpt-oss-tiny in transformers on the CPU, two patches, one block."""
+    monkeypatch.setattr(session, "STAGGER_S", 0.0)
     sets = {}
     for name in (ROPE, ROUTE):
         op = bench.load_op(name)
@@ -329,23 +331,24 @@ def test_a_wave_of_real_processes(
         sets[name] = [made]
     tiny = WORKLOAD.model_copy(update={"input_len": 8, "threads": 1})
     job = ABJob(workload=tiny, process_pairs=1, pairs_each=2, quality_steps=4)
-    sitting, clocks = SetSitting(job, sets, tmp_path / "waves"), ClockMonitor("cpu")
-    sitting.open(lambda *told: None)
-    assert sitting.take(clocks, lambda *told: None)
-    [one] = sitting.taken
+    own, clocks = PatchSession(job, sets, tmp_path / "waves"), ClockMonitor("cpu")
+    own.open(silent)
+    plan = ABPlan(process_pairs=1, pairs=2, shared=True, stagger_s=0.0)
+    assert own.take(plan, clocks, silent)
+    [one] = own.taken
     assert one.greedy["before"] == one.greedy["again"]
-    baseline = sitting.folder.logits(BASELINE)
-    assert torch.equal(baseline, sitting.folder.logits(CONTROL))
+    baseline = own.folder.logits(BASELINE)
+    assert torch.equal(baseline, own.folder.logits(CONTROL))
     for name, [patch] in sets.items():
         timed, compared = one.receipts[name], one.quality_receipts[name]
         assert timed.keys() == compared.keys() == {patch.manifest.id}
         [called, again] = (each[patch.manifest.id].calls for each in (timed, compared))
         assert called.keys() <= again.keys()
-        windows = [w for w in one.wave.windows[name] if w.arm == "patched"]
+        windows = [w for w in one.block.windows[name] if w.arm == "patched"]
         assert len(windows) == 4
         assert sum(called.values()) == 4 * (windows[0].kernel_calls or 0) > 0
-        assert {w.kernel_calls for w in one.wave.windows[name]} == {0, windows[0].kernel_calls}
-        assert torch.allclose(baseline, sitting.folder.logits(name), atol=1e-4)
+        assert {w.kernel_calls for w in one.block.windows[name]} == {0, windows[0].kernel_calls}
+        assert torch.allclose(baseline, own.folder.logits(name), atol=1e-4)
     rope, route = ({*one.receipts[name].popitem()[1].calls} for name in sets)
     assert not rope & route
 

@@ -12,7 +12,7 @@ from test_measure import WORKLOAD, ScriptedEngine
 
 from patcher import bench
 from patcher.bench import Throughput, Window, Workload
-from patcher.bench.ab.throughput import decide_on, measure, unfit_pairs
+from patcher.bench.ab.throughput import compare_in_one_process, compare_windows, unfit_pairs
 from patcher.bench.engines import Decoding
 from patcher.bench.machine.clocks import ClockMonitor, ClockSample
 
@@ -51,7 +51,7 @@ def run(
     **options: Any,
 ) -> Throughput:
     asked: dict[str, Any] = {"margin_pct": 0.5, "max_pairs": 12, "looks": 1, "patch_id": "p"}
-    return measure(
+    return compare_in_one_process(
         engine,
         {"baseline": nullcontext, "patched": engine.patch},
         workload,
@@ -127,8 +127,8 @@ def test_a_control_without_a_usable_pair_is_none() -> None:
         throttle_reasons=("power brake",),
     )  # fmt: skip
     other = window.model_copy(update={"arm": "patched"})
-    assert decide_on([window, other], "aa", 0.5, 95.0) is None
-    assert decide_on([], "aa", 0.5, 95.0) is None
+    assert compare_windows([window, other], "aa", 0.5, 95.0) is None
+    assert compare_windows([], "aa", 0.5, 95.0) is None
 
 
 def test_a_window_of_one_step_is_refused() -> None:
@@ -152,6 +152,17 @@ def test_the_same_seed_takes_the_same_order_and_another_does_not() -> None:
 
     assert order(1) == order(1)
     assert len({tuple(order(seed)) for seed in (1, 2, 3)}) > 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_each_arm_of_the_control_begins_every_other_time(seed: int) -> None:
+    """Else what the beginning of a pair does to an arm looks like a gain."""
+    windows = run(ScriptedEngine(0.5), seed=seed, max_pairs=24, looks=1).windows
+    control = [window for window in windows if window.kind == "aa"]
+    begins = [window.arm for window in control[::2]]
+    assert len(begins) == 8
+    for one, other in zip(begins[::2], begins[1::2], strict=True):
+        assert {one, other} == {"baseline", "patched"}
 
 
 def test_a_failure_within_a_window_leaves_the_engine_unpatched() -> None:

@@ -10,7 +10,7 @@ import pytest
 from patch_sample import OP, evaluation
 from test_cli import patcher
 
-from patcher.ab.job import ABResult
+from patcher.ab.result import ABResult
 from patcher.bench import Language, load_op
 from patcher.integrate import Patch, read_receipts
 from patcher.report import Report

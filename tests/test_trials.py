@@ -15,7 +15,7 @@ from test_process_pairs import Host, ScriptedProcess, ScriptedSide
 from patcher import bench
 from patcher.bench import Shape
 from patcher.bench.lab.trials.driver import Driver
-from patcher.bench.lab.trials.folder import Folder, TrialOptions, markdown
+from patcher.bench.lab.trials.folder import Folder, TrialsRequest, markdown
 from patcher.bench.lab.trials.trial import (
     Repeats,
     Resident,
@@ -27,7 +27,7 @@ from patcher.bench.lab.trials.trial import (
 )
 from patcher.bench.lab.trials.verdict_trials import as_it_should, main
 
-ASKED = TrialOptions(
+ASKED = TrialsRequest(
     workload=WORKLOAD,
     arguments={},
     patch=None,

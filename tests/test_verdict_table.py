@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 from report_sample import throughput_of
 from test_elsewhere import at
-from test_measure import evidence
+from test_measure import decided, evidence
 
 from patcher.ab.best_set import BestSet
-from patcher.ab.decision import decide
-from patcher.ab.job import ABResult, Measurement
-from patcher.ab.sets import SetSearch, combination_of
+from patcher.ab.measurement import Measurement
+from patcher.ab.result import ABResult
+from patcher.ab.set_search import SetSearch, combination_of
 from patcher.bench import UsageError
 from patcher.bench.lab.verdict_table import PUBLISHED, main, read, table
 
 
 def judged(**changes: object) -> ABResult:
     parts = evidence()
-    decision = decide(**parts)
+    decision = decided(**parts)
     parts |= {"throughput": throughput_of(), **changes}
     measured = Measurement(
         **{name: parts[name] for name in Measurement.model_fields if name in parts}
@@ -30,7 +30,7 @@ def judged(**changes: object) -> ABResult:
 def test_a_row_a_verdict_and_one_for_each_other_point(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = judged(elsewhere=at(0.4))
+    one = judged(other_workloads=at(0.4))
     (tmp_path / "a.json").write_text(one.model_dump_json())
     both = ABResult(
         patches=("norm-1", "rope-2"), measured=one.measured * 2, decisions=one.decisions * 2

@@ -1,4 +1,4 @@
-"""Waves, with doubles for processes whose speed, bias and memory are known."""
+"""Blocks with a shared baseline, with doubles for processes of known speed, bias and memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from test_process_pairs import GIB, Host, ScriptedProcess, ScriptedSide
 
 from patcher import bench
 from patcher.bench import Shape, Throughput
-from patcher.bench.ab.blocks import BASELINE, CONTROL, Block, BlockSession, throughput_of
+from patcher.bench.ab.block_session import BlockSession
+from patcher.bench.ab.blocks import BASELINE, CONTROL, Block, throughput_of
 from patcher.bench.ab.processes import SHARE_BESIDE, ABPlan, ProcessMemory
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.stats.compare import holm
@@ -33,7 +34,7 @@ class Machine(Host):
         self.turns: list[str] = []
         self.ends_at = -1
 
-    def begin(self, name: str, share: float) -> Named:
+    def start(self, name: str, share: float) -> Named:
         made = Named(self, "baseline" if name in (BASELINE, CONTROL) else "patched", 1.0)
         made.name = name
         made.speed = 1 + self.rng.gauss(0, self.bias_pct) / 100
@@ -68,31 +69,48 @@ class NamedSide(ScriptedSide):
         machine.turns.append(self.process.name)
 
 
-def sitting(machine: Machine, *names: str, **given: Any) -> BlockSession[Named]:
-    fields: dict[str, Any] = {
-        "plan": ABPlan(process_pairs=3, pairs=ROUNDS - 1),
-        "begin": lambda process: None,
-        "visit": lambda number, name, process: None,
-        "also": lambda number, swapped, processes: None,
-        "keep": lambda wave: None,
-    }
-    made = {**fields, **given}
+class Session(BlockSession[Named]):
+    """Takes its blocks as `patcher.ab.session.PatchSession.take` does."""
+
+    def run(self, seen: list[tuple[str, ...]] | None = None, keep: Any = None) -> bool:
+        """`seen` gets what happens beside the windows, `keep` each whole block."""
+        seen = [] if seen is None else seen
+        with self:
+            for block in self.blocks_left():
+                if block.number == 0:
+                    assert self.pool.baseline is not None
+                    seen.append(("begin", self.pool.baseline.name))
+                for processes in block.loaded():
+                    block.take(processes)
+                    for name, process in processes.items():
+                        block.read_peak(name, process)
+                        seen.append((str(block.number), name))
+                        block.time_steps(name, process)
+                    seen.append(("also", *sorted(processes.keys() - {CONTROL})))
+                found = block.close()
+                if keep is not None:
+                    keep(found)
+            return self.complete
+
+
+def session(machine: Machine, *names: str, **given: Any) -> Session:
+    plan = ABPlan(process_pairs=3, pairs=ROUNDS - 1, shared=True)
     ScriptedSide.seeds = []
-    return BlockSession(
-        names or tuple(GAINS), machine.begin, WORKLOAD, clocks=ClockMonitor("cpu"), **made
-    )
+    made = {"plan": plan, "clocks": ClockMonitor("cpu")} | given
+    return Session(machine, names or tuple(GAINS), WORKLOAD, **made)
 
 
-def told(name: str, waves: list[Block]) -> Throughput:
-    return throughput_of(name, waves, WORKLOAD, 0.5, ClockMonitor("cpu"))
+def told(name: str, own: Session) -> Throughput:
+    residency = own.residency(name)
+    return throughput_of(name, own.taken, WORKLOAD, 0.5, ClockMonitor("cpu"), residency)
 
 
 def test_the_gain_of_each_is_found_against_one_baseline() -> None:
     machine = Machine()
-    own = sitting(machine)
+    own = session(machine)
     assert own.run()
     assert not machine.open
-    found = {name: told(name, own.waves) for name in GAINS}
+    found = {name: told(name, own) for name in GAINS}
     for name, gain in GAINS.items():
         one = found[name].comparison
         assert one.gain_low_pct < gain < one.gain_high_pct, name
@@ -114,9 +132,9 @@ def test_the_gain_of_each_is_found_against_one_baseline() -> None:
     assert "6 processes loaded at once" in found["a"].residency
 
 
-def test_all_processes_of_a_wave_are_fresh_and_each_set_takes_turns_in_starting_first() -> None:
+def test_all_processes_of_a_block_are_fresh_and_each_set_takes_turns_in_starting_first() -> None:
     machine = Machine()
-    own = sitting(machine)
+    own = session(machine)
     own.run()
     assert machine.names == [
         *(BASELINE, CONTROL, *GAINS),
@@ -127,7 +145,7 @@ def test_all_processes_of_a_wave_are_fresh_and_each_set_takes_turns_in_starting_
     assert machine.shares[0] == SHARE_BESIDE
     assert machine.shares[1:6] == [pytest.approx(2 * SHARE_BESIDE / 6)] * 5
     for name in GAINS:
-        windows = told(name, own.waves).windows
+        windows = told(name, own).windows
         swaps = {(w.process, w.kind): w.swapped for w in windows}
         assert swaps == {(0, "aa"): False, (0, "ab"): False, (1, "ab"): True, (2, "ab"): False}
         orders = [w.arm for w in windows if w.kind == "ab"][::2]
@@ -136,7 +154,7 @@ def test_all_processes_of_a_wave_are_fresh_and_each_set_takes_turns_in_starting_
 
 def test_prompts_are_shared_within_a_round_and_never_between_rounds() -> None:
     machine = Machine()
-    own = sitting(machine)
+    own = session(machine)
     own.run()
     rounds: dict[int, list[str]] = {}
     for seed, name in machine.rounds:
@@ -150,109 +168,103 @@ def test_prompts_are_shared_within_a_round_and_never_between_rounds() -> None:
     assert len({tuple(names) for names in rounds.values()}) > 8
     # out and back again: two turns a window
     assert machine.turns[:12] == [*machine.turns[:6], *machine.turns[:6][::-1]]
-    pairs = [(w.pair, w.arm) for w in told("a", own.waves).windows]
+    pairs = [(w.pair, w.arm) for w in told("a", own).windows]
     assert len(set(pairs)) == len(pairs), "no number is a control's and a variant's"
 
 
 @pytest.mark.parametrize("total", [35, 45, 55])
 def test_as_many_at_once_as_fit(total: int) -> None:
     machine = Machine(total=total)
-    own = sitting(machine)
+    own = session(machine)
     assert own.run()
-    assert own.room == machine.most == total // 10
+    assert own.pool.room is not None
+    assert own.pool.room.processes == machine.most == total // 10
     for name in GAINS:
-        found = told(name, own.waves)
+        found = told(name, own)
         assert found.comparison.process_pairs == 3
         assert found.comparison.gain_pct == pytest.approx(GAINS[name], abs=0.3)
-        swaps = [wave.swapped[name] for wave in own.waves if name in wave.swapped]
+        swaps = [block.swapped[name] for block in own.taken if name in block.swapped]
         assert swaps == [False, True, False]
     places = machine.most - 1
-    assert len(own.waves) == -(-(3 * len(GAINS) + 1) // places)
+    assert len(own.taken) == -(-(3 * len(GAINS) + 1) // places)
 
 
-def test_where_two_fit_nothing_is_taken_in_waves() -> None:
+def test_where_two_fit_nothing_is_shared() -> None:
     for machine in (Machine(total=25), Machine(total=15)):
-        own = sitting(machine)
+        own = session(machine)
         assert not own.run()
         assert machine.names == [BASELINE]
         assert not machine.open
-        assert not own.waves
+        assert not own.taken
 
     class Small(Machine):
         error: bench.PatcherError = bench.PatcherError("out of memory")
 
-        def begin(self, name: str, share: float) -> Named:
+        def start(self, name: str, share: float) -> Named:
             raise self.error
 
-    assert not sitting(Small()).run()
+    assert not session(Small()).run()
     missing = Small()
     missing.error = bench.MissingError("vllm is not installed")
     with pytest.raises(bench.MissingError):
-        sitting(missing).run()
+        session(missing).run()
 
 
-def test_no_process_outlives_a_failure_and_whole_waves_are_kept() -> None:
+def test_no_process_outlives_a_failure_and_whole_blocks_are_kept() -> None:
     machine, kept = Machine(), list[Block]()
     machine.dies_after = 6 * ROUNDS + 20
     with pytest.raises(bench.PatcherError, match="SIGKILL"):
-        sitting(machine, keep=kept.append).run()
+        session(machine).run(keep=kept.append)
     assert not machine.open
-    assert [wave.number for wave in kept] == [0]
+    assert [block.number for block in kept] == [0]
 
     class Half(Machine):
-        def begin(self, name: str, share: float) -> Named:
+        def start(self, name: str, share: float) -> Named:
             if name == "b":
                 raise bench.PatcherError("the b process ended")
-            return super().begin(name, share)
+            return super().start(name, share)
 
     for stagger in (None, 0.0):
         broken = Half()
+        plan = ABPlan(process_pairs=3, pairs=9, shared=True, stagger_s=stagger)
         with pytest.raises(bench.PatcherError, match="the b process"):
-            sitting(broken, plan=ABPlan(process_pairs=3, pairs=9, stagger_s=stagger)).run()
+            session(broken, plan=plan).run()
         assert broken.names
         assert not broken.open
 
 
-def test_a_killed_sitting_goes_on_after_the_last_whole_wave() -> None:
+def test_a_killed_session_goes_on_after_the_last_whole_block() -> None:
     machine, kept = Machine(), list[Block]()
     machine.ends_at = 6 * ROUNDS + 20
     with pytest.raises(KeyboardInterrupt):
-        sitting(machine, keep=kept.append).run()
+        session(machine).run(keep=kept.append)
     assert not machine.open
-    begun: list[Named] = []
+    seen: list[tuple[str, ...]] = []
     again = Machine()
-    own = sitting(again, waves=list(kept), keep=kept.append, begin=begun.append)
-    assert own.run()
+    own = session(again, taken=list(kept))
+    assert own.run(seen, keep=kept.append)
     # the first baseline shows the room, so that nothing starts before it
     assert again.names == [*(BASELINE, *GAINS), *(*GAINS, BASELINE)]
-    assert not begun, "patched processes have run before"
-    assert [wave.number for wave in kept] == [0, 1, 2]
+    assert ("begin", BASELINE) not in seen, "patched processes have run before"
+    assert [block.number for block in kept] == [0, 1, 2]
     seeds = {seed for seed, _ in again.rounds}
     assert not seeds & {seed for seed, _ in machine.rounds[: 6 * ROUNDS]}
-    found = told("a", kept)
+    found = told("a", own)
     assert found.comparison.process_pairs == 3
     assert found.comparison.verdict == "accept"
-    assert not sitting(again, waves=kept)._wanted()
+    assert session(again, taken=kept).complete
 
 
 def test_each_is_asked_after_the_rounds_and_the_first_baseline_before_any_patch() -> None:
     seen: list[tuple[str, ...]] = []
 
-    def begin(process: Named) -> None:
-        assert machine.names == [BASELINE]
-        seen.append(("begin", process.name))
+    class Watched(Machine):
+        def start(self, name: str, share: float) -> Named:
+            if len(self.names) == 1:
+                assert seen == [("begin", BASELINE)], "before any patch"
+            return super().start(name, share)
 
-    def also(number: int, swapped: dict[str, bool], processes: dict[str, Named]) -> None:
-        seen.append(("also", *sorted(processes)))
-
-    machine = Machine()
-    sitting(
-        machine,
-        "a",
-        begin=begin,
-        visit=lambda number, name, process: seen.append((str(number), name)),
-        also=also,
-    ).run()
+    session(Watched(), "a").run(seen)
     assert seen == [
         *(
             ("begin", BASELINE),
@@ -266,21 +278,21 @@ def test_each_is_asked_after_the_rounds_and_the_first_baseline_before_any_patch(
     ]
 
 
-def test_processes_of_a_wave_load_side_by_side() -> None:
+def test_processes_of_a_block_load_side_by_side() -> None:
     class Slow(Machine):
         loading = most_loading = 0
 
-        def begin(self, name: str, share: float) -> Named:
+        def start(self, name: str, share: float) -> Named:
             self.loading += 1
             self.most_loading = max(self.most_loading, self.loading)
             never.wait(0.05)
             self.loading -= 1
-            return super().begin(name, share)
+            return super().start(name, share)
 
     never = threading.Event()
     one_by_one, beside = Slow(), Slow()
-    sitting(one_by_one).run()
-    own = sitting(beside, plan=ABPlan(process_pairs=3, pairs=9, stagger_s=0.0))
+    session(one_by_one).run()
+    own = session(beside, plan=ABPlan(process_pairs=3, pairs=9, shared=True, stagger_s=0.0))
     own.run()
     assert one_by_one.most_loading == 1
     assert beside.most_loading >= 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import JsonValue
+from pydantic import AliasChoices, ConfigDict, Field, JsonValue
 
 from patcher.bench.machine.environment import Environment
 from patcher.bench.records import Record
@@ -29,13 +29,19 @@ class OtherWorkloadRate(Record):
 class ConfigTrial(Record):
     """One way to start the engine, and how fast it was."""
 
+    model_config = ConfigDict(serialize_by_alias=True)
+
     arguments: dict[str, JsonValue]
     """Of the engine, beside those that the workload asks for; empty: stock."""
     tokens_per_s: float | None
     """Median over short windows; None where it did not run."""
     spread_pct: float | None = None
     """Largest window over smallest, less one."""
-    elsewhere: tuple[OtherWorkloadRate, ...] = ()
+    other_workloads: tuple[OtherWorkloadRate, ...] = Field(
+        default=(),
+        validation_alias=AliasChoices("other_workloads", "elsewhere"),
+        serialization_alias="elsewhere",
+    )
     """Where that was asked for; nothing is chosen by it."""
     failure: str = ""
 

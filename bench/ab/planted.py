@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 import torch
 
+from patcher.bench.ab.phases import ABPhase, ABProgress, silent
 from patcher.bench.ab.records import Throughput
-from patcher.bench.ab.throughput import measure
+from patcher.bench.ab.throughput import compare_in_one_process
 from patcher.bench.ab.windows import Arms
 from patcher.bench.engines import Engine
 from patcher.bench.machine.clocks import ClockMonitor
@@ -27,7 +28,7 @@ from patcher.bench.workload import Workload
 
 GAINS_PCT = (1.0, 0.5, -1.0)
 
-Delay = Callable[[float], AbstractContextManager[object]]
+StepDelay = Callable[[float], AbstractContextManager[object]]
 """A state of the engine in which each decode step takes so many seconds longer."""
 
 
@@ -51,7 +52,7 @@ class Planted(Record):
 
 
 class PlantedGains(Record):
-    """What was planted in one sitting each."""
+    """What was planted, each gain in a session of its own."""
 
     schema_version: int = SCHEMA_VERSION
     workload: Workload
@@ -69,7 +70,7 @@ class PlantedGains(Record):
 
 def plant(
     engine: Engine,
-    delayed: Delay,
+    delayed: StepDelay,
     workload: Workload,
     *,
     margin_pct: float,
@@ -78,23 +79,22 @@ def plant(
     clocks: ClockMonitor,
     gains_pct: tuple[float, ...] = GAINS_PCT,
     seed: int = 0,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ABProgress = silent,
 ) -> PlantedGains:
-    """Plant each gain in a sitting of its own and measure it.
+    """Plant each gain in a session of its own and measure it.
 
     A gain above the margin must be accepted against that margin; one that is not, and a loss, are
     measured against none, where a gain must be accepted and a loss rejected.
 
     Raises:
-        UsageError, PatcherError: as `patcher.bench.ab.throughput.measure`.
+        UsageError, PatcherError: as `patcher.bench.ab.throughput.compare_in_one_process`.
     """
     step_s = step_seconds(engine, seed)
-    report = progress or (lambda stage, done, total: None)
     found = []
     for number, gain in enumerate(gains_pct):
         delay_s = step_s * (gain / 100 if gain > 0 else 1 / (1 + gain / 100) - 1)
         slow: Arm = "baseline" if gain > 0 else "patched"
-        measured = measure(
+        measured = compare_in_one_process(
             engine,
             _arms(delayed, delay_s, slow),
             workload,
@@ -104,19 +104,19 @@ def plant(
             patch_id=None,
             clocks=clocks,
             seed=seed + number + 1,
-            progress=partial(_named, report, gain),
+            progress=partial(_named, progress, gain),
         )
         found.append(_outcome(measured, gain, delay_s, slow))
     return PlantedGains(workload=workload, planted=tuple(found), clocks=clocks.description)
 
 
 def _named(
-    report: Callable[[str, int, int], None], gain: float, stage: str, done: int, total: int
+    progress: ABProgress, gain: float, phase: ABPhase, said: str, done: int, total: int
 ) -> None:
-    report(f"planted {gain:+g} %: {stage}", done, total)
+    progress(phase, f"planted {gain:+g} %: {said}", done, total)
 
 
-def _arms(delayed: Delay, delay_s: float, slow: Arm) -> Arms:
+def _arms(delayed: StepDelay, delay_s: float, slow: Arm) -> Arms:
     quick: Arm = "patched" if slow == "baseline" else "baseline"
     return {slow: lambda: delayed(delay_s), quick: nullcontext}
 
@@ -155,7 +155,7 @@ def step_seconds(engine: Engine, seed: int) -> float:
     return statistics.median(window.decode_s / steps for window in windows[1:])
 
 
-def runner_delay(runner: Any) -> Delay:
+def runner_delay(runner: Any) -> StepDelay:
     """Of vLLM, which has the next step under way before it waits for one, so that a host that
     waits hides behind the GPU: the GPU itself spins before each forward, graphs or not.
 
@@ -202,7 +202,7 @@ def _spin(cycles: int) -> None:
     sleep(cycles)
 
 
-def model_delay(model: torch.nn.Module) -> Delay:
+def model_delay(model: torch.nn.Module) -> StepDelay:
     """Of an engine that calls `model` on the host once a decode step and waits for it: the host
     spins before each call. On a GPU that is busy meanwhile the delay would hide behind it.
     """

@@ -127,7 +127,7 @@ class Throughput(Record):
     """Patch id; None for recorded samples."""
     comparison: Comparison
     control: Comparison | None
-    """A/A control in the same sitting."""
+    """A/A control in the same session."""
     windows: tuple[Window, ...]
     routing_entropy_pct: float | None
     """Mean entropy of the experts picked, in percent of uniform; a mixture of experts only."""

@@ -1,4 +1,4 @@
-"""End-to-end A/B: windows of decode with the patch on and off, interleaved in one sitting.
+"""End-to-end A/B: windows of decode with the patch on and off, interleaved in one process.
 
 Both windows of a pair decode the same prompts and take turns, a few steps at a time in ABBA order,
 so that neither the prompts nor a machine that drifts within a second favours an arm; which arm
@@ -10,14 +10,24 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from patcher.bench.ab.latency import in_steps, latency_of
+from patcher.bench.ab.phases import ABPhase, ABProgress, silent
 from patcher.bench.ab.records import Latency, Throughput
 from patcher.bench.ab.window_clocks import unfit
-from patcher.bench.ab.windows import Arms, Kind, LocalSide, Pair, Side, abba, prompt_seed, take_pair
+from patcher.bench.ab.windows import (
+    Arms,
+    LocalSide,
+    Pair,
+    PairKind,
+    Side,
+    abba,
+    prompt_seed,
+    take_pair,
+)
 from patcher.bench.engines import Engine
 from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.machine.clocks import ClockMonitor
@@ -33,7 +43,7 @@ LATENCY_WINDOWS = 2
 """For each arm, step by step, after the pairs."""
 
 
-def measure(
+def compare_in_one_process(
     engine: Engine,
     arms: Arms,
     workload: Workload,
@@ -44,7 +54,7 @@ def measure(
     patch_id: str | None,
     clocks: ClockMonitor,
     seed: int = 0,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ABProgress = silent,
     kernel_calls: Callable[[], int] | None = None,
     untimed: Arms | None = None,
 ) -> Throughput:
@@ -59,14 +69,14 @@ def measure(
         PatcherError: the engine gave other tokens than asked for, or every pair was unfit.
     """
     check_window(workload)
-    report = progress or (lambda stage, done, total: None)
     rng = random.Random(seed)
+    control_orders = _orders(random.Random(f"control {seed}"))
     planned = schedule(max_pairs, looks)
     windows: list[Window] = []
     warm_up(engine, untimed or arms, workload, seed)
     pair = taken = 0
 
-    def take(kind: Kind, order: tuple[Arm, Arm]) -> None:
+    def take(kind: PairKind, order: tuple[Arm, Arm]) -> None:
         nonlocal pair
         sides: dict[Arm, Side] = {
             arm: LocalSide(engine, arms["baseline" if kind == "aa" else arm], kernel_calls)
@@ -83,9 +93,10 @@ def measure(
                 take("ab", order)
                 taken += 1
                 if taken % CONTROL_EVERY == 0:
-                    take("aa", order)
-                report(f"A/B pairs{so_far(windows, margin_pct)}", taken, planned[-1].taken)
-        return decide_on(windows, "ab", margin_pct, look.confidence_pct)
+                    take("aa", next(control_orders))
+                said = f"A/B pairs{so_far(windows)}"
+                progress(ABPhase.PAIRS, said, taken, planned[-1].taken)
+        return compare_windows(windows, "ab", margin_pct, look.confidence_pct)
 
     comparison = first_decided(planned, at)
     if comparison is None:
@@ -94,13 +105,22 @@ def measure(
         workload=workload,
         patch=patch_id,
         comparison=comparison,
-        control=decide_on(windows, "aa", margin_pct, 95.0),
+        control=compare_windows(windows, "aa", margin_pct, 95.0),
         windows=tuple(windows),
         routing_entropy_pct=engine.routing_entropy_pct(engine.prompts(seed), 16),
         clocks=clocks.description,
         environment=describe(workload.device, torch.get_num_threads(), clocks.description),
         latency=_latencies(engine, untimed or arms, windows, prompt_seed(seed, pair)),
     )
+
+
+def _orders(rng: random.Random) -> Iterator[tuple[Arm, Arm]]:
+    """ABBA without end. The control has its own: with the order of the A/B pair before it, four
+    A/A pairs in a row could begin with the same arm, and what beginning does would look like a
+    gain.
+    """
+    while True:
+        yield from abba(rng)
 
 
 def _latencies(engine: Engine, arms: Arms, windows: list[Window], seed: int) -> dict[Arm, Latency]:
@@ -136,7 +156,7 @@ def of_processes(
         workload=workload,
         patch=patch_id,
         comparison=comparison,
-        control=decide_on(list(windows), "aa", margin_pct, 95.0),
+        control=compare_windows(list(windows), "aa", margin_pct, 95.0),
         windows=tuple(windows),
         routing_entropy_pct=None,
         clocks=clocks.description,
@@ -168,9 +188,9 @@ def unusable(pairs: int, clocks: ClockMonitor) -> PatcherError:
     )
 
 
-def so_far(windows: list[Window], margin_pct: float) -> str:
+def so_far(windows: list[Window]) -> str:
     """The interval until now, as a note beside the progress; not a look, nothing is decided."""
-    found = decide_on(windows, "ab", margin_pct, 95.0)
+    found = compare_windows(windows, "ab", 0.0, 95.0)
     if found is None or found.pairs < 3:
         return ""
     return f" ({found.figures})"
@@ -183,8 +203,8 @@ def warm_up(engine: Engine, arms: Arms, workload: Workload, seed: int) -> None:
             engine.generate(engine.prompts(seed), min(workload.output_len, 8))
 
 
-def decide_on(
-    windows: list[Window], kind: Kind, margin_pct: float, confidence_pct: float
+def compare_windows(
+    windows: list[Window], kind: PairKind, margin_pct: float, confidence_pct: float
 ) -> Comparison | None:
     """Compare the windows of one kind; pairs whose clocks drifted or throttled are left out.
 

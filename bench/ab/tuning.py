@@ -19,6 +19,7 @@ from functools import partial
 from pydantic import JsonValue
 
 from patcher.bench.ab.engine_config import ConfigTrial, OtherWorkloadRate, Tuning, overriding, words
+from patcher.bench.ab.phases import ABPhase, ABProgress, silent
 from patcher.bench.ab.processes import SHARE_BESIDE, EngineProcess, TooLateError, open_all
 from patcher.bench.ab.windows import Pair, Side, prompt_seed, take_pair
 from patcher.bench.errors import PatcherError, UsageError
@@ -35,7 +36,7 @@ EXCEPTION = re.compile(r"((\([^)]*\)|\[rank\d+\]:) )*[\w.]*(Error|Exception)\b")
 """How a line begins that names one; vLLM puts the process in front, PyTorch the rank."""
 
 Arguments = Mapping[str, JsonValue]
-Start = Callable[[Arguments, float], EngineProcess]
+StartStock = Callable[[Arguments, float], EngineProcess]
 """Starts stock with these arguments and such a share of the device's memory."""
 Rate = Callable[[EngineProcess, Arguments], ConfigTrial]
 """How fast a loaded process is."""
@@ -55,16 +56,16 @@ def options_of(engine: str) -> Sequence[Sequence[Arguments]]:
 
 
 def tune(
-    start: Start,
+    start: StartStock,
     workload: Workload,
     options: Sequence[Sequence[Arguments]],
     clocks: ClockMonitor,
     *,
     wanted: Arguments | None = None,
-    elsewhere: Sequence[Shape] = (),
+    other_workloads: Sequence[Shape] = (),
     seed: int = 0,
     stagger_s: float | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ABProgress = silent,
     tried_one: Callable[[ConfigTrial], None] | None = None,
 ) -> Tuning:
     """Find the fastest stock configuration.
@@ -72,7 +73,7 @@ def tune(
     Args:
         wanted: what patches will want the engine told. Where that is not what was found, it is
             tried at the end, too: their gain must not be such a flag's.
-        elsewhere: other traffic at which each is timed, too; nothing is chosen by that.
+        other_workloads: other traffic at which each is timed, too; nothing is chosen by that.
         stagger_s: from one start to the next, where the ways of an option can load side by side;
             one that fails there is tried again beside stock alone, since it may be for want of
             memory, but not one that took too long. None: each alone.
@@ -81,16 +82,15 @@ def tune(
     Raises:
         PatcherError: stock itself does not run.
     """
-    report = progress or (lambda stage, done, total: None)
     told = tried_one or (lambda trial: None)
     total = 1 + sum(map(len, options)) + 2 + bool(wanted)
     short = workload.model_copy(update={"output_len": min(workload.output_len, STEPS)})
-    rate = partial(_rate, workload=short, elsewhere=elsewhere, clocks=clocks, seed=seed)
+    rate = partial(_rate, workload=short, other_workloads=other_workloads, clocks=clocks, seed=seed)
     trials: list[ConfigTrial] = []
 
     def all_of(tried: Mapping[str, Arguments]) -> list[ConfigTrial]:
         stage = f"tune the baseline ({'; '.join(tried)})"
-        report(stage, len(trials), total)
+        progress(ABPhase.TUNE, stage, len(trials), total)
         begun = len(trials)
         found, failed = ({}, {}) if stagger_s is None else _beside(start, rate, tried, stagger_s)
         two_fit = stagger_s if len(found) > 1 else None
@@ -103,7 +103,7 @@ def tune(
                 trial = _once_more(start, rate, arguments, two_fit)
             trials.append(trial)
             told(trial)
-            report(stage, len(trials), total)
+            progress(ABPhase.TUNE, stage, len(trials), total)
         return trials[begun:]
 
     best: ConfigTrial | None = None
@@ -129,7 +129,7 @@ def tune(
         for trial in others:
             if trial.beats(best):
                 best = trial
-    report("tune the baseline", total, total)
+    progress(ABPhase.TUNE, "tune the baseline", total, total)
     return Tuning(
         trials=tuple(trials),
         chosen=best.arguments,
@@ -139,7 +139,7 @@ def tune(
 
 
 def _beside(
-    start: Start,
+    start: StartStock,
     rate: Rate,
     tried: Mapping[str, Arguments],
     stagger_s: float,
@@ -178,7 +178,7 @@ def _beside(
 
 
 def _once_more(
-    start: Start, rate: Rate, arguments: Arguments, stagger_s: float | None
+    start: StartStock, rate: Rate, arguments: Arguments, stagger_s: float | None
 ) -> ConfigTrial:
     """One that did not load among many, or not yet: beside stock where two fit (`stagger_s`), as
     the others were beside others, else alone as they were."""
@@ -203,7 +203,7 @@ def _rate(
     process: EngineProcess,
     arguments: Arguments,
     workload: Workload,
-    elsewhere: Sequence[Shape],
+    other_workloads: Sequence[Shape],
     clocks: ClockMonitor,
     seed: int,
 ) -> ConfigTrial:
@@ -218,19 +218,19 @@ def _rate(
         return [window.tokens_per_s for window in windows[1:]]
 
     found = rates(process.side(), workload)
-    others = [rates(process.side(shape), shape.of(workload)) for shape in elsewhere]
+    others = [rates(process.side(shape), shape.of(workload)) for shape in other_workloads]
     return ConfigTrial(
         arguments=dict(arguments),
         tokens_per_s=statistics.median(found),
         spread_pct=_spread_pct(found),
-        elsewhere=tuple(
+        other_workloads=tuple(
             OtherWorkloadRate(
                 batch=shape.batch,
                 context=shape.context,
                 tokens_per_s=statistics.median(each),
                 spread_pct=_spread_pct(each),
             )
-            for shape, each in zip(elsewhere, others, strict=True)
+            for shape, each in zip(other_workloads, others, strict=True)
         ),
     )
 

@@ -58,7 +58,7 @@ def power_capped(windows: Sequence[Window]) -> bool:
 
 def unfit(windows: Sequence[Window]) -> dict[int, tuple[str, ...]]:
     """By pair, why it is left out: a block of it throttled, or a clock in it was at some moment
-    more than 2 % off the sitting's median; where the GPU is `power_capped`, the block's own median.
+    more than 2 % off the session's median; where the GPU is `power_capped`, the block's own median.
     """
     capped = power_capped(windows)
     sm = _middle(window.sm_clock_mhz for window in windows)

@@ -32,7 +32,7 @@ on an H200, another 0.3 ms in the next turn (`bench/results/verdict-trials`).
 
 Arms = Mapping[Arm, Callable[[], AbstractContextManager[object]]]
 """What puts the engine into each arm's state and takes it out again."""
-Kind = Literal["ab", "aa"]
+PairKind = Literal["ab", "aa"]
 
 
 class Taken(NamedTuple):
@@ -70,7 +70,7 @@ class Pair(NamedTuple):
     """Which pair it is."""
 
     number: int
-    kind: Kind
+    kind: PairKind
     order: tuple[Arm, Arm]
     process: int | None = None
     swapped: bool | None = None
@@ -89,7 +89,7 @@ def abba_orders(rng: random.Random, count: int) -> list[tuple[Arm, Arm]]:
 
 
 def prompt_seed(seed: int, pair: int) -> int:
-    """Of a pair's prompts: no two pairs of a sitting share theirs."""
+    """Of a pair's prompts: no two pairs of a session share theirs."""
     return seed * 1_000_003 + pair + 1
 
 

@@ -1,8 +1,8 @@
-"""Print a table of verdicts on whole models, next to a published result.
+"""Verdicts on the whole model, as a table beside the published one.
 
 `python -m patcher.bench.lab.verdict_table FOLDER` prints the table of a folder. Its `*.json` and
-`*.json.xz` files are output of `patcher throughput --out`: one verdict, a best set, or a list of
-verdicts.
+`*.json.xz` are what `patcher throughput --out` wrote, of one verdict or of a best set, or lists of
+such verdicts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from patcher.ab.job import ABResult
 from patcher.ab.other_workloads import OtherWorkloads
-from patcher.ab.sets import SetSearch
+from patcher.ab.result import ABResult
+from patcher.ab.set_search import SetSearch
 from patcher.bench import Comparison, PatcherError, UsageError, content
 from patcher.reconciling.launches import patched_steps
 
@@ -39,65 +39,64 @@ PUBLISHED = (
 
 
 def read(folder: Path) -> list[ABResult]:
-    """Read all verdicts of a folder, in the order of its files.
+    """Every verdict of the folder, in the order of its files.
 
     Raises:
-        UsageError: the folder has none, or a file holds something else.
+        UsageError: there is none, or a file holds something else.
     """
-    verdicts: list[ABResult] = []
+    found: list[ABResult] = []
     for path in sorted([*folder.glob("*.json"), *folder.glob("*.json.xz")]):
         try:
             text = content(path)
             document = json.loads(text)
             if isinstance(document, list):
-                verdicts += VERDICTS.validate_json(text)
+                found += VERDICTS.validate_json(text)
             elif "best" in document:
-                verdicts += SetSearch.model_validate_json(text).measured
+                found += SetSearch.model_validate_json(text).measured
             else:
-                verdicts.append(ABResult.model_validate_json(text))
+                found.append(ABResult.model_validate_json(text))
         except (OSError, ValueError, TypeError) as error:
             raise UsageError(
                 f"{path} holds no verdict", "write it with: patcher throughput ... --out FILE"
             ) from error
-    if not verdicts:
+    if not found:
         raise UsageError(
             f"{folder} holds no verdict", "write one with: patcher throughput ... --out FILE"
         )
-    return verdicts
+    return found
 
 
-def table(verdicts: Sequence[ABResult]) -> str:
-    """Format one row per verdict, followed by rows for other workloads, and the published result.
-
-    Tokens per second are medians over windows, and the gain has its interval.
+def table(found: Sequence[ABResult]) -> str:
+    """A row a verdict, below it one for each other batch size and context; then what is published.
+    Tokens per second are medians over windows, the gain comes with its interval.
     """
     lines = [f"| {' | '.join(HEAD)} |", f"| --- |{' ---: |' * (len(HEAD) - 2)} --- |"]
-    for verdict in verdicts:
-        lines.append(_row(verdict))
-        elsewhere = verdict.measured[0].elsewhere
-        lines += _other_rows(elsewhere) if elsewhere is not None else ()
+    for judged in found:
+        lines.append(_row(judged))
+        others = judged.measured[0].other_workloads
+        lines += _other_rows(others) if others is not None else ()
     return "\n".join([*lines, PUBLISHED])
 
 
-def _row(verdict: ABResult) -> str:
-    throughput = verdict.measured[0].throughput
+def _row(judged: ABResult) -> str:
+    throughput = judged.measured[0].throughput
     workload, steps = throughput.workload, patched_steps(throughput)
-    calls = [one.receipt.total_calls / steps if steps else 0.0 for one in verdict.measured]
+    calls = [one.receipt.total_calls / steps if steps else 0.0 for one in judged.measured]
     control = throughput.control
     return _line(
-        ", ".join(f"`{patch}`" for patch in verdict.patches),
+        ", ".join(f"`{patch}`" for patch in judged.patches),
         str(workload.batch),
         f"{workload.input_len:,} to {workload.input_len + workload.output_len:,}",
         throughput.comparison,
         control.figures if control else "not taken",
         " + ".join(f"{each:.4g}" for each in calls),
-        f"**{verdict.decision.verdict}**",
+        f"**{judged.decision.verdict}**",
     )
 
 
-def _other_rows(elsewhere: OtherWorkloads) -> Iterator[str]:
-    for point in elsewhere.points:
-        standing = elsewhere.standing(point)
+def _other_rows(others: OtherWorkloads) -> Iterator[str]:
+    for point in others.points:
+        standing = others.standing(point)
         yield _line("", str(point.batch), f"{point.context:,}", point.comparison, "", "", standing)
 
 
@@ -105,17 +104,14 @@ def _line(
     patches: str,
     batch: str,
     context: str,
-    comparison: Comparison,
+    found: Comparison,
     control: str,
     calls: str,
     verdict: str,
 ) -> str:
-    baseline, patched = comparison.baseline_tokens_per_s, comparison.patched_tokens_per_s
-    rates = f"{baseline:,.1f} to {patched:,.1f}"
-    pairs = str(comparison.pairs)
-    if comparison.process_pairs:
-        pairs += f" ({comparison.process_pairs})"
-    cells = (patches, batch, context, rates, comparison.figures, control, pairs, calls, verdict)
+    rates = f"{found.baseline_tokens_per_s:,.1f} to {found.patched_tokens_per_s:,.1f}"
+    pairs = f"{found.pairs} ({found.process_pairs})" if found.process_pairs else str(found.pairs)
+    cells = (patches, batch, context, rates, found.figures, control, pairs, calls, verdict)
     return f"| {' | '.join(cells)} |"
 
 

@@ -1,4 +1,4 @@
-"""Op folders for what was imported: reference, inputs and baselines as far as a format has them."""
+"""Write op folders for imported ops: contract, reference, inputs and baselines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def op_files(contract: Contract, definition: Definition) -> dict[str, bytes]:
 
 
 def own_op_files(contract: Contract, definition: Definition) -> dict[str, bytes]:
-    """The op folder of an op of ours, whose Definition holds our `reference` and `control`."""
+    """The op folder of an op of patcher's, whose Definition holds its `reference` and `control`."""
     values = _values(contract, definition)
     return _folder(
         contract,
@@ -51,15 +51,15 @@ def _values(contract: Contract, definition: Definition) -> dict[str, object]:
 
 
 def _folder(contract: Contract, files: dict[str, str]) -> dict[str, bytes]:
-    told = contract.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    toml = tomlkit.dumps(told)
+    document = contract.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    toml = tomlkit.dumps(document)
     if Contract.model_validate(tomllib.loads(toml)) != contract:
         raise VerificationError(f"the contract of {contract.name} cannot be written as TOML", "")
     files = {"op.toml": toml} | files
     return {f"{contract.name}/{name}": text.encode() for name, text in files.items()}
 
 
-REFERENCE = '''"""{title} as definition.py has it, and the control that must fail."""
+REFERENCE = '''"""{title}: the float64 reference of definition.py and the control that must fail."""
 
 import runpy
 from pathlib import Path
@@ -73,7 +73,7 @@ _NARROWING = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
 
 
 class _Wide(TorchFunctionMode):
-    """Whatever floating dtype the reference asks for is float64."""
+    """Replaces every floating dtype in the reference by float64."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in _NARROWING:
@@ -93,7 +93,7 @@ def _named(found):
 
 
 def reference({names}):
-    """What `run` gives with every floating number in float64."""
+    """The result of `run` with every floating-point number in float64."""
     given = [
         value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for value in ({inputs},)
@@ -103,7 +103,7 @@ def reference({names}):
 
 
 def control({names}):
-    """What `run` gives, two bits of each output taken away."""
+    """The result of `run` with two bits fewer in each output."""
     return {{name: _coarser(value) for name, value in _named(_run({inputs})).items()}}
 
 
@@ -126,7 +126,7 @@ _TENSORS = {tensors!r}
 
 
 def make(point, generator, regime):
-    """Every tensor on the generator's device; what is only written is not a number.
+    """Every tensor on the generator's device; tensors that are only written hold NaN or -1.
 
     Raises:
         ValueError: unknown regime.
@@ -146,7 +146,7 @@ def make(point, generator, regime):
     return made
 '''
 
-BASELINES = '''"""What to beat: the reference of the Definition, in its own dtypes."""
+BASELINES = '''"""The baseline: the Definition's reference in its own dtypes."""
 
 import runpy
 from pathlib import Path
@@ -166,7 +166,7 @@ BASELINES = {{"reference": reference}}
 ACCURACY_BASELINE = "reference"
 '''
 
-OWN_BASELINES = '''"""What to beat, plainly: the float64 reference, rounded to what is written."""
+OWN_BASELINES = '''"""The baseline: the float64 reference, rounded to the outputs' dtypes."""
 
 import runpy
 from pathlib import Path

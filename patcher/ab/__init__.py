@@ -1,5 +1,7 @@
-"""Is the whole model faster with the patch, and still the same model? `throughput_job.py` is what a
-person asked, `measured.py` a job and what came of it, `measure.py` the sitting in a process of its
-own. An arm is a process where the engine is patched as it starts (`arm.py`, paired in `pairs.py`).
-Other batch sizes and contexts are `other_traffic.py`, the rule's word is `judging.py`, the best of
-several patches `sets.py`."""
+"""Is the whole model faster with the patch, and still the same model?
+
+`options.py` is what a person asked for and `job.py` what is measured. `compare.py` measures patches
+that are in together: in one process (`one_process.py`), or in blocks of processes (`session.py`),
+where an arm is a process that is patched as it starts (`arm.py`). `decision.py` is the rule,
+`verdict.py` applies it to what was measured, `set_search.py` finds the best of several patches.
+"""

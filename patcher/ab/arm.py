@@ -25,7 +25,7 @@ from patcher.bench.engines import Decoding, Measurable, open_measurable, random_
 from patcher.integrate import Receipt, activated, await_engine
 
 if TYPE_CHECKING:
-    from patcher.bench.ab.planted import Delay
+    from patcher.bench.ab.planted import StepDelay
     from patcher.integrate import Activation
 
 
@@ -50,7 +50,7 @@ class ArmServer:
         self._calls = 0
         self._delay = ExitStack()
 
-    def answer(self, command: say.Command) -> say.Reply:
+    def answer(self, command: say.ArmCommand) -> say.ArmReply:
         """Raises:
         PatcherError: what is asked for cannot be done now.
         """
@@ -65,7 +65,7 @@ class ArmServer:
                 self.engine.synchronize()
             case say.End():
                 return self._end()
-            case say.Delay(seconds=seconds):
+            case say.PlantDelay(seconds=seconds):
                 self._delay.close()
                 if seconds:
                     self._delay.enter_context(delay_of(self.engine)(seconds))
@@ -137,7 +137,7 @@ class ArmServer:
         return say.MemoryUse(held=held, peak=self.engine.peak_memory_bytes(), free=free)
 
 
-def delay_of(engine: Any) -> Delay:
+def delay_of(engine: Any) -> StepDelay:
     """How a step of this engine is made longer."""
     from patcher.bench.ab.planted import model_delay, runner_delay
 
@@ -176,7 +176,7 @@ def serve(commands: IO[bytes], replies: IO[bytes]) -> int:
         closed = False
         try:
             command = say.COMMAND.validate_json(line)
-            reply: say.Reply
+            reply: say.ArmReply
             if arm is not None:
                 reply = arm.answer(command)
                 closed = isinstance(command, say.Close)

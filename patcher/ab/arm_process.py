@@ -34,7 +34,7 @@ CLOSE_S = 10.0
 _TAIL = 1500
 _REPLY_LIMIT = 1 << 26
 
-Said = TypeVar("Said", bound=Record)
+ReplyRecord = TypeVar("ReplyRecord", bound=Record)
 
 
 def arm_environment(folder: Path, patches: tuple[Patch, ...]) -> dict[str, str]:
@@ -119,7 +119,7 @@ class ArmProcess:
 
     def delay(self, seconds: float) -> None:
         """Make each of its decode steps take so much longer from now on."""
-        self.ask(say.Delay(seconds=seconds), say.Done)
+        self.ask(say.PlantDelay(seconds=seconds), say.Done)
 
     def receipts(self) -> tuple[Receipt, ...]:
         return self.ask(say.AskReceipts(), say.Receipts).receipts
@@ -130,7 +130,9 @@ class ArmProcess:
         """
         return called_between(self._warm, self.receipts())
 
-    def ask(self, command: Record, kind: type[Said], timeout_s: float = REPLY_S) -> Said:
+    def ask(
+        self, command: Record, kind: type[ReplyRecord], timeout_s: float = REPLY_S
+    ) -> ReplyRecord:
         """Send a command and wait for its reply.
 
         Raises:

@@ -55,7 +55,7 @@ class End(Record):
     do: Literal["end"] = "end"
 
 
-class Delay(Record):
+class PlantDelay(Record):
     """From now on each decode step takes so much longer: a planted loss. Reply: `Done`."""
 
     do: Literal["delay"] = "delay"
@@ -117,13 +117,13 @@ class Close(Record):
     do: Literal["close"] = "close"
 
 
-Command = Annotated[
+ArmCommand = Annotated[
     Load
     | Prefill
     | Decode
     | Settle
     | End
-    | Delay
+    | PlantDelay
     | InSteps
     | Generate
     | Logits
@@ -133,7 +133,7 @@ Command = Annotated[
     | Close,
     Field(discriminator="do"),
 ]
-COMMAND: TypeAdapter[Command] = TypeAdapter(Command)
+COMMAND: TypeAdapter[ArmCommand] = TypeAdapter(ArmCommand)
 
 
 class Done(Record):
@@ -197,7 +197,7 @@ class Failed(Record):
     error: dict[str, str]
 
 
-Reply = Annotated[
+ArmReply = Annotated[
     Done
     | Loaded
     | Ended
@@ -210,4 +210,4 @@ Reply = Annotated[
     | Failed,
     Field(discriminator="kind"),
 ]
-REPLY: TypeAdapter[Reply] = TypeAdapter(Reply)
+REPLY: TypeAdapter[ArmReply] = TypeAdapter(ArmReply)

@@ -1,4 +1,4 @@
-"""The folder of a sitting in waves: what it has, a second start need not take again."""
+"""The folder of an A/B in blocks: what it has, a second start need not take again."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import Field, JsonValue
+from pydantic import AliasChoices, ConfigDict, Field, JsonValue
 
-from patcher.ab.record_files import Kept, read_record, write_record
+from patcher.ab.quality_check import Tokens
+from patcher.ab.record_files import RecordOfFile, read_record, write_record
 from patcher.bench import SCHEMA_VERSION, Quality, Record, VerificationError, Window
 from patcher.bench.ab.blocks import Block
 from patcher.bench.ab.engine_config import Tuning
 from patcher.integrate import Receipt
 
-Tokens = list[list[int]]
-"""[batch][tokens]"""
-
 
 class BlocksHeader(Record):
-    """What holds for all waves of a folder."""
+    """What holds for all blocks of a folder."""
 
     schema_version: int = SCHEMA_VERSION
     fingerprint: str
@@ -32,19 +30,24 @@ class BlocksHeader(Record):
 
 
 class BlockRecord(Record):
-    """One wave, and what its processes were asked beside the windows; by name of a set."""
+    """One block, and what its processes were asked beside the windows; by name of a set."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
 
     schema_version: int = SCHEMA_VERSION
-    wave: Block
+    block: Block = Field(validation_alias=AliasChoices("block", "wave"), serialization_alias="wave")
     greedy: dict[str, Tokens]
-    """`before` (first wave: before any patched process was started), `again` (by its control),
-    `after` (by the baseline of a later wave)."""
+    """`before` (first block: before any patched process was started), `again` (by its control),
+    `after` (by the baseline of a later block)."""
     receipts: dict[str, dict[str, Receipt]]
     """By patch, too: of windows and what else was timed."""
     quality_receipts: dict[str, dict[str, Receipt]]
-    """Of the quality run; of sets that were in no wave before."""
-    elsewhere: dict[str, tuple[tuple[Window, ...], ...]]
-    """At each of the job's other points."""
+    """Of the quality run; of sets that were in no block before."""
+    other_workloads: dict[str, tuple[tuple[Window, ...], ...]] = Field(
+        validation_alias=AliasChoices("other_workloads", "elsewhere"),
+        serialization_alias="elsewhere",
+    )
+    """At each of the job's other workloads."""
 
 
 class BlocksQuality(Record):
@@ -65,24 +68,28 @@ class BlockFolder:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
 
-    def begun(self, make: Callable[[], BlocksHeader]) -> BlocksHeader:
-        return self._kept("begun.json", BlocksHeader, make)
+    def header(self, make: Callable[[], BlocksHeader]) -> BlocksHeader:
+        """What the folder begins with, else what is made now."""
+        return self._remembered("begun.json", BlocksHeader, make)
 
-    def waves(self) -> list[BlockRecord]:
+    def blocks(self) -> list[BlockRecord]:
         found: list[BlockRecord] = []
-        while (path := self.path / f"wave-{len(found)}.json").is_file():
+        while (path := self._block(len(found))).is_file():
             found.append(self._read(path, BlockRecord))
         return found
 
-    def keep(self, taken: BlockRecord) -> None:
-        write_record(self.path / f"wave-{taken.wave.number}.json", taken)
+    def keep(self, record: BlockRecord) -> None:
+        write_record(self._block(record.block.number), record)
 
-    def compared(self, make: Callable[[], BlocksQuality]) -> BlocksQuality:
+    def quality(self, make: Callable[[], BlocksQuality]) -> BlocksQuality:
         """The logits are not kept any longer."""
-        found = self._kept("quality.json", BlocksQuality, make)
+        found = self._remembered("quality.json", BlocksQuality, make)
         for path in self.path.glob("*.npy"):
             path.unlink()
         return found
+
+    def _block(self, number: int) -> Path:
+        return self.path / f"wave-{number}.json"
 
     def write_logits(self, name: str, logits: torch.Tensor) -> None:
         np.save(self._logits(name), logits.numpy(), allow_pickle=False)
@@ -97,14 +104,16 @@ class BlockFolder:
     def _logits(self, name: str) -> Path:
         return self.path / f"{hashlib.sha256(name.encode()).hexdigest()[:12]}.npy"
 
-    def _kept(self, name: str, kind: type[Kept], make: Callable[[], Kept]) -> Kept:
+    def _remembered(
+        self, name: str, kind: type[RecordOfFile], make: Callable[[], RecordOfFile]
+    ) -> RecordOfFile:
         """What the file holds, else what is made now, which it holds from then on."""
         path = self.path / name
         if not path.is_file():
             write_record(path, make())
         return self._read(path, kind)
 
-    def _read(self, path: Path, kind: type[Kept]) -> Kept:
+    def _read(self, path: Path, kind: type[RecordOfFile]) -> RecordOfFile:
         return read_record(path, kind, self._hint)
 
     @property

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
 
-from patcher.bench import SCHEMA_VERSION, Evaluation, Outcome, Quality, Record, Throughput, Window
+from patcher.ab.measurement import Measurement
+from patcher.bench import SCHEMA_VERSION, Evaluation, Outcome, Record, Throughput, Window
 from patcher.bench.ab.engine_config import words
 from patcher.bench.stats.comparison import Verdict
+from patcher.integrate import Receipt
+from patcher.reconciling.proof import Proof
+from patcher.reconciling.reconcile import Reconciliation
 
-if TYPE_CHECKING:
-    from patcher.ab.other_workloads import OtherWorkloads
-    from patcher.reconciling.proof import Proof
-    from patcher.reconciling.reconcile import Reconciliation
-
+STRICTEST: tuple[Verdict, ...] = ("reject", "inconclusive", "accept")
 RULE_VERSION = 5
 """3: pairs far out count as if less far; 4: what beginning a pair does is taken out, and a GPU at
 its power cap in over a quarter of the windows is judged in that state; 5: arms that differ in flags
 tell nothing unless a trial shows the patched arm's by themselves to be no faster."""
-
-
-class PatchCalls(Protocol):
-    """What the rule reads of `integrate.Receipt`."""
-
-    @property
-    def calls(self) -> dict[str, int]: ...
-    @property
-    def replayed(self) -> dict[str, int]: ...
-    @property
-    def fallbacks(self) -> dict[str, int]: ...
-    @property
-    def total_calls(self) -> int: ...
 
 
 class Decision(Record):
@@ -47,32 +33,31 @@ class Decision(Record):
 
 
 def decide(
-    throughput: Throughput,
-    quality: Quality,
+    measurement: Measurement,
     evaluation: Evaluation,
-    receipt: PatchCalls,
-    quality_receipt: PatchCalls,
-    reverted_identical: bool,
-    proof: Proof | None = None,
     reconciliation: Reconciliation | None = None,
-    elsewhere: OtherWorkloads | None = None,
+    proof: Proof | None = None,
 ) -> Decision:
     """Accept only what every piece of evidence supports.
 
-    A disqualified patch is rejected however fast it was; a sitting whose own control fails tells
-    nothing; otherwise the comparison's verdict stands. Where the patched run was profiled, too,
-    `proof` holds its receipts against that. What was measured at other traffic takes an accept back
-    where it was worse, or may have been. A gain that `reconciliation` does not explain is a reason
-    beside the verdict and never turns it.
+    A disqualified patch is rejected however fast it was; a session whose own control fails tells
+    nothing; otherwise the comparison's verdict stands. What was measured at other traffic takes an
+    accept back where it was worse, or may have been.
+
+    Args:
+        evaluation: the judge's, of the kernel.
+        reconciliation: a gain that it does not explain is a reason beside the verdict and never
+            turns it.
+        proof: where the patched run was profiled, too, its receipts held against that.
     """
+    throughput, quality = measurement.throughput, measurement.quality
+    receipt, others = measurement.receipt, measurement.other_workloads
     comparison = throughput.comparison
-    wrong = _disqualified(
-        throughput, evaluation, quality, receipt, quality_receipt, reverted_identical
-    )
+    wrong = _disqualified(measurement, evaluation)
     if proof is not None:
         wrong += proof.failures
-    if elsewhere is not None:
-        wrong += elsewhere.failures
+    if others is not None:
+        wrong += others.failures
     void = _void(throughput)
     verdict: Verdict
     if wrong:
@@ -94,11 +79,11 @@ def decide(
         if throughput.patched_arguments:
             told = words(throughput.patched_arguments)
             reasons.append(f"the patched arm runs with {told}, by itself no faster than the other")
-        if elsewhere is not None and elsewhere.unknown:
+        if others is not None and others.unknown:
             verdict = "inconclusive" if verdict == "accept" else verdict
-            reasons += elsewhere.unknown
-        elif elsewhere is not None:
-            reasons.append(f"elsewhere: {elsewhere.said}")
+            reasons += others.unknown
+        elif others is not None:
+            reasons.append(f"elsewhere: {others.said}")
         if reconciliation is not None and reconciliation.explained is False:
             reasons.append(f"micro and measured gain do not agree: {reconciliation.said}")
     return Decision(
@@ -111,14 +96,23 @@ def decide(
     )
 
 
-def _disqualified(
-    throughput: Throughput,
-    evaluation: Evaluation,
-    quality: Quality,
-    receipt: PatchCalls,
-    quality_receipt: PatchCalls,
-    reverted_identical: bool,
-) -> list[str]:
+def strictest(decisions: Mapping[str, Decision]) -> Decision:
+    """Of patches that were in together, by id: all are kept, or none. What is not said of every
+    patch names its own.
+    """
+    found = min(decisions.values(), key=lambda one: STRICTEST.index(one.verdict))
+    if len(decisions) == 1:
+        return found
+    shared = set.intersection(*(set(one.reasons) for one in decisions.values()))
+    reasons = [reason for reason in found.reasons if reason in shared]
+    for patch, one in decisions.items():
+        if one.verdict == found.verdict:
+            reasons += [f"{reason} ({patch})" for reason in one.reasons if reason not in shared]
+    return found.model_copy(update={"reasons": tuple(reasons)})
+
+
+def _disqualified(measurement: Measurement, evaluation: Evaluation) -> list[str]:
+    receipt, quality_receipt = measurement.receipt, measurement.quality_receipt
     found = []
     if evaluation.outcome is not Outcome.CORRECT:
         found.append(f"the judge's outcome is {evaluation.outcome}, not correct")
@@ -128,15 +122,15 @@ def _disqualified(
         found.append("the patched kernel never ran in the quality run: another model was compared")
     else:
         found += _never_compared(receipt, quality_receipt)
-    found += _where_it_ran(throughput.windows)
-    if not quality.passed:
-        found.append(f"it is no longer the same model: {quality.reason}")
-    if not reverted_identical:
+    found += _where_it_ran(measurement.throughput.windows)
+    if not measurement.quality.passed:
+        found.append(f"it is no longer the same model: {measurement.quality.reason}")
+    if not measurement.reverted_identical:
         found.append("after the revert the greedy output is not what it was before")
     return found
 
 
-def _never_compared(timed: PatchCalls, compared: PatchCalls) -> list[str]:
+def _never_compared(timed: Receipt, compared: Receipt) -> list[str]:
     """Kernels and shape buckets that were timed and are not in the quality run; a graph's replays
     are other code than an eager call of the same shape.
     """
@@ -167,7 +161,7 @@ def _where_it_ran(windows: Sequence[Window]) -> list[str]:
 
 
 def _void(throughput: Throughput) -> list[str]:
-    """Why the sitting tells nothing: both sides of the control are the same program, and what is
+    """Why the session tells nothing: both sides of the control are the same program, and what is
     not the patch's must not be booked as its gain.
     """
     if (own := throughput.patched_arguments) and not _only_for_the_patch(throughput):
@@ -177,11 +171,11 @@ def _void(throughput: Throughput) -> list[str]:
         ]
     control = throughput.control
     if control is None or control.pairs < 2:
-        return ["no A/A control in the sitting"]
+        return ["no A/A control in the session"]
     margin = throughput.comparison.margin_pct
     if control.gain_low_pct > margin or control.gain_high_pct < -margin:
         return [
-            f"the A/A control of the same sitting shows {control.figures} where there is nothing: "
+            f"the A/A control of the same session shows {control.figures} where there is nothing: "
             "nothing can be told"
         ]
     return []

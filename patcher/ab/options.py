@@ -48,7 +48,7 @@ class ThroughputOptions:
     def plan(self, engine: str) -> ABPlan | None:
         """Process pairs and pairs in each; None: one process for both arms.
 
-        `pairs` are those of the whole sitting, in either case.
+        `pairs` are those of the whole session, in either case.
         """
         planned = ABPlan() if self.preset is None else traffic(self.preset).plan()
         count = self.processes

@@ -1,4 +1,4 @@
-"""Windows at other batch sizes and context lengths, in the sitting of an A/B."""
+"""Windows at other batch sizes and context lengths, beside those of an A/B."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from patcher.ab.job import ABJob, Report
+from patcher.ab.job import ABJob
 from patcher.ab.other_workloads import LIMIT_PCT, OtherPoint, OtherWorkloads, PeakMemory
 from patcher.bench import Shape, UsageError, Window, Workload
-from patcher.bench.ab.throughput import decide_on
-from patcher.bench.ab.windows import Arms, Pair, Side, abba_orders, take_pair
+from patcher.bench.ab.phases import ABPhase, ABProgress
+from patcher.bench.ab.throughput import compare_windows
+from patcher.bench.ab.windows import Arms, LocalSide, Pair, Side, abba_orders, take_pair
 from patcher.bench.engines import Engine
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.stats.comparison import Arm
@@ -19,7 +20,7 @@ from patcher.bench.stats.comparison import Arm
 RESIDENT_PAIRS = 12
 """At each point where both arms are one process, without the warm-up pair."""
 PROCESS_PAIRS = 4
-"""At each point in each process pair, without the warm-up pair."""
+"""At each point in each block of processes, without the warm-up pair."""
 FIRST_PAIR = 1_000_000
 """So that no pair here has the prompts of one of the workload's own."""
 BATCH_TIMES = 8
@@ -68,42 +69,21 @@ def _numbers(text: str, option: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def planned(job: ABJob, process: int | None) -> Iterator[tuple[Shape, range, random.Random]]:
-    """Each point, the numbers of its pairs in that process pair, the first of them to warm up, and
-    what their orders are drawn with.
+def planned(job: ABJob, block: int | None) -> Iterator[tuple[Shape, range, random.Random]]:
+    """Each point, the numbers of its pairs in that block, the first of them to warm up, and what
+    their orders are drawn with; None: both arms are one process.
     """
-    count = 1 + (RESIDENT_PAIRS if process is None else PROCESS_PAIRS)
-    for index, shape in enumerate(job.elsewhere):
-        first = FIRST_PAIR + ((process or 0) * len(job.elsewhere) + index) * count
-        yield shape, range(first, first + count), random.Random(f"{job.seed}:{process}:{index}")
+    count = 1 + (RESIDENT_PAIRS if block is None else PROCESS_PAIRS)
+    for index, shape in enumerate(job.other_workloads):
+        first = FIRST_PAIR + ((block or 0) * len(job.other_workloads) + index) * count
+        yield shape, range(first, first + count), random.Random(f"{job.seed}:{block}:{index}")
 
 
-class OtherTraffic:
-    """What has been taken at each point; pairs come as in `patcher.bench.ab.windows.take_pair`."""
+class OtherWindows:
+    """What has been taken at each point."""
 
-    def __init__(self, job: ABJob, clocks: ClockMonitor, report: Report) -> None:
-        self._job, self._clocks, self._report = job, clocks, report
-        self._windows: dict[Shape, list[Window]] = {shape: [] for shape in job.elsewhere}
-
-    def take(
-        self,
-        sides: Callable[[Shape], Mapping[Arm, Side]],
-        vocab_size: int,
-        process: int | None = None,
-        swapped: bool | None = None,
-    ) -> None:
-        """Pairs at every point, the first of them to warm up; one arm's windows of them where only
-        one of the sides is there.
-        """
-        job = self._job
-        for index, (shape, numbers, rng) in enumerate(planned(job, process)):
-            workload, found = shape.of(job.workload), sides(shape)
-            self._report(f"elsewhere: {shape.label}", index, len(job.elsewhere))
-            for number, order in zip(numbers, abba_orders(rng, len(numbers)), strict=True):
-                pair = Pair(number, "ab", order, process, swapped)
-                self.add(
-                    shape, take_pair(pair, found, workload, vocab_size, job.seed, self._clocks)
-                )
+    def __init__(self, shapes: Iterable[Shape]) -> None:
+        self._windows: dict[Shape, list[Window]] = {shape: [] for shape in shapes}
 
     def add(self, shape: Shape, windows: Iterable[Window]) -> None:
         """Windows that were taken at that point."""
@@ -115,7 +95,7 @@ class OtherTraffic:
             return None
         points, unusable = [], []
         for shape, windows in self._windows.items():
-            comparison = decide_on(windows, "ab", -LIMIT_PCT, 95.0)
+            comparison = compare_windows(windows, "ab", -LIMIT_PCT, 95.0)
             if comparison is None:
                 unusable.append(shape.label)
                 continue
@@ -128,6 +108,33 @@ class OtherTraffic:
                 )
             )
         return OtherWorkloads(points=tuple(points), memory=memory, unusable=tuple(unusable))
+
+
+def take_in_one_process(
+    job: ABJob,
+    engine: Engine,
+    arms: Arms,
+    kernel_calls: Callable[[], int] | None,
+    clocks: ClockMonitor,
+    progress: ABProgress,
+) -> OtherWindows:
+    """Pairs at every point, the first of them to warm up, where both arms are one process.
+
+    Args:
+        kernel_calls: how often the patched kernel has run so far.
+    """
+    others = OtherWindows(job.other_workloads)
+    for index, (shape, numbers, rng) in enumerate(planned(job, None)):
+        progress(ABPhase.OTHER, f"other traffic: {shape.label}", index, len(job.other_workloads))
+        sides: dict[Arm, Side] = {
+            arm: LocalSide(engine, enter, kernel_calls, shape) for arm, enter in arms.items()
+        }
+        workload = shape.of(job.workload)
+        for number, order in zip(numbers, abba_orders(rng, len(numbers)), strict=True):
+            pair = Pair(number, "ab", order)
+            windows = take_pair(pair, sides, workload, engine.vocab_size, job.seed, clocks)
+            others.add(shape, windows)
+    return others
 
 
 def peak_memory(peak: Mapping[Arm, int], device: str) -> PeakMemory | None:

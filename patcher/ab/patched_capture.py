@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from patcher.ab.pairs import refuse_other_engines
+from patcher.ab.launcher import refuse_other_engines
 from patcher.ab.verdict import refuse_one_point_twice
 from patcher.bench import VerificationError, Workload
 from patcher.bench.machine.environment import engine_environment

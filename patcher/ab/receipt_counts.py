@@ -1,4 +1,4 @@
-"""What a patch was called for between two looks at its receipts, and in several processes."""
+"""Sums and differences of receipts: what a patch was called for in between, and in all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records that a sitting keeps in files: whole or not there, and refused where they are damaged."""
+"""Records that an A/B keeps in files: whole or not there, and refused where they are damaged."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pydantic import ValidationError
 
 from patcher.bench import Record, VerificationError
 
-Kept = TypeVar("Kept", bound=Record)
+RecordOfFile = TypeVar("RecordOfFile", bound=Record)
 
 
-def read_record(path: Path, kind: type[Kept], hint: str) -> Kept:
+def read_record(path: Path, kind: type[RecordOfFile], hint: str) -> RecordOfFile:
     """Raises:
     VerificationError: it is damaged; with that hint.
     """

@@ -1,50 +1,42 @@
-"""Where the time of a measurement goes, by the stages that it reports."""
+"""Where the time of a measurement goes, by the phases that it reports."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from patcher.ab.job import Report
-
-KINDS = {
-    "load": "loading engines",
-    "tune": "looking for the best stock configuration",
-    "elsewhere": "other traffic",
-    "asking": "tokens, logits, memory",
-    "quality": "quality",
-    "revert": "quality",
-}
-"""What a stage's words say of it; else it takes pairs."""
-PAIRS = "pairs"
-BEFORE = "getting ready"
-"""Until the first word."""
+from patcher.bench.ab.phases import ABPhase
 
 
 class Timeline:
-    """A report that passes on what it is told; until the next word time is the stage's."""
+    """A `patcher.bench.ab.phases.ABProgress` that passes on what is told; until the next word time
+    is the phase's.
+    """
 
-    def __init__(self, report: Report, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        report: Callable[[str, int, int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        report: called with what is done in words, how much is done, and of how much.
+        clock: seconds.
+        """
         self._report, self._clock = report, clock
-        self._spent: dict[str, float] = {}
-        self._kind, self._since = BEFORE, clock()
+        self._spent: dict[ABPhase, float] = {}
+        self._phase, self._since = ABPhase.READY, clock()
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        self._turn(kind_of(stage))
-        self._report(stage, done, total)
+    def __call__(self, phase: ABPhase, said: str, done: int, total: int) -> None:
+        self._turn(phase)
+        self._report(said, done, total)
 
     def took_s(self) -> dict[str, float]:
-        """Seconds by kind, the longest first."""
-        self._turn(self._kind)
+        """Seconds by phase, the longest first."""
+        self._turn(self._phase)
         spent = sorted(self._spent.items(), key=lambda one: -one[1])
-        return {kind: round(seconds, 1) for kind, seconds in spent}
+        return {phase.value: round(seconds, 1) for phase, seconds in spent}
 
-    def _turn(self, kind: str) -> None:
+    def _turn(self, phase: ABPhase) -> None:
         now = self._clock()
-        self._spent[self._kind] = self._spent.get(self._kind, 0.0) + now - self._since
-        self._kind, self._since = kind, now
-
-
-def kind_of(stage: str) -> str:
-    """Of a stage's words."""
-    return next((kind for word, kind in KINDS.items() if word in stage), PAIRS)
+        self._spent[self._phase] = self._spent.get(self._phase, 0.0) + now - self._since
+        self._phase, self._since = phase, now

@@ -7,10 +7,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from patcher.ab.decision import Decision, decide
-from patcher.ab.job import ABJob, ABResult, Measurement, Report
-from patcher.ab.one_process import measure_together
-from patcher.bench import Evaluation, UsageError, content
+from patcher.ab.compare import compare_patches
+from patcher.ab.decision import decide
+from patcher.ab.job import ABJob
+from patcher.ab.measurement import Measurement
+from patcher.ab.result import ABResult
+from patcher.bench import UsageError, content
+from patcher.bench.ab.phases import ABProgress
 from patcher.hotspot import Profile
 from patcher.integrate import Patch
 from patcher.reconciling.patch_kernel import patched_kernel
@@ -18,10 +21,10 @@ from patcher.reconciling.proof import seen_per_step
 from patcher.reconciling.reconcile import PatchedKernel, Reconciliation, reconcile
 
 
-def measure_and_decide(
+def compare_and_decide(
     job: ABJob,
     patch_folders: Sequence[Path],
-    report: Report,
+    progress: ABProgress,
     before: Profile | None = None,
     after: Profile | None = None,
 ) -> ABResult:
@@ -37,18 +40,18 @@ def measure_and_decide(
     """
     patches = [Patch.load(folder) for folder in patch_folders]
     refuse_one_point_twice(patches)
-    measured = measure_together(job, patch_folders, report)
-    return judged(patches, measured, before, after)
+    measured = compare_patches(job, patch_folders, progress)
+    return result_of(patches, measured, before, after)
 
 
-def judged(
+def result_of(
     patches: Sequence[Patch],
     measured: Sequence[Measurement],
     before: Profile | None = None,
     after: Profile | None = None,
 ) -> ABResult:
     """Patches that were in together, each decided on by its own evidence; see
-    `measure_and_decide`."""
+    `compare_and_decide`."""
     kernels = [
         _kernel(
             one,
@@ -65,13 +68,13 @@ def judged(
         measured=tuple(measured),
         reconciliation=reconciliation,
         decisions=tuple(
-            decide_on(one, patch.evaluation, reconciliation)
+            decide(one, patch.evaluation, reconciliation)
             for patch, one in zip(patches, measured, strict=True)
         ),
     )
 
 
-def judged_again(
+def decide_again(
     file: Path,
     patches: Sequence[Patch],
     before: Profile | None = None,
@@ -105,7 +108,7 @@ def judged_again(
                 f"another bundle of the name {patch.manifest.id} was measured",
                 "give that one: its evidence and guards are part of the verdict",
             )
-    again = judged(patches, kept.measured, before, after)
+    again = result_of(patches, kept.measured, before, after)
     told = {"command": kept.command, "created": kept.created, "took_s": kept.took_s}
     return again.model_copy(update=told)
 
@@ -131,48 +134,32 @@ def refuse_one_point_twice(patches: Sequence[Patch]) -> None:
             raise UsageError(f"another patch takes all calls of {name}", f"leave {name} out")
 
 
-def explain_measured(
-    measured: Measurement,
+def explain(
+    measurement: Measurement,
     patch: Patch,
     before: Profile | None = None,
     after: Profile | None = None,
     seen_per_step: float | None = None,
 ) -> Reconciliation:
     """Whether one kernel's own gain explains what was measured; see `patched_kernel`."""
-    kernel = _kernel(measured, patch, before, seen_per_step)
-    return reconcile([kernel], measured.throughput, before, after)
+    kernel = _kernel(measurement, patch, before, seen_per_step)
+    return reconcile([kernel], measurement.throughput, before, after)
 
 
 def _kernel(
-    measured: Measurement,
+    measurement: Measurement,
     patch: Patch,
     before: Profile | None,
     seen_per_step: float | None,
     together: Sequence[Patch] = (),
 ) -> PatchedKernel:
-    receipt = measured.receipt
+    receipt = measurement.receipt
     return patched_kernel(
         patch,
-        measured.throughput,
+        measurement.throughput,
         receipt.calls,
         replayed=bool(receipt.replayed) if receipt.calls else None,
         before=before,
         seen_per_step=seen_per_step,
         together=together,
-    )
-
-
-def decide_on(
-    measured: Measurement, evaluation: Evaluation, reconciliation: Reconciliation | None = None
-) -> Decision:
-    """The rule's word on a measurement."""
-    return decide(
-        measured.throughput,
-        measured.quality,
-        evaluation,
-        measured.receipt,
-        measured.quality_receipt,
-        measured.reverted_identical,
-        reconciliation=reconciliation,
-        elsewhere=measured.elsewhere,
     )

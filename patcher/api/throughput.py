@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from patcher.ab.job import ABResult
+from patcher.ab.result import ABResult
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
 from patcher.bench import Throughput, UsageError
 from patcher.extras import names_its_extra
@@ -138,7 +138,8 @@ def throughput(
     import json
 
     from patcher.ab.options import ThroughputOptions, job_of
-    from patcher.ab.verdict import measure_and_decide
+    from patcher.ab.timeline import Timeline
+    from patcher.ab.verdict import compare_and_decide
     from patcher.integrate import open_bundle
     from patcher.settings import resolve
     from patcher.workloads import workload_of
@@ -155,6 +156,6 @@ def throughput(
     with ExitStack() as stack:
         folders = [stack.enter_context(open_bundle(one)).folder for one in patches]
         report = stack.enter_context(progress_bar(progress))
-        found = measure_and_decide(job, folders, report)
+        found = compare_and_decide(job, folders, Timeline(report))
     fields: dict[str, Any] = dict(found)
     return ThroughputResult.model_construct(found.model_fields_set, **fields)

@@ -180,9 +180,10 @@ def throughput(
             "nothing to compare",
             "give --patch BUNDLE, --from SAMPLES, --self-test or --tune-baseline",
         )
-    from patcher.ab.one_process import measure_planted
+    from patcher.ab.one_process import plant_gains
     from patcher.ab.options import ThroughputOptions, job_of, read_tuning
     from patcher.ab.other_windows import other_shapes
+    from patcher.ab.timeline import Timeline
     from patcher.commands.verdicts import Verdicts
     from patcher.hotspot import read
     from patcher.show.comparison import planted_lines
@@ -212,22 +213,24 @@ def throughput(
             "--alone is for one verdict with a process for each arm",
             "give --patch, --processes 3 or --engine vllm, and no --best-set",
         )
-    job = job.model_copy(update={"lock_mhz": lock_mhz, "elsewhere": shapes, "alone": alone})
+    job = job.model_copy(update={"lock_mhz": lock_mhz, "other_workloads": shapes, "alone": alone})
     if find_best:
         return verdicts.best_set(job, patches or [])
     if patches:
         return verdicts.measured(job, patches)
     if not self_test:
-        from patcher.ab.launcher import Asking, with_cache_size
+        from patcher.ab.launcher import ArmLauncher, with_cache_size
         from patcher.show.throughput import trial_line, tuning_lines
 
         with output.progress() as bar:
-            found = Asking(with_cache_size(job)).tune(bar, lambda one: bar.say(trial_line(one)))
+            found = ArmLauncher(with_cache_size(job)).tune(
+                Timeline(bar), lambda one: bar.say(trial_line(one))
+            )
         write_out(out, found)
         output.emit(found, tuning_lines(found)[-1])
         return 0
     with output.progress() as bar:
-        planted = measure_planted(job, bar)
+        planted = plant_gains(job, Timeline(bar))
     write_out(out, planted)
     output.emit(planted, *planted_lines(planted))
     return 5 if planted.wrong else int(not planted.all_found)

@@ -14,10 +14,11 @@ from typing import Any
 
 from rich.text import Text
 
-from patcher.ab.job import ABJob, ABResult
-from patcher.ab.sets import keep_name, measure_sets, shown
+from patcher.ab.job import ABJob
+from patcher.ab.result import ABResult
+from patcher.ab.set_search import find_best_set, folder_name, reported
 from patcher.ab.timeline import Timeline
-from patcher.ab.verdict import judged_again, measure_and_decide
+from patcher.ab.verdict import compare_and_decide, decide_again
 from patcher.bench import UsageError
 from patcher.commands.console import Output, runs_dir, write_out
 from patcher.hotspot import Profile
@@ -26,7 +27,7 @@ from patcher.report import write
 from patcher.report.judged import report_of
 from patcher.show.comparison import decision_lines
 from patcher.show.quality import quality_lines
-from patcher.show.throughput import best_set_lines, elsewhere_lines, throughput_lines
+from patcher.show.throughput import best_set_lines, other_workload_lines, throughput_lines
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Verdicts:
             bundles = [stack.enter_context(unpacked(file)) for file in files]
             with self.output.progress() as bar:
                 timeline = Timeline(bar)
-                result = measure_and_decide(job, bundles, timeline, self.before, self.after)
+                result = compare_and_decide(job, bundles, timeline, self.before, self.after)
             took_s = timeline.took_s()
             when = {"command": self.command, "created": _now(), "took_s": took_s}
             result = result.model_copy(update=when)
@@ -60,7 +61,7 @@ class Verdicts:
         """Decide anew on what was measured."""
         with ExitStack() as stack:
             patches = [Patch.load(stack.enter_context(unpacked(file))) for file in files]
-            result = judged_again(kept, patches, self.before, self.after)
+            result = decide_again(kept, patches, self.before, self.after)
             of = result.measured[0].throughput.workload.model
             if of != model:
                 raise UsageError(f"{kept} is of {of}, not of {model}", f"say {of}")
@@ -72,14 +73,14 @@ class Verdicts:
         output = self.output
         with ExitStack() as stack:
             folders = [stack.enter_context(unpacked(file)) for file in files]
-            keep = runs_dir() / keep_name(job, folders)
+            keep = runs_dir() / folder_name(job, folders)
             if not output.as_json:
                 output.err.print(Text(f"each combination is kept in {keep}", style="dim"))
             bar = stack.enter_context(output.progress())
-            found = measure_sets(job, folders, keep, bar)
+            found = find_best_set(job, folders, keep, Timeline(bar))
             write_out(self.out, found)
             of_id = {patch.manifest.id: patch for patch in map(Patch.load, folders)}
-            best = shown(found)
+            best = reported(found)
             patches = [of_id[name] for name in best.patches]
             told = report_of(best, patches, _now(), (self.command,), best_set=found.best)
             page = write(told, keep)[0]
@@ -98,8 +99,8 @@ class Verdicts:
             *throughput_lines(measured.throughput),
             *quality_lines(measured.quality),
         ]
-        if measured.elsewhere is not None:
-            lines += elsewhere_lines(measured.elsewhere)
+        if measured.other_workloads is not None:
+            lines += other_workload_lines(measured.other_workloads)
         for name, one in zip(result.patches, result.measured, strict=True):
             whose = f" of {name}" if len(result.patches) > 1 else ""
             calls = f"{one.receipt.total_calls:,} calls of the patched kernel"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from patcher.ab.decision import Decision
-from patcher.ab.job import Measurement
-from patcher.ab.verdict import explain_measured
+from patcher.ab.measurement import Measurement
+from patcher.ab.verdict import explain
 from patcher.agent import recorded_stop
 from patcher.attempts import Attempt, Stopped
 from patcher.bench import Evaluation, Record, UsageError
@@ -77,8 +77,8 @@ def gather(run: Run, after: Profile | None = None) -> Report:
         stopped=_stopped(run, plan),
         recorded_conversation=recorded,
         recorded_note=_recorded_note(model) if recorded else None,
-        profile=profile.model_dump(mode="json") if profile else None,
-        profile_after=after.model_dump(mode="json") if after else None,
+        profile=profile,
+        profile_after=after,
         attempts=found,
         loop_ended=_loop_ended(run, found),
         best=evaluation,
@@ -90,7 +90,7 @@ def gather(run: Run, after: Profile | None = None) -> Report:
         receipt=receipt_of(measured.receipt) if measured else None,
         quality_receipt=receipt_of(measured.quality_receipt) if measured else None,
         reconciliation=_reconciled(run, measured, profile, after),
-        elsewhere=measured.elsewhere if measured else None,
+        elsewhere=measured.other_workloads if measured else None,
         decision=decision,
         words=run_words(run),
         reverted_identical=measured.reverted_identical if measured else None,
@@ -126,7 +126,7 @@ def _reconciled(
         return None
     patch = Patch.load(run.path / run.load("patch", RunPatch).folder)
     seen = seen_per_step(patch, measured.receipt, after, before) if after else None
-    return explain_measured(measured, patch, before, after, seen)
+    return explain(measured, patch, before, after, seen)
 
 
 def _stopped(run: Run, plan: RunPlan) -> str | None:

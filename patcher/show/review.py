@@ -9,7 +9,7 @@ from typing import Any
 from rich.syntax import Syntax
 from rich.text import Text
 
-from patcher.ab.job import Measurement
+from patcher.ab.measurement import Measurement
 from patcher.bench import SCHEMA_VERSION, Quality, Throughput
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.runs.run import Run

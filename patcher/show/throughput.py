@@ -59,7 +59,7 @@ def _arms_table(found: Throughput) -> Table:
     return table
 
 
-def elsewhere_lines(found: OtherWorkloads) -> list[Text | Table]:
+def other_workload_lines(found: OtherWorkloads) -> list[Text | Table]:
     """Each other point with its tokens/s and interval, and what that means."""
     shown: list[Text | Table] = []
     if found.points:
@@ -104,7 +104,7 @@ def trial_line(trial: ConfigTrial) -> Text:
     said = trial.failure
     if trial.tokens_per_s is not None:
         said = f"{trial.tokens_per_s:,.1f} tok/s, windows within {trial.spread_pct:.2f} %"
-        for one in trial.elsewhere:
+        for one in trial.other_workloads:
             where = f"batch {one.batch} and context {one.context:,}"
             said += f"; {one.tokens_per_s:,.1f} at {where}"
     return Text(f"tried {words(trial.arguments)}: {said}", style="dim")

@@ -1,11 +1,11 @@
-"""Trials: many verdicts from few engine starts, and their summary.
+"""Many verdicts from few engine starts: what a trial is, and what many of them say.
 
-A *trial* is one verdict as of `patcher throughput`, from windows that no other trial shares. Each
-trial draws at least three process pairs from the loaded processes. No process is in two pairs, and
-which process of a pair is the baseline is drawn, too. Each process pair runs a warm-up pair and a
-few pairs of windows over new prompts. The processes are the same in all trials. A process that
-differs from the others affects every trial that draws it, so that trials are not independent, as
-those of freshly started processes would be.
+A *trial* is one verdict as `patcher throughput` gives it, from windows that no other trial shares:
+at least three process pairs, drawn anew for each trial from all processes, which stay loaded, no
+process in two of them, which of two is the baseline drawn too; in each a warm-up pair and a few
+pairs of windows over prompts of their own. What is not new in each trial is the processes: what one
+of them differs by from the others comes again in every trial that draws it, so that trials are not
+independent as those of freshly started processes would be.
 """
 
 from __future__ import annotations
@@ -20,59 +20,59 @@ from pydantic import Field
 
 from patcher.bench import SCHEMA_VERSION, Comparison, Record, Window, Workload
 from patcher.bench.ab.processes import EngineProcess
-from patcher.bench.ab.throughput import decide_on
+from patcher.bench.ab.throughput import compare_windows
 from patcher.bench.ab.windows import Pair, abba, take_pair
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.stats.compare import MIN_PROCESS_PAIRS, without_order
 from patcher.bench.stats.comparison import Arm
 
-Kind = Literal["aa", "planted", "patch"]
+TrialKind = Literal["aa", "planted", "patch"]
 PAIRS_OF_TRIAL = 1000
-"""Range of pair numbers per trial, so that no two trials share prompts."""
+"""Numbers of pairs that a trial may use, so that no two trials share prompts."""
 
 
 class Resident(EngineProcess, Protocol):
-    """A process that stays loaded between trials."""
+    """A process that stays loaded from trial to trial."""
 
     def delay(self, seconds: float) -> None:
-        """Make each decode step take `seconds` longer from now on."""
+        """Make each of its decode steps take so much longer from now on."""
         ...
 
 
 class VerdictTrial(Record):
-    """One verdict and its windows."""
+    """One verdict, and what it was made of."""
 
     schema_version: int = SCHEMA_VERSION
     number: int
-    kind: Kind
+    kind: TrialKind
     process_pairs: tuple[tuple[int, int], ...]
-    """Numbers of the baseline and the patched process of each process pair."""
+    """Baseline and patched process of each, by number."""
     start: int
-    """Number of the start of all processes."""
+    """Which start of all processes they are of."""
     batch: int = Field(ge=1)
     delay_s: float = 0.0
-    """Planted delay in seconds of each decode step of the baseline."""
+    """Of each decode step of the baseline: what was planted."""
     comparison: Comparison | None
-    """The verdict; None if no pair was usable."""
+    """None: no pair could be used."""
     windows: tuple[Window, ...]
     seconds: float
 
     @property
     def planted_pct(self) -> float:
-        """The planted gain in percent, relative to the windows without the delay."""
+        """The planted gain by the speed of the windows without the delay."""
         steps = [one.step_s(self.batch) for one in self.windows if one.arm == "patched"]
         return 100 * self.delay_s / statistics.median(steps)
 
 
 class Repeats(Record):
-    """Repetitions of one window in one process, without the first."""
+    """The same window again and again in one process, the first left out."""
 
     schema_version: int = SCHEMA_VERSION
     process: int
     start: int
     tokens_per_s: tuple[float, ...] = Field(min_length=2)
     step_s: float
-    """Median seconds of a decode step of the whole batch."""
+    """Median of a decode step of the whole batch."""
     seconds: float
 
     @property
@@ -81,11 +81,11 @@ class Repeats(Record):
 
 
 class Setting(NamedTuple):
-    """Common options of a folder's trials."""
+    """What all trials of a folder have in common."""
 
     workload: Workload
     pairs: int
-    """Pairs per process pair, without the warm-up pair."""
+    """Of each process pair, without the warm-up pair."""
     margin_pct: float
     seed: int
 
@@ -93,14 +93,11 @@ class Setting(NamedTuple):
 def draw(
     rng: random.Random, processes: int, patched: int = 0, count: int = MIN_PROCESS_PAIRS
 ) -> tuple[tuple[int, int], ...]:
-    """Draw process pairs (baseline, patched) that share no process.
+    """Process pairs (baseline, patched), none of them sharing a process.
 
     Args:
-        rng: source of randomness.
-        processes: number of processes.
-        patched: number of patched processes, which come last. If 0, all processes are identical,
-            and the roles within a pair are drawn.
-        count: number of process pairs.
+        patched: so many of the processes, the last, have a patch in and are no baseline; 0: all
+            are the same program, and which of a pair is which is drawn.
     """
     stock = list(range(processes - patched))
     rng.shuffle(stock)
@@ -119,7 +116,7 @@ def take_windows(
     clocks: ClockMonitor,
     delay_s: float = 0.0,
 ) -> tuple[Window, ...]:
-    """Run the windows of one trial. A delay applies to the baseline's steps during the trial."""
+    """The windows of one trial; a delay is in the baseline's steps and out again at the end."""
     windows: list[Window] = []
     rng = random.Random(f"{setting.seed}:{number}")
     for place, (first, second) in enumerate(drawn):
@@ -151,24 +148,17 @@ def take_windows(
 
 
 def verdict_on(setting: Setting, windows: Sequence[Window]) -> Comparison | None:
-    """Apply the rule of `patcher throughput`; None if no pair is usable."""
-    return decide_on(list(windows), "ab", setting.margin_pct, 95.0)
+    """By the rule of `patcher throughput`; None where no pair is usable."""
+    return compare_windows(list(windows), "ab", setting.margin_pct, 95.0)
 
 
 def take_repeats(
     setting: Setting, process: Resident, repeats: int, steps: int, clocks: ClockMonitor
 ) -> tuple[tuple[float, ...], float]:
-    """Repeat a window over the same prompts.
+    """Tokens per second of a window over the same prompts, and the median decode step, in seconds.
 
     Args:
-        setting: workload and seed.
-        process: the process to run in.
-        repeats: number of windows after the first one, which is left out.
-        steps: decode steps per window.
-        clocks: clock monitor.
-
-    Returns:
-        Tokens per second of each window, and the median seconds of a decode step.
+        steps: of a window.
     """
     workload = setting.workload.model_copy(update={"output_len": steps})
     pair = Pair(0, "aa", ("baseline", "patched"))
@@ -188,8 +178,8 @@ def take_repeats(
     return tuple(one.tokens_per_s for one in windows), step_s
 
 
-class Kinds(Record):
-    """Summary of the trials of one kind."""
+class KindSummary(Record):
+    """Trials of one kind."""
 
     trials: int
     verdicts: dict[str, int]
@@ -199,49 +189,47 @@ class Kinds(Record):
     gain_sd_pct: float | None
     gain_range_pct: tuple[float, float] | None
     half_width_pct: float | None
-    """Half-width of the 95 % interval, median over trials."""
+    """Median over trials, of the 95 % interval."""
     process_pair_sd_pct: float | None
-    """Standard deviation of the mean gain of a process pair, mostly differences of processes."""
+    """Of the mean gain of one process pair: what two processes differ by, mostly."""
     pair_sd_pct: float | None
-    """Standard deviation of a pair's log-ratio, median over trials."""
+    """Median over trials."""
     order_effect_pct: float | None
-    """Percent by which the first window of a pair is faster, median over trials."""
+    """By how much the window that begins a pair is the faster one; median over trials."""
     turn_sd_ms: float | None
-    """Standard deviation of the difference between both windows of a pair in a turn, which covers
-    the same steps of both. Warm-up pairs are left out."""
+    """Of what both windows of a pair differ by in a turn, which is the same steps of both; warm-up
+    pairs left out."""
     pair_sd_by_turns_pct: float | None
-    """Standard deviation of pairs if the turns were independent and the only source of noise."""
+    """What pairs would differ by, were that all, and another in each turn."""
     planted_pct: float | None
-    """Planted gain relative to the speed without the delay, median over trials."""
+    """Median over trials, by the speed without the delay."""
     covered: int
-    """Number of trials whose interval contains the true gain."""
+    """Trials whose interval holds the truth: nothing, or what was planted."""
 
 
 class TrialsSummary(Record):
-    """Summary of the trials of a folder."""
+    """What the trials of a folder say."""
 
     schema_version: int = SCHEMA_VERSION
-    kinds: dict[Kind, Kinds]
+    kinds: dict[TrialKind, KindSummary]
     false_accept_limit_pct: float | None
-    """Upper 95 % limit of the false accept rate if the trials were independent."""
+    """Upper 95 % limit of the rate of false accepts, had the trials been independent."""
     repeats: int
-    """Smallest number of repeats of a process."""
     cv_within_pct: float | None
-    """Coefficient of variation within a process, median over processes."""
+    """Median over processes."""
     cv_within_max_pct: float | None
-    """Coefficient of variation within a process, the largest."""
     cv_between_pct: float | None
-    """Coefficient of variation of the processes' means, over the same prompts."""
+    """Of the processes' means, over the same prompts."""
     tokens_per_s: float | None
     starts: int
 
 
 def summarise(trials: Sequence[VerdictTrial], repeats: Sequence[Repeats]) -> TrialsSummary:
-    """Summarise all trials and repeats until now."""
-    by_kind: dict[Kind, list[VerdictTrial]] = {}
+    """Of all that was taken until now."""
+    by_kind: dict[TrialKind, list[VerdictTrial]] = {}
     for trial in trials:
         by_kind.setdefault(trial.kind, []).append(trial)
-    kinds: dict[Kind, Kinds] = {}
+    kinds: dict[TrialKind, KindSummary] = {}
     for kind, own in by_kind.items():
         kinds[kind] = _kind(own)
     aa = kinds.get("aa")
@@ -264,9 +252,9 @@ def summarise(trials: Sequence[VerdictTrial], repeats: Sequence[Repeats]) -> Tri
     )
 
 
-def _kind(trials: Sequence[VerdictTrial]) -> Kinds:
-    comparisons = [trial.comparison for trial in trials if trial.comparison is not None]
-    gains = [one.gain_pct for one in comparisons]
+def _kind(trials: Sequence[VerdictTrial]) -> KindSummary:
+    found = [trial.comparison for trial in trials if trial.comparison is not None]
+    gains = [one.gain_pct for one in found]
     planted = [trial.planted_pct for trial in trials if trial.delay_s]
     pairs = [gain for trial in trials for gain in _by_process_pair(trial)]
     centre = statistics.mean(pairs) if pairs else 0.0
@@ -276,18 +264,18 @@ def _kind(trials: Sequence[VerdictTrial]) -> Kinds:
         truth = trial.planted_pct if trial.delay_s else 0.0
         one = trial.comparison
         covered += one is not None and one.gain_low_pct <= truth <= one.gain_high_pct
-    return Kinds(
-        trials=len(comparisons),
-        verdicts=_counts([one.verdict for one in comparisons]),
-        unusable=len(trials) - len(comparisons),
+    return KindSummary(
+        trials=len(found),
+        verdicts=_counts([one.verdict for one in found]),
+        unusable=len(trials) - len(found),
         gain_mean_pct=statistics.mean(gains) if gains else None,
         gain_sd_pct=statistics.stdev(gains) if len(gains) > 1 else None,
         gain_range_pct=(min(gains), max(gains)) if gains else None,
-        half_width_pct=_median([(one.gain_high_pct - one.gain_low_pct) / 2 for one in comparisons]),
+        half_width_pct=_median([(one.gain_high_pct - one.gain_low_pct) / 2 for one in found]),
         process_pair_sd_pct=statistics.stdev(pairs, centre) if len(pairs) > 1 else None,
-        pair_sd_pct=_median([one.pair_sd_pct for one in comparisons]),
+        pair_sd_pct=_median([one.pair_sd_pct for one in found]),
         order_effect_pct=_median(
-            [one.order_effect_pct for one in comparisons if one.order_effect_pct is not None]
+            [one.order_effect_pct for one in found if one.order_effect_pct is not None]
         ),
         turn_sd_ms=turn_sd_ms,
         pair_sd_by_turns_pct=by_turns_pct,
@@ -297,9 +285,9 @@ def _kind(trials: Sequence[VerdictTrial]) -> Kinds:
 
 
 def _turns(trials: Sequence[VerdictTrial]) -> tuple[float | None, float | None]:
-    """`Kinds.turn_sd_ms` and `Kinds.pair_sd_by_turns_pct`; None if turns were not recorded."""
+    """`turn_sd_ms` and `pair_sd_by_turns_pct` of `KindSummary`; Nones where turns were not kept."""
     pairs = [both for trial in trials for own in _timed_pairs(trial) for both in own]
-    # per order, since the order effect is not spread
+    # of either order apart: what beginning a pair does is no spread
     by_order: dict[bool, list[list[float]]] = {}
     for both in pairs:
         apart = [
@@ -321,7 +309,7 @@ def _turns(trials: Sequence[VerdictTrial]) -> tuple[float | None, float | None]:
 
 
 def _by_process_pair(trial: VerdictTrial) -> list[float]:
-    """Mean gain of each process pair in percent, without the order effect."""
+    """Gain of each process pair in percent, without the order effect."""
     pairs = [(owner, both) for owner, own in enumerate(_timed_pairs(trial)) for both in own]
     owners = [owner for owner, _ in pairs]
     ratios = [_log_ratio(both) for _, both in pairs]
@@ -335,11 +323,11 @@ def _by_process_pair(trial: VerdictTrial) -> list[float]:
 
 
 def _timed_pairs(trial: VerdictTrial) -> list[list[dict[Arm, Window]]]:
-    """Pairs of each process pair without its warm-up pair; the arm that ran first comes first."""
-    by_process: dict[int | None, dict[int, dict[Arm, Window]]] = {}
+    """Of each process pair, without its warm-up pair; in a pair the arm first that began."""
+    found: dict[int | None, dict[int, dict[Arm, Window]]] = {}
     for window in trial.windows:
-        by_process.setdefault(window.process, {}).setdefault(window.pair, {})[window.arm] = window
-    return [list(pairs.values())[1:] for pairs in by_process.values()]
+        found.setdefault(window.process, {}).setdefault(window.pair, {})[window.arm] = window
+    return [list(pairs.values())[1:] for pairs in found.values()]
 
 
 def _patched_first(arms: Mapping[Arm, Window]) -> bool:

@@ -1,10 +1,10 @@
 """Several patches: each alone and all together, measured; the best set by what was measured.
 
-Where each arm is a process, all combinations are taken in waves against one baseline, as many at
-once as fit (`set_waves.py`), else each is an A/B of its own, as `measure.py` takes it. What was
-taken lies in a folder: a second start goes on where the first one stopped.
+Where each arm is a process, all combinations are taken in blocks against one baseline, as many at
+once as fit (`session.py`), else each is an A/B of its own, as `compare.py` takes it. What was taken
+lies in a folder: a second start goes on where the first one stopped.
 
-In waves the combinations share the baseline's windows, and so their comparisons are dependent.
+In a block the combinations share the baseline's windows, and so their comparisons are dependent.
 Holm's correction over them holds for any dependence. That a part of the best set is as good is told
 as if both were independent (`best_set._as_good`), which with windows in common errs towards the
 smaller set.
@@ -19,22 +19,24 @@ from itertools import combinations
 from pathlib import Path
 
 from patcher.ab.best_set import BestSet, Combination, best_set
-from patcher.ab.decision import Decision
-from patcher.ab.job import ABJob, ABResult, Measurement, Report
-from patcher.ab.one_process import measure_together
+from patcher.ab.compare import compare_patches
+from patcher.ab.job import ABJob
+from patcher.ab.measurement import Measurement
 from patcher.ab.record_files import read_record, write_record
-from patcher.ab.set_blocks import measure_waves
-from patcher.ab.verdict import judged, refuse_one_point_twice
+from patcher.ab.result import ABResult
+from patcher.ab.session import compare_sets
+from patcher.ab.verdict import refuse_one_point_twice, result_of
 from patcher.bench import SCHEMA_VERSION, Record, UsageError
-from patcher.bench.stats.comparison import Comparison
+from patcher.bench.ab.phases import ABPhase, ABProgress
 from patcher.integrate import Patch
 
-Measure = Callable[[ABJob, Sequence[Path], Report], tuple[Measurement, ...]]
-"""As `patcher.ab.one_process.measure_together`."""
-InWaves = Callable[
-    [ABJob, Mapping[str, Sequence[Patch]], Path, Report], dict[str, tuple[Measurement, ...]] | None
+CompareOne = Callable[[ABJob, Sequence[Path], ABProgress], tuple[Measurement, ...]]
+"""As `patcher.ab.compare.compare_patches`."""
+CompareSets = Callable[
+    [ABJob, Mapping[str, Sequence[Patch]], Path, ABProgress],
+    dict[str, tuple[Measurement, ...]] | None,
 ]
-"""As `patcher.ab.set_blocks.measure_waves`."""
+"""As `patcher.ab.session.compare_sets`."""
 
 
 class SetSearch(Record):
@@ -45,26 +47,23 @@ class SetSearch(Record):
     measured: tuple[ABResult, ...]
 
 
-def combination_of(judged: ABResult) -> Combination:
+def combination_of(result: ABResult) -> Combination:
     """With the rule's word in place of the comparison's where the rule is the stricter."""
-    comparison = judged.measured[0].throughput.comparison
-    decision = judged.decision
+    comparison = result.measured[0].throughput.comparison
+    decision = result.decision
     if comparison.verdict == "accept" and decision.verdict != "accept":
-        comparison = _with_word(comparison, decision, "; ".join(decision.reasons))
-    return Combination(patches=judged.patches, comparison=comparison)
+        said = {"verdict": decision.verdict, "reason": "; ".join(decision.reasons)}
+        comparison = comparison.model_copy(update=said)
+    return Combination(patches=result.patches, comparison=comparison)
 
 
-def _with_word(comparison: Comparison, decision: Decision, said: str) -> Comparison:
-    return comparison.model_copy(update={"verdict": decision.verdict, "reason": said})
-
-
-def measure_sets(
+def find_best_set(
     job: ABJob,
     folders: Sequence[Path],
     keep: Path,
-    report: Report,
-    measure: Measure = measure_together,
-    in_waves: InWaves = measure_waves,
+    progress: ABProgress,
+    compare_one: CompareOne = compare_patches,
+    compare_shared: CompareSets = compare_sets,
 ) -> SetSearch:
     """Measure each patch alone and all together; where together is no better than the best one
     alone, all but one each, too. What `keep` has already is not measured again.
@@ -72,8 +71,8 @@ def measure_sets(
     Raises:
         UsageError: fewer than two patches, one twice, or two for one patch point.
         VerificationError: a file of `keep` is damaged.
-        PatcherError: as `patcher.ab.one_process.measure_together` and
-            `patcher.ab.set_blocks.measure_waves`.
+        PatcherError: as `patcher.ab.compare.compare_patches` and
+            `patcher.ab.session.compare_sets`.
     """
     patches = [Patch.load(folder) for folder in folders]
     if len(patches) < 2:
@@ -81,23 +80,23 @@ def measure_sets(
     refuse_one_point_twice(patches)
     keep.mkdir(parents=True, exist_ok=True)
     of_id = dict(zip((patch.manifest.id for patch in patches), folders, strict=True))
-    taking = _Taking(job, of_id, keep, report, measure, in_waves)
-    done, names = taking.done, list(of_id)
-    taking.take([*((name,) for name in names), tuple(names)])
+    search = _Search(job, of_id, keep, progress, compare_one, compare_shared)
+    done, names = search.done, list(of_id)
+    search.measure([*((name,) for name in names), tuple(names)])
     if len(names) > 2 and _worse_together(done, names):
-        taking.take(list(combinations(names, len(names) - 1)))
+        search.measure(list(combinations(names, len(names) - 1)))
     measured = tuple(done.values())
     return SetSearch(best=best_set([combination_of(one) for one in measured]), measured=measured)
 
 
-def shown(found: SetSearch) -> ABResult:
+def reported(found: SetSearch) -> ABResult:
     """What a report is about: the best set, or all at once where none is accepted."""
     by_set = {frozenset(one.patches): one for one in found.measured}
     best = by_set.get(frozenset(found.best.patches))
     return best or max(found.measured, key=lambda one: len(one.patches))
 
 
-def keep_name(job: ABJob, folders: Sequence[Path]) -> str:
+def folder_name(job: ABJob, folders: Sequence[Path]) -> str:
     """Of a folder for these patches measured this way."""
     digests = sorted(Patch.load(folder).digest for folder in folders)
     text = job.model_dump_json() + ",".join(digests)
@@ -105,19 +104,19 @@ def keep_name(job: ABJob, folders: Sequence[Path]) -> str:
 
 
 @dataclass
-class _Taking:
+class _Search:
     """What has been measured, of what was asked for."""
 
     job: ABJob
     of_id: dict[str, Path]
     keep: Path
-    report: Report
-    measure: Measure
-    in_waves: InWaves
+    progress: ABProgress
+    compare_one: CompareOne
+    compare_shared: CompareSets
     done: dict[frozenset[str], ABResult] = field(default_factory=dict)
     one_by_one: bool = False
 
-    def take(self, plan: Sequence[tuple[str, ...]]) -> None:
+    def measure(self, plan: Sequence[tuple[str, ...]]) -> None:
         """Each of the combinations: what the folder has of it, else what is measured now."""
         for chosen in plan:
             path = self._path(chosen)
@@ -126,12 +125,12 @@ class _Taking:
                 self.done[frozenset(chosen)] = read_record(path, ABResult, hint)
         missing = [chosen for chosen in plan if frozenset(chosen) not in self.done]
         if missing and self.job.process_pairs and not self.one_by_one:
-            self._take_in_waves(plan, missing)
+            self._measure_in_blocks(plan, missing)
         for chosen in plan:
             if frozenset(chosen) not in self.done:
                 self._keep(chosen, self._alone(chosen))
 
-    def _take_in_waves(
+    def _measure_in_blocks(
         self, plan: Sequence[tuple[str, ...]], missing: Sequence[tuple[str, ...]]
     ) -> None:
         folder = self.keep / f"waves-{_digest(','.join(map(_named, plan)))}"
@@ -139,7 +138,7 @@ class _Taking:
             _named(chosen): [Patch.load(self.of_id[patch]) for patch in chosen]
             for chosen in missing
         }
-        found = self.in_waves(self.job, sets, folder, self.report)
+        found = self.compare_shared(self.job, sets, folder, self.progress)
         if found is None:
             self.one_by_one = True
             return
@@ -147,13 +146,13 @@ class _Taking:
             self._keep(chosen, found[_named(chosen)])
 
     def _alone(self, chosen: tuple[str, ...]) -> tuple[Measurement, ...]:
-        def told(stage: str, done: int, total: int) -> None:
-            self.report(f"{_named(chosen)}: {stage}", done, total)
+        def told(phase: ABPhase, said: str, done: int, total: int) -> None:
+            self.progress(phase, f"{_named(chosen)}: {said}", done, total)
 
-        return self.measure(self.job, [self.of_id[patch] for patch in chosen], told)
+        return self.compare_one(self.job, [self.of_id[patch] for patch in chosen], told)
 
     def _keep(self, chosen: tuple[str, ...], measured: tuple[Measurement, ...]) -> None:
-        found = judged([Patch.load(self.of_id[patch]) for patch in chosen], measured)
+        found = result_of([Patch.load(self.of_id[patch]) for patch in chosen], measured)
         write_record(self._path(chosen), found)
         self.done[frozenset(chosen)] = found
 

@@ -1,0 +1,101 @@
+"""End-to-end A/B and quality of a patch, or of several at once, outside of this process.
+
+The patched kernel was written by a model: the process that runs it gets an environment by
+allow-list, so that no key is in its reach, and what comes back is schema-checked JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from patcher.ab.job import ABJob
+from patcher.ab.measurement import Measurement
+from patcher.bench import PatcherError, relayed
+from patcher.bench.ab.phases import ABPhase, ABProgress
+from patcher.bench.machine.environment import engine_environment
+from patcher.bench.sandbox.die_with_parent import die_with_parent
+from patcher.integrate import Patch
+
+RESULT: TypeAdapter[tuple[Measurement, ...]] = TypeAdapter(tuple[Measurement, ...])
+"""What the measuring process leaves."""
+
+
+def compare_patch(job: ABJob, patch_folder: Path, progress: ABProgress) -> Measurement:
+    """As `compare_patches`, one patch."""
+    [measurement] = compare_patches(job, [patch_folder], progress)
+    return measurement
+
+
+def compare_patches(
+    job: ABJob, patch_folders: Sequence[Path], progress: ABProgress
+) -> tuple[Measurement, ...]:
+    """Compare the model with these patches, all in together, and without any.
+
+    Both arms run in one process without keys (`patcher.ab.one_process`), or each in one
+    (`ABJob.process_pairs`); killed as a group when interrupted.
+
+    Returns:
+        for each patch what was measured, with its own receipts.
+
+    Raises:
+        PatcherError: the process failed; its last lines are in the message.
+    """
+    patches = [Patch.load(folder) for folder in patch_folders]
+    for patch in patches:
+        patch.verify_target()
+    if job.process_pairs:
+        from patcher.ab.session import compare_in_pairs
+
+        return compare_in_pairs(job, patches, progress)
+    with tempfile.TemporaryDirectory(prefix="patcher-measure-") as scratch:
+        folder = Path(scratch)
+        (folder / "job.json").write_text(job.model_dump_json(), encoding="utf-8")
+        command = [sys.executable, "-P", "-m", "patcher.ab.one_process", str(folder)]
+        command += [str(each.resolve()) for each in patch_folders]
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                die_with_parent(*command),
+                env=engine_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                _relay(line, progress)
+            code = process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        result = folder / "result.json"
+        if code != 0 or not result.is_file():
+            error = folder / "error.json"
+            if error.is_file():
+                raise relayed(json.loads(error.read_text(encoding="utf-8")))
+            tail = (folder / "log").read_text(encoding="utf-8", errors="replace")[-1500:]
+            raise PatcherError(f"measuring failed (exit code {code}): {tail.strip()}")
+        try:
+            return RESULT.validate_json(result.read_bytes())
+        except ValidationError as error:
+            raise PatcherError(f"measuring gave no valid result: {error}") from error
+
+
+def _relay(line: bytes, progress: ABProgress) -> None:
+    try:
+        phase, said, done, total = json.loads(line)
+        phase = ABPhase(phase)
+    except (ValueError, TypeError):
+        return  # something in the engine prints to stdout: not progress
+    progress(phase, str(said), int(done), int(total))
