@@ -190,12 +190,11 @@ def _load_model(workload: Workload) -> Any:
 
 @torch.no_grad()
 def _randomise(model: torch.nn.Module, seed: int) -> None:
-    """Seeded normal, as `engines.random_weights` spreads them, norms one and in float32 as
-    `from_pretrained` keeps them.
+    """Fill a model with seeded normal weights, as in `engines.random_weights`.
 
-    Zero-like dummy weights would send every token to the same experts, and decode would read a
-    fraction of what a real model reads. Buffers (rotary tables) are computed from the
-    configuration and left as they are.
+    Norms are one and in float32, as `from_pretrained` loads them. Near-zero dummy weights would
+    send every token to the same experts, and decode would read a fraction of the model. Buffers
+    (rotary tables) are computed from the configuration and stay unchanged.
     """
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
     spread = spread_of(name for name, _ in model.named_parameters())

@@ -56,9 +56,9 @@ OPTIONS: tuple[tuple[dict[str, Any], ...], ...] = (
         for mode in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE")
     ),
 )
-"""What a baseline is tuned by: `MoEBackend` (config/kernel.py), `AttentionBackendEnum`
-(v1/attention/backends/registry.py), `CUDAGraphMode` (config/compilation.py). vLLM refuses what does
-not go with the model or the GPU."""
+"""Options that the search for the best stock configuration tries: `MoEBackend` (config/kernel.py),
+`AttentionBackendEnum` (v1/attention/backends/registry.py), `CUDAGraphMode` (config/compilation.py).
+vLLM rejects options that do not fit the model or the GPU."""
 
 
 class VllmEngine:
@@ -75,7 +75,7 @@ class VllmEngine:
         """`arguments`: of vLLM's `LLM`, over those that the workload asks for; `room`: other
         traffic that there must be room for.
         """
-        # in one, nsys and NVTX ranges see all of it
+        # with one process, nsys and NVTX ranges cover the whole engine
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if one_process else "1"
         try:
             vllm: Any = importlib.import_module("vllm")
@@ -124,8 +124,8 @@ class VllmEngine:
     def decode(self, decoding: Decoding, steps: int) -> None:
         """Decode until every sequence has `steps` more tokens.
 
-        Scheduling asynchronously, vLLM has the next step under way when it gives a token, so that
-        a step of the engine may give none; see `synchronize`.
+        vLLM schedules asynchronously: the next step is already running when a token is returned, so
+        that a step of the engine may return none; see `synchronize`.
         """
         tokens, goal = decoding.cache, len(decoding.picked) + steps
         begin = time.perf_counter()
@@ -233,10 +233,10 @@ def _longest(workload: Workload, room: Sequence[Shape]) -> int:
 
 
 def cache_bytes(workload: Workload, room: Sequence[Shape] = ()) -> int | None:
-    """A size of the KV cache that is enough for this traffic; None: the model is no preset.
+    """Size of the KV cache in bytes that suffices for this traffic; None if the model is no preset.
 
-    A quarter more than all sequences of a window take, or one of the longest that may be asked for,
-    as if all layers attended to everything.
+    It is a quarter more than all sequences of a window need, or one of the longest sequence, as if
+    all layers used full attention.
     """
     known = presets().get(workload.model)
     if known is None:
@@ -253,8 +253,8 @@ def cache_bytes(workload: Workload, room: Sequence[Shape] = ()) -> int | None:
 def _model_folder(config: str) -> Path:
     """A folder with this config.json, the same in every process.
 
-    The model's path enters vLLM's hash of what it compiled (`ModelConfig.compute_hash`): from a
-    folder of its own each start would compile again, for a minute and a half.
+    The model's path is part of vLLM's hash of compiled code (`ModelConfig.compute_hash`). With a
+    new folder, each start would compile again, which takes a minute and a half.
     """
     name = hashlib.sha256(config.encode()).hexdigest()[:16]
     folder = cache_root() / "vllm-models" / name
@@ -272,8 +272,10 @@ def _model_folder(config: str) -> Path:
 
 
 def refuse_dummy(arguments: Mapping[str, Any]) -> None:
-    """Raises:
-    UsageError: the engine would make up weights that say nothing of its speed.
+    """Reject vLLM's dummy weights, whose speed is not representative.
+
+    Raises:
+        UsageError: the arguments select dummy weights.
     """
     if str(arguments.get("load_format")).rsplit(".", 1)[-1].lower() == "dummy":
         raise UsageError(
@@ -305,8 +307,10 @@ def register_loader() -> None:
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Normal, as `engines.random_weights` spreads them; norms one; packed MXFP4 blocks any
-    byte, their scales `MXFP4_SCALE` or, where the rest would be smaller, less by so many halvings.
+    """Fill a model with seeded random weights.
+
+    Weights are normal as in `engines.random_weights`, and norms are one. Packed MXFP4 blocks are
+    random bytes, with scales of `MXFP4_SCALE`, lowered by powers of two for smaller matrices.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)

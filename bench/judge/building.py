@@ -25,7 +25,9 @@ class StartedTrial:
     """A candidate that was built and can be run."""
 
     built: Built
+    """The build."""
     seen: Tripwires
+    """Tripwire hits of the source."""
 
 
 def begin(

@@ -38,9 +38,13 @@ class TimedArm:
     """One arm of the comparison."""
 
     op: Op
+    """The op."""
     device: str
+    """`cpu` or `cuda`."""
     runner: Runner
+    """The process that runs this arm."""
     stock: RandomPool
+    """Random bits that large tensors are mixed from."""
     checked: bool
     """Whether its outputs are checked, which those of the candidate are."""
     accused: bool = True

@@ -251,8 +251,12 @@ class PointProof:
         raw = self.out / f"{name}.run.json"
         plan = {
             "workload": json.loads(self.workload.model_dump_json()),
-            **{"mode": mode, "out": str(raw), "steps": self.steps, "windows": windows},
-            **{"own": own, "engines": engines},
+            "mode": mode,
+            "out": str(raw),
+            "steps": self.steps,
+            "windows": windows,
+            "own": own,
+            "engines": engines,
             "memory_share": MEMORY_SHARE / (1 if own else self.jobs),
         }
         command = [sys.executable, "-P", "-m", "patcher.integrate.vllm.run", json.dumps(plan)]

@@ -34,9 +34,11 @@ class Arena:
             self.arguments.append([_view(block, slot) for slot in plan["slots"]])
 
     def at(self, index: int) -> int:
+        """Address of a set."""
         return int(self.pointer + index * self.set_bytes)
 
     def block(self, index: int) -> Any:
+        """Bytes of a set, uint8."""
         return self.bytes[index * self.set_bytes : (index + 1) * self.set_bytes]
 
     def pieces(self, host: int, width: int) -> list[tuple[int, int, int]]:
@@ -96,6 +98,7 @@ class Captured:
         self._mode = "whole"
 
     def compose(self, mode: str, order: list[int]) -> None:
+        """Compose the calls of `order` into one graph; see `Session.do_compose` for the modes."""
         if self._composition is not None:
             self._composition.close()
         size, sets, target = self.arena.set_bytes, self.arena.sets, self.snapshot.pointer
@@ -118,6 +121,7 @@ class Captured:
         self.cuda.synchronize()
 
     def launch(self) -> list[float]:
+        """Launch the graph and wait; return times in nanoseconds."""
         self._composition.launch(self.stream)
         self.cuda.synchronize()
         times = [self.cuda.elapsed_ns(*pair) for pair in self._used]
@@ -165,6 +169,7 @@ class Captured:
             )
 
     def fingerprint(self) -> int:
+        """Sum of the returned bytes as int64 words."""
         return int(self._sum(self._words[self._mode == "verified"]).item())
 
     @property
@@ -173,5 +178,6 @@ class Captured:
         return self.snapshot if self._mode == "verified" else self.arena
 
     def collect(self, target: int) -> None:
+        """Copy the returned bytes of all sets to a host address."""
         for here, host, size in self.left.pieces(target, self.left.returned):
             self.cuda.to_host(host, here, size)

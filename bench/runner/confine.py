@@ -3,7 +3,7 @@
 It uses only the standard library, since it is copied next to the runner and works on its own.
 
     R0  limits, own session, no new privileges, no core dumps
-    R1  + namespaces: mount (a root of its own), PID, IPC, network, UTS; user unless real root
+    R1  + namespaces: mount (a new root), PID, IPC, network, UTS; user unless real root
     R2  + Landlock and seccomp
 
 `python -IS confine.py POLICY [COMMAND ...]`, the policy as JSON text, runs the command (a compiler)
@@ -513,7 +513,7 @@ def _leave_reaper(status: int) -> None:
         os._exit(0)
 
 
-# ---- a root of its own -------------------------------------------------------------------------
+# ---- new root ---------------------------------------------------------------------------------
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_RELATIME = 4096, 16384, 1 << 18, 1 << 21

@@ -19,6 +19,7 @@ from . import loading
 
 
 def run(job: dict[str, Any]) -> None:
+    """Make the calls of a job."""
     import torch
 
     device: str = job["device"]
@@ -51,12 +52,12 @@ def _tensor(slot: dict[str, Any], call: dict[str, Any], data: Any, device: str) 
     import torch
 
     dtype, shape, strides = getattr(torch, slot["dtype"]), slot["shape"], slot["strides"]
-    tensor = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
     if slot["name"] not in call["blank"] and slot["span_bytes"]:
         begin = call["at"] + slot["begin"]
         bytes_ = data[begin : begin + slot["span_bytes"]]
-        tensor.copy_(bytes_.clone().view(dtype).as_strided(shape, strides))
-    return tensor
+        made.copy_(bytes_.clone().view(dtype).as_strided(shape, strides))
+    return made
 
 
 def _begin(device: str) -> None:

@@ -84,11 +84,13 @@ class Session:
         return ""
 
     def do_candidate(self, path: str, binding: str, entry: str) -> dict[str, Any]:
+        """Load a candidate's build."""
         self.function = loading.load(path, binding, entry)
         gc.freeze()  # collecting the loaded modules would take 0.1 s between calls
         return {}
 
     def do_baseline(self, op: str, name: str) -> dict[str, Any]:
+        """Load a baseline of an op; only a trusted runner can."""
         from patcher.bench.ops.op import load_op
 
         self.captured = None
@@ -156,6 +158,7 @@ class Session:
         return {}
 
     def do_go(self) -> dict[str, Any]:
+        """Make the calls that `do_ready` prepared, with their times in nanoseconds."""
         import torch
 
         arena, arguments, order, snapshot = self.ready
@@ -177,6 +180,7 @@ class Session:
         return {"times_ns": times}
 
     def do_hand(self, key: int) -> dict[str, Any]:
+        """Hand back the buffers of eager calls."""
         arena, _, _, snapshot = self.ready
         return self._hand_back(arena if snapshot is None else snapshot, key)
 
@@ -277,6 +281,7 @@ class Session:
         return {}
 
     def do_collect(self, key: int) -> dict[str, Any]:
+        """Hand back the buffers of a launched graph."""
         self.captured.collect(self.outputs)
         return self._hand_back(self.captured.left, key)
 
