@@ -204,6 +204,8 @@ def _left_out(
     if len(contract.dtype_choices()) > 1:
         dtypes = ", ".join(f"{symbol}={dtype}" for symbol, dtype in sweep.dtypes.items())
         told.append(f"dtypes other than {dtypes}: one Definition has one dtype a tensor")
+    if scales := [each.name for each in contract.tensors if each.scale_of]:
+        told.append(f"block scales: {', '.join(scales)} is compared by itself, not as a factor")
     told.append("strides, alignment, graph safety, the engine, the patch point, other shapes")
     if candidate.language in (Language.CPP, Language.CUDA):
         build = next((each.detail for each in evidence.checks if each.name == "build"), "patcher's")

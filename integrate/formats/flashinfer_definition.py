@@ -8,8 +8,16 @@ from typing import Any
 
 from patcher.bench import Contract, Op, Sweep, TensorSpec, UsageError
 
-DTYPES = ("float32", "float16", "bfloat16", "int64", "int32")
-"""Of ours, those that flashinfer-bench has."""
+DTYPES = (
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int64",
+    "int32",
+)
+"""Of ours, those that flashinfer-bench has with the same shape."""
 SCALARS = {"float": "float32", "int": "int64"}
 RUN = '''
 
