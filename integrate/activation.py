@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from patcher.bench import Contract, PatcherError
+from patcher.bench import DTYPES, Contract, PatcherError
 from patcher.integrate.counts import CallCounters, GraphWatch
 from patcher.integrate.dispatch import AxisBounds, CallGuards, Dispatcher, TensorGuard
 from patcher.integrate.manifest import Manifest
@@ -145,7 +145,8 @@ def contract_guards(
             (scalar.name, int if scalar.type == "int" else float) for scalar in contract.scalars
         ),
         dtypes=tuple(
-            {symbol: getattr(torch, name) for symbol, name in choice.items()} for choice in dtypes
+            {symbol: DTYPES[name].torch_dtype for symbol, name in choice.items()}
+            for choice in dtypes
         ),
         solve=contract.axes_of,
     )

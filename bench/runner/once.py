@@ -55,8 +55,12 @@ def _tensor(slot: dict[str, Any], call: dict[str, Any], data: Any, device: str) 
     made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
     if slot["name"] not in call["blank"] and slot["span_bytes"]:
         begin = call["at"] + slot["begin"]
-        bytes_ = data[begin : begin + slot["span_bytes"]]
-        made.copy_(bytes_.clone().view(dtype).as_strided(shape, strides))
+        bytes_ = data[begin : begin + slot["span_bytes"]].clone().view(dtype)
+        sent = bytes_.as_strided(shape, strides)
+        if dtype.itemsize == 1:  # torch does not copy every dtype of a byte between strides
+            made.view(torch.uint8).copy_(sent.view(torch.uint8))
+        else:
+            made.copy_(sent)
     return made
 
 

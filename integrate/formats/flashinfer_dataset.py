@@ -206,6 +206,8 @@ def _left_out(
     if len(contract.dtype_choices()) > 1:
         dtypes = ", ".join(f"{symbol}={dtype}" for symbol, dtype in sweep.dtypes.items())
         limits.append(f"dtypes other than {dtypes}: a Definition has one dtype per tensor")
+    if scales := [each.name for each in contract.tensors if each.scale_of]:
+        limits.append(f"block scales: {', '.join(scales)} is compared by itself, not as a factor")
     limits.append("strides, alignment, graph safety, the engine, the patch point, other shapes")
     if candidate.language in (Language.CPP, Language.CUDA):
         build = next((each.detail for each in evidence.checks if each.name == "build"), "patcher's")

@@ -8,8 +8,16 @@ from typing import Any
 
 from patcher.bench import Contract, Op, Sweep, TensorSpec, UsageError
 
-DTYPES = ("float32", "float16", "bfloat16", "int64", "int32")
-"""Our dtypes that flashinfer-bench supports."""
+DTYPES = (
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int64",
+    "int32",
+)
+"""Our dtypes that flashinfer-bench supports with the same shape."""
 SCALARS = {"float": "float32", "int": "int64"}
 RUN = '''
 
