@@ -141,7 +141,9 @@ def test_an_engine_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         raise NotImplementedError
 
     monkeypatch.setattr(ops, op._name, other)
-    with pytest.raises(bench.VerificationError, match=r"takes \(Tensor\(a0!\) input, Tensor wei"):
+    with pytest.raises(
+        bench.VerificationError, match=r"has the schema \(Tensor\(a0!\) input, Tensor wei"
+    ):
         FusedAddRmsNorm().find()
 
 
