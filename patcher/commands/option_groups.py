@@ -6,10 +6,12 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 KEYWORD = inspect.Parameter.KEYWORD_ONLY
+ANNOTATED: Any = Annotated
+"""As a value: what it is of is known only here."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,10 @@ class OptionGroup:
 def grouped(function: Callable[..., int]) -> Callable[..., int]:
     """A command for typer of a function that takes some of its options as `OptionGroup`s."""
     signature = inspect.signature(function, eval_str=True)
-    groups = {
+    groups: dict[str, type[OptionGroup]] = {
         name: parameter.annotation
         for name, parameter in signature.parameters.items()
-        if is_dataclass(parameter.annotation)
+        if isinstance(parameter.annotation, type) and issubclass(parameter.annotation, OptionGroup)
     }
 
     @functools.wraps(function)
@@ -53,5 +55,5 @@ def _options(group: type[OptionGroup]) -> Iterator[inspect.Parameter]:
         kind, option = get_args(hints[field.name])
         option = copy(option)
         option.rich_help_panel = group.PANEL
-        annotation = Annotated[kind, option]
+        annotation = ANNOTATED[kind, option]
         yield inspect.Parameter(field.name, KEYWORD, default=field.default, annotation=annotation)
