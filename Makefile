@@ -5,10 +5,10 @@ PY := .venv/bin/python -P
 STAMP := .venv/.patcher-ready
 DOCS := .venv/.patcher-docs
 
-.PHONY: help setup demo test check lint types docs bench clean
+.PHONY: help setup demo test test-all check lint types docs bench clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
 
 $(STAMP): pyproject.toml constraints.txt .ci/setup
 	@.ci/setup
@@ -18,8 +18,14 @@ setup: $(STAMP) ## make .venv and install patcher with its tools
 demo: $(STAMP) ## the whole path on this machine's CPU: no GPU, no key
 	@$(PY) -m patcher demo || [ $$? -eq 1 ] # 1: it ran, and a noisy machine could not tell
 
-test: $(STAMP) ## run the tests
-	@$(PY) -m pytest -q
+# a process a core, eight at most; one that has nothing left takes tests from another's end
+PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 8 --dist worksteal --durations 20
+
+test: $(STAMP) ## run the tests, without those marked slow, browser or gpu
+	@$(PYTEST) -m "not slow and not browser and not gpu"
+
+test-all: $(STAMP) ## run every test
+	@$(PYTEST)
 
 check: lint types ## format, lint and types
 

@@ -1,6 +1,4 @@
-"""Errors a user can act on: each carries its kind, what to do next, and the exit code of the
-command line.
-"""
+"""Errors that a user can act on, each with a kind, a hint, and an exit code of the command line."""
 
 from __future__ import annotations
 
@@ -8,12 +6,17 @@ from typing import ClassVar
 
 
 class PatcherError(Exception):
-    """Base of every expected error. `message` says what is wrong in one sentence, `hint` what to
-    do next.
+    """Base class of every expected error.
+
+    Args:
+        message: what is wrong, in one sentence.
+        hint: what to do next.
     """
 
     kind: ClassVar[str] = "error"
+    """Short name of the class, as in JSON output."""
     exit_code: ClassVar[int] = 1
+    """Exit code of the command line."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -21,45 +24,53 @@ class PatcherError(Exception):
         self.hint = hint
 
     def as_dict(self) -> dict[str, str]:
+        """The error as `kind`, `message` and `hint`; `relayed` turns it back into an error."""
         return {"kind": self.kind, "message": self.message, "hint": self.hint}
 
 
 class UsageError(PatcherError):
-    """Wrong usage, or an input that cannot be read."""
+    """Invalid usage, or an input that cannot be read."""
 
     kind = "usage"
     exit_code = 2
 
 
 class MissingError(PatcherError):
-    """Something this machine lacks: a GPU, a profiler, a compiler, a key."""
+    """This machine lacks something: a GPU, a profiler, a compiler or an API key."""
 
     kind = "missing"
     exit_code = 3
 
 
 class BudgetError(PatcherError):
-    """A budget (money, time, iterations) is spent."""
+    """A budget of money, time or iterations is exhausted."""
 
     kind = "budget"
     exit_code = 4
 
 
 class VerificationError(PatcherError):
-    """A digest, fingerprint or receipt does not match what was promised."""
+    """A digest, fingerprint or receipt does not match the expected one."""
 
     kind = "verification"
     exit_code = 5
 
 
 class WaitingError(PatcherError):
-    """The run waits for a reply from outside; resume when it is there."""
+    """The run waits for an external reply; resume it once the reply exists."""
 
     kind = "waiting"
     exit_code = 6
 
 
-def relayed(told: dict[str, str]) -> PatcherError:
-    """The expected error that another process told of by `as_dict`."""
+def relayed(error: dict[str, str]) -> PatcherError:
+    """Rebuild an error that another process sent as `PatcherError.as_dict`.
+
+    Args:
+        error: `kind`, `message` and `hint`.
+
+    Returns:
+        An error of the class with that kind; a `PatcherError` if the kind is unknown.
+    """
     kinds = {kind.kind: kind for kind in PatcherError.__subclasses__()}
-    return kinds.get(told["kind"], PatcherError)(told["message"], told["hint"])
+    return kinds.get(error["kind"], PatcherError)(error["message"], error["hint"])

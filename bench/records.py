@@ -1,4 +1,4 @@
-"""The base of every record: frozen, and strict about its fields."""
+"""Base class of all records, and helpers to read and cache them."""
 
 from __future__ import annotations
 
@@ -13,50 +13,62 @@ from pydantic import BaseModel, ConfigDict
 from patcher.bench.errors import UsageError
 
 SCHEMA_VERSION = 1
-"""Version of everything patcher writes to disk or prints as JSON."""
+"""Schema version of everything patcher writes to disk or prints as JSON."""
 MOST_BYTES = 256 << 20
-"""Of a compressed file of records when it is unpacked."""
+"""Size limit in bytes of a compressed file of records after decompression."""
 
 
 class Record(BaseModel):
-    """A frozen record; an unknown field is an error, so that a misspelt one is never lost."""
+    """A frozen pydantic model. An unknown field is an error, so that misspelt ones are noticed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-Found = TypeVar("Found", bound=Record)
+AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
-def remembered(path: Path, kind: type[Found], find: Callable[[], Found]) -> Found:
-    """The record that the file holds, or what is found now, which it holds from then on."""
+def remembered(path: Path, kind: type[AnyRecord], measure: Callable[[], AnyRecord]) -> AnyRecord:
+    """Load a record from a cache file, or measure it and write the file.
+
+    Args:
+        path: the cache file, JSON.
+        kind: class of the record.
+        measure: computes the record if the file does not exist.
+    """
     if path.is_file():
         return kind.model_validate_json(path.read_text(encoding="utf-8"))
-    found = find()
+    record = measure()
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_suffix(f".{os.getpid()}")
-    staged.write_text(found.model_dump_json(), encoding="utf-8")
+    staged.write_text(record.model_dump_json(), encoding="utf-8")
     staged.replace(path)
-    return found
+    return record
 
 
 def content(path: Path) -> bytes:
-    """The bytes of a file of records; a file named `*.xz` is decompressed.
+    """Read a file of records, decompressing it if it is named `*.xz`.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The decompressed bytes.
 
     Raises:
         OSError: the file cannot be read.
-        UsageError: an xz file is damaged, cut off, or unpacks to more than `MOST_BYTES`.
+        UsageError: an xz file is damaged or truncated, or unpacks to more than `MOST_BYTES`.
     """
     if path.suffix != ".xz":
         return path.read_bytes()
     try:
         with lzma.open(path) as file:
-            found = file.read(MOST_BYTES + 1)
+            data = file.read(MOST_BYTES + 1)
     except (lzma.LZMAError, EOFError) as error:
         raise UsageError(
             f"{path.name} is a damaged xz file, or is cut off", "restore it from a copy"
         ) from error
-    if len(found) > MOST_BYTES:
+    if len(data) > MOST_BYTES:
         raise UsageError(
             f"{path.name} unpacks to more than {MOST_BYTES >> 20} MiB", "give a smaller file"
         )
-    return found
+    return data

@@ -42,38 +42,45 @@ class Preset(Record):
 
 
 class Workload(Record):
-    """One model, one engine, one shape of traffic."""
+    """A model on an engine with one shape of traffic."""
 
     schema_version: int = SCHEMA_VERSION
     model: str
     """Preset name, Hugging Face id or folder."""
     engine: Literal["transformers", "vllm"] = "transformers"
     device: Literal["cpu", "cuda"]
+    """Device that the engine runs on."""
     dtype: Literal["float32", "bfloat16", "float16"]
+    """Dtype of weights and activations."""
     batch: int = Field(ge=1)
+    """Number of sequences."""
     input_len: int = Field(ge=1)
     """Prompt tokens per sequence."""
     output_len: int = Field(ge=1)
-    """Decode steps per window, after the token that comes from prefill."""
+    """Decode steps per window, not counting the first token, which prefill produces."""
     weights: Literal["random", "hub", "local"] = "random"
+    """Source of the weights: random, the Hugging Face hub, or a local folder."""
     seed: int = 0
+    """Seed of random weights and prompts."""
     threads: int | None = None
-    """CPU threads; None leaves the engine's default."""
+    """CPU threads; None: the engine's default."""
 
 
 class Shape(Record):
-    """Other traffic on the same engine; all else is the workload's."""
+    """Another batch and context for the same engine and model."""
 
     batch: int = Field(ge=1)
+    """Number of sequences."""
     context: int = Field(ge=1)
-    """Tokens of each sequence when its decode begins."""
+    """Tokens per sequence when decode begins."""
 
     @property
     def label(self) -> str:
-        """For people."""
+        """The shape as text: `batch 8, context 1,024`."""
         return f"batch {self.batch}, context {self.context:,}"
 
     def of(self, workload: Workload) -> Workload:
+        """The workload with this batch and context."""
         return workload.model_copy(update={"batch": self.batch, "input_len": self.context})
 
 
@@ -105,10 +112,10 @@ def preset(name: str) -> Preset:
 
 
 def weights_id(workload: Workload) -> str:
-    """Id or folder of the workload's published weights.
+    """Hugging Face id or folder of the workload's weights.
 
     Raises:
-        UsageError: a preset that has none.
+        UsageError: the workload's preset has no published weights.
     """
     known = presets().get(workload.model)
     if known is None:
@@ -119,10 +126,13 @@ def weights_id(workload: Workload) -> str:
 
 
 def pick_device(asked: str | None) -> Literal["cpu", "cuda"]:
-    """The device asked for, else CUDA where there is one.
+    """Choose a device.
+
+    Args:
+        asked: `cpu`, `cuda`, or None for CUDA if it is available, else the CPU.
 
     Raises:
-        UsageError: neither `cpu` nor `cuda`.
+        UsageError: `asked` is neither `cpu` nor `cuda`.
     """
     match asked:
         case "cpu":
@@ -130,7 +140,7 @@ def pick_device(asked: str | None) -> Literal["cpu", "cuda"]:
         case "cuda":
             return "cuda"
         case str():
-            raise UsageError(f"unknown device {asked!r}", "say cpu or cuda")
+            raise UsageError(f"unknown device {asked!r}", "use cpu or cuda")
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""Where does the time go? Profiles read or captured, classified and ranked."""
+"""Where does the time go? This package reads or captures a profile and ranks its kernels."""
 
 from patcher.hotspot.capture import NSYS_OPTIONS, capture
 from patcher.hotspot.classify import classify

@@ -25,8 +25,9 @@ from patcher.hotspot.roofline import ServedModel
 STEPS = 16
 """Decode steps in the capture range."""
 TIMEOUT_S = 1800
+"""Seconds after which the profiled program is killed."""
 ERROR = "patcher-error: "
-"""Begins the line in which the profiled program says which `PatcherError` ended it."""
+"""Prefix of the line in which the profiled program reports a `PatcherError`."""
 NSYS_OPTIONS = (
     "--trace=cuda,nvtx",
     "--sample=none",
@@ -36,8 +37,8 @@ NSYS_OPTIONS = (
     "--capture-range-end=stop",
     "--force-overwrite=true",
 )
-"""Without --sample=none a two-second program writes gigabytes; without node-level tracing decode
-hides inside its graphs."""
+"""Options of `nsys profile`. Without `--sample=none` a two-second program writes gigabytes.
+Without node-level tracing, CUDA graphs hide the kernels of decode."""
 
 
 def capture(
@@ -48,17 +49,24 @@ def capture(
     variables: Mapping[str, str] | None = None,
     first: str = "",
 ) -> Profile:
-    """Run the workload in a process of its own and profile steady decode.
+    """Profile steady decode of a workload in a separate process.
 
-    Files (`decode.nsys-rep`, `decode.sqlite`) stay in `folder`.
+    nsys profiles a GPU if it is installed and complete; otherwise torch.profiler does.
 
     Args:
-        variables: of the environment of that process, beside what engines read.
-        first: a Python statement that it begins with.
+        workload: the model, engine, device and batch to profile.
+        folder: where the profile's files stay (`decode.nsys-rep`, `decode.sqlite`).
+        progress: called with the name of each stage.
+        steps: decode steps to record.
+        variables: extra environment variables for that process.
+        first: a Python statement that the process runs first.
+
+    Returns:
+        The ranked profile.
 
     Raises:
-        MissingError: the model fits no device here.
-        PatcherError: the profiled program failed; its last lines are in the message.
+        MissingError: the model fits no device of this machine.
+        PatcherError: the profiled program failed; the message holds its last lines.
     """
     say = progress or (lambda stage: None)
     preset = presets().get(workload.model)
@@ -71,21 +79,21 @@ def capture(
     program = _Program(workload, steps, variables or {}, first)
     if workload.device == "cuda":
         nsys = find_nsys()
-        lacking = missing_libraries(nsys) if nsys else []
-        if nsys is not None and not lacking:
+        missing = missing_libraries(nsys) if nsys else []
+        if nsys is not None and not missing:
             return _under_nsys(nsys, program, folder, say)
-        why = f"nsys lacks {', '.join(lacking)}" if lacking else "nsys was not found"
+        why = f"nsys lacks {', '.join(missing)}" if missing else "nsys was not found"
         message = f"{why}: kernels were traced with torch.profiler; see `patcher doctor`"
         warning = ProfileWarning(kind="fallback", message=message)
         return _with_torch(program, folder, say, (warning,))
-    message = "no GPU: these are PyTorch operators on the CPU, by their own time, not kernels"
+    message = "no GPU: the rows are PyTorch operators on the CPU by self time, not kernels"
     warning = ProfileWarning(kind="cpu_operators", message=message)
     return _with_torch(program, folder, say, (warning,))
 
 
 @dataclass(frozen=True)
 class _Program:
-    """What is profiled."""
+    """The program to profile."""
 
     workload: Workload
     steps: int
@@ -138,13 +146,13 @@ def _with_torch(
         recording = replace(traced, warnings=(*traced.warnings, *warnings))
     else:
         rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
-        found = tuple(SummaryRow(**row) for row in rows)
-        recording = Recording("torch.profiler", rows=found, warnings=warnings)
+        summary = tuple(SummaryRow(**row) for row in rows)
+        recording = Recording("torch.profiler", rows=summary, warnings=warnings)
     return build_profile(recording, workload.model, served=program.served, steps=steps)
 
 
 def _run(command: list[str], environment: dict[str, str]) -> None:
-    """Run to the end; the whole group is killed on a timeout or an interrupt."""
+    """Run a command to its end; a timeout or an interrupt kills its whole process group."""
     process = subprocess.Popen(
         die_with_parent(*command),
         env=environment,
@@ -170,7 +178,7 @@ def _run(command: list[str], environment: dict[str, str]) -> None:
 
 
 def _raise_expected(output: str) -> None:
-    """The program's own error, where it was an expected one."""
+    """Raise the `PatcherError` that the program reported, if it reported one."""
     for line in reversed(output.splitlines()):
         if line.startswith(ERROR):
             raise relayed(json.loads(line.removeprefix(ERROR)))

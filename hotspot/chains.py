@@ -1,8 +1,8 @@
-"""Fusion chains: runs of small kernels between the heavy ones, that repeat in every layer.
+"""Fusion chains: runs of small kernels between heavy ones that repeat in every layer.
 
-A decode step is a fixed sequence, so what lies at the same place in each step is one thing. A run
-ends at a matmul or an attention kernel; runs of the same operations between the same neighbours
-are one chain, whichever kernels a compiler chose in which layer.
+A decode step is a fixed sequence, so launches at the same position of each step are averaged. A
+run ends at a matmul or an attention kernel. Runs of the same operations between the same
+neighbours form one chain, even where a compiler chose different kernels per layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from patcher.hotspot.timeline import Codes, Integers, exposed, gaps
 LONGEST_WAIT_NS = 1_000_000
 """Idle time that ends a chain: the host did something else there."""
 MOST_STEPS = 512
-"""Steps that are looked at, evenly spread."""
+"""Steps that are sampled, evenly spaced."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Place:
     name: int
     """Index into the launches' texts."""
     start_ns: int
-    """In the step that is drawn, from its start."""
+    """Start in the representative step, from the start of that step."""
     duration_ns: int
-    """In that step."""
+    """Duration in the representative step."""
     mean_ns: float
     exposed_ns: float
     gap_ns: float
@@ -43,11 +43,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Chain:
+    """A sequence of small kernels that runs at least twice in a step."""
+
     name: str
     runs: tuple[tuple[int, int], ...]
-    """First place and the one after the last, for each time it runs in a step."""
+    """For each run in a step: its first place and the place after its last."""
     as_one: str | None = None
-    """The op of the library that is it as one kernel."""
+    """The op of the library that computes the chain in one kernel."""
 
     @property
     def length(self) -> int:
@@ -59,7 +61,7 @@ class Chain:
 
 
 def usual_step(launches: Launches, steps: Steps) -> list[Place]:
-    """The places of the most frequent sequence; what is drawn is its step of median length."""
+    """The places of the most frequent sequence, timed in its step of median length."""
     main = main_stream(launches)
     name, start, end = launches.name[main], launches.start[main], launches.end[main]
     begins = np.searchsorted(start, steps.bounds[:, 0])
@@ -93,15 +95,15 @@ def usual_step(launches: Launches, steps: Steps) -> list[Place]:
 
 
 def _kinds(sequences: Sequence[Codes]) -> Integers:
-    """A number for each sequence that only equal ones share."""
+    """A number for each sequence; equal sequences share it."""
     known: dict[bytes, int] = {}
     return np.array([known.setdefault(each.tobytes(), len(known)) for each in sequences])
 
 
 def find_chains(places: Sequence[Place], texts: Sequence[str]) -> list[Chain]:
-    """Chains that run at least twice in a step, the one that takes longest first."""
+    """Chains that run at least twice in a step, in order of decreasing time."""
     kinds = [_kind(place, texts[place.name]) for place in places]
-    found: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    candidates: dict[tuple[str, ...], list[tuple[int, int]]] = {}
     begin = 0
     for index in range(len(places) + 1):
         small = index < len(places) and kinds[index] is not None
@@ -111,20 +113,20 @@ def find_chains(places: Sequence[Place], texts: Sequence[str]) -> list[Chain]:
             inner = _without_repeats([kind or "" for kind in kinds[begin:index]])
             after = classify(texts[places[index].name])[1] if index < len(places) else "end"
             before = classify(texts[places[begin - 1].name])[1] if begin else "begin"
-            found.setdefault((before, *inner, after), []).append((begin, index))
+            candidates.setdefault((before, *inner, after), []).append((begin, index))
         begin = index if small else index + 1
     chains = []
-    for (before, *_, after), runs in found.items():
+    for (before, *_, after), runs in candidates.items():
         if len(runs) > 1:
             first = runs[0]
             members = [texts[place.name] for place in places[first[0] : first[1]]]
             name, as_one = _name(members, before, after)
             chains.append(Chain(name, tuple(runs), as_one))
-    return sorted(told_apart(chains), key=lambda chain: -_time(places, chain))
+    return sorted(with_unique_names(chains), key=lambda chain: -_time(places, chain))
 
 
 def _launches(places: Sequence[Place]) -> int:
-    """Different neighbours: the launches inside a module that is one row are one."""
+    """The number of launches; those of a module that forms one row count once."""
     return len(_without_repeats([str(place.name) for place in places]))
 
 
@@ -144,27 +146,29 @@ def _kind(place: Place, text: str) -> str | None:
 
 
 def _name(members: Sequence[str], before: str, after: str) -> tuple[str, str | None]:
-    """By the rules, and the op that is it as one kernel where there is one."""
-    said = [f"{classify(member)[1]} {member[:4000]}" for member in members]
+    """The chain's name by the rules, and the op that computes it in one kernel, if any."""
+    subjects = [f"{classify(member)[1]} {member[:4000]}" for member in members]
     for rule in rules("advice")["chain"]:
         beside = rule.get("before", before) == before and rule.get("after", after) == after
         has = rule.get("has", ())
-        if beside and all(any(re.search(pattern, one) for one in said) for pattern in has):
+        if beside and all(any(re.search(pattern, one) for one in subjects) for pattern in has):
             return str(rule["name"]), rule.get("as_one")
     return " + ".join(dict.fromkeys(classify(member)[1] for member in members)), None
 
 
-def told_apart(chains: list[Chain]) -> list[Chain]:
-    """Chains of one name are told apart by their length, then by a number."""
+def with_unique_names(chains: list[Chain]) -> list[Chain]:
+    """Chains with distinct names: equal names get their length, then a number."""
     by_length = [f"{chain.name} ({chain.length} launches)" for chain in chains]
-    told = _apart([chain.name for chain in chains], by_length)
-    numbered = [f"{name}, no. {told[: i + 1].count(name)}" for i, name in enumerate(told)]
-    names = _apart(told, numbered)
+    lengthened = _disambiguate([chain.name for chain in chains], by_length)
+    numbered = [
+        f"{name}, no. {lengthened[: i + 1].count(name)}" for i, name in enumerate(lengthened)
+    ]
+    names = _disambiguate(lengthened, numbered)
     return [replace(chain, name=name) for name, chain in zip(names, chains, strict=True)]
 
 
-def _apart(names: list[str], longer: list[str]) -> list[str]:
-    """The longer name where the short one is not the only one."""
+def _disambiguate(names: list[str], longer: list[str]) -> list[str]:
+    """The longer name wherever the short one occurs more than once."""
     return [
         long if names.count(name) > 1 else name for name, long in zip(names, longer, strict=True)
     ]

@@ -20,7 +20,15 @@ def _rules() -> tuple[list[tuple[str, re.Pattern[str]]], list[tuple[str, re.Patt
 
 @cache
 def classify(name: str) -> tuple[str, str]:
-    """(origin, operation) of a kernel as any profiler spells it; never fails."""
+    """Classify a kernel by its name, in any profiler's spelling.
+
+    Args:
+        name: the kernel's name as nsys, Kineto or Nsight Compute writes it.
+
+    Returns:
+        (origin, operation): whose source it is and what it computes, both from `families.toml`.
+        Every name matches a rule.
+    """
     subject = normalise(name)[:4000] + ("()" if name.endswith(")") else "")
     origins, operations = _rules()
     return _first(origins, subject), _first(operations, subject)

@@ -1,4 +1,4 @@
-"""Two profiles of one model: which rows moved, which kernels came and which went."""
+"""Compare two profiles of one model: which rows changed, appeared or disappeared."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from patcher.hotspot.names import normalise
 from patcher.hotspot.profile import Hotspot, Profile
 
 OURS = re.compile(r"\bpatcher(::|_)")
-"""How kernels that patcher puts in are named."""
+"""Names of the kernels that patcher installs."""
 SAME_PCT = 1.0
-"""A row that changed by less than this did not move."""
+"""A row that changed by less than this percentage counts as unchanged."""
 
 Change = Literal["new", "gone", "faster", "slower", "same"]
 
@@ -24,46 +24,63 @@ class MovedRow(Record):
     kind: Literal["kernel", "chain", "memory", "idle"]
     change: Change
     before_ns: float
-    """Time on the GPU in the unit of the comparison."""
+    """GPU time per unit of the comparison."""
     after_ns: float
     delta_ns: float
     delta_pct: float | None
-    """Of the row itself; None where it was not there before."""
+    """Change relative to the row's time before; None for a new row."""
     before_launches: float
     after_launches: float
 
 
 class ReplacedOp(Record):
-    """One op of the library: what did its work before, and what does it after."""
+    """One op of the library: the kernels that computed it before and after."""
 
     op: str
     before: tuple[str, ...]
+    """Names of the kernels that computed it in the first profile."""
     after: tuple[str, ...]
+    """Names of the kernels that compute it in the second profile."""
     patched: bool
-    """A kernel of patcher's does it after, and did not before."""
+    """Whether a kernel of patcher's computes it only in the second profile."""
     gone: bool
-    """None of the kernels that did it before is left."""
+    """Whether all kernels of the first profile are gone."""
     said: str
-    """Both, in a sentence."""
+    """`patched` and `gone` in one sentence."""
 
 
 class ProfileComparison(Record):
+    """The differences between two profiles of one model."""
+
     schema_version: int = SCHEMA_VERSION
     before: str
+    """Source of the first profile."""
     after: str
+    """Source of the second profile."""
     unit: Literal["decode step", "whole profile"]
-    """What times and launches are counted over."""
+    """The unit that times and launches refer to."""
     before_busy_ns: float
+    """GPU busy time of the first profile, ns per unit."""
     after_busy_ns: float
     before_wall_ns: float | None
+    """Wall time of the first profile, ns per unit; None if its source has no times."""
     after_wall_ns: float | None
     rows: tuple[MovedRow, ...]
-    """The largest change first."""
+    """All rows, the largest change first."""
     ops: tuple[ReplacedOp, ...]
+    """The ops of the library that either profile covers."""
 
 
 def compare(before: Profile, after: Profile) -> ProfileComparison:
-    """Row by row; by decode step where both profiles know their steps."""
+    """Compare two profiles row by row.
+
+    Args:
+        before: the profile without patches.
+        after: the profile with patches.
+
+    Returns:
+        Differences per decode step if both profiles know their steps, else over each whole profile.
+    """
     by_step = bool(before.steps and after.steps)
     first, second = (
         profile.steps if by_step and profile.steps else 1 for profile in (before, after)
@@ -86,7 +103,7 @@ def compare(before: Profile, after: Profile) -> ProfileComparison:
 
 
 def _rows(profile: Profile) -> dict[tuple[str, str], Hotspot]:
-    """Kernels by one spelling; what else a row is called is no kernel's name."""
+    """Rows by kind and name; only kernel names are normalised."""
     return {
         (spot.kind, normalise(spot.name) if spot.kind == "kernel" else spot.name): spot
         for spot in profile.hotspots
@@ -129,27 +146,27 @@ def _change(old: Hotspot | None, new: Hotspot | None, share: float | None) -> Ch
 def _replaced(
     old: dict[tuple[str, str], Hotspot], new: dict[tuple[str, str], Hotspot]
 ) -> list[ReplacedOp]:
-    found = []
+    replaced = []
     ops = dict.fromkeys(spot.op for spot in (*old.values(), *new.values()) if spot.op)
     for op in ops:
         before = [spot.name for spot in old.values() if spot.op == op]
         after = [spot.name for spot in new.values() if spot.op == op]
         ours = [name for name in after if OURS.search(name) and name not in before]
         left = [name for name in before if name in after]
-        found.append(
+        replaced.append(
             ReplacedOp(
                 op=op,
                 before=tuple(before),
                 after=tuple(after),
                 patched=bool(ours),
                 gone=not left,
-                said=_said(op, before, ours, left),
+                said=_sentence(op, before, ours, left),
             )
         )
-    return found
+    return replaced
 
 
-def _said(op: str, before: list[str], ours: list[str], left: list[str]) -> str:
+def _sentence(op: str, before: list[str], ours: list[str], left: list[str]) -> str:
     there = (
         f"the patched kernel is there ({ours[0][:80]})" if ours else "no patched kernel is there"
     )

@@ -1,5 +1,7 @@
-"""The coverage ledger: every kernel row down to 95 % of busy time has a disposition, and all of
-them add up."""
+"""The coverage ledger: each kernel row down to 95 % of busy time with its disposition.
+
+The times of all rows add up to the busy time.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,33 @@ COVERED_PCT = 95.0
 
 
 class LedgerRow(Record):
+    """One kernel row of the coverage ledger, or the sum of all smaller rows."""
+
     name: str
     spent_ns: int
-    """Of the busy time; where the source has no times, of the sum over kernels."""
+    """Part of the busy time; of the sum over kernels if the source has no times."""
     share_pct: float
+    """`spent_ns` as a percentage of all kernel rows."""
     cumulative_pct: float
+    """`share_pct` added up from the first row to this one."""
     disposition: Triage
+    """The triage decision."""
     reason: str
+    """The reason for the decision, one sentence."""
     rank: int | None
-    """In the ranking; None for what is summed up."""
+    """Rank in `Profile.hotspots`; None for the sum of the smaller rows."""
 
 
 def ledger(profile: Profile, covered_pct: float = COVERED_PCT) -> list[LedgerRow]:
-    """Kernel rows, the largest first, until they cover so much; then the rest as one row.
+    """List the kernel rows that cover most of the busy time.
 
-    The times add up to `Profile.busy_ns` (to `total_kernel_ns` where the source has no times).
+    Args:
+        profile: the ranked profile.
+        covered_pct: the percentage of kernel time that single rows must cover.
+
+    Returns:
+        The largest rows first, then one row for the rest. Their times add up to `Profile.busy_ns`
+        (to `total_kernel_ns` if the source has no times).
     """
     spots = [spot for spot in profile.hotspots if spot.kind == "kernel"]
     whole = sum(spot.spent_ns for spot in spots)

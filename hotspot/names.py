@@ -1,6 +1,6 @@
-"""One spelling for kernels: nsys, Kineto and ncu write the same kernel in three ways.
+"""One spelling for kernel names: nsys, Kineto and ncu each write the same kernel differently.
 
-All of it is one pass over the name: a profile is foreign input, and its names may be hostile.
+Normalisation takes one pass over the name, since a profile is untrusted input.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from patcher.hotspot.rules import rules
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
 LONGEST = 20_000
-"""Characters; no real name has more, and hostile ones are cut here."""
+"""Maximum length in characters; no real name is longer, and hostile ones are truncated."""
 _PLAIN = re.compile(r"[\w$.]*")
-"""Mangled, Triton and C names: nothing in them is spelled in two ways."""
+"""Mangled, Triton and C names, which all profilers spell alike."""
 _ANONYMOUS = re.compile(r"<unnamed>|\(anonymous namespace\)|_NV_ANON_NAMESPACE|_GLOBAL__N_\w*")
 _INSTANCE = re.compile(r" ?\(instance (\d+)\)\]")
 _TOKEN = re.compile(r"\(anonymous\)|[^\W\d]\w*|\d\w*|::|->|\s+|.")
@@ -27,43 +27,43 @@ _KEYWORDS = frozenset(["struct", "class", "enum", "typename", "volatile"])
 _QUALIFIERS = re.compile(r"(?<!\w)(?:(?:[^\W\d]\w*|\(anonymous\))::)+(?=[^\W\d])(?!operator\b)")
 
 MODULE = "module::"
-"""Prefix of the ranges that `hotspot.target` puts around modules, and of the rows made of them."""
+"""Prefix of the ranges that `hotspot.target` puts around modules, and of their rows."""
 
 
 def printable(name: str) -> str:
-    """The name without control characters: a profile must not steer the reader's terminal."""
+    """The name without control characters, which could otherwise drive a terminal."""
     return _CONTROL.sub(" ", name[:LONGEST])
 
 
 def normalise(name: str) -> str:
-    """The name as classification and matching see it: Kineto's spelling without what differs.
+    """The name as classification and matching use it: the part that all profilers agree on.
 
-    Argument lists go, those of functions inside template arguments too, because nsys writes
-    `T1 *` where Kineto writes the type; so do return types, casts of template arguments and
-    suffixes of literals, which Kineto or ncu leave out. `true` is `1`: ncu and casts say so.
+    Argument lists are dropped, inside template arguments too, because nsys writes `T1 *` where
+    Kineto writes the type. Return types, casts of template arguments and suffixes of literals are
+    dropped, since Kineto or ncu omits them. `true` becomes `1`, as in ncu and in casts.
     """
     name = name[:LONGEST]
     module, slash, inside = name.partition("/")
     if slash and module.startswith(MODULE):  # see row_name
-        return module + slash + _spelled(inside)
-    return _spelled(name)
+        return module + slash + _respell(inside)
+    return _respell(name)
 
 
-def _spelled(name: str) -> str:
+def _respell(name: str) -> str:
     if _PLAIN.fullmatch(name):
         return name
     name = _ANONYMOUS.sub("(anonymous)", name.strip())
     name = _INSTANCE.sub(r"#\1}", name.replace("[lambda(", "{lambda("))
-    return _Writer(_TOKEN.findall(name)).written() or name
+    return _Writer(_TOKEN.findall(name)).text() or name
 
 
 def match_key(name: str) -> str:
-    """The key under which ncu's spelling meets the others: ncu leaves out some namespaces."""
+    """A key that ncu's spelling shares with the others: the name without namespaces."""
     return _QUALIFIERS.sub("", normalise(name))
 
 
 def family(name: str) -> str:
-    """The name without what a tuner or a code generator appended, by the folds of families.toml."""
+    """The name without suffixes of tuners and code generators, by the folds of families.toml."""
     name = name[:LONGEST]
     for pattern, replacement in _folds():
         name = pattern.sub(replacement, name)
@@ -77,17 +77,17 @@ def _folds() -> list[tuple[re.Pattern[str], str]]:
 
 
 class _Writer:
-    """Writes tokens again, in one spelling. A segment is one argument of a list, or the name."""
+    """Rewrites tokens in one spelling. A segment is one argument of a list, or the name."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens
         self._closing = _matches(tokens)
         self._out: list[str] = []
         self._segments: list[list[int]] = [[0, 0]]
-        """Of each open list: where its last argument starts in `_out`, and whether a `const` that
-        came first is still to be written behind the type."""
+        """For each open list: where its last argument starts in `_out`, and whether a leading
+        `const` is still to be written after the type."""
 
-    def written(self) -> str:
+    def text(self) -> str:
         at = 0
         while at < len(self._tokens):
             at = self._step(at, self._tokens[at])
@@ -95,14 +95,14 @@ class _Writer:
         return "".join(self._out).strip()
 
     def _step(self, at: int, token: str) -> int:
-        """Write what starts at a token; where to go on."""
+        """Write the construct that starts at a token; return the index after it."""
         out, segments = self._out, self._segments
         if token == "(":
             if out[-2:] == ["{", "lambda"]:
                 out.append("(")
                 segments.append([len(out), 0])
                 return at + 1
-            end = self._closing.get(at, len(self._tokens))  # never closed: the name was clipped
+            end = self._closing.get(at, len(self._tokens))  # unclosed: the name was truncated
             return self._after_constness(end + 1)
         if token == "operator":
             return self._operator(at)
@@ -131,14 +131,14 @@ class _Writer:
         if spaced and len(out) > start and _WORD.match(token):
             if out[-1] in _KEYWORDS or (out[-1] in _LENGTHS and token in _SIZED):
                 out.append(" ")
-            else:  # all of the segment up to here was a return type
+            else:  # the segment up to here was a return type
                 del out[start:]
                 self._segments[-1][1] = 0
         literal = _LITERAL.fullmatch(token)
         out.append(literal[1] if literal else _BOOLEANS.get(token, token))
 
     def _operator(self, at: int) -> int:
-        """`operator()`, `operator ()`, `operator->`: its signs are no brackets."""
+        """`operator()`, `operator ()`, `operator->`: these signs are not brackets."""
         near = range(at + 1, min(at + 6, len(self._tokens)))
         signs = [index for index in near if not self._tokens[index].isspace()]
         if [self._tokens[index] for index in signs[:2]] == ["(", ")"]:
@@ -151,7 +151,7 @@ class _Writer:
         return end
 
     def _after_constness(self, at: int) -> int:
-        """Past the `const` of a member function."""
+        """The index after the `const` of a member function, if there is one."""
         tokens = self._tokens
         if tokens[at : at + 2] == [" ", "const"]:
             return at + 2
@@ -164,14 +164,14 @@ class _Writer:
 
 
 def _matches(tokens: list[str]) -> dict[int, int]:
-    """Where each parenthesis closes."""
-    opened: list[int] = []
+    """The index of the closing parenthesis for each opening one."""
+    stack: list[int] = []
     closing: dict[int, int] = {}
     for index, token in enumerate(tokens):
         if token == "(":
-            opened.append(index)
-        elif token == ")" and opened:
-            closing[opened.pop()] = index
+            stack.append(index)
+        elif token == ")" and stack:
+            closing[stack.pop()] = index
     return closing
 
 
@@ -188,14 +188,14 @@ def without_arguments(name: str) -> str:
 
 
 def is_whole(module: str) -> bool:
-    """Whether all that runs in this range is one row: a norm, where an op of the library sits."""
+    """Whether all kernels in this module's range form one row: a norm, which an op replaces."""
     return module.endswith("RMSNorm")
 
 
 def row_name(module: str | None, name: str) -> str:
-    """The row that a kernel or operator belongs to, given the innermost module range around it.
+    """The row of a kernel or operator, given the innermost module range around it.
 
-    What a decoder layer runs outside of its parts is the residual add, so it is kept apart.
+    A decoder layer runs only the residual add outside its parts, so that add has its own row.
     """
     if module is not None and is_whole(module):
         return module

@@ -1,4 +1,4 @@
-"""The installed Nsight Compute: where it is, and reports turned into text by it."""
+"""The installed Nsight Compute (ncu): find it, and export reports as text."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from patcher.hotspot.names import printable
 
 _RAW = ("--page", "raw", "--csv", "--print-units", "base")
 _SECONDS = 300
-"""A report of some thousand kernels is read in well under a minute."""
+"""Timeout; ncu exports a report of a thousand kernels in well under a minute."""
 
 
 def raw_page(report: Path) -> str:
-    """The raw page of a report (`.ncu-rep`) in base units, as the ncu that is here prints it.
+    """Print the raw page of a report (`.ncu-rep`) in base units with the installed ncu.
 
     Raises:
-        MissingError: no ncu is here.
-        UsageError: it cannot read the report.
+        MissingError: ncu is not installed.
+        UsageError: ncu cannot read the report.
     """
     if not report.is_file():
         raise UsageError(f"cannot read {report}: no such file", "give a report")
     ncu = find_ncu()
     if ncu is None:
         raise MissingError(
-            f"{report.name} needs ncu to be read, and none is here",
-            f"where ncu is: LC_ALL=C ncu --import {report.name} {' '.join(_RAW)} > counters.csv; "
-            "then give counters.csv; or set PATCHER_NCU",
+            f"reading {report.name} needs ncu, which is not installed",
+            f"on a machine with ncu, run: LC_ALL=C ncu --import {report.name} {' '.join(_RAW)} > "
+            "counters.csv; then pass counters.csv; or set PATCHER_NCU",
         )
     fix = "read it with an ncu as new as the one that wrote it (PATCHER_NCU), or profile again"
     try:
@@ -42,20 +42,24 @@ def raw_page(report: Path) -> str:
             timeout=_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UsageError(f"ncu does not read {report.name}: {type(error).__name__}", fix) from error
+        raise UsageError(f"ncu cannot read {report.name}: {type(error).__name__}", fix) from error
     text = result.stdout.decode("utf-8", errors="replace")
     if result.returncode != 0:
-        told = (result.stderr.decode("utf-8", errors="replace") or text).strip().splitlines()
-        last = f": {printable(told[-1])[:300]}" if told else ""
+        lines = (result.stderr.decode("utf-8", errors="replace") or text).strip().splitlines()
+        last = f": {printable(lines[-1])[:300]}" if lines else ""
         raise UsageError(f"ncu cannot read {report.name}{last}", fix)
     return text
 
 
 def ncu_finding() -> tuple[Literal["ok", "warn", "fail"], str, str]:
-    """(status, message, fix) for `patcher doctor`."""
+    """Check the installed Nsight Compute for `patcher doctor`.
+
+    Returns:
+        (status, message, fix).
+    """
     ncu = find_ncu()
     if ncu is None:
-        fix = "install Nsight Compute, or set PATCHER_NCU; needed for counters of kernels only"
+        fix = "install Nsight Compute, or set PATCHER_NCU; only kernel counters need it"
         return "warn", "not found on PATH or in the usual folders", fix
     try:
         return "ok", version_of(ncu), ""

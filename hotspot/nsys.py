@@ -1,4 +1,4 @@
-"""The nsys of this machine: found, checked, and made to export."""
+"""The installed Nsight Systems (nsys): find it, check it, and export reports."""
 
 from __future__ import annotations
 
@@ -23,13 +23,20 @@ PLACES = (
 
 
 def find_nsys() -> Path | None:
-    """`$PATCHER_NSYS`, PATH, the usual install folders, or inside Nsight Compute; newest first."""
+    """Find nsys: `$PATCHER_NSYS`, PATH, the usual folders, then Nsight Compute's own copy.
+
+    Returns:
+        The newest nsys of the first place that has one; None if there is none.
+    """
     return find_tool("nsys", PLACES)
 
 
 def nsys_environment() -> dict[str, str]:
-    """The environment for nsys: no keys, which its reports would hold; `$PATCHER_NSYS_LIBS` holds
-    libraries that it alone needs.
+    """The environment variables for nsys.
+
+    Returns:
+        The engine's environment without keys, since nsys stores it in its reports.
+        `$PATCHER_NSYS_LIBS` is prepended to the library path.
     """
     environment = engine_environment()
     if libraries := os.environ.get("PATCHER_NSYS_LIBS"):
@@ -39,20 +46,21 @@ def nsys_environment() -> dict[str, str]:
 
 
 def export_sqlite(report: Path, target: Path) -> Path:
-    """Export a report with the nsys that is here.
+    """Export a report to SQLite with the installed nsys.
 
     Raises:
-        MissingError: no nsys, or it lacks a library.
-        UsageError: it cannot read the report.
+        MissingError: nsys is not installed or lacks a library.
+        UsageError: nsys cannot read the report.
     """
     nsys = find_nsys()
     if nsys is None:
         raise MissingError(
-            f"{report.name} needs nsys to be read, and none is here",
-            f"where nsys is: nsys export --type sqlite {report.name}; then --from the .sqlite file",
+            f"reading {report.name} needs nsys, which is not installed",
+            f"on a machine with nsys, run: nsys export --type sqlite {report.name}; then pass the "
+            ".sqlite file to --from",
         )
-    if lacking := missing_libraries(nsys):
-        raise MissingError(f"nsys lacks {', '.join(lacking)}", _library_fix(lacking))
+    if missing := missing_libraries(nsys):
+        raise MissingError(f"nsys lacks {', '.join(missing)}", _library_fix(missing))
     command = [str(nsys), "export", "--type", "sqlite", "--force-overwrite", "true"]
     result = subprocess.run(
         [*command, "-o", str(target), str(report)],
@@ -63,16 +71,16 @@ def export_sqlite(report: Path, target: Path) -> Path:
     )
     if result.returncode != 0 or not target.is_file():
         last = (result.stderr or result.stdout).strip().splitlines()
-        told = f": {last[-1][:300]}" if last else ""
-        raise UsageError(f"nsys cannot export {report.name}{told}", "profile again")
+        reason = f": {last[-1][:300]}" if last else ""
+        raise UsageError(f"nsys cannot export {report.name}{reason}", "profile again")
     return target
 
 
 def missing_libraries(nsys: Path) -> list[str]:
-    """Libraries that nsys's importer wants and the loader does not find (`libdw.so.1`, often)."""
-    # beside the command in `host-linux-x64` (Nsight Systems) or `linux-desktop-*` (Nsight Compute)
+    """Libraries that nsys or its importer needs and the loader cannot find, often `libdw.so.1`."""
+    # the importer lies in `host-linux-x64` (Nsight Systems) or `linux-desktop-*` (Nsight Compute)
     importers = [nsys.resolve(), *nsys.resolve().parent.parent.glob("*/QdstrmImporter")]
-    found: list[str] = []
+    missing: list[str] = []
     for importer in importers:
         result = subprocess.run(
             ["ldd", str(importer)],
@@ -81,27 +89,31 @@ def missing_libraries(nsys: Path) -> list[str]:
             env=nsys_environment() | {"LC_ALL": "C"},
             check=False,
         )
-        found += re.findall(r"^\s*(\S+) => not found", result.stdout, re.MULTILINE)
-    return sorted(set(found))
+        missing += re.findall(r"^\s*(\S+) => not found", result.stdout, re.MULTILINE)
+    return sorted(set(missing))
 
 
 def nsys_finding() -> tuple[Literal["ok", "warn", "fail"], str, str]:
-    """(status, message, fix) for `patcher doctor`."""
+    """Check the installed Nsight Systems for `patcher doctor`.
+
+    Returns:
+        (status, message, fix).
+    """
     nsys = find_nsys()
     if nsys is None:
-        fix = "install Nsight Systems, or set PATCHER_NSYS; torch.profiler is used meanwhile"
+        fix = "install Nsight Systems, or set PATCHER_NSYS; torch.profiler is used until then"
         return "warn", "not found on PATH, in the usual folders, or in Nsight Compute", fix
     try:
         version = version_of(nsys)
     except OSError as error:
         return "fail", f"does not run: {error}", "reinstall Nsight Systems"
-    if lacking := missing_libraries(nsys):
-        return "fail", f"lacks {', '.join(lacking)}", _library_fix(lacking)
+    if missing := missing_libraries(nsys):
+        return "fail", f"lacks {', '.join(missing)}", _library_fix(missing)
     return "ok", version, ""
 
 
-def _library_fix(lacking: list[str]) -> str:
-    package = "libdw1" if "libdw.so.1" in lacking else "them"
+def _library_fix(missing: list[str]) -> str:
+    package = "libdw1" if "libdw.so.1" in missing else "them"
     return (
         f"install {package} (Debian: apt-get install {package}), or set PATCHER_NSYS_LIBS to a "
         "folder that holds them"

@@ -1,4 +1,4 @@
-"""What a profile says: kernels as measured, hotspots as ranked."""
+"""The records of a profile: kernels as measured, hotspots as ranked."""
 
 from __future__ import annotations
 
@@ -9,65 +9,73 @@ from pydantic import AliasChoices, Field
 from patcher.bench import SCHEMA_VERSION, Record
 
 Triage = Literal["replace", "fuse", "closed", "configuration", "leave"]
-"""`closed`: replace the call, the kernel's source is not to be had; `configuration`: first try
-what a flag can do."""
+"""What to do about a row. `closed`: the kernel has no public source, so replace the call.
+`configuration`: try the engine's options first."""
 
 
 class ProfileWarning(Record):
-    """Something a reader of the figures must know."""
+    """A limitation of the profile that a reader of the figures must know."""
 
     kind: str
     """`graph_level`, `fallback`, `clipped_names`, `steps_unknown`, ..."""
     message: str
+    """The limitation in one sentence."""
 
 
 class Gpu(Record):
-    """The GPU that was profiled, as far as the source or `gpus.toml` knows it."""
+    """The GPU that was profiled, as far as the source or `gpus.toml` describes it."""
 
     name: str
     memory_bytes_per_s: float | None = None
-    """Peak of the data sheet or the driver."""
+    """Peak DRAM bandwidth from the data sheet or the driver, bytes/s."""
     multiprocessors: int | None = None
+    """Number of streaming multiprocessors."""
     clock_hz: float | None = None
-    """Highest clock of a multiprocessor."""
+    """Highest clock of a multiprocessor, Hz."""
     compute_capability: str | None = None
-    """`9.0`"""
+    """For example `9.0`."""
 
 
 class Counters(Record):
-    """What Nsight Compute measured of one launch of a kernel, or the mean of several."""
+    """Nsight Compute's counters for one launch of a kernel, or their mean over several."""
 
     launches: int
+    """Launches in the mean."""
     duration_ns: float | None = None
     dram_bytes: float | None = None
-    """Read and written."""
+    """Bytes read from and written to DRAM."""
     flops: float | None = None
+    """Floating-point operations."""
     dram_throughput_pct: float | None = None
-    """Of the peak, as Nsight Compute says."""
+    """DRAM throughput as a percentage of the peak."""
     sm_throughput_pct: float | None = None
+    """Multiprocessor throughput as a percentage of the peak."""
 
 
 class KernelStat(Record):
     """All launches of one kernel (or, on a CPU, one operator)."""
 
     name: str
+    """The kernel's name as the source spells it."""
     origin: str
-    """Where its source is: see families.toml."""
+    """Whose source it is, by the rules of `families.toml`."""
     operation: str
-    """What it computes: see families.toml."""
+    """What it computes, by the rules of `families.toml`."""
     instances: int
+    """Number of launches."""
     total_ns: int
     """Sum over launches."""
     exposed_ns: int | None = None
-    """Its part of the busy time: while it ran and nothing that had begun earlier still did. Adds
-    up to `Profile.busy_ns`; None when the source has no times."""
+    """Its part of the busy time: time in which no earlier kernel was still running. The parts add
+    up to `Profile.busy_ns`; None if the source has no times."""
     mean_ns: float
+    """Mean time of a launch."""
     median_ns: float | None
-    """None where the source does not say."""
+    """Median time of a launch; None if the source does not give it, as below."""
     min_ns: int | None
     max_ns: int | None
     share_pct: float
-    """Of the sum over all kernels; recomputed, never read."""
+    """Percentage of the sum over all kernels; always computed here, never read."""
 
 
 class Variant(Record):
@@ -75,71 +83,81 @@ class Variant(Record):
 
     name: str
     instances: int
+    """Number of launches."""
     total_ns: int
+    """Sum over launches."""
 
 
 class Hotspot(Record):
     """One row of the ranking: a kernel family, a fusion chain, memory operations, or idle time."""
 
     rank: int
+    """Position in the ranking, from 1."""
     name: str
     kind: Literal["kernel", "chain", "memory", "idle"] = "kernel"
-    """The time of `kernel` and `memory` rows adds up to the busy time; that of a `chain` is in its
-    members' rows too; `idle` is what is left of the wall time."""
+    """The times of `kernel` and `memory` rows add up to the busy time. The time of a `chain` is in
+    its members' rows too. `idle` is the rest of the wall time."""
     share_pct: float
-    """Of busy time; of the sum over kernels where the source has no times."""
+    """Percentage of busy time; of the sum over kernels if the source has no times."""
     wall_pct: float | None = None
+    """Percentage of wall time; None if the source has no times."""
     exposed_ns: int | None = None
-    """See `KernelStat`; of a chain it includes `gap_ns`."""
+    """See `KernelStat`; for a chain it includes `gap_ns`."""
     total_ns: int = 0
+    """Sum over launches."""
     origin: str
+    """Whose source it is; see `KernelStat`."""
     operation: str
+    """What it computes; see `KernelStat`."""
     op: str | None
     """The op of the library that covers it."""
     as_one: str | None = None
-    """Of a chain: the op of the library that is it as one kernel."""
+    """For a chain: the op of the library that computes it in one kernel."""
     patch_points: tuple[str, ...] = ()
-    """Where patcher can put another kernel: `engine: point`."""
+    """Where patcher can replace the kernel, as `engine: point`."""
     ceiling_pct: float
-    """End-to-end gain in percent if it took no time (Amdahl): share / (1 - share), of the wall
-    time where that is known."""
+    """End-to-end gain in percent if it took no time (Amdahl): share / (1 - share). The share is of
+    the wall time if that is known."""
     reachable_pct: float | None = None
-    """The same for a kernel at 80 % of the speed of light; of a chain whose bytes are not known,
-    for one kernel as long as its longest member."""
+    """The same gain for a kernel at 80 % of the speed of light. For a chain: for one kernel that
+    takes as long as its longest member."""
     instances: int
-    """Launches; of a chain, how often it runs."""
+    """Launches; for a chain, how often it runs."""
     mean_ns: float
+    """Mean time of a launch."""
     per_step: float | None = None
-    """Launches per decode step, where steps are known."""
+    """Launches per decode step, if steps are known."""
     per_layer: float | None = None
+    """Launches per decode step and layer, if both are known."""
     bytes: float | None = None
-    """Per launch: what must be moved (an op of the library) or was (Nsight Compute)."""
+    """Bytes per launch: the least by an op's contract, or what Nsight Compute measured."""
     flops: float | None = None
-    """Per launch."""
+    """Floating-point operations per launch."""
     cost_source: str | None = None
-    """Who says so: `op NAME` or `ncu`."""
+    """Source of `bytes` and `flops`: `op NAME` or `ncu`."""
     speed_of_light_ns: float | None = None
-    """The least time for `bytes` and `flops` on this GPU, per launch."""
+    """Least time of a launch for `bytes` and `flops` on this GPU."""
     sol_pct: float | None = Field(
         default=None, validation_alias=AliasChoices("sol_pct", "speed_of_light_pct")
     )
     """`speed_of_light_ns` as a share of the mean time."""
     triage: Triage = "leave"
+    """What to do about the row."""
     reason: str = ""
-    """The triage's reason, one sentence."""
+    """The reason for the triage decision, one sentence."""
     variants: tuple[Variant, ...] = ()
-    """What was folded into the row, where it is more than one; of a chain, its members."""
+    """The kernels of a family of more than one; for a chain, its members."""
     gap_ns: int = 0
-    """Of a chain: idle time between its launches."""
+    """For a chain: idle time between its launches."""
 
     @property
     def spent_ns(self) -> int:
-        """What it is ranked by: its part of the busy time, else (no times known) of the sum."""
+        """The ranking key: `exposed_ns`, or `total_ns` if the source has no times."""
         return self.exposed_ns if self.exposed_ns is not None else self.total_ns
 
 
 class StepLaunch(Record):
-    """One launch of the step that is drawn."""
+    """One launch of the representative step."""
 
     kernel: int
     """Index into `Profile.kernels`."""
@@ -152,32 +170,37 @@ class StepLaunch(Record):
 
 
 class Profile(Record):
-    """One profile, read or captured."""
+    """One profile, read from a file or captured."""
 
     schema_version: int = SCHEMA_VERSION
     model: str
+    """The model's name, or a preset's."""
     source: str
-    """What it was read from: kind and file name, no folder."""
+    """Kind and file name of the source, without its folder."""
     gpu: Gpu | None = None
+    """The GPU; None if the source does not name it."""
     window: str | None = None
-    """Which part of the source is ranked, and why that part."""
+    """The part of the source that is ranked, and why."""
     total_kernel_ns: int
     """Sum over kernels; overlapping streams count twice."""
     busy_ns: int | None
-    """Union of the kernels' intervals, added over devices; None when the source has no times."""
+    """Union of the kernels' intervals, added over devices; None if the source has no times."""
     memory_ns: int | None = None
-    """What copies and fills add to that union."""
+    """Time that copies and fills add to that union."""
     wall_ns: int | None = None
     """From the first launch to the end of the last, added over devices."""
     steps: int | None = None
-    """Decode steps in it, where they can be told."""
+    """Decode steps in the profile; None if unknown."""
     steps_source: str | None = None
-    """How they were told."""
+    """How the steps were recognised."""
     layers: int | None = None
+    """Layers of the model; None if unknown."""
     launch_floor_ns: int | None = None
-    """The shortest launch of any kernel that runs often: what an empty kernel takes."""
+    """The shortest launch of any frequent kernel: an estimate for an empty kernel."""
     warnings: tuple[ProfileWarning, ...] = ()
     kernels: tuple[KernelStat, ...]
+    """Statistics of each kernel, in order of decreasing `total_ns`."""
     hotspots: tuple[Hotspot, ...]
+    """The ranking, the largest row first."""
     step: tuple[StepLaunch, ...] = ()
-    """The launches of one decode step, the one of median length."""
+    """The launches of the decode step of median length."""

@@ -1,4 +1,4 @@
-"""From what a source gave to hotspots: shares, speed of light, ceilings, triage."""
+"""Rank a recording: shares, speed of light, ceilings and triage of each row."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from patcher.hotspot.stats import (
 from patcher.hotspot.triage import triage
 
 MOST_DRAWN = 5000
-"""Launches of a step that the profile keeps for drawing."""
+"""Launches of the representative step that a profile holds at most."""
 MOSTLY = 0.5
-"""Share of a row's time in one chain from which on the chain is what to work on."""
+"""If one chain holds more than this share of a row's time, the chain is the target."""
 _MOST_PCT = 99900.0
-"""What a ceiling says when there is nothing but the hotspot."""
+"""The ceiling of a hotspot that takes all of the time."""
 
 
 def build_profile(
@@ -42,10 +42,12 @@ def build_profile(
     """Rank a recording.
 
     Args:
-        served: what is known of the model; by default what its name says.
-        steps: decode steps in a recording that cannot tell itself.
+        recording: the source's rows or launches.
+        model: the model's name.
+        served: layers and sizes of the model; by default those of the preset of that name.
+        steps: decode steps in the recording, if it does not show them.
         counters: Nsight Compute's counters, by kernel name as the recording spells it.
-        window: `all` to keep what lies outside the steady steps.
+        window: `all` to include what lies outside the steady steps.
     """
     served = served or ServedModel.of(model)
     spans, chosen, warnings = None, None, recording.warnings
@@ -109,13 +111,13 @@ class _Ranking:
         spots += self._rest()
         spots.sort(key=lambda spot: (-(spot.exposed_ns or 0), -spot.total_ns, spot.name))
         home = self._homes(places, chains)
-        judged = []
+        ranking = []
         for rank, spot in enumerate(spots, 1):
             decision, reason = triage(spot, home.get(spot.name) if spot.kind == "kernel" else None)
-            judged.append(
+            ranking.append(
                 spot.model_copy(update={"rank": rank, "triage": decision, "reason": reason})
             )
-        return tuple(judged)
+        return tuple(ranking)
 
     def _kernel(self, name: str, variants: Sequence[KernelStat]) -> Hotspot:
         first = variants[0]
@@ -161,7 +163,7 @@ class _Ranking:
         return spot.model_copy(update=update)
 
     def _chain(self, places: Sequence[Place], chain: Chain) -> Hotspot:
-        """Its launches and the idle time between them; a run's first gap is not inside it."""
+        """A chain's row: its launches and the idle time between them, not before the first."""
         assert self.spans is not None
         assert self.steps
         members = [places[i] for i in chain.places()]
@@ -208,7 +210,7 @@ class _Ranking:
         )
 
     def _rest(self) -> list[Hotspot]:
-        """Copies and fills, and idle time: no kernels, but rows of their own."""
+        """The rows of copies and fills and of idle time."""
         if self.spans is None:
             return []
         idle = self.spans.wall - self.spans.busy - self.spans.memory
@@ -238,7 +240,7 @@ class _Ranking:
         return rows
 
     def _gain_pct(self, saved_ns: float) -> float:
-        """End to end, if that much time were not spent."""
+        """End-to-end gain in percent if that much time were saved."""
         whole = self.spans.wall if self.spans else sum(k.total_ns for k in self.kernels)
         share = saved_ns / whole if whole else 0.0
         return 100 * share / (1 - share) if share < 0.999 else _MOST_PCT
@@ -254,11 +256,11 @@ class _Ranking:
         return instances / self.steps / layers if self.steps and layers else None
 
     def _counted(self, variants: Sequence[KernelStat]) -> Counters | None:
-        """Nsight Compute's counters, of the variant that takes longest where they differ."""
+        """Nsight Compute's counters of the first variant that has any."""
         return next((self.counters[k.name] for k in variants if k.name in self.counters), None)
 
     def _homes(self, places: Sequence[Place], chains: Sequence[Chain]) -> dict[str, str]:
-        """The chain in which most of a family's time lies, where one does."""
+        """The chain that holds most of each family's time, if there is one."""
         spent: dict[str, float] = {}
         inside: dict[tuple[str, str], float] = {}
         for place in places:

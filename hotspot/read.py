@@ -1,4 +1,4 @@
-"""A profile from a file: read, held against what it hides, ranked."""
+"""Read a profile from a file, check that it hides no kernels, and rank it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from patcher.bench import UsageError
 from patcher.hotspot.profile import Profile, ProfileWarning
 from patcher.hotspot.rank import build_profile
 from patcher.hotspot.readers import read_recording
-from patcher.hotspot.readers.ncu import Attached, attach, read_ncu
+from patcher.hotspot.readers.ncu import MatchedCounters, attach, read_ncu
 from patcher.hotspot.readers.sqlite import NODE_LEVEL
 from patcher.hotspot.recording import Recording
 from patcher.hotspot.roofline import ServedModel
@@ -17,7 +17,7 @@ from patcher.hotspot.stats import EVERYTHING
 from patcher.hotspot.subtract import subtract
 
 UNNAMED = "model"
-"""What a model is called of which only a profile is known."""
+"""The model's name if the caller gives none."""
 
 
 def read(
@@ -36,18 +36,21 @@ def read(
     Args:
         path: an nsys report, its SQLite or Parquet export, what `nsys stats` printed, or a trace of
             torch.profiler.
-        model: a preset's name tells layers and sizes; any other name is just kept.
-        window: text of an NVTX range, or `all` to keep warm-up and loading.
-        minus: a profile of the same run with fewer tokens, whose kernels are taken off.
-        ncu: Nsight Compute's counters for the same kernels: a report, or its csv.
-        batch: sequences in a decode step; the preset's by default.
-        steps: decode steps in it, where it cannot tell.
-        force: rank a trace that hides kernels, under a warning.
+        model: the model's name; a preset's name supplies layers and sizes.
+        window: text of an NVTX range to rank, or `all` to include warm-up and loading.
+        minus: a profile of the same run with fewer tokens, whose kernels are subtracted.
+        ncu: Nsight Compute's counters for the same kernels: a report or its CSV page.
+        batch: sequences in a decode step; by default the preset's batch.
+        steps: decode steps in the profile, if the source does not show them.
+        force: rank a trace that hides kernels, with a warning.
+
+    Returns:
+        The ranked profile.
 
     Raises:
-        UsageError: missing, empty, cut off, binary, hiding kernels, or another report; one
-            sentence and the fix.
-        MissingError: a report needs nsys or ncu and none is here.
+        UsageError: the file is missing, empty, truncated, binary, hides kernels, or holds another
+            kind of report.
+        MissingError: a report needs nsys or ncu, which is not installed.
     """
     chosen = None if window == EVERYTHING else window
     served = ServedModel.of(model, batch)
@@ -55,7 +58,7 @@ def read(
     if minus is not None:
         recording = subtract(recording, _checked(Path(minus), chosen, served, force))
     names = _names(recording)
-    counters = Attached({}, ()) if ncu is None else attach(read_ncu(Path(ncu)), names)
+    counters = MatchedCounters({}, ()) if ncu is None else attach(read_ncu(Path(ncu)), names)
     profile = build_profile(
         recording, model, served=served, steps=steps, counters=counters.counters, window=window
     )
@@ -63,10 +66,10 @@ def read(
 
 
 def _checked(path: Path, window: str | None, served: ServedModel, force: bool) -> Recording:
-    """Read a recording; refuse one that hides kernels, or with `force` warn.
+    """Read a recording; refuse one that hides kernels, or warn if `force` is set.
 
     Raises:
-        UsageError: a graph-level trace, by what the source says or by what is missing in it.
+        UsageError: the source says or its counts show that graphs were traced as a whole.
     """
     recording = read_recording(path, window)
     hidden = recording.hidden or _suspicion(recording, served)
@@ -74,13 +77,13 @@ def _checked(path: Path, window: str | None, served: ServedModel, force: bool) -
         return recording
     what = f"{path.name}: {hidden}"
     if not force:
-        raise UsageError(what, f"profile again: {NODE_LEVEL}   (or rank what is there: --force)")
+        raise UsageError(what, f"profile again: {NODE_LEVEL}   (or rank it anyway: --force)")
     warning = ProfileWarning(kind="graph_level", message=f"{what}; profile again: {NODE_LEVEL}")
     return replace(recording, warnings=(*recording.warnings, warning))
 
 
 def _suspicion(recording: Recording, served: ServedModel) -> str | None:
-    """A summary of a model of many layers in which nothing runs once a layer."""
+    """Why a summary seems to hide kernels: none of them runs once per layer."""
     if not recording.rows or not served.layers:
         return None
     whole = sum(row.total_ns for row in recording.rows)

@@ -1,4 +1,4 @@
-"""What a source gave, before anything is made of it: rows of a summary, or launches with times."""
+"""The unranked contents of a source: rows of a summary, or launches with times."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from patcher.hotspot.timeline import Codes, Integers, by_start
 
 
 class SummaryRow(NamedTuple):
-    """One kernel of a summary that has no times of single launches."""
+    """One kernel of a summary, which has no times of single launches."""
 
     name: str
     instances: int
     total_ns: int
     median_ns: float | None = None
-    """None where the source does not say; likewise below."""
+    """None if the source does not give it, as below."""
     min_ns: int | None = None
     max_ns: int | None = None
 
@@ -29,7 +29,7 @@ class Launches:
     """Kernel launches in columns of equal length, in order of start."""
 
     texts: tuple[str, ...]
-    """Kernel names, as the source spells them; each once."""
+    """Distinct kernel names, as the source spells them."""
     name: Codes
     """Index into `texts`."""
     start: Integers
@@ -38,14 +38,14 @@ class Launches:
     device: Codes
     stream: Codes
     call: Integers | None = None
-    """Launches of one call of a module share a number and count as one instance; -1: by itself.
-    None: all by themselves."""
+    """Launches of one module call share a number and count as one instance. A launch with -1
+    counts by itself; with None all launches do."""
 
     def __len__(self) -> int:
         return len(self.start)
 
     def chosen(self, mask: NDArray[np.bool_] | Integers | slice) -> Launches:
-        """Those launches alone, by mask or in this order; `texts` stays whole."""
+        """The selected launches, by mask or in index order; `texts` stays complete."""
         return replace(
             self,
             name=self.name[mask],
@@ -57,24 +57,24 @@ class Launches:
         )
 
     def in_order(self) -> Launches:
-        """By start."""
+        """The launches in order of start."""
         order = by_start(self.start)
         return self if isinstance(order, slice) else self.chosen(order)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One source, read. Either `launches` or `rows` is there."""
+    """The contents of one source: either `launches` or `rows`."""
 
     source: str
-    """Kind and file name, no folder: it is printed and kept."""
+    """Kind and file name, without the folder, since profiles store it."""
     rows: tuple[SummaryRow, ...] = ()
     launches: Launches | None = None
     memory: Integers | None = None
-    """Shape (n, 3): device, start and end (ns) of copies and fills; None: not recorded."""
+    """Shape (n, 3): device, start and end (ns) of copies and fills; None if not recorded."""
     steps: Integers | None = None
-    """Shape (n, 2): GPU time of decode steps that the source names, ns, in order."""
+    """Shape (n, 2): start and end (ns) of the decode steps that the source names, in order."""
     gpu: Gpu | None = None
     hidden: str | None = None
-    """Why the ranking of this source would mislead, if it would: kernels that it does not show."""
+    """Why the source does not show all kernels; None if it does."""
     warnings: tuple[ProfileWarning, ...] = ()

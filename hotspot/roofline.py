@@ -1,4 +1,4 @@
-"""The speed of light: the least time that a kernel's bytes and FLOPs take on the GPU at hand.
+"""The speed of light: the least time that a kernel's bytes and FLOPs take on a GPU.
 
 Roofline model: Williams, Waterman, Patterson, 2009, https://doi.org/10.1145/1498765.1498785.
 """
@@ -13,12 +13,12 @@ from patcher.hotspot.profile import Counters, Gpu
 from patcher.hotspot.rules import rules
 
 REACHABLE = 0.8
-"""Of the speed of light: what a good kernel reaches."""
+"""The fraction of the speed of light that a good kernel reaches."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What is known of the model that was profiled."""
+    """Layers and sizes of the profiled model, as far as they are known."""
 
     layers: int | None = None
     axes: dict[str, int] | None = None
@@ -26,7 +26,7 @@ class ServedModel:
 
     @classmethod
     def of(cls, model: str, batch: int | None = None) -> ServedModel:
-        """Of a preset; nothing is known of other models but the batch."""
+        """The sizes of a preset; for any other model only the batch is known."""
         known = presets().get(model)
         if known is None:
             return cls(axes={"tokens": batch} if batch else None)
@@ -36,15 +36,16 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class LaunchCost:
-    """Of one launch."""
+    """The memory traffic and arithmetic of one launch."""
 
     bytes: float | None
     flops: float | None
     source: str
+    """`op NAME` or `ncu`."""
 
 
 def cost_of(op: Op | None, counters: Counters | None, served: ServedModel) -> LaunchCost | None:
-    """What the op says must be moved, else what Nsight Compute counted."""
+    """The cost by the op's contract, else by Nsight Compute's counters; None without either."""
     if op is not None and served.axes and "tokens" in served.axes:
         try:
             sweep = op.sweep("cuda")
@@ -63,7 +64,7 @@ def cost_of(op: Op | None, counters: Counters | None, served: ServedModel) -> La
 
 
 def speed_of_light_ns(cost: LaunchCost, gpu: Gpu | None) -> float | None:
-    """The longer of memory time and arithmetic time; None where no peak is known for either."""
+    """The longer of memory time and arithmetic time; None if neither peak is known."""
     if gpu is None:
         return None
     times = []
@@ -75,7 +76,7 @@ def speed_of_light_ns(cost: LaunchCost, gpu: Gpu | None) -> float | None:
 
 
 def completed(gpu: Gpu | None) -> Gpu | None:
-    """The GPU with what `gpus.toml` knows of it where the source says nothing."""
+    """The GPU with missing peaks filled in from `gpus.toml`."""
     if gpu is None:
         return None
     for row in rules("gpus")["gpu"]:

@@ -1,4 +1,4 @@
-"""Rules that are data: the TOML files beside this one, each read once."""
+"""The rules in the TOML files of this folder, each read once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @cache
 def rules(name: str) -> dict[str, Any]:
-    """`families`, `advice` or `gpus`: see the file of that name."""
+    """The contents of `families.toml`, `advice.toml` or `gpus.toml`, by name without suffix."""
     return tomllib.loads(
         resources.files("patcher.hotspot").joinpath(f"{name}.toml").read_text("utf-8")
     )

@@ -1,4 +1,4 @@
-"""What is ranked: the launches of steady steps, their statistics and the time around them."""
+"""The launches of steady steps, their statistics, and busy, memory and wall time."""
 
 from __future__ import annotations
 
@@ -16,46 +16,51 @@ from patcher.hotspot.steps import Steps, find_steps
 from patcher.hotspot.timeline import Integers, busy_time, by_device, exposed
 
 EVERYTHING = "all"
-"""The window that keeps warm-up, loading and capture in."""
+"""The window that includes warm-up, loading and graph capture."""
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Time on the GPU, ns, added over devices."""
+    """GPU time in ns, added over devices."""
 
     busy: int
-    """Union of the kernels."""
+    """Union of the kernels' intervals."""
     memory: int
-    """What copies and fills add to it."""
+    """Time that copies and fills add to that union."""
     wall: int
+    """From the first launch to the end of the last."""
     exposed: Integers
-    """See `timeline.exposed`, a number a launch."""
+    """Shape (launches,): see `timeline.exposed`."""
     waits: int
-    """Launches before which the GPU was idle."""
+    """Number of launches before which the GPU was idle."""
 
 
 def steady(
     recording: Recording, launches: Launches, window: str | None
 ) -> tuple[Launches, Steps | None, tuple[ProfileWarning, ...]]:
-    """The launches of decode steps alone, with the steps."""
+    """Select the launches of steady decode steps.
+
+    Returns:
+        The launches, the steps (None if unknown) and the warnings.
+    """
     warnings = recording.warnings
     steps = find_steps(launches) if recording.steps is None else Steps.named(recording.steps)
     if steps is None:
-        note = "decode steps cannot be told: no `step` ranges, and no sequence of kernels repeats"
-        kind = ProfileWarning(kind="steps_unknown", message=f"{note}; warm-up counts as well")
-        return launches, None, (*warnings, kind)
+        note = "decode steps are unknown: no `step` ranges, and no sequence of kernels repeats"
+        warning = ProfileWarning(kind="steps_unknown", message=f"{note}; warm-up counts as well")
+        return launches, None, (*warnings, warning)
     if window == EVERYTHING:
         return launches, steps, warnings
-    kept = launches.chosen(_inside(launches.start, _stretches(steps.bounds)))
-    if not len(kept):
+    inside = launches.chosen(_inside(launches.start, _stretches(steps.bounds)))
+    if not len(inside):
         note = "no kernel lies in the steps that the source names; everything is ranked"
-        kind = ProfileWarning(kind="steps_unknown", message=note)
-        return launches, None, (*warnings, kind)
-    return kept, steps, warnings
+        warning = ProfileWarning(kind="steps_unknown", message=note)
+        return launches, None, (*warnings, warning)
+    return inside, steps, warnings
 
 
 def _inside(starts: Integers, stretches: Integers) -> NDArray[np.bool_] | slice:
-    """Which of the ordered starts lie in one of the ordered stretches."""
+    """Select the starts that lie in one of the stretches; both are in order."""
     edges = np.searchsorted(starts, stretches.ravel())
     if len(stretches) == 1:
         return slice(int(edges[0]), int(edges[1]))
@@ -69,15 +74,15 @@ def _inside(starts: Integers, stretches: Integers) -> NDArray[np.bool_] | slice:
 def window_text(
     recording: Recording, steps: Steps | None, window: str | None, kernels: Sequence[KernelStat]
 ) -> str | None:
-    """What is ranked, said in a sentence."""
+    """The ranked part of the source in one sentence; None for a summary."""
     if recording.launches is None:
         return None
     whole = int((recording.launches.end - recording.launches.start).sum())
-    kept = sum(kernel.total_ns for kernel in kernels)
+    inside = sum(kernel.total_ns for kernel in kernels)
     if steps is None or window == EVERYTHING:
         return "everything in the source"
-    left = f"; {100 * (1 - kept / whole):.1f} % of the kernel time lies outside" if whole else ""
-    return f"{len(steps.bounds)} steady steps, told by {steps.source}{left}"
+    left = f"; {100 * (1 - inside / whole):.1f} % of the kernel time lies outside" if whole else ""
+    return f"{len(steps.bounds)} steady steps, found by {steps.source}{left}"
 
 
 def spans_of(recording: Recording, launches: Launches, steps: Steps | None) -> Spans:
@@ -92,7 +97,7 @@ def spans_of(recording: Recording, launches: Launches, steps: Steps | None) -> S
         busy += kernels
         waits += int(np.count_nonzero(start[1:] > np.maximum.accumulate(end)[:-1]))
         around = np.array([[start.min(), end.max()]]) if bounds is None else bounds
-        if steps is not None:  # what still runs when the last step ends belongs to it
+        if steps is not None:  # a kernel still running when the last step ends belongs to it
             around = around.copy()
             around[-1, 1] = max(around[-1, 1], int(end.max()))
         wall += int((around[:, 1] - around[:, 0]).sum())
@@ -105,7 +110,7 @@ def spans_of(recording: Recording, launches: Launches, steps: Steps | None) -> S
 
 
 def _stretches(bounds: Integers) -> Integers:
-    """Steps that follow one another, as one."""
+    """Merge steps that follow one another directly."""
     fresh = np.concatenate(([True], bounds[1:, 0] > bounds[:-1, 1]))
     first = np.flatnonzero(fresh)
     last = np.append(first[1:] - 1, len(bounds) - 1)
@@ -113,43 +118,44 @@ def _stretches(bounds: Integers) -> Integers:
 
 
 def _clipped(intervals: Integers, around: Integers) -> Integers:
-    """The parts of the intervals that begin inside one of the others."""
+    """The intervals that begin inside one of `around`, clipped to its end."""
     place = np.searchsorted(around[:, 0], intervals[:, 0], side="right") - 1
     inside = (place >= 0) & (intervals[:, 0] < around[place, 1])
-    kept: Integers = intervals[inside].copy()
-    kept[:, 1] = np.minimum(kept[:, 1], around[place[inside], 1])
-    return kept
+    clipped: Integers = intervals[inside].copy()
+    clipped[:, 1] = np.minimum(clipped[:, 1], around[place[inside], 1])
+    return clipped
 
 
 def of_rows(rows: Sequence[SummaryRow]) -> tuple[KernelStat, ...]:
+    """Statistics of each kernel of a summary, in order of decreasing time."""
     whole = sum(row.total_ns for row in rows)
     return _largest_first(_stat(row, whole) for row in rows)
 
 
 def of_launches(launches: Launches, own: Integers) -> tuple[KernelStat, ...]:
-    """Statistics by kernel; launches of one call count as one."""
+    """Statistics of each kernel; launches of one module call count as one instance."""
     spent = launches.end - launches.start
     whole = int(spent.sum())
     kinds = len(launches.texts)
-    # sixteen bits are sorted by their digits, which is linear
+    # numpy sorts 16-bit keys by radix, in linear time
     keys = launches.name.astype(np.uint16) if kinds < 1 << 16 else launches.name
     order = np.argsort(keys, kind="stable")
     ends = np.cumsum(np.bincount(launches.name, minlength=kinds))
-    found = []
+    stats = []
     for code, text in enumerate(launches.texts):
         chosen = order[ends[code - 1] if code else 0 : ends[code]]
         if not len(chosen):
             continue
         each = spent[chosen]
-        total, owned = int(each.sum()), int(own[chosen].sum())
+        total, exposed_ns = int(each.sum()), int(own[chosen].sum())
         if launches.call is not None and launches.call[chosen[0]] >= 0:
             _, call = np.unique(launches.call[chosen], return_inverse=True)
             each = np.bincount(call, weights=each).astype(np.int64)
         row = SummaryRow(
             text, len(each), total, float(np.median(each)), int(each.min()), int(each.max())
         )
-        found.append(_stat(row, whole, owned))
-    return _largest_first(found)
+        stats.append(_stat(row, whole, exposed_ns))
+    return _largest_first(stats)
 
 
 def _largest_first(kernels: Iterable[KernelStat]) -> tuple[KernelStat, ...]:
@@ -157,7 +163,7 @@ def _largest_first(kernels: Iterable[KernelStat]) -> tuple[KernelStat, ...]:
 
 
 def _stat(row: SummaryRow, whole_ns: int, exposed_ns: int | None = None) -> KernelStat:
-    """One kernel's row, classified; its share is of `whole_ns`."""
+    """Classify one kernel; its share is relative to `whole_ns`."""
     name = printable(row.name)
     origin, operation = classify(name)
     return KernelStat(

@@ -1,8 +1,8 @@
-"""Decode steps, and the steady state: what repeats, without warm-up, loading and graph capture.
+"""Find steady decode steps: the repeating part, without warm-up, loading and graph capture.
 
-A decode step is a fixed sequence of kernels. So there is a kernel that runs once a step, and cut
-there, the sequence falls into pieces that are alike. A kernel that runs once a layer also cuts it
-into pieces that are alike, but every so many of them one differs: with the step's own kernels.
+A decode step is a fixed sequence of kernels, so some kernel runs once per step. Cutting the
+sequence there yields similar pieces. A kernel that runs once per layer yields similar pieces too,
+but at regular intervals one differs, since it holds the kernels that run once per step.
 """
 
 from __future__ import annotations
@@ -16,42 +16,43 @@ from patcher.hotspot.recording import Launches
 from patcher.hotspot.timeline import Codes, Integers, gaps
 
 COVERED = 0.98
-"""Share of the kernel time between the first and the last step whose kernels a step must hold."""
+"""A step's kernels must make up this share of the time between the first and the last step."""
 ALIKE = 0.9
-"""Share of its launches that a steady step has in common with the usual one: now and then an
-engine does something beside the step."""
+"""A steady step shares at least this fraction of its launches with the most frequent step, since
+an engine sometimes runs other work beside it."""
 CERTAIN = 3
 """Fewer repeats than this may be chance."""
 KINDS = 3
-"""Different kernels in a step, at least: filling memory with one kernel is none."""
+"""A step has at least this many different kernels; filling memory with one kernel is no step."""
 SAMPLE = 1 << 18
-"""Launches in which the kernel that begins a step is looked for."""
+"""Launches that are searched for the first kernel of a step."""
 MOST_KINDS = 1000
 MOST_ANCHORS = 64
 MOST_COUNTS = 100
 BETTER = 0.02
-"""How much more time longer steps must hold: among equals, the shortest step counts."""
+"""Longer steps must cover this fraction more time; otherwise the shortest step wins."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Steady decode steps, told on the main stream of one device."""
+    """Steady decode steps, found on the main stream of one device."""
 
     bounds: Integers
-    """Shape (n, 2), ns, in order: from the start of a step to the start of the next piece of the
-    sequence; the last ends with its last kernel."""
+    """Shape (n, 2), ns, in order: each step ends where the next piece of the sequence starts; the
+    last step ends with its last kernel."""
     source: str
+    """How the steps were found."""
 
     @classmethod
     def named(cls, intervals: Integers) -> Steps:
-        """Steps that the source names. The time between two is the first one's: the host's part."""
+        """Steps that the source names; the host's time between two belongs to the first."""
         bounds = intervals.copy()
         bounds[:-1, 1] = bounds[1:, 0]
         return cls(bounds, "ranges of the program")
 
 
 def find_steps(launches: Launches) -> Steps | None:
-    """The steady steps by the period of the kernel sequence; None where it has none."""
+    """The steady steps by the period of the kernel sequence; None if it has no period."""
     main = main_stream(launches)
     name, start, end = launches.name[main], launches.start[main], launches.end[main]
     if (anchor := _anchor(name, start, end)) is None:
@@ -66,12 +67,12 @@ def find_steps(launches: Launches) -> Steps | None:
         ends[-1] = end[pieces.begin[steady[-1]] :].max()
     size = int(pieces.end[pieces.usual] - pieces.begin[pieces.usual])
     if steady[0] == 0 and pieces.begin[0] <= (1 - ALIKE) * size:
-        begins[0] = start[0]  # a capture range begins with the step, a little before its anchor
+        begins[0] = start[0]  # a capture range begins with the step, just before its anchor
     return Steps(np.stack([begins, ends], axis=1), f"the sequence of {size} kernels that repeats")
 
 
 def main_stream(launches: Launches) -> NDArray[np.bool_] | slice:
-    """What picks the stream that holds most kernel time."""
+    """A mask that selects the stream with the most kernel time."""
     if all(not len(c) or bool((c == c[0]).all()) for c in (launches.device, launches.stream)):
         return slice(None)
     key = launches.device.astype(np.int64) << 32 | launches.stream.astype(np.int64) & 0xFFFFFFFF
@@ -82,8 +83,8 @@ def main_stream(launches: Launches) -> NDArray[np.bool_] | slice:
 
 
 def _anchor(name: Codes, start: Integers, end: Integers) -> int | None:
-    """The kernel that begins a step: of those that run once a step, the one that the GPU waits
-    for longest."""
+    """The first kernel of a step: of those that run once per step, the one that the GPU waits
+    longest for."""
     middle = max(len(name) - SAMPLE, 0) // 2
     part = slice(middle, middle + SAMPLE)
     name, start, end = name[part], start[part], end[part]
@@ -96,11 +97,11 @@ def _anchor(name: Codes, start: Integers, end: Integers) -> int | None:
         once = np.flatnonzero(counts == count)[:MOST_ANCHORS]
         waits = [float(np.median(idle[name == code])) for code in once]
         earliest = [int(np.argmax(name == code)) for code in once]
-        # the second loses no part of a step where a short trace begins with one
+        # the second candidate loses no launches if a short trace begins with a step
         for chosen in dict.fromkeys((once[np.argmax(waits)], once[np.argmin(earliest)])):
             pieces = _cut(name, sums, chosen)
             if pieces is not None and pieces.whole(name, spent):
-                # fills and copies of weights repeat, too; decode is what takes the time
+                # fills and copies of weights repeat too, but decode takes more time
                 covered = pieces.steady_time(spent)
                 if covered > (1 + BETTER) * most:
                     best, most = int(chosen), covered
@@ -109,19 +110,19 @@ def _anchor(name: Codes, start: Integers, end: Integers) -> int | None:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """A sequence, cut before each launch of one kernel."""
+    """A kernel sequence, cut before each launch of one kernel."""
 
     begin: Integers
     end: Integers
     kind: Integers
-    """By content: which kernels how often."""
+    """Pieces that hold the same kernels equally often share a kind."""
     steady: NDArray[np.bool_]
     usual: int
     """A piece of the most frequent kind."""
 
     def whole(self, name: Codes, spent: Integers) -> bool:
-        """Whether a piece is a step, no less: nothing outside the pieces comes regularly, and
-        they hold the kernels that matter."""
+        """Whether the pieces are whole steps: no differing piece recurs regularly, and their
+        kernels cover the time."""
         for kind in np.unique(self.kind[~self.steady])[:MOST_KINDS]:
             distance = np.diff(np.flatnonzero(self.kind == kind))
             if len(distance) + 1 >= CERTAIN and (distance == np.median(distance)).mean() > 0.8:
@@ -141,7 +142,7 @@ class _Pieces:
 
 
 def _sums(name: Codes) -> NDArray[np.uint64]:
-    """Running sums of a random number for each kernel: between two cuts they tell what a piece
+    """Running sums of one random number per kernel: their differences identify what a piece
     holds.
     """
     weights = np.random.default_rng(0).integers(0, 1 << 63, int(name.max()) + 1, dtype=np.uint64)

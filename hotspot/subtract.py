@@ -1,4 +1,4 @@
-"""The steady state as a difference: a run of N tokens less one of M leaves N - M decode steps."""
+"""Subtract two runs: one of N tokens minus one of M tokens leaves N - M decode steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from patcher.hotspot.recording import Recording, SummaryRow
 
 
 def subtract(longer: Recording, shorter: Recording) -> Recording:
-    """Kernels of the longer run less those of the shorter; what ran as often in both was loading,
-    warm-up or capture and falls out.
+    """Subtract the kernels of the shorter run from those of the longer one.
+
+    Loading, warm-up and graph capture run equally often in both, so they cancel.
 
     Raises:
-        UsageError: nothing is left, or the second is the longer one.
+        UsageError: nothing is left, or the second run is the longer one.
     """
     fewer = _by_name(shorter)
     rows = []
@@ -28,15 +29,15 @@ def subtract(longer: Recording, shorter: Recording) -> Recording:
     if not rows or less > len(rows):
         raise UsageError(
             f"{longer.source} does not hold more work than {shorter.source}",
-            "give the run with more tokens as --from and the one with fewer as --minus",
+            "pass the run with more tokens to --from and the one with fewer to --minus",
         )
     note = (
-        f"the difference of two runs: {longer.source} less {shorter.source}; it has no times, so "
+        f"the difference of two runs: {longer.source} minus {shorter.source}; it has no times, so "
         "busy time and idle time are unknown"
     )
     warnings = (*longer.warnings, ProfileWarning(kind="difference", message=note))
     return Recording(
-        source=f"{longer.source} less {shorter.source}",
+        source=f"{longer.source} minus {shorter.source}",
         rows=tuple(rows),
         gpu=longer.gpu,
         warnings=warnings,
@@ -44,15 +45,15 @@ def subtract(longer: Recording, shorter: Recording) -> Recording:
 
 
 def _by_name(recording: Recording) -> dict[str, SummaryRow]:
-    """Rows by normalised name, so that two sources may spell differently."""
-    found: dict[str, SummaryRow] = {}
+    """Rows by normalised name, since two sources may spell a kernel differently."""
+    rows: dict[str, SummaryRow] = {}
     for row in _rows(recording):
         key = normalise(row.name)
-        known = found.get(key, SummaryRow(row.name, 0, 0))
-        found[key] = SummaryRow(
+        known = rows.get(key, SummaryRow(row.name, 0, 0))
+        rows[key] = SummaryRow(
             known.name, known.instances + row.instances, known.total_ns + row.total_ns
         )
-    return found
+    return rows
 
 
 def _rows(recording: Recording) -> tuple[SummaryRow, ...]:

@@ -1,8 +1,11 @@
-"""The program that is profiled: `python -P -m patcher.hotspot.target WORKLOAD_JSON OUT STEPS MODE`.
+"""The profiled program: `python -P -m patcher.hotspot.target WORKLOAD_JSON OUT STEPS MODE`.
 
-Loads the model, warms up, then decodes steadily inside the capture range and the NVTX range
-`decode`, one range `step` a step and `module::CLASS` ranges around the parts of a layer. `MODE` is
-`nsys` (the profiler is outside) or `torch`. An expected error is one line on stderr.
+It loads the model, warms up and decodes inside the capture range and the NVTX range `decode`. Each
+step has a range `step`, and the parts of a layer have ranges `module::CLASS`. `MODE` is `nsys`
+(profiled from outside) or `torch`. An expected error is printed as one line on stderr.
+
+NVTX ranges are those of the `nvtx` package, which needs neither CUDA nor PyTorch: they cost next to
+nothing where no profiler listens.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any
 
 import torch
 
-from patcher.bench import PatcherError, Workload
+from patcher.bench import MissingError, PatcherError, Workload
 from patcher.bench.engines import Decoder, Decoding, open_decoder
 from patcher.hotspot.capture import ERROR
 from patcher.hotspot.names import MODULE, is_whole, row_name
@@ -26,9 +29,11 @@ WARM_UP_STEPS = 4
 
 
 def main() -> int:
+    """Run the program with the arguments of the command line; return its exit code."""
     workload = Workload.model_validate_json(sys.argv[1])
     out, steps, mode = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     try:
+        push, pop = nvtx_ranges()
         engine = open_decoder(workload)
     except PatcherError as error:
         print(ERROR + json.dumps(error.as_dict()), file=sys.stderr, flush=True)
@@ -36,38 +41,66 @@ def main() -> int:
     decoding = engine.prefill(engine.prompts(workload.seed))
     engine.decode(decoding, WARM_UP_STEPS)
     if mode == "nsys":
-        nvtx: Any = torch.cuda.nvtx
-        with _modules_of(engine, nvtx.range_push, nvtx.range_pop), capture_range():
-            for _ in range(steps):
-                nvtx.range_push("step")
-                engine.decode(decoding, 1)
-                nvtx.range_pop()
+        with _modules_of(engine, push, pop), capture_range(), nvtx_range("decode"):
+            decode_steps(engine, decoding, steps)
+            torch.cuda.synchronize()
     else:
         with_torch_profiler(engine, decoding, steps, out)
     return 0
 
 
+def nvtx_ranges() -> tuple[Callable[[str], Any], Callable[[], Any]]:
+    """Functions that begin and end an NVTX range of this thread.
+
+    Raises:
+        MissingError: the nvtx package is not installed.
+    """
+    try:
+        import nvtx
+    except ModuleNotFoundError:
+        raise MissingError(
+            "nvtx, which marks ranges, is not installed", "pip install 'patcher[profile]'"
+        ) from None
+    return nvtx.push_range, nvtx.pop_range
+
+
+@contextmanager
+def nvtx_range(name: str) -> Iterator[None]:
+    """An NVTX range of this thread."""
+    push, pop = nvtx_ranges()
+    push(name)
+    try:
+        yield
+    finally:
+        pop()
+
+
+def decode_steps(engine: Decoder, decoding: Decoding, steps: int) -> None:
+    """Decode with an NVTX range `step` around each step."""
+    for _ in range(steps):
+        with nvtx_range("step"):
+            engine.decode(decoding, 1)
+
+
 def _modules_of(
     engine: Decoder, push: Callable[[str], Any], pop: Callable[[], Any]
 ) -> AbstractContextManager[None]:
-    """Ranges where modules run as such; a compiled engine's never do."""
+    """Ranges around modules, for engines that call modules; a compiled engine does not."""
     model = getattr(engine, "model", None)
     return nullcontext() if model is None else module_ranges(model, push, pop)
 
 
 @contextmanager
 def capture_range() -> Iterator[None]:
-    """What nsys records with `-c cudaProfilerApi`."""
+    """The range that nsys records with `-c cudaProfilerApi`."""
     cuda: Any = torch.cuda
     runtime = cuda.cudart()
     torch.cuda.synchronize()
     runtime.cudaProfilerStart()
-    cuda.nvtx.range_push("decode")
     try:
         yield
     finally:
         torch.cuda.synchronize()
-        cuda.nvtx.range_pop()
         runtime.cudaProfilerStop()
 
 
@@ -75,9 +108,9 @@ def capture_range() -> Iterator[None]:
 def module_ranges(
     model: torch.nn.Module, push: Callable[[str], Any], pop: Callable[[], Any]
 ) -> Iterator[None]:
-    """`module::CLASS` ranges around decoder layers, their parts, and norms.
+    """Put `module::CLASS` ranges around decoder layers, their parts, and norms.
 
-    An eager norm is a handful of anonymous elementwise kernels; only its range says what they are.
+    An eager norm is a handful of generic elementwise kernels, which only its range identifies.
     """
     chosen: dict[int, torch.nn.Module] = {}
     for module in model.modules():
@@ -88,8 +121,8 @@ def module_ranges(
     handles: list[Any] = []
     for module in chosen.values():
         name = MODULE + type(module).__name__
-        handles.append(module.register_forward_pre_hook(_enters(push, name)))
-        handles.append(module.register_forward_hook(_leaves(pop)))
+        handles.append(module.register_forward_pre_hook(_pre_hook(push, name)))
+        handles.append(module.register_forward_hook(_post_hook(pop)))
     try:
         yield
     finally:
@@ -97,8 +130,8 @@ def module_ranges(
             handle.remove()
 
 
-def _enters(push: Callable[[str], Any], name: str) -> Callable[[Any, Any], None]:
-    """A hook that gives nothing back: what it gave would replace the arguments."""
+def _pre_hook(push: Callable[[str], Any], name: str) -> Callable[[Any, Any], None]:
+    """A hook that opens a range. It returns None, since a result would replace the arguments."""
 
     def enter(_module: Any, _arguments: Any) -> None:
         push(name)
@@ -106,7 +139,9 @@ def _enters(push: Callable[[str], Any], name: str) -> Callable[[Any, Any], None]
     return enter
 
 
-def _leaves(pop: Callable[[], Any]) -> Callable[[Any, Any, Any], None]:
+def _post_hook(pop: Callable[[], Any]) -> Callable[[Any, Any, Any], None]:
+    """A hook that closes a range."""
+
     def leave(_module: Any, _arguments: Any, _output: Any) -> None:
         pop()
 
@@ -114,10 +149,10 @@ def _leaves(pop: Callable[[], Any]) -> Callable[[Any, Any, Any], None]:
 
 
 def with_torch_profiler(engine: Decoder, decoding: Decoding, steps: int, out: Path) -> None:
-    """On a GPU a Kineto trace; on a CPU `rows` of operators by their own time, and `steps`.
+    """Profile with torch.profiler and write the result to `out`.
 
-    On a CPU each norm module is a row with all that it calls, and its operators leave the other
-    rows.
+    On a GPU it is a Kineto trace. On a CPU it is JSON with `steps` and `rows` of operators by self
+    time; each norm module is one row that includes all operators it calls.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -127,22 +162,27 @@ def with_torch_profiler(engine: Decoder, decoding: Decoding, steps: int, out: Pa
             engine.synchronize()
         recorded.export_chrome_trace(str(out))
         return
-    held: list[Any] = []
+    ranges: list[Any] = []
+    push_nvtx, pop_nvtx = nvtx_ranges()
 
     def push(name: str) -> None:
-        held.append(torch.profiler.record_function(name))
-        held[-1].__enter__()
+        push_nvtx(name)
+        ranges.append(torch.profiler.record_function(name))
+        ranges[-1].__enter__()
 
     def pop() -> None:
-        held.pop().__exit__(None, None, None)
+        ranges.pop().__exit__(None, None, None)
+        pop_nvtx()
 
-    with _modules_of(engine, push, pop), profile(activities=[ProfilerActivity.CPU]) as cpu:
-        engine.decode(decoding, steps)
+    cpu_operators = profile(activities=[ProfilerActivity.CPU])
+    with _modules_of(engine, push, pop), nvtx_range("decode"), cpu_operators as cpu:
+        decode_steps(engine, decoding, steps)
     events: Any = cpu.events()
     out.write_text(json.dumps({"steps": steps, "rows": cpu_rows(events)}), encoding="utf-8")
 
 
 def cpu_rows(events: Iterable[Any]) -> list[dict[str, Any]]:
+    """Sum the self time (ns) of CPU operators by row; a norm module is one row."""
     times: dict[str, list[int]] = {}
     for event in events:
         if event.name.startswith(MODULE):

@@ -1,4 +1,4 @@
-"""What to do about a hotspot, by the rules of `advice.toml`."""
+"""Decide what to do about a hotspot, by the rules of `advice.toml`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from patcher.hotspot.rules import rules
 
 
 def triage(spot: Hotspot, chain: str | None = None) -> tuple[Triage, str]:
-    """(decision, its reason in one sentence).
+    """Decide what to do about a row.
 
-    `chain` names the fusion chain in which the row's time mostly lies, if one does.
+    Args:
+        spot: the row.
+        chain: name of the fusion chain that holds most of the row's time, if there is one.
+
+    Returns:
+        (decision, its reason in one sentence).
     """
     rule = next(rule for rule in rules("advice")["triage"] if _fits(rule, spot, chain))
     return rule["decision"], rule["reason"].format(
@@ -37,8 +42,8 @@ def _fits(rule: dict[str, Any], spot: Hotspot, chain: str | None) -> bool:
     texts = (("origin", spot.origin), ("operation", spot.operation), ("name", spot.name))
     if any(key in rule and not re.search(rule[key], text[:4000]) for key, text in texts):
         return False
-    asked = (("covered", spot.op), ("chained", chain), ("as_one", spot.as_one))
-    if any(rule.get(key) and value is None for key, value in asked):
+    required = (("covered", spot.op), ("chained", chain), ("as_one", spot.as_one))
+    if any(rule.get(key) and value is None for key, value in required):
         return False
     bounds = (
         ("wall_pct", spot.wall_pct or 0.0),

@@ -1,4 +1,4 @@
-"""A patch bundle as one file, `<name>.zip`: nothing of when or where in it, safe to open."""
+"""A patch bundle as one reproducible file, `<name>.zip`, which is safe to open."""
 
 from __future__ import annotations
 
@@ -18,26 +18,30 @@ SUFFIX = ".zip"
 _DATE = (1980, 1, 1, 0, 0, 0)
 _MOST_FILES = 256
 _MOST_BYTES = 256 << 20
-"""Of all files, unpacked; a kernel's binary has a few megabytes."""
-_AGAIN = "get the patch again from where it was made"
+"""Limit of the unpacked size; a kernel's binary has a few megabytes."""
+_AGAIN = "get the patch again from its source"
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a bundle of that name is one file."""
+    """Whether the path names a bundle in one `.zip` file."""
     return path.suffix == SUFFIX
 
 
 def pack(patch: Patch, path: Path) -> None:
-    """Write a bundle as one file, without the binaries that its folder lacks.
+    """Write a bundle as one file, without binaries that its folder lacks.
 
-    Names are sorted and dates fixed: the bytes depend on the bundle and on zlib's release alone.
-    What identifies a bundle is its digest, over the files.
+    Names are sorted and dates are fixed, so the bytes depend only on the bundle and zlib's version.
+    The digest over the files identifies a bundle, not the bytes of the archive.
+
+    Args:
+        patch: the bundle.
+        path: the `.zip` file to write.
 
     Raises:
-        UsageError: the file is there and no patch, or cannot be written.
+        UsageError: the file exists and is not a patch, or it cannot be written.
     """
     if path.exists() and not _holds_a_patch(path):
-        raise UsageError(f"{path} exists and is no patch", "choose another file")
+        raise UsageError(f"{path} exists and is not a patch", "choose another file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".patch-") as scratch:
@@ -52,17 +56,23 @@ def pack(patch: Patch, path: Path) -> None:
             staged.replace(path)
     except OSError as error:
         raise UsageError(
-            f"cannot write {path}: {error.strerror}", "choose a file in a folder of yours"
+            f"cannot write {path}: {error.strerror}", "choose a file in a writable folder"
         ) from error
 
 
 @contextmanager
 def unpacked(path: Path) -> Iterator[Path]:
-    """A bundle's folder: the path itself, or for one file a folder that lives as long as this.
+    """Open a bundle as a folder: the path itself, or for a `.zip` file a temporary folder.
+
+    Args:
+        path: a bundle's folder or `.zip` file.
+
+    Yields:
+        The folder; a temporary one is removed at the end of the context.
 
     Raises:
-        UsageError: no archive there, or one that cannot be read.
-        VerificationError: it is damaged, or holds what no bundle holds.
+        UsageError: there is no archive, or it cannot be read.
+        VerificationError: the archive is damaged, or its contents are not those of a bundle.
     """
     if not is_archive(path):
         yield path
@@ -76,19 +86,19 @@ def unpacked(path: Path) -> Iterator[Path]:
 
 def _unpack(path: Path, folder: Path) -> None:
     if not path.is_file():
-        raise UsageError(f"{path} is no patch bundle", f"give a folder or a {SUFFIX} file")
+        raise UsageError(f"{path} is not a patch bundle", f"give a folder or a {SUFFIX} file")
     try:
         with zipfile.ZipFile(path) as archive:
             entries = [entry for entry in archive.infolist() if not entry.is_dir()]
             names = [_checked(entry) for entry in entries]
             if len(set(names)) != len(names):
                 raise VerificationError(f"{path.name} names a file twice", _AGAIN)
-            # what is read of an entry is never more than it declares
+            # zipfile never reads more of an entry than its declared size
             total = sum(entry.file_size for entry in entries)
             if len(entries) > _MOST_FILES or total > _MOST_BYTES:
                 raise VerificationError(
-                    f"{path.name} unpacks to {len(entries)} files of {total:,} bytes: no patch "
-                    "is so large",
+                    f"{path.name} unpacks to {len(entries)} files of {total:,} bytes, which is "
+                    "too large for a patch",
                     _AGAIN,
                 )
             for entry, name in zip(entries, names, strict=True):
@@ -96,8 +106,8 @@ def _unpack(path: Path, folder: Path) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(archive.read(entry))
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
-        raise VerificationError(f"{path.name} is damaged, or no zip archive", _AGAIN) from error
-    except RuntimeError as error:  # zipfile's word for one that wants a password
+        raise VerificationError(f"{path.name} is damaged or not a zip archive", _AGAIN) from error
+    except RuntimeError as error:  # zipfile's error for an encrypted archive
         raise VerificationError(f"{path.name} is encrypted", _AGAIN) from error
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
         raise VerificationError(f"{path.name} names a file that is a folder", _AGAIN) from error
@@ -106,14 +116,14 @@ def _unpack(path: Path, folder: Path) -> None:
 
 
 def _checked(entry: zipfile.ZipInfo) -> str:
-    """The entry's name, when it is a plain file inside of the bundle."""
+    """The entry's name; it must be a regular file inside the bundle."""
     name = PurePosixPath(entry.filename)
     outside = name.is_absolute() or ".." in name.parts or not name.parts
     if outside or "\\" in entry.filename or ":" in entry.filename:
         raise VerificationError(f"the archive names {entry.filename!r}, outside the bundle", _AGAIN)
     kind = stat.S_IFMT(entry.external_attr >> 16)
     if kind not in (0, stat.S_IFREG):
-        raise VerificationError(f"{entry.filename!r} in the archive is no plain file", _AGAIN)
+        raise VerificationError(f"{entry.filename!r} in the archive is not a regular file", _AGAIN)
     return os.fspath(name)
 
 

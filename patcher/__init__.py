@@ -4,6 +4,7 @@
 
     p = patcher.profile("decode.nsys-rep")
     v = patcher.evaluate("fused_add_rms_norm", "kernel.cu")
+    patcher.bundle(v, "kernel.cu", "norm.zip")
     with patcher.patched(model, "norm.zip") as receipt:
         model.generate(**inputs)
     t = patcher.throughput("gpt-oss-tiny", patches=["norm.zip"])
@@ -15,6 +16,7 @@ Nothing is imported before it is used: a served engine imports `patcher.integrat
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from patcher.api.bundle import bundle
     from patcher.api.evaluate import EvaluationResult, evaluate
     from patcher.api.optimize import RunReport, optimize, read_run
     from patcher.api.patched import PatchReceipt, patched
@@ -37,6 +39,7 @@ _LAZY = {
     "ProfileResult": "patcher.api.profile",
     "RunReport": "patcher.api.optimize",
     "ThroughputResult": "patcher.api.throughput",
+    "bundle": "patcher.api.bundle",
     "evaluate": "patcher.api.evaluate",
     "optimize": "patcher.api.optimize",
     "patched": "patcher.api.patched",
@@ -90,6 +93,7 @@ __all__ = [
     "VerificationError",
     "WaitingError",
     "__version__",
+    "bundle",
     "evaluate",
     "optimize",
     "patched",

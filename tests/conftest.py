@@ -10,6 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
+# Before torch is imported: what runs side by side shares the cores, and what it starts does so too.
+_BESIDE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // _BESIDE, 1)))
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _a_home_of_their_own() -> Iterator[None]:

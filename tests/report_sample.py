@@ -27,7 +27,7 @@ from patcher.hotspot import Hotspot, Profile
 from patcher.models import Usage
 from patcher.reconciling.launches import ShapeLaunches, StepLaunches
 from patcher.reconciling.reconcile import PatchedKernel, reconcile
-from patcher.report import ReceiptRow, Report
+from patcher.report import PatchReceipts, ReceiptRow, Report
 from patcher.verdicts.human_verdict import HumanVerdict, HumanWord
 
 SOURCE = """\
@@ -435,10 +435,27 @@ def full(before: Profile) -> Report:
     return sample(
         best=lit.model_copy(update={"timings": tuple(timings)}),
         throughput=throughput,
-        profile=before.model_dump(mode="json"),
-        profile_after=after.model_dump(mode="json"),
+        profile=before,
+        profile_after=after,
         reconciliation=reconcile([patched_kernel()], throughput, before, after),
         elsewhere=elsewhere(),
         best_set=sets(),
         words=(word(),),
     )
+
+
+def together() -> Report:
+    """Seven patches, measured outside of a run."""
+    ops = ("rope", "route", "linear", "swiglu", "down", "norm", "reduce")
+    names = tuple(f"moe_matmul_{op}-cuda-{index:08x}" for index, op in enumerate(ops))
+    receipts = tuple(
+        PatchReceipts(
+            patch_id=name,
+            op=op,
+            ab=ReceiptRow(calls={f"{op} tokens=8": 1000 + index}, fallbacks={"tokens=9": index}),
+            quality=ReceiptRow(calls={f"{op} tokens=8": 32}),
+        )
+        for index, (name, op) in enumerate(zip(names, ops, strict=True))
+    )
+    both = " + ".join(names)
+    return sample(run_id=both, patch_id=both, title="gpt-oss-tiny", receipts=receipts)

@@ -270,7 +270,7 @@ class TestPatched:
 
     def test_wrong_use(self, model: Any, bundle: Path, tmp_path: Path) -> None:
         with (
-            pytest.raises(patcher.UsageError, match="no bundle and no applied patch"),
+            pytest.raises(patcher.UsageError, match="neither a bundle nor an applied patch"),
             patcher.patched(model, tmp_path / "none.zip"),
         ):
             pass

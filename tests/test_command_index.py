@@ -66,7 +66,9 @@ def test_help_of_all_imports_no_command() -> None:
     told = subprocess.run(
         [sys.executable, "-P", "-c", _WHOLE_HELP], capture_output=True, text=True, check=True
     )
-    assert told.stdout.split() == ["patcher.commands.console", "patcher.commands.index"]
+    imported = {name.removeprefix("patcher.commands.") for name in told.stdout.split()}
+    assert "index" in imported
+    assert not imported & {entry.module for entry in index.COMMANDS.values()}
 
 
 _WHOLE_HELP = """

@@ -32,16 +32,19 @@ def wrong(results: list[CaseResult]) -> list[str]:
     return [f"{r.name}: {r.outcome}, {r.check}: {r.detail}" for r in results if not r.passed]
 
 
+@pytest.mark.slow
 def test_every_cheat_is_caught_and_no_key_leaks() -> None:
     results = judged("cheat", f"^(?!.*({SLOW}))")
     assert wrong(results) == []
     assert not any(result.leaked for result in results)
 
 
+@pytest.mark.slow
 def test_faults_are_outcomes_and_the_next_clean_verdict_is_the_same() -> None:
     assert wrong(judged("fault", f"^(?!.*({SLOW}))")) == []
 
 
+@pytest.mark.slow
 def test_honest_candidates_are_not_accused() -> None:
     """At most one in fifty: the clocks of a busy machine look false now and then."""
     results = judged("honest", f"^(?!.*({SLOW}))")
@@ -72,9 +75,9 @@ def test_mutations_fit_the_text_of_the_judge() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text.replace("CHEAT = True", "CHEAT = 1"), "one line that switches CHEAT"),
-        (lambda text: text.replace("# op:", "# opp:"), "header does not fit"),
-        (lambda text: text.replace("mismatch", "guilty"), "header does not fit"),
+        (lambda text: text.replace("CHEAT = True", "CHEAT = 1"), "exactly one line must set CHEAT"),
+        (lambda text: text.replace("# op:", "# opp:"), "invalid header"),
+        (lambda text: text.replace("mismatch", "guilty"), "invalid header"),
     ],
 )
 def test_a_header_that_does_not_fit_is_named(

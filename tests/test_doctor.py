@@ -13,7 +13,7 @@ from patcher import doctor
 from patcher.bench import Language, UsageError
 from patcher.bench.selftest.scorecard import corpus_folder
 from patcher.bench.toolchains import compilers
-from patcher.cli import app
+from patcher.commands.console import app
 from patcher.doctor import Finding, Machine, examine
 
 PLAIN = Machine(nvidia=False, amd=False, mac=False, serving=False)

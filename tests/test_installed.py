@@ -25,6 +25,7 @@ from patcher.integrate import Patch, pack
 
 pytestmark = pytest.mark.slow
 SQLITE = ROOT / "tests/data/nsys/decode.sqlite"
+BUSY = "this machine is too busy"
 TRIES = 4
 """A machine that is too busy to time anything says so; it is asked again."""
 
@@ -176,13 +177,15 @@ class TestWheel:
 
     def test_evaluate(self, wheel: Installed) -> None:
         source = wheel.package / f"kernel_library/{OP.name}/solutions/cpu_simd/{OP.name}.cpp"
-        said = ""
         for _ in range(TRIES):
             done = wheel.patcher("evaluate", OP.name, source, "--pairs", "3", "--json")
-            said = done.stdout + done.stderr
-            if done.returncode in (0, 1) and json.loads(done.stdout)["outcome"] == "correct":
+            found = json.loads(done.stdout)
+            if "error" not in found and found["outcome"] == "correct":
                 return
-        pytest.fail(said[-3000:])
+            refused = "error" in found and BUSY in found["error"]["message"]
+            failed = {check["name"] for check in found.get("checks", ()) if not check["passed"]}
+            assert refused or failed == {"clocks"}, done.stdout + done.stderr
+        pytest.skip("other programs keep this machine too busy to time anything")
 
     def test_verify(self, wheel: Installed, bundle: Path) -> None:
         done = wheel.patcher("verify", bundle)
@@ -247,9 +250,12 @@ def test_the_demo(environments: Callable[[str], Path], tmp_path: Path) -> None:
     for _ in range(TRIES):
         if done.returncode in (0, 1):
             break
-        assert "too busy" in done.stderr, done.stderr[-3000:]
+        said = " ".join(done.stderr.split())
+        assert f"op {OP.name}:" in said
+        assert BUSY in said
         done = somewhere.patcher("resume", "latest")
-    assert done.returncode in (0, 1), done.stderr[-3000:]
+    else:
+        pytest.skip("other programs keep this machine too busy to time anything")
     [page] = (somewhere.folder / "patcher-runs").glob("*/report.html")
     assert OP.name in page.read_text(encoding="utf-8")
 

@@ -99,6 +99,9 @@ def test_each_alone_and_all_together(bundles: list[Path], tmp_path: Path) -> Non
     assert told.reconciliation is not None
     assert told.receipt is not None
     assert {call.partition(":")[0] for call in told.receipt.calls} == {NORM, ROPE}
+    assert [(one.op, one.patch_id) for one in told.receipts] == [
+        (patch.manifest.op, patch.manifest.id) for patch in patches
+    ]
     [page, text, _] = write(told, tmp_path / "report")
     assert "Several patches" in text.read_text()
     assert "fused_add_rms_norm" in page.read_text()

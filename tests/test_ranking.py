@@ -10,7 +10,7 @@ import pytest
 
 from patcher import bench
 from patcher.hotspot import Gpu, Hotspot, Profile, compare, ledger, read
-from patcher.hotspot.chains import Chain, told_apart
+from patcher.hotspot.chains import Chain, with_unique_names
 from patcher.hotspot.profile import Counters
 from patcher.hotspot.rank import build_profile
 from patcher.hotspot.recording import Launches, Recording, SummaryRow
@@ -130,7 +130,11 @@ def test_fusion_chains_are_named_and_counted(profile: Profile) -> None:
         assert chain.gap_ns > 0
         assert chain.op is None
         assert chain.as_one == AS_ONE.get(name)
-        said = f"op {chain.as_one} is that as one kernel" if chain.as_one else "one kernel would do"
+        said = (
+            f"op {chain.as_one} does this in one kernel"
+            if chain.as_one
+            else "one kernel could replace"
+        )
         assert said in chain.reason
         assert bool(chain.patch_points) is bool(chain.as_one)
 
@@ -289,10 +293,10 @@ def test_every_row_is_compared(profile: Profile) -> None:
     assert sum(spot.kind == "chain" for spot in profile.hotspots) > 1
 
 
-def test_chains_of_one_name_are_told_apart() -> None:
+def test_chains_of_one_name_get_unique_names() -> None:
     named = [("norm", 2), ("norm", 3), ("norm", 3), ("rope", 2)]
     chains = [Chain(name, ((0, length), (9, 9 + length))) for name, length in named]
-    assert [chain.name for chain in told_apart(chains)] == [
+    assert [chain.name for chain in with_unique_names(chains)] == [
         "norm (2 launches)",
         "norm (3 launches), no. 1",
         "norm (3 launches), no. 2",

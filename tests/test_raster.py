@@ -18,6 +18,7 @@ PROFILE = Path(__file__).parent / "data/nsys/decode.sqlite"
 HERE = any(map(shutil.which, raster.BROWSERS))
 
 
+@pytest.mark.browser
 @pytest.mark.skipif(not HERE, reason="no Chromium here: apt install chromium")
 def test_a_profile_as_a_picture_that_a_model_can_be_shown(tmp_path: Path) -> None:
     svg = plot(read(PROFILE, "gpt-oss-20b"))
@@ -30,6 +31,7 @@ def test_a_profile_as_a_picture_that_a_model_can_be_shown(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["profile.png"]
 
 
+@pytest.mark.browser
 @pytest.mark.skipif(not HERE, reason="no Chromium here: apt install chromium")
 def test_what_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raster, "LIMIT_S", 0.0)

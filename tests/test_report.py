@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from report_page import Page
-from report_sample import comparison, decision, profile, sample, windows
+from report_sample import comparison, decision, profile, sample, together, windows
 
 from patcher.bench import Evaluation, Outcome, UsageError
 from patcher.report import Report, render_html, render_json, render_markdown, views, wording, write
+from patcher.report.receipts import receipt_totals
 
 ABSENT = {
     "commands": (),
@@ -121,8 +122,21 @@ def test_nothing_but_a_name() -> None:
     assert "The budget is spent." in page.text
     assert page.named("svg") == []
     markdown = render_markdown(report)
-    assert markdown.startswith("## No verdict")
+    assert markdown.startswith("## t: no verdict")
     assert "Not reached: Profile, Candidate, Judge" in markdown
+
+
+def test_several_patches_are_told_by_their_number_and_have_a_row_each() -> None:
+    report = together()
+    page, markdown = Page(render_html(report)), render_markdown(report)
+    assert "patcher report · 7 patches together" in page.text
+    assert report.run_id not in page.text
+    assert markdown.startswith("## gpt\\-oss\\-tiny: accepted, +2.04")
+    for one in receipt_totals(report):
+        assert one.patch in page.text
+        row = f"| `{one.patch}` | {one.calls:,} | {one.fallbacks} |"
+        assert row in markdown
+    assert len(receipt_totals(sample())) == 1
 
 
 def test_loads_nothing() -> None:

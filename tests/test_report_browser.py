@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from report_sample import full, sample
+from report_sample import full, sample, together
 from test_report_lanes import decode
 
 from patcher.report import write
@@ -22,7 +22,10 @@ playwright = pytest.importorskip(
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here: apt install chromium")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not CHROMIUM, reason="no Chromium here: apt install chromium"),
+]
 
 Scheme = Literal["light", "dark"]
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
@@ -127,6 +130,29 @@ def test_every_chart_is_drawn_and_nothing_is_said(
     page.close()
 
 
+@pytest.mark.parametrize("size", [{"width": 1280, "height": 800}, PHONE], ids=["wide", "phone"])
+def test_the_first_screen_has_the_verdict_and_the_interval_beside_the_margin(
+    browser: Any, tmp_path: Path, size: dict[str, int]
+) -> None:
+    [path] = write(together(), tmp_path, ["html"])
+    page = opened(browser, path, size)
+    assert page.title().startswith("gpt-oss-tiny: accepted, +2.04")
+    assert page.locator("h1").inner_text() == "gpt-oss-tiny: accepted"
+    for what in (
+        "h1",
+        ".gain",
+        ".range",
+        "#verdict svg:visible .interval",
+        "#verdict svg:visible .margin-text",
+    ):
+        box = page.locator(what).bounding_box()
+        assert box["y"] >= 0
+        assert box["y"] + box["height"] < size["height"], what
+    rows = page.get_by_role("region", name="Receipts").locator("tbody tr")
+    assert rows.count() == 7
+    page.close()
+
+
 def test_every_link_goes_somewhere(browser: Any, report: Path) -> None:
     page = opened(browser, report, WIDE)
     page.emulate_media(reduced_motion="reduce")
@@ -168,7 +194,7 @@ def test_a_screen_reader_is_told_what_is_there(browser: Any, report: Path) -> No
         if chart.is_visible():
             assert chart.evaluate("e => e.querySelector('desc').textContent.length") > 10
     for name in ("Accepted", "Is anything worse elsewhere?", "Where does the time go?"):
-        assert page.get_by_role("heading", name=name).count() == 1
+        assert page.get_by_role("heading", name=name, exact=True).count() == 1
     assert page.get_by_role("main").count() == 1
     assert page.get_by_role("navigation", name="The path of this run").count() == 1
     levels = page.eval_on_selector_all("h1, h2, h3", "all => all.map(e => +e.tagName[1])")

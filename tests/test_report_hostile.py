@@ -9,6 +9,7 @@ import pytest
 from report_page import Page
 from report_sample import decision, evaluation, profile, sample, word
 
+from patcher.bench import BaselineTime
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.report import ReceiptRow, Report, render_html, render_markdown
 from patcher.visible import visible
@@ -38,7 +39,12 @@ def hostile_report(text: str) -> Report:
     assert base.environment is not None
     attempts = tuple(attempt.model_copy(update={"detail": text}) for attempt in base.attempts)
     judged = evaluation().model_copy(
-        update={"log": text, "baseline": text, "baselines": {text: text}, "op": text}
+        update={
+            "log": text,
+            "baseline": text,
+            "baselines": {text: BaselineTime(missing=text)},
+            "op": text,
+        }
     )
     return sample(
         title=text,

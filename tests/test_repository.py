@@ -248,8 +248,8 @@ def test_tracked_files_stay_small() -> None:
 
 def test_readme_and_makefile_agree() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"`make ([a-z]+)`|^make ([a-z]+)", readme, re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"`make ([a-z-]+)`|^make ([a-z-]+)", readme, re.MULTILINE))
     assert {a or b for a, b in named} <= targets
     assert {"demo", "test"} <= {a or b for a, b in named}
 

@@ -237,7 +237,7 @@ def test_fewer_than_three_process_pairs_say_what_they_cannot_average_out() -> No
 
 def test_processes_that_do_not_fit_are_refused() -> None:
     good = over_processes([1.0, 1.0])
-    with pytest.raises(bench.UsageError, match="pair 0 is of two process pairs"):
+    with pytest.raises(bench.UsageError, match="samples of pair 0 name two process pairs"):
         compare([good[0].model_copy(update={"process": 1}), *good[1:]])
     nameless = [s.model_copy(update={"process": None}) if s.pair == 3 else s for s in good]
     with pytest.raises(bench.UsageError, match="only one names its process"):

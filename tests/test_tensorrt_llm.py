@@ -107,9 +107,9 @@ def test_someone_elses_patch_is_told_of_and_left_in() -> None:
     op, kind = parts()
     point = FusedAddRmsNorm()
     point.install(dispatcher())
-    with pytest.raises(bench.UsageError, match="installed already"):
+    with pytest.raises(bench.UsageError, match="already installed"):
         point.install(dispatcher())
-    with pytest.raises(bench.VerificationError, match="has a kernel for cpu already"):
+    with pytest.raises(bench.VerificationError, match="already has a kernel for cpu"):
         FusedAddRmsNorm().install(dispatcher())
     calls = []
     op.register_kernel("cpu")(lambda *args: calls.append(args))
@@ -129,7 +129,7 @@ def test_an_engine_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
             FusedAddRmsNorm().find()
     with monkeypatch.context() as change:
         change.setattr(ops, op._name, op._init_fn)
-        with pytest.raises(bench.VerificationError, match="no torch custom operator"):
+        with pytest.raises(bench.VerificationError, match="not a torch custom operator"):
             FusedAddRmsNorm().find()
     with monkeypatch.context() as change:
         change.delattr(ops, op._name)
@@ -163,7 +163,7 @@ def test_another_version_or_text_is_refused_and_the_engine_serves_on(
     other.write_text("Metadata-Version: 2.1\nName: tensorrt_llm\nVersion: 2.1.0\n")
     with monkeypatch.context() as change:
         change.syspath_prepend(tmp_path / "newer")
-        with pytest.raises(bench.VerificationError, match=r"installed is 2\.1\.0") as error:
+        with pytest.raises(bench.VerificationError, match=r"2\.1\.0 is installed") as error:
             patch.verify_target()
         assert error.value.exit_code == 5
     op, kind = parts()

@@ -154,6 +154,17 @@ def test_the_same_seed_takes_the_same_order_and_another_does_not() -> None:
     assert len({tuple(order(seed)) for seed in (1, 2, 3)}) > 1
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_each_arm_of_the_control_begins_every_other_time(seed: int) -> None:
+    """Else what the beginning of a pair does to an arm looks like a gain."""
+    windows = run(ScriptedEngine(0.5), seed=seed, max_pairs=24, looks=1).windows
+    control = [window for window in windows if window.kind == "aa"]
+    begins = [window.arm for window in control[::2]]
+    assert len(begins) == 8
+    for one, other in zip(begins[::2], begins[1::2], strict=True):
+        assert {one, other} == {"baseline", "patched"}
+
+
 def test_a_failure_within_a_window_leaves_the_engine_unpatched() -> None:
     class Failing(ScriptedEngine):
         def decode(self, decoding: Decoding, steps: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -70,6 +70,7 @@ def compare_in_one_process(
     """
     check_window(workload)
     rng = random.Random(seed)
+    control_orders = _orders(random.Random(f"control {seed}"))
     planned = schedule(max_pairs, looks)
     windows: list[Window] = []
     warm_up(engine, untimed or arms, workload, seed)
@@ -92,7 +93,7 @@ def compare_in_one_process(
                 take("ab", order)
                 taken += 1
                 if taken % CONTROL_EVERY == 0:
-                    take("aa", order)
+                    take("aa", next(control_orders))
                 said = f"A/B pairs{so_far(windows)}"
                 progress(ABPhase.PAIRS, said, taken, planned[-1].taken)
         return compare_windows(windows, "ab", margin_pct, look.confidence_pct)
@@ -111,6 +112,15 @@ def compare_in_one_process(
         environment=describe(workload.device, torch.get_num_threads(), clocks.description),
         latency=_latencies(engine, untimed or arms, windows, prompt_seed(seed, pair)),
     )
+
+
+def _orders(rng: random.Random) -> Iterator[tuple[Arm, Arm]]:
+    """ABBA without end. The control has its own: with the order of the A/B pair before it, four
+    A/A pairs in a row could begin with the same arm, and what beginning does would look like a
+    gain.
+    """
+    while True:
+        yield from abba(rng)
 
 
 def _latencies(engine: Engine, arms: Arms, windows: list[Window], seed: int) -> dict[Arm, Latency]:

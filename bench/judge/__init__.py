@@ -1,8 +1,7 @@
-"""Is a candidate right, and is it faster? `evaluate` builds it, runs it in another process and
-says so.
+"""Evaluate candidates: `evaluate` builds one, runs it in another process, and checks and times it.
 
-Three processes: the build (compilers only), the runner (the candidate, no expected values), and
-the judge, which never loads the candidate and reads plain bytes and JSON.
+There are three processes: the build (compilers only), the runner (the candidate, without expected
+values), and the judge, which never loads the candidate and reads only plain bytes and JSON.
 """
 
 from __future__ import annotations
@@ -25,56 +24,75 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class JudgeSettings:
+    """How a candidate is checked and timed."""
+
     device: str | None = None
-    """`cpu` or `cuda`; None: a C++ candidate on the CPU, else CUDA where there is one."""
+    """`cpu` or `cuda`. None: the CPU for a C++ candidate, else CUDA if it is available."""
     sweep: str | None = None
+    """Name of the contract's sweep to time; None: the device's default sweep."""
     points: int | None = None
-    """At most so many of the sweep's points are timed, evenly spread, the last among them."""
+    """Largest number of sweep points to time, evenly spread and including the last; None: all."""
     baseline: str | None = None
-    """Compare with this one instead of the strongest that runs; `honest`: with the one whose error
-    is the yardstick."""
+    """Baseline to compare with. None: the strongest one that runs. `honest`: the accuracy baseline,
+    whose error sets the tolerance."""
     pairs: int = 12
-    """Pairs of timed blocks a point at most, after one that is thrown away."""
+    """Largest number of pairs of timed blocks per point, after one warm-up pair."""
     precision_pct: float = 1.0
-    """Pairs stop once the interval is this narrow on each side."""
+    """Half-width of the interval, in percent, at which timing of a point stops."""
     calls: int = 1000
-    """Checked calls of a candidate that passes, at least: some cheats are right for a while. Of
-    an op with large inputs fewer, see `patcher.bench.judge.planning`."""
+    """Smallest number of checked calls of a candidate that passes, since some cheats only fail
+    later. Fewer for an op with large inputs, see `patcher.bench.judge.planning`."""
     lives_s: float = 3.0
-    """Likewise, how long its process is called."""
+    """Shortest time in seconds over which a passing candidate's process is called."""
     timeout_s: float = 30.0
-    """The longest one command to the candidate's process may take."""
+    """Time limit in seconds of one command to the candidate's process."""
     load_timeout_s: float = 180.0
-    """Likewise for loading and the first calls (just-in-time compilers)."""
+    """Time limit in seconds of loading and of the first calls, which just-in-time compilers slow
+    down."""
     memory_bytes: int = 16 << 30
-    """Of host memory, for all processes of the candidate."""
+    """Limit on host memory in bytes of all processes of the candidate together."""
     threads: int | None = None
-    """CPU threads of both arms, each pinned to as many CPUs; None: one, where they run on a CPU."""
+    """CPU threads of both arms, each pinned to as many CPUs; None: one if they run on a CPU."""
     tripwires: bool = True
-    """Whether the source is looked at; behaviour decides either way."""
+    """Whether tripwires search the source. The verdict depends on behaviour in either case."""
     policy: TripwirePolicy = field(default_factory=TripwirePolicy)
-    """What the user bans, requires and ignores in a source."""
+    """Patterns that the user bans, requires or ignores in a source."""
     sanitize: bool = False
-    """CUDA: whether what passed everything else must pass compute-sanitizer too."""
+    """CUDA: whether a candidate that passed all other checks must also pass compute-sanitizer."""
 
 
 def evaluate(
     candidate: Candidate, settings: JudgeSettings | None = None, progress: Progress | None = None
 ) -> Evaluation:
-    """Judge one candidate. A crash, a hang or an exit of it is an outcome, not an exception.
+    """Evaluate one candidate: build it, check its outputs, and time it against a baseline.
+
+    A crash, a hang or an exit of the candidate is an outcome, not an exception.
+
+    Args:
+        candidate: the source, its language and its op.
+        settings: how to check and time it; None: the defaults.
+        progress: called with (stage, done, total); None: no progress is reported.
+
+    Returns:
+        The outcome with all checks and timings.
 
     Raises:
-        UsageError: unknown op, sweep or baseline.
-        MissingError: no compiler or no device for its language here, or the GPU stopped answering.
-        VerificationError: the op's checks do not discriminate: nothing can be said.
+        UsageError: the op, sweep or baseline is unknown.
+        MissingError: this machine has no compiler or device for the candidate's language, or the
+            GPU stopped answering.
+        VerificationError: the op's checks accept a wrong kernel, so no verdict is possible.
     """
     with open_judge(settings) as judge:
         return judge.evaluate(candidate, progress or _silent)
 
 
 def open_judge(settings: JudgeSettings | None = None) -> AbstractContextManager[Judge]:
-    """A judge for many candidates: what is trusted is started once."""
-    # imported late: it brings torch, and many commands judge nothing
+    """Open a judge for many candidates, which starts the trusted processes once.
+
+    Args:
+        settings: how to check and time candidates; None: the defaults.
+    """
+    # imported late: it imports torch, which most commands do not need
     from patcher.bench.judge.judge import Judge
 
     return Judge(settings or JudgeSettings())

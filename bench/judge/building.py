@@ -1,5 +1,6 @@
-"""The first part of a verdict, before anything of the candidate runs: its entry, what its source is
-noticed for, its build. For languages that nothing here runs it is the whole verdict.
+"""Checks before the candidate runs: its entry function, tripwires and the build.
+
+For languages that this machine cannot run, these are the whole evaluation.
 """
 
 from __future__ import annotations
@@ -21,17 +22,24 @@ NOTHING_RAN = "compiled only: it was neither run nor timed, and nothing is known
 
 @dataclass(frozen=True)
 class StartedTrial:
+    """A candidate that was built and can be run."""
+
     built: Built
+    """The build."""
     seen: Tripwires
+    """Tripwire hits of the source."""
 
 
 def begin(
     state: TrialState, op: Op, settings: JudgeSettings, report: Progress
 ) -> StartedTrial | Evaluation:
-    """What was built, or the verdict where it ends here.
+    """Check and build a candidate.
+
+    Returns:
+        The build and the tripwire hits, or the evaluation if the candidate failed.
 
     Raises:
-        MissingError: the language cannot be built here; the hint says what to install.
+        MissingError: this machine cannot build the language; the hint says what to install.
     """
     candidate = state.candidate
     if not re.search(rf"\b{re.escape(op.name)}\b", candidate.source):
@@ -40,7 +48,7 @@ def begin(
             Outcome.GENERATION_FAILURE, f"the source must define {op.contract.signature()}"
         )
     seen = look(candidate, settings.tripwires, settings.policy)
-    state.tripwires = seen.said()
+    state.tripwires = seen.as_text()
     if seen.refused:
         state.check("tripwires", False, "; ".join(seen.refused))
         return state.verdict(Outcome.GUARD_VIOLATION)
@@ -58,27 +66,27 @@ def begin(
 def compile_check(
     candidate: Candidate, op: Op, settings: JudgeSettings, report: Progress
 ) -> Evaluation:
-    """The verdict on a candidate that can only be compiled here: `COMPILED` at best.
+    """Evaluate a candidate that this machine can compile but not run: `COMPILED` at best.
 
     Raises:
-        UsageError: something was asked for that only a kernel that runs can have.
-        MissingError: its compiler is not here.
+        UsageError: an option is set that only applies to a kernel that runs.
+        MissingError: the compiler is not installed.
     """
     language = candidate.language
-    asked = {
+    options = {
         "--device": settings.device,
         "--sweep": settings.sweep,
         "--baseline": settings.baseline,
         "--sanitize": settings.sanitize,
     }
-    if given := [option for option, value in asked.items() if value]:
+    if given := [option for option, value in options.items() if value]:
         raise UsageError(
             f"{given[0]} is for a kernel that runs here; a {language} kernel is only compiled",
             f"drop {' and '.join(given)}",
         )
-    state = TrialState(candidate, "cpu")  # where the compiler runs
-    begun = begin(state, op, settings, report)
-    if isinstance(begun, Evaluation):
-        return begun
+    state = TrialState(candidate, "cpu")  # the compiler runs on the CPU
+    start = begin(state, op, settings, report)
+    if isinstance(start, Evaluation):
+        return start
     report("build", 1, 1)
     return state.verdict(Outcome.COMPILED, NOTHING_RAN)

@@ -1,7 +1,7 @@
-"""What this machine can do at best, measured: copies, matmuls, the shortest kernel.
+"""Measured ceilings of this machine: bandwidth, matmul rate and launch latency.
 
-A share of the speed of light is against these; a time below what they allow is a violation. Kept
-for a machine in the cache, by device and library versions.
+They define the speed of light. A time below what they allow is a guard violation. Results are
+cached by device and library versions.
 """
 
 from __future__ import annotations
@@ -16,37 +16,41 @@ from patcher.bench.records import Record, remembered
 from patcher.bench.toolchains import cache_root
 
 METHOD = 3
-"""Of measuring; what another one found is not taken for it."""
+"""Version of the measuring method; cached results of other versions are ignored."""
 SLACK = 1.5
-"""A measured time may be this much below the floor: ceilings are measured, too."""
+"""Factor by which a time may be below the floor, since ceilings are measurements too."""
 
 
 class Ceilings(Record):
-    """Of one device, at its best moment; bytes are counted as read plus written."""
+    """Ceilings of one device: the best of several measurements."""
 
     device: str
+    """Name of the device."""
     memory_gb_s: float
-    """Through far more than the last-level cache holds: by a copy, on a GPU also by a sum."""
+    """Memory bandwidth in GB/s, bytes read plus written, on data far larger than the last-level
+    cache: by a copy, on a GPU also by a sum."""
     cached_gb_s: float
-    """Through what stays in a cache."""
+    """Bandwidth in GB/s on data that fits a cache."""
     flops: dict[str, float]
-    """Matmul by dtype, operations per second."""
+    """Matmul rate in operations per second, by dtype."""
     launch_us: float
-    """The shortest kernel in a CUDA graph; 0 on a CPU."""
+    """Time of the shortest kernel in a CUDA graph, in microseconds; 0 on a CPU."""
 
     def sol_us(self, contract: Contract, point: Point) -> float:
-        """Time that the contract's bytes and arithmetic take at these rates: bytes from memory on a
-        GPU, from the cache on a CPU, where they lie after the copy-in.
+        """Speed of light in microseconds: the time of the contract's bytes and arithmetic.
+
+        On a GPU the bytes come from memory. On a CPU they come from the cache, which holds them
+        after the copy-in.
         """
         on_gpu = self.launch_us > 0
         return self._us(contract, point, self.memory_gb_s if on_gpu else self.cached_gb_s)
 
     def launch_pct(self, call_us: float) -> float | None:
-        """Share of the launch floor that a call of so many microseconds is at; None on a CPU."""
+        """Launch floor in percent of a call's time; None on a CPU."""
         return 100 * self.launch_us / call_us if self.launch_us > 0 else None
 
     def floor_us(self, contract: Contract, point: Point) -> float:
-        """No call on this machine takes less, even with all of its data in the cache."""
+        """Shortest possible time of a call in microseconds, even with all data in the cache."""
         fastest = max(self.cached_gb_s, self.memory_gb_s)
         return max(self._us(contract, point, fastest), self.launch_us) / SLACK
 
@@ -57,7 +61,12 @@ class Ceilings(Record):
 
 
 def ceilings(device: str, threads: int | None = None) -> Ceilings:
-    """Measured now, or found in the cache."""
+    """The ceilings of `cpu` or `cuda`, from the cache or measured now.
+
+    Args:
+        device: `cpu` or `cuda`.
+        threads: CPU threads to measure with; None: torch's default.
+    """
     path = cache_root() / "ceilings" / f"{METHOD}-{fingerprint(device, threads)}.json"
     return remembered(path, Ceilings, lambda: _measured(device, threads))
 
@@ -99,9 +108,9 @@ def _best(device: str) -> Ceilings:
 
 
 def _moved(size: int, device: str) -> float:
-    """GB/s of the fastest way to go through so many bytes.
+    """Best bandwidth in GB/s on `size` bytes.
 
-    On a GPU the copy is an elementwise kernel: a graph gives `copy_` to a copy engine, which is
+    On a GPU the copy is an elementwise kernel: in a graph, `copy_` runs on a copy engine, which is
     slower than the multiprocessors (`bench/results/ceilings`).
     """
     import torch
@@ -119,7 +128,7 @@ def _moved(size: int, device: str) -> float:
 
 
 def _launch_us() -> float:
-    """A kernel on one element."""
+    """Time in microseconds of a kernel on one element."""
     import torch
 
     one = torch.zeros(1, device="cuda")
@@ -127,9 +136,7 @@ def _launch_us() -> float:
 
 
 def seconds_of_each(function: Callable[[], Any], calls: int) -> float:
-    """From a CUDA graph of so many calls: how fast this machine's processors launch them, which
-    may be busy, does not tell.
-    """
+    """Seconds per call in a CUDA graph of `calls` calls, independent of CPU launch overhead."""
     import torch
 
     function()
@@ -141,27 +148,27 @@ def seconds_of_each(function: Callable[[], Any], calls: int) -> float:
 
 
 def seconds_of(function: Callable[[], Any], device: str) -> float:
-    """The best of a few, each over enough calls to be told from the clock."""
+    """Seconds per call: the best of 25 runs, each of at least 2 ms."""
     import torch
 
     def wait() -> None:
         if device == "cuda":
             torch.cuda.synchronize()
 
-    calls, best = 1, []
+    calls, runs = 1, []
     while True:
         wait()
         begin = time.perf_counter()
         for _ in range(calls):
             function()
         wait()
-        took = time.perf_counter() - begin
-        if took < 2e-3:
+        elapsed = time.perf_counter() - begin
+        if elapsed < 2e-3:
             calls *= 4
             continue
-        best.append(took / calls)
-        if len(best) == 25:
-            return min(best)
+        runs.append(elapsed / calls)
+        if len(runs) == 25:
+            return min(runs)
 
 
 __all__ = ("SLACK", "Ceilings", "ceilings", "seconds_of", "seconds_of_each")

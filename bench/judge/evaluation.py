@@ -1,4 +1,4 @@
-"""What the judge says about one candidate: outcome, checks and timings."""
+"""Records of an evaluation: outcome, checks, timings and hardware counters."""
 
 from __future__ import annotations
 
@@ -12,106 +12,121 @@ from patcher.bench.records import SCHEMA_VERSION, Record
 
 
 class Outcome(StrEnum):
-    """Every way an evaluation can end; the first five are those of KForge (arXiv 2606.02963)."""
+    """How an evaluation ended. The first five are those of KForge (arXiv 2606.02963)."""
 
     GENERATION_FAILURE = "generation_failure"
-    """The reply held no usable source."""
+    """The reply contained no usable source."""
     COMPILATION_FAILURE = "compilation_failure"
+    """The source does not compile."""
     RUNTIME_ERROR = "runtime_error"
-    """It raised, crashed, hung or exited."""
+    """The candidate raised, crashed, hung or exited."""
     MISMATCH = "mismatch"
-    """It wrote wrong values."""
+    """The candidate wrote wrong values."""
     GUARD_VIOLATION = "guard_violation"
-    """It touched what the contract forbids, or broke a rule of the judge."""
+    """The candidate wrote where the contract forbids it, or broke a rule of the judge."""
     TOO_SLOW = "too_slow"
-    """Right, and no faster than the strongest baseline."""
+    """The candidate is correct, but no faster than the baseline."""
     CORRECT = "correct"
-    """Right and faster."""
+    """The candidate is correct and faster than the baseline."""
     COMPILED = "compiled"
-    """It compiles, and that is all: nothing here runs its language, so it is neither judged nor
-    timed, and never accepted or bundled."""
+    """The candidate compiles, and this machine cannot run its language. It is neither checked nor
+    timed, and is never accepted or bundled."""
 
 
 class Check(Record):
-    """One thing the judge looked at."""
+    """The result of one check of the judge."""
 
     name: str
+    """Name of the check."""
     passed: bool
+    """Whether the candidate passed it."""
     detail: str
+    """What the check found."""
 
 
 class Timing(Record):
-    """Candidate against baseline at one point of the sweep, from interleaved blocks."""
+    """Times of candidate and baseline at one point of the sweep, from interleaved blocks."""
 
     axes: dict[str, int]
+    """Size of each axis at the point."""
     candidate_us: float
-    """Median time of one call."""
+    """Median time of one call of the candidate, in microseconds."""
     baseline_us: float
+    """Median time of one call of the baseline, in microseconds."""
     speedup: float
-    """Baseline time over candidate time: the geometric mean over pairs of blocks."""
+    """Baseline time over candidate time: the Hodges-Lehmann estimate over pairs of blocks."""
     speedup_low: float
     """Lower end of the 95 % interval of `speedup`."""
     speedup_high: float
+    """Upper end of the 95 % interval of `speedup`."""
     pairs: int
-    """Pairs of blocks behind the interval."""
+    """Number of pairs of blocks used for the interval."""
     calls: int
-    """Timed calls behind `candidate_us`."""
+    """Number of timed calls of the candidate."""
     dropped_pairs: int = 0
-    """Pairs left out because the GPU throttled or its clock drifted."""
+    """Number of pairs left out because the GPU throttled or its clock drifted."""
     sol_pct: float | None = Field(
         default=None, validation_alias=AliasChoices("sol_pct", "light_pct")
     )
-    """Share of the speed of light: the time that the contract's bytes and arithmetic take at the
+    """Percent of the speed of light: the time of the contract's bytes and arithmetic at the
     machine's measured ceilings, over `candidate_us`."""
     launch_pct: float | None = None
-    """CUDA: share of the launch floor: the time of this machine's shortest kernel in a graph, over
-    `candidate_us`. What moves few bytes is near it and not near the speed of light."""
+    """CUDA: percent of the launch floor: the time of the machine's shortest kernel in a graph, over
+    `candidate_us`. A kernel that moves few bytes is close to it, not to the speed of light."""
     candidate_cold_us: float | None = None
-    """CUDA: with L2 overwritten before each call."""
+    """CUDA: median time in microseconds of a call of the candidate after overwriting L2."""
     baseline_cold_us: float | None = None
+    """CUDA: median time in microseconds of a call of the baseline after overwriting L2."""
     candidate_eager_us: float | None = None
-    """CUDA: outside of a graph, with the launch."""
+    """CUDA: median time in microseconds of a call of the candidate outside a graph, including the
+    launch."""
     baseline_eager_us: float | None = None
+    """CUDA: median time in microseconds of a call of the baseline outside a graph, including the
+    launch."""
 
 
 class Counter(Record):
     """One hardware counter of a kernel."""
 
     value: float
+    """Mean over launches."""
     unit: str
-    """Of Nsight Compute's base units: byte, byte/s, %, ..."""
+    """Base unit of Nsight Compute: byte, byte/s, %, ..."""
     metric: str
-    """Nsight Compute's name for it."""
+    """Nsight Compute's name of the metric."""
 
 
 class KernelCounters(Record):
-    """What Nsight Compute counted in one kernel at one size."""
+    """Nsight Compute's counters of one kernel at one size."""
 
     kernel: str
+    """Name of the kernel."""
     library: str | None
-    """Whose kernel it is by its name; None: the candidate's own."""
+    """Library that the kernel belongs to, by its name; None: the candidate's own kernel."""
     grid: str
+    """Grid size, as Nsight Compute prints it."""
     block: str
+    """Block size, as Nsight Compute prints it."""
     launches: int
-    """That were counted; the values are their mean."""
+    """Number of profiled launches; the values are their mean."""
     duration_us: float | None
-    """With caches flushed before: not the time that it is judged by."""
+    """Mean duration in microseconds with flushed caches. Verdicts do not use it."""
     values: dict[str, Counter]
-    """By the keys of `bench/judge/counters.toml`."""
+    """Counters by their key in `bench/judge/counters.toml`."""
 
 
 class BaselineTime(Record):
-    """How fast one known baseline is on this machine, or why it does not run."""
+    """The time of one baseline on this machine, or the reason why it does not run."""
 
     time_us: float | None = None
     """Geometric mean over the sweep, in microseconds."""
     missing: str | None = None
-    """Why it does not run here."""
+    """Why the baseline does not run on this machine."""
 
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, value: object) -> object:
-        """Evaluations of before hold `9.72 us`, or the reason, as text."""
+        """Read older evaluations, which hold `9.72 us` or the reason as text."""
         if not isinstance(value, str):
             return value
         figure, _, unit = value.rpartition(" ")
@@ -121,7 +136,7 @@ class BaselineTime(Record):
             return {"missing": value}
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> BaselineTime:
+    def _time_or_reason(self) -> BaselineTime:
         if (self.time_us is None) == (self.missing is None):
             raise ValueError("a baseline has a time, or a reason why it has none")
         return self
@@ -131,37 +146,48 @@ class BaselineTime(Record):
 
 
 class Evaluation(Record):
-    """The judge's whole word on one candidate."""
+    """The judge's result for one candidate."""
 
     schema_version: int = SCHEMA_VERSION
     op: str
+    """Name of the op."""
     language: str
+    """Language of the candidate."""
     digest: str
-    """sha256 of the candidate's source."""
+    """SHA-256 of the candidate's source."""
     outcome: Outcome
+    """How the evaluation ended."""
     checks: tuple[Check, ...] = ()
+    """Results of the checks in the order they ran."""
     tripwires: tuple[str, ...] = ()
-    """What it was noticed for: words of its source, and libraries whose kernels ran by CUPTI."""
+    """Tripwire hits in the source, and libraries whose kernels ran according to CUPTI."""
     baseline: str | None = None
-    """The strongest baseline that runs here, which every speedup is against."""
+    """Baseline of all speedups: the strongest that runs here, unless another one was chosen."""
     baselines: dict[str, BaselineTime] = Field(default_factory=dict)
-    """Each known baseline by name."""
+    """Time of each known baseline, by name."""
     sweep: str | None = None
-    """Which sweep of the contract was timed: the dtypes of the timings are its."""
+    """Name of the sweep that was timed; it determines the dtypes."""
     timings: tuple[Timing, ...] = ()
+    """Times at each point of the sweep."""
     timing_method: str | None = None
+    """How calls were timed, in words."""
     geomean_speedup: float | None = None
+    """Geometric mean of the speedups over the points of the sweep."""
     counters: tuple[KernelCounters, ...] = ()
-    """Of its own kernels at the largest swept point, where they were asked for."""
+    """Hardware counters of the candidate's kernels at the largest sweep point, if requested."""
     sandbox: str | None = None
-    """What confined the candidate."""
+    """Confinement of the candidate's process, in words."""
     outputs_sha256: str | None = None
-    """Of all compared outputs before timing: with `JudgeSettings.seed` it repeats bit by bit."""
+    """SHA-256 of all outputs compared before timing. It is reproducible if `Judge.evaluate` was
+    given a seed."""
     log: str = ""
     """Compiler output or traceback, clipped; feedback for the generation agent."""
     environment: Environment | None = None
+    """Device, versions and clocks of the measurement."""
     build_s: float | None = None
+    """Build time in seconds."""
     total_s: float | None = None
+    """Time of the whole evaluation in seconds."""
 
     @model_validator(mode="after")
     def _timed_if_right(self) -> Evaluation:
@@ -176,30 +202,37 @@ class Evaluation(Record):
 
     @property
     def right(self) -> bool:
-        """Whether it was judged and passed every check, however fast it is."""
+        """Whether the candidate ran and passed every check, regardless of its speed."""
         return self.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
 
     @property
     def missing_baselines(self) -> tuple[str, ...]:
-        """Known baselines that did not run here: nothing is said about these."""
-        return tuple(name for name, found in self.baselines.items() if found.missing is not None)
+        """Names of the baselines that do not run on this machine."""
+        return tuple(name for name, time in self.baselines.items() if time.missing is not None)
 
     @property
     def sol_share(self) -> float | None:
-        """Geometric mean over the timed points of the share of the speed of light, at most 1: its
-        inverse is the most by which the score can still grow. None where a point's share is not
-        known."""
+        """Geometric mean over the timed points of the share of the speed of light, at most 1.
+
+        Its inverse is the largest speedup that is still possible. None if the share of a point is
+        unknown.
+        """
         shares = [timing.sol_pct for timing in self.timings]
         known = [min(share / 100, 1.0) for share in shares if share is not None and share > 0]
         return geomean(known) if known and len(known) == len(shares) else None
 
     @property
     def failed_checks(self) -> list[Check]:
+        """The checks that the candidate did not pass."""
         return [check for check in self.checks if not check.passed]
 
 
 def geomean(values: list[float]) -> float:
-    """Geometric mean of positive values."""
+    """Geometric mean of positive values.
+
+    Raises:
+        ValueError: there are no values.
+    """
     if not values:
         raise ValueError("geomean of nothing")
     return math.exp(sum(math.log(value) for value in values) / len(values))

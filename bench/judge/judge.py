@@ -1,4 +1,4 @@
-"""The verdict on one candidate, step by step: build, load, correctness, time, correctness again."""
+"""Evaluate a candidate in steps: build, load, correctness, timing, correctness again."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ from patcher.bench.sandbox import process_tree as tree
 from patcher.bench.toolchains import Built, build, cache_root, toolchain
 
 CANARY_PAUSE_S = 3.0
-"""Between tries: the memory of a process that was killed comes back late."""
+"""Seconds between attempts: a killed process releases its GPU memory with a delay."""
 
 
 class Judge:
-    """Judges candidates one after the other; the baselines' process is kept. A context manager."""
+    """A context manager that evaluates candidates one after another.
+
+    It keeps the processes of the baselines alive between candidates.
+    """
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -47,7 +50,7 @@ class Judge:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        # the judge's own sums must not take the processors from what it times
+        # the judge's own arithmetic must not compete for CPUs with the timed processes
         before = torch.get_num_threads()
         self._stack.callback(torch.set_num_threads, before)
         torch.set_num_threads(1)
@@ -57,22 +60,23 @@ class Judge:
         self._stack.close()
 
     def build_ahead(self, candidates: Sequence[Candidate]) -> None:
-        """Compile what is coming, on all processors, before the device is held; by content, so that
-        `evaluate` finds it built.
+        """Compile candidates in parallel, before the device is locked.
+
+        Builds are cached by content, so that `evaluate` reuses them.
         """
         before = tree.descendants(os.getpid())
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            ahead = [
+            builds = [
                 pool.submit(build, candidate, load_op(candidate.op).contract)
                 for candidate in {each.digest: each for each in candidates}.values()
                 if toolchain(candidate.language).missing() is None
             ]
             try:
-                for done in ahead:
-                    done.result()
+                for one in builds:
+                    one.result()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
-                while not all(each.done() for each in ahead):  # their threads wait for compilers
+                while not all(one.done() for one in builds):  # their threads wait for compilers
                     tree.kill_all(tree.descendants(os.getpid()) - before)
                     time.sleep(0.01)
                 raise
@@ -80,8 +84,13 @@ class Judge:
     def evaluate(
         self, candidate: Candidate, report: Progress, seed: int | None = None
     ) -> Evaluation:
-        """See `judge.evaluate`. A `seed` makes the compared outputs repeat bit by bit;
-        without one, seeds are secret, as a verdict needs.
+        """Evaluate one candidate; see `patcher.bench.judge.evaluate`.
+
+        Args:
+            candidate: the source, its language and its op.
+            report: called with (stage, done, total).
+            seed: makes the compared outputs reproducible bit by bit. None: seeds are secret, as a
+                verdict requires.
         """
         settings = self.settings
         op = load_op(candidate.op)
@@ -94,11 +103,11 @@ class Judge:
             raise UsageError(f"{op.name} has no baseline {settings.baseline!r}", f"it has: {known}")
         require_fits(op, sweep, device)
         state = TrialState(candidate, device)
-        begun = begin(state, op, settings, report)
-        if isinstance(begun, Evaluation):
-            return begun
-        with _held(device):
-            return self._run(state, op, sweep, begun.built, begun.seen, report, Secrets(seed))
+        start = begin(state, op, settings, report)
+        if isinstance(start, Evaluation):
+            return start
+        with _device_lock(device):
+            return self._run(state, op, sweep, start.built, start.seen, report, Secrets(seed))
 
     def _run(
         self,
@@ -121,8 +130,8 @@ class Judge:
                 cases = cases_.correctness_cases(op, sweep, draw, 1 + seen.evidence)
                 trial.correct(cases, report)
                 trial.repeats(seen.declares_nondeterminism)
-                baseline, found, name = self._baseline(op, sweep, state.device, report)
-                more = {"baseline": name, "baselines": found, "sweep": sweep.name}
+                baseline, times, name = self._baseline(op, sweep, state.device, report)
+                more = {"baseline": name, "baselines": times, "sweep": sweep.name}
                 with ClockMonitor(state.device) as clocks:
                     more |= trial.timed(baseline, clocks, report)
                 trial.soaked()
@@ -132,8 +141,8 @@ class Judge:
                     trial.sanitized(built, report)
             except Wrong as wrong:
                 before = trial.compared + trial.calls
-                told = f"; {before} calls before it were right" if before else ""
-                state.check(wrong.check, False, wrong.detail + told)
+                note = f"; {before} calls before it were right" if before else ""
+                state.check(wrong.check, False, wrong.detail + note)
                 timed = {key: more[key] for key in ("baseline", "baselines") if key in more}
                 evaluation = state.verdict(wrong.outcome, wrong.log, **timed)
             else:
@@ -142,7 +151,7 @@ class Judge:
                 outcome = Outcome.CORRECT if speedup > 1 else Outcome.TOO_SLOW
                 evaluation = state.verdict(outcome, geomean_speedup=speedup, **more)
         if state.device == "cuda" and evaluation.outcome is Outcome.RUNTIME_ERROR:
-            self._prove_device(state.device)
+            self._verify_device(state.device)
         return evaluation
 
     def _zygote(self, device: str) -> Zygote:
@@ -150,12 +159,14 @@ class Judge:
             modules = ("triton",) if device == "cuda" else ()
             self._zygotes[device] = self._stack.enter_context(Zygote(device, modules))
             if device == "cuda":
-                self._canary[device] = self._sing(device)
+                self._canary[device] = self._canary_digest(device)
         return self._zygotes[device]
 
     def _settings(self, device: str) -> JudgeSettings:
-        """On a CPU one thread, where nothing is said: several wait for each other, milliseconds
-        each time, as soon as anything else runs.
+        """The settings, with one thread on a CPU unless `threads` is set.
+
+        Several threads wait for each other, for milliseconds each time, as soon as another program
+        runs.
         """
         if device == "cpu" and self.settings.threads is None:
             return replace(self.settings, threads=1)
@@ -164,7 +175,7 @@ class Judge:
     def _baseline(
         self, op: Op, sweep: Sweep, device: str, report: Progress
     ) -> tuple[Runner, dict[str, BaselineTime], str]:
-        """The trusted runner with the strongest baseline loaded."""
+        """The runner with the baseline loaded, the times of all baselines, and its name."""
         runner, settings = self._trusted.get(device), self._settings(device)
         if runner is None or not runner.alive:
             limits = Limits(reply_s=300.0)
@@ -172,53 +183,55 @@ class Judge:
             runner.start(settings.threads, self._cpus(device))
             self._trusted[device] = runner
         name = op.accuracy_baseline if settings.baseline == "honest" else settings.baseline
-        found = Strongest(name=name or "", times_us={}, missing={})
+        best = Strongest(name=name or "", times_us={}, missing={})
         try:
             if name is None:
-                found = strongest(op, sweep, device, runner, settings.threads, report)
-                name = found.name
+                best = strongest(op, sweep, device, runner, settings.threads, report)
+                name = best.name
             runner.command("baseline", LOAD_S, op=op.name, name=name)
         except RunnerFailure as failure:
             raise MissingError(
                 f"baseline {name or 'of ' + op.name} does not run here: {failure.message}",
-                "name another one with --baseline, or see `patcher doctor`",
+                "choose another one with --baseline, or see `patcher doctor`",
             ) from failure
-        return runner, found.all(), name
+        return runner, best.all(), name
 
     def _cpus(self, device: str) -> list[int] | None:
-        """CPUs to which runners are pinned; both arms the same."""
+        """CPUs to which the runners of both arms are pinned; None: no pinning."""
         threads = self._settings(device).threads
         if device == "cuda" or threads is None:
             return None
         return sorted(os.sched_getaffinity(0))[:threads]
 
-    def _sing(self, device: str) -> str:
-        """What the device says to exact arithmetic, in a process that nothing else has used."""
+    def _canary_digest(self, device: str) -> str:
+        """Digest of exact arithmetic on the device, computed in a fresh process."""
         with Runner(self._zygotes[device], Limits(reply_s=120.0), trusted=True) as runner:
             runner.start()
             return str(runner.command("canary")["digest"])
 
-    def _prove_device(self, device: str) -> None:
+    def _verify_device(self, device: str) -> None:
+        """Check that the device still computes correctly after a candidate failed."""
         for last in (False, False, True):
             try:
-                digest = self._sing(device)
+                digest = self._canary_digest(device)
             except (RunnerFailure, MissingError) as failure:
                 if not last:
                     time.sleep(CANARY_PAUSE_S)
                     continue
                 raise MissingError(
                     f"the GPU does not answer after a candidate failed: {failure.message}",
-                    "reset it (nvidia-smi --gpu-reset), end what else fills it, or use another one",
+                    "reset it (nvidia-smi --gpu-reset), free its memory, or use another GPU",
                 ) from failure
         if digest != self._canary[device]:
             raise VerificationError(
-                "the GPU computes something else after a candidate failed", "reset it"
+                "the GPU computes wrong values after a candidate failed",
+                "reset it (nvidia-smi --gpu-reset)",
             )
 
 
 @contextmanager
-def _held(device: str) -> Iterator[None]:
-    """One judge at a time on the GPUs of this user: others go on building meanwhile."""
+def _device_lock(device: str) -> Iterator[None]:
+    """Let one judge of this user use the GPUs at a time. Builds do not need the lock."""
     if device != "cuda":
         yield
         return
@@ -234,8 +247,8 @@ def _sweep(op: Op, device: str, settings: JudgeSettings) -> Sweep:
     if settings.points is None:
         return sweep
     last, count = len(sweep.values) - 1, min(settings.points, len(sweep.values))
-    kept = {last - round(index * last / max(count - 1, 1)) for index in range(count)}
-    return sweep.model_copy(update={"values": tuple(sweep.values[i] for i in sorted(kept))})
+    chosen = {last - round(index * last / max(count - 1, 1)) for index in range(count)}
+    return sweep.model_copy(update={"values": tuple(sweep.values[i] for i in sorted(chosen))})
 
 
 def _device(candidate: Candidate, settings: JudgeSettings) -> str:

@@ -1,8 +1,7 @@
-"""How many sets of buffers a point is judged on: what a set weighs decides.
+"""Number of buffer sets per point, by the size of a set.
 
-Small sets come in numbers, so that a block of calls is long enough to be timed. A set that is
-larger than any cache is cold by itself, and a few are enough to have calls that are made and one
-that may not be.
+Many small sets make a block of calls long enough to be timed. A set larger than any cache is cold
+anyway. Then a few sets suffice: some that are called, and one that must stay untouched.
 """
 
 from __future__ import annotations
@@ -17,25 +16,28 @@ from patcher.bench.ops.contract import Point, Sweep
 from patcher.bench.ops.op import Op
 
 SETS = {"cpu": 16, "cuda": 32}
-"""Buffer sets of a block."""
+"""Most buffer sets of a timed block."""
 MAX_BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 16 << 20}
+"""Size limit of a timed block, unless the fewest sets are larger."""
 FEWEST_SETS = 4
+"""Fewest sets of a timed block."""
 LARGE_BYTES = 64 << 20
-"""A set of this size does not stay in a GPU's second-level cache (50 MB on an H200)."""
+"""Size above which a set does not fit a GPU's L2 cache (50 MB on an H200)."""
 FEWEST_LARGE = 3
+"""Fewest sets of a timed block of large sets."""
 SOAKED = 16
-"""Calls a block after the timed ones."""
+"""Most calls of a block after timing, which is checked and not timed."""
 SOAKED_BYTES = 1 << 30
-"""What such a block holds at most."""
+"""Size limit of such a block."""
 FEWEST_CALLS = 200
-"""Checked calls of an op with large sets, whose thousand would take a minute."""
+"""Number of checked calls of an op with large sets; a thousand would take a minute."""
 _COPIES = 6
-"""Of a block on the device: buffers and what they held after each call in both runners, the judge's
-own, and room for what is right."""
+"""Copies of a block on the device: buffers and their contents after each call in both runners, the
+judge's own, and the expected values."""
 
 
 def block_sets(op: Op, point: Point, device: str) -> int:
-    """Of a timed block."""
+    """Number of buffer sets of a timed block at a point."""
     plan = tensors_of(op, point)
     fewest = FEWEST_LARGE if plan.set_bytes > LARGE_BYTES else FEWEST_SETS
     fitting = max(min(SETS[device], MAX_BLOCK_BYTES[device] // plan.set_bytes), fewest)
@@ -43,24 +45,25 @@ def block_sets(op: Op, point: Point, device: str) -> int:
 
 
 def soaked_sets(plan: Layout) -> int:
-    """Of a block of calls that are checked and not timed."""
+    """Number of buffer sets of a block that is checked and not timed."""
     most = min(SOAKED_BYTES // plan.set_bytes, CAPACITY // plan.sent_bytes)
     return max(min(SOAKED, most), 1)
 
 
 def soaked_calls(op: Op, sweep: Sweep, wanted: int) -> int:
-    """Checked calls of a candidate that passes: as many as wanted, of large sets fewer. What a set
-    weighs decides, and not how long the calls take, which a candidate may choose.
+    """Number of checked calls of a passing candidate: `wanted`, or fewer for large sets.
+
+    It depends on the size of a set, not on the time of a call, which the candidate could choose.
     """
     large = any(tensors_of(op, point).set_bytes > LARGE_BYTES for point in sweep.points())
     return min(wanted, FEWEST_CALLS) if large else wanted
 
 
 def require_fits(op: Op, sweep: Sweep, device: str) -> None:
-    """Before anything is built.
+    """Check that every point fits into memory, before anything is built.
 
     Raises:
-        UsageError: a point of the sweep, or a hidden shape, is too large to be judged.
+        UsageError: a point of the sweep or a hidden shape is too large.
     """
     for point in shapes_tried(op, sweep):
         plan = tensors_of(op, point)
@@ -69,8 +72,8 @@ def require_fits(op: Op, sweep: Sweep, device: str) -> None:
                 f"{op.name} at {point.label()} is too large to be judged: "
                 f"{plan.sent_bytes / 2**30:.2f} GiB go to each call, and the judge sends "
                 f"{CAPACITY / 2**30:g} GiB for {FEWEST_LARGE} calls",
-                "take a sweep of smaller sizes; or, of a large tensor that is only read and of "
-                'which any bits will do, say values = "bits" in op.toml: it is not sent',
+                "choose a sweep with smaller sizes; or, if a large read-only tensor may hold any "
+                'bits, set its values = "bits" in op.toml, so that it is not sent',
             )
         if device == "cuda":
             _require_memory(op, point, plan)
@@ -83,5 +86,5 @@ def _require_memory(op: Op, point: Point, plan: Layout) -> None:
         raise UsageError(
             f"{op.name} at {point.label()} is too large for this GPU: judging it takes about "
             f"{needed / 2**30:.0f} GiB of its {whole / 2**30:.0f}",
-            "take a sweep of smaller sizes, or a GPU with more memory",
+            "choose a sweep with smaller sizes, or a GPU with more memory",
         )

@@ -1,6 +1,4 @@
-"""The judge's side of a runner: send commands, read replies, freeze it while others are timed, kill
-it with everything that it started.
-"""
+"""The judge's side of a runner process: commands, replies, freezing and killing."""
 
 from __future__ import annotations
 
@@ -36,30 +34,32 @@ _LOG_LIMIT = 1 << 16
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one runner."""
+    """Limits of one runner."""
 
     reply_s: float = 30.0
-    """The longest that a command may take which has no limit of its own."""
+    """Time limit in seconds of a command, unless the command sets its own."""
     memory_bytes: int = 16 << 30
-    """Of all its processes together."""
+    """Memory limit in bytes of all its processes together."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """What calls left behind."""
+    """Contents of the buffers after a block of calls."""
 
     blocks: Bytes
-    """[sets, returned_bytes]."""
+    """Returned bytes, uint8 of shape [sets, returned_bytes]."""
     key: int
+    """Key of the digests, drawn after the calls."""
     digests: object
-    """By that key: for each set, of each tensor that is watched. The runner's word: anything."""
+    """Keyed digests of each watched tensor of each set. Untrusted: the runner may send anything."""
 
 
 class Runner:
-    """One runner process. A context manager: leaving kills the whole tree and removes its folder.
+    """One runner process. A context manager: leaving it kills the process tree and removes its
+    folder.
 
-    A trusted runner (baselines, the canary) is not confined, has the project on its path, and
-    keeps its compile caches between runs; a candidate's gets none of that.
+    A trusted runner (baselines, the canary) is not confined, has the project on its path, and keeps
+    its compile caches between runs. The runner of a candidate has none of these.
     """
 
     def __init__(self, zygote: Zygote, limits: Limits, trusted: bool) -> None:
@@ -67,11 +67,11 @@ class Runner:
         self.folder = Path(tempfile.mkdtemp(prefix="patcher-run-"))
         self.confinement = "none: trusted code"
         self.no_late_writer = ""
-        """Why no kernel can be put in front of a call that writes late; told before foreign code
-        is loaded."""
+        """Why no late-writing kernel can precede a call; reported before foreign code is loaded."""
         self.reply_s = 0.0
+        """Seconds that the last reply took."""
         self.lent: object = None
-        """The stock that it was given last."""
+        """Random pool that the runner was given last."""
         self._buffer = b""
         self._status: int | None = None
         self._files = [memory_file("inputs"), memory_file("outputs")]
@@ -113,31 +113,42 @@ class Runner:
 
     @property
     def alive(self) -> bool:
+        """Whether the process has not ended."""
         return self._status is None
 
     def start(self, threads: int | None = None, cpus: list[int] | None = None) -> None:
-        """Confine it, import torch, wake the device; before any foreign code.
+        """Confine the process, import torch and initialise the device, before any foreign code.
+
+        Args:
+            threads: CPU threads of torch; None: its default.
+            cpus: CPUs to pin the process to; None: no pinning.
 
         Raises:
-            MissingError: that does not work here.
+            MissingError: this machine cannot do that.
         """
         device = self._zygote.device
         try:
             reply = self.command("start", START_S, device=device, threads=threads, cpus=cpus)
         except RunnerFailure as failure:
-            said = f"{failure.message} {self.log_tail(300)}".strip()
+            reason = f"{failure.message} {self.log_tail(300)}".strip()
             raise MissingError(
-                f"a process to judge in does not start on {device}: {said}", "see `patcher doctor`"
+                f"the runner process does not start on {device}: {reason}", "see `patcher doctor`"
             ) from failure
         self.no_late_writer = str(reply.get("no_late_writer", ""))
         if "confinement" in reply:
             self.confinement = str(reply["confinement"])
 
     def command(self, do: str, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
-        """Send one command and wait for its reply; `reply_s` is how long that took.
+        """Send one command and wait for its reply. `reply_s` then holds the elapsed seconds.
+
+        Args:
+            do: name of the command.
+            timeout_s: time limit in seconds; None: `Limits.reply_s`.
+            arguments: arguments of the command, as JSON.
 
         Raises:
-            RunnerFailure: it raised, crashed, exited, or gave no reply in time (then it is killed).
+            RunnerFailure: the command raised, or the process crashed, exited or did not reply in
+                time (then it is killed).
         """
         nonce = secrets.token_hex(8)
         line = json.dumps({"do": do, "nonce": nonce, **arguments}).encode() + b"\n"
@@ -145,7 +156,7 @@ class Runner:
         try:
             _write_all(self._commands, line)
         except BrokenPipeError:
-            raise RunnerFailure(self._how_it_ended()) from None
+            raise RunnerFailure(self._exit_reason()) from None
         reply = self._read_reply(timeout_s or self.limits.reply_s)
         self.reply_s = time.perf_counter() - begin
         if reply.get("nonce") != nonce:
@@ -161,16 +172,21 @@ class Runner:
         )
 
     def send(self, data: Bytes) -> None:
-        """Bytes that its next command reads."""
+        """Write the bytes that the next command reads."""
         write_at_start(self._files[0], data)
 
     def left(self, do: str, plan: Layout, sets: int) -> Left:
-        """What its last calls left, by `hand` or `collect`: the bytes that it had when it replied.
+        """Read the buffers after the last calls, as they were when the runner replied.
+
+        Args:
+            do: the command to send, `hand` or `collect`.
+            plan: layout of a set.
+            sets: number of sets.
 
         Raises:
-            RunnerFailure: they are others.
+            RunnerFailure: the bytes changed after the reply.
         """
-        key = secrets.randbits(62)  # drawn now: no call knew it
+        key = secrets.randbits(62)  # drawn now, so that no call could know it
         reply = self.command(do, key=key)
         data = np.empty(sets * plan.returned_bytes, dtype=np.uint8)
         read_from_start(self._files[1], data)
@@ -179,23 +195,23 @@ class Runner:
         return Left(data.reshape(sets, plan.returned_bytes), key, reply["digests"])
 
     def freeze(self, frozen: bool) -> None:
-        """Stop all of it, or let it go on: nothing of it runs while another is timed."""
+        """Stop or continue the process tree, so that it does not run while another is timed."""
         tree.send(self._pid, signal.SIGSTOP if frozen else signal.SIGCONT)
 
     def _read_reply(self, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
-            left = deadline - time.monotonic()
-            ready, _, _ = select.select([self._replies], [], [], min(max(left, 0), 0.2))
+            remaining = deadline - time.monotonic()
+            ready, _, _ = select.select([self._replies], [], [], min(max(remaining, 0), 0.2))
             if ready:
                 chunk = os.read(self._replies, 1 << 16)
                 if not chunk:
-                    raise RunnerFailure(self._how_it_ended())
+                    raise RunnerFailure(self._exit_reason())
                 self._buffer += chunk
                 if len(self._buffer) > _REPLY_LIMIT:
                     self._kill()
                     raise RunnerFailure("it floods the reply channel", kind="Protocol")
-            elif left <= 0:
+            elif remaining <= 0:
                 self._kill()
                 message = f"no answer after {timeout_s:g} s: it hangs (killed)"
                 raise RunnerFailure(message, kind="Timeout")
@@ -214,7 +230,7 @@ class Runner:
         return reply
 
     def _watch(self) -> None:
-        """Memory of the whole tree, which no limit of one process bounds."""
+        """Enforce the memory limit over the whole process tree; rlimits apply per process."""
         used = tree.memory_bytes(self._pid)
         if used > self.limits.memory_bytes:
             self._kill()
@@ -224,7 +240,7 @@ class Runner:
                 kind="Memory",
             )
 
-    def _how_it_ended(self) -> str:
+    def _exit_reason(self) -> str:
         self._status = self._zygote.reap(self._pid)
         if self._status is None:
             self._kill()
@@ -241,7 +257,7 @@ class Runner:
         self._status = self._zygote.reap(self._pid)
 
     def log_tail(self, limit: int = 2000) -> str:
-        """What it printed last."""
+        """The last characters that the process printed."""
         try:
             with (self.folder / "log").open("rb") as file:
                 file.seek(0, os.SEEK_END)
@@ -251,6 +267,7 @@ class Runner:
             return ""
 
     def close(self) -> None:
+        """Kill the process tree and remove the folder."""
         self._kill()
         for descriptor in (self._commands, self._replies, *self._files):
             os.close(descriptor)
@@ -258,7 +275,7 @@ class Runner:
 
 
 def placed(built: Built, folder: Path) -> Path:
-    """A copy of what was built, where a sandbox that sees the folder can read it."""
+    """Copy a build into a folder that the sandbox can read."""
     assert built.path is not None
     target = folder / built.path.name
     shutil.copyfile(built.path, target)
@@ -266,13 +283,16 @@ def placed(built: Built, folder: Path) -> Path:
     return target
 
 
-def _text(said: object) -> str:
-    """What the runner says, as text that can be written anywhere."""
-    return str(said)[:4000].encode("utf-8", "replace").decode()
+def _text(value: object) -> str:
+    """A runner's untrusted value as text of bounded length that can be encoded as UTF-8."""
+    return str(value)[:4000].encode("utf-8", "replace").decode()
 
 
 def caches(folder: Path, trusted: bool) -> dict[str, str]:
-    """Home and caches of a runner: a folder of its own, or one that trusted runs share."""
+    """Environment variables for the home and the caches of a runner.
+
+    Trusted runners share one cache folder; others have one in `folder`.
+    """
     caches = cache_root() / "baselines" if trusted else folder / "cache"
     return {
         "HOME": str(folder),

@@ -1,4 +1,4 @@
-"""The trusted process that has imported torch and forks runners."""
+"""The zygote: a trusted process that has imported torch and forks runners."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ _SEE = "see `patcher doctor`"
 
 
 class RunnerFailure(Exception):
-    """The runner crashed, hung, exited, or its kernel raised. `fatal` when the process is gone.
+    """A runner crashed, hung or exited, or its kernel raised.
 
-    `kind` is the exception's name in the runner, or `Timeout`, `Memory`, or `Protocol` where what
-    came back cannot be what the runner's own code sent.
+    Args:
+        message: what happened.
+        trace: traceback in the runner.
+        kind: name of the exception in the runner; or `Timeout`, `Memory`, or `Protocol` if the
+            runner's own code cannot have sent the reply.
+        fatal: whether the process has ended.
     """
 
     def __init__(self, message: str, trace: str = "", kind: str = "", fatal: bool = True) -> None:
@@ -38,7 +42,12 @@ class RunnerFailure(Exception):
 
 
 class Zygote:
-    """The trusted process that has imported torch and forks runners. A context manager."""
+    """A trusted process that has imported torch and forks runners. A context manager.
+
+    Args:
+        device: `cpu` or `cuda`.
+        modules: modules to import besides torch.
+    """
 
     def __init__(self, device: str, modules: tuple[str, ...] = ()) -> None:
         self.device = device
@@ -65,7 +74,7 @@ class Zygote:
         try:
             if not self._socket.recv(16):
                 raise MissingError(
-                    f"the process that starts runners does not start: {self._said()}", _SEE
+                    f"the process that forks runners does not start: {self._stderr()}", _SEE
                 )
         except BaseException:
             self.__exit__()
@@ -83,11 +92,16 @@ class Zygote:
         shutil.rmtree(self.kit, ignore_errors=True)
 
     def fork(self, job: dict[str, Any], descriptors: list[int]) -> int:
-        """A new runner's process id."""
+        """Fork a runner and return its process id.
+
+        Args:
+            job: what the runner is to do, as JSON.
+            descriptors: file descriptors to pass to it.
+        """
         return int(self._answer({"do": "fork", **job}, descriptors)["pid"])
 
     def reap(self, pid: int, timeout_s: float = 10.0) -> int | None:
-        """Wait status of a runner that ended, or None where it still runs."""
+        """Wait status of a runner, or None if it still runs after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while True:
             status = self._answer({"do": "reap", "pid": pid})["status"]
@@ -98,24 +112,24 @@ class Zygote:
             time.sleep(0.002)
 
     def _answer(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
-        """To this message: whoever was interrupted before has left his answer unread."""
+        """The reply to this message; replies to interrupted earlier messages are skipped."""
         number = next(self._numbers)
         text = json.dumps({"number": number, **message}).encode()
         socket.send_fds(self._socket, [text], descriptors)
-        while answer := self._socket.recv(1 << 12):
-            found: dict[str, Any] = json.loads(answer)
-            if found["number"] == number:
-                return found
-        raise MissingError(f"the process that starts runners is gone: {self._said()}", _SEE)
+        while data := self._socket.recv(1 << 12):
+            reply: dict[str, Any] = json.loads(data)
+            if reply["number"] == number:
+                return reply
+        raise MissingError(f"the process that forks runners has ended: {self._stderr()}", _SEE)
 
-    def _said(self) -> str:
+    def _stderr(self) -> str:
         assert self._process.stderr is not None
         self._process.kill()
         return self._process.stderr.read().decode("utf-8", "replace")[-1500:]
 
 
 def lay_out(kit: Path) -> None:
-    """The runner's own code, in a folder that a sandbox can see."""
+    """Copy the runner's code into a folder that the sandbox can read."""
     shutil.copytree(
         Path(__file__).parents[1] / "runner",
         kit / "patcher_kit",
@@ -124,16 +138,16 @@ def lay_out(kit: Path) -> None:
 
 
 def environment(kit: Path, device: str) -> dict[str, str]:
-    """An allow-list: what Python and CUDA need, nothing that may hold a secret."""
+    """Environment of the zygote: variables that Python and CUDA need, none that may be secret."""
     environment = {
         "PATH": os.environ.get("PATH", os.defpath),
         "HOME": str(kit),
         "LC_ALL": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",
-        "OPENBLAS_NUM_THREADS": "1",  # its pool of threads would not survive the fork
+        "OPENBLAS_NUM_THREADS": "1",  # its thread pool would not survive the fork
     }
-    kept = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
-    environment |= {name: os.environ[name] for name in kept if name in os.environ}
+    inherited = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+    environment |= {name: os.environ[name] for name in inherited if name in os.environ}
     environment["PYTHONPATH"] = python_path(kit)
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,1 +1,1 @@
-"""Is a difference one? Intervals, adjustments and the verdict of a comparison."""
+"""Statistics of an A/B comparison: outlier handling, intervals and the verdict."""

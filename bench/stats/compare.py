@@ -1,12 +1,11 @@
-"""One comparison: log-ratio per pair, an interval of its mean, a verdict against a margin.
+"""Compare two arms: log-ratio per pair, an interval of its mean, a verdict against a margin.
 
-What an arm gains by beginning a pair is found and taken out. The interval is one of Student's t
-over pairs, blocks of pairs or process pairs, whichever is the widest (`stats.intervals`). Pairs far
-from all others count as if they were less far, on either side alike, and are counted
-(`stats.adjust`); and a sign test over all at their full distance must agree with an accept, so that
-a few wild pairs can neither bring one about nor hide one. Looks are paid for by alpha spending (Lan
-and DeMets 1983, with the O'Brien-Fleming-like function), so that looking early does not make a
-false accept likelier; several patches by Holm's correction.
+The order effect is estimated and removed, and outlier pairs are winsorised (`stats.adjust`). The
+interval is Student's t over pairs, blocks of pairs or process pairs, whichever is widest
+(`stats.intervals`). To accept, a sign test over the unclipped pairs must agree, so that a few
+outliers can neither cause an accept nor hide one. Interim looks use alpha spending (Lan and DeMets
+1983, with the O'Brien-Fleming-like function), so that looking early does not make a false accept
+more likely. Several patches use Holm's correction.
 """
 
 from __future__ import annotations
@@ -44,21 +43,24 @@ def compare(
     warmup_pairs: int = 1,
     dropped_pairs: frozenset[int] = frozenset(),
 ) -> Comparison:
-    """Compare patched with baseline.
+    """Compare the patched arm with the baseline.
 
     Args:
-        samples: two per pair, one of each arm; pairs in the order they were taken, and of windows
-            in a pair the one first that began (of plain samples that is not known, and nothing is
-            made of it). Where they name their `process`, all of them do, and a pair's two name the
-            same process pair.
-        margin_pct: gain that the lower bound must exceed to accept.
-        confidence_pct: level of the two-sided interval.
-        warmup_pairs: first pairs left out, of each process pair.
-        dropped_pairs: pairs left out because their clocks drifted or throttled.
+        samples: two samples per pair, one of each arm, with pairs in the order they were taken.
+            The two windows of a pair come in the order they ran; the order of plain samples is
+            unknown and not used. Either every sample names its `process` or none does, and the two
+            samples of a pair name the same one.
+        margin_pct: gain in percent that the lower bound must exceed to accept.
+        confidence_pct: level of the two-sided interval in percent.
+        warmup_pairs: number of leading pairs to leave out of each process pair.
+        dropped_pairs: numbers of pairs to leave out because their clocks drifted or throttled.
+
+    Returns:
+        The gain in percent with its interval, and the verdict against the margin.
 
     Raises:
-        UsageError: a pair lacks an arm or has one twice, or its processes do not fit; there is no
-            usable pair; or a margin or level that means nothing.
+        UsageError: a pair lacks an arm, repeats one, or mixes process pairs; no usable pair is
+            left; or the margin or the level is out of range.
     """
     if not -100 < margin_pct < math.inf:
         raise UsageError(f"margin of {margin_pct:g} %", "a margin is a gain in percent, e.g. 0.5")
@@ -69,37 +71,37 @@ def compare(
     used = [p for p in _without_warmup(pairs, warmup_pairs) if p.number not in dropped_pairs]
     if not used:
         raise UsageError(
-            f"no usable pair among {len(pairs)}", "give more pairs than the warm-up takes"
+            f"no usable pair among {len(pairs)}", "give more pairs than the warm-up leaves out"
         )
     processes = [pair.process for pair in used if pair.process is not None]
-    # a difference of logarithms, since a quotient can overflow
+    # a difference of logarithms, since the quotient can overflow
     ratios = [math.log(pair.patched) - math.log(pair.baseline) for pair in used]
     known = all(isinstance(sample, Window) for sample in samples)
     first = [pair.patched_first for pair in used] if known else None
-    found = judge(ratios, margin_pct, confidence_pct, processes or None, first)
+    judgement = judge(ratios, margin_pct, confidence_pct, processes or None, first)
     return Comparison(
         pairs=len(used),
         dropped_pairs=len(pairs) - len(used),
         baseline_tokens_per_s=statistics.median(pair.baseline for pair in used),
         patched_tokens_per_s=statistics.median(pair.patched for pair in used),
-        gain_pct=found.gain_pct,
-        gain_low_pct=found.low_pct,
-        gain_high_pct=found.high_pct,
+        gain_pct=judgement.gain_pct,
+        gain_low_pct=judgement.low_pct,
+        gain_high_pct=judgement.high_pct,
         confidence_pct=confidence_pct,
         margin_pct=margin_pct,
-        pair_sd_pct=found.pair_sd_pct,
-        order_effect_pct=found.order_effect_pct,
-        verdict=found.verdict,
-        reason=found.reason + _process_note(used),
+        pair_sd_pct=judgement.pair_sd_pct,
+        order_effect_pct=judgement.order_effect_pct,
+        verdict=judgement.verdict,
+        reason=judgement.reason + _process_note(used),
         process_pairs=len(set(processes)),
-        block_pairs=found.block_pairs,
-        outlying_pairs=found.outlying_pairs,
-        p_value=found.p_value,
+        block_pairs=judgement.block_pairs,
+        outlying_pairs=judgement.outlying_pairs,
+        p_value=judgement.p_value,
     )
 
 
 class Judgement(NamedTuple):
-    """What `judge` says of log-ratios; the fields are `Comparison`'s."""
+    """The result of `judge`; its fields are described at `Comparison`."""
 
     gain_pct: float
     low_pct: float
@@ -120,18 +122,21 @@ def judge(
     processes: Sequence[int] | None = None,
     patched_first: Sequence[bool] | None = None,
 ) -> Judgement:
-    """The verdict on log-ratios of usable pairs in the order they were taken; at least one.
+    """Decide on the log-ratios of the usable pairs.
 
     Args:
-        processes: the process pair of each.
-        patched_first: of each, whether the patched arm began; what the order does is then taken
-            out.
+        ratios: log-ratios of patched over baseline in the order they were taken; at least one.
+        margin_pct: gain in percent that the lower bound must exceed to accept.
+        confidence_pct: level of the two-sided interval in percent.
+        processes: the process pair of each pair.
+        patched_first: for each pair, whether the patched arm ran first. If given, the order effect
+            is removed.
     """
     effect = None
     if patched_first is not None:
         ratios, effect = without_order(ratios, patched_first, processes)
-    near, outlying = winsorised(ratios, processes)
-    mean = mean_of(near, processes, ordered=effect is not None)
+    clipped, outlying = winsorised(ratios, processes)
+    mean = mean_of(clipped, processes, ordered=effect is not None)
     half, spread = mean.widest(confidence_pct)
     low, high = _percent(mean.value - half), _percent(mean.value + half)
     verdict, reason = _verdict(ratios, mean, low, high, margin_pct)
@@ -171,21 +176,30 @@ def _verdict(
     worst = max(mean.spreads)
     if worst.block == 0:
         return "inconclusive", f"{holds}; only more process pairs would tell"
-    # as if independent, with the spread that the blocks show
-    alike = 100 * worst.error * math.sqrt(len(ratios))
-    needed = pairs_needed(alike, _percent(mean.value), margin_pct)
+    # the SD of independent pairs that would give the standard error of the blocks
+    pair_sd_pct = 100 * worst.error * math.sqrt(len(ratios))
+    needed = pairs_needed(pair_sd_pct, _percent(mean.value), margin_pct)
     return "inconclusive", holds + (f"; about {needed} pairs would tell" if needed else "")
 
 
 def holm(comparisons: Sequence[Comparison], confidence_pct: float = 95.0) -> list[Comparison]:
-    """The comparisons of all patches tried, in order, an accept kept only where it holds among all.
+    """Correct the comparisons of several patches for multiple testing.
 
-    Holm's step-down (Scand. J. Statist. 6, 65, 1979) on the one-sided p-values, so that the chance
-    of any false accept among them stays below half of what `confidence_pct` leaves. A p-value of a
-    look is first scaled by the share of alpha that its look had (a weighted Bonferroni over looks).
+    Applies Holm's step-down (Scand. J. Statist. 6, 65, 1979) to the one-sided p-values. The chance
+    of any false accept stays below half of alpha, where alpha is 100 % minus `confidence_pct`. The
+    p-value of an interim look is first scaled by that look's share of alpha (a weighted Bonferroni
+    correction over looks).
+
+    Args:
+        comparisons: the comparisons of all patches that were tried.
+        confidence_pct: confidence in percent of all comparisons together.
+
+    Returns:
+        The comparisons in the same order, with `p_holm`. An accept that does not survive the
+        correction becomes inconclusive.
 
     Raises:
-        UsageError: a comparison without a p-value, recorded before there was one.
+        UsageError: a comparison has no p-value, since it was recorded by an earlier version.
     """
     scaled = []
     for one in comparisons:
@@ -193,45 +207,51 @@ def holm(comparisons: Sequence[Comparison], confidence_pct: float = 95.0) -> lis
             raise UsageError("a comparison without a p-value", "compare its samples again")
         scaled.append(one.p_value * (100 - confidence_pct) / (100 - one.confidence_pct))
     alpha = (1 - confidence_pct / 100) / 2
-    found = list(comparisons)
-    reached = 0.0
+    corrected = list(comparisons)
+    p_holm = 0.0
     for rank, index in enumerate(sorted(range(len(scaled)), key=scaled.__getitem__)):
-        reached = max(reached, min(scaled[index] * (len(scaled) - rank), 1.0))
-        update: dict[str, object] = {"p_holm": reached}
-        if found[index].verdict == "accept" and reached > alpha:
+        p_holm = max(p_holm, min(scaled[index] * (len(scaled) - rank), 1.0))
+        update: dict[str, object] = {"p_holm": p_holm}
+        if corrected[index].verdict == "accept" and p_holm > alpha:
             update["verdict"] = "inconclusive"
             update["reason"] = (
                 f"accepted alone, but not among {len(scaled)} patches: "
-                f"Holm's p is {reached:.2g}, at most {alpha:.2g} may be"
+                f"Holm's p is {p_holm:.2g}, at most {alpha:.2g} may be"
             )
-        found[index] = found[index].model_copy(update=update)
-    return found
+        corrected[index] = corrected[index].model_copy(update=update)
+    return corrected
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Samples from JSONL, one `{"pair", "arm", "tokens_per_s"}` a line.
+    """Read samples from a JSONL file, one `{"pair", "arm", "tokens_per_s"}` per line.
+
+    Args:
+        path: the JSONL file, in UTF-8. Blank lines are ignored.
+
+    Returns:
+        The samples in file order.
 
     Raises:
-        UsageError: unreadable, empty, or a line that does not fit (named by its number).
+        UsageError: the file cannot be read, is empty, or has an invalid line (named by number).
     """
-    hint = 'one JSON object a line: {"pair": 0, "arm": "baseline", "tokens_per_s": 1610.2}'
+    hint = 'write one JSON object per line: {"pair": 0, "arm": "baseline", "tokens_per_s": 1610.2}'
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", hint) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not text", hint) from error
-    found = []
+    samples = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            found.append(Sample.model_validate(json.loads(line)))
+            samples.append(Sample.model_validate(json.loads(line)))
         except (ValueError, RecursionError) as error:  # pydantic's and json's are ValueErrors
             raise UsageError(f"{path.name}, line {number}: not a sample", hint) from error
-    if not found:
+    if not samples:
         raise UsageError(f"{path.name} holds no samples", hint)
-    return found
+    return samples
 
 
 class _Pair(NamedTuple):
@@ -244,48 +264,51 @@ class _Pair(NamedTuple):
 
 
 def _pairs(samples: Iterable[Sample | Window]) -> list[_Pair]:
-    """In order of first appearance."""
-    arms: dict[int, dict[str, Sample | Window]] = {}
+    """Group samples into pairs, in order of first appearance."""
+    by_pair: dict[int, dict[str, Sample | Window]] = {}
     for sample in samples:
-        held = arms.setdefault(sample.pair, {})
-        if sample.arm in held:
-            raise UsageError(f"pair {sample.pair} has {sample.arm} twice", "number pairs apart")
-        held[sample.arm] = sample
-    found = []
-    for number, held in arms.items():
-        if len(held) != 2:
-            [only] = held
+        arms = by_pair.setdefault(sample.pair, {})
+        if sample.arm in arms:
+            raise UsageError(
+                f"pair {sample.pair} has {sample.arm} twice", "give each pair its own number"
+            )
+        arms[sample.arm] = sample
+    pairs = []
+    for number, arms in by_pair.items():
+        if len(arms) != 2:
+            [only] = arms
             raise UsageError(f"pair {number} has only {only}", "give both arms of every pair")
-        baseline, patched = held["baseline"], held["patched"]
+        baseline, patched = arms["baseline"], arms["patched"]
         rates = baseline.tokens_per_s, patched.tokens_per_s
         where = baseline.process, baseline.swapped
         if where != (patched.process, patched.swapped):
             raise UsageError(
-                f"pair {number} is of two process pairs", "a pair's two samples share their process"
+                f"the samples of pair {number} name two process pairs",
+                "take both samples of a pair in the same process pair",
             )
-        found.append(_Pair(number, *rates, *where, next(iter(held)) == "patched"))
-    for before, after in pairwise(found):
+        pairs.append(_Pair(number, *rates, *where, next(iter(arms)) == "patched"))
+    for before, after in pairwise(pairs):
         if (before.process is None) != (after.process is None):
             raise UsageError(
                 f"pairs {before.number} and {after.number}: only one names its process",
                 "name the process of every pair, or of none",
             )
-    return found
+    return pairs
 
 
 def _without_warmup(pairs: list[_Pair], warmup_pairs: int) -> list[_Pair]:
-    """Without the first ones of each process pair."""
-    seen: dict[int | None, int] = {}
-    kept = []
+    """Leave out the first pairs of each process pair."""
+    counts: dict[int | None, int] = {}
+    rest = []
     for pair in pairs:
-        seen[pair.process] = seen.get(pair.process, 0) + 1
-        if seen[pair.process] > warmup_pairs:
-            kept.append(pair)
-    return kept
+        counts[pair.process] = counts.get(pair.process, 0) + 1
+        if counts[pair.process] > warmup_pairs:
+            rest.append(pair)
+    return rest
 
 
 def _process_note(used: list[_Pair]) -> str:
-    """What the processes do not average out, in words."""
+    """A note on the differences between processes that this comparison does not average out."""
     count = len({pair.process for pair in used} - {None})
     if count == 0:
         return ""
@@ -302,7 +325,7 @@ def _process_note(used: list[_Pair]) -> str:
 
 
 def _percent(log_ratio: float) -> float:
-    """Percent, within +-1e6: a number stays one in JSON."""
+    """Convert a log-ratio to percent, at most 1e6, so that it stays finite in JSON."""
     return 100 * math.expm1(min(log_ratio, math.log1p(1e4)))
 
 

@@ -1,4 +1,4 @@
-"""The middle of a few measurements of which some may be far off, with its interval."""
+"""Hodges-Lehmann estimate: a robust centre of a few measurements, with its interval."""
 
 from __future__ import annotations
 
@@ -12,23 +12,32 @@ from patcher.bench.stats.intervals import half_width
 
 @dataclass(frozen=True)
 class Interval:
-    """A value and what it lies between."""
+    """An estimate with the ends of its confidence interval."""
 
     middle: float
+    """The estimate."""
     low: float
+    """Lower end."""
     high: float
+    """Upper end."""
 
     @property
     def half_width(self) -> float:
+        """Half of the interval's width."""
         return (self.high - self.low) / 2
 
 
 def hodges_lehmann(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Hodges and Lehmann's estimate: the median of the means of all pairs of values, each with
-    itself, too; the interval is of those means by the distribution of Wilcoxon's signed ranks. It
-    wants a symmetric distribution and no normal one; up to 29 % of the values may be anything.
+    """Hodges-Lehmann estimate of the centre of a symmetric distribution.
 
-    Under six values ranks give no interval of 95 %: then it is Student's, infinite for one.
+    The estimate is the median of the means of all pairs of values, including each value with
+    itself. The interval comes from the distribution of Wilcoxon's signed-rank statistic. Normality
+    is not assumed, and up to 29 % of the values may be arbitrary. Fewer than six values give no
+    95 % interval by ranks; then Student's interval is used, which is infinite for one value.
+
+    Args:
+        values: the measurements.
+        confidence: two-sided confidence level, between 0 and 1.
 
     Raises:
         ValueError: there are no values.
@@ -45,8 +54,10 @@ def hodges_lehmann(values: Sequence[float], confidence: float = 0.95) -> Interva
 
 
 def _cut(values: int, tail: float) -> int:
-    """How many of the sorted means lie outside on each side: one less than the sums of signed ranks
-    that are, of the 2^values equally likely ones, together at most `tail`.
+    """Number of sorted pair means outside the interval on each side.
+
+    It is one less than the number of smallest signed-rank sums whose total probability, over the
+    2^values equally likely sign patterns, is at most `tail`.
     """
     ways = [1]
     for rank in range(1, values + 1):

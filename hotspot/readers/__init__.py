@@ -1,4 +1,4 @@
-"""Any profile that engineers have at hand: told apart by content, not by suffix."""
+"""Read any common profile format; the format is recognised by content, not by suffix."""
 
 from __future__ import annotations
 
@@ -24,16 +24,20 @@ ARCHIVES = {
     b"7z\xbc\xaf\x27\x1c": "a 7z archive",
 }
 MAX_TEXT = 64 << 20
-"""A summary has a line a kernel; more than this is something else."""
+"""Bytes. A summary has one line per kernel, so a larger text is something else."""
 GIVE = "give an nsys export or summary, or a torch.profiler trace"
 
 
 def read_recording(path: Path, window: str | None = None) -> Recording:
-    """One source, as it is; with `window`, what was launched in NVTX ranges of that text.
+    """Read one source.
+
+    Args:
+        path: a file, or the folder of a Parquet export.
+        window: the text of NVTX ranges; only kernels launched inside them are read.
 
     Raises:
-        UsageError: missing, empty, cut off, binary, or no profile; one sentence and the fix.
-        MissingError: a report needs nsys and none is here.
+        UsageError: the file is missing, empty, truncated, binary, or no profile.
+        MissingError: a report needs nsys, which is not installed.
     """
     try:
         if path.is_dir():
@@ -51,27 +55,30 @@ def read_recording(path: Path, window: str | None = None) -> Recording:
             exported = export_sqlite(path, Path(scratch) / f"{path.stem}.sqlite")
             return read_sqlite(exported, window)
     if path.suffix == ".ncu-rep":
-        raise UsageError(f"{path.name} holds single kernels, no run", "give it with --ncu, too")
+        raise UsageError(
+            f"{path.name} is a report of single kernels, not of a run",
+            "pass it to --ncu, with a profile of the run to --from",
+        )
     for magic, what in ARCHIVES.items():
         if head.startswith(magic):
-            raise UsageError(f"{path.name} is {what}", "unpack it and give what is inside")
+            raise UsageError(f"{path.name} is {what}", "unpack it and give the file inside")
     if window is not None:
         message = f"{path.name} has no NVTX ranges to cut a window by"
-        raise UsageError(message, "give the .sqlite export, or leave --window out")
-    text = _unpacked(head)
-    if _is_trace(text) or b"Self CPU %" in text:  # a printed key_averages says what to do instead
+        raise UsageError(message, "give the .sqlite export, or omit --window")
+    text = _decompress(head)
+    if _is_trace(text) or b"Self CPU %" in text:  # read_kineto explains a printed key_averages
         return read_kineto(path)
     return read_summary(_text(path), path.name)
 
 
-def _unpacked(head: bytes) -> bytes:
-    """What a gzip begins with; other content as it is."""
+def _decompress(head: bytes) -> bytes:
+    """The beginning of a gzip's content; other content unchanged."""
     if not head.startswith(GZIP_MAGIC):
         return head
     try:
         return zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(head, 1 << 16)
     except zlib.error:
-        return b""  # the reader says what is wrong with it
+        return b""  # the reader reports the damage
 
 
 def _is_trace(head: bytes) -> bool:
@@ -82,5 +89,7 @@ def _is_trace(head: bytes) -> bool:
 def _text(path: Path) -> str:
     text = read_text(path, MAX_TEXT, GIVE)
     if '"Process ID"' in text[:20_000] and '"Kernel Name"' in text[:20_000]:
-        raise UsageError(f"{path.name} is Nsight Compute's, of single kernels", "give it as --ncu")
+        raise UsageError(
+            f"{path.name} is Nsight Compute's page of single kernels", "pass it to --ncu"
+        )
     return text

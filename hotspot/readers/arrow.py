@@ -1,7 +1,7 @@
-"""Integer columns out of a SQLite file at the speed of a bare query, by ADBC's SQLite driver.
+"""Read integer columns of a SQLite file quickly, with ADBC's SQLite driver.
 
-Python's own driver makes an object of every cell: three times slower on ten million kernels. One
-thread reads: the stream of batches holds Python's lock, so that two are no faster.
+Python's own driver makes an object of every cell, which is three times slower on ten million
+kernels. One thread reads: the stream of batches holds the GIL, so a second would not help.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from patcher.bench import UsageError
 from patcher.hotspot.readers.content import first_line
 
 Column = NDArray[Any]
-"""Of the integer type that was asked for."""
+"""Shape (rows,), of the integer dtype that the caller chose."""
 _BATCH = 1 << 16
-"""Rows. The type of a column is settled by its first batch."""
+"""Rows per batch. The first batch determines the type of a column."""
 _LEAST_ROW = 8
-"""Bytes that a row takes in a file at least, with its place in the page."""
+"""Minimum bytes of a row in a file, with its entry in the page."""
 
 
 def uri(path: Path) -> str:
-    """Read-only and immutable: nothing is locked, changed or left beside the file."""
+    """A read-only, immutable SQLite URI: no lock, no change, no journal beside the file."""
     return f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1"
 
 
@@ -40,28 +40,35 @@ def read_columns(
     columns: Sequence[str],
     dtypes: Sequence[DTypeLike],
 ) -> list[Column]:
-    """These expressions over the rows of a table, in order of row ids; all are integers.
+    """Evaluate integer expressions over the rows of a table, in order of row ids.
 
     Args:
-        rowids: the least and the greatest row id: they say how much room is needed.
+        path: the SQLite file.
+        table: the table's name.
+        rowids: the least and the greatest row id, which bound the number of rows.
+        columns: one SQL expression per column.
+        dtypes: the integer dtype of each column.
+
+    Returns:
+        One array of shape (rows,) per column.
 
     Raises:
-        UsageError: no integers, out of the dtype's range, or a damaged database.
+        UsageError: a value is not an integer or exceeds its dtype, or the database is damaged.
     """
     most = max(min(rowids[1] - rowids[0] + 1, path.stat().st_size // _LEAST_ROW), 0)
-    found = [np.empty(most, dtype) for dtype in dtypes]
+    arrays = [np.empty(most, dtype) for dtype in dtypes]
     try:
-        rows = _fill(path, f"SELECT {', '.join(columns)} FROM {table}", found)
+        rows = _fill(path, f"SELECT {', '.join(columns)} FROM {table}", arrays)
     except (adbc_driver_manager.Error, RuntimeError, _NotReadable) as error:  # nanoarrow's own
         raise UsageError(
             f"{path.name} cannot be read: {first_line(error)}",
             "the file may be cut off; export it again",
         ) from error
-    return [column[:rows] for column in found]
+    return [column[:rows] for column in arrays]
 
 
 def _fill(path: Path, query: str, columns: Sequence[Column]) -> int:
-    """Rows that were read into the columns."""
+    """Read the rows into the columns; return their number."""
     done = 0
     with (
         adbc_driver_sqlite.connect(uri(path)) as database,
@@ -91,7 +98,7 @@ def _integers(column: Any) -> Column:
         return np.empty(0, np.int64)
     view = column.view()
     if column.schema.format != "l" or view.null_count:
-        raise _NotReadable("times, names or devices that are no numbers")
+        raise _NotReadable("times, names or devices are not numbers")
     values = np.frombuffer(view.buffer(1), dtype=np.int64)
     return values[column.offset : column.offset + len(column)]
 
@@ -100,5 +107,5 @@ def _put(values: Column, room: Column) -> None:
     limits = np.iinfo(room.dtype)
     narrow = room.dtype != np.int64 and len(values)
     if narrow and (values.min() < limits.min or values.max() > limits.max):
-        raise _NotReadable("numbers that are too large")
+        raise _NotReadable("numbers are too large")
     room[:] = values

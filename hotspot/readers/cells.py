@@ -1,4 +1,4 @@
-"""Numbers and times as nsys, its GUI and spreadsheets print them; exact, never through a float."""
+"""Parse numbers and times as nsys, its GUI and spreadsheets print them, exactly, without floats."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ UNITS = {
     "sec": 1_000_000_000,
 }
 LARGEST = 10**18
-"""No count and no time in ns is larger (30 years); all sums of a summary stay exact in 128 bits."""
+"""Limit of counts and of times in ns (30 years); sums of a summary stay exact in 128 bits."""
 LONGEST = 40
-"""No number is longer; without a limit a damaged one of megabytes would take minutes."""
+"""Maximum characters of a number; parsing a damaged one of megabytes would take minutes."""
 
 _PLAIN = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][+-]?\d{1,2})?", re.ASCII)
 _WITH_UNIT = re.compile(r"(\S+) ?(ns|us|μs|µs|ms|sec|s)")
@@ -25,10 +25,10 @@ _HEADER = re.compile(r"(.*?) ?\((\w+(?:/\w+)?)\)")
 
 
 def number(cell: str) -> Decimal:
-    """A number that is not negative, with or without thousands separators.
+    """Parse a non-negative number, with or without thousands separators.
 
     Raises:
-        ValueError: it is none, or a negative, endless or absurdly large one.
+        ValueError: the cell is not a number, or it is negative, infinite or too large.
     """
     cell = cell.strip()
     if len(cell) > LONGEST or not _PLAIN.fullmatch(cell):
@@ -40,10 +40,10 @@ def number(cell: str) -> Decimal:
 
 
 def whole(cell: str) -> int:
-    """A count.
+    """Parse a count.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the cell is not a whole number.
     """
     cell = cell.strip()
     if len(cell) < 18 and cell.isascii() and cell.isdigit():  # nearly always
@@ -55,28 +55,30 @@ def whole(cell: str) -> int:
 
 
 def percent(cell: str) -> float:
-    """A share as printed, with or without its sign.
+    """Parse a percentage, with or without its sign.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the cell is not a percentage.
     """
     return float(number(cell.strip().removesuffix("%")))
 
 
 def nanoseconds(cell: str, unit: int | None) -> tuple[Decimal, Decimal]:
-    """A time and the step that its last digit stands for, both in ns.
+    """Parse a time; return it and the step of its last digit, both in ns.
 
-    `unit` is that of the column. A unit in the cell goes before it; where neither is, a time
-    without decimals is in ns, the only unit that nsys prints so.
+    Args:
+        cell: the printed time; its own unit has precedence over the column's.
+        unit: nanoseconds per unit of the column. Without any unit, a time without decimals is in
+            ns, the only unit that nsys prints that way.
 
     Raises:
-        ValueError: no time, or in an unknown unit.
+        ValueError: the cell is not a time, or its unit is unknown.
     """
     cell = cell.strip()
     if unit == 1 and len(cell) < 18 and cell.isascii() and cell.isdigit():  # nearly always
         return Decimal(cell), Decimal(1)
-    if (found := _WITH_UNIT.fullmatch(cell)) is not None:
-        cell, unit = found[1], UNITS[found[2]]
+    if (match := _WITH_UNIT.fullmatch(cell)) is not None:
+        cell, unit = match[1], UNITS[match[2]]
     value = number(cell)
     exponent = value.as_tuple().exponent
     if not isinstance(exponent, int) or (unit is None and exponent < 0):
@@ -88,12 +90,12 @@ def nanoseconds(cell: str, unit: int | None) -> tuple[Decimal, Decimal]:
 
 
 def column(cell: str) -> tuple[str, str | None]:
-    """A column's name as nsys writes it today, and its unit: `Average (us)` is (`Avg`, `us`)."""
+    """A column's current name in nsys, and its unit: `Average (us)` is (`Avg`, `us`)."""
     cell = cell.strip().strip('"').strip("`*").strip()
     unit = None
     if cell in ("Time(%)", "Time (%)", "Time %"):
         return "Time", "%"
-    if len(cell) < 2 * LONGEST and (found := _HEADER.fullmatch(cell)) is not None:
-        cell, unit = found[1], found[2]
+    if len(cell) < 2 * LONGEST and (match := _HEADER.fullmatch(cell)) is not None:
+        cell, unit = match[1], match[2]
     renamed = {"Average": "Avg", "Median": "Med", "Minimum": "Min", "Maximum": "Max"}
     return renamed.get(cell, cell), unit

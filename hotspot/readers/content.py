@@ -1,4 +1,4 @@
-"""The text of a profile, plain or gzip, or the reason why it cannot be had."""
+"""Read the text of a profile, plain or gzip, or raise the reason why it cannot be read."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ _PIECE = 1 << 20
 
 
 def read_text(path: Path, limit: int, fix: str) -> str:
-    """The decoded file; `limit` is in bytes and counts what comes out of a gzip.
+    """Read and decode a text file.
+
+    Args:
+        path: the file.
+        limit: maximum size in bytes after decompression.
+        fix: how to write the file again; the next step of an error.
 
     Raises:
-        UsageError: missing, a folder, empty, binary, cut off, or more than `limit`; `fix` says how
-            to write it again.
+        UsageError: the file is missing, a folder, empty, binary, truncated, or larger than `limit`.
     """
     try:
         with path.open("rb") as file:
@@ -30,12 +34,12 @@ def read_text(path: Path, limit: int, fix: str) -> str:
     except IsADirectoryError:
         raise UsageError(f"{path.name} is a folder", "give one file") from None
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise UsageError(f"{path.name} is a gzip file that is cut off or damaged", fix) from None
+        raise UsageError(f"{path.name} is a truncated or damaged gzip file", fix) from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", "give a profile") from error
     if raw is None:
         size = f"{limit >> 20} MB"
-        raise UsageError(f"{path.name} is larger than {size} when it is unpacked", fix)
+        raise UsageError(f"{path.name} is larger than {size} after decompression", fix)
     if not raw.strip():
         raise UsageError(f"{path.name} is empty", fix)
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # PowerShell's `>`
@@ -45,16 +49,16 @@ def read_text(path: Path, limit: int, fix: str) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise UsageError(f"{path.name} is no UTF-8 text", fix) from None
+        raise UsageError(f"{path.name} is not UTF-8 text", fix) from None
 
 
 def first_line(error: Exception) -> str:
-    """What a library says of a file, as much as fits into a sentence."""
+    """The first line of a library's error, short enough for a sentence."""
     return printable(str(error).split("\n")[0][:200])
 
 
 def _read(stream: gzip.GzipFile | BinaryIO, limit: int) -> bytes | None:
-    """All of it, or None where it is more than the limit: a small gzip may hold terabytes."""
+    """Read a stream; None if it exceeds the limit, since a small gzip may hold terabytes."""
     pieces: list[bytes] = []
     left = limit
     while piece := stream.read(_PIECE):

@@ -1,7 +1,7 @@
-"""Traces of torch.profiler (Kineto): Chrome trace events as JSON, plain or gzip.
+"""Read traces of torch.profiler (Kineto): Chrome trace events as JSON, plain or gzip.
 
-Times are microseconds with three decimals, and today's are so large that a float cannot hold the
-nanosecond: numbers with a point stay text until they are turned into integers.
+Times are microseconds with three decimals, too large for a float to resolve the nanosecond.
+Numbers with a decimal point therefore stay text until they are converted to integers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from patcher.hotspot.recording import Launches, Recording
 from patcher.hotspot.timeline import Integers
 
 MAX_TRACE = 1 << 30
-"""Bytes of JSON. Some 3 million events: hundreds of decode steps; as objects several times that in
-memory."""
+"""Bytes of JSON: about 3 million events or hundreds of decode steps. Parsed, it takes several
+times as much memory."""
 RECORD = (
     "record 3 to 20 steps with torch.profiler.profile(activities=[ProfilerActivity.CPU, "
     'ProfilerActivity.CUDA]), then prof.export_chrome_trace("trace.json.gz")'
@@ -35,50 +35,51 @@ _MEMORY = frozenset(["gpu_memcpy", "gpu_memset", "memcpy", "memset"])
 _LAUNCH = frozenset(["cuda_runtime", "cuda_driver", "runtime", "driver"])
 _STEP = re.compile(r"ProfilerStep#(\d{1,18})")
 _LARGEST = 1 << 61
-"""Nanoseconds: 73 years; a sum of two still fits 64 bits."""
+"""Limit of a time in ns (73 years); a sum of two fits 64 bits."""
 _LONGEST = 1 << 58
-"""Nine years: of all durations together, and from first to last; sums over devices fit 64 bits."""
+"""Limit in ns (9 years) of all durations together and of the trace; sums over devices fit 64
+bits."""
 
 Event = dict[str, Any]
 
 
 class _DamagedError(Exception):
-    """What is wrong with one event."""
+    """An event is malformed; the message says how."""
 
 
 @dataclass
-class _Found:
-    """The events that matter, by kind."""
+class _Events:
+    """The relevant events of a trace, by kind."""
 
     kernels: list[Event] = field(default_factory=list)
     memory: list[Event] = field(default_factory=list)
     launches: list[Event] = field(default_factory=list)
     steps: list[Event] = field(default_factory=list)
-    """`ProfilerStep#N` on the CPU's clock line."""
+    """`ProfilerStep#N` on the CPU's timeline."""
     gpu_steps: list[Event] = field(default_factory=list)
-    """The same as Kineto projects it on the GPU, where it does."""
+    """The same steps projected onto the GPU, if Kineto wrote them."""
 
 
 def read_kineto(path: Path) -> Recording:
-    """Every kernel launch of a trace, with copies and fills, profiler steps and the GPU.
+    """Read a trace's kernel launches, copies and fills, profiler steps and GPU.
 
     Raises:
-        UsageError: no trace, cut off, damaged, too large, or without GPU work.
+        UsageError: the file is no trace, truncated, damaged, too large, or without GPU work.
     """
     text = read_text(path, MAX_TRACE, RECORD)
     document = _document(text, path.name)
     del text
     events = document if isinstance(document, list) else document.get("traceEvents")
     if not isinstance(events, list):
-        raise UsageError(f"{path.name} is JSON without traceEvents, so no trace", RECORD)
-    found = _sorted_out(events)
-    if not found.kernels:
+        raise UsageError(f"{path.name} is JSON without traceEvents, so it is no trace", RECORD)
+    trace = _group(events)
+    if not trace.kernels:
         what = "holds CPU operators but no GPU kernels" if events else "holds no events"
         raise UsageError(f"{path.name} {what}", RECORD)
     try:
-        launches = _launches(found.kernels)
-        memory = _intervals(found.memory)
-        steps = _steps(found)
+        launches = _launches(trace.kernels)
+        memory = _intervals(trace.memory)
+        steps = _steps(trace)
         gpu = _gpu(document, launches)
     except (_DamagedError, OverflowError) as error:
         message = f"{path.name} is damaged: {error}"
@@ -99,19 +100,19 @@ def _document(text: str, name: str) -> Any:
                 f"{name} is a table of key_averages, which clips kernel names at 55 characters"
             )
             raise UsageError(message, RECORD)
-        raise UsageError(f"{name} is no JSON, so no trace of torch.profiler", RECORD)
+        raise UsageError(f"{name} is not JSON, so it is no trace of torch.profiler", RECORD)
     try:
         return json.loads(text, parse_float=str, parse_constant=str, object_hook=_slim)
     except RecursionError:
         raise UsageError(f"{name} is nested too deeply for a trace", RECORD) from None
-    except ValueError as error:  # an integer of thousands of digits too
-        told = " ".join(str(error).split())[:120]
-        message = f"{name} is no complete JSON ({told}): it may be cut off"
+    except ValueError as error:  # also raised for an integer of thousands of digits
+        reason = " ".join(str(error).split())[:120]
+        message = f"{name} is incomplete JSON ({reason}): it may be cut off"
         raise UsageError(message, RECORD) from None
 
 
 def _slim(item: dict[str, Any]) -> dict[str, Any] | None:
-    """Drop events that nobody asks for as they are read: most of a trace is CPU operators."""
+    """Drop irrelevant events while parsing, since most of a trace is CPU operators."""
     if "ph" not in item or "traceEvents" in item:
         return item
     category = item.get("cat")
@@ -123,21 +124,21 @@ def _slim(item: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def _sorted_out(events: list[Any]) -> _Found:
-    found = _Found()
+def _group(events: list[Any]) -> _Events:
+    groups = _Events()
     for event in events:
         if not isinstance(event, dict) or not isinstance(event.get("cat"), str):
             continue
         kind = event["cat"].lower()
         if kind in _KERNEL:
-            found.kernels.append(event)
+            groups.kernels.append(event)
         elif kind in _MEMORY:
-            found.memory.append(event)
+            groups.memory.append(event)
         elif kind in _LAUNCH:
-            found.launches.append(event)
+            groups.launches.append(event)
         elif isinstance(event.get("name"), str) and _STEP.fullmatch(event["name"]):
-            (found.gpu_steps if kind.startswith("gpu_") else found.steps).append(event)
-    return found
+            (groups.gpu_steps if kind.startswith("gpu_") else groups.steps).append(event)
+    return groups
 
 
 def _launches(kernels: list[Event]) -> Launches:
@@ -163,7 +164,7 @@ def _launches(kernels: list[Event]) -> Launches:
 
 
 def _intervals(events: list[Event]) -> Integers | None:
-    """Device, start and end, ns; None where there are no events."""
+    """Shape (n, 3): device, start and end (ns); None without events."""
     if not events:
         return None
     rows = [(_place(event, "device", "pid"), *_interval(event)) for event in events]
@@ -182,7 +183,7 @@ def _interval(event: Event) -> tuple[int, int]:
 
 
 def _nanoseconds(value: object, what: str) -> int:
-    """Microseconds as the trace writes them (int, number with a point, or text) as whole ns."""
+    """Convert microseconds as the trace writes them (integer or text) to whole ns."""
     if isinstance(value, int) and not isinstance(value, bool):
         result = value * 1000
     elif isinstance(value, str) and len(value) < 64:
@@ -190,14 +191,14 @@ def _nanoseconds(value: object, what: str) -> int:
             number = Decimal(value)
         except InvalidOperation:
             raise _DamagedError(f"{what} is {printable(value)!r}") from None
-        # looked at before it is made an integer: 1e999999999 is short to write
+        # check the size before converting to an integer: 1e999999999 is short as text
         if not number.is_finite() or number.adjusted() > 18:
             raise _DamagedError(f"{what} is {printable(value)!r}")
         result = int((number * 1000).to_integral_value())
     else:
         raise _DamagedError(f"a kernel, copy, launch or step has no {what}")
     if abs(result) > _LARGEST:
-        raise _DamagedError(f"{what} is beyond any clock")
+        raise _DamagedError(f"{what} is out of range")
     return result
 
 
@@ -207,7 +208,7 @@ def _arguments(event: Event) -> Event:
 
 
 def _place(event: Event, argument: str, otherwise: str) -> int:
-    """Device or stream: in the arguments, in old traces only as process and thread."""
+    """Device or stream: from the arguments, in old traces from process and thread."""
     value = _arguments(event).get(argument, event.get(otherwise))
     if isinstance(value, str) and re.fullmatch(r"-?\d{1,10}", value):
         value = int(value)
@@ -216,37 +217,36 @@ def _place(event: Event, argument: str, otherwise: str) -> int:
     return value
 
 
-def _steps(found: _Found) -> Integers | None:
-    """The GPU time of each profiler step: from its first kernel or copy to the end of its last."""
-    if found.gpu_steps:
+def _steps(trace: _Events) -> Integers | None:
+    """The GPU time of each profiler step, from its first kernel or copy to the end of its last."""
+    if trace.gpu_steps:
         spans: dict[str, list[tuple[int, int]]] = {}
-        for event in found.gpu_steps:  # one for each device and stream
+        for event in trace.gpu_steps:  # one per device and stream
             spans.setdefault(event["name"], []).append(_interval(event))
     else:
-        spans = _projected(found)
+        spans = _projected(trace)
     whole = sorted((min(s for s, _ in each), max(e for _, e in each)) for each in spans.values())
     return np.array(whole, dtype=np.int64) if whole else None
 
 
-def _projected(found: _Found) -> dict[str, list[tuple[int, int]]]:
+def _projected(trace: _Events) -> dict[str, list[tuple[int, int]]]:
     """Kernels and copies by the step in which the CPU launched them.
 
-    By time alone, whatever the thread: some kernels are launched by another than the one that
-    marks the steps.
+    Only the time of the launch counts: another thread than the one that marks the steps may launch.
     """
-    if not found.steps:
+    if not trace.steps:
         return {}
-    marks = sorted((*_interval(event), str(event["name"])) for event in found.steps)
+    marks = sorted((*_interval(event), str(event["name"])) for event in trace.steps)
     begins = np.array([begin for begin, _, _ in marks], dtype=np.int64)
-    launched = {
+    launch_times = {
         correlation: _nanoseconds(event.get("ts"), "ts")
-        for event in found.launches
+        for event in trace.launches
         if isinstance(correlation := _arguments(event).get("correlation"), int)
     }
     spans: dict[str, list[tuple[int, int]]] = {}
-    for event in (*found.kernels, *found.memory):
+    for event in (*trace.kernels, *trace.memory):
         correlation = _arguments(event).get("correlation")
-        when = launched.get(correlation) if isinstance(correlation, int) else None
+        when = launch_times.get(correlation) if isinstance(correlation, int) else None
         if when is None:
             continue
         at = int(np.searchsorted(begins, when, side="right")) - 1
@@ -256,7 +256,7 @@ def _projected(found: _Found) -> dict[str, list[tuple[int, int]]]:
 
 
 def _gpu(document: Any, launches: Launches) -> Gpu | None:
-    """The device with the most kernels, as Kineto describes it."""
+    """Kineto's description of the device with the most kernels."""
     properties = document.get("deviceProperties") if isinstance(document, dict) else None
     if not isinstance(properties, list):
         return None

@@ -1,4 +1,4 @@
-"""Tables in JSON and in HTML, as `nsys stats --format json`, `htable` and `hdoc` write them."""
+"""Parse tables in JSON and HTML, as `nsys stats --format json`, `htable` and `hdoc` write them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ _TAG = re.compile(r"<(/?)(table|tr|th|td)\b[^<>]*>", re.IGNORECASE)
 def json_table(
     text: str, lines: Sequence[str], starts: Sequence[int], at: int
 ) -> tuple[Table | None, int]:
-    """The array of objects that begins in line `at`, and its last line; None if it is none."""
+    """The table of the JSON array that begins in line `at`, and its last line.
+
+    The table is None if the array does not hold objects of a report.
+    """
     start = text.index("[", starts[at])
     try:
         value, end = _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
         return _lenient(lines, at, bisect_right(starts, error.pos) - 1)
-    except RecursionError:  # nested too deep to be of nsys; what follows it would be too
+    except RecursionError:  # nested too deeply for nsys, so the rest of the text is skipped
         return None, len(lines)
     last = bisect_right(starts, end - 1) - 1
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
@@ -48,28 +51,28 @@ def _add(table: Table, line: int, item: object) -> None:
         if all(isinstance(cell, str) for cell in cells):
             table.add(line + 1, cells)
             return
-    table.fail(line + 1, "an object unlike the first one")
+    table.fail(line + 1, "an object with other keys than the first one")
 
 
 def _lenient(lines: Sequence[str], at: int, reached: int) -> tuple[Table | None, int]:
-    """One member a line, names with quotes that are not escaped: as some versions of nsys write.
+    """Parse the JSON of some nsys versions: one member per line, quotes in names not escaped.
 
-    `reached` is the line where the strict reader stopped.
+    `reached` is the line where the strict parser stopped.
     """
     table: Table | None = None
     item: dict[str, str] = {}
-    begun = at
+    begin = at
     for number in range(at, len(lines)):
         line = lines[number].strip()
         if line in ("", "{") or number == at:
-            begun = number
+            begin = number
         elif line in ("}", "},", "}]"):
             table = table or (Table("json", at + 1, tuple(item)) if item else None)
             if table is not None:
-                _add(table, begun, item)
+                _add(table, begin, item)
             item = {}
-        elif line != "]" and len(line) < MAX_NAME and (found := _MEMBER.fullmatch(line)):
-            item[found[1]] = _value(found[2])
+        elif line != "]" and len(line) < MAX_NAME and (member := _MEMBER.fullmatch(line)):
+            item[member[1]] = _value(member[2])
         elif line != "]":
             if table is None and not item:
                 return None, max(at, reached)
@@ -86,7 +89,7 @@ def _lenient(lines: Sequence[str], at: int, reached: int) -> tuple[Table | None,
 
 
 def _value(text: str) -> str:
-    """As it stands: who does not escape quotes escapes nothing."""
+    """The value without its quotes; nothing in it is escaped."""
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] == '"' else text
 
 
@@ -95,11 +98,11 @@ def html_table(
 ) -> tuple[Table | None, int]:
     """The table that begins in line `at`, and its last line.
 
-    By its four tags alone: `html.parser` is quadratic on damaged input in several ways.
+    Only four tags are parsed, because `html.parser` takes quadratic time on damaged input.
     """
     start = text.index("<table", starts[at])
     rows: list[tuple[int, list[str]]] = []
-    opened: int | None = None
+    content: int | None = None
     table: Table | None = None
     for tag in _TAG.finditer(text, start):
         kind, closing = tag[2].lower(), bool(tag[1])
@@ -107,10 +110,10 @@ def html_table(
         if kind == "tr" and not closing:
             rows = [(line, [])]
         elif kind in ("th", "td") and not closing:
-            opened = tag.end()
-        elif kind in ("th", "td") and opened is not None and rows:
-            rows[0][1].append(html.unescape(text[opened : tag.start()]).strip())
-            opened = None
+            content = tag.end()
+        elif kind in ("th", "td") and content is not None and rows:
+            rows[0][1].append(html.unescape(text[content : tag.start()]).strip())
+            content = None
         elif kind == "tr" and rows:
             cells = tuple(rows.pop()[1])
             if table is None:
@@ -118,7 +121,7 @@ def html_table(
                     return None, line - 1
                 table = Table("html", at + 1, cells)
             elif len(cells) != len(table.columns):
-                table.fail(line, "a row of another length")
+                table.fail(line, "a row with another number of cells")
             else:
                 table.add(line, cells)
         elif kind == "table" and closing:

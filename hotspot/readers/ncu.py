@@ -1,8 +1,8 @@
-"""What Nsight Compute (ncu) measured: its CSV pages, its summary per kernel, or a report.
+"""Read Nsight Compute (ncu) counters: its CSV pages, its summary per kernel, or a report.
 
-The raw page is wide (a column for each metric, the second line holds the units), the details page
-and the summary are long (a row for each metric). Lines of `==PROF==` and of the program itself come
-first. Units and separators depend on options and locale, so both are read, never assumed.
+The raw page is wide: one column per metric, units in the second line. The details page and the
+summary are long: one row per metric. Lines of `==PROF==` and of the program come first. Units and
+separators depend on options and locale, so both are parsed, never assumed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from patcher.hotspot.readers.ncu_metrics import (
 )
 
 MAX_TEXT = 256 << 20
-"""Bytes; the raw page of `--set full` takes 30 KB a launch."""
+"""Bytes; the raw page of `--set full` takes 30 KB per launch."""
 _MOST_COLUMNS = 50_000
-"""`--set full` has 2,238 in 2025.3; more than twenty times that is no page of ncu."""
+"""Limit of columns, over twenty times the 2,238 of `--set full` in ncu 2025.3."""
 _REPORT_MAGIC = b"NVR\0"
 _LABEL = ("Metric Name", "Metric Unit")
 
@@ -41,29 +41,30 @@ _LABEL = ("Metric Name", "Metric Unit")
 class _Launch:
     name: str
     weight: int = 1
-    """Launches that the row stands for."""
+    """Launches that the row represents."""
     capability: str = ""
     cells: dict[str, Cell] = field(default_factory=dict)
-    """Metric, by the name of the raw page."""
+    """Metrics by their names on the raw page."""
 
 
-class Attached(NamedTuple):
-    """Counters by the kernels of a profile."""
+class MatchedCounters(NamedTuple):
+    """Counters matched to the kernels of a profile."""
 
     counters: dict[str, Counters]
-    """By the profile's names."""
+    """Counters by the profile's kernel names."""
     warnings: tuple[ProfileWarning, ...]
-    """What matches no kernel, or more than one."""
+    """Counters that match no kernel or several."""
 
 
 def read_ncu(path: Path) -> dict[str, Counters]:
-    """Counters by kernel, as ncu spells it; launches of one kernel are merged to their mean.
+    """Read counters by kernel name in ncu's spelling.
 
-    The mean, because a hotspot is ranked by its mean time, which the counters must explain.
+    Launches of one kernel are averaged, because the counters must explain the hotspot's mean time.
 
     Raises:
-        UsageError: no page of ncu, cut off, of another locale, or without a metric of use.
-        MissingError: a report needs ncu and none is here.
+        UsageError: the file is no page of ncu, truncated, in another locale, or without a useful
+            metric.
+        MissingError: a report needs ncu, which is not installed.
     """
     if path.suffix == ".ncu-rep" or _head(path) == _REPORT_MAGIC:
         text = raw_page(path)
@@ -72,8 +73,8 @@ def read_ncu(path: Path) -> dict[str, Counters]:
     launches = _launches(text, path.name)
     merged: dict[str, list[tuple[int, Counters]]] = {}
     for launch in launches:
-        found = measured(launch.cells, launch.capability, path.name)
-        merged.setdefault(launch.name, []).append((launch.weight, found))
+        values = measured(launch.cells, launch.capability, path.name)
+        merged.setdefault(launch.name, []).append((launch.weight, values))
     result = {name: _mean(each) for name, each in merged.items()}
     if all(len(counters.model_fields_set) == 1 for counters in result.values()):
         message = f"{path.name} holds no duration, DRAM or throughput metric of any kernel"
@@ -81,11 +82,15 @@ def read_ncu(path: Path) -> dict[str, Counters]:
     return result
 
 
-def attach(counters: dict[str, Counters], names: Iterable[str]) -> Attached:
-    """Counters for the kernels of a profile, which spells them in another way.
+def attach(counters: dict[str, Counters], names: Iterable[str]) -> MatchedCounters:
+    """Match counters to the kernels of a profile, which spells names differently.
 
-    ncu leaves out namespaces, and with `--kernel-name-base function` templates too; such a name is
-    taken only where one kernel alone can be meant.
+    ncu omits namespaces, and with `--kernel-name-base function` templates too. Such a name is used
+    only if it matches exactly one kernel.
+
+    Args:
+        counters: counters by ncu's kernel names.
+        names: the profile's kernel names.
     """
     names = list(names)
     exact: dict[str, list[str]] = {}
@@ -94,7 +99,7 @@ def attach(counters: dict[str, Counters], names: Iterable[str]) -> Attached:
         key = match_key(name)
         exact.setdefault(key, []).append(name)
         by_base.setdefault(key.partition("<")[0], []).append(name)
-    found: dict[str, list[tuple[int, Counters]]] = {}
+    matches: dict[str, list[tuple[int, Counters]]] = {}
     lost, unclear = [], []
     for spelled, each in counters.items():
         key = match_key(spelled)
@@ -104,19 +109,19 @@ def attach(counters: dict[str, Counters], names: Iterable[str]) -> Attached:
         if len(targets) > 1:
             unclear.append(spelled)
         elif targets:
-            found.setdefault(targets[0], []).append((each.launches, each))
+            matches.setdefault(targets[0], []).append((each.launches, each))
         else:
             lost.append(spelled)
-    told = ((lost, "no kernel of the profile"), (unclear, "more than one kernel of the profile"))
+    unused = ((lost, "no kernel of the profile"), (unclear, "more than one kernel of the profile"))
     warnings = tuple(
         ProfileWarning(
             kind="ncu_unmatched",
             message=f"Nsight Compute's {_some(which)} matched {what}; not used",
         )
-        for which, what in told
+        for which, what in unused
         if which
     )
-    return Attached({name: _mean(each) for name, each in found.items()}, warnings)
+    return MatchedCounters({name: _mean(each) for name, each in matches.items()}, warnings)
 
 
 def _some(names: list[str]) -> str:
@@ -129,11 +134,11 @@ def _head(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(4)
     except OSError:
-        return b""  # read_text says what is wrong
+        return b""  # read_text reports the error
 
 
 def _mean(each: list[tuple[int, Counters]]) -> Counters:
-    """The mean of what was measured, over the launches of which it was."""
+    """The mean of each counter over the launches that have it."""
     values: dict[str, float] = {}
     for name in sorted({name for _, one in each for name in one.model_fields_set} - {"launches"}):
         known = [
@@ -147,19 +152,20 @@ def _launches(text: str, name: str) -> list[_Launch]:
     start = _header_at(text)
     if start is None:
         raise UsageError(f"{name} is no CSV page of Nsight Compute", FIX)
-    # strict: a quote that never closes is a file that was cut off
+    # strict: an unclosed quote means a truncated file
     rows = csv.reader(io.StringIO(text[start:], newline=""), strict=True)
     try:
         header = [cell.strip() for cell in next(rows)]
         if len(header) > _MOST_COLUMNS:
-            raise UsageError(f"{name} has {len(header)} columns: no page of Nsight Compute", FIX)
+            message = f"{name} has {len(header)} columns, so it is no page of Nsight Compute"
+            raise UsageError(message, FIX)
         body = (row for row in rows if row and row != header and not _is_chatter(row, header))
         if "Metric Name" in header:
             launches = _long(header, body, name)
         else:
             launches = _wide(header, body, name)
     except (csv.Error, StopIteration) as error:
-        message = f"{name} is cut off or no CSV ({error})"
+        message = f"{name} is truncated or not CSV ({error})"
         raise UsageError(message, FIX) from None
     if not launches:
         raise UsageError(f"{name} holds no kernel", FIX)
@@ -167,13 +173,13 @@ def _launches(text: str, name: str) -> list[_Launch]:
 
 
 def _header_at(text: str) -> int | None:
-    """Where the table starts: its first two columns are the same in every page and version."""
-    found = re.search(r'^"?(?:ID"?,"?)?Process ID"?,', text, re.MULTILINE)
-    return found.start() if found else None
+    """Where the table starts; its first two columns are the same on every page and version."""
+    match = re.search(r'^"?(?:ID"?,"?)?Process ID"?,', text, re.MULTILINE)
+    return match.start() if match else None
 
 
 def _is_chatter(row: list[str], header: list[str]) -> bool:
-    """A line of ncu or of the program: it does not begin with an ID, nor as the line of units."""
+    """Whether a line is output of ncu or the program: it starts neither with an ID nor empty."""
     return len(row) != len(header) and not re.fullmatch(r"\d*", row[0])
 
 
@@ -193,7 +199,7 @@ def _wide(header: list[str], rows: Iterator[list[str]], name: str) -> list[_Laun
             raise UsageError(f"{name} is cut off: a line is shorter than its header", FIX)
         launch = _Launch(row[kernel], capability=row[capability] if capability else "")
         launch.cells = {metric: Cell(row[i], units[i]) for i, metric in wanted}
-        if len(launches) < 3:  # that many numbers show how they are written
+        if len(launches) < 3:  # enough numbers to recognise the locale
             written += [row[i] for i in range(first, len(row)) if units[i]]
         launches.append(launch)
     used = [cell.text for each in launches for cell in each.cells.values()]
@@ -209,7 +215,7 @@ def _long(header: list[str], rows: Iterator[list[str]], name: str) -> list[_Laun
     capability = header.index("CC") if "CC" in header else None
     item = header.index("Body Item Label") if "Body Item Label" in header else None
     least = max(kernel, metric, unit, value, count or 0, capability or 0, item or 0) + 1
-    # what tells launches apart: everything before the section and the metric
+    # the columns before the section and the metric identify a launch
     before = [i for i in range(metric) if header[i] not in ("Section Name", "Body Item Label")]
     launches: dict[tuple[str, ...], _Launch] = {}
     written: list[str] = []
@@ -220,14 +226,14 @@ def _long(header: list[str], rows: Iterator[list[str]], name: str) -> list[_Laun
         if key not in launches:
             weight = row[count].replace(",", "") if count is not None else "1"
             if not re.fullmatch(r"[1-9]\d{0,9}", weight):
-                raise UsageError(f"{name}: {weight[:20]!r} is no number of invocations", FIX)
+                raise UsageError(f"{name}: {weight[:20]!r} is not a number of invocations", FIX)
             launches[key] = _Launch(row[kernel], int(weight), row[capability] if capability else "")
-        if not row[metric]:  # the advice of a rule
+        if not row[metric]:  # advice of a rule
             continue
         if row[unit]:
             written.append(row[value])
         label = DETAILS.get((row[metric], row[unit].endswith("%")), row[metric])
-        # the tables inside a section repeat a metric, in a form of their own
+        # tables inside a section repeat a metric in another form
         if is_wanted(label) and not (item is not None and row[item]):
             launches[key].cells.setdefault(label, Cell(row[value], row[unit]))
     used = [cell.text for each in launches.values() for cell in each.cells.values()]

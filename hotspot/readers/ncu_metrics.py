@@ -1,4 +1,4 @@
-"""Numbers, units and metrics as Nsight Compute writes them, made into `Counters`."""
+"""Convert numbers, units and metrics of Nsight Compute to `Counters`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DRAM_PCT = (
 _SM_PCT = ("sm__throughput.avg.pct_of_peak_sustained_elapsed",)
 _CYCLES = "smsp__cycles_elapsed.avg"
 DETAILS = {
-    # label of the details page, and whether its unit is percent: "Memory Throughput" is there twice
+    # label of the details page, and whether its unit is percent: "Memory Throughput" occurs twice
     ("Duration", False): _DURATION,
     ("Memory Throughput", False): _DRAM_RATE,
     ("DRAM Throughput", True): _DRAM_PCT[0],
@@ -34,8 +34,8 @@ DETAILS = {
     ("SOL SM", True): _SM_PCT[0],
 }
 _SCALAR = {
-    # operations of one thread in one instruction; a half instruction works on two values, as
-    # ncu's own metrics derived__smsp__sass_thread_inst_executed_op_hfma_pred_on_x4 and so on say
+    # operations of one thread per instruction; a half instruction works on two values, as in
+    # ncu's own metrics such as derived__smsp__sass_thread_inst_executed_op_hfma_pred_on_x4
     **{"fadd": 1, "fmul": 1, "ffma": 2},
     **{"dadd": 1, "dmul": 1, "dfma": 2},
     **{"hadd": 2, "hmul": 2, "hfma": 4},
@@ -43,8 +43,7 @@ _SCALAR = {
 _SCALAR_METRIC = "smsp__sass_thread_inst_executed_op_{}_pred_on.sum"
 _TENSOR = re.compile(r"sm__ops_path_tensor_src_(\w+)\.sum")
 _SCALAR_ARCHITECTURES = range(7, 10)
-"""Major compute capabilities. Blackwell (10) adds an FFMA on two values; what it counts as is not
-known."""
+"""Major compute capabilities. Blackwell (10) adds an FFMA on two values, whose count is unknown."""
 _WANTED = {
     _DURATION,
     _DRAM,
@@ -68,7 +67,7 @@ _PERCENT = re.compile("()%")
 _ABSENT = frozenset(["", "n/a", "nan", "-nan", "inf", "-inf", "no data", "(!) nan", "(!) n/a"])
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d{1,25})(?:\.\d{1,25})?(?:[eE][+-]?\d{1,2})?")
 _POINT_GROUPS = re.compile(r"-?\d{1,3}\.\d{3}")
-"""`117.344`: in the C locale ncu writes two or six decimals, never three."""
+"""Such as `117.344`: in the C locale ncu writes two or six decimals, never three."""
 _EUROPEAN = re.compile(
     r"-?(?:\d{1,3}(?:\.\d{3}){2,}(?:,\d+)?|\d{1,3}(?:\.\d{3})+,\d+|\d+,\d{1,2}|0,\d+)"
 )
@@ -78,22 +77,27 @@ _ENGLISH = re.compile(
 
 
 class Cell(NamedTuple):
-    """A value as it is written."""
+    """A value and its unit as text."""
 
     text: str
     unit: str
 
 
 def is_wanted(metric: str) -> bool:
-    """Whether `measured` looks at it."""
+    """Whether `measured` uses the metric."""
     return metric in _WANTED or _TENSOR.fullmatch(metric) is not None
 
 
 def check_locale(written: Iterable[str], used: Iterable[str], name: str) -> None:
-    """Refuse numbers of a locale in which the point stands between thousands.
+    """Refuse numbers of a locale in which the point separates thousands.
+
+    Args:
+        written: numbers that only show the locale.
+        used: numbers that become counters.
+        name: the file's name.
 
     Raises:
-        UsageError: one of `written` or `used` is such a number, or one of `used` may be.
+        UsageError: a number has such a format, or one of `used` is ambiguous.
     """
     english = False
     doubtful: str | None = None
@@ -110,7 +114,7 @@ def check_locale(written: Iterable[str], used: Iterable[str], name: str) -> None
 
 
 def measured(cells: dict[str, Cell], capability: str, name: str) -> Counters:
-    """The counters of one launch; only what was measured is set."""
+    """The counters of one launch; only fields with a measurement are set."""
     read = _Reader(cells, name)
     values: dict[str, float | None] = {
         "duration_ns": read.value(_DURATION, _TIME, _TIMES),
@@ -135,18 +139,19 @@ class _Reader:
         if cell is None or cell.text.strip().lower() in _ABSENT:
             return None
         if not _NUMBER.fullmatch(cell.text):
-            raise UsageError(f"{self._name}: {metric} is {cell.text[:40]!r}, no number", FIX)
+            raise UsageError(f"{self._name}: {metric} is {cell.text[:40]!r}, not a number", FIX)
         unit = units.fullmatch(cell.unit)
         if unit is None:
-            raise UsageError(f"{self._name}: {metric} is in {cell.unit[:20]!r}, not known", FIX)
+            message = f"{self._name}: {metric} has the unknown unit {cell.unit[:20]!r}"
+            raise UsageError(message, FIX)
         number = float(cell.text.replace(",", "")) * scale[unit[1]]
         if number < 0:
             raise UsageError(f"{self._name}: {metric} is negative", FIX)
         return number
 
     def percent(self, metrics: tuple[str, ...]) -> float | None:
-        found = (self.value(metric, _PERCENT, _PREFIXES) for metric in metrics)
-        return next((value for value in found if value is not None), None)
+        values = (self.value(metric, _PERCENT, _PREFIXES) for metric in metrics)
+        return next((value for value in values if value is not None), None)
 
     def count(self, metric: str) -> float | None:
         return self.value(metric, _COUNT, _PREFIXES)
@@ -165,7 +170,7 @@ def _dram_bytes(read: _Reader) -> float | None:
 
 
 def _flops(read: _Reader, capability: str) -> float | None:
-    """Floating-point operations on all paths, or None: part of them would be a wrong answer."""
+    """Floating-point operations of all paths; None if those of any path are unknown."""
     major = re.match(r"(\d{1,2})\.", capability)
     if major is None or int(major[1]) not in _SCALAR_ARCHITECTURES:
         return None
@@ -177,19 +182,19 @@ def _flops(read: _Reader, capability: str) -> float | None:
         total += weight * executed
     paths = [path for path in read.cells if _TENSOR.fullmatch(path)]
     if not any("_fp16" in path for path in paths):
-        return None  # whether the kernel used tensor cores is not told
+        return None  # whether the kernel used tensor cores is unknown
     for path in paths:
         operations = read.count(path)
         if operations is None:
             return None
         if operations and ("_int" in path or path.endswith("sparsity_on.sum")):
-            return None  # integers, or products that were skipped
+            return None  # integer operations, or skipped products
         total += operations
     return total
 
 
 def _executed(read: _Reader, metric: str) -> float | None:
-    """Instructions of threads; `--set full` has them only per cycle."""
+    """Executed thread instructions; `--set full` reports them only per cycle."""
     whole = read.count(metric)
     if whole is not None:
         return whole

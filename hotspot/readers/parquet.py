@@ -1,6 +1,6 @@
-"""`nsys export --type parquetdir`: one Parquet file a table, the columns of the SQLite export.
+"""Read `nsys export --type parquetdir`: one Parquet file per table, with the SQLite columns.
 
-The tables that matter are put into a SQLite file and read as one, so that there is one reader.
+The relevant tables are copied into a SQLite file, so that one reader serves both formats.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from patcher.hotspot.recording import Recording
 
 HINT = "nsys export --type parquetdir OUT.nsys-rep"
 TABLES = (KERNELS, "StringIds", GRAPHS, *MEMORY, NVTX, RUNTIME, "TARGET_INFO_GPU")
-"""Not META_DATA_CAPTURE as a whole: it holds the environment of the profiled process."""
+"""META_DATA_CAPTURE is not copied as a whole, since it holds the process's environment."""
 CAPTURE = "META_DATA_CAPTURE"
 GRAPH_MODE = "CUDA_GRAPH_TRACE_OPTIONS:MODE"
 _ROWS = 1 << 16
 
 
 def read_parquet(folder: Path, window: str | None = None) -> Recording:
-    """Kernels of an export in Parquet; as `read_sqlite`.
+    """Read the kernels of a Parquet export; see `read_sqlite`.
 
     Raises:
-        UsageError: no such export, or damaged.
+        UsageError: the folder is no such export, or it is damaged.
         MissingError: pyarrow is not installed.
     """
     if not (folder / f"{KERNELS}.parquet").is_file():

@@ -1,9 +1,8 @@
-"""Tables that are printed a row a line: CSV, TSV, aligned columns, and columns between pipes.
+"""Parse tables with one row per line: CSV, TSV, aligned columns, and columns between pipes.
 
-CSV of nsys is not CSV: a name is quoted only when it holds a comma, inner quotes are not doubled
-and newlines are written raw. So lines are cut from the left, where the numbers are; the name is
-the last column and the rest of the line. Lines that some other program wrote anew, with numbers in
-quotes, go through `csv`.
+nsys does not write standard CSV: it quotes a name only if it holds a comma, does not double inner
+quotes and writes newlines raw. So lines are split from the left, where the numbers are, and the
+rest of the line is the name. Lines rewritten by other programs, with quoted numbers, use `csv`.
 """
 
 from __future__ import annotations
@@ -22,32 +21,33 @@ Cells = tuple[str, ...]
 Split = Callable[[str], Cells | None]
 
 MAX_COLUMNS = 64
-"""nsys has at most 27; a line of a million commas is no header."""
+"""nsys writes at most 27; a line of a million commas is no header."""
 MAX_ROWS = 200_000
-"""A summary has hundreds, a trace of a minute some 100,000; of more the database is the source."""
+"""A summary has hundreds of rows, a trace of one minute about 100,000."""
 MAX_LINES = 50
-"""Of one name: it would take a line break in the name of a range around it."""
+"""Maximum lines of one name; only names of ranges contain line breaks."""
 MAX_NAME = 1 << 17
-"""Kernel names of 20,000 characters are real (CUTLASS); the linker allows no name this long."""
+"""Maximum length of a name. CUTLASS has names of 20,000 characters; the linker allows none this
+long."""
 
 
 @dataclass
 class Table:
-    """One table as printed."""
+    """One printed table."""
 
     style: Style
     line: int
-    """Of its header, from 1."""
+    """Line of its header, from 1."""
     columns: Cells
-    """As printed."""
+    """Headings as printed."""
     report: str | None = None
-    """The report's name or heading that was printed before it."""
+    """The report's name or heading printed before the table."""
     rows: list[tuple[int, Cells]] = field(default_factory=list)
-    """(line, one cell a column); the last cell is the name as the source spells it."""
+    """(line, one cell per column); the last cell is the name as the source spells it."""
     damage: tuple[int, str] | None = None
-    """Line and kind of the first damage; rows end before it."""
+    """Line and kind of the first damage; the rows end before it."""
     names: Cells = field(init=False)
-    """Columns as nsys names them today, without units."""
+    """Current column names in nsys, without units."""
     units: tuple[str | None, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ def with_header(lines: Sequence[str], at: int) -> tuple[Table | None, int]:
         return _table("pipe", cells, lines, at, at + 1, lambda row: _pipe_row(row, len(cells)))
     following = lines[at + 1] if at + 1 < len(lines) else ""
     if _RULER.fullmatch(following):
-        spans = [found.span() for found in re.finditer(r"-+", following[:MAX_NAME])]
+        spans = [match.span() for match in re.finditer(r"-+", following[:MAX_NAME])]
         if len(spans) > MAX_COLUMNS:
             return None, at
         cells = _slices(line, spans) or tuple(re.split(r"\s{2,}", line.strip()))
@@ -115,8 +115,10 @@ def _table(
 
 
 def without_header(lines: Sequence[str], at: int) -> tuple[Table | None, int]:
-    """Formats with `nohdr`. Certain only where the report is known, a column adds up to what it
-    must (total = instances x average), and times have no decimals, so they are in ns.
+    """Parse a table printed with `nohdr`.
+
+    It is accepted only if total = instances x average holds in each row and times have no
+    decimals, which means that they are in ns.
     """
     size = len(_WITHOUT_HEADER)
     cut = _delimited(size, ",", False) if "," in lines[at].split(None, 1)[0] else None
@@ -133,15 +135,15 @@ def without_header(lines: Sequence[str], at: int) -> tuple[Table | None, int]:
             certain = False
         if not certain:
             table.rows.clear()
-            table.fail(line, "it has no header that says what the columns are")
+            table.fail(line, "the table has no header that names its columns")
     return table, last
 
 
 def _fill(table: Table, lines: Sequence[str], first: int, split: Split) -> int:
-    """Read rows from line `first` on; returns the last line of the table."""
+    """Read rows from line `first` on; return the last line of the table."""
     pending: list[str] = []
-    """Lines of the row that is being read: a name may hold newlines."""
-    begun = first
+    """Lines of the current row, since a name may hold newlines."""
+    begin = first
     last = first - 1
     free = table.names[0] == "NVTX Range"
 
@@ -149,15 +151,15 @@ def _fill(table: Table, lines: Sequence[str], first: int, split: Split) -> int:
         if pending:
             cells = split("\n".join(pending))
             if cells is None:
-                table.fail(begun + 1, "not a row of the table, or cut off")
+                table.fail(begin + 1, "not a row of the table, or cut off")
             else:
-                table.add(begun + 1, cells)
+                table.add(begin + 1, cells)
 
     at = first
     while at < len(lines) and table.damage is None:
         line = lines[at]
         if len(line) > 2 * MAX_NAME or len(pending) > MAX_LINES:
-            table.fail(at + 1, "no line of nsys is so long")
+            table.fail(at + 1, "the line is too long for a report of nsys")
             break
         if not line.strip():
             at += 1
@@ -173,9 +175,9 @@ def _fill(table: Table, lines: Sequence[str], first: int, split: Split) -> int:
             last = at
         elif not pending or _begins_row(table, line, pending, free):
             finish()
-            pending, begun, last = [line], at, at
+            pending, begin, last = [line], at, at
         elif table.style == "column" and not any(NUMERIC.match(x) for x in _until_blank(lines, at)):
-            break  # what follows is prose
+            break  # prose follows
         else:
             pending.append(line)
             last = at
@@ -203,7 +205,7 @@ def _until_blank(lines: Sequence[str], at: int) -> Iterator[str]:
 
 
 def _begins_row(table: Table, line: str, pending: list[str], free: bool) -> bool:
-    """Whether a line is a row of its own, rather than more of the name before."""
+    """Whether a line starts a row rather than continuing the name before it."""
     if table.style in ("pipe", "column"):
         return table.style == "pipe" or free or NUMERIC.match(line) is not None
     separator = "," if table.style == "csv" else "\t"
@@ -215,7 +217,7 @@ def _begins_row(table: Table, line: str, pending: list[str], free: bool) -> bool
 
 
 def _delimited(size: int, separator: str, free: bool) -> Split:
-    """A splitter for csv or tsv; `free`: the first column holds free text too."""
+    """A splitter for CSV or TSV; with `free` the first column also holds free text."""
 
     def split(row: str) -> Cells | None:
         parts = row.split(separator) if free else row.split(separator, size - 1)
@@ -238,18 +240,18 @@ def _delimited(size: int, separator: str, free: bool) -> Split:
 
 
 def _unquoted(cell: str, separator: str) -> str | None:
-    """Without nsys's quotes; None if they are not closed."""
+    """The cell without nsys's quotes; None if they are not closed."""
     if separator != "," or not cell.startswith('"'):
         return cell
     if len(cell) < 2 or not cell.endswith('"'):
         return None
     inner = cell[1:-1]
     doubled = '"' in inner and '"' not in inner.replace('""', "")
-    return inner.replace('""', '"') if doubled else inner  # some other program wrote it anew
+    return inner.replace('""', '"') if doubled else inner  # rewritten by another program
 
 
 def _around_numbers(parts: list[str], size: int, separator: str) -> list[str]:
-    """Range, style, numbers, name: the first run of numbers is where the two texts part."""
+    """Split into range, style, numbers and name: the first run of numbers separates the texts."""
     run = size - 3
     for at in range(1, len(parts) - run - 1):
         middle = parts[at + 1 : at + 1 + run]
@@ -269,7 +271,7 @@ def _words(row: str, size: int) -> Cells | None:
 
 
 def _slices(row: str, spans: Sequence[tuple[int, int]]) -> Cells | None:
-    """Cells below their rulers; None where text stands between two of them."""
+    """The cells below their rulers; None if there is text between two rulers."""
     reach = 0
     for begin, end in spans:
         if row[reach:begin].strip():
@@ -281,7 +283,7 @@ def _slices(row: str, spans: Sequence[tuple[int, int]]) -> Cells | None:
 
 def _column_row(row: str, spans: Sequence[tuple[int, int]]) -> Cells | None:
     cells = _slices(row, spans)
-    if cells is None or not cells[-1]:  # pasted, and its indentation is gone
+    if cells is None or not cells[-1]:  # pasted without its indentation
         return _words(row, len(spans))
     return cells
 

@@ -1,4 +1,4 @@
-"""NVTX ranges and the kernels launched in them."""
+"""Find the NVTX range in which each kernel was launched."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _PROCESS = ~0xFFFFFF
 
 @dataclass(frozen=True)
 class Calls:
-    """When and by which thread each kernel was launched; -1 where no call is recorded."""
+    """The time and thread of each kernel's launch; -1 if no call is recorded."""
 
     at: Integers
-    """Start of the call, ns on the host's clock, which nsys makes the GPU's too."""
+    """Start of the call in ns on the host's clock, to which nsys converts GPU times."""
     thread: Integers
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """Closed ranges, by thread and start, outer before inner."""
+    """Closed ranges, sorted by thread and start, outer before inner."""
 
     thread: Integers
     start: Integers
@@ -36,31 +36,31 @@ class Ranges:
     texts: tuple[str, ...]
 
     def around(self, calls: Calls) -> Integers:
-        """The innermost range around each call, on the thread that made it; -1: none."""
-        found = np.full(len(calls.at), -1, dtype=np.int64)
+        """The index of the innermost range around each call on its thread; -1 if none."""
+        result = np.full(len(calls.at), -1, dtype=np.int64)
         for thread in np.unique(self.thread):
             own = np.flatnonzero(self.thread == thread)
-            made = np.flatnonzero(calls.thread == thread)
-            inner = np.searchsorted(self.start[own], calls.at[made], side="right") - 1
+            mine = np.flatnonzero(calls.thread == thread)
+            inner = np.searchsorted(self.start[own], calls.at[mine], side="right") - 1
             parent = _parents(self.end[own])
             late = inner >= 0
-            while late.any():  # the last that began may have ended: then the one around it
-                late[late] = self.end[own][inner[late]] < calls.at[made][late]
+            while late.any():  # if the last range to begin has ended, try its parent
+                late[late] = self.end[own][inner[late]] < calls.at[mine][late]
                 inner[late] = parent[inner[late]]
                 late &= inner >= 0
-            found[made] = np.where(inner >= 0, own[inner], -1)
-        return found
+            result[mine] = np.where(inner >= 0, own[inner], -1)
+        return result
 
     def during(self, calls: Calls) -> Integers:
-        """The range in which each call was made, by whichever thread; -1: none."""
+        """The index of the range around each call, on any thread; -1 if none."""
         order = np.argsort(self.start, kind="stable")
         place = np.searchsorted(self.start[order], calls.at, side="right") - 1
-        found = order[place]
-        return np.where((place >= 0) & (calls.at <= self.end[found]), found, -1)
+        range_ = order[place]
+        return np.where((place >= 0) & (calls.at <= self.end[range_]), range_, -1)
 
 
 def _parents(ends: Integers) -> Integers:
-    """The range that each range lies in, or -1; ranges are in order of start and nest."""
+    """The parent of each range, or -1; ranges are in order of start and nested."""
     parents, around = np.full(len(ends), -1, dtype=np.int64), list[int]()
     for index, end in enumerate(ends.tolist()):
         while around and ends[around[-1]] < end:
@@ -71,21 +71,21 @@ def _parents(ends: Integers) -> Integers:
 
 
 def nvtx_ranges(database: sqlite3.Connection, tables: set[str], like: str) -> Ranges | None:
-    """Closed ranges whose text is LIKE that; None if there are none.
+    """Closed ranges whose text matches the SQL pattern `like`; None if there are none.
 
-    The text is in `text`, or a string that `textId` names.
+    The text is in `text`, or in the string that `textId` refers to.
     """
     if NVTX not in tables:
         return None
     columns = {row[1] for row in database.execute(f"PRAGMA table_info({NVTX})")}
     if not {"text", "start", "end", "globalTid"} <= columns:
         return None
-    said, join = "n.text", ""
+    text, join = "n.text", ""
     if "textId" in columns:
-        said, join = "COALESCE(n.text, s.value)", "LEFT JOIN StringIds s ON s.id = n.textId"
+        text, join = "COALESCE(n.text, s.value)", "LEFT JOIN StringIds s ON s.id = n.textId"
     rows = database.execute(
-        f'SELECT n.globalTid, n.start, n."end", {said} FROM {NVTX} n {join} '
-        f'WHERE {said} LIKE ? AND n."end" IS NOT NULL ORDER BY 1, 2, 3 DESC',
+        f'SELECT n.globalTid, n.start, n."end", {text} FROM {NVTX} n {join} '
+        f'WHERE {text} LIKE ? AND n."end" IS NOT NULL ORDER BY 1, 2, 3 DESC',
         (like,),
     ).fetchall()
     if not rows:
@@ -96,8 +96,8 @@ def nvtx_ranges(database: sqlite3.Connection, tables: set[str], like: str) -> Ra
 
 
 def row_ids(database: sqlite3.Connection, table: str) -> tuple[int, int] | None:
-    """The least and the greatest; None for an empty table."""
-    # one at a time: asked for both, SQLite walks through the whole table
+    """The least and the greatest row id; None for an empty table."""
+    # two queries: SQLite scans the whole table for both in one
     [first] = database.execute(f"SELECT MIN(rowid) FROM {table}").fetchone()
     [last] = database.execute(f"SELECT MAX(rowid) FROM {table}").fetchone()
     return None if first is None else (int(first), int(last))
@@ -106,9 +106,9 @@ def row_ids(database: sqlite3.Connection, table: str) -> tuple[int, int] | None:
 def launching_calls(
     path: Path, rowids: tuple[int, int] | None, correlations: Integers, processes: Integers
 ) -> Calls:
-    """The API call behind each kernel; the kernels of a CUDA graph share the graph's launch.
+    """The API call that launched each kernel; all kernels of a CUDA graph share one call.
 
-    `rowids` are those of the table of calls; None: there is none.
+    `rowids` are the least and the greatest of the table of calls; None if it is empty or missing.
     """
     nowhere = np.full(len(correlations), -1, dtype=np.int64)
     if rowids is None:
@@ -128,5 +128,5 @@ def launching_calls(
 
 
 def _key(numbers: Integers, processes: Integers, correlations: Integers) -> Integers:
-    """Process and correlation id, which has 32 bits, in one integer."""
+    """Combine process and 32-bit correlation id in one integer."""
     return np.searchsorted(numbers, processes) << 32 | correlations & 0xFFFFFFFF

@@ -1,7 +1,7 @@
-"""nsys SQLite exports, schema 3.7 to 3.25: columns by PRAGMA, tables may be missing.
+"""Read nsys SQLite exports, schema 3.7 to 3.25; tables and columns may be missing.
 
-Only kernels, their names, ranges and API calls are read: the export also holds the environment of
-the profiled process, which never leaves it.
+Only kernels, their names, ranges and API calls are read. The export also holds the environment of
+the profiled process, which is never read.
 """
 
 from __future__ import annotations
@@ -41,19 +41,23 @@ NODE_LEVEL = (
 STEPS = ("step", "ProfilerStep#%")
 """Ranges that name decode steps."""
 _LATEST = 1 << 60
-"""36 years in nanoseconds: sums of what lies below do not overflow."""
+"""Limit of times in ns (36 years), so that sums do not overflow."""
 
 
 def read_sqlite(path: Path, window: str | None = None) -> Recording:
-    """Kernels of an export; with `window`, those launched in NVTX ranges of that text.
+    """Read the kernels of an export.
+
+    Args:
+        path: the SQLite file.
+        window: the text of NVTX ranges; only kernels launched inside them are read.
 
     Raises:
-        UsageError: not a database, damaged, being written, of something else, without kernels, or
+        UsageError: the file is no nsys export, damaged, still being written, without kernels, or
             without that window.
     """
     _check_complete(path)
     with _open(path) as database:
-        # tables only: a view can hide a query that never ends
+        # no views: a view can hide a query that never ends
         query = "SELECT name FROM sqlite_master WHERE type = 'table' AND sql LIKE 'CREATE TABLE%'"
         tables = {str(name) for (name,) in database.execute(query)}
         if not {KERNELS, "StringIds"} <= tables:
@@ -86,8 +90,8 @@ def read_sqlite(path: Path, window: str | None = None) -> Recording:
         if wanted:
             inside = wanted.during(calls) >= 0
             if not inside.any():
-                message = f"{path.name} has no kernel that was launched in {window!r}"
-                raise UsageError(message, "give a range around the launches, or none")
+                message = f"{path.name} has no kernel launched inside {window!r}"
+                raise UsageError(message, "give a range around the launches, or omit --window")
             launches = launches.chosen(inside)
     return replace(recording, launches=launches.in_order(), steps=bounds)
 
@@ -95,7 +99,7 @@ def read_sqlite(path: Path, window: str | None = None) -> Recording:
 def _launches(
     database: sqlite3.Connection, path: Path, columns: set[str], rowids: tuple[int, int]
 ) -> Launches:
-    """A row a launch, as they lie in the file."""
+    """The launches in the order of the file."""
     name = next((c for c in ("demangledName", "shortName", "name") if c in columns), None)
     if name is None or not {"start", "end"} <= columns:
         raise UsageError(f"{path.name} has kernels without names or times", HINT)
@@ -110,14 +114,14 @@ def _launches(
     if bool((ends < starts).any()):
         raise UsageError(f"{path.name} has kernels that end before they begin", HINT)
     if starts.min() < -_LATEST or ends.max() > _LATEST or _sum(ends - starts) > _LATEST:
-        raise UsageError(f"{path.name} has kernels whose times cannot be", HINT)
+        raise UsageError(f"{path.name} has kernels with impossible times", HINT)
     codes, identifiers = _coded(names)
     texts = _strings(database, identifiers)
     return Launches(texts, codes, starts, ends, *_places(places))
 
 
 def _places(places: Integers) -> tuple[Codes, Codes]:
-    """Devices and streams; where all launches share one, no memory is spent on saying so."""
+    """Devices and streams; if all launches share one, the arrays are broadcast."""
     if places.min() == places.max():
         both = np.int32(int(places[0]) >> 32), np.int64(places[0]).astype(np.int32)
         return np.broadcast_to(both[0], len(places)), np.broadcast_to(both[1], len(places))
@@ -129,8 +133,8 @@ def _sum(durations: Integers) -> float:
 
 
 def _coded(names: Integers) -> tuple[Codes, list[int]]:
-    """(index of each into the different ones, those)."""
-    if names.min() >= 0 and names.max() < 10 * len(names) + 100_000:  # a table beats a sort
+    """(index of each name into the distinct identifiers, those identifiers)."""
+    if names.min() >= 0 and names.max() < 10 * len(names) + 100_000:  # faster than sorting
         used = np.bincount(names) > 0
         index = (np.cumsum(used) - 1).astype(np.int32)
         return index[names], np.flatnonzero(used).tolist()
@@ -139,11 +143,11 @@ def _coded(names: Integers) -> tuple[Codes, list[int]]:
 
 
 def _strings(database: sqlite3.Connection, identifiers: list[int]) -> tuple[str, ...]:
-    """The names, cut where no real one reaches; two launches' names that are cut alike stay two."""
+    """The names, truncated beyond any real length; equal truncated names stay distinct."""
     wanted = set(identifiers)
     query = f"SELECT id, substr(value, 1, {LONGEST}) FROM StringIds"
-    found = {key: str(value) for key, value in database.execute(query) if key in wanted}
-    return tuple(found.get(key, f"kernel {key}") for key in identifiers)
+    names = {key: str(value) for key, value in database.execute(query) if key in wanted}
+    return tuple(names.get(key, f"kernel {key}") for key in identifiers)
 
 
 def _calls(
@@ -155,7 +159,7 @@ def _calls(
 
 
 def _by_module(launches: Launches, modules: Ranges, around: Integers) -> Launches:
-    """The launches under the name of the module that is one row, or that they belong to."""
+    """The launches with the row names of their modules (see `row_name`)."""
     texts = list(launches.texts)
     known = {text: index for index, text in enumerate(texts)}
     name, call = launches.name.copy(), np.full(len(around), -1, dtype=np.int64)
@@ -176,7 +180,7 @@ def _by_module(launches: Launches, modules: Ranges, around: Integers) -> Launche
 
 
 def _projected(launches: Launches, step: Integers) -> Integers | None:
-    """GPU time of each range: from its first kernel to the end of its last."""
+    """GPU time of each range, from its first kernel to the end of its last."""
     inside = step >= 0
     if not inside.any():
         return None
@@ -198,10 +202,10 @@ def _memory(database: sqlite3.Connection, path: Path, tables: set[str]) -> Integ
             parts.append(np.stack(read, axis=1))
     if not parts:
         return None
-    found = np.concatenate(parts)
-    sound = (found[:, 2] >= found[:, 1]) & (np.abs(found[:, 1:]) < _LATEST).all(axis=1)
-    kept: Integers = found[sound]
-    return kept
+    intervals = np.concatenate(parts)
+    sound = (intervals[:, 2] >= intervals[:, 1]) & (np.abs(intervals[:, 1:]) < _LATEST).all(axis=1)
+    result: Integers = intervals[sound]
+    return result
 
 
 def _gpu(database: sqlite3.Connection, tables: set[str]) -> Gpu | None:
@@ -249,31 +253,31 @@ def _hidden(database: sqlite3.Connection, tables: set[str]) -> str | None:
 
 
 def _escaped(text: str) -> str:
-    """For LIKE, which a profiler's ranges must not steer; case is not told apart."""
+    """Escape a range's text for LIKE, which ignores case."""
     return text.replace("%", "_")[:1000]
 
 
 def _ranges(database: sqlite3.Connection, tables: set[str]) -> str:
-    found = nvtx_ranges(database, tables, "%")
-    names = sorted(set(found.texts))[:8] if found else []
+    ranges = nvtx_ranges(database, tables, "%")
+    names = sorted(set(ranges.texts))[:8] if ranges else []
     listed = ", ".join(printable(name[:40]) for name in names)
-    return f"it has: {listed}" if names else "it has no NVTX ranges; leave --window out"
+    return f"it has: {listed}" if names else "it has no NVTX ranges; omit --window"
 
 
 def _check_complete(path: Path) -> None:
-    """A cut file can still answer queries: hold its length against the pages its header promises.
+    """Compare the file's length with its header, since a truncated file can still answer queries.
 
     https://www.sqlite.org/fileformat2.html: page size at 16, change counter at 24, pages at 28.
     """
     for journal in (path.with_name(path.name + "-wal"), path.with_name(path.name + "-journal")):
         if journal.exists() and journal.stat().st_size:
-            message = f"{path.name} is being written: {journal.name} lies beside it"
+            message = f"{path.name} is being written: {journal.name} exists beside it"
             raise UsageError(message, f"wait for the writer, or export again: {HINT}")
     with path.open("rb") as file:
         header = file.read(100)
     page = int.from_bytes(header[16:18], "big")
     pages = int.from_bytes(header[28:32], "big")
-    counted = header[24:28] == header[92:96]  # else a writer too old to keep the count
+    counted = header[24:28] == header[92:96]  # an old writer does not update the count
     if len(header) < 100 or (
         counted and path.stat().st_size < pages * (65536 if page == 1 else page)
     ):

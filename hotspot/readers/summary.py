@@ -1,4 +1,4 @@
-"""What `nsys stats` says about kernels, in any of its reports and formats, as a `Recording`."""
+"""Read the kernels of any report and format of `nsys stats` as a `Recording`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = (
     Kind("cuda_gpu_sum", "summary of GPU work", "Instances", "Category", "Operation"),
     Kind("cuda_kern_exec_sum", "kernel execution summary", "Count", "KAvg", "Kernel Name"),
 )
-"""In order of preference: times of launches, then whole summaries, then what must be added up."""
+"""In order of preference: times of launches, then complete summaries, then partial sums."""
 _SUMMARY = {"Time", "Total Time", "Instances", "Avg", "Med", "Min", "Max", "StdDev", "Name"}
 _OTHERS = (
     ("Num Calls", "an API summary"),
@@ -39,28 +39,32 @@ _OTHERS = (
 )
 _LAUNCH = re.compile(r"cu(?:da)?Launch\w*Kernel")
 MAX_LINES = 500_000
-"""Of a text: ten traces of the most rows that are read."""
+"""Maximum lines of a text; `printed.MAX_ROWS` limits each table."""
 
 
 def read_summary(text: str, name: str) -> Recording:
-    """The kernels of a text that `nsys stats` (or `nsys profile --stats=true`) printed.
+    """Read the kernels of a text printed by `nsys stats` or `nsys profile --stats=true`.
 
-    Of several reports the first of the kind that says most is read: launches with times before
-    sums. Times are exact as far as they are printed; shares are never read.
+    Of several reports, the first of the most detailed kind is read: launches with times before
+    sums. Times are as exact as printed; shares are never read.
+
+    Args:
+        text: the printed text.
+        name: the file's name.
 
     Raises:
-        UsageError: no report of kernels in it, or that one is damaged or cut off.
+        UsageError: the text holds no report of kernels, or the report is damaged or truncated.
     """
     if "\0" in text:
-        raise UsageError(f"{name} is a binary file, no output of nsys stats", HINT)
+        raise UsageError(f"{name} is a binary file, not output of nsys stats", HINT)
     if text.count("\n") > MAX_LINES:
         raise UsageError(f"{name} has more lines than any output of nsys stats", HINT)
-    found = list(tables(text))
-    kinds = [kind_of(table) for table in found]
+    candidates = list(tables(text))
+    kinds = [kind_of(table) for table in candidates]
     kind = next((kind for kind in KINDS if kind in kinds), None)
     if kind is None:
-        raise UsageError(f"{name} is {_what(found, text)}, not a kernel summary", HINT)
-    chosen = [table for table, its in zip(found, kinds, strict=True) if its is kind]
+        raise UsageError(f"{name} is {_what(candidates, text)}, not a kernel summary", HINT)
+    chosen = [table for table, its in zip(candidates, kinds, strict=True) if its is kind]
     table = chosen[0]
     _check_whole(table, name, kind)
     source = f"nsys {kind.what} {name}"
@@ -76,17 +80,17 @@ def read_summary(text: str, name: str) -> Recording:
         names = tuple(row.name for row in recording.rows)
     return replace(
         recording,
-        hidden=recording.hidden or _hidden(found, count),
+        hidden=recording.hidden or _hidden(candidates, count),
         warnings=(*_warn_of_names(names), *_warn_of_several(chosen, name), *recording.warnings),
     )
 
 
 def kind_of(table: Table) -> Kind | None:
-    """The report of kernels that a table is; None: another one."""
+    """The kind of a table that holds kernels; None for another report."""
     names, last = set(table.names), table.names[-1]
     for kind in KINDS:
         if set(kind.columns) <= names and last == kind.columns[-1]:
-            # sums of ranges, MPI calls and others have the columns of a summary and one more
+            # sums of ranges, MPI calls and others have one more column than a summary
             return kind if kind is not _KERNELS or names <= _SUMMARY else _by_grid(names)
     return None
 
@@ -95,21 +99,21 @@ def _by_grid(names: set[str]) -> Kind | None:
     return KINDS[3] if names <= _SUMMARY | {"GridXYZ", "BlockXYZ"} else None
 
 
-def _what(found: Iterable[Table], text: str) -> str:
-    """What a text without kernels is, for the error."""
-    told: list[str] = []
-    for table in found:
+def _what(candidates: Iterable[Table], text: str) -> str:
+    """A description of a text without kernels, for the error message."""
+    kinds: list[str] = []
+    for table in candidates:
         for column, what in _OTHERS:
             if any(column in name for name in table.names):
-                told.append(what)
+                kinds.append(what)
                 break
         else:
-            told.append("another report")
-    if told:
-        unlike = list(dict.fromkeys(told))
+            kinds.append("another report")
+    if kinds:
+        unlike = list(dict.fromkeys(kinds))
         return unlike[0] if len(unlike) == 1 else f"{', '.join(unlike[:-1])} and {unlike[-1]}"
     if "does not contain CUDA kernel data" in text:
-        return "of a program in which nsys saw no kernels"
+        return "a report of a program without kernels"
     return "another text" if text.strip() else "empty"
 
 
@@ -127,8 +131,8 @@ def _warn_of_several(chosen: Sequence[Table], name: str) -> list[ProfileWarning]
         return []
     lines = ", ".join(str(table.line) for table in chosen[:5])
     message = (
-        f"{name} holds {len(chosen)} such reports (lines {lines}); the first is read: give each "
-        "its own file to read another"
+        f"{name} holds {len(chosen)} such reports (lines {lines}); only the first is read: put "
+        "each in a separate file to read another"
     )
     return [ProfileWarning(kind="several_reports", message=message)]
 
@@ -140,18 +144,18 @@ def _warn_of_names(names: Iterable[str]) -> list[ProfileWarning]:
         message = "names are clipped, so kernels may share one; export as csv"
         warnings.append(ProfileWarning(kind="clipped_names", message=message))
     if any(re.match(r"_Z[NLK\d]", name) for name in names):
-        message = "names are mangled, so few are recognised; use --report cuda_gpu_kern_sum alone"
+        message = "names are mangled, so few are recognised; use only --report cuda_gpu_kern_sum"
         warnings.append(ProfileWarning(kind="mangled_names", message=message))
     return warnings
 
 
-def _hidden(found: Iterable[Table], kernels: int) -> str | None:
-    """Whether graphs were launched whose kernels are not among those that were counted.
+def _hidden(candidates: Iterable[Table], kernels: int) -> str | None:
+    """Why the kernels of launched graphs seem to be missing; None if they are not.
 
-    A graph that was traced node by node shows its kernels, so there are more of them than calls
-    that launch one kernel. Traced as a whole it shows none.
+    A graph traced node by node shows its kernels, so there are more kernels than launch calls. A
+    graph traced as a whole shows none.
     """
-    api = next((table for table in found if "Num Calls" in table.names), None)
+    api = next((table for table in candidates if "Num Calls" in table.names), None)
     if api is None or api.damage is not None or api.names[-1] != "Name":
         return None
     graphs = singles = 0
@@ -165,6 +169,6 @@ def _hidden(found: Iterable[Table], kernels: int) -> str | None:
     if graphs == 0 or kernels - singles >= graphs:
         return None
     return (
-        f"{graphs} CUDA graphs were launched, but what ran inside them was not recorded: only "
+        f"{graphs} CUDA graphs were launched, but their kernels were not recorded: only "
         f"{kernels} kernels are listed; profile with --cuda-graph-trace=node"
     )

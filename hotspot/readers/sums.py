@@ -1,4 +1,4 @@
-"""Rows of a summary that `nsys stats` printed: units, precision, rows of one kernel added up."""
+"""Read the rows of a summary printed by `nsys stats`: units, precision, sums by kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BRACKETS = re.compile(r"[()<>\[\]{}/]")
 
 
 class Kind:
-    """A report that holds kernels, and the columns that tell it; the last is the kernel's."""
+    """A report of kernels and the columns that identify it; the last one holds the names."""
 
     def __init__(self, name: str, what: str, *columns: str) -> None:
         self.name, self.what, self.columns = name, what, columns
@@ -26,7 +26,7 @@ class Kind:
 
 @dataclass
 class _Sum:
-    """One row, or rows of one kernel added up."""
+    """One row, or the sum of several rows of one kernel."""
 
     name: str
     instances: int
@@ -38,7 +38,7 @@ class _Sum:
     def add(self, other: _Sum) -> None:
         self.instances += other.instances
         self.total += other.total
-        self.median = None  # cannot be told from two medians
+        self.median = None  # unknown from two medians
         self.least = None if None in (a := (self.least, other.least)) else min(_known(*a))
         self.most = None if None in (a := (self.most, other.most)) else max(_known(*a))
 
@@ -54,13 +54,13 @@ class _Sum:
 
 
 def read_sums(table: Table, source: str, name: str, kind: Kind) -> Recording:
-    """The kernels of a summary; times are rounded to whole ns.
+    """Read the kernels of a summary; times are rounded to whole ns.
 
-    Rows of one kernel are added up where a report has several (by grid, range or thread): their
-    least and greatest times combine, a common median cannot be told. Clipped names stay apart.
+    A report may have several rows per kernel (by grid, range or thread), which are added up. Their
+    minimum and maximum combine, but their median is unknown. Truncated names are not merged.
 
     Raises:
-        UsageError: a row does not fit, or rows are missing.
+        UsageError: a row is malformed, or rows are missing.
     """
     units = table_units(table)
     step = Decimal(0)
@@ -75,7 +75,7 @@ def read_sums(table: Table, source: str, name: str, kind: Kind) -> Recording:
         except ValueError:
             raise not_a_row(name, line, kind) from None
         step = max(step, precision)
-        bare = range_taken_off(one.name)
+        bare = without_range(one.name)
         ranged |= bare != one.name
         one.name = bare
         sums.append(one)
@@ -83,7 +83,7 @@ def read_sums(table: Table, source: str, name: str, kind: Kind) -> Recording:
         raise UsageError(f"{name} holds a {kind.what} without kernels", HINT)
     warnings = _check_complete(table, name, kind)
     if ranged:
-        message = "ranges before the names (:nvtx-name) are taken off, rows of one kernel added up"
+        message = "ranges before the names (:nvtx-name) were removed, rows of one kernel added up"
         warnings.append(ProfileWarning(kind="nvtx_names", message=message))
     warnings += [*_warn_of_ranges(table, kind), *warn_of_launches(kind), *warn_of_step(step)]
     message = "a summary has no times: busy time and steps are unknown; the .sqlite has them"
@@ -94,7 +94,7 @@ def read_sums(table: Table, source: str, name: str, kind: Kind) -> Recording:
 
 
 def table_units(table: Table) -> list[int | None]:
-    """Nanoseconds per unit of each column; old headings name a unit in only one of them."""
+    """Nanoseconds per unit of each column; old reports name the unit in only one heading."""
     shared = next((unit for unit in table.units if unit in UNITS), None)
     return [UNITS.get(unit or shared or "") for unit in table.units]
 
@@ -105,7 +105,7 @@ def not_a_row(name: str, line: int, kind: Kind) -> UsageError:
 
 
 def warn_of_launches(kind: Kind) -> list[ProfileWarning]:
-    """Whether a report leaves out kernels whose launch was not recorded."""
+    """Warn if a report omits kernels whose launch was not recorded."""
     if "kern_exec" not in kind.name:
         return []
     message = "only kernels whose launch was recorded are listed; cuda_gpu_kern_sum lists all"
@@ -113,7 +113,7 @@ def warn_of_launches(kind: Kind) -> list[ProfileWarning]:
 
 
 def warn_of_step(step: Decimal) -> list[ProfileWarning]:
-    """Whether times are printed so coarsely that kernels of microseconds suffer."""
+    """Warn if times are printed too coarsely for kernels of microseconds."""
     if step <= 1:
         return []
     message = (
@@ -122,16 +122,16 @@ def warn_of_step(step: Decimal) -> list[ProfileWarning]:
     return [ProfileWarning(kind="rounded_times", message=message)]
 
 
-def range_taken_off(name: str) -> str:
+def without_range(name: str) -> str:
     """A kernel's name without the range that `:nvtx-name` puts before it.
 
-    Certain in two cases: PyTorch's `, op_id = 7/`, and a slash outside of all brackets, as no
-    kernel has one (symbols cannot, and C++ has only `operator/`). Else the name stays.
+    The range is recognised in two cases: PyTorch's `, op_id = 7/`, and a slash outside all
+    brackets. No kernel name has such a slash except `operator/`. Otherwise the name is unchanged.
     """
     if "/" not in name:
         return name
-    if (found := _RANGE.search(name)) is not None and found.end() < len(name):
-        return name[found.end() :]
+    if (match := _RANGE.search(name)) is not None and match.end() < len(name):
+        return name[match.end() :]
     depth = 0
     for token in reversed(list(_BRACKETS.finditer(name))):
         mark, at = token[0], token.start()
@@ -152,7 +152,7 @@ def range_taken_off(name: str) -> str:
 def _sum(
     cells: tuple[str, ...], where: dict[str, int], units: list[int | None], kind: Kind
 ) -> tuple[_Sum, Decimal]:
-    """One row, and the step in which its total is printed."""
+    """Parse one row; return it and the precision of its total in ns."""
 
     def time(column: str) -> tuple[Decimal, Decimal] | None:
         at = where.get(column)
@@ -182,7 +182,7 @@ def _sum(
 def _slack(
     total: tuple[Decimal, Decimal], mean: tuple[Decimal, Decimal], instances: int
 ) -> Decimal:
-    """How far instances x average may be from the total: what is rounded away, and 1 %."""
+    """The tolerance between instances x average and the total: rounding, plus 1 %."""
     return mean[1] * instances + total[1] + total[0] / 100
 
 
@@ -198,10 +198,10 @@ def _merged(sums: list[_Sum]) -> list[_Sum]:
 
 
 def _check_complete(table: Table, name: str, kind: Kind) -> list[ProfileWarning]:
-    """A file cut between two lines still parses, but its printed shares no longer add up.
+    """Check that the printed shares add up, since a file truncated between two lines still parses.
 
-    Files are refused then. What was pasted as text, or chosen in the GUI, is often shortened on
-    purpose, so there it is a warning.
+    An incomplete file is refused. Pasted text and the GUI's export are often shortened on purpose,
+    so for those there is a warning.
     """
     at = next((i for i, column in enumerate(table.names) if column == "Time"), None)
     if at is None:
@@ -219,7 +219,7 @@ def _check_complete(table: Table, name: str, kind: Kind) -> list[ProfileWarning]
     what = f"its rows are only {total:.1f} % of the whole"
     if table.style not in ("column", "pipe") and not by_gui:
         raise UsageError(f"{name} is cut off: {what}", f"write it again: {HINT}")
-    message = f"{what}: the rest was left out, so every share is too large"
+    message = f"{what}: the rest is missing, so every share is too large"
     return [ProfileWarning(kind="incomplete", message=message)]
 
 

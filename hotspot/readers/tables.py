@@ -1,4 +1,4 @@
-"""Finds the tables in a text: what `nsys stats` prints in any of its formats, chatter around it."""
+"""Find the tables in a text of `nsys stats`, in any format, with other output around them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _REPORT = re.compile(
 )
 _KERNELS = ("cuda_gpu_kern_sum", "gpukernsum")
 MAX_TABLES = 1000
-"""Of one text, also of what looks like one at first: nsys has some 30 reports."""
+"""Maximum tables of one text, false starts included; nsys has about 30 reports."""
 
 
 def tables(text: str) -> Iterator[Table]:
-    """The tables in the text, in order. Linear in its length; never raises.
+    """Yield the tables of a text in order, in linear time, without raising.
 
-    What is no table is passed over, what is damaged is a table with `damage`.
+    Other text is skipped; a damaged table has `damage` set.
     """
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r\n", "\n")
     lines = text.split("\n")  # splitlines would also cut names at \f, \x85 and their like
@@ -69,13 +69,13 @@ def tables(text: str) -> Iterator[Table]:
 
 
 def _starts(lines: list[str]) -> list[int]:
-    """Where each line begins."""
+    """The offset of each line."""
     return list(accumulate(map((1).__add__, map(len, lines)), initial=0))
 
 
 def report_name(line: str) -> str | None:
-    """The report that a line of chatter announces: `cuda_gpu_kern_sum`, or an old heading."""
-    found = _REPORT.match(line[:2000])
-    if found is None:
+    """The report that a line of output announces: `cuda_gpu_kern_sum`, or an old heading."""
+    match = _REPORT.match(line[:2000])
+    if match is None:
         return None
-    return next((found[group] for group in "abcde" if found[group]), None)
+    return next((match[group] for group in "abcde" if match[group]), None)

@@ -1,4 +1,4 @@
-"""Launches of a trace that `nsys stats` printed: cuda_gpu_trace and cuda_kern_exec_trace."""
+"""Read the launches of `nsys stats` traces: cuda_gpu_trace and cuda_kern_exec_trace."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from patcher.hotspot.readers.sums import (
     HINT,
     Kind,
     not_a_row,
-    range_taken_off,
     table_units,
     warn_of_launches,
     warn_of_step,
+    without_range,
 )
 from patcher.hotspot.readers.tables import Table
 from patcher.hotspot.recording import Launches, Recording
@@ -28,14 +28,13 @@ _DEVICE = re.compile(r"(.*?) ?\((\d{1,4})\)")
 
 
 def read_trace(table: Table, source: str, name: str, kind: Kind) -> Recording:
-    """Launches in order of start; copies and fills apart.
+    """Read launches in order of start, and copies and fills separately.
 
-    A stream is numbered anew where streams of several contexts share a number. A
-    cuda_kern_exec_trace does not say on which stream a kernel ran; there all launches by one
-    thread count as one stream.
+    Streams are renumbered if several contexts share a number. A cuda_kern_exec_trace does not name
+    streams, so all launches of one thread count as one stream.
 
     Raises:
-        UsageError: a row does not fit.
+        UsageError: a row is malformed.
     """
     where = {column: at for at, column in enumerate(table.names)}
     gpu_trace = kind.name == "cuda_gpu_trace"
@@ -73,7 +72,7 @@ def read_trace(table: Table, source: str, name: str, kind: Kind) -> Recording:
     devices, gpu = _devices(cells_of)
     spans = np.array([row[1:] for row in memory], dtype=np.int64).reshape(-1, 2)
     copied = np.column_stack([devices[len(kernels) :].astype(np.int64), spans])
-    bare = {text: range_taken_off(text) for text in {kernel[2] for kernel in kernels}}
+    bare = {text: without_range(text) for text in {kernel[2] for kernel in kernels}}
     texts, names = _coded([bare[kernel[2]] for kernel in kernels])
     launches = Launches(
         texts=tuple(texts),
@@ -97,26 +96,26 @@ def _graphs(count: int) -> str | None:
     if not count:
         return None
     return (
-        f"{count} CUDA graphs were recorded as a whole, their kernels are not listed; profile with "
+        f"{count} CUDA graphs were recorded as a whole, without their kernels; profile with "
         "--cuda-graph-trace=node"
     )
 
 
 def _coded(values: Sequence[str]) -> tuple[list[str], NDArray[np.int32]]:
-    """The values once each, in order of appearance, and every value as an index into them."""
+    """The distinct values in order of appearance, and each value as an index into them."""
     codes: dict[str, int] = {}
     indices = [codes.setdefault(value, len(codes)) for value in values]
     return list(codes), np.array(indices, dtype=np.int32)
 
 
 def _devices(cells: Sequence[str]) -> tuple[NDArray[np.int32], Gpu | None]:
-    """Device numbers from `NVIDIA H200 (0)` or `0`, and the GPU if all are of one name."""
+    """Device numbers from `NVIDIA H200 (0)` or `0`, and the GPU if all have the same name."""
     texts, codes = _coded(cells)
-    found = [_DEVICE.fullmatch(text.strip()) for text in texts]
+    matches = [_DEVICE.fullmatch(text.strip()) for text in texts]
     plain = [text.strip() for text in texts]
-    if all(found):
-        names = {one[1] for one in found if one}
-        numbers = [int(one[2]) for one in found if one]
+    if all(matches):
+        names = {one[1] for one in matches if one}
+        numbers = [int(one[2]) for one in matches if one]
     else:
         names = set()
         digits = all(text.isascii() and text.isdigit() and len(text) < 5 for text in plain)
@@ -126,7 +125,7 @@ def _devices(cells: Sequence[str]) -> tuple[NDArray[np.int32], Gpu | None]:
 
 
 def _streams(lanes: Sequence[tuple[str, ...]]) -> NDArray[np.int32]:
-    """Stream numbers as printed, or new ones where two contexts or processes are there."""
+    """Stream numbers as printed; new numbers if there are several contexts or processes."""
     texts, codes = _coded(["/".join(lane) for lane in lanes])
     last = [text.rpartition("/")[2] for text in texts]
     small = all(text.isascii() and text.isdigit() and len(text) < 9 for text in last)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from pydantic import ValidationError
@@ -24,9 +22,6 @@ from patcher.bench import (
 )
 from patcher.commands.console import Engine, Json, Output, Threads, app, examples
 
-if TYPE_CHECKING:  # every other command starts without the patches
-    from patcher.integrate import Manifest
-
 
 @app.command()
 @examples(
@@ -41,14 +36,16 @@ def bundle(
     target: Annotated[
         Path, typer.Argument(help="Where the patch bundle goes: a folder, or one .zip file.")
     ],
-    language: Annotated[Language | None, typer.Option(help="Default: by the file's name.")] = None,
+    language: Annotated[
+        Language | None, typer.Option(help="Default: from the file's suffix.")
+    ] = None,
     sweep: Annotated[
-        list[str] | None, typer.Option(help="Which sweep of the op is timed; may be repeated.")
+        list[str] | None, typer.Option(help="A sweep of the op that is timed; may be repeated.")
     ] = None,
     engine: Engine = "transformers",
     tensor_parallel: Annotated[
         str | None,
-        typer.Option(help="Workers that may share a layer, as `1,2`; default: any number."),
+        typer.Option(help="Tensor-parallel sizes that it may run at, as `1,2`; default: any."),
     ] = None,
     judged: Annotated[
         list[Path] | None,
@@ -61,12 +58,13 @@ def bundle(
     threads: Threads = None,
     as_json: Json = False,
 ) -> int:
-    """Judge a candidate and, if it is right and faster, make it a patch bundle.
+    """Evaluate a kernel and, if it is correct and faster, package it as a patch.
 
-    At sizes at either end of a sweep where it is slower, the engine's own code goes on running.
-    The first sweep is the one that the patch is known by, on which it must be faster; over a
-    further one it may be slower at some sizes, not at all of them.
+    At the sizes at either end of a sweep where it is slower, the engine keeps its own code. The
+    kernel must be faster on the first sweep, which the patch is known by. On a further sweep it may
+    be slower at some sizes, but not at all of them.
     """
+    from patcher.api.bundle import make_bundle
     from patcher.bench import judge
     from patcher.settings import resolve
     from patcher.show.evaluation import print_evaluation
@@ -96,7 +94,14 @@ def bundle(
             else:
                 print_evaluation(output.out, one)
             return 1
-    manifest = make_bundle(target, candidate, evaluations, engine=engine, tensor_parallel=workers)
+    manifest = make_bundle(
+        target,
+        candidate,
+        evaluations,
+        engine=engine,
+        made_by="patcher bundle",
+        tensor_parallel=workers,
+    )
     told = [
         (f"over {one.sweep}: " if len(evaluations) > 1 else "")
         + f"{one.geomean_speedup:.3f}x against {one.baseline}"
@@ -132,38 +137,6 @@ def verdict_on(candidate: Candidate, path: Path) -> Evaluation:
             "give the one that lies beside the candidate, or leave --evaluation out",
         )
     return found
-
-
-def make_bundle(
-    target: Path,
-    candidate: Candidate,
-    evaluations: Sequence[Evaluation],
-    *,
-    engine: str,
-    tensor_parallel: tuple[int, ...],
-) -> Manifest:
-    """Write it with its prebuilt binary; see `Patch.create` for what is raised."""
-    from patcher.bench.toolchains import build
-    from patcher.integrate import Patch, is_archive, pack
-
-    op = load_op(candidate.op)
-    built = build(candidate, op.contract)
-    with tempfile.TemporaryDirectory() as scratch:
-        packed = is_archive(target)
-        patch = Patch.create(
-            Path(scratch) / "patch" if packed else target,
-            op,
-            candidate,
-            evaluations[0],
-            engine=engine,
-            made_by="patcher bundle",
-            built=built,
-            tensor_parallel=tensor_parallel,
-            further=tuple(evaluations[1:]),
-        )
-        if packed:
-            pack(patch, target)
-        return patch.manifest
 
 
 def worker_counts(text: str | None) -> tuple[int, ...]:

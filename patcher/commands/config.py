@@ -15,11 +15,11 @@ from patcher.commands.console import Json, Output, app, examples
 @examples("patcher config", "patcher config --example > patcher.toml")
 def config(
     example: Annotated[
-        bool, typer.Option("--example", help="A patcher.toml with every setting, explained.")
+        bool, typer.Option("--example", help="Print a patcher.toml with every setting explained.")
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Each setting, its value and where it comes from."""
+    """Show each setting, its value, and where the value comes from."""
     from patcher.settings import NAMES, example_file, resolve
 
     if example:

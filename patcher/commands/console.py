@@ -33,31 +33,37 @@ app = typer.Typer(
     "130 interrupted.",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 BudgetUsd = Annotated[
-    float | None, typer.Option("--budget-usd", help="Ceiling on what models may cost.", min=0)
+    float | None, typer.Option("--budget-usd", help="Ceiling on the cost of model calls.", min=0)
 ]
 BudgetTokens = Annotated[
-    int | None, typer.Option("--budget-tokens", help="Ceiling on tokens, in and out.", min=0)
+    int | None, typer.Option("--budget-tokens", help="Ceiling on tokens, input and output.", min=0)
 ]
 BudgetMinutes = Annotated[
     float | None,
-    typer.Option("--budget-minutes", help="Ceiling on the time to ask and judge.", min=0),
+    typer.Option(
+        "--budget-minutes", help="Ceiling on the minutes spent asking and judging.", min=0
+    ),
 ]
 BudgetGpuMinutes = Annotated[
     float | None,
-    typer.Option("--budget-gpu-minutes", help="Ceiling on the judge's time on the GPU.", min=0),
+    typer.Option("--budget-gpu-minutes", help="Ceiling on the judge's GPU minutes.", min=0),
 ]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: what is here.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu or cuda; default: cuda where there is a GPU.")
+]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1)]
-Iterations = Annotated[int | None, typer.Option(help="Candidates at most.", min=1)]
+Iterations = Annotated[int | None, typer.Option(help="Maximum number of candidates.", min=1)]
 MarginPct = Annotated[
     float | None,
-    typer.Option("--margin-pct", help="Gain in percent that the interval must exceed.", min=0),
+    typer.Option(
+        "--margin-pct", help="Gain in percent that the whole interval must exceed.", min=0
+    ),
 ]
 JudgeSpec = Annotated[
     str | None,
-    typer.Option("--judge", help="local, or exchange:DIR, served by `patcher worker DIR`."),
+    typer.Option("--judge", help="local, or exchange:DIR, which `patcher worker DIR` serves."),
 ]
 ModelSpec = Annotated[
     str | None,
@@ -68,12 +74,10 @@ ModelSpec = Annotated[
     ),
 ]
 Engine = Annotated[str, typer.Option(help="The engine that runs the model.")]
-Strategy = Annotated[
-    str, typer.Option(help="refine, single, sample, beam, evolve or translate; see the README.")
-]
+Strategy = Annotated[str, typer.Option(help="refine, single, sample, beam, evolve or translate.")]
 Width = Annotated[
     int | None,
-    typer.Option(help="Candidates a round, for sample, beam and evolve (default 4).", min=1),
+    typer.Option(help="Candidates per round of sample, beam and evolve (default 4).", min=1),
 ]
 Islands = Annotated[
     int | None, typer.Option(help="Populations of evolve (default 2).", min=1, max=64)
@@ -98,7 +102,9 @@ def _in_a_folder(out: Path | None) -> Path | None:
 
 Out = Annotated[
     Path | None,
-    typer.Option("--out", help="Write the whole result here too, as JSON.", callback=_in_a_folder),
+    typer.Option(
+        "--out", help="Also write the whole result to this file, as JSON.", callback=_in_a_folder
+    ),
 ]
 
 

@@ -21,8 +21,8 @@ def doctor(
 ) -> int:
     """Check this machine, and say how to fix what it lacks.
 
-    Warns only of what fits this machine: CUDA's tools where there is an NVIDIA GPU, for example.
-    Exit code 3: something that every command needs is missing.
+    Warns only about what fits this machine: about CUDA's tools where there is an NVIDIA GPU, for
+    example. Exit code 3: something that every command needs is missing.
     """
     from patcher.doctor import examine
     from patcher.show.doctor import findings_table

@@ -34,21 +34,24 @@ from patcher.commands.console import (
 def evaluate(
     op: Annotated[str, typer.Argument(help="An op of the library.")],
     source: Annotated[Path, typer.Argument(help="One source file.")],
-    language: Annotated[Language | None, typer.Option(help="Default: by the file's name.")] = None,
-    baseline: Annotated[
-        str | None, typer.Option(help="Compare with this one, not the strongest.")
+    language: Annotated[
+        Language | None, typer.Option(help="Default: from the file's suffix.")
     ] = None,
-    sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Compare with this baseline, not the strongest one.")
+    ] = None,
+    sweep: Annotated[str | None, typer.Option(help="The sweep of the op that is timed.")] = None,
     device: Device = None,
-    pairs: Annotated[int, typer.Option(help="Pairs of timed blocks a point.", min=3)] = 12,
+    pairs: Annotated[int, typer.Option(help="Pairs of timed blocks per point.", min=3)] = 12,
     timeout: Annotated[float, typer.Option(help="Seconds one call may take.", min=0.1)] = 30.0,
     threads: Threads = None,
-    tripwires: Annotated[bool, typer.Option(help="Whether the source is looked at.")] = True,
+    tripwires: Annotated[bool, typer.Option(help="Search the source for known tricks.")] = True,
     sanitize: Annotated[
-        bool, typer.Option("--sanitize", help="CUDA: it must pass compute-sanitizer, too.")
+        bool, typer.Option("--sanitize", help="CUDA: it must also pass compute-sanitizer.")
     ] = False,
     counters: Annotated[
-        bool, typer.Option("--counters", help="CUDA: what Nsight Compute counts in its kernels.")
+        bool,
+        typer.Option("--counters", help="CUDA: show Nsight Compute's counters of its kernels."),
     ] = False,
     for_reward: Annotated[
         bool,
@@ -61,14 +64,14 @@ def evaluate(
     judge: JudgeSpec = None,
     as_json: Json = False,
 ) -> int:
-    """Judge one candidate in processes of its own: is it right, is it faster?
+    """Judge one kernel in its own processes: is it correct, and is it faster?
 
-    --reward is data for training: -1 wrong, 1 right, 2 over 5 % faster than eager, 3 than
-    torch.compile, too, by the lower ends of the intervals; and the measured speedups.
+    --reward gives data for training: -1 wrong, 1 correct, 2 over 5 % faster than eager, 3 also over
+    5 % faster than torch.compile, each by the lower end of its interval.
 
-    Exit code 0: right and faster (a reward of 2 or 3); 1: anything else that was judged; 6: the
-    judge is elsewhere and has not answered yet: the same command takes the verdict up. A hip, sycl
-    or metal kernel is compiled, and neither run nor timed: its outcome is `compiled` at best.
+    Exit code 0: correct and faster (a reward of 2 or 3); 1: any other verdict; 6: the judge is on
+    another machine and has not answered yet; run the same command again. A hip, sycl or metal
+    kernel is only compiled: its best outcome is `compiled`.
     """
     from patcher.api.judge_request import REQUEST_ID, JudgeRequest
     from patcher.show.evaluation import counters_table, print_evaluation

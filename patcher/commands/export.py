@@ -21,16 +21,17 @@ def export(
     to: Annotated[str, typer.Option("--to", help="hf-kernels or flashinfer.")],
     out: Annotated[Path, typer.Option("--out", help="A new folder, or an earlier export.")],
     sweep: Annotated[
-        str | None, typer.Option(help="flashinfer: the sweep of the evidence, if it is not said.")
+        str | None,
+        typer.Option(help="flashinfer: the sweep of the evidence, where it is ambiguous."),
     ] = None,
     license: Annotated[
-        str, typer.Option(help="hf-kernels: of the source, as the Hub spells it.")
+        str, typer.Option(help="hf-kernels: license of the source, as the Hub spells it.")
     ] = "unknown",
     as_json: Json = False,
 ) -> int:
-    """Write a patch as a Hugging Face kernel repository or as a flashinfer-bench dataset.
+    """Write a patch as a Hugging Face kernel repository or a flashinfer-bench dataset.
 
-    Prints what the format cannot say.
+    Prints what the format cannot express.
     """
     from patcher.integrate import Patch, export_patch, unpacked
 
@@ -50,12 +51,12 @@ def export(
 )
 def import_(
     path: Annotated[Path, typer.Argument(help="An export, a dataset, or a Definition's file.")],
-    out: Annotated[Path, typer.Option("--out", help="Where the op folders go.")] = Path("imported"),
+    out: Annotated[Path, typer.Option("--out", help="Folder for the ops.")] = Path("imported"),
     as_json: Json = False,
 ) -> int:
     """Read an export or a flashinfer-bench dataset as sources, and as ops where they are new.
 
-    Nothing of it is run, and nothing is dropped without a word.
+    Runs nothing of it, and reports everything that it leaves out.
     """
     from patcher.integrate import import_kernel
 

@@ -28,20 +28,24 @@ def memory(context: typer.Context, as_json: Json = False) -> None:
 @memory_app.command()
 @examples("patcher memory show", "patcher memory show --json")
 def show(as_json: Json = False) -> int:
-    """Every entry: rules with their counts, techniques with their gains."""
+    """List every entry: rules with their counts, techniques with their gains."""
     return _show(Output(as_json))
 
 
 @memory_app.command()
 @examples("patcher memory forget undeclared-name-1a2b3c", "patcher memory forget --all --yes")
 def forget(
-    ids: Annotated[list[str] | None, typer.Argument(help="Ids of `patcher memory show`.")] = None,
+    ids: Annotated[
+        list[str] | None, typer.Argument(help="Ids that `patcher memory show` lists.")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every entry.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Really all of them.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Confirm --all.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list what would be removed.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
-    """Remove entries. To keep one from being learned again, give it `muted = true` instead."""
+    """Remove entries. To stop one from being learned again, give it `muted = true` instead."""
     found = _memory()
     known = [entry.id for entry in (*found.rules(), *found.techniques())]
     if bool(ids) == everything:
@@ -58,7 +62,7 @@ def forget(
 @memory_app.command()
 @examples("patcher memory path", '$EDITOR "$(patcher memory path)/rules.toml"')
 def path(as_json: Json = False) -> int:
-    """The folder whose rules.toml and techniques.toml you may edit."""
+    """Print the folder of rules.toml and techniques.toml, which you may edit."""
     folder = _memory().folder
     Output(as_json).emit(
         {"schema_version": SCHEMA_VERSION, "folder": str(folder)},

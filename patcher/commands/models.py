@@ -13,7 +13,7 @@ from patcher.commands.console import Json, Output, app, examples
 def models(as_json: Json = False) -> int:
     """List the presets of served models, and the language models that write kernels.
 
-    Says whether the key of each is set, never the key.
+    Says for each key whether it is set, never the key.
     """
     from patcher.models.registry import list_models
     from patcher.settings import resolve

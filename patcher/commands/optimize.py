@@ -40,19 +40,19 @@ from patcher.commands.execution import execute_run
 )
 def optimize(
     op: Annotated[str, typer.Argument(help="An op of the library.")],
-    language: Annotated[Language, typer.Option(help="What to write it in.")] = Language.CPP,
+    language: Annotated[Language, typer.Option(help="The language of the kernel.")] = Language.CPP,
     model: ModelSpec = None,
     analyst: Annotated[
         str | None, typer.Option(help="Another model for the analysis agent.")
     ] = None,
     diagnoser: Annotated[
-        str | None, typer.Option(help="Another model for the judge of failures.")
+        str | None, typer.Option(help="Another model for the diagnosis of failures.")
     ] = None,
     strategy: Strategy = "refine",
     width: Width = None,
     islands: Islands = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of evolve's draws; without one it is drawn and kept.")
+        int | None, typer.Option(help="Seed of evolve; default: drawn, and kept with the run.")
     ] = None,
     from_solution: FromSolution = None,
     iterations: Iterations = None,
@@ -61,17 +61,21 @@ def optimize(
     budget_minutes: BudgetMinutes = None,
     budget_gpu_minutes: BudgetGpuMinutes = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Estimate what it would take; ask nobody.")
+        bool, typer.Option("--dry-run", help="Estimate calls, tokens and cost; call no model.")
     ] = False,
     judge: JudgeSpec = None,
-    sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
+    sweep: Annotated[str | None, typer.Option(help="The sweep of the op that is timed.")] = None,
     counters: Annotated[
-        bool, typer.Option(help="CUDA: whether the analyst reads Nsight Compute's counters.")
+        bool, typer.Option(help="CUDA: give the analyst Nsight Compute's counters.")
     ] = True,
     threads: Threads = None,
     as_json: Json = False,
 ) -> int:
-    """The agent loop on one op: generation and analysis agents under the judge's feedback."""
+    """Run the agent loop on one op: a model writes kernels, the judge tests and times them.
+
+    An analysis agent reads each verdict and advises the next candidate. The best kernel can be
+    packaged with `patcher bundle`.
+    """
     from patcher import pipeline
     from patcher.plan import RunPlan
     from patcher.settings import resolve

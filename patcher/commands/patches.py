@@ -13,10 +13,10 @@ from rich.text import Text
 from patcher.bench import SCHEMA_VERSION, UsageError, VerificationError
 from patcher.commands.console import Json, Output, app, examples
 from patcher.integrate import (
+    FitReport,
     Patch,
     Receipt,
     Switches,
-    Verified,
     home_store,
     open_bundle,
     read_receipts,
@@ -40,7 +40,7 @@ HOW_TO_RUN = {
 @app.command()
 @examples("patcher patches", "PATCHER_PATCHES=on patcher patches --json")
 def patches(as_json: Json = False) -> int:
-    """The applied patches: on or off in this environment, whether they fit, what they gave."""
+    """List the applied patches: enabled or not, whether they fit, and their speedup."""
     from patcher.show.listing import listed
     from patcher.show.patches import patches_table
 
@@ -67,9 +67,9 @@ def apply(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Verify a patch against this environment and keep it for its engine.
+    """Verify a patch against this environment and install it for its engine.
 
-    It runs in processes whose environment says PATCHER_PATCHES=on (or its id).
+    Processes run it when their environment sets PATCHER_PATCHES=on, or to the id of the patch.
     """
     with unpacked(patch) as folder:
         bundle = Patch.load(folder)
@@ -104,9 +104,9 @@ def revert(
     patch: Annotated[str, typer.Argument(help="A patch's id (see `patcher patches`).")],
     as_json: Json = False,
 ) -> int:
-    """Take an applied patch away. Once more is the same as once.
+    """Remove an applied patch. Running it twice does no harm.
 
-    Processes that run keep it until they end.
+    Processes that are running keep the patch until they end.
     """
     was_on = home_store().revert(patch)
     word = "was taken out: processes that start now run without it" if was_on else "was not applied"
@@ -117,13 +117,15 @@ def revert(
 @app.command("verify")
 @examples("patcher verify norm-patch", "patcher verify norm-patch.zip --json", "patcher verify ID")
 def verify_command(
-    patch: Annotated[str, typer.Argument(metavar="PATCH", help="A bundle, or an applied id.")],
+    patch: Annotated[
+        str, typer.Argument(metavar="PATCH", help="A bundle, or the id of an applied patch.")
+    ],
     as_json: Json = False,
 ) -> int:
-    """Hold a patch against this environment, line by line.
+    """Check, item by item, whether a patch fits this environment.
 
-    Digests, evidence, version range, the code that it replaces, the device, the kernel. Exit code
-    5: it does not fit, and what differs; 3: something that it needs is not here.
+    Checks digests, evidence, the version range, the code that it replaces, the device and the
+    kernel. Exit code 5: it does not fit, and what differs; 3: something that it needs is missing.
     """
     from patcher.show.patches import verified_lines
 
@@ -141,25 +143,29 @@ def verify_command(
     "patcher receipts receipts --profile patched.sqlite --before stock.sqlite --patch norm.zip",
 )
 def receipts(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What PATCHER_RECEIPTS named.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The folder that PATCHER_RECEIPTS named.")
+    ],
     profile: Annotated[
-        Path | None, typer.Option(help="A profile of the same run: both must say the same.")
+        Path | None,
+        typer.Option(help="A profile of the same run, which must agree with the receipts."),
     ] = None,
     before: Annotated[
-        Path | None, typer.Option(help="A profile without the patch, to know the old kernels by.")
+        Path | None,
+        typer.Option(help="A profile without the patch, which shows the replaced kernels."),
     ] = None,
     whole: Annotated[
-        bool, typer.Option("--whole", help="The profile covers all that the receipts count.")
+        bool, typer.Option("--whole", help="The profile covers everything that the receipts count.")
     ] = False,
     patch: Annotated[
-        str | None, typer.Option(help="The patch; default: the applied one of that id.")
+        str | None, typer.Option(help="The patch; default: the applied patch of that id.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="A preset, for its number of layers.")] = None,
     as_json: Json = False,
 ) -> int:
-    """What ran, by process: calls, those in CUDA graphs, fallbacks with reasons, failures.
+    """Show what ran in each process: calls, calls in CUDA graphs, fallbacks, failures.
 
-    Exit code 5: a patch was kept out, never ran, or a profile does not show what is claimed.
+    Exit code 5: a patch failed to load or never ran, or a profile contradicts the receipts.
     """
     from patcher.show.patches import proof_lines, receipts_table, shapes_table
 
@@ -195,7 +201,7 @@ def receipts(
     return 5 if problems or not all(proof.passed for proof in proofs) else 0
 
 
-def _document(found: Verified) -> dict[str, object]:
+def _document(found: FitReport) -> dict[str, object]:
     """With the error that the exit code stands for, as every command gives it."""
     document: dict[str, object] = {**found.model_dump(mode="json"), "fits": found.failure is None}
     if failure := found.failure:

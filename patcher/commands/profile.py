@@ -44,25 +44,30 @@ def profile(
     ] = None,
     compare_files: Annotated[
         tuple[Path, Path] | None,
-        typer.Option("--compare", metavar="BEFORE AFTER", help="Which rows moved between two."),
+        typer.Option(
+            "--compare", metavar="BEFORE AFTER", help="Compare two profiles: which rows moved."
+        ),
     ] = None,
     minus: Annotated[
         Path | None,
-        typer.Option(help="The same run with fewer tokens: what is left is steady decode."),
+        typer.Option(help="The same run with fewer tokens; the difference is steady decode."),
     ] = None,
     ncu: Annotated[
-        Path | None, typer.Option(help="Nsight Compute's report or csv: bytes and FLOPs.")
+        Path | None, typer.Option(help="Report or CSV of Nsight Compute, for bytes and FLOPs.")
     ] = None,
     window: Annotated[
         str | None,
-        typer.Option(help="NVTX range to rank; `all` keeps warm-up in; default: steady steps."),
+        typer.Option(help="NVTX range to rank; `all` includes warm-up; default: steady steps."),
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Decode steps in it, where it cannot tell: a summary, --minus."),
+        typer.Option(
+            min=1,
+            help="Number of decode steps, where the source does not tell (a summary, --minus).",
+        ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Rank a trace that hides kernels, under a warning.")
+        bool, typer.Option("--force", help="Rank a trace that hides kernels, with a warning.")
     ] = False,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", help="Draw one decode step and the ranking (SVG).")
@@ -76,22 +81,24 @@ def profile(
     keep: Annotated[
         Path | None,
         typer.Option(
-            "--keep", help="Folder for the captured files; they name the host and folders."
+            "--keep",
+            help="Keep the captured files in this folder; they contain host and folder names.",
         ),
     ] = None,
     patches: Annotated[
         list[Path] | None,
-        typer.Option("--patch", help="A patch bundle that is in while it is captured."),
+        typer.Option("--patch", help="A patch bundle that is active during the capture."),
     ] = None,
     top: Annotated[
-        int | None, typer.Option(help="Rows to print; default: down to 95 % of busy time.", min=1)
+        int | None,
+        typer.Option(help="Rows to print; default: those that cover 95 % of busy time.", min=1),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Where decode spends its time, what to do about it, and what that could give end to end.
+    """Rank what decode spends its time in, with the gain that each row could give end to end.
 
-    The rows add up to the busy time of the GPU, and each says what to do. A fusion chain is a run
-    of small kernels that repeats in every layer; its time is in its members' rows, too.
+    The rows add up to the busy time of the GPU; each has a recommendation. A fusion chain is a run
+    of small kernels that repeats in every layer; its time is also in the rows of its members.
     """
     from patcher.hotspot import compare, read
     from patcher.hotspot.read import UNNAMED

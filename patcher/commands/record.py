@@ -21,9 +21,10 @@ def record(
     folder: Annotated[Path, typer.Argument(help="A new folder.")],
     as_json: Json = False,
 ) -> int:
-    """Every prompt, reply and verdict of a finished loop, with a table; `patcher replay` checks it.
+    """Save every prompt, reply and verdict of a finished agent loop, with a table.
 
-    Prompts hold the contract, sources that the agents wrote, and what your levers add.
+    `patcher replay` checks such a recording. Prompts hold the contract, the sources that the agents
+    wrote, and the text that your settings add.
     """
     from patcher.kernel_search.recording import record as write
     from patcher.runs.run import Run
@@ -43,9 +44,9 @@ def replay(
     ],
     as_json: Json = False,
 ) -> int:
-    """Run recorded loops again on their replies and verdicts: no model, no compiler, no GPU.
+    """Run recorded loops again from their replies and verdicts: no model, no compiler, no GPU.
 
-    Exit code 0: each comes to the end that it says; 5: one does not.
+    Exit code 0: each loop ends as recorded; 5: one does not.
     """
     from patcher.kernel_search.recording import read, recordings
     from patcher.kernel_search.recording import replay as again

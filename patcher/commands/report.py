@@ -22,13 +22,15 @@ def report(
     formats: Annotated[str, typer.Option("--format", help="html,md,json")] = "html,md,json",
     patched: Annotated[
         Path | None,
-        typer.Option("--patched-profile", help="Of the patched engine: what moved, and how."),
+        typer.Option(
+            "--patched-profile", help="Profile of the patched engine, to show which rows moved."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """The report of a run: one HTML file, Markdown for a pull request, JSON for machines.
+    """Write the report of a run: an HTML page, Markdown for a pull request, and JSON.
 
-    Also of a run that another process works on, or that was killed: it says so, and where.
+    Works also while the run is going on, or after it was killed; the report says so.
     """
     from patcher.report.gather import write_report
     from patcher.runs.run import Run

@@ -13,8 +13,8 @@ from patcher.commands.console import Json, Output, app, examples, runs_dir
 Which = Annotated[
     str, typer.Argument(metavar="PATCH|RUN", help="A run (`latest`), a bundle, or a patch's id.")
 ]
-Why = Annotated[str | None, typer.Option(help="Why; needed where the rule said otherwise.")]
-By = Annotated[str | None, typer.Option(help="Your name, if it is to be kept.")]
+Why = Annotated[str | None, typer.Option(help="The reason; required where you overrule the rule.")]
+By = Annotated[str | None, typer.Option(help="Your name, if the record should hold it.")]
 
 
 @app.command()
@@ -24,7 +24,10 @@ def review(
     by: By = None,
     as_json: Json = False,
 ) -> int:
-    """Show a patch's diff, its checks, intervals and the rule's reasons; on a terminal, ask."""
+    """Show the evidence for a patch; on a terminal, ask for your decision.
+
+    Shows its diff, its checks, the intervals, and the reasons of the rule.
+    """
     from patcher.show.review import review_document, review_lines
     from patcher.verdicts.review import find_subject, say, words
 
@@ -46,14 +49,20 @@ def review(
     "patcher accept latest", 'patcher accept PATCH-ID --reason "measured again at night: +1.2 %"'
 )
 def accept(which: Which, reason: Why = None, by: By = None, as_json: Json = False) -> int:
-    """Record that a person accepts a patch. The rule's verdict stays in the record."""
+    """Record that a person accepts a patch.
+
+    The verdict of the rule stays in the record.
+    """
     return _said("accept", which, reason, by, Output(as_json))
 
 
 @app.command()
 @examples('patcher reject latest --reason "nobody can maintain this source"')
 def reject(which: Which, reason: Why = None, by: By = None, as_json: Json = False) -> int:
-    """Record that a person rejects a patch, and why. The rule's verdict stays in the record."""
+    """Record that a person rejects a patch, and why.
+
+    The verdict of the rule stays in the record.
+    """
     return _said("reject", which, reason, by, Output(as_json))
 
 

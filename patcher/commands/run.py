@@ -32,6 +32,9 @@ from patcher.commands.console import (
 from patcher.commands.execution import execute_run
 from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_for, workload_of
 
+DEMO_MODEL = "gpt-oss-wide"
+"""Its norms take a fifth of a step: what a kernel gains there shows on a busy machine, too."""
+
 
 @app.command()
 @examples(
@@ -40,9 +43,12 @@ from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_f
 )
 def run(
     served: Annotated[str, typer.Argument(metavar="MODEL", help="The served model.")],
-    op: Annotated[str | None, typer.Option(help="Default: the first hotspot covered.")] = None,
+    op: Annotated[
+        str | None, typer.Option(help="Default: the first hotspot that an op covers.")
+    ] = None,
     language: Annotated[
-        Language | None, typer.Option(help="What to write it in; default: cuda on a GPU, else cpp.")
+        Language | None,
+        typer.Option(help="The language of the kernel; default: cuda on a GPU, else cpp."),
     ] = None,
     model: ModelSpec = None,
     strategy: Strategy = "refine",
@@ -53,20 +59,25 @@ def run(
     budget_minutes: BudgetMinutes = None,
     budget_gpu_minutes: BudgetGpuMinutes = None,
     judge: JudgeSpec = None,
-    source: Annotated[Path | None, typer.Option("--from", help="A profile to start from.")] = None,
+    source: Annotated[Path | None, typer.Option("--from", help="Start from this profile.")] = None,
     device: Device = None,
     engine: Engine = "transformers",
     batch: Batch = None,
     input_len: Prompt = None,
     output_len: Steps = None,
     weights: Weights = "random",
-    sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
+    sweep: Annotated[str | None, typer.Option(help="The sweep of the op that is timed.")] = None,
     margin_pct: MarginPct = None,
-    pairs: Annotated[int, typer.Option(help="End-to-end pairs at most.", min=6)] = DEFAULT_PAIRS,
+    pairs: Annotated[
+        int, typer.Option(help="Maximum number of end-to-end pairs.", min=6)
+    ] = DEFAULT_PAIRS,
     threads: Threads = None,
     as_json: Json = False,
 ) -> int:
-    """The whole path: profile, agent loop, patch, end-to-end A/B, decision, report."""
+    """Profile a model, optimize its hottest op, patch it, measure it, decide, report.
+
+    This is the whole path. A run that stops early is resumed with `patcher resume`.
+    """
     from patcher import pipeline
     from patcher.plan import RunPlan
     from patcher.settings import resolve
@@ -100,24 +111,39 @@ def run(
 @app.command()
 @examples("patcher demo", "patcher demo --json")
 def demo(as_json: Json = False) -> int:
-    """The whole path on this machine's CPU: no GPU, no key, a few minutes.
+    """Run the whole path on this machine's CPU: no GPU, no key, a few minutes.
 
-    The model's replies are a recorded conversation; everything else happens here and now.
+    The replies of the language model come from a recorded conversation. Everything else happens on
+    this machine, now: building, judging, measuring, deciding.
     """
     from patcher import pipeline
     from patcher.plan import DEMO, RunPlan
     from patcher.settings import resolve
 
     # a recorded conversation: it neither needs what was learned nor teaches
-    asked = {"model": DEMO, "iterations": 3, "judge": "local", "memory": "off"}
+    asked = {
+        "model": DEMO,
+        "iterations": 2,
+        "judge": "local",
+        "memory": "off",
+        # more than a real run asks for: on a desktop at work, less proves nothing
+        "margin_pct": 3.0,
+    }
     settings = resolve(asked)
-    workload = workload_for("gpt-oss-tiny", "cpu", threads=1)
-    plan = RunPlan(language=Language.CPP, pairs=40, threads=1, judge_pairs=8)
-    begun = pipeline.start(settings, "demo", "gpt-oss-tiny", workload, plan)
+    workload = workload_for(DEMO_MODEL, "cpu", threads=1)
+    plan = RunPlan(
+        language=Language.CPP,
+        pairs=60,
+        # of 256 sequences at once: more positions than 200 steps of eight
+        quality_steps=8,
+        threads=1,
+        judge_pairs=8,
+    )
+    begun = pipeline.start(settings, "demo", DEMO_MODEL, workload, plan)
     output = Output(as_json)
     if not as_json:
         output.err.print(
-            "[bold]demo[/]: gpt-oss-tiny on the CPU. The kernels come from a "
+            f"[bold]demo[/]: {DEMO_MODEL} on the CPU. The kernels come from a "
             "[bold]recorded conversation[/] with a language model; building, judging, measuring "
             "and deciding happen on this machine, now."
         )
@@ -143,13 +169,15 @@ def resume(
         bool,
         typer.Option(
             "--machine-changed",
-            help="On another machine or driver: judge and measure all of it again, keep replies.",
+            help="On another machine or driver: judge and measure everything again; keep replies.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Go on with a run that was stopped, killed, or waits for a reply, perhaps with new ceilings
-    on the whole of it."""
+    """Resume a run that was stopped or killed, or that waits for a reply.
+
+    New budgets apply to the whole run, not to what is left of it.
+    """
     from patcher.models.ceilings import SpendingLimits
     from patcher.runs.run import Run
 

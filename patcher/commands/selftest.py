@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # every other command starts without the judge
 def selftest(
     device: Device = None,
     only: Annotated[
-        str, typer.Option(help="Candidates that match this regular expression on KIND/NAME.")
+        str, typer.Option(help="Only cases whose KIND/NAME matches this regular expression.")
     ] = "",
     corpus: Annotated[
         Path | None,
@@ -47,15 +47,15 @@ def selftest(
         ),
     ] = None,
     mutations: Annotated[
-        bool, typer.Option(help="Take out each guard in turn: the corpus must then fail.")
+        bool, typer.Option(help="Remove each guard in turn; the cases must then fail.")
     ] = False,
     out: Out = None,
     as_json: Json = False,
 ) -> int:
-    """Judge the judge on this machine: cheats that it must catch, honest candidates that it must
-    not reject, faults that it must survive, keys that must not leak.
+    """Test the judge on this machine with cheats, honest kernels, faults and planted keys.
 
-    Exit code 0: it keeps its promises; 5: it does not.
+    It must catch the cheats, accept the honest kernels, survive the faults, and leak no key. Exit
+    code 0: it does; 5: it does not.
     """
     if mutations and out is not None:
         raise UsageError("--mutations makes no score card for --out", "leave one of them out")

@@ -23,13 +23,13 @@ app.add_typer(trtllm, name="trtllm")
     "patcher trtllm module patched",
 )
 def module(
-    folder: Annotated[Path, typer.Argument(help="Where the package is put.")],
-    tp: Annotated[int, typer.Option(help="Workers that share a layer (`--tp`).", min=1)] = 1,
+    folder: Annotated[Path, typer.Argument(help="Folder for the package.")],
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size (`--tp`).", min=1)] = 1,
     as_json: Json = False,
 ) -> int:
-    """Write the package that brings applied patches into every worker.
+    """Write the package that loads applied patches in every worker.
 
-    Give its folder to trtllm-bench or trtllm-serve as --custom_module_dirs.
+    Pass its folder to trtllm-bench or trtllm-serve as --custom_module_dirs.
     """
     from patcher.integrate import write_module
 
@@ -45,11 +45,16 @@ def module(
 @trtllm.command()
 @examples("patcher trtllm check receipts --tp 2")
 def check(
-    folder: Annotated[Path, typer.Argument(help="TLLM_PATCHER_RECEIPTS of one run.")],
-    tp: Annotated[int, typer.Option(help="How many workers it had.", min=1)] = 1,
+    folder: Annotated[
+        Path, typer.Argument(help="The folder that TLLM_PATCHER_RECEIPTS named in one run.")
+    ],
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size of that run.", min=1)] = 1,
     as_json: Json = False,
 ) -> int:
-    """Did every worker run every applied patch? Exit code 5 names the rank that did not."""
+    """Check that every worker ran every applied patch.
+
+    Exit code 5 names the rank that did not.
+    """
     from patcher.integrate import check_workers, home_store
 
     applied = [one for one in home_store().applied() if one.engine == "tensorrt_llm"]
@@ -68,12 +73,14 @@ def diff(
     tree: Annotated[Path, typer.Argument(help="A checkout of TensorRT-LLM.")],
     source: Annotated[Path, typer.Argument(help="C++ that defines `bool patcher_kernel::...`.")],
     out: Annotated[Path, typer.Option(help="Folder for the diff and its recipe.")],
-    architecture: Annotated[str, typer.Option(help="As CMake spells it.")] = "90-real",
+    architecture: Annotated[
+        str, typer.Option(help="CUDA architecture, as CMake spells it.")
+    ] = "90-real",
     as_json: Json = False,
 ) -> int:
-    """For a kernel that is launched in C++: a diff for `git apply`, and how to build and revert.
+    """Make a source diff for a kernel that is launched in C++, with build and revert steps.
 
-    Nothing is written into the checkout.
+    The diff is for `git apply`; the checkout itself is not changed.
     """
     from patcher.integrate import SEAMS, make_diff, write_recipe
 
@@ -96,23 +103,28 @@ def diff(
 )
 def bench(
     model: Annotated[str, typer.Argument(help="Hugging Face id.")],
-    folder: Annotated[Path, typer.Argument(help="For inputs, log and report.")],
-    vocab_size: Annotated[int, typer.Option(help="Prompts are random ids below it.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for inputs, log and report.")],
+    vocab_size: Annotated[
+        int, typer.Option(help="Size of the vocabulary; prompts are random ids below it.")
+    ],
     model_path: Annotated[Path | None, typer.Option(help="The model's folder.")] = None,
-    requests: Annotated[int, typer.Option(help="Prompts in all.", min=1)] = 512,
-    concurrency: Annotated[int, typer.Option(help="Batch.", min=1)] = 8,
+    requests: Annotated[int, typer.Option(help="Number of prompts.", min=1)] = 512,
+    concurrency: Annotated[int, typer.Option(help="Concurrent requests.", min=1)] = 8,
     input_len: Annotated[int, typer.Option(help="Prompt tokens.", min=1)] = 1024,
-    output_len: Annotated[int, typer.Option(help="Tokens written a prompt.", min=2)] = 8192,
-    tp: Annotated[int, typer.Option(help="Workers that share a layer.", min=1)] = 1,
+    output_len: Annotated[int, typer.Option(help="Output tokens per prompt.", min=2)] = 8192,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size.", min=1)] = 1,
     module_folder: Annotated[
         list[Path] | None, typer.Option("--module", help="From `patcher trtllm module`.")
     ] = None,
     moe_backend: Annotated[str, typer.Option(help="AUTO, CUTLASS, TRTLLM or TRITON.")] = "AUTO",
-    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the inputs only.")] = False,
     as_json: Json = False,
 ) -> int:
-    """One `trtllm-bench throughput`: fixed lengths, unique prompts, autotuner and reuse off."""
+    """Run `trtllm-bench throughput` with fixed lengths and unique prompts.
+
+    Autotuning and reuse of the KV cache are off.
+    """
     from pydantic import ValidationError
 
     from patcher.bench.engines.tensorrt_llm import Benchmark, command, run_benchmark, write_inputs

@@ -23,21 +23,23 @@ COLOURS = {"correct": "green", "refused": "red", "failed": "red", "left": "yello
 )
 def worker(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The DIR of --judge exchange:DIR.")],
-    once: Annotated[bool, typer.Option("--once", help="Serve what is there, then end.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Serve the jobs that are there, then exit.")
+    ] = False,
     poll_s: Annotated[
-        float, typer.Option("--poll", help="Seconds between looks for jobs.", min=0.05, max=3600)
+        float,
+        typer.Option("--poll", help="Seconds between checks for new jobs.", min=0.05, max=3600),
     ] = 1.0,
     as_json: Json = False,
 ) -> int:
-    """Judge the jobs that a loop elsewhere wrote with --judge exchange:DIR.
+    """Judge the jobs that agent loops on other machines wrote with --judge exchange:DIR.
 
-    Several workers may share DIR: none does another's job, and the job of one that was killed is
-    taken by the next. Ctrl-C leaves the job in hand to others. DIR may be shared or copied in both
-    directions; what is half-copied is not there yet. Who can write into DIR is believed by both
-    sides.
+    Several workers may share DIR: each job is done once, and the job of a killed worker goes to the
+    next. Ctrl-C releases the current job. DIR may be a shared folder, or be copied in both
+    directions; a job that is still being copied waits. Both sides trust whoever can write to DIR.
 
-    Exit code 0: all that was there is judged or refused; 3: this machine lacks what a job needs;
-    1: the judge itself failed at a job (stderr has its traceback), which is left to others.
+    Exit code 0: every job was judged or refused; 3: this machine lacks what a job needs; 1: the
+    judge failed at a job (its traceback is on stderr), which stays for others.
     """
     from patcher.judges.worker import Shift, Worker, WorkerSummary
     from patcher.visible import visible

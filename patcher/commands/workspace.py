@@ -35,20 +35,22 @@ Command = Literal["compile", "verify", "profile", "results"]
 def workspace(
     op: Annotated[str, typer.Argument(help="An op of the library.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
-    language: Annotated[Language, typer.Option(help="What to write it in.")] = Language.CUDA,
-    sweep: Annotated[str | None, typer.Option(help="Which sweep of the op is timed.")] = None,
+    language: Annotated[Language, typer.Option(help="The language of the kernel.")] = Language.CUDA,
+    sweep: Annotated[str | None, typer.Option(help="The sweep of the op that is timed.")] = None,
     threads: Threads = None,
     judge: JudgeSpec = None,
     as_json: Json = False,
 ) -> int:
-    """Lay out a folder for any coding agent: SKILL.md, the contract, the reference, a kernel to
-    edit, and the commands ./compile, ./verify and ./profile, which ask the judge.
+    """Make a folder in which any coding agent can work on a kernel under the judge.
 
-    Everything but the kernel is read-only and hashed; a command refuses to run when it was changed.
-    results.jsonl has a line for each command, with the reward (see `patcher evaluate --help`).
-    Its lines are chained and held against the judge's own copy in PATCHER_CACHE. An agent that
-    writes there, too, could forge both: before you rely on a reward, have the kernel judged by
-    yourself (`patcher evaluate OP FILE --reward`), or from the start by another user or machine
+    It holds SKILL.md, the contract, the reference, a kernel to edit, and the commands ./compile,
+    ./verify and ./profile, which call the judge. Every file but the kernel is read-only and hashed;
+    a command refuses to run once one was changed. results.jsonl gets a line for each command, with
+    its reward (see `patcher evaluate --help`).
+
+    The lines form a hash chain, which is compared with the judge's copy in PATCHER_CACHE. An agent
+    that can write there could forge both. Before you rely on a reward, judge the kernel yourself
+    (`patcher evaluate OP FILE --reward`), or let another user or machine judge from the start
     (--judge exchange:DIR).
     """
     from patcher.judges import exchange_folder
@@ -83,18 +85,21 @@ def workspace(
     "patcher attempt task results --json",
 )
 def attempt(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of `patcher workspace`.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder that `patcher workspace` made.")
+    ],
     command: Annotated[Command, typer.Argument(metavar="COMMAND")],
     as_json: Json = False,
 ) -> int:
-    """Judge the kernel in a workspace: what ./compile, ./verify and ./profile there call.
+    """Judge the kernel in a workspace; ./compile, ./verify and ./profile call this.
 
-    compile builds it; verify checks that it is right; profile judges it against eager and
-    torch.compile (a whole judgement each) and gives its reward; results shows what there is, held
-    against its chain and the judge's own copy.
+    compile builds it. verify checks that it is correct. profile judges it against eager and
+    torch.compile, a full evaluation each, and gives its reward. results lists the lines so far,
+    checked against their hash chain and the judge's copy.
 
-    Exit code 0: it built, is right, is over 5 % faster than eager; 1: it is not; 5: a protected
-    file or a line of results.jsonl was changed; 6: the judge is elsewhere: run it again later.
+    Exit code 0: it builds, is correct, or is over 5 % faster than eager; 1: it does not; 5: a
+    protected file or a line of results.jsonl was changed; 6: the judge is on another machine; run
+    it again later.
     """
     from patcher.show.evaluation import print_checks, print_evaluation
     from patcher.workspace import attempt as carried_out

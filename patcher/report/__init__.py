@@ -9,10 +9,11 @@ from patcher.bench import UsageError
 from patcher.report.html import render_html
 from patcher.report.markdown import render_markdown
 from patcher.report.picture import plot
-from patcher.report.record import ReceiptRow, Report
+from patcher.report.record import PatchReceipts, ReceiptRow, Report
 
 __all__ = [
     "FORMATS",
+    "PatchReceipts",
     "ReceiptRow",
     "Report",
     "plot",

@@ -17,6 +17,7 @@ from markupsafe import Markup, escape
 from patcher.report import charts, views, wording
 from patcher.report.bars import bars
 from patcher.report.lanes import lanes
+from patcher.report.receipts import receipt_totals
 from patcher.report.reconciled import reconciled
 from patcher.report.record import Report
 from patcher.report.samples import process_runs, samples
@@ -44,6 +45,9 @@ def render_html(report: Report) -> str:
     return _template().render(
         report=report,
         head=views.headline(report),
+        title=views.title(report),
+        subject=views.subject(report),
+        totals=receipt_totals(report),
         stages=views.stages(report),
         hotspots=hotspots[:MOST_ROWS],
         hotspots_left=len(hotspots) - len(hotspots[:MOST_ROWS]),

@@ -9,7 +9,7 @@ from patcher.ab.result import ABResult
 from patcher.bench import Candidate
 from patcher.hotspot import Profile
 from patcher.integrate import Patch, Receipt
-from patcher.report.record import ReceiptRow, Report
+from patcher.report.record import PatchReceipts, ReceiptRow, Report
 
 
 def report_of(
@@ -43,8 +43,8 @@ def report_of(
         commands=commands,
         model=throughput.workload.model,
         workload=throughput.workload,
-        profile=before.model_dump(mode="json") if before else None,
-        profile_after=after.model_dump(mode="json") if after else None,
+        profile=before,
+        profile_after=after,
         best=only.evaluation if only else None,
         candidate_source=(
             sources[0].source if only else "\n".join(map(_headed, judged.patches, sources))
@@ -55,6 +55,7 @@ def report_of(
         quality=measured.quality,
         receipt=_together(patches, [one.receipt for one in judged.measured]),
         quality_receipt=_together(patches, [one.quality_receipt for one in judged.measured]),
+        receipts=_of_each(patches, judged) if len(patches) > 1 else (),
         reconciliation=judged.reconciliation,
         elsewhere=measured.other_workloads,
         best_set=best_set,
@@ -67,6 +68,18 @@ def report_of(
 def receipt_of(receipt: Receipt) -> ReceiptRow:
     """What a report shows of it."""
     return ReceiptRow(calls=receipt.calls, fallbacks=receipt.fallbacks)
+
+
+def _of_each(patches: Sequence[Patch], judged: ABResult) -> tuple[PatchReceipts, ...]:
+    return tuple(
+        PatchReceipts(
+            patch_id=patch.manifest.id,
+            op=patch.manifest.op,
+            ab=receipt_of(one.receipt),
+            quality=receipt_of(one.quality_receipt),
+        )
+        for patch, one in zip(patches, judged.measured, strict=True)
+    )
 
 
 def _headed(patch_id: str, candidate: Candidate) -> str:

@@ -6,6 +6,7 @@ from patcher.report import views, wording
 from patcher.report.evidence import elsewhere, person, reconciliation
 from patcher.report.markup import code, fence, plain, table
 from patcher.report.profiled import hotspots
+from patcher.report.receipts import receipt_totals
 from patcher.report.record import Report
 
 _TAGS = {
@@ -36,13 +37,15 @@ def render_markdown(report: Report) -> str:
 
 def _verdict(report: Report) -> str:
     head = views.headline(report)
-    word = wording.VERDICTS[head.verdict] if head.verdict else "No verdict"
     gain = (
-        f": {wording.signed_percent(head.gain_pct)} tokens per second"
+        f", {wording.signed_percent(head.gain_pct)} tokens per second"
         if head.gain_pct is not None
         else ""
     )
-    lines = [f"## {word}{gain}", "", f"**{plain(report.title)}** ({code(report.run_id)})"]
+    lines = [f"## {plain(views.title(report))}{gain}", ""]
+    what = f"**{plain(report.title)}**, " if report.title != report.model else ""
+    of_run = code(report.run_id) if not report.receipts else views.subject(report)
+    lines.append(f"{what}{of_run}")
     if head.low_pct is not None and head.high_pct is not None:
         level = f"{head.confidence_pct:.4g} % " if head.confidence_pct is not None else ""
         margin = (
@@ -173,6 +176,12 @@ def _quality(report: Report) -> str:
 def _receipt(report: Report) -> str:
     if report.receipt is None:
         return ""
+    if report.receipts:
+        rows = [
+            [code(one.patch), wording.count(one.calls), wording.count(one.fallbacks)]
+            for one in receipt_totals(report)
+        ]
+        return "### Receipts\n\n" + table(["Patch", "Ran", "Fell back"], rows, " rr")
     calls, fallbacks = sum(report.receipt.calls.values()), sum(report.receipt.fallbacks.values())
     return (
         f"### Receipt\n\nThe patched kernel ran {wording.count(calls)} times; "

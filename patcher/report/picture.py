@@ -29,11 +29,10 @@ def plot(profile: Profile, *, width: float = charts.WIDE) -> str:
     Returns:
         An SVG document.
     """
-    record = profile.model_dump(mode="json")
-    rows, step = views.hotspot_rows(record), read_step(record)
+    rows, step = views.hotspot_rows(profile), read_step(profile)
     facts = [profile.gpu.name if profile.gpu else None, profile.source]
     parts = [_head(profile.model, facts, width)]
-    parts.append(lanes(step, width) if step else _note(why_not(record), width))
+    parts.append(lanes(step, width) if step else _note(why_not(profile), width))
     parts.append(bars(rows, width))
     about = f"{len(rows)} hotspots" + (
         f"; {len(step.launches)} launches in a step." if step else "."

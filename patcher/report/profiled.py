@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from patcher.hotspot import Profile
 from patcher.report import views, wording
 from patcher.report.markup import code, plain, table
 from patcher.report.step import Step, read_step, short, why_not
@@ -13,7 +12,7 @@ _BLOCKS = 20
 """Characters of the longest bar."""
 
 
-def hotspots(profile: dict[str, Any] | None) -> str:
+def hotspots(profile: Profile | None) -> str:
     """The section, or nothing where there is no profile; a pull request shows no inline SVG."""
     rows = views.hotspot_rows(profile)
     if profile is None or not rows:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from patcher.ab.best_set import BestSet
 from patcher.ab.decision import Decision
@@ -19,6 +19,8 @@ from patcher.bench import (
     Throughput,
     Workload,
 )
+from patcher.hotspot import Hotspot, KernelStat, Profile
+from patcher.hotspot.profile import Triage
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.verdicts.human_verdict import HumanVerdict
 
@@ -28,6 +30,15 @@ class ReceiptRow(Record):
 
     calls: dict[str, int] = Field(default_factory=dict)
     fallbacks: dict[str, int] = Field(default_factory=dict)
+
+
+class PatchReceipts(Record):
+    """What one of several patches ran."""
+
+    patch_id: str
+    op: str
+    ab: ReceiptRow
+    quality: ReceiptRow
 
 
 class Report(Record):
@@ -48,9 +59,9 @@ class Report(Record):
     """Whether the model's replies come from a recording."""
     recorded_note: str | None = None
     """Where the recording comes from."""
-    profile: dict[str, Any] | None = None
+    profile: Profile | None = None
     """Of the unpatched engine."""
-    profile_after: dict[str, Any] | None = None
+    profile_after: Profile | None = None
     """Of the patched one."""
     attempts: tuple[Attempt, ...] = ()
     loop_ended: Stopped | None = None
@@ -65,6 +76,8 @@ class Report(Record):
     """Of the A/B."""
     quality_receipt: ReceiptRow | None = None
     """Of the quality run, which must cover the shapes of the A/B."""
+    receipts: tuple[PatchReceipts, ...] = ()
+    """Of several patches: what each of them ran; the two above are their sums."""
     reconciliation: Reconciliation | None = None
     """Whether the kernel's own gain explains the measured one."""
     elsewhere: OtherWorkloads | None = None
@@ -78,3 +91,34 @@ class Report(Record):
     reverted_identical: bool | None = None
     """Whether greedy output after the revert is bit-identical to before; None when not tried."""
     environment: Environment | None = None
+
+    @field_validator("profile", "profile_after", mode="before")
+    @classmethod
+    def _older(cls, value: Any) -> Any:
+        """Reports of earlier versions hold profiles with fewer fields, or with others."""
+        return _profile_of_old(value) if isinstance(value, dict) else value
+
+
+_KINDS = get_args(Hotspot.model_fields["kind"].annotation)
+
+
+def _profile_of_old(profile: dict[str, Any]) -> dict[str, Any]:
+    """With what a hotspot does not say taken from the kernel of its name."""
+    listed = [_known(kernel, KernelStat) for kernel in profile.get("kernels") or ()]
+    kernels = {kernel.get("name"): kernel for kernel in listed}
+    hotspots = []
+    for rank, spot in enumerate(profile.get("hotspots") or (), 1):
+        said = {name: each for name, each in spot.items() if each is not None}
+        least = {"rank": rank, "op": None, "ceiling_pct": 0.0, "instances": 0, "mean_ns": 0.0}
+        merged = {**least, **_known(kernels.get(spot.get("name"), {}), Hotspot), **said}
+        if merged.get("kind") not in _KINDS:
+            merged.pop("kind", None)
+        if merged.get("triage") not in get_args(Triage):
+            merged.pop("triage", None)
+        hotspots.append(_known(merged, Hotspot))
+    return {**_known(profile, Profile), "kernels": listed, "hotspots": hotspots}
+
+
+def _known(given: dict[str, Any], kind: type[Record]) -> dict[str, Any]:
+    names = {*kind.model_fields, "speed_of_light_pct"}
+    return {name: value for name, value in given.items() if name in names}

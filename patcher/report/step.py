@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+
+from patcher.hotspot import Profile
 
 MOST_LANES = 12
 """Operations with a lane of their own; the shortest of the others share one."""
@@ -79,35 +80,32 @@ class Step:
         return sum(end - start for start, end in self.gaps)
 
 
-def chain_numbers(profile: dict[str, Any]) -> dict[int, int]:
+def chain_numbers(profile: Profile) -> dict[int, int]:
     """From a chain's index among the hotspots to its number among the chains."""
-    spots: list[dict[str, Any]] = profile.get("hotspots") or []
-    chains = [index for index, spot in enumerate(spots) if spot.get("kind") == "chain"]
+    chains = [index for index, spot in enumerate(profile.hotspots) if spot.kind == "chain"]
     return {index: number for number, index in enumerate(chains)}
 
 
-def read_step(profile: dict[str, Any] | None) -> Step | None:
+def read_step(profile: Profile | None) -> Step | None:
     """None where the profile has no launches to draw; `why_not` says why."""
-    drawn: list[dict[str, Any]] = (profile or {}).get("step") or []
-    if profile is None or not drawn:
+    if profile is None or not profile.step:
         return None
-    kernels: list[dict[str, Any]] = profile.get("kernels") or []
-    spots: list[dict[str, Any]] = profile.get("hotspots") or []
     number = chain_numbers(profile)
-    begin = min(row["start_ns"] for row in drawn)
+    begin = min(row.start_ns for row in profile.step)
     launches = []
-    for row in sorted(drawn, key=lambda row: int(row["start_ns"])):
-        kernel = kernels[row["kernel"]] if 0 <= row["kernel"] < len(kernels) else {}
+    for row in sorted(profile.step, key=lambda row: row.start_ns):
+        there = 0 <= row.kernel < len(profile.kernels)
+        kernel = profile.kernels[row.kernel] if there else None
         launches.append(
             Launch(
-                name=str(kernel.get("name", "?")),
-                operation=str(kernel.get("operation") or "unknown"),
-                start_us=(row["start_ns"] - begin) / 1e3,
-                duration_us=row["duration_ns"] / 1e3,
-                chain=number.get(row.get("chain", -1)),
+                name=kernel.name if kernel else "?",
+                operation=kernel.operation if kernel else "unknown",
+                start_us=(row.start_ns - begin) / 1e3,
+                duration_us=row.duration_ns / 1e3,
+                chain=None if row.chain is None else number.get(row.chain),
             )
         )
-    named = {number: str(spots[index].get("name", "?")) for index, number in number.items()}
+    named = {number: profile.hotspots[index].name for index, number in number.items()}
     seen = {launch.chain for launch in launches}
     return Step(
         launches=tuple(launches),
@@ -116,19 +114,19 @@ def read_step(profile: dict[str, Any] | None) -> Step | None:
         runs=tuple(_runs(launches)),
         gaps=tuple(_gaps(launches)),
         wall_us=max(0.001, *(launch.end_us for launch in launches)),
-        copies=bool(profile.get("memory_ns")),
-        layers=profile.get("layers"),
+        copies=bool(profile.memory_ns),
+        layers=profile.layers,
     )
 
 
-def why_not(profile: dict[str, Any]) -> str:
+def why_not(profile: Profile) -> str:
     """Why there is no step to draw, and what would help."""
-    if profile.get("busy_ns") is None:
+    if profile.busy_ns is None:
         return (
             "The source adds launches up and has no times of single ones, so no step is drawn: "
             "export the recording as SQLite."
         )
-    if profile.get("steps") is None:
+    if profile.steps is None:
         return "Decode steps cannot be told apart in this source, so none is drawn."
     return "The profile keeps no launches of a step, so none is drawn."
 

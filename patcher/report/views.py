@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 from patcher.attempts import Attempt
 from patcher.bench import Outcome, Throughput, Timing, Window
 from patcher.bench.ab.window_clocks import power_capped
 from patcher.bench.stats.comparison import Verdict
+from patcher.hotspot import Hotspot, Profile
 from patcher.report import wording
 from patcher.report.record import Report
 from patcher.report.step import chain_numbers
-
-KINDS = ("kernel", "chain", "memory", "idle")
 
 
 @dataclass(frozen=True)
@@ -151,54 +150,41 @@ def pair_rows(windows: Iterable[Window], kind: Literal["ab", "aa"]) -> list[Pair
     return rows
 
 
-def hotspot_rows(profile: dict[str, Any] | None) -> list[HotspotRow]:
-    """Hotspots by rank; what a hotspot does not say is taken from the kernel of its name."""
+def hotspot_rows(profile: Profile | None) -> list[HotspotRow]:
+    """Hotspots by rank."""
     if profile is None:
         return []
-    listed: list[dict[str, Any]] = profile.get("kernels") or []
-    ranked: list[dict[str, Any]] = profile.get("hotspots") or []
-    kernels = {kernel.get("name"): kernel for kernel in listed}
     numbers = chain_numbers(profile)
-    rows = []
-    for rank, hotspot in enumerate(ranked, 1):
-        merged: dict[str, Any] = {
-            **kernels.get(hotspot.get("name"), {}),
-            **{k: v for k, v in hotspot.items() if v is not None},
-        }
-        mean_ns = merged.get("mean_ns")
-        rows.append(
-            HotspotRow(
-                rank=merged.get("rank", rank),
-                name=str(merged.get("name", "?")),
-                share_pct=float(merged.get("share_pct") or 0.0),
-                origin=str(merged.get("origin") or "unknown"),
-                operation=str(merged.get("operation") or "unknown"),
-                op=merged.get("op"),
-                instances=merged.get("instances"),
-                mean_us=None if mean_ns is None else mean_ns / 1e3,
-                per_step=merged.get("per_step"),
-                ceiling_pct=merged.get("ceiling_pct"),
-                kind=kind if (kind := merged.get("kind")) in KINDS else "kernel",
-                wall_pct=merged.get("wall_pct"),
-                reachable_pct=merged.get("reachable_pct"),
-                sol_pct=merged.get("sol_pct"),
-                triage=triage if (triage := merged.get("triage")) in wording.TRIAGES else None,
-                reason=str(merged.get("reason") or ""),
-                chain=(number := numbers.get(rank - 1)),
-                members=() if number is None else _members(merged),
-                gap_us=_gap_us(merged) if number is not None else None,
-            )
-        )
-    return rows
+    return [_hotspot_row(spot, numbers.get(at)) for at, spot in enumerate(profile.hotspots)]
 
 
-def _members(chain: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(str(variant.get("name", "?")) for variant in chain.get("variants") or ())
+def _hotspot_row(spot: Hotspot, chain: int | None) -> HotspotRow:
+    return HotspotRow(
+        rank=spot.rank,
+        name=spot.name,
+        share_pct=spot.share_pct,
+        origin=spot.origin,
+        operation=spot.operation,
+        op=spot.op,
+        instances=spot.instances,
+        mean_us=spot.mean_ns / 1e3,
+        per_step=spot.per_step,
+        ceiling_pct=spot.ceiling_pct,
+        kind=spot.kind,
+        wall_pct=spot.wall_pct,
+        reachable_pct=spot.reachable_pct,
+        sol_pct=spot.sol_pct,
+        # a profile of an earlier version has none, which is not the same as `leave`
+        triage=spot.triage if "triage" in spot.model_fields_set else None,
+        reason=spot.reason,
+        chain=chain,
+        members=() if chain is None else tuple(variant.name for variant in spot.variants),
+        gap_us=_gap_us(spot) if chain is not None else None,
+    )
 
 
-def _gap_us(chain: dict[str, Any]) -> float | None:
-    gap, runs = chain.get("gap_ns"), chain.get("instances")
-    return gap / runs / 1e3 if gap and runs else None
+def _gap_us(chain: Hotspot) -> float | None:
+    return chain.gap_ns / chain.instances / 1e3 if chain.gap_ns and chain.instances else None
 
 
 def sweep_groups(timings: Sequence[Timing]) -> list[SweepGroup]:
@@ -273,6 +259,18 @@ def headline(report: Report) -> Headline:
         confidence_pct=found.confidence_pct if found else None,
         reasons=decision.reasons if decision else reasons,
     )
+
+
+def title(report: Report) -> str:
+    """The model and the verdict."""
+    decision = report.decision
+    verdict = wording.VERDICTS[decision.verdict].lower() if decision else "no verdict"
+    return f"{report.model or report.title}: {verdict}"
+
+
+def subject(report: Report) -> str:
+    """Whose report it is: the run, or the patches that were measured outside of one."""
+    return f"{len(report.receipts)} patches together" if report.receipts else report.run_id
 
 
 def stages(report: Report) -> list[Stage]:
