@@ -157,7 +157,7 @@ def _own(folder: Path, result: _Import) -> None:
             result.notes.append(
                 f"{record.op}: the export has no inputs.py and baselines.py; generic ones are used"
             )
-    elif known.contract != record.contract:
+    elif not known.contract.same_terms(record.contract):
         raise VerificationError(
             f"this kernel was judged by another contract of {record.op} than the library's",
             "use the patcher that exported it, or evaluate the source alone",
@@ -199,7 +199,7 @@ def _definition(
         return
     name = op.contract.name
     known = load_ops().get(name)
-    if known is not None and known.contract != op.contract:
+    if known is not None and not known.contract.same_terms(op.contract):
         result.refused[definition.name] = f"the library has another op {name}"
         return
     if name in result.ops:

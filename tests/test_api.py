@@ -22,7 +22,7 @@ from patcher import hotspot
 from patcher.api.display import Chart, progress_bar
 from patcher.api.evaluate import EvaluationResult
 from patcher.api.throughput import ThroughputResult
-from patcher.bench import Candidate
+from patcher.bench import Candidate, content
 from patcher.bench.engines import open_engine
 from patcher.integrate import Patch, Store, pack
 
@@ -330,8 +330,8 @@ class TestThroughput:
 
 class TestOptimize:
     def test_a_loop_and_what_it_leaves(self, tmp_path: Path) -> None:
-        demo = resources.files("patcher.kernel_search") / "demo.jsonl"
-        recorded = demo.read_text("utf-8")
+        with resources.as_file(resources.files("patcher.kernel_search") / "demo.jsonl.xz") as demo:
+            recorded = content(demo).decode("utf-8")
         first = json.loads(recorded.splitlines()[0])
         first["reply"]["text"] = "```cpp\nint fused_add_rms_norm(\n```"
         (tmp_path / "replies.jsonl").write_text(json.dumps(first) + "\n", encoding="utf-8")

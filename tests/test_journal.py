@@ -204,7 +204,7 @@ def test_many_at_once_make_one_chain(tmp_path: Path) -> None:
     """Four processes want the same journal over and over: one has it at a time."""
     path = tmp_path / "journal.jsonl"
     code = (
-        "import sys, pathlib; from bench import UsageError\n"
+        "import sys, pathlib; from patcher.bench import UsageError\n"
         "from patcher.runs.journal import Journal\n"
         "done = 0\n"
         "while done < 5:\n"

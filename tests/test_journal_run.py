@@ -175,7 +175,7 @@ def test_a_run_killed_before_its_first_line_can_be_looked_at_and_resumed(tmp_pat
 FULL_DISK = """
 import json, resource, sys
 from pathlib import Path
-from bench import MissingError, Record
+from patcher.bench import MissingError, Record
 from patcher.runs.run import Run
 
 class Value(Record):

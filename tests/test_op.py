@@ -143,3 +143,11 @@ def test_a_users_op_may_have_no_solution_and_a_relative_folder(
 
     assert list(op.solutions()) == []
     assert user_op_folders() == str(tmp_path / "mine")
+
+
+def test_a_contracts_terms_do_not_depend_on_its_prose() -> None:
+    contract = OP.contract
+    reworded = contract.model_copy(update={"summary": "said otherwise"})
+    stricter = contract.model_copy(update={"name": "other"})
+    assert contract.same_terms(reworded)
+    assert not contract.same_terms(stricter)

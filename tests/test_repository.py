@@ -296,7 +296,7 @@ def test_the_wheel_holds_the_kernel_library_and_no_package_called_kernels(tmp_pa
         "patcher/kernel_library/fused_add_rms_norm/solutions/cuda_row/fused_add_rms_norm.cu",
         "patcher/memory/patterns.toml",
         "patcher/memory/words.txt",
-        "patcher/kernel_search/demo.jsonl",
+        "patcher/kernel_search/demo.jsonl.xz",
         "patcher/prompting/templates/generate.md.j2",
         "patcher/report/report.html.j2",
     } <= names

@@ -241,7 +241,7 @@ def test_stopped_while_a_candidate_is_built(
 
 AHEAD = """
 import sys
-from bench import Candidate
+from patcher.bench import Candidate
 from patcher.bench.judge import open_judge
 from patcher.runs.stopping import Stopping
 

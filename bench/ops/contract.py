@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -242,6 +242,10 @@ class Contract(Record):
         """What decides what a call costs; the size of a cache that it looks into does not."""
         return names_in(self.cost.bytes) | names_in(self.cost.flops)
 
+    def same_terms(self, other: Contract) -> bool:
+        """Whether both ask the same of a kernel; summaries may differ."""
+        return _terms(self.model_dump()) == _terms(other.model_dump())
+
     def signature(self) -> str:
         """The entry as people read it: `fused_add_rms_norm(input, residual, weight, epsilon)`."""
         names = [tensor.name for tensor in self.tensors] + [scalar.name for scalar in self.scalars]
@@ -255,3 +259,12 @@ def _arithmetic(expression: str, point: Point) -> float:
     """Over axes and dtype symbols (item sizes)."""
     items = {symbol: DTYPES[dtype].item_bytes for symbol, dtype in point.dtypes.items()}
     return evaluate(expression, {**point.axes, **items})
+
+
+def _terms(value: Any) -> Any:
+    """A dumped contract without its prose."""
+    if isinstance(value, dict):
+        return {key: _terms(item) for key, item in value.items() if key != "summary"}
+    if isinstance(value, list | tuple):
+        return [_terms(item) for item in value]
+    return value

@@ -51,7 +51,7 @@ def write(patch: Patch, sweep_name: str | None) -> ExportedFiles:
     """
     candidate, contract, evidence = patch.candidate(), patch.contract, patch.evaluation
     op = load_op(candidate.op)
-    if op.contract != contract:
+    if not op.contract.same_terms(contract):
         raise VerificationError(
             f"the contract of {op.name} has changed since the patch was made",
             "make the patch again: `patcher bundle`",

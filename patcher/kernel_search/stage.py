@@ -141,7 +141,7 @@ def _drawn(run: Run, profile: Profile) -> ProfilePicture:
 def resolve_model(spec: str, run: Run) -> Model:
     """`open_model`, with `replay:demo` for the recording that ships."""
     if spec == DEMO:
-        file = resources.files("patcher.kernel_search").joinpath("demo.jsonl")
+        file = resources.files("patcher.kernel_search").joinpath("demo.jsonl.xz")
         with resources.as_file(file) as path:
             return open_model(f"replay:{path}", run.path)
     # where servers are is this machine's business, so it is looked up now, not kept in the run

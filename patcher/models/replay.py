@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from patcher.bench import SCHEMA_VERSION, BudgetError, Record, UsageError
+from patcher.bench import SCHEMA_VERSION, BudgetError, Record, UsageError, content
 from patcher.models import ModelCall, Reply, Request, Role
 from patcher.runs.run import Run, journal_name
 
@@ -62,14 +62,14 @@ class ReplayModel:
 
 
 def read_recording(file: Path) -> list[RecordedReply]:
-    """Every line of a recording.
+    """Every line of a recording, which may be compressed (`*.xz`).
 
     Raises:
         UsageError: the file cannot be read, or a line is no recorded reply.
     """
     try:
         # Not splitlines(): a reply may hold U+2028, which JSON does not escape.
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = content(file).decode("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"cannot read the recording {file}", "give a file written by a run"
