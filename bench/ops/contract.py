@@ -244,7 +244,8 @@ class Contract(Record):
 
     def same_terms(self, other: Contract) -> bool:
         """Whether both ask the same of a kernel; summaries may differ."""
-        return _terms(self.model_dump()) == _terms(other.model_dump())
+        same: bool = _terms(self.model_dump()) == _terms(other.model_dump())
+        return same
 
     def signature(self) -> str:
         """The entry as people read it: `fused_add_rms_norm(input, residual, weight, epsilon)`."""
