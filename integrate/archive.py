@@ -37,7 +37,7 @@ def pack(patch: Patch, path: Path) -> None:
         UsageError: the file is there and no patch, or cannot be written.
     """
     if path.exists() and not _holds_a_patch(path):
-        raise UsageError(f"{path} exists and is no patch", "choose another file")
+        raise UsageError(f"{path} exists and is not a patch", "choose another file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".patch-") as scratch:
@@ -76,7 +76,7 @@ def unpacked(path: Path) -> Iterator[Path]:
 
 def _unpack(path: Path, folder: Path) -> None:
     if not path.is_file():
-        raise UsageError(f"{path} is no patch bundle", f"give a folder or a {SUFFIX} file")
+        raise UsageError(f"{path} is not a patch bundle", f"give a folder or a {SUFFIX} file")
     try:
         with zipfile.ZipFile(path) as archive:
             entries = [entry for entry in archive.infolist() if not entry.is_dir()]
@@ -96,11 +96,13 @@ def _unpack(path: Path, folder: Path) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(archive.read(entry))
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
-        raise VerificationError(f"{path.name} is damaged, or no zip archive", _AGAIN) from error
+        raise VerificationError(f"{path.name} is damaged, or not a zip archive", _AGAIN) from error
     except RuntimeError as error:  # zipfile's word for one that wants a password
         raise VerificationError(f"{path.name} is encrypted", _AGAIN) from error
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
-        raise VerificationError(f"{path.name} names a file that is a folder", _AGAIN) from error
+        raise VerificationError(
+            f"{path.name} holds a file whose name is a folder's", _AGAIN
+        ) from error
     except OSError as error:
         raise UsageError(f"cannot unpack {path.name}: {error.strerror}", _AGAIN) from error
 
@@ -113,7 +115,7 @@ def _checked(entry: zipfile.ZipInfo) -> str:
         raise VerificationError(f"the archive names {entry.filename!r}, outside the bundle", _AGAIN)
     kind = stat.S_IFMT(entry.external_attr >> 16)
     if kind not in (0, stat.S_IFREG):
-        raise VerificationError(f"{entry.filename!r} in the archive is no plain file", _AGAIN)
+        raise VerificationError(f"{entry.filename!r} in the archive is not a regular file", _AGAIN)
     return os.fspath(name)
 
 

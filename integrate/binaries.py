@@ -65,14 +65,14 @@ def load_kernel(folder: Path, manifest: Manifest, candidate: Candidate) -> Calla
     if not built.ok:
         raise VerificationError(
             f"the source of {manifest.id} does not build here",
-            f"make the patch again on this machine; the compiler said: {built.log[-500:]}",
+            f"build the patch again on this machine; the compiler said: {built.log[-500:]}",
         )
     try:
         return load(built, manifest.entry)
     except Exception as error:
         raise VerificationError(
-            f"{manifest.id} does not load here: {type(error).__name__}: {error}",
-            "make the patch again on this machine",
+            f"{manifest.id} cannot be loaded here: {type(error).__name__}: {error}",
+            "build the patch again on this machine",
         ) from error
 
 

@@ -30,7 +30,8 @@ def open_bundle(which: str | Path) -> Iterator[Patch]:
         return
     if not Path(which).exists():
         raise UsageError(
-            f"{which} is no bundle and no applied patch", "see `patcher patches`, or give a path"
+            f"{which} is neither a bundle nor an applied patch",
+            "see `patcher patches`, or give a path",
         )
     with unpacked(Path(which)) as folder:
         yield Patch.load(folder)

@@ -76,7 +76,7 @@ def export_patch(
     )
     files = written.files | {CARRIED: (carried.model_dump_json(indent=1) + "\n").encode()}
     if out.exists() and not (out / CARRIED).is_file():
-        raise UsageError(f"{out} exists and is no export", "choose another folder")
+        raise UsageError(f"{out} exists and is not an export", "choose another folder")
     _place(out, files)
     return Exported(
         format=to,

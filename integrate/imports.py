@@ -101,7 +101,7 @@ def import_kernel(path: Path, out: Path) -> Imported:
         )
     else:
         raise UsageError(
-            f"{path} is no export and no flashinfer-bench dataset",
+            f"{path} is neither an export nor a flashinfer-bench dataset",
             f"give a folder with {CARRIED} or definitions/, or the JSON file of a Definition",
         )
     if not found.files:
@@ -274,7 +274,7 @@ def _record(kind: Any, text: bytes, name: str) -> Any:
         problem = " ".join(str(error).splitlines()[:3])[:300]
         raise UsageError(
             f"{name} is no {kind.__name__} of flashinfer-bench 0.1.2: {problem}",
-            "what patcher does not know it does not drop: take the field out, or update patcher",
+            "patcher drops no field that it does not know: remove the field, or update patcher",
         ) from error
 
 

@@ -135,7 +135,7 @@ class Patch:
             ),
         )
         if folder.exists() and not (folder / MANIFEST).is_file():
-            raise UsageError(f"{folder} exists and is no patch", "choose another folder")
+            raise UsageError(f"{folder} exists and is not a patch", "choose another folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".patch-") as scratch:
             staged = Path(scratch) / "patch"
@@ -162,7 +162,7 @@ class Patch:
         """
         path = folder / MANIFEST
         if not path.is_file() or path.is_symlink():
-            raise UsageError(f"{folder} is no patch bundle", f"give a folder with a {MANIFEST}")
+            raise UsageError(f"{folder} is not a patch bundle", f"give a folder with a {MANIFEST}")
         text = path.read_bytes()
         try:
             manifest = Manifest.model_validate_json(text)
@@ -274,7 +274,7 @@ class Patch:
         if not SpecifierSet(target.versions).contains(Version(version), prereleases=True):
             raise VerificationError(
                 f"the patch is for {target.engine} {target.versions}, installed is {version}",
-                f"install a version in that range, or make the patch again with {version}",
+                f"install a version in that range, or build the patch again with {version}",
             )
         return version
 

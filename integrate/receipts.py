@@ -76,7 +76,7 @@ class Receipt(Record):
             return cls.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValidationError) as error:
             raise VerificationError(
-                f"{path.name} is no receipt", "run the patched engine again"
+                f"{path.name} is not a receipt", "run the patched engine again"
             ) from error
 
 

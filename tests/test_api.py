@@ -134,7 +134,7 @@ class TestProfile:
             patcher.profile()
         with pytest.raises(patcher.UsageError, match="go with a file"):
             patcher.profile(model="gpt-oss-tiny", window="decode")
-        with pytest.raises(patcher.UsageError, match="device is for capturing"):
+        with pytest.raises(patcher.UsageError, match="device applies only to a capture"):
             patcher.profile(SQLITE, device="cpu")
 
     def test_a_capture(self) -> None:
@@ -270,7 +270,7 @@ class TestPatched:
 
     def test_wrong_use(self, model: Any, bundle: Path, tmp_path: Path) -> None:
         with (
-            pytest.raises(patcher.UsageError, match="no bundle and no applied patch"),
+            pytest.raises(patcher.UsageError, match="neither a bundle nor an applied patch"),
             patcher.patched(model, tmp_path / "none.zip"),
         ):
             pass

@@ -39,7 +39,7 @@ def test_the_same_bundle_is_the_same_bytes(tmp_path: Path) -> None:
     assert opened(tmp_path / "a.zip").digest == patch.digest
     pack(patch, tmp_path / "a.zip")  # a patch may be replaced, nothing else
     (tmp_path / "c.zip").write_text("someone's")
-    with pytest.raises(bench.UsageError, match="exists and is no patch"):
+    with pytest.raises(bench.UsageError, match="exists and is not a patch"):
         pack(patch, tmp_path / "c.zip")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.zip", "b.zip", "c.zip", "patch"]
 
@@ -150,7 +150,7 @@ def test_a_file_that_is_there_twice_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
     for name in ("nothing.zip", "nothing"):
-        with pytest.raises(bench.UsageError, match="no patch bundle"):
+        with pytest.raises(bench.UsageError, match="not a patch bundle"):
             opened(tmp_path / name)
 
 

@@ -203,10 +203,10 @@ def test_a_folder_that_is_no_export_is_left_alone(tmp_path: Path) -> None:
     kept = tmp_path / "mine/notes.txt"
     kept.parent.mkdir()
     kept.write_text("mine")
-    with pytest.raises(bench.UsageError, match="is no export"):
+    with pytest.raises(bench.UsageError, match="is not an export"):
         export_patch(patch, "hf-kernels", kept.parent)
     assert kept.read_text() == "mine"
-    with pytest.raises(bench.UsageError, match="no license identifier"):
+    with pytest.raises(bench.UsageError, match="not a license identifier"):
         export_patch(patch, "hf-kernels", tmp_path / "out", license='mit"\n[evil]')
     with pytest.raises(bench.UsageError, match="unknown format"):
         export_patch(patch, "wheel", tmp_path / "wheel")

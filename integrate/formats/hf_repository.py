@@ -40,10 +40,10 @@ def write(patch: Patch, license: str) -> ExportedFiles:
     candidate, contract, evidence = patch.candidate(), patch.contract, patch.evaluation
     name = contract.name.replace("_", "-")
     if not re.fullmatch(r"[a-z][-a-z0-9]*[a-z0-9]", name):
-        raise UsageError(f"the Hub takes no kernel called {name}", "rename the op")
+        raise UsageError(f"the Hub does not allow a kernel named {name}", "rename the op")
     device = device_of(candidate, evidence)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", license):
-        raise UsageError(f"{license!r} is no license identifier", "say for example apache-2.0")
+        raise UsageError(f"{license!r} is not a license identifier", "say for example apache-2.0")
     left_out = [
         "the baseline, the checks and the intervals behind the figures are in patcher.json only",
         "the engine, the patch point and the receipts: a layer mapping replaces whole layers",

@@ -97,8 +97,8 @@ class GptOssExpertsFunction(GptOssPoint):
             registry.__delitem__(name)  # type: ignore[no-untyped-call]
         if covered:
             raise VerificationError(
-                f"{covered[0]} was registered by someone else while this patch was in",
-                "take patches out in the reverse order",
+                f"{covered[0]} was registered by other code while this patch was applied",
+                "remove the patches in the reverse order",
             )
 
 
@@ -108,8 +108,8 @@ def _check_registry() -> None:
     for name in _ROWS:
         if not written_by_transformers(ALL_EXPERTS_FUNCTIONS[name]):
             raise VerificationError(
-                f"the experts function {name} was registered by someone else",
-                "take the other patch out first",
+                f"the experts function {name} was registered by other code",
+                "remove the other patch first",
             )
 
 

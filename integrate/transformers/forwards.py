@@ -110,8 +110,8 @@ class GptOssPoint(ABC):
                 covered.append(type(module).__name__)
         if covered:
             raise VerificationError(
-                f"{covered[0]} was patched by someone else while this patch was in",
-                "take patches out in the reverse order; load the model again",
+                f"{covered[0]} was patched by other code while this patch was applied",
+                "remove the patches in the reverse order; load the model again",
             )
 
     def _parts(self) -> list[torch.nn.Module]:
@@ -119,7 +119,7 @@ class GptOssPoint(ABC):
         for module in parts:
             if "forward" in module.__dict__:
                 raise VerificationError(
-                    f"{type(module).__name__} is patched already", "take the other patch out first"
+                    f"{type(module).__name__} is patched already", "remove the other patch first"
                 )
         return parts
 

@@ -50,8 +50,8 @@ class ModelsBuiltLater:
             constructor = constructor.__wrapped__
         if not written_by_transformers(constructor):
             raise VerificationError(
-                "GptOssModel.__init__ was replaced by someone else",
-                "take the other patch out first",
+                "GptOssModel.__init__ was replaced by other code",
+                "remove the other patch first",
             )
         return "gpt-oss models that are built from now on"
 

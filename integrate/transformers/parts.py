@@ -44,7 +44,7 @@ def check_kinds(modules: Iterable[torch.nn.Module], kind: type[torch.nn.Module])
         )
     if not written_by_transformers(kind.forward):
         raise VerificationError(
-            f"{kind.__name__}.forward was replaced", "take the other patch out first"
+            f"{kind.__name__}.forward was replaced", "remove the other patch first"
         )
 
 

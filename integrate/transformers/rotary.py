@@ -56,7 +56,7 @@ class GptOssRotaryEmbedding(GptOssPoint):
         check_kinds(attentions, source.GptOssAttention)
         if not isinstance(source.GptOssAttention.forward, FunctionType):
             raise VerificationError(
-                "GptOssAttention.forward is no plain function", "take the other patch out first"
+                "GptOssAttention.forward is no plain function", "remove the other patch first"
             )
         return attentions
 
