@@ -28,6 +28,7 @@ from patcher.bench.judge.evaluation import (
 from patcher.bench.machine.environment import Environment
 from patcher.bench.ops.candidate import Candidate, Language, guess_language
 from patcher.bench.ops.contract import AxisGuard, Contract, PatchPointSpec, Point, Sweep, TensorSpec
+from patcher.bench.ops.dtypes import DTYPES, Dtype
 from patcher.bench.ops.header import comment_mark, header_form, header_hint
 from patcher.bench.ops.op import Op, SolutionInfo, library, load_op, load_ops
 from patcher.bench.records import MOST_BYTES, SCHEMA_VERSION, Record, content
@@ -59,6 +60,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "DTYPES",
     "MOST_BYTES",
     "SCHEMA_VERSION",
     "AxisGuard",
@@ -68,6 +70,7 @@ __all__ = [
     "Check",
     "Comparison",
     "Contract",
+    "Dtype",
     "Environment",
     "Evaluation",
     "KernelCounters",

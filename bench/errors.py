@@ -14,7 +14,9 @@ class PatcherError(Exception):
     """
 
     kind: ClassVar[str] = "error"
+    """Short name of the class, as in JSON output."""
     exit_code: ClassVar[int] = 1
+    """Exit code of the command line."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)

@@ -9,7 +9,7 @@ from patcher.bench import UsageError
 from patcher.hotspot.profile import Profile, ProfileWarning
 from patcher.hotspot.rank import build_profile
 from patcher.hotspot.readers import read_recording
-from patcher.hotspot.readers.ncu import Attached, attach, read_ncu
+from patcher.hotspot.readers.ncu import MatchedCounters, attach, read_ncu
 from patcher.hotspot.readers.sqlite import NODE_LEVEL
 from patcher.hotspot.recording import Recording
 from patcher.hotspot.roofline import ServedModel
@@ -58,7 +58,7 @@ def read(
     if minus is not None:
         recording = subtract(recording, _checked(Path(minus), chosen, served, force))
     names = _names(recording)
-    counters = Attached({}, ()) if ncu is None else attach(read_ncu(Path(ncu)), names)
+    counters = MatchedCounters({}, ()) if ncu is None else attach(read_ncu(Path(ncu)), names)
     profile = build_profile(
         recording, model, served=served, steps=steps, counters=counters.counters, window=window
     )

@@ -3,6 +3,9 @@
 It loads the model, warms up and decodes inside the capture range and the NVTX range `decode`. Each
 step has a range `step`, and the parts of a layer have ranges `module::CLASS`. `MODE` is `nsys`
 (profiled from outside) or `torch`. An expected error is printed as one line on stderr.
+
+NVTX ranges are those of the `nvtx` package, which needs neither CUDA nor PyTorch: they cost next to
+nothing where no profiler listens.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any
 
 import torch
 
-from patcher.bench import PatcherError, Workload
+from patcher.bench import MissingError, PatcherError, Workload
 from patcher.bench.engines import Decoder, Decoding, open_decoder
 from patcher.hotspot.capture import ERROR
 from patcher.hotspot.names import MODULE, is_whole, row_name
@@ -30,6 +33,7 @@ def main() -> int:
     workload = Workload.model_validate_json(sys.argv[1])
     out, steps, mode = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     try:
+        push, pop = nvtx_ranges()
         engine = open_decoder(workload)
     except PatcherError as error:
         print(ERROR + json.dumps(error.as_dict()), file=sys.stderr, flush=True)
@@ -37,15 +41,45 @@ def main() -> int:
     decoding = engine.prefill(engine.prompts(workload.seed))
     engine.decode(decoding, WARM_UP_STEPS)
     if mode == "nsys":
-        nvtx: Any = torch.cuda.nvtx
-        with _modules_of(engine, nvtx.range_push, nvtx.range_pop), capture_range():
-            for _ in range(steps):
-                nvtx.range_push("step")
-                engine.decode(decoding, 1)
-                nvtx.range_pop()
+        with _modules_of(engine, push, pop), capture_range(), nvtx_range("decode"):
+            decode_steps(engine, decoding, steps)
+            torch.cuda.synchronize()
     else:
         with_torch_profiler(engine, decoding, steps, out)
     return 0
+
+
+def nvtx_ranges() -> tuple[Callable[[str], Any], Callable[[], Any]]:
+    """Functions that begin and end an NVTX range of this thread.
+
+    Raises:
+        MissingError: the nvtx package is not installed.
+    """
+    try:
+        import nvtx
+    except ModuleNotFoundError:
+        raise MissingError(
+            "nvtx, which marks ranges, is not installed", "pip install 'patcher[profile]'"
+        ) from None
+    return nvtx.push_range, nvtx.pop_range
+
+
+@contextmanager
+def nvtx_range(name: str) -> Iterator[None]:
+    """An NVTX range of this thread."""
+    push, pop = nvtx_ranges()
+    push(name)
+    try:
+        yield
+    finally:
+        pop()
+
+
+def decode_steps(engine: Decoder, decoding: Decoding, steps: int) -> None:
+    """Decode with an NVTX range `step` around each step."""
+    for _ in range(steps):
+        with nvtx_range("step"):
+            engine.decode(decoding, 1)
 
 
 def _modules_of(
@@ -63,12 +97,10 @@ def capture_range() -> Iterator[None]:
     runtime = cuda.cudart()
     torch.cuda.synchronize()
     runtime.cudaProfilerStart()
-    cuda.nvtx.range_push("decode")
     try:
         yield
     finally:
         torch.cuda.synchronize()
-        cuda.nvtx.range_pop()
         runtime.cudaProfilerStop()
 
 
@@ -131,16 +163,20 @@ def with_torch_profiler(engine: Decoder, decoding: Decoding, steps: int, out: Pa
         recorded.export_chrome_trace(str(out))
         return
     ranges: list[Any] = []
+    push_nvtx, pop_nvtx = nvtx_ranges()
 
     def push(name: str) -> None:
+        push_nvtx(name)
         ranges.append(torch.profiler.record_function(name))
         ranges[-1].__enter__()
 
     def pop() -> None:
         ranges.pop().__exit__(None, None, None)
+        pop_nvtx()
 
-    with _modules_of(engine, push, pop), profile(activities=[ProfilerActivity.CPU]) as cpu:
-        engine.decode(decoding, steps)
+    cpu_operators = profile(activities=[ProfilerActivity.CPU])
+    with _modules_of(engine, push, pop), nvtx_range("decode"), cpu_operators as cpu:
+        decode_steps(engine, decoding, steps)
     events: Any = cpu.events()
     out.write_text(json.dumps({"steps": steps, "rows": cpu_rows(events)}), encoding="utf-8")
 

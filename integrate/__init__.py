@@ -11,8 +11,8 @@ from patcher.integrate.manifest import Manifest
 from patcher.integrate.patch import Patch
 from patcher.integrate.receipts import Receipt, read_receipts
 from patcher.integrate.store import Applied, Store
-from patcher.integrate.switches import Switches, home_store, starting_up, switching_on
-from patcher.integrate.verify import FitCheck, Verified, verify
+from patcher.integrate.switches import Switches, home_store, patch_environment, startup_python_path
+from patcher.integrate.verify import FitCheck, FitReport, verify
 
 if TYPE_CHECKING:
     from patcher.integrate.activation import Activation, activate, prepare
@@ -45,7 +45,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """torch is imported only by those who patch; formats only by those who export and import."""
+    """Import torch only for patching, and formats only for export and import."""
     if name in _LAZY:
         import importlib
 
@@ -60,13 +60,13 @@ __all__ = [
     "CallCounters",
     "Change",
     "FitCheck",
+    "FitReport",
     "GraphWatch",
     "Manifest",
     "Patch",
     "Receipt",
     "Store",
     "Switches",
-    "Verified",
     "activate",
     "activated",
     "await_engine",
@@ -79,10 +79,10 @@ __all__ = [
     "make_diff",
     "open_bundle",
     "pack",
+    "patch_environment",
     "prepare",
     "read_receipts",
-    "starting_up",
-    "switching_on",
+    "startup_python_path",
     "unpacked",
     "verify",
     "write_module",

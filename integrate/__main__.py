@@ -1,12 +1,12 @@
-"""Run a program with the patches that are switched on, for engines without plugins: transformers.
+"""Run a program with the applied patches, for engines without plugins: transformers.
 
     PATCHER_PATCHES=on python -m patcher.integrate SCRIPT [ARGS...]
     PATCHER_PATCHES=on python -m patcher.integrate -m MODULE [ARGS...]
 
-The program starts anew as `python SCRIPT` with a `sitecustomize` on `PYTHONPATH`, which the
-processes that it starts inherit: torchrun's workers, and those of multiprocessing. Nothing happens
-in a process unless `PATCHER_PATCHES` is set and it builds a model that a patch is for. Processes
-that ignore the environment (`python -I`, `python -E`) are not reached.
+The program restarts as `python SCRIPT` with our `sitecustomize` on `PYTHONPATH`, which child
+processes inherit: workers of torchrun and of multiprocessing. A process is patched only if
+`PATCHER_PATCHES` is set and it builds a model that a patch supports. Processes that ignore the
+environment (`python -I`, `python -E`) are not patched.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from patcher.bench import PatcherError, UsageError
-from patcher.integrate.switches import starting_up
+from patcher.integrate.switches import startup_python_path
 
 
 def command(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
-    """The interpreter, with the flags of this one, and the program.
+    """The command line: this interpreter, its flags, and the program.
 
     Raises:
-        UsageError: no program, or an interpreter that would not read the environment.
+        UsageError: there is no program, or this interpreter ignores the environment.
     """
     program = argv[1:] if argv[:1] == ["-m"] else argv
     if not program or program[0].startswith("-"):
@@ -35,17 +35,18 @@ def command(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
         )
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise UsageError(
-            "this Python does not read PYTHONPATH at its start", "run it without -E, -I and -S"
+            "this Python does not read PYTHONPATH at startup", "run it without -E, -I and -S"
         )
     return [sys.executable, *flags, *argv]
 
 
 def environment() -> dict[str, str]:
-    """This process's, with our `sitecustomize` before all others."""
-    return {**os.environ, "PYTHONPATH": starting_up(os.environ.get("PYTHONPATH", ""))}
+    """This process's environment, with our `sitecustomize` first on `PYTHONPATH`."""
+    return {**os.environ, "PYTHONPATH": startup_python_path(os.environ.get("PYTHONPATH", ""))}
 
 
 def main() -> NoReturn:
+    """Replace this process by the program."""
     argv = sys.argv[1:]
     before = sys.orig_argv[1 : len(sys.orig_argv) - len(argv)]
     flags = before[: -1 if before and before[-1] != "patcher.integrate" else -2]

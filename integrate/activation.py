@@ -1,7 +1,7 @@
-"""The patches that are switched on, put into the engine of this process.
+"""Install the enabled patches in the engine of this process.
 
-An engine's plugin calls `activate` in every process: the one that was started, its engine core,
-its workers and those that are started anew. Nothing happens unless `PATCHER_PATCHES` says so.
+An engine's plugin calls `activate` in every process: the main process, the engine core, and
+workers, including restarted ones. Without `PATCHER_PATCHES` it does nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from patcher.bench import Contract, PatcherError
+from patcher.bench import DTYPES, Contract, PatcherError
 from patcher.integrate.counts import CallCounters, GraphWatch
 from patcher.integrate.dispatch import AxisBounds, CallGuards, Dispatcher, TensorGuard
 from patcher.integrate.manifest import Manifest
@@ -31,9 +31,9 @@ Kernel = Callable[..., object]
 
 
 class Installed:
-    """A patch in an engine. A context manager that can be entered again and again.
+    """A patch, its patch point and its dispatcher. A reentrant context manager.
 
-    While it is entered the patch is in; leaving restores exactly, also after an exception.
+    Entering installs the patch; leaving restores the engine exactly, also after an exception.
     """
 
     def __init__(self, patch: Patch, point: PatchPoint, dispatcher: Dispatcher) -> None:
@@ -41,9 +41,11 @@ class Installed:
         self.book = dispatcher.book
 
     def install(self) -> None:
+        """Install the patch; see `PatchPoint.install`."""
         self.point.install(self.dispatcher)
 
     def remove(self) -> None:
+        """Restore the engine; see `PatchPoint.remove`."""
         self.point.remove()
 
     def __enter__(self) -> CallCounters:
@@ -63,17 +65,23 @@ def prepare(
     strict: bool = True,
     watch: GraphWatch | None = None,
 ) -> Installed:
-    """A patch ready for a model or this process: what the bundle says, dispatch and patch point.
+    """Prepare a patch for a model or this process; it is not installed yet.
 
     Args:
-        target: a built model, or None where the patch point lies in the engine's classes.
-        kernel: the patch's kernel; by default it is loaded, or built and loaded.
-        book: where calls are counted; a new one by default.
+        target: a built model, or None if the patch point lies in the engine's classes.
+        patch: the bundle.
+        kernel: the patch's kernel; by default the bundle's binary, or one built from its source.
+        book: the call counters; new ones by default.
+        strict: whether a kernel that raises is an error; see `Dispatcher`.
+        watch: watches CUDA graphs to count calls in their replays.
+
+    Returns:
+        The patch with its patch point and dispatcher.
 
     Raises:
-        MissingError: engine, compiler or GPU that it needs is not here.
+        MissingError: the engine, the compiler or the GPU that it needs is missing.
         VerificationError: the installed engine or the model is not what the patch replaces, or
-            the kernel does not build here.
+            the kernel does not build.
     """
     patch.verify_target()
     manifest = patch.manifest
@@ -94,7 +102,7 @@ def prepare(
 
 
 def guards_of(manifest: Manifest) -> CallGuards:
-    """What a bundle says of its kernel, as the dispatcher checks it."""
+    """The guards of a bundle, as the dispatcher checks them."""
     guards = manifest.guards
     return replace(
         contract_guards(manifest.contract, guards.device, guards.dtypes),
@@ -113,10 +121,12 @@ def guards_of(manifest: Manifest) -> CallGuards:
 def contract_guards(
     contract: Contract, device: str, dtypes: Iterable[Mapping[str, str]]
 ) -> CallGuards:
-    """What a contract says of a call on a device.
+    """The guards that a contract implies for calls on a device.
 
     Args:
-        dtypes: combinations by symbol, torch's names.
+        contract: the op's contract.
+        device: `cpu` or `cuda`.
+        dtypes: allowed combinations: the name of a torch dtype by the contract's symbol.
     """
     return CallGuards(
         device=device,
@@ -135,7 +145,8 @@ def contract_guards(
             (scalar.name, int if scalar.type == "int" else float) for scalar in contract.scalars
         ),
         dtypes=tuple(
-            {symbol: getattr(torch, name) for symbol, name in choice.items()} for choice in dtypes
+            {symbol: DTYPES[name].torch_dtype for symbol, name in choice.items()}
+            for choice in dtypes
         ),
         solve=contract.axes_of,
     )
@@ -143,25 +154,29 @@ def contract_guards(
 
 @dataclass
 class Activation:
-    """What is in this process. `close` takes it out; once more is the same as once."""
+    """The patches installed in this process. `close` removes them and is idempotent."""
 
     engine: str
+    """The engine's name."""
     installed: list[Installed] = field(default_factory=list)
+    """The installed patches, in order of installation."""
     failures: dict[str, Exception] = field(default_factory=dict)
-    """Patches that are not in, by id, and why."""
+    """Why a patch could not be installed, by its id."""
     watch: GraphWatch = field(default_factory=lambda: GraphWatch([]))
+    """Counts calls in replays of CUDA graphs."""
     writer: ReceiptWriter | None = None
+    """Writes receipts; None if no folder is set."""
 
     @property
     def digests(self) -> str:
-        """The digests of what is in, for whoever keys a cache of compiled code by them."""
+        """Sorted digests of the installed patches, joined by commas: a key for compiled code."""
         return ",".join(sorted(item.patch.digest for item in self.installed))
 
     def close(self) -> None:
-        """Take everything out, also what comes after a patch that cannot be.
+        """Remove all patches, even if one of them cannot be removed.
 
         Raises:
-            VerificationError: someone else patched over one; theirs stays.
+            VerificationError: another patch was installed over one of these; it stays.
         """
         installed, self.installed = self.installed, []
         covered: list[PatcherError] = []
@@ -192,17 +207,23 @@ def activate(
     store: Store | None = None,
     tensor_parallel: int = 1,
 ) -> Activation:
-    """Put in what is switched on for this engine; see `Switches` for what says so.
+    """Install the patches that are enabled for this engine; see `Switches`.
 
-    In serving, a patch that cannot be put in is told once, in the log and in its receipt, and the
-    engine is unharmed.
+    In serving, a patch that cannot be installed is reported once, in the log and in its receipt,
+    and the engine runs unchanged.
 
     Args:
-        target: a built model, for engines whose patch points lie in one.
-        tensor_parallel: how many workers share a layer.
+        engine: the engine's name.
+        target: a built model, for engines whose patch points lie in the model.
+        switches: which patches are enabled; by default those of the environment.
+        store: the store of applied patches; by default the user's.
+        tensor_parallel: the number of workers that share a layer.
+
+    Returns:
+        The installed patches and the failures.
 
     Raises:
-        PatcherError: when measuring (`PATCHER_STRICT`), whatever kept a patch out.
+        PatcherError: with `PATCHER_STRICT`, the reason why a patch was not installed.
     """
     switches = switches or Switches.read()
     active = Activation(engine)
@@ -217,7 +238,7 @@ def activate(
         active.close()
         if switches.strict:
             raise
-        log.error("no patch is in, the engine's own kernels run: %s", error)
+        log.error("no patch is installed, the engine's own kernels run: %s", error)
         return active
     for entry in entries:
         item: Installed | None = None
@@ -227,10 +248,10 @@ def activate(
             verify_device(patch.manifest)
             item = prepare(target, patch, strict=switches.strict, watch=active.watch)
             item.install()
-        except Exception as error:  # whatever it is, requests are served without the patch
+        except Exception as error:  # on any error, requests are served without the patch
             if item is not None:
                 item.remove()
-            _refused(active, entry, error)
+            _report_failure(active, entry, error)
             if switches.strict:
                 active.close()
                 raise
@@ -243,11 +264,12 @@ def activate(
     return active
 
 
-def _refused(active: Activation, entry: Applied, error: Exception) -> None:
+def _report_failure(active: Activation, entry: Applied, error: Exception) -> None:
     known = isinstance(error, PatcherError)
     why = str(error) if known else f"{type(error).__name__}: {error}"
     active.failures[entry.id] = error
-    log.error("%s is not in, the engine's own runs: %s", entry.id, why, exc_info=not known)
+    message = "%s is not installed, the engine's own kernel runs: %s"
+    log.error(message, entry.id, why, exc_info=not known)
     if active.writer is not None:
         active.writer.put(
             Receipt(

@@ -1,4 +1,4 @@
-"""A patch bundle as one file, `<name>.zip`: nothing of when or where in it, safe to open."""
+"""A patch bundle as one reproducible file, `<name>.zip`, which is safe to open."""
 
 from __future__ import annotations
 
@@ -18,23 +18,27 @@ SUFFIX = ".zip"
 _DATE = (1980, 1, 1, 0, 0, 0)
 _MOST_FILES = 256
 _MOST_BYTES = 256 << 20
-"""Of all files, unpacked; a kernel's binary has a few megabytes."""
-_AGAIN = "get the patch again from where it was made"
+"""Limit of the unpacked size; a kernel's binary has a few megabytes."""
+_AGAIN = "get the patch again from its source"
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a bundle of that name is one file."""
+    """Whether the path names a bundle in one `.zip` file."""
     return path.suffix == SUFFIX
 
 
 def pack(patch: Patch, path: Path) -> None:
-    """Write a bundle as one file, without the binaries that its folder lacks.
+    """Write a bundle as one file, without binaries that its folder lacks.
 
-    Names are sorted and dates fixed: the bytes depend on the bundle and on zlib's release alone.
-    What identifies a bundle is its digest, over the files.
+    Names are sorted and dates are fixed, so the bytes depend only on the bundle and zlib's version.
+    The digest over the files identifies a bundle, not the bytes of the archive.
+
+    Args:
+        patch: the bundle.
+        path: the `.zip` file to write.
 
     Raises:
-        UsageError: the file is there and no patch, or cannot be written.
+        UsageError: the file exists and is not a patch, or it cannot be written.
     """
     if path.exists() and not _holds_a_patch(path):
         raise UsageError(f"{path} exists and is not a patch", "choose another file")
@@ -52,17 +56,23 @@ def pack(patch: Patch, path: Path) -> None:
             staged.replace(path)
     except OSError as error:
         raise UsageError(
-            f"cannot write {path}: {error.strerror}", "choose a file in a folder of yours"
+            f"cannot write {path}: {error.strerror}", "choose a file in a writable folder"
         ) from error
 
 
 @contextmanager
 def unpacked(path: Path) -> Iterator[Path]:
-    """A bundle's folder: the path itself, or for one file a folder that lives as long as this.
+    """Open a bundle as a folder: the path itself, or for a `.zip` file a temporary folder.
+
+    Args:
+        path: a bundle's folder or `.zip` file.
+
+    Yields:
+        The folder; a temporary one is removed at the end of the context.
 
     Raises:
-        UsageError: no archive there, or one that cannot be read.
-        VerificationError: it is damaged, or holds what no bundle holds.
+        UsageError: there is no archive, or it cannot be read.
+        VerificationError: the archive is damaged, or its contents are not those of a bundle.
     """
     if not is_archive(path):
         yield path
@@ -83,12 +93,12 @@ def _unpack(path: Path, folder: Path) -> None:
             names = [_checked(entry) for entry in entries]
             if len(set(names)) != len(names):
                 raise VerificationError(f"{path.name} names a file twice", _AGAIN)
-            # what is read of an entry is never more than it declares
+            # zipfile never reads more of an entry than its declared size
             total = sum(entry.file_size for entry in entries)
             if len(entries) > _MOST_FILES or total > _MOST_BYTES:
                 raise VerificationError(
-                    f"{path.name} unpacks to {len(entries)} files of {total:,} bytes: no patch "
-                    "is so large",
+                    f"{path.name} unpacks to {len(entries)} files of {total:,} bytes, which is "
+                    "too large for a patch",
                     _AGAIN,
                 )
             for entry, name in zip(entries, names, strict=True):
@@ -96,19 +106,17 @@ def _unpack(path: Path, folder: Path) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(archive.read(entry))
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
-        raise VerificationError(f"{path.name} is damaged, or not a zip archive", _AGAIN) from error
-    except RuntimeError as error:  # zipfile's word for one that wants a password
+        raise VerificationError(f"{path.name} is damaged or not a zip archive", _AGAIN) from error
+    except RuntimeError as error:  # zipfile's error for an encrypted archive
         raise VerificationError(f"{path.name} is encrypted", _AGAIN) from error
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
-        raise VerificationError(
-            f"{path.name} holds a file whose name is a folder's", _AGAIN
-        ) from error
+        raise VerificationError(f"{path.name} names a file that is a folder", _AGAIN) from error
     except OSError as error:
         raise UsageError(f"cannot unpack {path.name}: {error.strerror}", _AGAIN) from error
 
 
 def _checked(entry: zipfile.ZipInfo) -> str:
-    """The entry's name, when it is a plain file inside of the bundle."""
+    """The entry's name; it must be a regular file inside the bundle."""
     name = PurePosixPath(entry.filename)
     outside = name.is_absolute() or ".." in name.parts or not name.parts
     if outside or "\\" in entry.filename or ":" in entry.filename:

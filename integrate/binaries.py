@@ -1,4 +1,4 @@
-"""A patch's kernel, callable: a binary that was built for this machine, else built from source."""
+"""Load a patch's kernel: a binary that fits this machine, or one built from source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("patcher")
 
 
 def describe_binary(entry: str, built: Built, device: str) -> Binary:
-    """A build of this machine, as a manifest names it."""
+    """The manifest's record of a binary that was built on this machine."""
     platform_name, processor = _here(device)
     place = re.sub(r"[^A-Za-z0-9.]+", "-", f"{platform_name}-{processor}").strip("-")
     return Binary(
@@ -34,25 +34,22 @@ def describe_binary(entry: str, built: Built, device: str) -> Binary:
 
 
 def fitting_binary(folder: Path, manifest: Manifest) -> Binary | None:
-    """The binary of a bundle's folder that was built for a machine like this one.
-
-    None where there is none, or where it was left out of the bundle.
-    """
-    carried = [known for known in manifest.binaries if (folder / known.file).is_file()]
-    if not carried:
+    """The bundle's binary for this kind of machine; None if the folder holds none."""
+    present = [known for known in manifest.binaries if (folder / known.file).is_file()]
+    if not present:
         return None
     here = _here(manifest.guards.device)
-    fits = (known for known in carried if (known.platform, known.processor) == here)
+    fits = (known for known in present if (known.platform, known.processor) == here)
     return next(fits, None)
 
 
 def load_kernel(folder: Path, manifest: Manifest, candidate: Candidate) -> Callable[..., object]:
-    """The kernel of a bundle's folder.
+    """Load the kernel of a bundle, and build it first if no binary fits.
 
     Raises:
-        MissingError: it must be built, and its compiler is not here.
+        MissingError: the kernel must be built, but its compiler is not installed.
         UsageError: the cache folder cannot be written.
-        VerificationError: it does not build or load here.
+        VerificationError: the kernel does not build or load on this machine.
     """
     from patcher.bench.toolchains import build, load
 
@@ -60,24 +57,24 @@ def load_kernel(folder: Path, manifest: Manifest, candidate: Candidate) -> Calla
         try:
             return loading.load(str(folder / binary.file), binary.binding, manifest.entry)
         except (ImportError, OSError, AttributeError, RuntimeError) as error:
-            log.warning("%s does not load here (%s): built anew", binary.file, error)
+            log.warning("%s does not load (%s): rebuilding it", binary.file, error)
     built = build(candidate, manifest.contract)
     if not built.ok:
         raise VerificationError(
-            f"the source of {manifest.id} does not build here",
-            f"build the patch again on this machine; the compiler said: {built.log[-500:]}",
+            f"the source of {manifest.id} does not build on this machine",
+            f"make the patch again here; the compiler's output: {built.log[-500:]}",
         )
     try:
         return load(built, manifest.entry)
     except Exception as error:
         raise VerificationError(
-            f"{manifest.id} cannot be loaded here: {type(error).__name__}: {error}",
-            "build the patch again on this machine",
+            f"{manifest.id} does not load on this machine: {type(error).__name__}: {error}",
+            "make the patch again here",
         ) from error
 
 
 def _here(device: str) -> tuple[str, str]:
-    """Platform and processor for which a binary that is built here is."""
+    """The platform and processor of binaries that are built on this machine."""
     name = f"{platform.system().lower()}-{platform.machine()}"
     if device == "cpu":
         return name, f"{device_name('cpu')} {cpu_instructions()}"

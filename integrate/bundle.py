@@ -1,4 +1,4 @@
-"""A patch by the name that a person gives: a bundle on disk, or the id of an applied one."""
+"""Open a patch by a bundle's path or the id of an applied patch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from patcher.integrate.switches import home_store
 
 @contextmanager
 def open_bundle(which: str | Path) -> Iterator[Patch]:
-    """A patch, verified; what a `.zip` file is unpacked to lives as long as this.
+    """Open and verify a patch; a `.zip` file is unpacked to a temporary folder.
 
     Args:
         which: a bundle's folder or `.zip` file, or the id of an applied patch.
 
+    Yields:
+        The patch, valid until the end of the context.
+
     Raises:
-        UsageError: there is neither.
+        UsageError: there is no such bundle and no such applied patch.
         VerificationError: the bundle is damaged.
     """
     store = home_store()

@@ -1,4 +1,4 @@
-"""What changed in an engine since a patch was made for it, function by function."""
+"""Changes in an engine since a patch was made for it, function by function."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from patcher.integrate.manifest import Replaced, Target
 from patcher.integrate.points import Fingerprint
 
 _LONGEST = 20_000
-"""Characters of a function or class that a bundle keeps whole."""
+"""Longest source text of a function or class that a bundle stores, in characters."""
 _DIFF_LINES = 40
 
 
 class Change(Record):
-    """One function or class that is not what the patch was made for."""
+    """One function or class of an engine that differs from the one the patch was made for."""
 
     name: str
+    """The function or class."""
     change: Literal["changed", "gone", "new"]
-    """`new`: the adapter did not look at it when the patch was made."""
+    """`new`: the adapter did not rely on it when the patch was made."""
     diff: str = ""
-    """Unified, from then to now, its first lines; empty where the bundle holds no text."""
+    """First lines of a unified diff from then to now; empty if the bundle holds no text."""
 
 
 def replaced(fingerprint: str) -> tuple[Replaced, ...]:
-    """What a fingerprint is of, to be kept in a bundle."""
+    """The parts behind a fingerprint, as a bundle stores them."""
     if not isinstance(fingerprint, Fingerprint):
         return ()
     return tuple(
@@ -36,18 +37,18 @@ def replaced(fingerprint: str) -> tuple[Replaced, ...]:
 
 
 def what_changed(target: Target, now: str) -> list[Change]:
-    """The differences that explain another fingerprint; none where nobody kept the parts."""
+    """The differences behind a changed fingerprint; empty if the bundle does not hold its parts."""
     if not target.replaced or not isinstance(now, Fingerprint):
         return []
-    found = []
+    changes = []
     for part in target.replaced:
         text = now.parts.get(part.name)
         if text is None:
-            found.append(Change(name=part.name, change="gone"))
+            changes.append(Change(name=part.name, change="gone"))
         elif _digest(text) != part.digest:
-            found.append(Change(name=part.name, change="changed", diff=_diff(part, text)))
+            changes.append(Change(name=part.name, change="changed", diff=_diff(part, text)))
     known = {part.name for part in target.replaced}
-    return found + [Change(name=name, change="new") for name in now.parts if name not in known]
+    return changes + [Change(name=name, change="new") for name in now.parts if name not in known]
 
 
 def _diff(part: Replaced, text: str) -> str:

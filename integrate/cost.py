@@ -1,4 +1,4 @@
-"""What dispatch costs a call, and adds to a graph: `python -m patcher.integrate.cost`."""
+"""Measure the cost of dispatch per call and per graph: `python -m patcher.integrate.cost`."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from patcher.integrate.counts import CallCounters, GraphWatch
 from patcher.integrate.dispatch import AxisBounds, CallGuards, Dispatcher, TensorGuard
 
 CALLS = 500
-"""Of each contender in a pair: so short that mostly no other program gets in between."""
+"""Calls per contender and pair: short enough that other programs rarely interrupt them."""
 PAIRS = 1001
-"""Contenders take turns, and so does who begins."""
+"""Pairs of interleaved contenders with alternating order."""
 IN_A_GRAPH = 48
-"""Calls: a decode step of gpt-oss-20b adds and normalises as often."""
+"""Calls per graph: the number of residual adds and norms in a decode step of gpt-oss-20b."""
 
 
 def nothing(
     input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> None:
-    """A kernel that costs nothing, so that dispatch is all that is seen."""
+    """An empty kernel, so that only dispatch takes time."""
 
 
 def add(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
-    """One launch, in place."""
+    """Add in place with one launch."""
     residual.add_(input)
 
 
 def dispatcher(
     device: str, kernel: Callable[..., object], strict: bool, watch: GraphWatch | None = None
 ) -> Dispatcher:
-    """Guards as those of `fused_add_rms_norm`: three tensors and a scalar."""
+    """A dispatcher with the guards of `fused_add_rms_norm`: three tensors and a scalar."""
     rows, weight = ("tokens", "hidden"), ("hidden",)
     guards = CallGuards(
         device=device,
@@ -50,30 +50,31 @@ def dispatcher(
         dtypes=({"T": torch.bfloat16},),
         axes={"hidden": AxisBounds(multiple_of=8, maximum=16384)},
     )
-    made = Dispatcher("add", kernel, guards, CallCounters("id", "d"), strict=strict, watch=watch)
+    result = Dispatcher("add", kernel, guards, CallCounters("id", "d"), strict=strict, watch=watch)
     if watch is not None:
-        watch.add(made.book)
-    return made
+        watch.add(result.book)
+    return result
 
 
 def tensors(device: str) -> tuple[torch.Tensor, ...]:
+    """bfloat16 input and residual [8, 2880], and weight [2880]."""
     rows = [torch.ones(8, 2880, dtype=torch.bfloat16, device=device) for _ in range(2)]
     return (*rows, torch.ones(2880, dtype=torch.bfloat16, device=device))
 
 
 def call_cost(device: str, strict: bool) -> dict[str, Any]:
-    """Nanoseconds a call: the kernel called directly, through dispatch, and the difference."""
+    """Time per call (ns): the kernel called directly, through dispatch, and the difference."""
     through = dispatcher(device, nothing, strict)
     args = (*tensors(device), 1e-5)
     with torch.inference_mode():
-        for _ in range(3):  # looked at, then proven
+        for _ in range(3):  # guards are checked, then the kernel is proven
             through(*args)
         pairs = []
         for pair in range(PAIRS):
             contenders: list[Callable[..., object]] = [nothing, through]
             order = contenders if pair % 2 else contenders[::-1]
-            found = {call: _ns(call, args) for call in order}
-            pairs.append((found[nothing], found[through]))
+            times = {call: _ns(call, args) for call in order}
+            pairs.append((times[nothing], times[through]))
     difference = [slow - fast for fast, slow in pairs]
     return {
         "dispatch": "measuring" if strict else "serving",
@@ -100,7 +101,7 @@ def _middle(values: list[float]) -> int:
 
 
 def graph_cost() -> dict[str, Any]:
-    """Nodes of a CUDA graph of the same calls, made directly and through dispatch."""
+    """Nodes of CUDA graphs of the same calls, direct and through dispatch."""
     watch = GraphWatch([])
     through = dispatcher("cuda", add, strict=False, watch=watch)
     args: tuple[Any, ...] = (*tensors("cuda"), 1e-5)
@@ -128,11 +129,12 @@ def _nodes(graph: torch.cuda.CUDAGraph) -> int:
     handle = ctypes.c_void_p(graph.raw_cuda_graph())
     error = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(handle, None, ctypes.byref(count))
     if error:
-        raise RuntimeError(f"cuGraphGetNodes gave {error}")
+        raise RuntimeError(f"cuGraphGetNodes returned {error}")
     return count.value
 
 
 def main() -> None:
+    """Print one line of JSON per measurement."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(json.dumps({"environment": describe(device).model_dump(mode="json")}))
     for kind in dict.fromkeys(("cpu", device)):

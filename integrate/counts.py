@@ -1,9 +1,9 @@
-"""What ran in this process: calls of a patched kernel, made eagerly or replayed in CUDA graphs.
+"""Count the calls of patched kernels in this process, eager and replayed in CUDA graphs.
 
-Python does not run when a graph is replayed. So what was dispatched while a graph was recorded is
-kept with the graph, and each replay of it counts once more; nothing is added to the graph itself.
+Python does not run during a graph's replay. So the calls dispatched during recording are stored
+with the graph, and each replay counts them again. The graph itself is unchanged.
 
-This is what a served engine imports: torch and the standard library only.
+A served engine imports this module, so it uses only torch and the standard library.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import torch
 
 @dataclass(slots=True)
 class CallSignature:
-    """What is known of one combination of shapes, strides, dtypes, devices and alignment."""
+    """One combination of shapes, strides, dtypes, devices and alignment, with its call count."""
 
     label: str
     """The kernel and its shape bucket, as receipts name it."""
     refusal: str | None
-    """Why the kernel may not be called like this."""
+    """Why the guards refuse such a call; None if they allow it."""
     proven: bool = False
-    """Whether it may be run on the caller's tensors straight away."""
+    """Whether the kernel has run once for such a call and may use the caller's tensors."""
     matches: Callable[..., bool] | None = None
-    """Whether a call is such a one, quickly; None where it was not asked for yet."""
+    """A fast test for such a call; None before the first one."""
     calls: int = 0
-    """Eager calls, and those of a graph that is being recorded until its recording ends."""
+    """Eager calls, including those of a graph until its recording ends."""
 
 
 @dataclass(slots=True)
 class GraphRecording:
-    """What one CUDA graph holds, and how often it was replayed."""
+    """The calls that one CUDA graph holds, and the number of its replays."""
 
     calls: Counter[str]
     fallbacks: Counter[str]
@@ -43,18 +43,24 @@ class GraphRecording:
 
 
 class CallCounters:
-    """Counts of one patch in this process: calls by kernel and shape, fallbacks by reason."""
+    """Counters of one patch in this process: calls by kernel and shape, fallbacks by reason."""
 
     def __init__(self, patch_id: str, digest: str) -> None:
+        """Start at zero.
+
+        Args:
+            patch_id: the patch's id.
+            digest: the digest of its manifest.
+        """
         self.patch_id, self.digest, self.pid = patch_id, digest, os.getpid()
         self.cases: list[CallSignature] = []
         self.reasons: Counter[str] = Counter()
-        """Eager calls that went to the original, by reason."""
+        """Eager calls that fell back to the original, by reason."""
         self.recordings: list[GraphRecording] = []
 
     @property
     def eager(self) -> Counter[str]:
-        """Calls outside of graphs, by label."""
+        """Calls outside graphs, by label."""
         total: Counter[str] = Counter()
         for case in list(self.cases):
             if case.calls:
@@ -63,18 +69,18 @@ class CallCounters:
 
     @property
     def replayed(self) -> Counter[str]:
-        """Calls in graphs, by label: what each holds times its replays."""
+        """Calls in graphs, by label: the calls of each graph times its replays."""
         return self._times_replays(lambda recording: recording.calls)
 
     @property
     def calls(self) -> Counter[str]:
-        """Every call of the patched kernel that was made, by label."""
+        """All calls of the patched kernel, by label."""
         return self.eager + self.replayed
 
     @property
     def fallbacks(self) -> Counter[str]:
-        """Calls that went to the engine's own kernel, in graphs too, by reason."""
-        eager = Counter(dict(self.reasons))  # copied at once: another thread may count meanwhile
+        """Calls that fell back to the engine's own kernel, graphs included, by reason."""
+        eager = Counter(dict(self.reasons))  # one atomic copy, since other threads may count
         return eager + self._times_replays(lambda recording: recording.fallbacks)
 
     def _times_replays(self, of: Callable[[GraphRecording], Counter[str]]) -> Counter[str]:
@@ -86,23 +92,31 @@ class CallCounters:
 
 
 class GraphWatch:
-    """Watches `torch.cuda.CUDAGraph` for the books of a process. A context manager.
+    """Watches CUDA graphs to count the calls in their replays. A context manager.
 
-    Calls that another thread makes while a graph is recorded are counted into that graph.
+    It wraps methods of `torch.cuda.CUDAGraph`. Calls of another thread during a recording are
+    counted as part of that graph.
     """
 
     def __init__(self, books: Iterable[CallCounters], kind: type[Any] | None = None) -> None:
-        """`kind`: the class of graphs; torch's by default."""
+        """Watch graphs for some counters.
+
+        Args:
+            books: the counters of this process's patches.
+            kind: the class of graphs; by default `torch.cuda.CUDAGraph`.
+        """
         self._books = list(books)
         self._kind: Any = kind or torch.cuda.CUDAGraph
         self._originals: dict[str, Any] = {}
         self.capturing = False
-        """Whether a graph is being recorded now: nothing may be built or allocated."""
+        """Whether a graph is being recorded now, so that nothing may be built or allocated."""
 
     def add(self, book: CallCounters) -> None:
+        """Watch graphs for these counters too."""
         self._books.append(book)
 
     def install(self) -> None:
+        """Wrap the methods of the graph class; idempotent."""
         if self._originals:
             return
         watch, kind = self, self._kind
@@ -136,7 +150,7 @@ class GraphWatch:
         kind.replay = counted_replay
 
     def remove(self) -> None:
-        """Put torch's own methods back; once more is the same as once."""
+        """Restore torch's own methods; idempotent."""
         for name, original in self._originals.items():
             if original is None:
                 delattr(self._kind, name)
@@ -153,7 +167,7 @@ class GraphWatch:
 
 
 def _take(book: CallCounters, calls: list[int], reasons: Counter[str]) -> GraphRecording:
-    """Move what was counted since into a recording: it was recorded, it did not run."""
+    """Move the counts since `calls` and `reasons` to a recording, since those calls did not run."""
     recording = GraphRecording(Counter(), book.reasons - reasons)
     book.reasons = reasons
     for case, before in zip(book.cases, [*calls, *[0] * len(book.cases)], strict=False):

@@ -1,6 +1,6 @@
-"""Which kernel runs, per call: the patched one where its guards hold, else the engine's own.
+"""Choose the kernel of each call: the patched one if its guards hold, else the engine's own.
 
-This is what a served engine imports: torch and the standard library only.
+A served engine imports this module, so it uses only torch and the standard library.
 """
 
 from __future__ import annotations
@@ -19,31 +19,33 @@ from patcher.integrate.keys import key_of, matcher_of, never
 log = logging.getLogger("patcher")
 
 _MOST_CASES = 10_000
-"""Combinations that are remembered; a server that sees more of them looks again."""
+"""Cached call signatures; beyond that number the cache is cleared."""
 _MOST_COPIED = 256 << 20
-"""Bytes of a tensor that is copied before the first call of its kind. A KV cache is larger."""
+"""Largest tensor in bytes that is copied before a first call. A KV cache is larger."""
 _EXACT = 128
-"""Up to here a number of rows is its own bucket in a receipt, above it the next power of two."""
+"""Receipts list row counts up to this exactly, larger ones by the next power of two."""
 
 
 @dataclass(frozen=True)
 class TensorGuard:
-    """What one tensor of the contract must be."""
+    """The requirements of one tensor of the contract."""
 
     name: str
     axes: tuple[str, ...]
+    """Names of its axes, or arithmetic; see `CallGuards.solve`."""
     dtype: str
-    """A symbol of the contract."""
+    """A dtype symbol of the contract."""
     mutated: bool
+    """Whether the kernel writes to it."""
     rows: bool = False
-    """The last axis is dense, rows may lie apart; else the whole tensor is dense."""
+    """Whether only the last axis must be dense; otherwise the whole tensor must be contiguous."""
     alignment: int = 1
-    """Bytes, of the first element."""
+    """Alignment of the first element, in bytes."""
 
 
 @dataclass(frozen=True)
 class AxisBounds:
-    """Sizes of an axis that the kernel takes."""
+    """The sizes of an axis that the kernel supports."""
 
     minimum: int = 0
     maximum: int | None = None
@@ -52,27 +54,29 @@ class AxisBounds:
 
 @dataclass(frozen=True)
 class CallGuards:
-    """Where the patched kernel may be called: the contract's tensors and scalars, in order."""
+    """The calls that the patched kernel supports; tensors and scalars in the contract's order."""
 
     device: str
     """`cpu` or `cuda`."""
     tensors: tuple[TensorGuard, ...]
     scalars: tuple[tuple[str, type], ...]
-    """Name and `float` or `int`."""
+    """Name and type (`float` or `int`)."""
     dtypes: tuple[Mapping[str, torch.dtype], ...]
-    """Combinations by symbol."""
+    """Supported combinations, by dtype symbol."""
     axes: Mapping[str, AxisBounds] = field(default_factory=dict)
+    """Bounds by axis."""
     capabilities: tuple[tuple[int, int], ...] = ()
-    """Compute capabilities that it was built for; none: any."""
+    """Supported compute capabilities; empty for any."""
     graph_safe: bool = True
+    """Whether the kernel may be recorded in a CUDA graph."""
     solve: Callable[[list[tuple[int, ...]]], Mapping[str, int]] | None = None
-    """Axes of a call by the shapes of its tensors, where a contract computes sizes from them (then
-    `TensorGuard.axes` is arithmetic); ValueError: they do not fit."""
+    """Computes axis sizes from the shapes of the tensors, if the contract's axes are arithmetic.
+    It raises ValueError if the shapes do not fit."""
 
     def refusal(self, args: tuple[Any, ...]) -> str | None:
-        """Why the kernel may not be called with these; None when it may.
+        """Why the guards refuse these arguments; None if they allow them.
 
-        All that depends on shape, strides, dtype, device and alignment alone.
+        The answer depends only on shape, strides, dtype, device and alignment.
         """
         tensors = args[: len(self.tensors)]
         for guard, tensor in zip(self.tensors, tensors, strict=True):
@@ -88,7 +92,7 @@ class CallGuards:
     def label(self, tensors: tuple[torch.Tensor, ...]) -> str:
         """Shape bucket and dtypes, as receipts name them: `tokens=8 hidden=2880 bfloat16`."""
         sizes, _ = self._sizes(tensors)
-        rows = next(iter(sizes), None)  # the others are the model's, and few
+        rows = next(iter(sizes), None)  # the other axes are the model's and have few sizes
         shapes = " ".join(
             f"{axis}={_bucket(size) if axis == rows else size}" for axis, size in sizes.items()
         )
@@ -141,17 +145,18 @@ class CallGuards:
 
 
 class Dispatcher:
-    """Calls the patched kernel with a contract's tensors and scalars, or says why not.
+    """Calls the patched kernel with a contract's tensors and scalars, or counts why it does not.
 
-    `strict` (measuring): a kernel that raises on a call its guards allow is an error.
-    Otherwise (serving) the first call of each shape works on copies, so that a kernel that raises
-    there leaves the caller's tensors whole: that call and every later one falls back, counted and
-    logged once. One that raises later has had its hands on the caller's tensors, which cannot be
-    trusted any more: that call raises, and every later one falls back. Tensors over 256 MiB are
-    not copied: they are written in part (a KV cache), where the original writes the same again.
+    With `strict` (measuring), a kernel that raises on an allowed call is an error.
 
-    While a CUDA graph is recorded nothing is built, copied or allocated: what was not proven
-    before falls back.
+    Otherwise (serving), the first call of each signature works on copies. If the kernel raises
+    there, the caller's tensors are intact: this call and all later ones fall back, and the error is
+    logged once. If the kernel raises later, the caller's tensors may be corrupt: that call raises,
+    and all later ones fall back. Tensors over 256 MiB are not copied. These are KV caches, which a
+    kernel writes in part, and the original writes the same part again.
+
+    While a CUDA graph is recorded, nothing is built, copied or allocated: signatures that were not
+    proven before fall back.
     """
 
     def __init__(
@@ -164,6 +169,16 @@ class Dispatcher:
         strict: bool = True,
         watch: GraphWatch | None = None,
     ) -> None:
+        """Set up the dispatcher.
+
+        Args:
+            name: the op's name.
+            kernel: the patched kernel; it works in place.
+            guards: the calls that it supports.
+            book: the counters of its calls and fallbacks.
+            strict: whether a kernel that raises is an error.
+            watch: knows whether a CUDA graph is being recorded.
+        """
         self.name, self.guards, self.book, self.strict = name, guards, book, strict
         self._kernel, self._watch = kernel, watch
         self._known: dict[tuple[object, ...], CallSignature] = {}
@@ -171,16 +186,16 @@ class Dispatcher:
         self._key = key_of(len(guards.tensors))
         self._matcher = matcher_of(len(guards.tensors))
         self._last: tuple[Callable[..., bool], CallSignature] = never, CallSignature("", None)
-        """The last call's case; most calls are like the one before. One attribute, since threads
-        may share a dispatcher."""
+        """Test and signature of the last call, since most calls repeat the one before. It is one
+        attribute, since threads may share a dispatcher."""
         self._op: Any = None
         self._library: Any = None
         self._grad_enabled = torch.is_grad_enabled
         self._never_in_graphs = not guards.graph_safe
 
     def __call__(self, *args: Any) -> bool:
-        """Run the kernel in place and give True, or touch nothing and give False."""
-        # this path is walked some times a layer and token: no call that it can do without
+        """Run the kernel in place and return True, or change nothing and return False."""
+        # this path runs several times per layer and token, so it avoids every needless call
         matches, case = self._last
         if not matches(*args):
             case = self._find(args)
@@ -206,10 +221,10 @@ class Dispatcher:
         return True
 
     def warm(self, *args: Any) -> None:
-        """Build and prove the kernel for such a call, on tensors that nobody needs; not counted.
+        """Build and prove the kernel for such a call on scratch tensors, without counting it.
 
         Raises:
-            RuntimeError: the guards refuse the call; whatever the kernel raises, when strict.
+            RuntimeError: the guards refuse the call. With `strict`, the kernel's own error.
         """
         before = self.book.reasons.copy()
         ran = self(*args)
@@ -219,11 +234,14 @@ class Dispatcher:
         self._known[self._key(*args)].calls -= 1
 
     def op(self, original: Callable[..., object]) -> Callable[..., None]:
-        """The same as a torch operator, which torch.compile leaves whole and graphs record.
+        """The dispatcher as a torch operator, which torch.compile does not decompose.
 
-        It runs the patched kernel or else `original`, which works in place as the kernel does.
-        Its name holds the patch's digest, so that compiled code knows which patch it was for.
-        Several dispatchers of one patch (two models, two arms of a comparison) have a number more.
+        The operator's name contains the patch's digest, so that compiled code is tied to the patch.
+        Further dispatchers of one patch (a second model or arm) get a number appended.
+
+        Args:
+            original: the engine's own function, which also works in place; it runs if the patched
+                kernel does not.
         """
         if self._op is None:
             name = base = f"{self.name}_{self.book.digest[:12]}"
@@ -235,7 +253,7 @@ class Dispatcher:
             schema = f"{name}{_schema(self.guards)}"
             library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
 
-            # torch keeps `run` until the library goes, and the library goes with the dispatcher
+            # torch holds `run` as long as the library, and the library as long as the dispatcher
             dispatcher = weakref.ref(self)
 
             def run(*args: Any) -> None:
@@ -250,13 +268,17 @@ class Dispatcher:
         return operator
 
     def close(self) -> None:
-        """Unregister the operator; code that was compiled with it cannot run any more."""
+        """Unregister the operator; code compiled with it can no longer run."""
         if self._library is not None:
             self._library._destroy()
             self._library = self._op = None
 
     def _prove(self, case: CallSignature, args: tuple[Any, ...]) -> bool:
-        """The first call of its kind in serving: a request must survive a kernel that raises."""
+        """Run a first call in serving on copies, so that a request survives a kernel that raises.
+
+        Returns:
+            Whether the kernel ran; if not, the call falls back.
+        """
         if self._capturing():
             self.book.reasons["not warmed before the graph was recorded"] += 1
             return False
@@ -279,7 +301,7 @@ class Dispatcher:
 
     def _break(self, error: Exception) -> None:
         self._broken = f"the patched kernel raised {type(error).__name__}"
-        log.exception("%s: the engine's own runs from now on", self._broken)
+        log.exception("%s: the engine's own kernel runs from now on", self._broken)
         self.book.reasons[self._broken] += 1
 
     def _capturing(self) -> bool:
@@ -287,14 +309,14 @@ class Dispatcher:
 
     def _find(self, args: tuple[Any, ...]) -> CallSignature:
         key = self._key(*args)
-        case = self._known.get(key) or self._look(key, args)
+        case = self._known.get(key) or self._check(key, args)
         if case.matches is None:
             case.matches = self._matcher(*args)
         self._last = case.matches, case
         return case
 
-    def _look(self, key: tuple[object, ...], args: tuple[Any, ...]) -> CallSignature:
-        """Check what depends on the key alone; done once for each."""
+    def _check(self, key: tuple[object, ...], args: tuple[Any, ...]) -> CallSignature:
+        """Check the guards of a new signature."""
         refusal = self.guards.refusal(args)
         tensors = args[: len(self.guards.tensors)]
         label = self.name if refusal else f"{self.name} {self.guards.label(tensors)}"
@@ -317,7 +339,7 @@ def _schema(guards: CallGuards) -> str:
 
 
 def _nothing(*args: Any) -> None:
-    """The operator on fake tensors: it gives nothing and changes no shape."""
+    """The operator on fake tensors: it returns nothing and changes no shape."""
 
 
 def _bucket(size: int) -> str:

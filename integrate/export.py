@@ -1,9 +1,8 @@
-"""Out of patcher and in again: a patch as a Hugging Face kernel repository or as a flashinfer-bench
-dataset, and either of them as a candidate source.
+"""Export a patch as a Hugging Face kernel repository or as a flashinfer-bench dataset.
 
-Neither format holds a whole contract (`Exported.left_out` says what is lost), so an export carries
-`patcher.json` beside what the other side reads. An import reads the source from the other side's
-own files and believes the record only where the digest fits.
+Neither format holds a complete contract (`ExportResult.left_out` lists what is lost), so an export
+adds `patcher.json`. An import reads the source from the format's own files and trusts that record
+only if the digest matches.
 """
 
 from __future__ import annotations
@@ -26,35 +25,43 @@ from patcher.integrate.patch import Patch
 FORMATS = ("hf-kernels", "flashinfer")
 
 
-class Exported(Record):
-    """What an export wrote."""
+class ExportResult(Record):
+    """The result of an export."""
 
     schema_version: int = SCHEMA_VERSION
     format: Format
     folder: str
+    """The folder that was written."""
     digest: str
+    """Digest of the candidate: language and source."""
     files: tuple[str, ...]
+    """Paths in the folder, sorted."""
     variant: str | None
-    """hf-kernels: the build in it, which the loader takes where that name fits. None where there is
-    the source layout alone, which must be built first."""
+    """hf-kernels: name of the build variant. None if there is only the source layout, which must be
+    built first."""
     left_out: tuple[str, ...]
-    """What the format cannot say, or what is missing here, each in a sentence."""
+    """What the format cannot express or this machine lacks, one sentence each."""
 
 
 def export_patch(
     patch: Patch, to: str, out: Path, *, sweep: str | None = None, license: str = "unknown"
-) -> Exported:
-    """Write a patch in another project's format. The folder is new, or an earlier export.
+) -> ExportResult:
+    """Write a patch in another project's format.
 
     Args:
+        patch: the bundle.
         to: one of `FORMATS`.
-        sweep: flashinfer: the sweep that the evidence is of, where it does not say so itself.
-        license: hf-kernels: of the source, as the Hub spells it; a patch does not know it.
+        out: the folder to write; it is new or holds an earlier export.
+        sweep: flashinfer: the sweep of the evidence, if the evidence does not name it.
+        license: hf-kernels: the source's license identifier on the Hub.
+
+    Returns:
+        What was written and what was left out.
 
     Raises:
-        UsageError: unknown format, the folder holds something else or cannot be written, or the
-            format has no place for this kernel.
-        VerificationError: the patch is damaged, or its op has changed since it was made.
+        UsageError: the format is unknown or cannot express this kernel, or the folder holds
+            something else or cannot be written.
+        VerificationError: the patch is damaged, or its op has changed since the patch was made.
     """
     match to:
         case "hf-kernels":
@@ -62,9 +69,9 @@ def export_patch(
         case "flashinfer":
             written = flashinfer_dataset.write(patch, sweep)
         case _:
-            raise UsageError(f"unknown format {to!r}", f"say {' or '.join(FORMATS)}")
+            raise UsageError(f"unknown format {to!r}", f"choose {' or '.join(FORMATS)}")
     candidate = patch.candidate()
-    carried = ExportRecord(
+    record = ExportRecord(
         format=to,
         op=candidate.op,
         language=candidate.language,
@@ -74,11 +81,11 @@ def export_patch(
         evidence=patch.evaluation,
         left_out=written.left_out,
     )
-    files = written.files | {CARRIED: (carried.model_dump_json(indent=1) + "\n").encode()}
+    files = written.files | {CARRIED: (record.model_dump_json(indent=1) + "\n").encode()}
     if out.exists() and not (out / CARRIED).is_file():
         raise UsageError(f"{out} exists and is not an export", "choose another folder")
     _place(out, files)
-    return Exported(
+    return ExportResult(
         format=to,
         folder=str(out),
         digest=candidate.digest,
@@ -89,7 +96,7 @@ def export_patch(
 
 
 def _place(out: Path, files: Mapping[str, bytes]) -> None:
-    """All files or none: they are written beside the folder and put there in one step."""
+    """Write all files or none: they are staged beside the folder and moved in one step."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as scratch:

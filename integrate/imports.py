@@ -1,10 +1,9 @@
-"""A kernel from outside: what `patcher export` wrote, or a flashinfer-bench dataset, as sources and
-op folders like those of `kernels/`. Nothing of it is run here.
+"""Import a kernel that `patcher export` wrote, or a flashinfer-bench dataset, without running it.
 
-A foreign Solution becomes one source: its own text and, under the op's name, a function in our
-order of arguments (tensors, then scalars). A foreign Definition becomes an op of its own: its
-tensors are only read or only written, its reference is the yardstick. What a person should improve
-is in the notes, what cannot be carried over is refused with its reason.
+The result has the layout of `kernels/`: op folders and sources. A Solution becomes one source: its
+own text plus a function with the op's name and our order of arguments (tensors, then scalars). A
+Definition becomes an op whose tensors are only read or only written; its reference is the op's.
+Notes list what a person should improve; what cannot be imported is refused with its reason.
 """
 
 from __future__ import annotations
@@ -34,20 +33,21 @@ from patcher.integrate.formats.foreign_source import candidate_from
 from patcher.integrate.formats.op_folder import op_files, own_op_files
 
 
-class Imported(Record):
-    """What an import wrote."""
+class ImportResult(Record):
+    """The result of an import."""
 
     schema_version: int = SCHEMA_VERSION
     folder: str
-    """To judge what is in it: `PATCHER_OPS=FOLDER patcher evaluate OP SOURCE`."""
+    """The folder that was written. To evaluate a source in it:
+    `PATCHER_OPS=FOLDER patcher evaluate OP SOURCE`."""
     sources: dict[str, str]
-    """The digest of each candidate by its path in the folder."""
+    """Digest of each candidate by its path in the folder."""
     ops: tuple[str, ...]
-    """Ops that the library does not have; each has a folder."""
+    """New ops, which the library lacks; each has a folder."""
     notes: tuple[str, ...]
-    """What was not carried over, or should be looked at."""
+    """What was lost or should be reviewed, one sentence each."""
     refused: dict[str, str]
-    """What was not imported, and why."""
+    """The reason why something was not imported, by its name."""
 
 
 class _Import:
@@ -67,195 +67,194 @@ class _Import:
             origin=origin,
         )
         folder = f"{candidate.op}/solutions/{name}"
-        told = info.model_dump(mode="json", exclude={"name"})
-        self.files[f"{folder}/solution.toml"] = tomlkit.dumps(told).encode()
+        document = info.model_dump(mode="json", exclude={"name"})
+        self.files[f"{folder}/solution.toml"] = tomlkit.dumps(document).encode()
         self.files[f"{folder}/{candidate.file_name}"] = candidate.source.encode()
         self.sources[f"{folder}/{candidate.file_name}"] = candidate.digest
 
 
-def import_kernel(path: Path, out: Path) -> Imported:
-    """Write the sources and op folders that a path holds.
+def import_kernel(path: Path, out: Path) -> ImportResult:
+    """Import the kernels of an export or of a flashinfer-bench dataset as sources and op folders.
 
     Args:
         path: a folder that `patcher export` made, a flashinfer-bench dataset (`definitions/` and
             `solutions/`), or the JSON file of one Definition.
-        out: gets what `kernels/` has: `OP/solutions/NAME/`, and `OP/op.toml` for ops that are new.
+        out: the folder to write, with the layout of `kernels/`: `OP/solutions/NAME/`, and
+            `OP/op.toml` for new ops.
+
+    Returns:
+        What was written, what was refused, and notes.
 
     Raises:
-        UsageError: nothing there can be imported, or a file that would be written exists and is
-            another.
-        VerificationError: an export was changed, or is of another contract than the library's.
+        UsageError: nothing can be imported, or a different file exists where one would be written.
+        VerificationError: an export was changed, or its contract differs from the library's.
     """
-    found = _Import()
+    result = _Import()
     if (path / CARRIED).is_file():
-        _own(path, found)
+        _own(path, result)
     elif (path / "definitions").is_dir():
-        _dataset(path, found)
+        _dataset(path, result)
     elif path.suffix == ".json" and path.is_file():
         definition = _record(Definition, path.read_bytes(), path.name)
-        _definition(definition, [], [], found)
+        _definition(definition, [], [], result)
     elif (path / "build").is_dir() or (path / "metadata.json").is_file():
         raise UsageError(
-            f"{path} is a kernel repository without {CARRIED}, so without contract and reference",
-            "only one that `patcher export` made can be imported",
+            f"{path} is a kernel repository without {CARRIED}, so it has no contract or reference",
+            "import a repository that `patcher export` made",
         )
     else:
         raise UsageError(
             f"{path} is neither an export nor a flashinfer-bench dataset",
             f"give a folder with {CARRIED} or definitions/, or the JSON file of a Definition",
         )
-    if not found.files:
-        why = "; ".join(f"{name}: {reason}" for name, reason in found.refused.items())
+    if not result.files:
+        why = "; ".join(f"{name}: {reason}" for name, reason in result.refused.items())
         raise UsageError(f"nothing of {path} can be imported", why or "it holds no Definition")
-    _write(out, found.files)
-    return Imported(
+    _write(out, result.files)
+    return ImportResult(
         folder=str(out),
-        sources=found.sources,
-        ops=tuple(found.ops),
-        notes=tuple(found.notes),
-        refused=found.refused,
+        sources=result.sources,
+        ops=tuple(result.ops),
+        notes=tuple(result.notes),
+        refused=result.refused,
     )
 
 
-def _own(folder: Path, found: _Import) -> None:
-    """An export of ours: the source from the format's own file, the contract from our record."""
+def _own(folder: Path, result: _Import) -> None:
+    """Import an export of patcher: source from the format's own file, contract from our record."""
     try:
-        carried = ExportRecord.model_validate_json((folder / CARRIED).read_bytes())
+        record = ExportRecord.model_validate_json((folder / CARRIED).read_bytes())
     except (ValidationError, OSError) as error:
         raise VerificationError(
             f"{CARRIED} of {folder.name} is damaged or of another version", "export it again"
         ) from error
     definition: Definition | None = None
-    if carried.format == "flashinfer":
+    if record.format == "flashinfer":
         definition = _one(Definition, folder / "definitions")
         solution = _one(Solution, folder / "solutions")
         texts = {source.path: source.content for source in solution.sources}
-        text = texts.get(carried.source, "")
+        text = texts.get(record.source, "")
     else:
-        file = folder / carried.source
+        file = folder / record.source
         inside = file.resolve().is_relative_to(folder.resolve()) and file.is_file()
         text = file.read_text(encoding="utf-8", errors="replace") if inside else ""
-    candidate = Candidate(op=carried.op, language=carried.language, source=text)
-    if candidate.digest != carried.digest:
+    candidate = Candidate(op=record.op, language=record.language, source=text)
+    if candidate.digest != record.digest:
         raise VerificationError(
-            f"{carried.source} is not what was exported",
-            "evaluate the changed source by itself, or export it again",
+            f"{record.source} is not what was exported",
+            "evaluate the changed source alone, or export it again",
         )
-    known = load_ops().get(carried.op)
+    known = load_ops().get(record.op)
     if known is None:
         if definition is None:
-            found.notes.append(
-                f"the library has no op {carried.op} and this format carries no reference: import "
+            result.notes.append(
+                f"the library has no op {record.op} and this format has no reference: import "
                 "the flashinfer export of the same patch, too"
             )
         else:
-            found.files |= own_op_files(carried.contract, definition)
-            found.ops.append(carried.op)
-            found.notes.append(
-                f"{carried.op}: inputs.py and baselines.py were not carried; plain ones stand in"
+            result.files |= own_op_files(record.contract, definition)
+            result.ops.append(record.op)
+            result.notes.append(
+                f"{record.op}: the export has no inputs.py and baselines.py; generic ones are used"
             )
-    elif known.contract != carried.contract:
+    elif known.contract != record.contract:
         raise VerificationError(
-            f"the library's contract of {carried.op} is not the one that this kernel was judged by",
-            "use the patcher that exported it, or evaluate the source by itself",
+            f"this kernel was judged by another contract of {record.op} than the library's",
+            "use the patcher that exported it, or evaluate the source alone",
         )
-    device = carried.evidence.environment
-    name = f"imported_{carried.digest[:8]}"
-    kind = device.device_kind if device else ("cpu" if carried.language is Language.CPP else "cuda")
-    found.put(candidate, name, kind, "imported from an export of patcher", "export")
-    found.notes.append(
-        "the evidence stays in the export: a source is judged again where it is used"
-    )
+    device = record.evidence.environment
+    name = f"imported_{record.digest[:8]}"
+    kind = device.device_kind if device else ("cpu" if record.language is Language.CPP else "cuda")
+    result.put(candidate, name, kind, "imported from an export of patcher", "export")
+    result.notes.append("the evidence is not imported: judge the source again on this machine")
 
 
-def _dataset(folder: Path, found: _Import) -> None:
-    """Every Definition of a dataset with its Solutions; Traces only say what sizes to sweep."""
-    solutions = _all(Solution, folder / "solutions", found)
-    traces = _lines(folder / "workloads", found) + _lines(folder / "traces", found)
-    definitions = _all(Definition, folder / "definitions", found)
+def _dataset(folder: Path, result: _Import) -> None:
+    """Import every Definition with its Solutions; Workloads and Traces only supply sizes."""
+    solutions = _all(Solution, folder / "solutions", result)
+    traces = _lines(folder / "workloads", result) + _lines(folder / "traces", result)
+    definitions = _all(Definition, folder / "definitions", result)
     names = {definition.name for definition in definitions}
     for definition in definitions:
         _definition(
             definition,
             [each for each in solutions if each.definition == definition.name],
             [each for each in traces if each.definition == definition.name],
-            found,
+            result,
         )
     for solution in solutions:
         if solution.definition not in names:
-            found.refused[solution.name] = f"its Definition {solution.definition} is not here"
+            result.refused[solution.name] = f"its Definition {solution.definition} is missing"
 
 
 def _definition(
-    definition: Definition, solutions: list[Solution], traces: list[Trace], found: _Import
+    definition: Definition, solutions: list[Solution], traces: list[Trace], result: _Import
 ) -> None:
     try:
         op = op_of(definition, [trace.workload for trace in traces])
     except Refused as reason:
-        found.refused[definition.name] = str(reason)
+        result.refused[definition.name] = str(reason)
         for solution in solutions:
-            found.refused[solution.name] = f"its Definition is refused: {reason}"
+            result.refused[solution.name] = f"its Definition is refused: {reason}"
         return
     name = op.contract.name
     known = load_ops().get(name)
     if known is not None and known.contract != op.contract:
-        found.refused[definition.name] = f"the library has another op {name}"
+        result.refused[definition.name] = f"the library has another op {name}"
         return
-    if name in found.ops:
-        found.refused[definition.name] = f"another Definition is called {name}, too"
+    if name in result.ops:
+        result.refused[definition.name] = f"another Definition is called {name}, too"
         return
     if known is None:
-        found.files |= op_files(op.contract, definition)
-        found.ops.append(name)
-    found.notes += [f"{name}: {note}" for note in op.notes]
+        result.files |= op_files(op.contract, definition)
+        result.ops.append(name)
+    result.notes += [f"{name}: {note}" for note in op.notes]
     if traces:
-        found.notes.append(
-            f"{name}: of {len(traces)} workloads and Traces, sizes and scalars gave the sweep; "
-            "evaluations are no evidence here, identities are not kept"
+        result.notes.append(
+            f"{name}: the sweep has the sizes and scalars of {len(traces)} workloads and Traces; "
+            "their evaluations and identities are not imported"
         )
     for solution in solutions:
         try:
             candidate, notes = candidate_from(solution, definition, op.contract)
         except Refused as reason:
-            found.refused[solution.name] = str(reason)
+            result.refused[solution.name] = str(reason)
             continue
         hardware = [each.lower() for each in solution.spec.target_hardware]
         device = "cpu" if hardware == ["cpu"] or candidate.language is Language.CPP else "cuda"
         folder = re.sub(r"[^A-Za-z0-9_-]", "_", solution.name)
-        if f"{name}/solutions/{folder}/{candidate.file_name}" in found.files:
-            found.refused[solution.name] = f"another Solution is called {folder}, too"
+        if f"{name}/solutions/{folder}/{candidate.file_name}" in result.files:
+            result.refused[solution.name] = f"another Solution is called {folder}, too"
             continue
         summary = solution.description or f"imported from flashinfer-bench: {solution.name}"
-        found.put(candidate, folder, device, summary, solution.author)
-        found.notes += [f"{solution.name}: {note}" for note in notes]
+        result.put(candidate, folder, device, summary, solution.author)
+        result.notes += [f"{solution.name}: {note}" for note in notes]
 
 
 def _one(kind: Any, folder: Path) -> Any:
-    found = _all(kind, folder)
-    if len(found) != 1:
+    records = _all(kind, folder)
+    if len(records) != 1:
         raise VerificationError(
-            f"the export has {len(found)} {kind.__name__}s, not one",
-            f"to import a whole dataset, leave {CARRIED} out",
+            f"the export has {len(records)} {kind.__name__}s, not one",
+            f"to import a whole dataset, remove {CARRIED}",
         )
-    return found[0]
+    return records[0]
 
 
-def _all(kind: Any, folder: Path, found: _Import | None = None) -> list[Any]:
-    """Every JSON file below; one that is not of its kind is refused by name, or (without `found`)
-    an error.
-    """
+def _all(kind: Any, folder: Path, result: _Import | None = None) -> list[Any]:
+    """Read every JSON file in a folder; a malformed one is refused, or an error without `found`."""
     records = []
     for path in sorted(folder.rglob("*.json")):
         try:
             records.append(_record(kind, path.read_bytes(), path.name))
         except UsageError as error:
-            if found is None:
+            if result is None:
                 raise
-            found.refused[path.name] = error.message
+            result.refused[path.name] = error.message
     return records
 
 
-def _lines(folder: Path, found: _Import) -> list[Trace]:
+def _lines(folder: Path, result: _Import) -> list[Trace]:
     records = []
     for path in sorted(folder.rglob("*.jsonl")):
         for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -263,7 +262,7 @@ def _lines(folder: Path, found: _Import) -> list[Trace]:
                 try:
                     records.append(_record(Trace, line, f"{path.name}:{number}"))
                 except UsageError as error:
-                    found.refused[f"{path.name}:{number}"] = error.message
+                    result.refused[f"{path.name}:{number}"] = error.message
     return records
 
 
@@ -273,8 +272,8 @@ def _record(kind: Any, text: bytes, name: str) -> Any:
     except (ValidationError, ValueError, RecursionError) as error:
         problem = " ".join(str(error).splitlines()[:3])[:300]
         raise UsageError(
-            f"{name} is no {kind.__name__} of flashinfer-bench 0.1.2: {problem}",
-            "patcher drops no field that it does not know: remove the field, or update patcher",
+            f"{name} is not a {kind.__name__} of flashinfer-bench 0.1.2: {problem}",
+            "remove the unknown field, or update patcher",
         ) from error
 
 
@@ -282,7 +281,7 @@ def _write(out: Path, files: dict[str, bytes]) -> None:
     for name, content in files.items():
         path = out / name
         if path.exists() and (not path.is_file() or path.read_bytes() != content):
-            raise UsageError(f"{path} exists and is another", "choose another --out")
+            raise UsageError(f"{path} exists and differs", "choose another --out")
     try:
         for name, content in files.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""What dispatch remembers a call by: all that its guards depend on, and nothing of its values.
+"""Keys of calls for dispatch: everything that guards depend on, and no values.
 
-This is what a served engine imports: torch and the standard library only.
+A served engine imports this module, so it uses only torch and the standard library.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ _LARGEST_ALIGNMENT = 16
 
 
 def key_of(tensors: int) -> Callable[..., tuple[object, ...]]:
-    """A function from a call's arguments to what its guards depend on.
+    """A function that maps a call's arguments to a key of everything its guards depend on.
 
-    Written out for that many tensors, since a loop takes twice as long.
+    The code is unrolled for that many tensors, since a loop takes twice as long.
     """
     names = _names(tensors)
     facts = [
@@ -23,16 +23,16 @@ def key_of(tensors: int) -> Callable[..., tuple[object, ...]]:
         for name in names
     ]
     source = f"lambda {', '.join(names)}, *_: ({', '.join(facts)}, {_alignment(names)})"
-    made: Callable[..., tuple[object, ...]] = eval(source)
-    return made
+    key: Callable[..., tuple[object, ...]] = eval(source)
+    return key
 
 
 def matcher_of(tensors: int) -> Callable[..., Callable[..., bool]]:
-    """A function from a call's arguments to one that knows calls like it.
+    """A function that maps a call's arguments to a fast test for calls with the same key.
 
-    The same facts as in the key: torch's own guard of compiled code compares shapes, strides,
-    dtypes and devices of all tensors in one call, four times as quickly as their attributes are
-    read here. It is an internal of torch; where it is not to be had, every call makes its key.
+    The test uses torch's own guard of compiled code, which compares shapes, strides, dtypes and
+    devices in one call, four times as fast as reading the attributes. The guard is internal to
+    torch; without it the test never matches, and every call computes its key.
     """
     names = _names(tensors)
     parameters = ", ".join(names)
@@ -40,7 +40,7 @@ def matcher_of(tensors: int) -> Callable[..., Callable[..., bool]]:
         f"lambda same, alignment: lambda {parameters}, *_: "
         f"same({parameters}) and {_alignment(names)} == alignment"
     )
-    made: Callable[..., Callable[..., bool]] = eval(source)
+    test: Callable[..., Callable[..., bool]] = eval(source)
     alignment: Callable[..., int] = eval(f"lambda {parameters}: {_alignment(names)}")
 
     def matcher(*args: Any) -> Callable[..., bool]:
@@ -52,7 +52,7 @@ def matcher_of(tensors: int) -> Callable[..., Callable[..., bool]]:
             )
         except (ImportError, TypeError):
             return never
-        return made(guards.check, alignment(*args[:tensors]))
+        return test(guards.check, alignment(*args[:tensors]))
 
     return matcher
 
@@ -66,5 +66,5 @@ def _alignment(names: list[str]) -> str:
 
 
 def never(*args: Any) -> bool:
-    """Knows no call."""
+    """A test that matches no call."""
     return False

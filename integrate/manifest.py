@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from patcher.bench import AxisGuard, Contract, Evaluation, Language, Outcome, Record
+from patcher.bench import DTYPES, AxisGuard, Contract, Evaluation, Language, Outcome, Record
 
 PatchId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,99}$")]
 """Names a folder of the store, so it can be no path."""
-DtypeName = Annotated[str, Field(pattern="^(float64|float32|float16|bfloat16|int64|int32|uint8)$")]
+
+
+def _known_dtype(name: str) -> str:
+    if name not in DTYPES:
+        raise ValueError(f"{name} is none of: {', '.join(DTYPES)}")
+    return name
+
+
+DtypeName = Annotated[str, AfterValidator(_known_dtype)]
 DeviceKind = Literal["cpu", "cuda"]
 Capability = Annotated[str, Field(pattern=r"^\d{1,2}\.\d$")]
 """`9.0` of an H200."""

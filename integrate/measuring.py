@@ -1,4 +1,4 @@
-"""Patches of a process that measures one arm: in from its start, as the environment says."""
+"""The patches of a process that measures one arm of a comparison, as its environment lists them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from patcher.integrate.activation import Activation, activate
 
 
 def await_engine(engine: str) -> None:
-    """Before the engine is loaded: have its own plugin at hand, also where patcher runs from a
-    checkout and no entry point leads to it.
+    """Register the engine's plugin before the engine is loaded.
+
+    It is needed if patcher runs from a checkout, where no entry point leads to the plugin.
 
     Raises:
-        PatcherError: when measuring, why it cannot wait.
+        PatcherError: with `PATCHER_STRICT`, the reason why the plugin cannot be registered.
     """
     if engine == "vllm":
         from patcher.integrate.vllm import register
@@ -21,13 +22,14 @@ def await_engine(engine: str) -> None:
 
 
 def activated(engine: str, model: Any = None) -> Activation:
-    """What is in the engine that this process has loaded.
+    """The patches installed in this process's engine, which has been loaded.
 
     Args:
-        model: of engines whose patch points lie in one; there the patches are put in now.
+        engine: the engine's name.
+        model: the model, for engines whose patch points lie in it; patches are installed now.
 
     Raises:
-        PatcherError: when measuring, whatever kept a patch out.
+        PatcherError: with `PATCHER_STRICT`, the reason why a patch was not installed.
     """
     if engine != "vllm":
         return activate(engine, model)
@@ -35,5 +37,5 @@ def activated(engine: str, model: Any = None) -> Activation:
 
     worker = sources.module("vllm.v1.worker.worker_base").WorkerWrapperBase
     plugin = getattr(worker.init_device, "plugin", None)
-    found: Activation | None = plugin.active if plugin is not None else None
-    return found or Activation(engine)
+    active: Activation | None = plugin.active if plugin is not None else None
+    return active or Activation(engine)

@@ -1,4 +1,4 @@
-"""Where a kernel is worth calling, by what the judge measured."""
+"""Narrow a patch's guards to the sizes at which the judge did not find its kernel slower."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from patcher.bench import AxisGuard, Contract, Evaluation
 
 
 def worth_calling(contract: Contract, evaluations: Iterable[Evaluation]) -> dict[str, AxisGuard]:
-    """The op's guards, cut to the sizes at which the kernel is not slower than the baseline.
+    """The op's guards, narrowed to the sizes at which the kernel is not slower than the baseline.
 
-    Along the axis that each verdict swept, sizes beyond the outermost points at which it is not
-    surely slower (the whole interval of its speedup below 1) are left to the engine's own code
-    where a slower point lies there. A slow point between good ones cannot be left out. A kernel
-    that is slower everywhere keeps its guards: whoever makes a patch of it wants to see it run.
+    A point is slower if the whole interval of its speedup lies below 1. Along each swept axis,
+    slower points beyond the outermost other points are excluded. A slower point between good ones
+    stays included. A kernel that is slower everywhere keeps its guards, so that it can run at all.
     """
     axes = dict(contract.guards.axes)
     for evaluation in evaluations:
@@ -24,21 +23,21 @@ def worth_calling(contract: Contract, evaluations: Iterable[Evaluation]) -> dict
 def _cut(
     axes: dict[str, AxisGuard], contract: Contract, evaluation: Evaluation
 ) -> dict[str, AxisGuard]:
-    """The guards of one axis that one verdict makes narrower, if it does."""
+    """The guard of the swept axis if one verdict narrows it, else nothing."""
     sweep = next((one for one in contract.sweeps if one.name == evaluation.sweep), None)
     if sweep is None:
         return {}
-    found = {
+    points = {
         one.axes[sweep.axis]: one.speedup_high >= 1
         for one in evaluation.timings
         if sweep.axis in one.axes
     }
-    good = sorted(size for size, worth in found.items() if worth)
+    good = sorted(size for size, worth in points.items() if worth)
     if not good:
         return {}
     guard, cut = axes.get(sweep.axis, AxisGuard()), {}
-    if min(found) < good[0]:
+    if min(points) < good[0]:
         cut["minimum"] = max(guard.minimum, good[0])
-    if max(found) > good[-1]:
+    if max(points) > good[-1]:
         cut["maximum"] = min(guard.maximum or good[-1], good[-1])
     return {sweep.axis: guard.model_copy(update=cut)} if cut else {}

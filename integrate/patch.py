@@ -1,4 +1,4 @@
-"""A patch: a bundle on disk that says what it replaces, where it may run, and how that is known."""
+"""A patch: a bundle on disk with a kernel, its target, its guards and its evidence."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MANIFEST = "manifest.json"
 
 
 class Patch:
-    """A bundle folder, verified."""
+    """A verified bundle folder."""
 
     kind: ClassVar[str] = "patch"
 
@@ -62,13 +62,23 @@ class Patch:
         tensor_parallel: tuple[int, ...] = (),
         further: tuple[Evaluation, ...] = (),
     ) -> Patch:
-        """Write a bundle, guarded to where the judge did not find the kernel slower.
+        """Write a bundle whose guards exclude sizes at which the judge found the kernel slower.
 
         Args:
-            built: this candidate's build, whose binary goes along where it can be carried.
-            tensor_parallel: numbers of workers with which it may run; none: any.
-            further: verdicts on this candidate over other sweeps, right there and not slower at
-                every size.
+            folder: the folder to write; it is new or holds an earlier patch.
+            op: the op that the candidate implements.
+            candidate: the kernel's source.
+            evaluation: the judge's verdict on the candidate.
+            engine: the engine to patch.
+            made_by: who or what wrote the kernel.
+            model: the language model that wrote it, if one did.
+            run: the run that produced it, if one did.
+            built: the candidate's build; its binary is included if it is a tvm-ffi library.
+            tensor_parallel: supported numbers of workers; empty for any.
+            further: correct verdicts on this candidate over other sweeps.
+
+        Returns:
+            The patch, loaded from the folder.
 
         Raises:
             UsageError: an evaluation is not of this candidate or not `correct`, the op has no
@@ -151,14 +161,14 @@ class Patch:
 
     @classmethod
     def load(cls, folder: Path) -> Patch:
-        """Read a bundle and hold every file against its digest.
+        """Read a bundle and compare every file with its digest.
 
-        Binaries may be left out: the kernel is built from source then, which must be there.
+        Binaries may be missing, since the kernel can be built from source; the source may not.
 
         Raises:
-            UsageError: no bundle there.
-            VerificationError: the source is missing, or a file is added, changed, a link, or
-                outside the bundle.
+            UsageError: the folder is not a bundle.
+            VerificationError: the source is missing, or a file was added or changed, is a link, or
+                lies outside the bundle.
         """
         path = folder / MANIFEST
         if not path.is_file() or path.is_symlink():
@@ -192,17 +202,17 @@ class Patch:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The names of the files of the manifest that are in the folder: all but the binaries that
-        were left out."""
+        """The manifest's files that are in the folder; binaries may be missing."""
         return tuple(name for name in self.manifest.files if (self.folder / name).is_file())
 
     @property
     def contract(self) -> Contract:
+        """The op's contract when the patch was made."""
         return self.manifest.contract
 
     @property
     def point(self) -> PatchPointSpec | None:
-        """Where it goes, as its contract says."""
+        """The contract's description of its patch point; None if the contract has none."""
         target = self.manifest.target
         return next(
             (
@@ -214,7 +224,14 @@ class Patch:
         )
 
     def calls_per_layer(self, together: Iterable[Patch] = ()) -> int | None:
-        """By the contract, less what the points of patches that are in together with it take."""
+        """Calls per layer by the contract, minus those that other patches take over.
+
+        Args:
+            together: the patches that are installed together with this one.
+
+        Returns:
+            The number of calls; None if the contract does not describe the patch point.
+        """
         own = self.point
         if own is None:
             return None
@@ -227,77 +244,77 @@ class Patch:
 
     @property
     def evaluation(self) -> Evaluation:
-        """The evidence it was made on."""
+        """The verdict that the patch is based on."""
         return self.manifest.evidence
 
     @property
     def evaluations(self) -> tuple[Evaluation, ...]:
-        """All of it: of each sweep that was judged."""
+        """The verdicts over all sweeps, the main one first."""
         return (self.manifest.evidence, *self.manifest.further)
 
     def candidate(self) -> Candidate:
-        """The source, as it was judged.
+        """The source that was judged.
 
         Raises:
-            VerificationError: the source is not the one that the evidence is about.
+            VerificationError: the evidence is about another source.
         """
         source = (self.folder / self.manifest.source).read_text(encoding="utf-8")
-        found = Candidate(op=self.manifest.op, language=self.manifest.language, source=source)
-        if found.digest != self.evaluation.digest:
+        candidate = Candidate(op=self.manifest.op, language=self.manifest.language, source=source)
+        if candidate.digest != self.evaluation.digest:
             raise VerificationError("the patch's evidence is about another source", _AGAIN)
-        return found
+        return candidate
 
     def kernel(self) -> Callable[..., object]:
-        """The kernel, callable: a binary that was built for this machine, else built from source.
+        """Load the kernel: a binary that fits this machine, or one built from source.
 
         Raises:
-            MissingError: it must be built, and its compiler is not here.
+            MissingError: the kernel must be built, but its compiler is not installed.
             UsageError: the cache folder cannot be written.
-            VerificationError: it does not build or load here.
+            VerificationError: the kernel does not build or load on this machine.
         """
         return load_kernel(self.folder, self.manifest, self.candidate())
 
     def verify_target(self) -> None:
-        """Hold the installed engine against what the patch was made for.
+        """Check that the installed engine is what the patch was made for.
 
         Raises:
             MissingError: the engine is not installed.
-            VerificationError: version out of range, or the replaced code has changed.
+            VerificationError: its version is out of range, or the replaced code has changed.
         """
         self.verify_version()
         self.verify_source()
 
     def verify_version(self) -> str:
-        """The engine's installed version, when it is in the patch's range; see `verify_target`."""
+        """The engine's installed version; it must be in the patch's range (see `verify_target`)."""
         target = self.manifest.target
         version = engine_version(target.engine)
         if not SpecifierSet(target.versions).contains(Version(version), prereleases=True):
             raise VerificationError(
-                f"the patch is for {target.engine} {target.versions}, installed is {version}",
-                f"install a version in that range, or build the patch again with {version}",
+                f"the patch supports {target.engine} {target.versions}, but {version} is installed",
+                f"install a version in that range, or make the patch again with {version}",
             )
         return version
 
     def verify_source(self) -> str:
-        """What is replaced, in words, when it is as it was; see `verify_target`."""
+        """A description of the replaced code, which must be unchanged (see `verify_target`)."""
         target = self.manifest.target
         now = _fingerprint(target.engine, target.point)
         if now != target.fingerprint:
             version = engine_version(target.engine)
-            found = what_changed(target, now)
-            told = f": {', '.join(f'{one.name} {_WORDS[one.change]}' for one in found)}"
+            changes = what_changed(target, now)
+            detail = f": {', '.join(f'{one.name} {_WORDS[one.change]}' for one in changes)}"
             raise SourceChangedError(
                 f"{target.point} of {target.engine} {version} differs from that of "
-                f"{target.made_with}, which the patch replaces{told if found else ''}",
+                f"{target.made_with}, which the patch replaces{detail if changes else ''}",
                 f"make the patch again with {target.engine} {version}",
-                tuple(found),
+                tuple(changes),
             )
         names = ", ".join(part.name for part in target.replaced)
         return f"{target.point} as it was in {target.made_with}{f': {names}' if names else ''}"
 
 
 class SourceChangedError(VerificationError):
-    """What a patch replaces is not what it was made for."""
+    """The code that a patch replaces has changed since the patch was made."""
 
     def __init__(self, message: str, hint: str, changes: tuple[Change, ...]) -> None:
         super().__init__(message, hint)
@@ -305,14 +322,14 @@ class SourceChangedError(VerificationError):
 
 
 _WORDS = {"changed": "changed", "gone": "is gone", "new": "is relied on now"}
-_AGAIN = "get the patch again from where it was made"
+_AGAIN = "get the patch again from its source"
 
 
 def engine_version(engine: str) -> str:
     """The engine's installed version.
 
     Raises:
-        MissingError: it is not installed.
+        MissingError: the engine is not installed.
     """
     try:
         return importlib.metadata.version(engine)
@@ -333,11 +350,11 @@ def _fingerprint(engine: str, point: str) -> str:
 
 
 _TAKES_PART = re.compile(r"griddepcontrol|cudaGridDependencySynchronize|launch_pdl|gdc_wait")
-"""Words of kernels that wait for the kernel before them by programmatic dependent launch."""
+"""Matches kernels that wait for their predecessor by programmatic dependent launch."""
 
 
 def _capabilities(evaluation: Evaluation) -> tuple[str, ...]:
-    """What the evidence is from: a kernel was judged on one kind of GPU, and may run there."""
+    """The compute capability that the kernel was judged on, the only one it may run on."""
     environment = evaluation.environment
     if environment is None or environment.capability is None:
         return ()

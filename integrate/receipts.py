@@ -1,4 +1,4 @@
-"""What ran in a process, as a record: no patch is accepted without one."""
+"""Receipts: records of what ran in a process; no patch is accepted without one."""
 
 from __future__ import annotations
 
@@ -19,35 +19,39 @@ if TYPE_CHECKING:
 log = logging.getLogger("patcher")
 
 _SECONDS = 1.0
-"""Between two looks at the counts: a worker that is killed has told all but the last second."""
+"""Interval between writes: a killed worker loses at most the counts of one second."""
 
 
 class Receipt(Record):
-    """Calls of the patched kernel by shape, and calls that went to the original by reason."""
+    """Calls of one patch's kernel in one process, and its fallbacks to the original."""
 
     schema_version: int = SCHEMA_VERSION
     patch_id: str
     digest: str
-    """Of the patch bundle's manifest."""
+    """Digest of the patch's manifest."""
     pid: int
+    """The process."""
     rank: int | None = None
-    """Of a tensor parallel worker, where it has one."""
+    """Rank of a tensor-parallel worker; None if it has no rank."""
     point: str = ""
-    """Engine and patch point, once the kernel is in."""
+    """Engine and patch point, as `engine:point`."""
     failure: str | None = None
-    """Why the kernel is not in, in a sentence; the engine's own runs."""
+    """Why the patch was not installed, one sentence; None if it was."""
     calls: dict[str, int] = Field(default_factory=dict)
-    """By kernel and shape: eager ones, and those of CUDA graphs times their replays."""
+    """Calls by kernel and shape: eager ones, plus those of CUDA graphs times their replays."""
     replayed: dict[str, int] = Field(default_factory=dict)
-    """Of these, those that ran in a graph."""
+    """The part of `calls` that ran in CUDA graphs."""
     fallbacks: dict[str, int] = Field(default_factory=dict)
+    """Calls of the engine's own kernel instead, by reason."""
 
     @property
     def total_calls(self) -> int:
+        """The number of calls of the patched kernel."""
         return sum(self.calls.values())
 
     @classmethod
     def of(cls, book: CallCounters, point: str = "") -> Receipt:
+        """A receipt with the current counts of this process."""
         return cls(
             patch_id=book.patch_id,
             digest=book.digest,
@@ -60,17 +64,17 @@ class Receipt(Record):
         )
 
     def write(self, path: Path) -> None:
-        """Write it whole, by rename."""
+        """Write the receipt atomically, by rename."""
         temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
         temporary.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> Receipt:
-        """Read one back.
+        """Read a receipt.
 
         Raises:
-            VerificationError: missing, or not a receipt.
+            VerificationError: the file is missing or not a receipt.
         """
         try:
             return cls.model_validate_json(path.read_text(encoding="utf-8"))
@@ -81,13 +85,13 @@ class Receipt(Record):
 
 
 class ReceiptWriter:
-    """Keeps a process's receipts in a folder up to date, each in a file of its own.
+    """Keeps the receipts of a process up to date in a folder, one file per patch.
 
-    A thread writes what has changed once a second, since workers of engines are mostly killed.
+    A thread writes changed receipts once a second, since engines usually kill their workers.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Begin.
+        """Start the writing thread.
 
         Raises:
             UsageError: the folder cannot be written.
@@ -112,16 +116,16 @@ class ReceiptWriter:
         atexit.register(self.close)
 
     def add(self, book: CallCounters, point: str) -> None:
-        """Keep this book's receipt from now on."""
+        """Write receipts of these counters from now on."""
         self._books.append((book, point))
         self.write()
 
     def put(self, receipt: Receipt) -> None:
-        """A receipt that will not change."""
+        """Write a receipt that will not change."""
         receipt.write(self._path(receipt))
 
     def write(self) -> None:
-        """Write what has changed."""
+        """Write the receipts that have changed."""
         with self._lock:
             for book, point in list(self._books):
                 receipt = Receipt.of(book, point)
@@ -131,7 +135,7 @@ class ReceiptWriter:
                     self._written[path] = receipt
 
     def close(self) -> None:
-        """Write a last time."""
+        """Stop the thread and write a last time; idempotent."""
         if not self._ended.is_set():
             self._ended.set()
             self._thread.join()
@@ -143,7 +147,7 @@ class ReceiptWriter:
             try:
                 self.write()
             except OSError:
-                log.exception("receipts cannot be written any more: what runs from now on is lost")
+                log.exception("receipts cannot be written: calls from now on are not recorded")
                 return
 
     def _path(self, receipt: Receipt) -> Path:
@@ -151,16 +155,16 @@ class ReceiptWriter:
 
 
 def read_receipts(folder: Path) -> list[Receipt]:
-    """Every receipt in a folder, by patch and process.
+    """Read every receipt in a folder, sorted by file name (patch and process).
 
     Raises:
-        VerificationError: one is damaged.
+        VerificationError: a receipt is damaged.
     """
     return [Receipt.read(path) for path in sorted(folder.glob("*.json"))]
 
 
 def own_rank() -> int | None:
-    """This process's rank, as our adapters or the launchers (torchrun, MPI, Slurm) say it."""
+    """This process's rank from the variables of our adapters, torchrun, MPI or Slurm."""
     for name in ("PATCHER_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
         value = os.environ.get(name, "")
         if value.isdecimal():

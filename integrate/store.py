@@ -1,4 +1,4 @@
-"""The patches that are switched on for this user: `patcher apply`, `revert`, `patches`."""
+"""The patches that this user has applied: `patcher apply`, `revert`, `patches`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from patcher.integrate.patch import Patch
 
 
 class Applied(Record):
-    """One patch that is on."""
+    """One applied patch."""
 
     id: PatchId
     digest: str
+    """Digest of its manifest."""
     engine: str
+    """The engine that it patches."""
     point: str
+    """The patch point in that engine."""
     op: str
+    """The op that its kernel implements."""
 
 
 class _Index(Record):
@@ -31,16 +35,18 @@ class _Index(Record):
 
 
 class Store:
-    """A folder with copies of the patches that are on, and the list of them.
-
-    `root` is `$PATCHER_HOME` or `~/.patcher` by default.
-    """
+    """A folder with copies of the applied patches and their list."""
 
     def __init__(self, root: Path | None = None) -> None:
+        """Open a store.
+
+        Args:
+            root: the folder; by default `$PATCHER_HOME` or `~/.patcher`.
+        """
         self.root = root or Path(os.environ.get("PATCHER_HOME") or Path.home() / ".patcher")
 
     def applied(self) -> tuple[Applied, ...]:
-        """What is on, oldest first.
+        """The applied patches, oldest first.
 
         Raises:
             VerificationError: the list is damaged.
@@ -57,11 +63,18 @@ class Store:
             ) from error
 
     def apply(self, folder: Path) -> Applied:
-        """Verify a bundle against this environment, copy it in, and switch it on.
+        """Verify a bundle against this environment and copy it to the store.
+
+        Args:
+            folder: the bundle's folder.
+
+        Returns:
+            Its entry in the list of applied patches.
 
         Raises:
-            UsageError: another patch holds the same patch point, or the store cannot be written.
-            VerificationError: the bundle or its target is not what it should be.
+            UsageError: another patch is applied to the same patch point, or the store cannot be
+                written.
+            VerificationError: the bundle is damaged, or the installed engine does not match.
         """
         patch = Patch.load(folder)
         patch.verify_target()
@@ -77,7 +90,7 @@ class Store:
         for known in others:
             if (known.engine, known.point) == (entry.engine, entry.point):
                 raise UsageError(
-                    f"{known.id} is applied to {entry.point} already",
+                    f"{known.id} is already applied to {entry.point}",
                     f"patcher revert {known.id}",
                 )
         try:
@@ -85,11 +98,11 @@ class Store:
             with tempfile.TemporaryDirectory(dir=self.root) as scratch:
                 staged = Path(scratch) / "patch"
                 shutil.copytree(folder, staged, symlinks=True)
-                Patch.load(staged)  # what was copied is what was verified
-                kept = self.root / "patches" / entry.id
-                kept.parent.mkdir(exist_ok=True)
-                shutil.rmtree(kept, ignore_errors=True)
-                staged.rename(kept)
+                Patch.load(staged)  # verify the copy, too
+                target_folder = self.root / "patches" / entry.id
+                target_folder.parent.mkdir(exist_ok=True)
+                shutil.rmtree(target_folder, ignore_errors=True)
+                staged.rename(target_folder)
             self._write((*others, entry))
         except OSError as error:
             raise UsageError(
@@ -98,7 +111,10 @@ class Store:
         return entry
 
     def revert(self, patch_id: str) -> bool:
-        """Switch a patch off; False when it was not on.
+        """Remove an applied patch from the store.
+
+        Returns:
+            Whether the patch was applied.
 
         Raises:
             UsageError: the store cannot be written.
@@ -117,10 +133,10 @@ class Store:
         return True
 
     def load(self, entry: Applied) -> Patch:
-        """A patch that is on, as it was applied.
+        """Load an applied patch.
 
         Raises:
-            VerificationError: it was changed since.
+            VerificationError: the patch has changed since it was applied.
         """
         patch = Patch.load(self.root / "patches" / entry.id)
         if patch.digest != entry.digest:

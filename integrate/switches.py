@@ -1,4 +1,4 @@
-"""What the environment says of patches: the switches that every process of an engine reads."""
+"""The environment variables for patches, which every process of an engine reads."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from patcher.integrate.patch import Patch
 from patcher.integrate.store import Applied, Store
 
 STARTUP = Path(__file__).absolute().parent / "startup"
-"""Where the `sitecustomize` lies that puts patches in when Python starts."""
+"""The folder of the `sitecustomize` that installs patches when Python starts."""
 
 
 def variable(name: str) -> str:
-    """`PATCHER_<name>`, or `TLLM_PATCHER_<name>`: only such names reach TensorRT-LLM's workers."""
+    """`PATCHER_<name>`, else `TLLM_PATCHER_<name>`, which reaches TensorRT-LLM's workers; or ""."""
     return os.environ.get(f"PATCHER_{name}") or os.environ.get(f"TLLM_PATCHER_{name}") or ""
 
 
 @dataclass(frozen=True)
 class Switches:
-    """What the environment says."""
+    """Which patches are enabled and how failures are handled, by the environment."""
 
     patches: str
-    """`PATCHER_PATCHES`: `on`, ids separated by commas, or `off`, which is the default."""
+    """`PATCHER_PATCHES`: `on`, ids separated by commas, or `off` (the default)."""
     strict: bool
-    """`PATCHER_STRICT`: what fails raises, instead of leaving the engine as it is."""
+    """`PATCHER_STRICT`: whether a failure raises instead of leaving the engine unpatched."""
     receipts: Path | None
-    """`PATCHER_RECEIPTS`: the folder where this process says what ran."""
+    """`PATCHER_RECEIPTS`: the folder for this process's receipts; None for no receipts."""
 
     @classmethod
     def read(cls) -> Switches:
+        """Read the environment of this process."""
         folder = variable("RECEIPTS")
         return cls(
             variable("PATCHES").strip() or "off",
@@ -41,14 +42,14 @@ class Switches:
         )
 
     def asks_for(self, patch_id: str) -> bool:
-        """Whether an applied patch of that id is to be put in."""
+        """Whether an applied patch with this id is enabled."""
         return self.patches == "on" or patch_id in self._ids()
 
     def chosen(self, engine: str, store: Store) -> list[Applied]:
-        """The applied patches of an engine that the environment asks for.
+        """The applied patches of an engine that are enabled.
 
         Raises:
-            UsageError: one that is asked for by its id is not applied.
+            UsageError: `PATCHER_PATCHES` names an id that is not applied.
             VerificationError: the store is damaged.
         """
         if self.patches == "off":
@@ -62,7 +63,7 @@ class Switches:
         return [one for one in entries if one.engine == engine and self.asks_for(one.id)]
 
     def unknown(self, store: Store) -> list[str]:
-        """Ids that are asked for and not applied."""
+        """Ids in `PATCHER_PATCHES` that are not applied, sorted."""
         return sorted(self._ids() - {entry.id for entry in store.applied()})
 
     def _ids(self) -> set[str]:
@@ -70,13 +71,19 @@ class Switches:
         return names - {"", "on", "off"}
 
 
-def switching_on(patches: Sequence[Patch], home: Path, receipts: Path) -> dict[str, str]:
-    """What the environment of a process that is measured says, so that just these patches are in,
-    from a store of their own in `home`; what fails in it raises.
+def patch_environment(patches: Sequence[Patch], home: Path, receipts: Path) -> dict[str, str]:
+    """The environment variables that enable exactly these patches in a process to measure.
+
+    They point to a separate store in `home`, and failures in the process raise.
+
+    Args:
+        patches: the patches to enable; none disables all.
+        home: the folder of the store, which is written.
+        receipts: the folder for the process's receipts.
 
     Raises:
-        VerificationError: a bundle was changed, or does not fit here.
-        UsageError: two patches for one patch point.
+        VerificationError: a bundle was changed or does not match this environment.
+        UsageError: two patches have the same patch point.
     """
     store = Store(home)
     for patch in patches:
@@ -89,13 +96,13 @@ def switching_on(patches: Sequence[Patch], home: Path, receipts: Path) -> dict[s
     }
 
 
-def starting_up(python_path: str) -> str:
-    """A `PYTHONPATH` with our `sitecustomize` before all others."""
+def startup_python_path(python_path: str) -> str:
+    """A `PYTHONPATH` that starts with the folder of our `sitecustomize`."""
     others = [place for place in python_path.split(os.pathsep) if place]
     return os.pathsep.join([str(STARTUP), *(one for one in others if one != str(STARTUP))])
 
 
 def home_store() -> Store:
-    """The store that `PATCHER_HOME` names, else the user's own."""
+    """The store in `PATCHER_HOME`, else in `~/.patcher`."""
     home = variable("HOME")
     return Store(Path(home) if home else None)

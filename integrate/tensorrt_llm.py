@@ -1,11 +1,11 @@
-"""TensorRT-LLM's PyTorch backend: its patch point, and how a patch gets into its workers.
+"""TensorRT-LLM's PyTorch backend: its patch point, and how its workers load patches.
 
-Read in NVIDIA/TensorRT-LLM: _torch/custom_ops/flashinfer_custom_ops.py (53b897c),
-_torch/modules/rms_norm.py (0419019), _torch/models/modeling_gpt_oss.py (050b6cb),
-llmapi/mpi_session.py (00a1352); tests/doubles/trtllm/README.md lists all. Written against those
-and a double of them: it has not met a TensorRT-LLM that runs.
+Written against these files of NVIDIA/TensorRT-LLM: _torch/custom_ops/flashinfer_custom_ops.py
+(53b897c), _torch/modules/rms_norm.py (0419019), _torch/models/modeling_gpt_oss.py (050b6cb),
+llmapi/mpi_session.py (00a1352); tests/doubles/trtllm/README.md lists all. It is tested with a
+double of them, but not yet with a running TensorRT-LLM.
 
-Where a kernel is launched in C++ there is no such point: `patcher.integrate.tensorrt_llm_source`.
+Kernels launched in C++ have no such patch point; see `patcher.integrate.tensorrt_llm_source`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ _SCHEMA = "(Tensor(a0!) input, Tensor(a1!) residual, Tensor weight, float eps) -
 class FusedAddRmsNorm:
     """The operator `trtllm::flashinfer_fused_add_rmsnorm`, which RMSNorm.forward calls.
 
-    The operator stays: its schema, its fake implementation and all who call it, compiled or not.
-    It gets a kernel of its own for one kind of device (`CustomOpDef.register_kernel`), and while
-    that is disabled its body runs, as it did before.
+    The operator keeps its schema, its fake implementation and its callers. It gets a kernel for one
+    kind of device (`CustomOpDef.register_kernel`); while that is disabled, its own body runs.
 
-    With tensor parallelism (and without attention data parallelism) gpt-oss adds and normalises
-    in its all-reduce, and calls the operator not at all: receipts say so.
+    With tensor parallelism (and without attention data parallelism), gpt-oss adds and normalises in
+    its all-reduce and never calls the operator; receipts show that.
     """
 
     engine: ClassVar[str] = ENGINE
@@ -63,22 +62,22 @@ class FusedAddRmsNorm:
 
     def find(self) -> str:
         op, norm = _operator(), _norm()
-        found = str(op._opoverload._schema).partition("flashinfer_fused_add_rmsnorm")[2]
-        if found != _SCHEMA:
+        schema = str(op._opoverload._schema).partition("flashinfer_fused_add_rmsnorm")[2]
+        if schema != _SCHEMA:
             raise VerificationError(
-                f"trtllm::{self.name} takes {found}, this adapter knows {_SCHEMA}",
+                f"trtllm::{self.name} has the schema {schema}, this adapter supports {_SCHEMA}",
                 "use a TensorRT-LLM in the patch's range, or adapt integrate/tensorrt_llm.py",
             )
         home = Path(_imported("tensorrt_llm").__file__).parent
         for what, function in ((f"trtllm::{self.name}", op._init_fn), ("RMSNorm", norm.forward)):
             if not Path(function.__code__.co_filename).is_relative_to(home):
-                raise VerificationError(f"{what} was replaced", "take the other patch out first")
-        # the fingerprint is of files and knows nothing of who else registered a kernel
-        others = [device for device in op._backend_fns if device not in (None, *_switched_off(op))]
+                raise VerificationError(f"{what} was replaced", "remove the other patch first")
+        # the fingerprint covers files, so it does not show kernels registered by others
+        others = [device for device in op._backend_fns if device not in (None, *_disabled(op))]
         if others:
             raise VerificationError(
-                f"trtllm::{self.name} has a kernel for {others[0]} already",
-                "take the other patch out first",
+                f"trtllm::{self.name} already has a kernel for {others[0]}",
+                "remove the other patch first",
             )
         code = op._init_fn.__code__
         where = Path(code.co_filename).relative_to(home)
@@ -86,13 +85,13 @@ class FusedAddRmsNorm:
 
     def install(self, kernel: Dispatcher) -> None:
         if self._kernel is not None:
-            raise UsageError("the patch is installed already", "remove it first")
+            raise UsageError("the patch is already installed", "remove it first")
         self.find()
         op = _operator()
         self._kernel, self._device = kernel, kernel.guards.device
-        op.register_kernel(self._device)(self._routed(op._init_fn))
+        op.register_kernel(self._device)(self._replacement(op._init_fn))
         self._registered = op._backend_fns[self._device]
-        _switched_off(op).discard(self._device)
+        _disabled(op).discard(self._device)
 
     def remove(self) -> None:
         if self._kernel is None:
@@ -101,12 +100,12 @@ class FusedAddRmsNorm:
         op = _operator()
         if op._backend_fns[self._device] is not self._registered:
             raise VerificationError(
-                f"someone else registered a kernel of trtllm::{self.name} over ours",
-                "take patches out in the reverse order; start the engine again",
+                f"another kernel of trtllm::{self.name} was registered over this patch",
+                "remove patches in reverse order; restart the engine",
             )
-        _switched_off(op).add(self._device)
+        _disabled(op).add(self._device)
 
-    def _routed(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _replacement(self, original: Callable[..., None]) -> Callable[..., None]:
         def fused_add_rmsnorm(
             input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
         ) -> None:
@@ -126,21 +125,21 @@ def _operator() -> Any:
 
     Raises:
         MissingError: TensorRT-LLM is not installed, or cannot be imported.
-        VerificationError: this TensorRT-LLM has none.
+        VerificationError: this TensorRT-LLM does not define the operator.
     """
-    found = getattr(_imported(_OPS), FusedAddRmsNorm.name, None)
-    if found is None:
+    operator = getattr(_imported(_OPS), FusedAddRmsNorm.name, None)
+    if operator is None:
         raise VerificationError(
-            f"there is no trtllm::{FusedAddRmsNorm.name} here: TensorRT-LLM defines it where "
+            f"there is no trtllm::{FusedAddRmsNorm.name}: TensorRT-LLM defines it only if "
             "flashinfer can be imported",
-            "install the flashinfer that this TensorRT-LLM asks for",
+            "install the flashinfer that this TensorRT-LLM requires",
         )
-    if not isinstance(found, CustomOpDef):
+    if not isinstance(operator, CustomOpDef):
         raise VerificationError(
-            f"{_OPS}.{FusedAddRmsNorm.name} is no torch custom operator but {found!r}",
-            "take the other patch out first",
+            f"{_OPS}.{FusedAddRmsNorm.name} is not a torch custom operator but {operator!r}",
+            "remove the other patch first",
         )
-    return found
+    return operator
 
 
 def _norm() -> Any:
@@ -157,14 +156,14 @@ def _imported(name: str) -> Any:
         ) from error
 
 
-def _switched_off(op: Any) -> set[str]:
+def _disabled(op: Any) -> set[str]:
     """Devices whose kernel is disabled.
 
-    This is the set that `CustomOpDef.set_kernel_enabled` writes; a context manager cannot keep a
-    kernel off for longer than somebody holds it.
+    This is the set behind `CustomOpDef.set_kernel_enabled`, a context manager that cannot disable a
+    kernel permanently.
     """
-    found: set[str] = op._disabled_kernel
-    return found
+    devices: set[str] = op._disabled_kernel
+    return devices
 
 
 def write_module(
@@ -174,21 +173,24 @@ def write_module(
     model: str = "gpt_oss",
     architecture: str = "GptOss",
 ) -> Path:
-    """A package for `--custom_module_dirs` of trtllm-bench and trtllm-serve; gives its folder.
+    """Write a package for `--custom_module_dirs` of trtllm-bench and trtllm-serve.
 
-    TensorRT-LLM imports it in the process that was started. Its workers import it because it
-    registers a model class: older versions send them the class, whose unpickling imports its
-    module, newer ones send the module's name (`export_external_model_modules`). Either way that is
-    before the model is built, and so before anything is warmed up or recorded.
+    TensorRT-LLM imports it in the main process. Its workers import it because it registers a model
+    class: older versions send them the class, whose unpickling imports its module, and newer ones
+    send the module's name (`export_external_model_modules`). Both happen before the model is built,
+    warmed up or recorded.
 
     Args:
-        folder: where the package is put; workers get this folder in `sys.path`.
-        tensor_parallel: how many workers will share a layer (`--tp`).
-        model: `tensorrt_llm._torch.models.modeling_<model>`.
-        architecture: its `<architecture>ForCausalLM`.
+        folder: where the package is written; workers get this folder in `sys.path`.
+        tensor_parallel: the number of workers that will share a layer (`--tp`).
+        model: suffix of the module `tensorrt_llm._torch.models.modeling_<model>`.
+        architecture: prefix of its class `<architecture>ForCausalLM`.
+
+    Returns:
+        The package's folder.
 
     Raises:
-        UsageError: it cannot be written there.
+        UsageError: the package cannot be written.
     """
     package = folder / MODULE
     text = _TEMPLATE.format(
@@ -206,7 +208,7 @@ def write_module(
 
 _TEMPLATE = '''"""Made by patcher for --custom_module_dirs; all processes of TensorRT-LLM import it.
 
-It does nothing unless TLLM_PATCHER_PATCHES says so. To take it out, leave the option away.
+It does nothing unless TLLM_PATCHER_PATCHES enables patches. To disable it, omit the option.
 """
 
 from patcher.integrate.tensorrt_llm import join
@@ -218,22 +220,25 @@ ACTIVATION = join(tensor_parallel={tensor_parallel})
 
 @register_auto_model("{architecture}")
 class {architecture}(modeling_{model}.{architecture}):
-    """The engine's own model. That it is registered here brings this module to the workers."""
+    """The engine's own model, registered here so that the workers import this module."""
 '''
 
 
 def join(tensor_parallel: int = 1) -> Activation:
-    """What the generated package calls in each process: see `activate`.
+    """Install the enabled patches in this process; the generated package calls it.
+
+    Args:
+        tensor_parallel: the number of workers that share a layer.
 
     Raises:
-        PatcherError: with `TLLM_PATCHER_STRICT`, whatever keeps a patch out.
+        PatcherError: with `TLLM_PATCHER_STRICT`, the reason why a patch was not installed.
     """
     unseen = unseen_by_workers()
     for name in [name for name in os.environ if name.startswith("TLLM_PATCHER_")]:
         os.environ.setdefault(name.removeprefix("TLLM_"), os.environ[name])
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
-        # asked now: receipts are written until after MPI has ended
+        # read now, since receipts are still written after MPI has ended
         os.environ["PATCHER_RANK"] = str(mpi.COMM_WORLD.Get_rank())
     if unseen is not None:
         if variable("STRICT") not in ("", "0"):
@@ -243,30 +248,34 @@ def join(tensor_parallel: int = 1) -> Activation:
 
 
 def unseen_by_workers() -> UsageError | None:
-    """What is wrong where patches are switched on by a name that workers are not given."""
+    """An error if patches are enabled by a variable that workers do not receive, else None."""
     for name in ("PATCHER_PATCHES", "PATCHER_HOME", "PATCHER_RECEIPTS"):
         if os.environ.get(name) and not os.environ.get(f"TLLM_{name}"):
             return UsageError(
-                f"{name} is set and TLLM_{name} is not: TensorRT-LLM gives its workers only names "
-                "that begin with TLLM or TRTLLM, so they would run unpatched",
+                f"{name} is set and TLLM_{name} is not: TensorRT-LLM passes only variables that "
+                "begin with TLLM or TRTLLM to its workers, so they would run unpatched",
                 f"export TLLM_{name}={os.environ[name]}",
             )
     return None
 
 
 def check_workers(folder: Path, digests: Iterable[str], world_size: int) -> dict[int, int]:
-    """Calls of patched kernels by rank, if every patch ran on every rank.
+    """Check that every patch ran on every rank.
 
-    The process that starts the workers writes a receipt, too, and calls nothing; under mpiexec it
-    even has a rank. So a rank has run a patch when one of its processes has.
+    The process that starts the workers also writes a receipt, without calls; under mpiexec it even
+    has a rank. So a rank has run a patch if one of its processes has.
 
     Args:
-        folder: `TLLM_PATCHER_RECEIPTS` of one run, which has ended.
-        digests: of the patches that should have run.
+        folder: `TLLM_PATCHER_RECEIPTS` of one finished run.
+        digests: digests of the patches that should have run.
+        world_size: the number of ranks.
+
+    Returns:
+        The calls of patched kernels by rank.
 
     Raises:
-        VerificationError: a rank has no receipt of a patch, did not put it in, or never called it;
-            or the folder holds receipts of other runs, too.
+        VerificationError: a rank has no receipt of a patch, did not install it, or never called it;
+            or the folder also holds receipts of other runs.
     """
     calls: dict[int, int] = defaultdict(int)
     receipts = read_receipts(folder)
@@ -279,7 +288,7 @@ def check_workers(folder: Path, digests: Iterable[str], world_size: int) -> dict
         if written > world_size + 1:
             raise VerificationError(
                 f"{folder} holds {written} receipts of a patch, one run writes {world_size + 1}",
-                "give each run a folder of its own: a receipt of another run proves nothing",
+                "use a separate folder for each run, since a receipt of another run proves nothing",
             )
         for rank in range(world_size):
             calls[rank] += _check_rank(ranks[rank], f"rank {rank} of {world_size}")

@@ -1,6 +1,7 @@
-"""How to build TensorRT-LLM with a diff, put it in and take it out: commands with checksums.
+"""Write a recipe for building, installing and reverting TensorRT-LLM with a diff.
 
-Read in NVIDIA/TensorRT-LLM: scripts/build_wheel.py (01003c9). Nobody has followed it to its end.
+Its commands verify checksums. They are based on scripts/build_wheel.py (01003c9) of
+NVIDIA/TensorRT-LLM and have not been run to the end yet.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ from patcher.integrate.tensorrt_llm_source import SourceDiff
 
 
 def write_recipe(folder: Path, diff: SourceDiff, architecture: str = "90-real") -> Path:
-    """`patcher.diff` and RECIPE.md, which says how to build with it and how to go back.
+    """Write `patcher.diff` and RECIPE.md, which explains how to build with it and how to revert.
 
     Args:
-        architecture: as CMake spells it.
+        folder: where the two files are written.
+        diff: the change of the source tree.
+        architecture: the CUDA architecture in CMake's spelling.
+
+    Returns:
+        The path of RECIPE.md.
 
     Raises:
-        UsageError: they cannot be written there.
+        UsageError: the files cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,8 +76,8 @@ END
 python3 scripts/build_wheel.py --cuda_architectures "{architecture}"
 ```
 
-The build must be of the version that is installed: a library of another version does not load,
-or loads and is wrong.
+Build the version that is installed: a library of another version does not load, or it loads and
+gives wrong results.
 
 ## 4. Put the rebuilt libraries in
 
@@ -84,8 +90,8 @@ done
 python3 -c "import tensorrt_llm; print(tensorrt_llm.__version__)"
 ```
 
-A profile of a run must now show the new kernel's name and not the old one: what is compiled in
-writes no receipts.
+A profile of a run must now show the new kernel's name and not the old one, since a compiled-in
+kernel writes no receipts.
 
 ## 5. Take it out
 

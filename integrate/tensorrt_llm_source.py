@@ -1,11 +1,11 @@
-"""Where TensorRT-LLM launches a kernel in C++ there is no seam in Python: a diff and a recipe.
+"""Make a source diff for kernels that TensorRT-LLM launches in C++, where Python cannot patch.
 
-The diff adds a header with the replacement and asks it first, at the start of the function that
-launches the engine's own kernel; what the replacement says no to runs as before. It is made for
-one checked-out tree, whose function must take what was read in NVIDIA/TensorRT-LLM:
-cutlass_kernels/moe_gemm/moe_kernels.cu (ac73e31, 000dea2) and
-unfusedAttentionKernels/unfusedAttentionKernels_2_template.h (0097566). Nobody has built
-TensorRT-LLM with such a diff yet; what is tested is that it applies, reverts and compiles.
+The diff adds a header with the replacement. The function that launches the engine's own kernel
+calls it first; if the replacement returns false, the engine's kernel runs. The diff is made for one
+checkout, whose function must have the known parameters (NVIDIA/TensorRT-LLM:
+cutlass_kernels/moe_gemm/moe_kernels.cu at ac73e31 and 000dea2,
+unfusedAttentionKernels/unfusedAttentionKernels_2_template.h at 0097566). Tests show that the diff
+applies, reverts and compiles; TensorRT-LLM has not been built with it yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from patcher.bench import UsageError, VerificationError
 
 NAMESPACE = "patcher_kernel"
-"""Where the replacement defines its function."""
+"""The C++ namespace of the replacement's function."""
 _KERNELS = "cpp/tensorrt_llm/kernels"
 
 
@@ -28,17 +28,19 @@ class SourceSeam:
     """A function of TensorRT-LLM that launches one kernel."""
 
     name: str
-    """Of the function that the replacement defines: it gives a bool, whether it did the work."""
+    """Name of the replacement's function, which returns a bool: whether it did the work."""
     path: str
-    """In the tree."""
+    """Path of the file in the source tree."""
     function: str
+    """Name of TensorRT-LLM's function."""
     parameters: tuple[str, ...]
-    """Type and name, as they were read."""
+    """Its parameters, type and name."""
     tags: tuple[str, ...] = ()
-    """Template parameters that no parameter tells of: given first, as null pointers to them."""
+    """Template parameters that appear in no parameter; they are passed first, as null pointers."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
+        """The arguments of the call to the replacement, as C++."""
         tags = tuple(f"static_cast<{tag}*>(nullptr)" for tag in self.tags)
         return tags + tuple(parameter.split()[-1] for parameter in self.parameters)
 
@@ -81,7 +83,7 @@ SEAMS = {
         ),
     )
 }
-"""By the name of the replacement's function."""
+"""Functions that can be patched, by the name of the replacement's function."""
 
 
 @dataclass(frozen=True)
@@ -90,30 +92,34 @@ class SourceDiff:
 
     seam: SourceSeam
     text: str
-    """For `git apply`."""
+    """The diff, for `git apply`."""
     before: dict[str, str]
-    """sha256 of the files that it changes, by path."""
+    """sha256 of the changed files before, by path."""
     after: dict[str, str]
-    """sha256 of the files that it changes or adds."""
+    """sha256 of the changed and added files after, by path."""
     function: str
-    """sha256 of the text of the function that it changes, as it was."""
+    """sha256 of the changed function's text before."""
 
 
 def make_diff(tree: Path, seam: SourceSeam, replacement: str) -> SourceDiff:
-    """The change that puts a replacement into a tree; nothing is written.
+    """Make the diff that adds a replacement to a source tree; nothing is written.
 
     Args:
         tree: a checkout of TensorRT-LLM.
-        replacement: C++ source with `bool patcher_kernel::<seam.name>(...)`, for the types that
-            it was made for; it includes what it needs.
+        seam: the function to patch.
+        replacement: C++ source with `bool patcher_kernel::<seam.name>(...)` for the types that it
+            supports, and with the includes that it needs.
+
+    Returns:
+        The diff with checksums.
 
     Raises:
-        UsageError: that is no such tree, or the replacement defines no such function.
-        VerificationError: the function is not there, takes something else, or is patched already.
+        UsageError: the tree is no such checkout, or the replacement lacks the function.
+        VerificationError: the function is missing, has other parameters, or is already patched.
     """
     path = tree / seam.path
     try:
-        # bytes, so that line ends stay what they are
+        # read bytes to preserve line endings
         text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
@@ -122,11 +128,11 @@ def make_diff(tree: Path, seam: SourceSeam, replacement: str) -> SourceDiff:
     if not re.search(rf"\bbool\s+{seam.name}\s*\(", replacement):
         raise UsageError(
             f"the replacement defines no function `bool {seam.name}(...)`",
-            f"it must, in namespace {NAMESPACE}; see CONTRIBUTING.md, Add an engine",
+            f"define it in namespace {NAMESPACE}; see CONTRIBUTING.md, Add an engine",
         )
     if f"{NAMESPACE}::" in text:
         raise VerificationError(
-            f"{seam.path} holds a patch already", "take it out with `git apply -R` first"
+            f"{seam.path} is already patched", "revert it with `git apply -R` first"
         )
     start, body, end = _definition(text, seam)
     ending = "\r\n" if "\r\n" in text else "\n"
@@ -134,7 +140,7 @@ def make_diff(tree: Path, seam: SourceSeam, replacement: str) -> SourceDiff:
     digest = hashlib.sha256(header.encode()).hexdigest()[:12]
     beside = str(Path(seam.path).parent / f"patcher_{seam.name}_{digest}.h")
     call = (
-        f"    // {digest}: what the replacement is not for goes on below",
+        f"    // {digest}: calls that the replacement does not support continue below",
         f"    if (::{NAMESPACE}::{seam.name}({', '.join(seam.arguments)}))",
         "    {",
         "        return;",
@@ -143,7 +149,7 @@ def make_diff(tree: Path, seam: SourceSeam, replacement: str) -> SourceDiff:
     changed = text[:body] + "".join(ending + line for line in call) + text[body:]
     include = re.search(r"^[ \t]*#[ \t]*include\b", changed, re.MULTILINE)
     if include is None:
-        raise VerificationError(f"{seam.path} includes nothing", "use another version's checkout")
+        raise VerificationError(f"{seam.path} has no #include", "use a checkout of another version")
     at = include.start()
     changed = f'{changed[:at]}#include "{Path(beside).name}"{ending}{changed[at:]}'
     return SourceDiff(
@@ -156,41 +162,40 @@ def make_diff(tree: Path, seam: SourceSeam, replacement: str) -> SourceDiff:
 
 
 def _definition(text: str, seam: SourceSeam) -> tuple[int, int, int]:
-    """Where the function begins, where its body does (after the brace), and where it ends.
+    """The offsets of the function's start, of its body (after the brace), and of its end.
 
     Raises:
-        VerificationError: it is not there once, or takes something else.
+        VerificationError: the function is not defined exactly once, or has other parameters.
     """
     code = _without_comments(text)
-    found = []
+    definitions = []
     for match in re.finditer(rf"\bvoid\s+{seam.function}\s*\(", code):
-        closed = _closing(code, match.end() - 1, "()")
-        brace = re.compile(r"\s*\{").match(code, closed)
+        end = _closing(code, match.end() - 1, "()")
+        brace = re.compile(r"\s*\{").match(code, end)
         if brace is not None:
-            found.append((match, code[match.end() : closed - 1], brace.end()))
-    if len(found) != 1:
+            definitions.append((match, code[match.end() : end - 1], brace.end()))
+    if len(definitions) != 1:
         raise VerificationError(
-            f"{seam.path} defines `void {seam.function}(...)` {len(found)} times, once was "
-            "expected",
-            "use a version of TensorRT-LLM that was read (README), or adapt "
+            f"{seam.path} defines `void {seam.function}(...)` {len(definitions)} times instead of "
+            "once",
+            "use a supported version of TensorRT-LLM (README), or adapt "
             "integrate/tensorrt_llm_source.py",
         )
-    [(match, parameters, body)] = found
-    taken = [" ".join(each.split()) for each in _split(parameters)]
+    [(match, parameters, body)] = definitions
+    actual = [" ".join(each.split()) for each in _split(parameters)]
     expected = [" ".join(each.split()) for each in seam.parameters]
-    if taken != expected:
-        differing = [line for line in difflib.ndiff(expected, taken) if line[0] in "+-"]
+    if actual != expected:
+        differing = [line for line in difflib.ndiff(expected, actual) if line[0] in "+-"]
         raise VerificationError(
-            f"{seam.function} takes something else than was read (- read, + found): "
-            + "; ".join(differing),
-            "use a version of TensorRT-LLM that was read (README), or adapt "
+            f"{seam.function} has other parameters (- expected, + found): " + "; ".join(differing),
+            "use a supported version of TensorRT-LLM (README), or adapt "
             "integrate/tensorrt_llm_source.py",
         )
     return match.start(), body, _closing(code, body - 1, "{}")
 
 
 def _without_comments(text: str) -> str:
-    """The same length, with comments and literals blanked: what is left are code's own brackets."""
+    """The text with comments and literals blanked out, so that all brackets are those of code."""
     pattern = re.compile(
         r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'""", re.DOTALL
     )
@@ -198,7 +203,7 @@ def _without_comments(text: str) -> str:
 
 
 def _closing(code: str, start: int, pair: str) -> int:
-    """Behind the bracket that closes the one at `start`; the end of the text if none does."""
+    """The offset after the bracket that closes the one at `start`; the text's end if none does."""
     depth = 0
     for index in range(start, len(code)):
         if code[index] == pair[0]:
@@ -211,7 +216,7 @@ def _closing(code: str, start: int, pair: str) -> int:
 
 
 def _split(parameters: str) -> list[str]:
-    """At commas outside of brackets."""
+    """Split at commas outside brackets."""
     parts, depth = [""], 0
     for character in parameters:
         depth += (character in "<([{") - (character in ">)]}")

@@ -1,4 +1,4 @@
-"""Whether a patch fits this environment, and if not, what differs: one line for each question."""
+"""Check whether a patch fits this environment; each check has one line of detail."""
 
 from __future__ import annotations
 
@@ -19,38 +19,46 @@ from patcher.integrate.patch import Patch, SourceChangedError
 
 
 class FitCheck(Record):
-    """One question, and what was found."""
+    """One check of a patch against this environment."""
 
     name: str
+    """`files`, `evidence`, `version`, `source`, `device` or `kernel`."""
     passed: bool
     detail: str
+    """The result in one sentence."""
     hint: str = ""
-    """What to do, where it did not pass."""
+    """The next step after a failure."""
     exit_code: int = 0
-    """That the command line ends with for it."""
+    """Exit code of the command line after a failure."""
     changes: tuple[Change, ...] = ()
-    """What differs in the code that the patch replaces."""
+    """Changes in the code that the patch replaces."""
 
 
-class Verified(Record):
-    """A bundle held against the environment of this process."""
+class FitReport(Record):
+    """All checks of a patch against this environment."""
 
     schema_version: int = SCHEMA_VERSION
     id: str
+    """The patch's id."""
     digest: str
+    """Digest of the patch's manifest."""
     checks: tuple[FitCheck, ...]
 
     @property
     def failure(self) -> FitCheck | None:
-        """The first that did not pass."""
+        """The first failed check; None if all passed."""
         return next((check for check in self.checks if not check.passed), None)
 
 
-def verify(patch: Patch) -> Verified:
-    """Every check of a bundle that `Patch.load` has read, also after one that failed."""
+def verify(patch: Patch) -> FitReport:
+    """Run all checks of a loaded patch, even after a failed one.
+
+    Args:
+        patch: the bundle; `Patch.load` has verified its files.
+    """
     manifest = patch.manifest
     target = manifest.target
-    questions: tuple[tuple[str, Callable[[], str]], ...] = (
+    checks: tuple[tuple[str, Callable[[], str]], ...] = (
         ("files", lambda: _files(patch)),
         ("evidence", lambda: _evidence(patch)),
         ("version", lambda: f"{target.engine} {patch.verify_version()} is in {target.versions}"),
@@ -58,16 +66,16 @@ def verify(patch: Patch) -> Verified:
         ("device", lambda: verify_device(manifest)),
         ("kernel", lambda: _kernel(patch)),
     )
-    return Verified(
+    return FitReport(
         id=manifest.id,
         digest=patch.digest,
-        checks=tuple(_ask(name, question) for name, question in questions),
+        checks=tuple(_run(name, check) for name, check in checks),
     )
 
 
-def _ask(name: str, question: Callable[[], str]) -> FitCheck:
+def _run(name: str, check: Callable[[], str]) -> FitCheck:
     try:
-        return FitCheck(name=name, passed=True, detail=question())
+        return FitCheck(name=name, passed=True, detail=check())
     except PatcherError as error:
         return FitCheck(
             name=name,
@@ -80,11 +88,11 @@ def _ask(name: str, question: Callable[[], str]) -> FitCheck:
 
 
 def verify_device(manifest: Manifest) -> str:
-    """The device that it is for, in words, when it is here.
+    """A description of the patch's device, which must be present.
 
     Raises:
-        MissingError: it is for a GPU, and none is here.
-        VerificationError: it was judged on other GPUs.
+        MissingError: the patch needs a GPU, and there is none.
+        VerificationError: the patch was judged on other GPUs.
     """
     guards = manifest.guards
     if guards.device != "cuda" or not guards.capabilities:
@@ -92,36 +100,38 @@ def verify_device(manifest: Manifest) -> str:
     import torch
 
     if not torch.cuda.is_available():
-        raise MissingError(f"{manifest.id} is for a GPU, and none is here", "revert it here")
-    found = "{}.{}".format(*torch.cuda.get_device_capability())
+        raise MissingError(
+            f"{manifest.id} needs a GPU, and this machine has none", "revert it on this machine"
+        )
+    capability = "{}.{}".format(*torch.cuda.get_device_capability())
     known = ", ".join(guards.capabilities)
-    if found not in guards.capabilities:
+    if capability not in guards.capabilities:
         raise VerificationError(
-            f"{manifest.id} was judged on compute capability {known}, this GPU has {found}",
+            f"{manifest.id} was judged on compute capability {known}, this GPU has {capability}",
             "judge it on this GPU (`patcher bundle`)",
         )
-    return f"compute capability {found}"
+    return f"compute capability {capability}"
 
 
 def verify_workers(manifest: Manifest, tensor_parallel: int) -> None:
-    """Hold the number of workers that share a layer against the patch's guard.
+    """Check that the patch supports the number of workers that share a layer.
 
     Raises:
-        VerificationError: it was not made for that many.
+        VerificationError: the patch does not support that number.
     """
     known = manifest.guards.tensor_parallel
     if known and tensor_parallel not in known:
         sizes = ", ".join(map(str, known))
         raise VerificationError(
-            f"{manifest.id} is for a tensor parallel size of {sizes}, not {tensor_parallel}",
+            f"{manifest.id} supports a tensor parallel size of {sizes}, not {tensor_parallel}",
             "serve with that size, or revert the patch",
         )
 
 
 def _files(patch: Patch) -> str:
-    left_out = [name for name in patch.manifest.files if name not in patch.files]
-    told = f"{len(patch.files)} as when the patch was made"
-    return f"{told}; left out: {', '.join(left_out)}" if left_out else told
+    missing = [name for name in patch.manifest.files if name not in patch.files]
+    unchanged = f"{len(patch.files)} unchanged since the patch was made"
+    return f"{unchanged}; left out: {', '.join(missing)}" if missing else unchanged
 
 
 def _evidence(patch: Patch) -> str:
@@ -139,15 +149,15 @@ def _in_words(evaluation: Evaluation) -> str:
 
 
 def _kernel(patch: Patch) -> str:
-    """How this machine would come by the kernel; nothing is built or loaded."""
+    """How this machine would get the kernel; nothing is built or loaded."""
     from patcher.bench.toolchains import toolchain
 
     manifest = patch.manifest
     if binary := fitting_binary(patch.folder, manifest):
         return f"{binary.file} was built for this machine"
     if missing := toolchain(manifest.language).missing():
-        carried = [binary for binary in manifest.binaries if binary.file in patch.files]
-        known = ", ".join(binary.processor for binary in carried) or "none"
+        present = [binary for binary in manifest.binaries if binary.file in patch.files]
+        known = ", ".join(binary.processor for binary in present) or "none"
         raise MissingError(
             f"{manifest.id} has no binary for this machine (it has: {known}), and {missing}",
             f"{missing.fix}, or make the patch again on this machine",

@@ -166,7 +166,7 @@ def test_a_refused_patch_has_a_receipt_that_says_why(
         assert len(active.failures) == 1
     [receipt] = read_receipts(folder)
     assert receipt.failure
-    assert "does not build here" in receipt.failure
+    assert "does not build on this machine" in receipt.failure
     assert receipt.total_calls == 0
 
 

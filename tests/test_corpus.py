@@ -75,9 +75,9 @@ def test_mutations_fit_the_text_of_the_judge() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text.replace("CHEAT = True", "CHEAT = 1"), "one line that switches CHEAT"),
-        (lambda text: text.replace("# op:", "# opp:"), "header does not fit"),
-        (lambda text: text.replace("mismatch", "guilty"), "header does not fit"),
+        (lambda text: text.replace("CHEAT = True", "CHEAT = 1"), "exactly one line must set CHEAT"),
+        (lambda text: text.replace("# op:", "# opp:"), "invalid header"),
+        (lambda text: text.replace("mismatch", "guilty"), "invalid header"),
     ],
 )
 def test_a_header_that_does_not_fit_is_named(

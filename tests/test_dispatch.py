@@ -253,7 +253,7 @@ def test_receipts_outlive_a_worker_that_is_killed(tmp_path: Path) -> None:
     code = """
         import sys, time, torch
         from patch_sample import add_norm_guards, kernel
-        from integrate import Book
+        from patcher.integrate import CallCounters
         from patcher.integrate.dispatch import Dispatcher
         from patcher.integrate.receipts import ReceiptWriter
         from pathlib import Path

@@ -126,7 +126,7 @@ def test_each_form_of_a_report_is_read(
     [finding] = parse(text, tool).findings
     assert (finding.kind, finding.kernel, finding.where) == (kind, kernel, where)
     assert finding.counts
-    assert "/home" not in finding.text + finding.told()
+    assert "/home" not in finding.text + finding.summary()
 
 
 def test_what_is_said_of_the_session_is_no_finding() -> None:

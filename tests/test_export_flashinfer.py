@@ -174,7 +174,7 @@ def test_evidence_that_fits_two_sweeps_needs_to_be_told_which(tmp_path: Path) ->
     export_patch(patch, "flashinfer", tmp_path / "out", sweep="bf16-fp32-weight")
     [path] = (tmp_path / "out/definitions").rglob("*.json")
     assert json.loads(path.read_text())["inputs"]["weight"]["dtype"] == "float32"
-    with pytest.raises(bench.UsageError, match="of no sweep cpu"):
+    with pytest.raises(bench.UsageError, match="to no sweep cpu"):
         export_patch(patch, "flashinfer", tmp_path / "out", sweep="cpu")
 
 

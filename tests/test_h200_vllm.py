@@ -151,7 +151,7 @@ def test_the_script_of_the_sitting_says_what_the_commands_take(tmp_path: Path) -
     assert [words[2:4] for words in run("kernels")] == [["evaluate", "moe_route"]]
     outs = {Path(words[words.index("--out") + 1]).stem: words for words in said if "--out" in words}
     assert set(outs) == set(measured)
-    searched = {name for name, words in outs.items() if "--tune-baseline" in words}
+    searched = {name for name, words in outs.items() if {"--tune-baseline", "tune"} & {*words}}
     assert searched == {"together", "stock"}
     verdicts = tmp_path / "out/verdicts"
     (verdicts / "together.json").unlink()
@@ -164,13 +164,15 @@ def test_the_script_of_the_sitting_says_what_the_commands_take(tmp_path: Path) -
     said.remove(points)
     assert set(points[points.index("--ops") + 1].split(",")) <= set(KNOWN)
     assert {words[2] for words in said} == {"evaluate", "bundle", "throughput", "profile"}
+    command_of = [words[2 : 3 + (words[2] == "throughput")] for words in said]
     help_of = {
-        name: patcher(name, "--help", cwd=tmp_path).stdout for name in {words[2] for words in said}
+        " ".join(names): patcher(*names, "--help", cwd=tmp_path).stdout for names in command_of
     }
-    for words in said:
+    assert set(help_of) > {"throughput compare", "throughput tune", "throughput best-set"}
+    for names, words in zip(command_of, said, strict=True):
         options = {word for word in words if word.startswith("--")}
         assert options
-        assert all(re.search(rf"{option}\b", help_of[words[2]]) for option in options)
+        assert all(re.search(rf"{option}\b", help_of[" ".join(names)]) for option in options)
         if words[2] in ("evaluate", "bundle"):
             assert (ROOT / words[4]).is_file()
     wrong = subprocess.run(

@@ -164,7 +164,7 @@ def test_an_op_that_the_library_lacks_comes_with_its_whole_contract(
 
     done = import_kernel(tmp_path / "repository", tmp_path / "source-only")
     assert done.ops == ()
-    assert any("carries no reference" in note for note in done.notes)
+    assert any("this format has no reference" in note for note in done.notes)
 
     done = import_kernel(tmp_path / "dataset", tmp_path / "in")
     assert done.ops == ("softmax_lse",)
@@ -210,7 +210,7 @@ def test_a_kernel_judged_by_another_contract_is_refused(
     toml = tmp_path / "ops" / NORM / "op.toml"
     toml.write_text(toml.read_text().replace("value = 1e-5", "value = 1e-6"))
     library(monkeypatch, tmp_path / "ops")
-    with pytest.raises(bench.VerificationError, match="is not the one that this kernel"):
+    with pytest.raises(bench.VerificationError, match="was judged by another contract"):
         import_kernel(tmp_path / "out", tmp_path / "in")
 
 
@@ -301,7 +301,7 @@ def test_what_cannot_be_carried_over_is_refused_by_name(tmp_path: Path) -> None:
             solution("value", "cpp", "k.cpp", CPP, destination_passing_style=False),
             "returns its outputs",
         ),
-        (elsewhere, "Definition gemm is not here"),
+        (elsewhere, "Definition gemm is missing"),
         (solution("newer", "python", "main.py", PYTHON, cluster="8"), "cluster"),
     ]
     root = dataset(tmp_path / "theirs", [each for each, _ in cases])
@@ -316,14 +316,14 @@ DEFINITIONS: dict[str, tuple[dict[str, Any], list[dict[str, Any]] | None, str]] 
     "indices": (
         {"inputs": DEFINITION["inputs"] | {"kv": {"shape": ["batch"], "dtype": "int32"}}},  # type: ignore[operator]
         None,
-        "only a person can say",
+        "a person must define",
     ),
     "files": (
         {},
         [workload(1, x={"type": "safetensors", "path": "blob/x", "tensor_key": "x"})],
         "as a file",
     ),
-    "scalar of no workload": ({}, [], "no workload says the value of scalar scale"),
+    "scalar of no workload": ({}, [], "no workload has the value of scalar scale"),
     "two varying axes": (
         {"axes": {"batch": {"type": "var"}, "hidden": {"type": "var"}}},
         [
@@ -396,7 +396,7 @@ def test_records_as_the_library_writes_them_are_read(tmp_path: Path) -> None:
     save_jsonl_file([real.Trace(**ran)], root / "traces/rmsnorm/t.jsonl")
     done = import_kernel(root, tmp_path / "in")
     assert (done.refused, done.ops) == ({}, ("rmsnorm_h512",))
-    assert any("evaluations are no evidence here" in note for note in done.notes)
+    assert any("their evaluations and identities are not imported" in note for note in done.notes)
     toml = tomllib.loads((tmp_path / "in/rmsnorm_h512/op.toml").read_text())
     assert Contract(**toml).sweeps[0].values == (8,)
 
@@ -437,6 +437,6 @@ def test_a_file_that_is_another_is_not_overwritten(tmp_path: Path) -> None:
     assert import_kernel(root, tmp_path / "in") == first, "the same again is no change"
     reference = tmp_path / "in/rmsnorm_h512/reference.py"
     reference.write_text("mine")
-    with pytest.raises(bench.UsageError, match="exists and is another"):
+    with pytest.raises(bench.UsageError, match="exists and differs"):
         import_kernel(root, tmp_path / "in")
     assert reference.read_text() == "mine"

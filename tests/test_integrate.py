@@ -147,7 +147,7 @@ def test_another_version_or_other_code_is_refused(
     patch: Patch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patcher.integrate.patch, "engine_version", lambda engine: "4.57.0")
-    with pytest.raises(bench.VerificationError, match=r"installed is 4\.57\.0"):
+    with pytest.raises(bench.VerificationError, match=r"4\.57\.0 is installed"):
         patch.verify_target()
     monkeypatch.undo()
     from transformers.models.gpt_oss import modeling_gpt_oss
@@ -198,10 +198,10 @@ def test_it_is_taken_out_after_an_exception_too(engine: Engine, patch: Patch) ->
 
 def test_it_cannot_be_installed_twice(engine: Engine, patch: Patch) -> None:
     installed = prepare(engine.model, patch, kernel=kernel)
-    with installed, pytest.raises(bench.UsageError, match="installed already"):
+    with installed, pytest.raises(bench.UsageError, match="already installed"):
         installed.install()
     installed.remove()
-    with installed, pytest.raises(bench.VerificationError, match="patched already"):
+    with installed, pytest.raises(bench.VerificationError, match="already patched"):
         prepare(engine.model, patch, kernel=kernel).install()
 
 
@@ -323,7 +323,7 @@ def test_the_store_applies_once_a_point_and_reverts(
         engine="transformers",
         made_by="test",
     )
-    with pytest.raises(bench.UsageError, match="is applied to"):
+    with pytest.raises(bench.UsageError, match="is already applied to"):
         store.apply(second.folder)
     assert store.revert(entry.id)
     assert not store.revert(entry.id)

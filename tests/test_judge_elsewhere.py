@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 from patcher import bench
 from patcher.bench import (
+    BaselineTime,
     Candidate,
     Environment,
     Evaluation,
@@ -464,7 +465,10 @@ def test_what_a_verdict_does_not_stand_against_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitted(tmp_path)
-    said = {"eager": "20.8 us", "vllm": "not here: No module named 'vllm'"}
+    said = {
+        "eager": BaselineTime(time_us=20.8),
+        "vllm": BaselineTime(missing="not here: No module named 'vllm'"),
+    }
     found = evaluation(NO_ENTRY).model_copy(update={"baseline": "eager", "baselines": said})
     monkeypatch.setattr(Worker, "_judged", lambda *_: found)
     [job], _ = serve(tmp_path)

@@ -191,7 +191,7 @@ def unwritable_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "kind", "sentence"),
     [
-        (wrong_version, bench.VerificationError, "installed is 5.16.0"),
+        (wrong_version, bench.VerificationError, "5.16.0 is installed"),
         (changed_fingerprint, bench.VerificationError, "differs from that of"),
         (corrupt_bundle, bench.VerificationError, "was changed after the patch was made"),
         (missing_compiler, bench.MissingError, r"g\+\+ is not on PATH"),

@@ -159,7 +159,7 @@ def test_another_version_is_refused_by_its_number(
     monkeypatch.setattr(patcher.integrate.patch, "engine_version", lambda engine: "4.57.0")
     code, found = cli("verify", "patch", "--json")
     assert code == 5
-    assert "installed is 4.57.0" in found["error"]["message"]
+    assert "4.57.0 is installed" in found["error"]["message"]
 
 
 def test_apply_says_how_it_runs_and_patches_whether_it_does(

@@ -641,9 +641,10 @@ def test_the_best_stock_configuration_is_found_without_a_patch(
         return made
 
     monkeypatch.setattr(ArmLauncher, "launch", launch)
-    words = ["throughput", "gpt-oss-tiny", "--engine", "vllm", "--device", "cpu", "--batch", "2"]
+    words = ["throughput", "tune", "gpt-oss-tiny", "--engine", "vllm", "--device", "cpu"]
+    words += ["--batch", "2"]
     words += ["--also-batch", "1"]
-    words += ["--tune-baseline", "--out", str(tmp_path / "tuned.json")]
+    words += ["--out", str(tmp_path / "tuned.json")]
     assert app(words, standalone_mode=False) == 0
     assert not host.open
     said = capsys.readouterr()

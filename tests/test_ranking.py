@@ -130,7 +130,11 @@ def test_fusion_chains_are_named_and_counted(profile: Profile) -> None:
         assert chain.gap_ns > 0
         assert chain.op is None
         assert chain.as_one == AS_ONE.get(name)
-        said = f"op {chain.as_one} is that as one kernel" if chain.as_one else "one kernel would do"
+        said = (
+            f"op {chain.as_one} does this in one kernel"
+            if chain.as_one
+            else "one kernel could replace"
+        )
         assert said in chain.reason
         assert bool(chain.patch_points) is bool(chain.as_one)
 

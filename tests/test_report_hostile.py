@@ -9,7 +9,7 @@ import pytest
 from report_page import Page
 from report_sample import decision, evaluation, profile, sample, word
 
-from patcher.bench.judge.evaluation import BaselineTime
+from patcher.bench import BaselineTime
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.report import ReceiptRow, Report, render_html, render_markdown
 from patcher.visible import visible

@@ -1,4 +1,4 @@
-"""Whole sittings on synthetic noise: a few here, and what is committed keeps what is promised."""
+"""Whole sessions on synthetic noise: a few here, and what is committed keeps what is promised."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from patcher.bench import content
-from patcher.bench.lab.simulation import NOISE, PAIR_SD_PCT, Row, process_pairs, sittings
+from patcher.bench.lab.simulation import NOISE, PAIR_SD_PCT, Row, process_pairs, sessions
 from patcher.bench.stats.intervals import DEFAULT_PAIRS
 
 COMMITTED = Path(__file__).parent.parent / "bench/results/statistics/statistics.jsonl.xz"
@@ -37,8 +37,8 @@ def test_the_committed_table_keeps_the_promise(noise: str) -> None:
 
 @pytest.mark.parametrize("noise", NOISE)
 def test_the_code_still_says_what_the_table_says(noise: str) -> None:
-    """The seed of a row is fixed, so its first sittings are these."""
-    a_a, gain, loss = (sittings(noise, truth, 60) for truth in (0.0, 1.0, -1.0))
+    """The seed of a row is fixed, so its first sessions are these."""
+    a_a, gain, loss = (sessions(noise, truth, 60) for truth in (0.0, 1.0, -1.0))
     assert (a_a.accept, loss.accept) == (0, 0)
     assert gain.accept >= 50
 
@@ -49,7 +49,7 @@ def test_a_row_of_the_table_is_made_again() -> None:
         for row in ROWS
         if (row.table, row.noise, row.max_pairs) == ("power", "AR(1), rho 0.6", 18)
     ]
-    assert sittings(row.noise, row.truth_pct, row.runs, row.max_pairs, "power") == row
+    assert sessions(row.noise, row.truth_pct, row.runs, row.max_pairs, "power") == row
 
 
 @pytest.mark.parametrize("noise", NOISE)

@@ -107,13 +107,13 @@ def test_someone_elses_patch_is_told_of_and_left_in() -> None:
     op, kind = parts()
     point = FusedAddRmsNorm()
     point.install(dispatcher())
-    with pytest.raises(bench.UsageError, match="installed already"):
+    with pytest.raises(bench.UsageError, match="already installed"):
         point.install(dispatcher())
-    with pytest.raises(bench.VerificationError, match="has a kernel for cpu already"):
+    with pytest.raises(bench.VerificationError, match="already has a kernel for cpu"):
         FusedAddRmsNorm().install(dispatcher())
     calls = []
     op.register_kernel("cpu")(lambda *args: calls.append(args))
-    with pytest.raises(bench.VerificationError, match="over ours"):
+    with pytest.raises(bench.VerificationError, match="registered over this patch"):
         point.remove()
     normed(kind(hidden_size=64, eps=1e-5))
     assert len(calls) == 1
@@ -129,11 +129,11 @@ def test_an_engine_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
             FusedAddRmsNorm().find()
     with monkeypatch.context() as change:
         change.setattr(ops, op._name, op._init_fn)
-        with pytest.raises(bench.VerificationError, match="no torch custom operator"):
+        with pytest.raises(bench.VerificationError, match="not a torch custom operator"):
             FusedAddRmsNorm().find()
     with monkeypatch.context() as change:
         change.delattr(ops, op._name)
-        with pytest.raises(bench.VerificationError, match="where flashinfer can be imported"):
+        with pytest.raises(bench.VerificationError, match="only if flashinfer can be imported"):
             FusedAddRmsNorm().find()
 
     @torch.library.custom_op("trtllm::flashinfer_fused_add_rmsnorm", mutates_args=("input",))
@@ -141,7 +141,9 @@ def test_an_engine_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         raise NotImplementedError
 
     monkeypatch.setattr(ops, op._name, other)
-    with pytest.raises(bench.VerificationError, match=r"takes \(Tensor\(a0!\) input, Tensor wei"):
+    with pytest.raises(
+        bench.VerificationError, match=r"has the schema \(Tensor\(a0!\) input, Tensor wei"
+    ):
         FusedAddRmsNorm().find()
 
 
@@ -163,7 +165,7 @@ def test_another_version_or_text_is_refused_and_the_engine_serves_on(
     other.write_text("Metadata-Version: 2.1\nName: tensorrt_llm\nVersion: 2.1.0\n")
     with monkeypatch.context() as change:
         change.syspath_prepend(tmp_path / "newer")
-        with pytest.raises(bench.VerificationError, match=r"installed is 2\.1\.0") as error:
+        with pytest.raises(bench.VerificationError, match=r"2\.1\.0 is installed") as error:
             patch.verify_target()
         assert error.value.exit_code == 5
     op, kind = parts()

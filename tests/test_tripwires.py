@@ -121,20 +121,20 @@ def test_agrees_with_tokenize_and_keeps_the_lines() -> None:
 
 def test_words_in_comments_and_strings_are_nobodys_fault() -> None:
     source = '// no cudaStreamCreate, no fork()\nconst char* s = "std::thread x; 1 ## 2";\n'
-    assert seen(source.replace("std::thread x; ", "")).said() == ()
+    assert seen(source.replace("std::thread x; ", "")).as_text() == ()
     python = '"""Never calls os._exit or torch.matmul."""\nx = 1  # exec("y")\n'
-    assert seen(python, Language.TORCH).said() == ()
+    assert seen(python, Language.TORCH).as_text() == ()
 
 
 def test_says_what_and_where() -> None:
     found = seen("\n\n#define JOIN(a, b) a##b\n__expf(x);\n")
-    assert [said.split(":")[0] for said in found.said()] == [
+    assert [said.split(":")[0] for said in found.as_text()] == [
         "fast math (evidence, line 4)",
         "made code (evidence, line 3)",
     ]
     assert found.evidence == 1
     many = seen("os._exit(0)\n" * 9, Language.TRITON)
-    assert many.said()[0].startswith("exits (evidence, lines 1, 2, 3, ...): ")
+    assert many.as_text()[0].startswith("exits (evidence, lines 1, 2, 3, ...): ")
     assert seen("asm(x);").evidence == 0
 
 
@@ -156,8 +156,8 @@ def test_only_a_policy_refuses() -> None:
         r"the policy bans '\\bcublas\\w*': line 2",
         "the policy requires '__global__', which is not in the source",
     )
-    assert not any(said.startswith("library") for said in found.said())
-    assert any(said.startswith("loads code") for said in found.said())
+    assert not any(said.startswith("library") for said in found.as_text())
+    assert any(said.startswith("loads code") for said in found.as_text())
 
 
 def test_a_policy_reaches_the_verdict() -> None:
@@ -248,14 +248,16 @@ def test_a_rule_takes_linear_time(rule: TripwireRule) -> None:
 def test_a_long_source_is_said_to_be_long() -> None:
     found = seen("\n" * LONGEST + "std::thread x;")
     assert found.evidence == 1
-    assert found.said() == (f"long (evidence): only {LONGEST:,} characters of it were looked at",)
+    assert found.as_text() == (
+        f"long (evidence): only {LONGEST:,} characters of it were looked at",
+    )
     assert seen("\n" * LONGEST + "x", policy=TripwirePolicy(banned=("x",))).refused
 
 
 def test_the_cheats_that_a_source_gives_away() -> None:
     levels: dict[str, list[str]] = {"evidence": [], "note": [], "nothing": []}
     for name, found in corpus("cheats"):
-        level = "evidence" if found.evidence else "note" if found.found else "nothing"
+        level = "evidence" if found.evidence else "note" if found.hits else "nothing"
         levels[level].append(name)
         assert not found.refused
     for level, names in levels.items():
@@ -275,7 +277,7 @@ def test_the_honest_are_never_refused() -> None:
 def test_what_is_shipped_and_written_by_hand_needs_no_more_evidence() -> None:
     for info, candidate in load_op("fused_add_rms_norm").solutions():
         if info.origin == "hand":
-            assert not look(candidate, True).evidence, look(candidate, True).said()
+            assert not look(candidate, True).evidence, look(candidate, True).as_text()
 
 
 def test_views_are_named_by_rules() -> None:

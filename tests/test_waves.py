@@ -96,7 +96,7 @@ class Session(BlockSession[Named]):
 def session(machine: Machine, *names: str, **given: Any) -> Session:
     plan = ABPlan(process_pairs=3, pairs=ROUNDS - 1, shared=True)
     ScriptedSide.seeds = []
-    made = {"plan": plan, "clocks": ClockMonitor("cpu")} | given
+    made: dict[str, Any] = {"plan": plan, "clocks": ClockMonitor("cpu")} | given
     return Session(machine, names or tuple(GAINS), WORKLOAD, **made)
 
 

@@ -19,34 +19,38 @@ ENGINES = ("transformers", "vllm")
 
 @dataclass(frozen=True)
 class Generation:
-    """One batch of greedy generation."""
+    """Result of one batch of greedy generation."""
 
     tokens: torch.Tensor
-    """[batch, 1 + steps] int64 on the CPU: the first column comes from prefill."""
+    """Token ids, int64 of shape [batch, 1 + steps] on the CPU; the first column is prefill's."""
     prefill_s: float
+    """Seconds of prefill."""
     decode_s: float
-    """Seconds for `steps` decode steps, device synchronised at both ends."""
+    """Seconds of `steps` decode steps, with the device synchronised at both ends."""
 
 
 @dataclass
 class Decoding:
-    """One batch under way: what its next step needs, and what it has so far."""
+    """State of a batch that is being decoded."""
 
     cache: Any
+    """The engine's state for the next step."""
     picked: list[torch.Tensor]
-    """[batch, 1] each, on the device; the first comes from prefill."""
+    """Tokens of each step, of shape [batch, 1] on the device; prefill produces the first."""
     prefill_s: float
+    """Seconds of prefill."""
     decode_s: float = field(default=0.0)
+    """Seconds of decode until now."""
 
     def tokens(self) -> torch.Tensor:
-        """[batch, 1 + steps] int64 on the CPU."""
+        """Token ids until now, int64 of shape [batch, 1 + steps] on the CPU."""
         import torch
 
         return torch.cat(self.picked, dim=1).cpu()
 
 
 def random_prompts(workload: Workload, vocab_size: int, seed: int) -> torch.Tensor:
-    """[batch, input_len] int64: random token ids, the same for the same seed."""
+    """Random token ids, int64 of shape [batch, input_len]; reproducible by the seed."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -54,57 +58,72 @@ def random_prompts(workload: Workload, vocab_size: int, seed: int) -> torch.Tens
 
 
 def peak_memory_bytes(device: str) -> int:
-    """The most that this process needed of the GPU, or took of the host.
+    """Peak memory of this process in bytes, on the GPU (`cuda`) or the host (`cpu`).
 
-    Of the GPU: what tensors took at most, and what CUDA graphs keep for themselves beyond that. Not
-    what PyTorch's allocator had reserved, which it could give back and which depends on the order
-    of requests: of stock vLLM with the same flags 15.43 GiB in one sitting and 15.01 in another.
+    On the GPU this is the peak of all tensors, plus the private memory of CUDA graphs. Memory that
+    PyTorch's allocator reserves is not counted. It depends on the order of requests: stock vLLM
+    with the same flags reserved 15.43 GiB in one session and 15.01 GiB in another.
     """
     if device == "cuda":
         import torch
 
-        kept: int = sum(
+        graphs: int = sum(
             segment["total_size"] - segment["allocated_size"]
             for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
             if tuple(segment["segment_pool_id"]) != (0, 0)
         )
-        return int(torch.cuda.max_memory_allocated()) + kept
+        return int(torch.cuda.max_memory_allocated()) + graphs
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def entropy_pct(counts: torch.Tensor) -> float:
-    """Mean entropy of the experts picked [layers, experts], in percent of uniform."""
+    """Mean entropy of expert selection, in percent of the uniform distribution.
+
+    Args:
+        counts: how often each expert was selected, of shape [layers, experts].
+    """
     share = counts / counts.sum(dim=1, keepdim=True)
     entropy = -(share * share.clamp_min(1e-12).log()).sum(dim=1)
     return float(entropy.mean() / math.log(counts.shape[1]) * 100)
 
 
 class Decoder(Protocol):
-    """Decodes with one loaded model: what profiling needs."""
+    """A loaded model that decodes: the interface that profiling needs."""
 
     workload: Workload
+    """The workload that the model was loaded for."""
     vocab_size: int
+    """Number of token ids."""
 
     def prompts(self, seed: int) -> torch.Tensor:
         """See `random_prompts`."""
         ...
 
     def prefill(self, prompts: torch.Tensor) -> Decoding:
-        """Read the prompts and pick the first token."""
+        """Run prefill and select the first token.
+
+        Args:
+            prompts: token ids, int64 of shape [batch, input_len].
+        """
         ...
 
     def decode(self, decoding: Decoding, steps: int) -> None:
-        """Greedy, exactly `steps` more steps, end of sequence ignored; adds to `decode_s`."""
+        """Decode exactly `steps` more steps greedily, ignoring end of sequence.
+
+        Tokens and seconds are added to `decoding`.
+        """
         ...
 
     def release(self, decoding: Decoding) -> None:
-        """No more steps will be taken of it: its place is free for another batch."""
+        """End a batch, so that its memory is free for another one."""
         ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Wait until the device has finished all work."""
+        ...
 
     def peak_memory_bytes(self) -> int:
-        """The most memory that was held until now: of the device, on a CPU of the process."""
+        """Peak memory until now in bytes: of the device, or of the process on a CPU."""
         ...
 
     def close(self) -> None:
@@ -113,33 +132,50 @@ class Decoder(Protocol):
 
 
 class Measurable(Decoder, Protocol):
-    """What an arm of an A/B needs, whether patches come and go in it or not."""
+    """A loaded model that can be one arm of an A/B comparison."""
 
     def routing_entropy_pct(self, prompts: torch.Tensor, steps: int) -> float | None:
-        """Mean entropy of the experts picked in decode, in percent of uniform; None without
-        experts.
+        """Mean entropy of expert selection in decode, in percent of uniform.
+
+        Args:
+            prompts: token ids, int64 of shape [batch, input_len].
+            steps: number of decode steps.
+
+        Returns:
+            The entropy; None if the model has no experts.
         """
         ...
 
     def generate(self, prompts: torch.Tensor, steps: int) -> Generation:
-        """Greedy, exactly `steps` decode steps after prefill, end of sequence ignored."""
+        """Run prefill and exactly `steps` greedy decode steps, ignoring end of sequence.
+
+        Args:
+            prompts: token ids, int64 of shape [batch, input_len].
+            steps: number of decode steps.
+        """
         ...
 
 
 class Engine(Measurable, Protocol):
-    """Whose model is at hand: patches come and go in it."""
+    """An engine whose model is in this process, so that patches can be applied and removed."""
 
     model: torch.nn.Module
+    """The loaded model."""
 
     def logits(self, tokens: torch.Tensor, keep: int = 0) -> torch.Tensor:
-        """Teacher-forced logits [batch, length, vocabulary] in float32 on the CPU.
+        """Teacher-forced logits, float32 of shape [batch, length, vocabulary] on the CPU.
 
-        `keep` > 0: of the last `keep` positions only.
+        Args:
+            tokens: token ids, int64 of shape [batch, length].
+            keep: if positive, return only the last `keep` positions.
         """
         ...
 
     def reference_logits(self, tokens: torch.Tensor, keep: int = 0) -> tuple[torch.Tensor, str]:
-        """As `logits`, in higher precision from the same weights; and how, in words."""
+        """Logits in higher precision from the same weights, and a description of the method.
+
+        The arguments are those of `logits`.
+        """
         ...
 
 
@@ -168,15 +204,16 @@ def open_measurable(
     memory_share: float = 0.6,
     room: Sequence[Shape] = (),
 ) -> Measurable:
-    """Load the workload's model in a process of its own.
+    """Load the workload's model for measuring, in a process that runs nothing else.
 
     Args:
-        arguments: of the engine, over those that the workload asks for.
-        memory_share: of the device's memory, where the engine takes it in advance.
-        room: other traffic that it must have room for, where that is said in advance.
+        workload: model, engine and traffic.
+        arguments: arguments of the engine, which override those of the workload.
+        memory_share: share of the device's memory, for an engine that reserves it in advance.
+        room: other traffic to reserve memory for, for such an engine.
 
     Raises:
-        UsageError: as `open_engine`, or arguments for an engine that has none.
+        UsageError: as `open_engine`, or arguments for an engine that accepts none.
     """
     if workload.engine == "vllm":
         from patcher.bench.engines.vllm import VllmEngine
@@ -184,12 +221,12 @@ def open_measurable(
         share = {"gpu_memory_utilization": memory_share}
         return VllmEngine(workload, {**share, **(arguments or {})}, room=room)
     if arguments:
-        raise UsageError(f"{workload.engine} takes no arguments of its own here", "leave them out")
+        raise UsageError(f"{workload.engine} accepts no engine arguments", "leave them out")
     return open_engine(workload)
 
 
 def open_decoder(workload: Workload) -> Decoder:
-    """Load the workload's model for decoding alone. Raises like `open_engine`."""
+    """Load the workload's model for decoding only. See `open_engine` for what it raises."""
     return open_measurable(workload)
 
 

@@ -1,13 +1,12 @@
-"""Random weights under which rounding does what it does in a trained model.
+"""Random weights with which rounding errors behave as in a trained model.
 
-Where every matrix is normal(0, 0.02), the first layer adds many times what the embedding is, all
-later ones amplify each rounding error, and the model forgets its tokens: positions pick what others
-pick, and bfloat16 and float32 agree on few picks. Then what a patched kernel gets wrong drowns in
-what rounding does. So embeddings are normal(0, 1), and the matrices whose output a layer adds to
-the stream are smaller by the square root of how many there are (Radford et al., Language models are
-unsupervised multitask learners, 2019, section 2.3). `tests/test_random_weights.py` holds both
-against each other. A kernel's time hangs on weights only by which experts they pick, which is
-reported.
+If every matrix is normal(0, 0.02), the first layer adds many times the embedding, and all later
+layers amplify each rounding error. The model then forgets its tokens: different positions select
+the same tokens, and bfloat16 and float32 agree on few. Rounding would then hide the errors of a
+patched kernel. So embeddings are normal(0, 1), and matrices whose output is added to the
+residual stream are scaled down by the square root of their number (Radford et al., Language models
+are unsupervised multitask learners, 2019, section 2.3). `tests/test_random_weights.py` compares
+both. Weights affect a kernel's time only through the selection of experts, which is reported.
 """
 
 from __future__ import annotations
@@ -17,18 +16,20 @@ import re
 from collections.abc import Iterable
 
 STD = 0.02
-"""Of a matrix that reads the stream."""
+"""Standard deviation of a matrix that reads the residual stream."""
 _EMBEDS = re.compile(r"(^|\.)embed")
 _ADDS = re.compile(r"(^|\.)(o_proj|down_proj|w2)(_|\.|$)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def spread_of(names: Iterable[str]) -> dict[str, float]:
-    """Standard deviation of each parameter that is no norm, by the names of transformers and vLLM:
-    `embed_tokens` or `embedding`; `o_proj` and `down_proj` or `w2_weight`.
+    """Standard deviation of each parameter, by name; norms are ignored by the callers.
+
+    Names are those of transformers and vLLM: `embed_tokens` or `embedding`; `o_proj` and
+    `down_proj` or `w2_weight`.
     """
     every = list(names)
-    layers = {found[1] for name in every if (found := _LAYER.search(name))}
+    layers = {match[1] for name in every if (match := _LAYER.search(name))}
     added = STD / math.sqrt(2 * max(len(layers), 1))
 
     def spread(name: str) -> float:

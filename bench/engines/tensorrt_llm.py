@@ -1,7 +1,8 @@
-"""TensorRT-LLM through its own benchmark: `trtllm-bench throughput`, its inputs and its report.
+"""TensorRT-LLM through its benchmark `trtllm-bench throughput`: inputs, run and report.
 
-It runs in processes of its own, so an arm of an A/B is a run, not a turn (`take_window`).
-What was read in NVIDIA/TensorRT-LLM: the table in tests/doubles/trtllm/README.md.
+The benchmark starts its own processes, so an arm of an A/B comparison is a whole run
+(`take_window`). tests/doubles/trtllm/README.md lists the files of NVIDIA/TensorRT-LLM that this
+code relies on.
 """
 
 from __future__ import annotations
@@ -25,23 +26,29 @@ from patcher.bench.engines.tensorrt_llm_report import BenchReport, read_report, 
 from patcher.bench.errors import MissingError, PatcherError, UsageError
 
 WORKER_PREFIX = "TLLM_"
-"""Workers are given the variables that begin so (and with TRTLLM), and no other."""
+"""Workers inherit only variables with this prefix or with TRTLLM."""
 _TAIL = 2000
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment, each `PATCHER_*` switch also under the name that reaches the workers.
+    """Add each `PATCHER_*` variable under the prefix that reaches the workers.
+
+    Args:
+        environment: environment variables of the benchmark.
+
+    Returns:
+        The extended environment.
 
     Raises:
-        UsageError: a switch has one value here and another for the workers.
+        UsageError: a variable already has another value for the workers.
     """
     full = dict(environment)
     for name in [name for name in full if name.startswith("PATCHER_")]:
-        value, theirs = full[name], full.setdefault(WORKER_PREFIX + name, full[name])
-        if value != theirs:
+        value, worker_value = full[name], full.setdefault(WORKER_PREFIX + name, full[name])
+        if value != worker_value:
             raise UsageError(
                 f"{name} is {value!r}, but {WORKER_PREFIX}{name}, which TensorRT-LLM's workers "
-                f"see, is {theirs!r}",
+                f"see, is {worker_value!r}",
                 f"unset {name}",
             )
     return full
@@ -55,19 +62,25 @@ def run_benchmark(
     program: str = "trtllm-bench",
     timeout_s: float = 3600,
 ) -> BenchReport:
-    """Write the inputs into `folder`, run it to its end, read its report.
+    """Write the inputs, run the benchmark, and read its report.
 
     Args:
-        environment: of the process; this one's by default. See `worker_environment`.
+        run: model and traffic.
+        folder: folder for inputs, log and report.
+        environment: environment variables of the process; None: this process's. See
+            `worker_environment`.
+        program: name or path of the program.
+        timeout_s: time limit in seconds.
 
     Raises:
-        MissingError: there is no such program.
-        PatcherError: it ended with an error or ran too long.
+        UsageError: a module folder is no Python package, or the inputs cannot be written.
+        MissingError: the program is not installed or cannot run.
+        PatcherError: the program failed or exceeded the time limit.
         VerificationError: see `read_report`.
     """
     env = worker_environment(os.environ if environment is None else environment)
-    found = shutil.which(program, path=env.get("PATH"))
-    if found is None:
+    executable = shutil.which(program, path=env.get("PATH"))
+    if executable is None:
         raise MissingError(
             f"{program} is not on PATH",
             "install TensorRT-LLM (NVIDIA's release container has it) and run this there",
@@ -81,24 +94,27 @@ def run_benchmark(
     log = folder / "log.txt"
     try:
         with log.open("wb") as stream:
-            status = _run_to_its_end(command(run, folder, found), env, stream, timeout_s)
+            status = _run(command(run, folder, executable), env, stream, timeout_s)
     except OSError as error:
         raise MissingError(
-            f"{found} cannot be run: {error.strerror}", "install TensorRT-LLM again"
+            f"{executable} cannot be run: {error.strerror}", "install TensorRT-LLM again"
         ) from error
     if status is None:
         raise PatcherError(f"{program} did not end in {timeout_s:g} s", f"see {log}")
     if status != 0:
-        said = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip().splitlines()
-        last = said[-1] if said else "it said nothing"
+        lines = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip().splitlines()
+        last = lines[-1] if lines else "it printed nothing"
         raise PatcherError(f"{program} ended with status {status}: {last}", f"see {log}")
     return read_report(report, run)
 
 
-def _run_to_its_end(
+def _run(
     line: list[str], environment: dict[str, str], log: IO[bytes], timeout_s: float
 ) -> int | None:
-    """Its exit status; None when it ran too long. Workers that it started end with it."""
+    """Run a command; return its exit status, or None if it exceeded the time limit.
+
+    Its workers are killed with it.
+    """
     with subprocess.Popen(
         line, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     ) as process:

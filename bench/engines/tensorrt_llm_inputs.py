@@ -1,6 +1,6 @@
-"""What `trtllm-bench throughput` is given: dataset, options, command line.
+"""Inputs of `trtllm-bench throughput`: dataset, options and command line.
 
-Read in NVIDIA/TensorRT-LLM: bench/benchmark/throughput.py (5685103), commands/bench.py (0c9a37d),
+Based on NVIDIA/TensorRT-LLM: bench/benchmark/throughput.py (5685103), commands/bench.py (0c9a37d),
 bench/utils/data.py (04276b4).
 """
 
@@ -18,40 +18,53 @@ from patcher.bench.records import Record
 
 
 class Benchmark(Record):
-    """One `trtllm-bench throughput`: requests of one length, kept at one concurrency."""
+    """One run of `trtllm-bench throughput`: requests of one length at one concurrency."""
 
     model: str
-    """Hugging Face id; a folder goes into `model_path`, since a folder as id is refused there."""
+    """Hugging Face id. The benchmark rejects a folder here; set `model_path` instead."""
     model_path: Path | None = None
+    """Folder of the model."""
     vocab_size: int = Field(ge=2)
+    """Number of token ids."""
     requests: int = Field(ge=1)
+    """Number of requests."""
     concurrency: int = Field(ge=1)
-    """Requests under way at once, and the largest batch."""
+    """Number of concurrent requests, and the largest batch."""
     input_len: int = Field(ge=1)
+    """Prompt tokens per request."""
     output_tokens: int = Field(ge=2)
-    """A request, the one that comes from prefill counted."""
+    """Output tokens per request, including the first one, which prefill produces."""
     seed: int = 0
+    """Seed of the prompts."""
     warmup: int = Field(default=2, ge=0)
-    """Requests before the timed ones."""
+    """Number of requests before the timed ones."""
     tensor_parallel: int = Field(default=1, ge=1)
+    """Tensor parallel size."""
     max_num_tokens: int = Field(default=8192, ge=1)
+    """Most tokens per step."""
     kv_cache_share: float = Field(default=0.9, gt=0, le=1)
-    """Of the memory that is free once the model is loaded."""
+    """Share of the memory that is free after loading the model, for the KV cache."""
     load_format: Literal["auto", "dummy"] = "auto"
+    """How weights are loaded; `dummy`: none are read."""
     moe_backend: Literal["AUTO", "CUTLASS", "TRTLLM", "TRITON"] = "AUTO"
+    """Backend of the mixture-of-experts layers."""
     separate_finalize: bool = False
-    """Keeps MoE finalize a kernel of its own, where the CUTLASS backend would fuse it."""
+    """Run MoE finalize as a separate kernel, which the CUTLASS backend would otherwise fuse."""
     module_folders: tuple[Path, ...] = ()
-    """For `--custom_module_dirs`: what carries patches into the workers."""
+    """Packages for `--custom_module_dirs`, which apply patches in the workers."""
 
 
 def write_dataset(path: Path, run: Benchmark) -> None:
-    """One request a line, of fixed lengths; prompts differ, and are the same for the same seed.
+    """Write one request per line, with fixed lengths and distinct prompts.
+
+    Args:
+        path: the JSONL file.
+        run: number and lengths of requests, and the seed.
 
     Raises:
-        UsageError: there are not so many prompts of that length.
+        UsageError: there are fewer prompts of that length than requests.
     """
-    # each prompt begins with its own number, written in tokens: none is another's beginning
+    # each prompt begins with its number as tokens, so that no two share a beginning
     digits = 1
     while run.vocab_size**digits < run.requests:
         digits += 1
@@ -75,7 +88,7 @@ def write_dataset(path: Path, run: Benchmark) -> None:
 
 
 def options(run: Benchmark) -> dict[str, Any]:
-    """What goes into the YAML file: what else differs from run to run is switched off."""
+    """Options for the YAML file. They disable what would vary from run to run."""
     moe: dict[str, Any] = {"backend": run.moe_backend}
     if run.separate_finalize:
         moe["disable_finalize_fusion"] = True
@@ -92,15 +105,15 @@ def options(run: Benchmark) -> dict[str, Any]:
 
 
 def write_inputs(run: Benchmark, folder: Path) -> None:
-    """Dataset and options into the folder.
+    """Write dataset and options into a folder.
 
     Raises:
-        UsageError: it cannot be written, or see `write_dataset`.
+        UsageError: the folder cannot be written, or `write_dataset` raised.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_dataset(folder / "dataset.jsonl", run)
-        # every JSON document is YAML, too
+        # every JSON document is valid YAML
         text = json.dumps(options(run), indent=2) + "\n"
         (folder / "options.yaml").write_text(text, encoding="utf-8")
     except OSError as error:
@@ -110,7 +123,7 @@ def write_inputs(run: Benchmark, folder: Path) -> None:
 
 
 def command(run: Benchmark, folder: Path, program: str = "trtllm-bench") -> list[str]:
-    """The command line; dataset, options and report lie in `folder`."""
+    """The command line of the benchmark, with dataset, options and report in `folder`."""
     line = [program, "--model", run.model]
     if run.model_path is not None:
         line += ["--model_path", str(run.model_path)]
@@ -126,7 +139,7 @@ def command(run: Benchmark, folder: Path, program: str = "trtllm-bench") -> list
         "max_num_tokens": run.max_num_tokens,
         "max_seq_len": run.input_len + run.output_tokens,
         "kv_cache_free_gpu_mem_fraction": run.kv_cache_share,
-        # newer versions call it --config and still take this name
+        # newer versions call it --config and still accept this name
         "extra_llm_api_options": folder / "options.yaml",
         "report_json": folder / "report.json",
     }

@@ -1,7 +1,7 @@
-"""What `trtllm-bench throughput --report_json` says, held against what was asked for.
+"""Read the report of `trtllm-bench throughput --report_json` and check it against the request.
 
-Read in NVIDIA/TensorRT-LLM: bench/dataclasses/reporting.py (2787769, and 0249976, which adds the
-machine); the table in tests/doubles/trtllm/README.md says more.
+Based on NVIDIA/TensorRT-LLM: bench/dataclasses/reporting.py (2787769, and 0249976, which adds the
+machine); see the table in tests/doubles/trtllm/README.md.
 """
 
 from __future__ import annotations
@@ -18,36 +18,53 @@ from patcher.bench.records import SCHEMA_VERSION, Record
 from patcher.bench.stats.comparison import Arm, Window
 
 AGREEMENT = 0.01
-"""How far the report's own figures may be from one another, as a share."""
+"""Largest relative difference between the report's values that should agree."""
 
 
 class BenchReport(Record):
-    """What one run said, checked against what was asked for."""
+    """Report of one run, checked against the request."""
 
     schema_version: int = SCHEMA_VERSION
     version: str
-    """Of TensorRT-LLM."""
+    """Version of TensorRT-LLM."""
     dtype: str
+    """Dtype of weights and activations."""
     kv_cache_dtype: str | None
+    """Dtype of the KV cache."""
     quantization: str | None
+    """Quantisation of the weights."""
     gpu: str | None
+    """Name of the GPU; None in reports of older versions."""
     world_size: int
+    """Number of workers."""
     requests: int
+    """Number of requests."""
     input_len: int
+    """Prompt tokens per request."""
     output_tokens: int
-    """A request."""
+    """Output tokens per request."""
     total_latency_s: float
-    """First request's start to last request's end, prefill counted."""
+    """Seconds from the first request's start to the last request's end, including prefill."""
     output_tokens_per_s: float
+    """Output tokens per second of all requests."""
     avg_request_latency_ms: float
+    """Mean latency of a request in milliseconds."""
 
 
 def take_window(
     run: Benchmark, report: BenchReport, *, pair: int, arm: Arm, kind: Literal["ab", "aa"] = "ab"
 ) -> Window:
-    """A run as one side of a pair, for `compare`.
+    """Convert a run into a window for `compare`.
 
-    The report times prefill and decode together, and so does this: tokens are all that came out.
+    The report times prefill and decode together, so `decode_s` covers both, and `tokens` counts all
+    output tokens.
+
+    Args:
+        run: the request.
+        report: its report.
+        pair: number of the pair.
+        arm: arm of the pair.
+        kind: `ab`, or `aa` for a control.
     """
     return Window(
         pair=pair,
@@ -60,32 +77,36 @@ def take_window(
 
 
 def read_report(path: Path, run: Benchmark) -> BenchReport:
-    """Read `--report_json`. Fields that we do not use may come and go with versions.
+    """Read a report; fields that are not used here may change between versions.
+
+    Args:
+        path: the file that `--report_json` wrote.
+        run: the request.
 
     Raises:
-        VerificationError: missing, damaged, without a field that we use, of another run than
-            `run`, or at odds with itself.
+        VerificationError: the report is missing or damaged, lacks a field, belongs to another run,
+            or contradicts itself.
     """
     try:
         text = path.read_bytes()
     except OSError as error:
         raise VerificationError("trtllm-bench wrote no report", "see its log") from error
     try:
-        told = _Report.model_validate_json(text)
+        report = _Report.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the document"
         raise VerificationError(
             f"{path.name} is no report of trtllm-bench as we know it: {where}: {first['msg']}",
-            "see tests/doubles/trtllm/README.md for the versions that were read",
+            "see tests/doubles/trtllm/README.md for the supported versions",
         ) from error
-    for what, found, asked in _expectations(told, run):
-        if found != asked:
+    for what, actual, expected in _expectations(report, run):
+        if actual != expected:
             raise VerificationError(
-                f"trtllm-bench reports {what} {found:g}, {asked:g} was asked for",
-                "see its log; a request that stops early makes the figures worthless",
+                f"trtllm-bench reports {what} {actual:g}, {expected:g} was asked for",
+                "see its log; a request that stops early invalidates the result",
             )
-    performance = told.performance
+    performance = report.performance
     seconds = performance.total_latency_ms / 1e3
     counted = run.requests * run.output_tokens / seconds
     if abs(counted / performance.system_output_throughput_tok_s - 1) > AGREEMENT:
@@ -95,12 +116,12 @@ def read_report(path: Path, run: Benchmark) -> BenchReport:
             "run it again; see its log",
         )
     return BenchReport(
-        version=told.engine.version,
-        dtype=told.engine.dtype,
-        kv_cache_dtype=told.engine.kv_cache_dtype,
-        quantization=told.engine.quantization,
-        gpu=told.machine.name if told.machine else None,
-        world_size=told.world_info.world_size,
+        version=report.engine.version,
+        dtype=report.engine.dtype,
+        kv_cache_dtype=report.engine.kv_cache_dtype,
+        quantization=report.engine.quantization,
+        gpu=report.machine.name if report.machine else None,
+        world_size=report.world_info.world_size,
         requests=run.requests,
         input_len=run.input_len,
         output_tokens=run.output_tokens,
@@ -110,9 +131,9 @@ def read_report(path: Path, run: Benchmark) -> BenchReport:
     )
 
 
-def _expectations(told: _Report, run: Benchmark) -> Iterator[tuple[str, float, float]]:
-    """(what, as reported, as asked for)."""
-    world, requests = told.world_info, told.request_info
+def _expectations(report: _Report, run: Benchmark) -> Iterator[tuple[str, float, float]]:
+    """Yield (name, reported value, expected value)."""
+    world, requests = report.world_info, report.request_info
     yield "requests", requests.num_requests, run.requests
     yield "an average input length of", requests.avg_input_length, run.input_len
     yield "an average output length of", requests.avg_output_length, run.output_tokens
@@ -157,11 +178,11 @@ class _Performance(_Part):
 
 
 class _Report(_Part):
-    """`ReportUtility.get_statistics_dict`, of which these fields are used."""
+    """The fields of `ReportUtility.get_statistics_dict` that are used here."""
 
     engine: _Engine
     machine: _Machine | None = None
-    """Absent in older versions, null without a GPU."""
+    """Missing in older versions, null without a GPU."""
     world_info: _World
     request_info: _Requests
     performance: _Performance

@@ -1,4 +1,4 @@
-"""Hugging Face transformers as a user runs it: eager forward, dynamic cache, greedy decode."""
+"""Hugging Face transformers with its defaults: eager forward, dynamic cache, greedy decode."""
 
 from __future__ import annotations
 
@@ -78,8 +78,9 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def reference_logits(self, tokens: torch.Tensor, keep: int = 0) -> tuple[torch.Tensor, str]:
-        """Each block is upcast for its own turn, which is exact, and cast back, which is exact
-        too.
+        """Logits in higher precision: each block is upcast while it runs, and then cast back.
+
+        Both casts are exact.
         """
         wide = torch.float64 if self.workload.dtype == "float32" else torch.float32
         embedded = self.model.get_input_embeddings()(tokens.to(self.device)).to(wide)
@@ -189,12 +190,11 @@ def _load_model(workload: Workload) -> Any:
 
 @torch.no_grad()
 def _randomise(model: torch.nn.Module, seed: int) -> None:
-    """Seeded normal, as `engines.random_weights` spreads them, norms one and in float32 as
-    `from_pretrained` keeps them.
+    """Fill a model with seeded normal weights, as in `engines.random_weights`.
 
-    Zero-like dummy weights would send every token to the same experts, and decode would read a
-    fraction of what a real model reads. Buffers (rotary tables) are computed from the
-    configuration and left as they are.
+    Norms are one and in float32, as `from_pretrained` loads them. Near-zero dummy weights would
+    send every token to the same experts, and decode would read a fraction of the model. Buffers
+    (rotary tables) are computed from the configuration and stay unchanged.
     """
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
     spread = spread_of(name for name, _ in model.named_parameters())
@@ -207,9 +207,7 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
 
 @contextmanager
 def _upcast_in_turn(modules: list[Any], wide: torch.dtype) -> Iterator[None]:
-    """Hold each module in `wide` only while it runs: one block's memory, not the model's, is
-    doubled.
-    """
+    """Hold each module in `wide` only while it runs, which doubles the memory of one block only."""
     handles = []
 
     def widen(module: Any, _args: Any) -> None:
@@ -232,9 +230,7 @@ def _upcast_in_turn(modules: list[Any], wide: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _wide_parts(model: Any, wide: torch.dtype) -> Iterator[None]:
-    """Two parts of the model narrow on their own: norms (to float32) and the grouped expert
-    matmul.
-    """
+    """Keep norms and the grouped expert matmul in `wide`; both cast to a narrower dtype."""
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
     experts = model.config._experts_implementation
 
@@ -246,7 +242,7 @@ def _wide_parts(model: Any, wide: torch.dtype) -> Iterator[None]:
 
         return forward
 
-    # a forward of the instance's own (a wrapper somebody installed) is put back, not lost
+    # an instance's own forward (a wrapper that somebody installed) is restored afterwards
     own = [norm.__dict__.get("forward") for norm in norms]
     for norm in norms:
         norm.forward = wide_norm(norm)

@@ -35,14 +35,14 @@ from patcher.bench.workload import Shape, Workload, presets
 
 LOAD_FORMAT = "patcher_random"
 RANDOM_WEIGHTS = "PATCHER_RANDOM_WEIGHTS"
-"""The variable that asks a process of vLLM's to know that format."""
+"""Environment variable that makes a vLLM process register that format."""
 MXFP4_SCALE = 120
-"""Biased exponent of a block of MXFP4 weights: 2^-7, so that they spread like normal(0, `STD`)."""
+"""Biased exponent of a block of MXFP4 weights: 2^-7, which gives a spread like normal(0, `STD`)."""
 REQUEST = "patcher-"
 SPARE_TOKENS = 2048
-"""Room for decode beyond what the workload asks for."""
+"""Tokens of decode per sequence beyond those of the workload."""
 LENGTH_STEP = 1024
-"""What the longest sequence is rounded up to."""
+"""The longest sequence is rounded up to a multiple of this."""
 LEAST_CACHE_BYTES = 1 << 30
 MEMORY_SHARE = 0.6
 OPTIONS: tuple[tuple[dict[str, Any], ...], ...] = (
@@ -56,9 +56,9 @@ OPTIONS: tuple[tuple[dict[str, Any], ...], ...] = (
         for mode in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE")
     ),
 )
-"""What a baseline is tuned by: `MoEBackend` (config/kernel.py), `AttentionBackendEnum`
-(v1/attention/backends/registry.py), `CUDAGraphMode` (config/compilation.py). vLLM refuses what does
-not go with the model or the GPU."""
+"""Options that the search for the best stock configuration tries: `MoEBackend` (config/kernel.py),
+`AttentionBackendEnum` (v1/attention/backends/registry.py), `CUDAGraphMode` (config/compilation.py).
+vLLM rejects options that do not fit the model or the GPU."""
 
 
 class VllmEngine:
@@ -75,7 +75,7 @@ class VllmEngine:
         """`arguments`: of vLLM's `LLM`, over those that the workload asks for; `room`: other
         traffic that there must be room for.
         """
-        # in one, nsys and NVTX ranges see all of it
+        # with one process, nsys and NVTX ranges cover the whole engine
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if one_process else "1"
         try:
             vllm: Any = importlib.import_module("vllm")
@@ -94,7 +94,7 @@ class VllmEngine:
         self._engine = self._llm.llm_engine
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
         self.requests = 0
-        """Until now; they are numbered."""
+        """Number of requests until now; request ids contain it."""
 
     def prompts(self, seed: int) -> torch.Tensor:
         return random_prompts(self.workload, self.vocab_size, seed)
@@ -105,7 +105,7 @@ class VllmEngine:
             ignore_eos=True,
             detokenize=False,
             max_tokens=self.workload.output_len + SPARE_TOKENS,
-            # what is new, and not all tokens again at every step
+            # only the new tokens, not all tokens at every step
             output_kind=self._sampling.RequestOutputKind.DELTA,
         )
         self.synchronize()
@@ -122,10 +122,10 @@ class VllmEngine:
         return Decoding(tokens, [_column(tokens, 0)], time.perf_counter() - begin)
 
     def decode(self, decoding: Decoding, steps: int) -> None:
-        """Until every sequence has `steps` tokens more.
+        """Decode until every sequence has `steps` more tokens.
 
-        Scheduling asynchronously, vLLM has the next step under way when it gives a token, so that
-        a step of the engine may give none; see `synchronize`.
+        vLLM schedules asynchronously: the next step is already running when a token is returned, so
+        that a step of the engine may return none; see `synchronize`.
         """
         tokens, goal = decoding.cache, len(decoding.picked) + steps
         begin = time.perf_counter()
@@ -141,12 +141,14 @@ class VllmEngine:
         return Generation(decoding.tokens(), decoding.prefill_s, decoding.decode_s)
 
     def release(self, decoding: Decoding) -> None:
-        """Abort its requests, since they are told to go on for longer than anyone asks."""
+        """Abort the batch's requests, which have no limit on their length."""
         self._engine.abort_request(list(decoding.cache))
         self.synchronize()
 
     def routing_entropy_pct(self, prompts: torch.Tensor, steps: int) -> float | None:
-        """None without experts, and where the model is compiled: its routers are not called."""
+        """Entropy of expert selection; None without experts or if the model is compiled, since
+        compiled code does not call the routers.
+        """
         if not self._eager:
             return None
         return vllm_logits.routing_entropy_pct(self, prompts, steps)
@@ -157,7 +159,7 @@ class VllmEngine:
 
     @property
     def how(self) -> str:
-        """How its logits are computed, in words."""
+        """Description of how the logits are computed."""
         return "the same engine without compilation or graphs" if self._eager else "as served"
 
     @property
@@ -166,13 +168,13 @@ class VllmEngine:
         return self._engine.model_executor.driver_worker.model_runner
 
     def peak_memory_bytes(self) -> int:
-        """Without the KV cache, which takes whatever is left of the engine's share."""
+        """Peak memory in bytes without the KV cache, which fills the engine's share."""
         stores = {each.untyped_storage().data_ptr(): each for each in self.runner.kv_caches}
         cache: int = sum(each.untyped_storage().nbytes() for each in stores.values())
         return peak_memory_bytes("cuda") - cache
 
     def synchronize(self) -> None:
-        """Also the step that the engine has under way already."""
+        """Wait for the device, including a step that the engine has already scheduled."""
         torch.cuda.synchronize()
 
     def close(self) -> None:
@@ -191,7 +193,7 @@ def _column(tokens: dict[str, list[int]], index: int) -> torch.Tensor:
 
 
 def _arguments(workload: Workload, room: Sequence[Shape] = ()) -> dict[str, Any]:
-    """Stock vLLM, but for what makes a run repeatable: no prefix cache, greedy, this batch."""
+    """Arguments of stock vLLM, made reproducible: no prefix cache, greedy, a fixed batch."""
     arguments = {
         "max_num_seqs": max(workload.batch, *(shape.batch for shape in room), 1),
         "max_model_len": _longest(workload, room),
@@ -220,8 +222,10 @@ def _arguments(workload: Workload, room: Sequence[Shape] = ()) -> dict[str, Any]
 
 
 def _longest(workload: Workload, room: Sequence[Shape]) -> int:
-    """Tokens of a sequence, rounded up: the number enters the hash of compiled code, which windows
-    of another length need not change.
+    """Longest sequence in tokens, rounded up.
+
+    The number is part of the hash of compiled code, so that rounding lets windows of different
+    lengths share it.
     """
     context = max(workload.input_len, *(shape.context for shape in room), 1)
     needed = context + workload.output_len + SPARE_TOKENS
@@ -229,10 +233,10 @@ def _longest(workload: Workload, room: Sequence[Shape]) -> int:
 
 
 def cache_bytes(workload: Workload, room: Sequence[Shape] = ()) -> int | None:
-    """A size of the KV cache that is enough for this traffic; None: the model is no preset.
+    """Size of the KV cache in bytes that suffices for this traffic; None if the model is no preset.
 
-    A quarter more than all sequences of a window take, or one of the longest that may be asked for,
-    as if all layers attended to everything.
+    It is a quarter more than all sequences of a window need, or one of the longest sequence, as if
+    all layers used full attention.
     """
     known = presets().get(workload.model)
     if known is None:
@@ -247,16 +251,16 @@ def cache_bytes(workload: Workload, room: Sequence[Shape] = ()) -> int | None:
 
 
 def _model_folder(config: str) -> Path:
-    """A folder with that config.json, the same one in every process.
+    """A folder with this config.json, the same in every process.
 
-    The model's path enters vLLM's hash of what it compiled (`ModelConfig.compute_hash`): from a
-    folder of its own each start would compile again, for a minute and a half.
+    The model's path is part of vLLM's hash of compiled code (`ModelConfig.compute_hash`). With a
+    new folder, each start would compile again, which takes a minute and a half.
     """
     name = hashlib.sha256(config.encode()).hexdigest()[:16]
     folder = cache_root() / "vllm-models" / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # several processes may come here at once
+        # several processes may write it concurrently
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
             file.write(config)
         Path(file.name).replace(folder / "config.json")
@@ -268,8 +272,10 @@ def _model_folder(config: str) -> Path:
 
 
 def refuse_dummy(arguments: Mapping[str, Any]) -> None:
-    """Raises:
-    UsageError: the engine would make up weights that say nothing of its speed.
+    """Reject vLLM's dummy weights, whose speed is not representative.
+
+    Raises:
+        UsageError: the arguments select dummy weights.
     """
     if str(arguments.get("load_format")).rsplit(".", 1)[-1].lower() == "dummy":
         raise UsageError(
@@ -280,8 +286,8 @@ def refuse_dummy(arguments: Mapping[str, Any]) -> None:
 
 
 def register_loader() -> None:
-    """Seeded random weights with spread-out routing, as vLLM's public registry takes loaders. The
-    plugin does it in vLLM's other processes, where `RANDOM_WEIGHTS` is set.
+    """Register a loader of seeded random weights with even routing in vLLM's public registry. The
+    plugin registers it in vLLM's other processes if `RANDOM_WEIGHTS` is set.
 
     vLLM's own `dummy` weights are near zero: all tokens pick the same experts, and decode reads a
     fraction of what a real model reads.
@@ -291,7 +297,7 @@ def register_loader() -> None:
 
     class RandomLoader(base.BaseModelLoader):  # type: ignore[misc]  # vllm is untyped here
         def download_model(self, model_config: Any) -> None:
-            """There is nothing to download."""
+            """Do nothing: random weights need no download."""
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             randomise(model, int(model_config.seed))
@@ -301,8 +307,10 @@ def register_loader() -> None:
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Normal, as `engines.random_weights` spreads them; norms one; packed MXFP4 blocks any
-    byte, their scales `MXFP4_SCALE` or, where the rest would be smaller, less by so many halvings.
+    """Fill a model with seeded random weights.
+
+    Weights are normal as in `engines.random_weights`, and norms are one. Packed MXFP4 blocks are
+    random bytes, with scales of `MXFP4_SCALE`, lowered by powers of two for smaller matrices.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)

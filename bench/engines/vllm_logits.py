@@ -1,9 +1,9 @@
-"""What vLLM computes beside tokens: logits over forced tokens, and which experts are picked.
+"""Logits of vLLM over forced tokens, and its expert selection.
 
-Both look at the model of this process (read against vLLM 0.25.1, its V1 `GPUModelRunner`, which
-gpt-oss uses): `execute_model` calls `model.compute_logits` outside of CUDA graphs with one row for
-each request, in the order of `input_batch.req_ids`; `discard_request_mask` marks the requests whose
-prompt is not read yet.
+Both access the model of this process, as in vLLM 0.25.1 (the V1 `GPUModelRunner`, which gpt-oss
+uses). `execute_model` calls `model.compute_logits` outside CUDA graphs with one row per request, in
+the order of `input_batch.req_ids`. `discard_request_mask` marks requests whose prompt is not
+complete yet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Running(Protocol):
     """An engine whose model is in this process."""
 
     requests: int
-    """Until now; they are numbered."""
+    """Number of requests until now; request ids contain it."""
 
     @property
     def runner(self) -> Any:
@@ -36,13 +36,18 @@ class Running(Protocol):
 
 
 def served_logits(engine: Running, prompts: torch.Tensor, forced: torch.Tensor) -> torch.Tensor:
-    """Logits [batch, steps + 1, vocabulary], float32 on the CPU, of decode over `forced` tokens.
+    """Logits of decode over forced tokens.
 
     Args:
-        forced: [batch, steps + 1]; column `i` is what step `i` goes on with.
+        engine: the engine.
+        prompts: token ids, int64 of shape [batch, input_len].
+        forced: token ids, int64 of shape [batch, steps + 1]; step `i` continues with column `i`.
+
+    Returns:
+        Logits, float32 of shape [batch, steps + 1, vocabulary] on the CPU.
 
     Raises:
-        PatcherError: the engine decoded something else.
+        PatcherError: the engine decoded other tokens.
     """
     with forcing(engine.runner, forced, engine.requests) as seen:
         decoding = engine.prefill(prompts)
@@ -55,10 +60,12 @@ def served_logits(engine: Running, prompts: torch.Tensor, forced: torch.Tensor) 
 
 @contextmanager
 def forcing(runner: Any, forced: torch.Tensor, first: int) -> Iterator[list[list[torch.Tensor]]]:
-    """What the model gives is kept by request, and then made to pick the forced token.
+    """Record the logits of each request, and then force its token.
 
     Args:
-        first: number of the request that `forced` begins with.
+        runner: vLLM's `GPUModelRunner`.
+        forced: token ids, int64 of shape [batch, steps + 1].
+        first: number of the request of the first row of `forced`.
     """
     model = runner.model
     original, own = model.compute_logits, "compute_logits" in vars(model)
@@ -68,7 +75,7 @@ def forcing(runner: Any, forced: torch.Tensor, first: int) -> Iterator[list[list
     def compute_logits(*args: Any, **kwargs: Any) -> torch.Tensor:
         logits: torch.Tensor = original(*args, **kwargs)
         for row, name in enumerate(runner.input_batch.req_ids[: len(logits)]):
-            # vLLM puts a suffix to the name
+            # vLLM appends a suffix to the name
             index = int(name.split("-")[1]) - first
             if index < 0 or runner.discard_request_mask.np[row]:
                 continue
@@ -89,9 +96,9 @@ def forcing(runner: Any, forced: torch.Tensor, first: int) -> Iterator[list[list
 
 
 def routing_entropy_pct(engine: Running, prompts: torch.Tensor, steps: int) -> float | None:
-    """Of the routers' own picks in decode, in percent of uniform; None without experts.
+    """Mean entropy of expert selection in decode, in percent of uniform; None without experts.
 
-    Only of an engine that runs without compilation: there modules are called, and hooks with them.
+    The engine must run without compilation, since compiled code does not call modules and hooks.
     """
     blocks = [module for module in engine.runner.model.modules() if _routes(module)]
     if not blocks:
@@ -122,5 +129,5 @@ def routing_entropy_pct(engine: Running, prompts: torch.Tensor, steps: int) -> f
 
 
 def _routes(module: Any) -> bool:
-    """Such as `MLPBlock` of vLLM's model_executor/models/gpt_oss.py."""
+    """Whether a module routes to experts, as `MLPBlock` of vLLM's models/gpt_oss.py does."""
     return all(hasattr(module, name) for name in ("router", "num_experts", "experts_per_token"))

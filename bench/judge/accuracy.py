@@ -10,6 +10,9 @@ op has bfloat16's slack and a float32 op has float32's; a kernel that computes a
 lower fails, and a planted one must (`control`): with bfloat16 storage and bfloat16 arithmetic it
 errs 1.2 to 2 times as much as the honest baseline, with float32 storage 10^4 times. What is NaN or
 infinite must be so where the reference, rounded to the output's dtype, or the honest baseline is.
+What is compared are numbers, not bits: of a narrow dtype what its codes stand for, times their
+block scales, so that -0 is 0 and one NaN is another. A dtype without infinities holds its largest
+number instead, and nothing is asked where the reference is NaN and the dtype has none.
 Source of the idea: PyTorch Dynamo's `same()` and FlashAttention's tests, both relative to the eager
 kernel's error.
 """
@@ -22,12 +25,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from patcher.bench.ops.codes import rounded, saturated
+from patcher.bench.ops.dtypes import Dtype, dtype_of
+
 MAX_FACTOR = 2.0
 P999_FACTOR = 2.0
 FLOAT32_ROUNDOFF = 2.0**-24
 FLUSHED = 1e-34
 """What flushing float32's subnormals (2^-126) to zero costs after a division by a root of 1e-5.
 Libraries built with fast arithmetic do so, too."""
+NEAR = 2**-5
+"""How far a number may be off where the honest baseline has none, as a share of it."""
 REGIONS = 8
 FEWEST_IN_REGION = 64
 """Elements that carry a region's error; below that its root mean square says too little."""
@@ -70,25 +78,43 @@ def explain_mismatch(
     reduction: int,
     exact: bool = False,
     flushed: float = FLUSHED,
+    stored: Dtype | None = None,
+    scaled: bool = False,
 ) -> str | None:
     """None where `value` is as right as the honest baseline, else what is wrong with it.
 
-    `flushed`: absolute error forgiven everywhere; 0 where subnormal numbers must be kept.
+    Args:
+        value: numbers, as `patcher.bench.judge.numbers` gives them; `honest` alike.
+        reference: float64.
+        flushed: absolute error forgiven everywhere; 0 where subnormal numbers must be kept.
+        stored: the dtype that held them; None: that of `value`.
+        scaled: whether they are products with block scales.
     """
     if value.numel() == 0:
         return None
-    if not value.is_floating_point() or exact:
+    stored = stored or dtype_of(value.dtype)
+    if stored.exact:
         wrong = value != reference.to(value.dtype)
         return _said(value, reference, wrong, "not exactly right") if wrong.any() else None
-    ordinary = reference.to(value.dtype).isfinite() & honest.isfinite()
+    if stored.narrow and not stored.nan:
+        reference = torch.where(reference.isnan(), value.double(), reference)
+    if not scaled:
+        reference = saturated(reference, stored)
+    nearest = reference if scaled else rounded(reference, stored)
+    if exact:
+        wrong = value != nearest
+        return _said(value, reference, wrong, "not exactly right") if wrong.any() else None
+    spacing = stored.smallest if stored.narrow and not scaled else 0.0  # of subnormal numbers
+    ordinary = nearest.isfinite() & honest.isfinite()
     if not ordinary.all():
-        if problem := _special(value, honest, reference, ordinary):
+        near = max(NEAR, stored.eps) * reference.abs() + max(FLUSHED, spacing)
+        if problem := _special(value, honest, reference, nearest, ordinary, near):
             return problem
         zero = torch.zeros((), dtype=value.dtype, device=value.device)
         value, honest = torch.where(ordinary, value, zero), torch.where(ordinary, honest, zero)
         reference = torch.where(ordinary, reference, zero.double())
     got, allowed = _difference(value, reference), _difference(honest, reference)
-    last_place = torch.finfo(value.dtype).eps * reference.abs() + flushed
+    last_place = (stored.eps * reference.abs()).clamp_min(spacing) + flushed
     ours, theirs = _error(got, last_place), _error(allowed, 0.0)
     order = FLOAT32_ROUNDOFF * math.sqrt(reduction)
     squares = reference.square()
@@ -146,11 +172,19 @@ def _by_region(
     return None
 
 
-def _special(value: Tensor, honest: Tensor, reference: Tensor, ordinary: Tensor) -> str | None:
-    """NaN and infinities must be where the reference or the honest baseline has them."""
-    rounded = reference.to(value.dtype)
-    near = (value.double() - reference).abs() <= 2**-5 * reference.abs() + FLUSHED
-    fits = _alike(value, rounded) | _alike(value, honest) | (rounded.isfinite() & near)
+def _special(
+    value: Tensor,
+    honest: Tensor,
+    reference: Tensor,
+    nearest: Tensor,
+    ordinary: Tensor,
+    near: Tensor,
+) -> str | None:
+    """NaN and infinities must be where the reference, as it can be stored (`nearest`), or the
+    honest baseline has them; `near`: how far a number may be off.
+    """
+    close = (value.double() - reference).abs() <= near
+    fits = _alike(value, nearest) | _alike(value, honest) | (nearest.isfinite() & close)
     wrong = ~ordinary & ~fits
     return _said(value, reference, wrong, "non-finite values differ") if wrong.any() else None
 

@@ -3,7 +3,8 @@
 Each tensor of each set lies in a slot: red zone, data, red zone. The runner hands the whole slot
 back, so that the judge, not the candidate's process, sees whether a write strayed; so do the gaps
 between the rows of a padded tensor. Red zones are 0xff: NaN in every float dtype, so a read that
-strays shows in the values.
+strays shows in the values. In a dtype without a NaN (`float4_e2m1fn_x2`, whole numbers) they are
+some number.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from patcher.bench.ops.codes import as_bytes
+from patcher.bench.ops.dtypes import DTYPES
 from patcher.bench.records import Record
 
 RED_ZONE = 256
@@ -51,7 +54,7 @@ class Slot(Record):
     def view(self, block: torch.Tensor) -> torch.Tensor:
         """The tensor in a set's bytes (uint8, on the CPU)."""
         data = block[self.begin : self.begin + self.span_bytes]
-        return data.view(getattr(torch, self.dtype)).as_strided(self.shape, self.strides)
+        return data.view(DTYPES[self.dtype].torch_dtype).as_strided(self.shape, self.strides)
 
 
 class Layout(Record):
@@ -89,7 +92,7 @@ def layout(tensors: Sequence[Wanted]) -> Layout:
     slots, offset = {}, 0
     ends = dict.fromkeys(_TRAVELS, 0)
     for wanted in sorted(tensors, key=lambda each: _TRAVELS.index(each.travel)):
-        size = int(getattr(torch, wanted.dtype).itemsize)
+        size = DTYPES[wanted.dtype].item_bytes
         strides = _strides(wanted.shape, wanted.padding)
         empty = 0 in wanted.shape
         last = sum((n - 1) * stride for n, stride in zip(wanted.shape, strides, strict=True))
@@ -126,14 +129,17 @@ def write_set(layout: Layout, block: Bytes, values: dict[str, torch.Tensor]) -> 
     whole = torch.from_numpy(block)
     for slot in layout.slots:
         if slot.span_bytes and slot.travel != "mixed" and slot.name in values:
-            slot.view(whole).copy_(values[slot.name])
+            as_bytes(slot.view(whole)).copy_(as_bytes(values[slot.name]))
 
 
 def read_set(layout: Layout, block: Bytes, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """These tensors of what came back of one set, contiguous copies."""
     whole, wanted = torch.from_numpy(block), set(names)
     return {
-        slot.name: slot.view(whole).contiguous().clone()
+        slot.name: as_bytes(slot.view(whole))
+        .contiguous()
+        .clone()
+        .view(DTYPES[slot.dtype].torch_dtype)
         for slot in layout.slots
         if slot.name in wanted
     }
@@ -159,7 +165,7 @@ def _outside(slot: Slot, blocks: Bytes) -> Bytes:
         blocks[:, end : slot.offset + slot.slot_bytes],
     )
     found = [before, after]
-    size = int(getattr(torch, slot.dtype).itemsize)
+    size = DTYPES[slot.dtype].item_bytes
     if math.prod(slot.shape) * size < slot.span_bytes:
         gaps = np.ones(slot.span_bytes, dtype=bool)
         shape, strides = (*slot.shape, size), (*(s * size for s in slot.strides), 1)

@@ -25,7 +25,9 @@ class StartedTrial:
     """A candidate that was built and can be run."""
 
     built: Built
+    """The build."""
     seen: Tripwires
+    """Tripwire hits of the source."""
 
 
 def begin(
@@ -46,7 +48,7 @@ def begin(
             Outcome.GENERATION_FAILURE, f"the source must define {op.contract.signature()}"
         )
     seen = look(candidate, settings.tripwires, settings.policy)
-    state.tripwires = seen.said()
+    state.tripwires = seen.as_text()
     if seen.refused:
         state.check("tripwires", False, "; ".join(seen.refused))
         return state.verdict(Outcome.GUARD_VIOLATION)

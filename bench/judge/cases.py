@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from patcher.bench.errors import UsageError
 from patcher.bench.judge import regimes
 from patcher.bench.judge.accuracy import FLUSHED, explain_mismatch, explain_touched
 from patcher.bench.judge.blob import Layout, Travel, Wanted, layout
-from patcher.bench.ops.contract import ITEM_SIZE, Point, Sweep, TensorSpec
+from patcher.bench.judge.numbers import numbers, stacked
+from patcher.bench.ops.codes import nudge
+from patcher.bench.ops.contract import Point, Sweep, TensorSpec
+from patcher.bench.ops.dtypes import DTYPES, dtype_of
 from patcher.bench.ops.op import Op
 
 Values = dict[str, Tensor]
@@ -126,7 +130,7 @@ def tensors_of(op: Op, point: Point, placed: str = "plain", sparing: bool = True
         padded = placed == "padded" and tensor.layout == "rows"
         shifted = placed == "shifted" and tensor.alignment < 16
         shape, dtype = contract.shape(tensor, point), point.dtypes[tensor.dtype]
-        size = math.prod(shape) * ITEM_SIZE[dtype]
+        size = math.prod(shape) * DTYPES[dtype].item_bytes
         spared = sparing and tensor.access == "read" and not (padded or shifted)
         wanted.append(
             Wanted(
@@ -156,8 +160,8 @@ def make_inputs(op: Op, case: Case, device: str) -> dict[str, Tensor]:
     chooser = random.Random(case.changed)
     for tensor in op.contract.tensors:
         if tensor.values != "given" and tensor.access != "write" and values[tensor.name].numel():
-            flat = values[tensor.name].view(-1)
-            flat[chooser.randrange(flat.numel())] += 1
+            value, dtype = values[tensor.name], dtype_of(values[tensor.name].dtype)
+            nudge(value, chooser.randrange(value.numel() * dtype.numbers))
     return values
 
 
@@ -187,19 +191,35 @@ def expect(op: Op, case: Case, inputs: dict[str, Tensor]) -> Expected:
 def value_problem(
     op: Op, cases: Sequence[Case], expected: Sequence[Expected], values: Sequence[Values]
 ) -> str | None:
-    """What calls of one shape got wrong, tensor by tensor, all calls together."""
-    reduction = op.contract.longest_sum(cases[0].point)
-    for tensor in op.contract.written:
-        name = tensor.name
+    """What calls of one shape got wrong, tensor by tensor, all calls together.
+
+    Raises:
+        UsageError: the op's reference, or a block scale of its contract, has another shape.
+    """
+    contract, befores = op.contract, [each.before for each in expected]
+    reduction = contract.longest_sum(cases[0].point)
+    ours = [{**before, **found} for before, found in zip(befores, values, strict=True)]
+    theirs = [{**before, **each.honest} for before, each in zip(befores, expected, strict=True)]
+    for tensor in contract.compared:
+        name, stored = tensor.name, dtype_of(ours[0][tensor.name].dtype)
         reference = torch.stack([each.reference[name] for each in expected])
-        honest = torch.stack([each.honest[name] for each in expected])
-        value = torch.stack([each[name] for each in values]).to(reference.device)
+        device = reference.device
+        honest = numbers(contract, tensor, theirs, device)
+        value = numbers(contract, tensor, ours, device)
+        if value.shape != reference.shape:
+            raise UsageError(
+                f"the reference of {op.name} gives {list(reference.shape[1:])} numbers of {name}, "
+                f"which holds {list(value.shape[1:])}",
+                "correct reference.py or op.toml",
+            )
         if name in expected[0].kept:
             kept = torch.stack([each.kept[name] for each in expected])
-            before = torch.stack([each.before[name] for each in expected])
-            if problem := explain_touched(value, before, kept):
+            now, before = (stacked(name, each, device) for each in (ours, befores))
+            if problem := explain_touched(now, before, kept):
                 return f"{name}: {problem}"
             # what was written is judged by itself: what stayed would dilute its error
+            if stored.numbers > 1:
+                kept = kept.repeat_interleave(stored.numbers, -1)
             value, honest, reference = value[~kept], honest[~kept], reference[~kept]
         problem = explain_mismatch(
             value,
@@ -207,7 +227,9 @@ def value_problem(
             reference,
             reduction,
             exact=cases[0].regime == regimes.EXACT,
-            flushed=0.0 if op.contract.accuracy.subnormals == "kept" else FLUSHED,
+            flushed=0.0 if contract.accuracy.subnormals == "kept" else FLUSHED,
+            stored=stored,
+            scaled=bool(contract.scales_of(name)),
         )
         if problem:
             return f"{name}: {problem}"

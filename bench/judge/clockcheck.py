@@ -1,13 +1,11 @@
-"""Can these times be true? The runner's own clock against the judge's, calls alone against calls
-among others, and the machine's floor.
+"""Plausibility checks of reported times, against the judge's clock, single calls and the floor.
 
-The candidate shares its process with the clock that times it, so what that clock says is held
-against what cannot be forged: when the judge had the reply, which carries a fingerprint of outputs
-that exist by then. Each test compares the candidate with the trusted baseline under the same
-protocol, so what the protocol itself costs cancels. Of the candidate the lower quartile counts: a
-forged clock shows in every block, a busy machine in some. What the baseline's own blocks differ by
-is excused, and where that is so much that a forged clock would be excused with it, they tell
-nothing.
+The candidate shares its process with the clock that times it. Its times are therefore checked
+against something it cannot forge: when the judge received the reply, which carries a fingerprint of
+the outputs. Each check compares the candidate with the trusted baseline under the same protocol, so
+the protocol's own cost cancels. The candidate's lower quartile counts: a forged clock shows in
+every block, a busy machine only in some. The spread of the baseline's blocks is allowed as noise.
+If it is so large that a forged clock could hide in it, the blocks prove nothing.
 """
 
 from __future__ import annotations
@@ -22,25 +20,28 @@ from patcher.bench.judge.tools import library_of
 from patcher.bench.stats.intervals import half_width
 
 HIDDEN = 0.15
-"""Share of the baseline's time that the two clocks may differ by."""
+"""Largest difference between the two clocks, as a share of the baseline's block time."""
 ALONE = 0.5
-"""Share of the baseline's call by which a call alone may cost more than one among others, beyond
-what it costs the baseline more."""
+"""Largest extra cost of a single call, as a share of the baseline's call, beyond the baseline's own
+extra cost."""
 NOISE_US = 25.0
+"""Absolute noise of the judge's clock that is always allowed, in microseconds."""
 SPREADS = 4.0
+"""Number of median absolute deviations of the baseline that are allowed as noise."""
 NOISY = math.log(2)
-"""The widest 95 % interval, on each side, of the logarithm of the baseline's time."""
+"""Largest half-width of the 95 % interval of the logarithm of the baseline's time."""
 BLIND = 0.5
-"""The largest share of the baseline's time that noise may excuse: with no limit, four judges on one
-core believed a clock at a fifth of its speed in most verdicts (`results/selftest`)."""
+"""Largest share of the baseline's time that is allowed as noise. Without a limit, four judges on
+one core accepted a clock at a fifth of its speed in most verdicts (`results/selftest`)."""
 SPAN_EXCESS = 0.1
+"""Share of the events' time by which the work on the GPU may exceed it."""
 SPAN_NOISE_NS = 20_000.0
-"""By how much work on the GPU may outlast the events around it."""
+"""Absolute excess that is always allowed, in nanoseconds."""
 
 OWN = "its own"
 
 Span = tuple[str, int, int]
-"""Name, begin and end in nanoseconds."""
+"""Name of a kernel or copy, and its begin and end in nanoseconds."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +49,25 @@ class TimedBlock:
     """Times of one block."""
 
     times_us: list[float]
-    """By the runner: one a call, or one for the mean of a graph's calls."""
+    """Times by the runner in microseconds: one per call, or the mean over a graph's calls."""
     calls: int
+    """Number of calls."""
     wall_us: float
-    """From the judge's command to its reply."""
+    """Microseconds between the judge's command and the reply."""
 
     @property
     def figure(self) -> float:
+        """Median time of a call in microseconds."""
         return statistics.median(self.times_us)
 
     @property
     def mean(self) -> float:
+        """Mean time of a call in microseconds."""
         return statistics.fmean(self.times_us)
 
     @property
     def hidden_us(self) -> float:
-        """Time that the judge saw pass and the runner does not account for."""
+        """Microseconds by the judge's clock that the reported times do not account for."""
         return self.wall_us - self.mean * self.calls
 
 
@@ -74,7 +78,18 @@ def suspicious(
     theirs_alone: Sequence[TimedBlock],
     floor_us: float,
 ) -> str | None:
-    """What cannot be true of the candidate's times, or None."""
+    """Check the plausibility of the candidate's times.
+
+    Args:
+        ours: blocks of the candidate.
+        theirs: blocks of the baseline.
+        ours_alone: the candidate's blocks of a single call.
+        theirs_alone: the baseline's blocks of a single call.
+        floor_us: shortest possible time of a call, in microseconds.
+
+    Returns:
+        What is implausible, or None.
+    """
     claimed = statistics.median(block.figure for block in ours)
     baseline = statistics.median(block.figure for block in theirs)
     if claimed < floor_us:
@@ -108,8 +123,12 @@ def suspicious(
 
 
 def unsteady(theirs: Sequence[TimedBlock]) -> str | None:
-    """Whether the baseline waited for other programs, so that a ratio to it says nothing: in words,
-    or None. Of the baseline alone, since a candidate must not be able to end its own trial.
+    """Check whether other programs disturbed the baseline so much that a ratio means nothing.
+
+    Only the baseline counts, so that a candidate cannot end its own trial.
+
+    Returns:
+        The problem, or None.
     """
     half = half_width([math.log(block.figure) for block in theirs])
     if half <= NOISY:
@@ -119,8 +138,12 @@ def unsteady(theirs: Sequence[TimedBlock]) -> str | None:
 
 
 def blind(theirs: Sequence[TimedBlock]) -> str | None:
-    """Whether the judge's clock, over blocks of the baseline, is so unsteady that a forged clock
-    would hide in its noise, in words, or None. Of the baseline alone, too.
+    """Check whether the judge's clock is so noisy that a forged clock could hide in the noise.
+
+    Only the baseline counts here, too.
+
+    Returns:
+        The problem, or None.
     """
     whole, noise = _whole_us(theirs), _excused_us(theirs)
     if noise <= BLIND * whole + NOISE_US:
@@ -132,8 +155,11 @@ def blind(theirs: Sequence[TimedBlock]) -> str | None:
 
 
 def overran(spans: Sequence[Span], events_ns: float) -> str | None:
-    """What ran on any stream, by CUPTI, against the events around the same launch: what is wrong,
-    or None."""
+    """Compare CUPTI's spans on all streams with the time between the events around the launch.
+
+    Returns:
+        The problem, or None.
+    """
     seen = max(end for _, _, end in spans) - min(begin for _, begin, _ in spans)
     if seen <= (1 + SPAN_EXCESS) * events_ns + SPAN_NOISE_NS:
         return None
@@ -145,15 +171,16 @@ def overran(spans: Sequence[Span], events_ns: float) -> str | None:
 
 @dataclass(frozen=True)
 class Traced:
-    """Whose kernels ran, as CUPTI saw one launch."""
+    """Libraries whose kernels ran in one launch, according to CUPTI."""
 
     said: str
+    """Summary as one line of text."""
     libraries: dict[str, float]
-    """Percent of the time on the GPU, by library."""
+    """Percent of GPU time by library."""
 
 
 def traced(spans: Sequence[Span], calls: int, where: str) -> Traced:
-    """The candidate's own kernels and libraries', by GPU time."""
+    """Divide the GPU time between the candidate's own kernels and those of libraries."""
     busy: Counter[str] = Counter()
     for name, begin, end in spans:
         busy[library_of(name) or OWN] += end - begin
@@ -164,12 +191,12 @@ def traced(spans: Sequence[Span], calls: int, where: str) -> Traced:
 
 
 def _whole_us(theirs: Sequence[TimedBlock]) -> float:
-    """What a block of the baseline takes."""
+    """Median time of a block of the baseline, in microseconds."""
     return statistics.median(block.figure * block.calls for block in theirs)
 
 
 def _excused_us(theirs: Sequence[TimedBlock]) -> float:
-    """By how much the judge's clock may see more of a block than is usual, for its noise."""
+    """Noise of the judge's clock over a block that is allowed, in microseconds."""
     return SPREADS * _spread([block.hidden_us for block in theirs])
 
 
@@ -178,6 +205,6 @@ def _quartile(values: Sequence[float]) -> float:
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Median distance from the median."""
+    """Median absolute deviation."""
     middle = statistics.median(values)
     return statistics.median(abs(value - middle) for value in values)

@@ -1,8 +1,8 @@
-"""What Nsight Compute counts in a candidate's own kernels: evidence for who writes the next one.
+"""Hardware counters of a candidate's kernels by Nsight Compute, as input for the next candidate.
 
-The candidate is called a few times to warm up (just-in-time compilers, autotuning), then under the
-profiler; caches are flushed before each kernel and clocks left as they are (ncu's `--clock-control
-none`), so these are figures to reason with, never those by which it is judged.
+The candidate is called a few times to warm up (just-in-time compilers, autotuning), and then under
+the profiler. Caches are flushed before each kernel and clocks are not locked (ncu's
+`--clock-control none`), so verdicts never use these values.
 """
 
 from __future__ import annotations
@@ -31,24 +31,26 @@ WARM, CALLS = 3, 3
 _DURATION = "gpu__time_duration.sum"
 _MOST_LAUNCHES = 60
 _ROUNDS = 6
-"""ncu gives up over a metric that it does not know; then it is asked without."""
+"""Most attempts: ncu stops at an unknown metric, and is then run again without it."""
 _UNKNOWN = re.compile(r"==ERROR== Failed to find metric (?:regex:\^?)?([\w.]+)")
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3}){1,8}|\d{1,25})(?:\.\d{1,25})?(?:[eE][+-]?\d\d?)?")
 _DENIED = "ERR_NVGPUCTRPERM"
 
 
 class Metric(Record):
-    """One of those that are asked for."""
+    """One metric to collect."""
 
     key: str
+    """Key in `KernelCounters.values`."""
     means: str
+    """What the metric says."""
     names: tuple[str, ...]
-    """As ncu knows it; tried in order."""
+    """Names of the metric in versions of ncu, tried in order."""
 
 
 @cache
 def metrics() -> tuple[Metric, ...]:
-    """`counters.toml`."""
+    """The metrics of `counters.toml`."""
     text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     return tuple(Metric.model_validate(each) for each in tomllib.loads(text)["metrics"])
 
@@ -63,54 +65,63 @@ def counters(
     limit_s: float = tools.LIMIT_S,
     memory_bytes: int = 16 << 30,
 ) -> list[KernelCounters]:
-    """Counters of the kernels that calls at this point launch, the longest first.
+    """Collect counters of the kernels that a call launches.
 
-    Kernels of libraries (PyTorch, cuBLAS, ...) are left out unless `libraries`, then they are
-    labelled. Empty where it launches none of its own.
+    Args:
+        candidate: the source.
+        built: its build.
+        point: axes and dtypes of the call.
+        device: `cuda`.
+        libraries: include kernels of libraries (PyTorch, cuBLAS, ...), labelled.
+        limit_s: time limit in seconds.
+        memory_bytes: limit on host memory in bytes.
+
+    Returns:
+        One record per kernel and size, by descending total time; empty if no kernel qualifies.
 
     Raises:
-        MissingError: no ncu, or it may not or cannot read counters here.
-        UsageError: the candidate fails.
+        MissingError: ncu is not installed, or cannot or may not read counters on this machine.
+        UsageError: the candidate fails under ncu.
     """
     ncu = require_ncu()
     op = load_op(candidate.op)
     calls = (tools.Call.of(op, point, seed=0),)
     job = tools.ToolJob(device, built, op.name, calls, warm=WARM, repeat=CALLS)
-    asked = {metric.key: metric.names for metric in metrics()}
+    wanted = {metric.key: metric.names for metric in metrics()}
     for turn in range(_ROUNDS):
-        names = [names[0] for names in asked.values() if names]
+        names = [names[0] for names in wanted.values() if names]
         ran = tools.run(ncu, _options(names), job, limit_s=limit_s, memory_bytes=memory_bytes)
         unknown = set(_UNKNOWN.findall(f"{ran.log}\n{ran.printed}"))
         fewer = {
             key: names[1:] if names and _is_named(names[0], unknown) else names
-            for key, names in asked.items()
+            for key, names in wanted.items()
         }
-        if fewer != asked and turn + 1 < _ROUNDS:
-            asked = fewer
+        if fewer != wanted and turn + 1 < _ROUNDS:
+            wanted = fewer
             continue
-        found = read(ran.log, {names[0]: key for key, names in asked.items() if names})
-        if not found:
+        kernels = read(ran.log, {names[0]: key for key, names in wanted.items() if names})
+        if not kernels:
             _explain(ran)
-        kept = [kernel for kernel in found if libraries or kernel.library is None]
-        return sorted(kept, key=lambda kernel: -(kernel.duration_us or 0) * kernel.launches)
+        chosen = [kernel for kernel in kernels if libraries or kernel.library is None]
+        return sorted(chosen, key=lambda kernel: -(kernel.duration_us or 0) * kernel.launches)
     raise AssertionError("a round always ends it")
 
 
 def counted(candidate: Candidate, evaluation: Evaluation, sweep: str | None = None) -> Evaluation:
-    """The evaluation with counters at the largest swept point, if the candidate is right."""
+    """Add counters at the largest sweep point to the evaluation of a correct candidate."""
     if not evaluation.right:
         return evaluation
     op = load_op(candidate.op)
     point = op.sweep("cuda", sweep).points()[-1]
-    found = counters(candidate, build(candidate, op.contract), point)
-    return evaluation.model_copy(update={"counters": tuple(found)})
+    kernels = counters(candidate, build(candidate, op.contract), point)
+    return evaluation.model_copy(update={"counters": tuple(kernels)})
 
 
 def require_ncu() -> Path:
-    """Where it is.
+    """Path of ncu.
 
     Raises:
-        MissingError: it is not here.
+        MissingError: ncu is not installed.
     """
     ncu = find_ncu()
     if ncu is None:
@@ -122,10 +133,14 @@ def require_ncu() -> Path:
 
 
 def read(text: str, keys: dict[str, str]) -> list[KernelCounters]:
-    """Kernels of a raw page in base units (`--page raw --csv --print-units base`), launches of one
-    kernel at one size merged to their mean. `keys`: ours by the names that ncu was given.
+    """Parse ncu's raw page in base units (`--page raw --csv --print-units base`).
 
-    What is no such page, or is cut off, gives what could be read of it.
+    Args:
+        text: ncu's output. An invalid or truncated page gives the rows that could be parsed.
+        keys: our keys by ncu's names of the metrics.
+
+    Returns:
+        One record per kernel and size, with the mean over its launches.
     """
     launches: dict[tuple[str, str, str], list[dict[str, tuple[float, str]]]] = {}
     for row in _rows(text):
@@ -160,7 +175,7 @@ _IDENTITY = ("Kernel Name", "Grid Size", "Block Size")
 
 
 def _rows(text: str) -> Iterable[dict[str, tuple[str, str]]]:
-    """Each launch: (cell, unit) by column."""
+    """Yield each launch as (cell, unit) by column."""
     start = re.search(r'^"ID","Process ID",', text, re.MULTILINE)
     if start is None:
         return
@@ -179,12 +194,12 @@ def _rows(text: str) -> Iterable[dict[str, tuple[str, str]]]:
 
 
 def _value(cell: str, unit: str) -> tuple[float, str] | None:
-    """Base units; a duration is in ns there. `n/a` and lists are no numbers."""
+    """Value and unit of a cell; None if it is no number (`n/a`, a list). Durations are in ns."""
     return (float(cell.replace(",", "")), unit) if _NUMBER.fullmatch(cell) else None
 
 
 def _is_named(name: str, unknown: set[str]) -> bool:
-    """ncu names an unknown metric whole, or without its suffixes."""
+    """Whether ncu reported this metric as unknown, by its full name or without suffixes."""
     return any(name == each or name.startswith(f"{each.rstrip('.')}.") for each in unknown)
 
 
@@ -213,19 +228,19 @@ def _options(names: list[str]) -> list[str]:
 
 
 def _explain(ran: tools.Ran) -> None:
-    """Why there is no counter; returns where there was nothing to count."""
-    said = f"{ran.log}\n{ran.printed}"
-    if _DENIED in said:
+    """Raise the reason why there are no counters; return if no kernel was launched."""
+    output = f"{ran.log}\n{ran.printed}"
+    if _DENIED in output:
         raise MissingError(
             f"the driver lets only administrators read counters ({_DENIED})",
             "as root: echo 'options nvidia NVreg_RestrictProfilingToAdminUsers=0' > "
             "/etc/modprobe.d/nvidia-profiling.conf, then reload the driver or reboot",
         )
-    errors = re.findall(r"^==ERROR== (.+)", said, re.MULTILINE)
-    told = [error for error in errors if not error.startswith("The application returned")]
-    if told:
+    errors = re.findall(r"^==ERROR== (.+)", output, re.MULTILINE)
+    own = [error for error in errors if not error.startswith("The application returned")]
+    if own:
         raise MissingError(
-            f"ncu does not work here: {tools.without_paths(told[0])[:300]}", "see `patcher doctor`"
+            f"ncu does not work here: {tools.without_paths(own[0])[:300]}", "see `patcher doctor`"
         )
     if ran.ok and ran.code == 0:
         return

@@ -17,6 +17,7 @@ from patcher.bench.judge.blob import Bytes, Layout, Slot
 from patcher.bench.judge.cases import Case, Secrets, Values, shapes_tried, tensors_of
 from patcher.bench.judge.process import Runner
 from patcher.bench.ops.contract import Sweep
+from patcher.bench.ops.dtypes import DTYPES
 from patcher.bench.ops.op import Op
 from patcher.bench.runner.mixing import Mixer
 
@@ -70,7 +71,7 @@ class RandomPool:
         for slot in mixed(plan):
             value = torch.empty(slot.span_bytes, dtype=torch.uint8, device=self.bits.device)
             self._mixer.mix(value, self.bits, self._recipe(case, slot))
-            found[slot.name] = value.view(getattr(torch, slot.dtype)).view(slot.shape)
+            found[slot.name] = value.view(DTYPES[slot.dtype].torch_dtype).view(slot.shape)
         return found
 
     def lend(self, runner: Runner) -> None:

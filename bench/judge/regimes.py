@@ -2,6 +2,8 @@
 
 A regime of the judge changes the tensors whose values the contract leaves free (`values = "any"`);
 indices and tables stay as the op made them. An op that names the same regime makes it itself.
+Of a narrow dtype the numbers are changed and encoded again: where it has no infinities `inf` plants
+its largest number, `large` reaches it and is cut off there, and without a NaN `nan` plants that.
 """
 
 from __future__ import annotations
@@ -12,15 +14,17 @@ import random
 import torch
 from torch import Tensor
 
+from patcher.bench.ops.codes import decode, encode
 from patcher.bench.ops.contract import Point
+from patcher.bench.ops.dtypes import DTYPES, Dtype, dtype_of
 from patcher.bench.ops.op import Op
 
 EACH = ("zeros", "ones", "one_hot", "negative_zero", "denormal", "nan", "inf")
 """Tried on each tensor alone, too: in all at once one hides the other."""
 ALL = ("large", "small")
 EXACT = "exact"
-_LARGE = {torch.float16: 16.0}
-_DENORMAL = {torch.float16: 2.0**-20}
+_LARGE, _SMALL = {"float16": 16.0}, 1e-4
+_DENORMAL = {"float16": 2.0**-20}
 """Factors that make standard normal values subnormal: 2^-130 in what has float32's exponents."""
 
 
@@ -32,7 +36,7 @@ def regimes_of(op: Op) -> list[str]:
 
 def free(op: Op) -> list[str]:
     """Tensors whose values a regime of the judge may change."""
-    floats = {"float64", "float32", "bfloat16", "float16"}
+    floats = {name for name, dtype in DTYPES.items() if not dtype.exact}
     return [
         tensor.name
         for tensor in op.contract.tensors
@@ -66,6 +70,13 @@ def make(
 
 
 def _changed(value: Tensor, regime: str, chooser: random.Random) -> Tensor:
+    dtype = dtype_of(value.dtype)
+    if dtype.narrow:
+        return encode(_made(decode(value), regime, chooser, dtype), dtype)
+    return _made(value, regime, chooser, dtype)
+
+
+def _made(value: Tensor, regime: str, chooser: random.Random, dtype: Dtype) -> Tensor:
     match regime:
         case "zeros":
             return torch.zeros_like(value)
@@ -86,11 +97,13 @@ def _changed(value: Tensor, regime: str, chooser: random.Random) -> Tensor:
                 changed.view(-1)[chooser.randrange(changed.numel())] = planted
             return changed
         case "large":
-            return value * _LARGE.get(value.dtype, 1e4)
-        case "small":
-            return value * 1e-4
+            return value * (dtype.finite_max / 2 if dtype.narrow else _LARGE.get(dtype.name, 1e4))
+        case "small":  # in a narrow dtype at the lower end of its normal numbers
+            lowest = max(4 * dtype.smallest_normal, _SMALL)
+            return value * (min(lowest, 1.0) if dtype.narrow else _SMALL)
         case "denormal":
-            return value * _DENORMAL.get(value.dtype, 2.0**-130)
+            factor = dtype.smallest_normal / 2 if dtype.narrow else 2.0**-130
+            return value * _DENORMAL.get(dtype.name, factor)
     raise ValueError(f"unknown regime {regime!r}")
 
 
@@ -99,13 +112,14 @@ def _exact(
 ) -> dict[str, Tensor]:
     """Drawn from {0, 1}, so thin that every sum is a whole number that each dtype holds."""
     names = op.contract.accuracy.exact
-    outputs = [getattr(torch, point.dtypes[tensor.dtype]) for tensor in op.contract.written]
-    limit = min(2.0 / torch.finfo(dtype).eps for dtype in outputs)
+    outputs = [DTYPES[point.dtypes[tensor.dtype]] for tensor in op.contract.compared]
+    limit = min(2.0 / dtype.eps for dtype in outputs)
     longest = op.contract.longest_sum(point)
     chance = min(0.5, math.sqrt(limit / (4 * longest)))
     changed = dict(values)
     for name in names:
         value = values[name]
-        drawn = torch.rand(value.shape, generator=generator, device=value.device) < chance
-        changed[name] = drawn.to(value.dtype)
+        shape = decode(value).shape
+        drawn = torch.rand(shape, generator=generator, device=value.device) < chance
+        changed[name] = encode(drawn.double(), dtype_of(value.dtype))
     return changed

@@ -1,17 +1,17 @@
-"""compute-sanitizer as a gate for finalists: memory errors, races in shared memory, reads of what
-was never written.
+"""Check finalists with compute-sanitizer: memory errors, shared-memory races, uninitialised reads.
 
-What counts as an error of the candidate:
+These reports count against the candidate:
 
-- memcheck: every report, whosever kernel; the candidate gave the pointers.
-- racecheck: reports at level error. Warnings are hazards that the programming model forbids and
+- memcheck: every report, in any kernel, since the candidate supplied the pointers.
+- racecheck: reports at level error. Warnings are hazards that the programming model forbids but
   that people write on purpose.
-- racecheck and initcheck: not in kernels of libraries, which have races and reads of their own.
-- racecheck, of a candidate that has mbarriers: only where the tool at hand follows how they are
-  used. Versions up to 2026.4 at least do not follow `__syncwarp`, then one lane's arrival, which is
-  how Hopper's kernels hand a buffer over (measured: bench/results/racecheck). So a control that is
-  right (handover.cu) is run below the same tool, and where that is reported, too, reports of the
-  candidate are set aside and the verdict says so; who judges owes it a longer look then.
+- racecheck and initcheck: no reports in kernels of libraries, which have races and such reads
+  themselves.
+- racecheck, for a candidate with mbarriers: only if the installed tool understands them. Versions
+  up to at least 2026.4 do not understand `__syncwarp` followed by one lane's arrival, which is how
+  Hopper kernels hand a buffer over (measured: bench/results/racecheck). So a correct control kernel
+  (handover.cu) is run under the same tool. If the tool reports the control too, the candidate's
+  reports are set aside, and the verdict says so. Such a candidate needs a manual review.
 """
 
 from __future__ import annotations
@@ -38,31 +38,34 @@ from patcher.bench.toolchains import Built, build, toolchain
 
 _FOUND_CODE = 99
 _OPTIONS: dict[str, tuple[str, ...]] = {
-    # an allocation next to another would hide what strays from one into the other; API errors are
-    # reported by libraries that only probe, and those of the candidate are raised
+    # padding reveals accesses that stray from one allocation into the next; API errors are off
+    # since libraries probe, and the candidate's own API errors raise anyway
     "memcheck": ("--padding", "512", "--report-api-errors", "no"),
     "racecheck": ("--racecheck-report", "analysis"),
     "initcheck": (),
 }
 _LOOKS_AT_PROXIES = (2026, 4)
-"""From here on racecheck reports a bulk copy without a proxy fence before it, also where it only
-follows reads, as in the ring of the CUDA programming guide; so it is told not to."""
+"""From this version on, racecheck reports a bulk copy without a preceding proxy fence. It does so
+even after mere reads, as in the ring of the CUDA programming guide. So this check is off."""
 _HAS_MBARRIERS = re.compile(r"mbarrier|\bcuda::(?:barrier|pipeline|ptx)\b")
 _CONTROL = "handover.cu"
 _HIDDEN = 3
-"""Hidden shapes that are run beside the smallest and the largest swept one."""
+"""Number of hidden shapes to run besides the smallest and the largest sweep point."""
 _UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-"""One allocation of CUDA for each tensor, of its very size."""
+"""Makes PyTorch allocate each tensor separately, at its exact size."""
 
 
 class Sanitized(Record):
-    """What all tools together say; `outcome` None: nothing against the candidate."""
+    """Combined result of all tools."""
 
     outcome: Outcome | None
+    """The outcome if the candidate failed; None if nothing counts against it."""
     detail: str
+    """What the tools found."""
     log: str = ""
+    """Text of the first reports."""
     set_aside: bool = False
-    """Whether there were reports that say nothing, since a control draws them, too."""
+    """Whether reports were ignored, since the tool reports the correct control too."""
 
 
 def sanitize(
@@ -75,10 +78,20 @@ def sanitize(
     limit_s: float = tools.LIMIT_S,
     memory_bytes: int = 16 << 30,
 ) -> Sanitized:
-    """Run the candidate once at a few shapes below each tool; the first finding decides.
+    """Run the candidate at a few shapes under each tool; the first finding decides.
 
-    Where a tool comes to no end with the candidate but does without one, the candidate broke; where
-    it does not without one either, it does not work here and says nothing.
+    If a tool fails with the candidate but works without one, the candidate failed. If it fails
+    without a candidate too, the tool does not work on this machine and nothing is concluded.
+
+    Args:
+        op: the op.
+        candidate: the source.
+        built: its build.
+        sweep: sweep that the shapes come from.
+        device: `cuda`.
+        draw: source of secret seeds.
+        limit_s: time limit in seconds of each run.
+        memory_bytes: limit on host memory in bytes.
     """
     tool = find_compute_sanitizer()
     if tool is None:
@@ -96,34 +109,36 @@ def sanitize(
         ran = run(name, job)
         report = parse(ran.log, name)
         if own := _own(report):
-            handed_over = name == "racecheck" and _HAS_MBARRIERS.search(candidate.source)
-            if handed_over and _own(_of_control(run, name, _control(op, device))):
+            mbarriers = name == "racecheck" and _HAS_MBARRIERS.search(candidate.source)
+            if mbarriers and _own(_of_control(run, name, _control(op, device))):
                 aside = own
                 continue
             more = f"; {report.errors} reports" if (report.errors or 0) > 1 else ""
             return Sanitized(
                 outcome=Outcome.GUARD_VIOLATION,
-                detail=own[0].told() + more,
+                detail=own[0].summary() + more,
                 log="\n\n".join(finding.text for finding in own[:3]),
             )
         left_out += len(report.findings)
-        if not _came_to_an_end(ran, report):
+        if not _completed(ran, report):
             without = run(name, tools.ToolJob(device))
-            if not _came_to_an_end(without, parse(without.log, name)):
+            if not _completed(without, parse(without.log, name)):
                 detail = f"not here: compute-sanitizer's {name} does not work: {without.why()}"
                 return Sanitized(outcome=None, detail=detail)
             detail = f"{name}: the candidate fails below it: {ran.why()}"
             return Sanitized(outcome=Outcome.RUNTIME_ERROR, detail=detail, log=_last(ran))
     silent = [name for name in _OPTIONS if not (aside and name == "racecheck")]
-    said = f"{', '.join(silent)} found nothing in {len(calls)} calls"
+    detail = f"{', '.join(silent)} found nothing in {len(calls)} calls"
     if aside:
-        said += f"; {len(aside)} reports of racecheck set aside: below it a hand-over by mbarriers "
-        said += "that is right is reported, too"
+        detail += (
+            f"; {len(aside)} reports of racecheck set aside: below it a hand-over by mbarriers "
+        )
+        detail += "that is right is reported, too"
     if left_out:
-        said += f" (left out: {left_out} warnings or reports of libraries' kernels)"
+        detail += f" (left out: {left_out} warnings or reports of libraries' kernels)"
     return Sanitized(
         outcome=None,
-        detail=f"{said}; compute-sanitizer {version}",
+        detail=f"{detail}; compute-sanitizer {version}",
         log="\n\n".join(finding.text for finding in aside[:3]),
         set_aside=bool(aside),
     )
@@ -142,17 +157,17 @@ def _own(report: SanitizerReport) -> list[SanitizerFinding]:
 def _of_control(
     run: Callable[[str, tools.ToolJob], tools.Ran], name: str, control: tools.ToolJob | None
 ) -> SanitizerReport:
-    """What the tool says of it; where it did not run to its end: nothing."""
+    """The tool's report on the control; empty if the control could not be built or run."""
     if control is not None:
         ran = run(name, control)
         report = parse(ran.log, name)
-        if _came_to_an_end(ran, report):
+        if _completed(ran, report):
             return report
     return SanitizerReport(findings=(), errors=None)
 
 
 def _control(op: Op, device: str) -> tools.ToolJob | None:
-    """What hands over by mbarriers, called without arguments; None: it cannot be built here."""
+    """A job for the control kernel, called without arguments; None if it cannot be built."""
     if toolchain(Language.CUDA).missing() is not None:
         return None
     source = resources.files("patcher.bench.judge").joinpath(_CONTROL).read_text("utf-8")
@@ -188,10 +203,10 @@ def _run(
     )
 
 
-def _came_to_an_end(ran: tools.Ran, report: SanitizerReport) -> bool:
-    """It ran to its end, and what the summary counts is what was read."""
-    told = report.errors == 0 or bool(report.findings and report.errors)
-    return ran.code in (0, _FOUND_CODE) and ran.ok and told
+def _completed(ran: tools.Ran, report: SanitizerReport) -> bool:
+    """Whether the run ended normally and its summary agrees with the parsed findings."""
+    consistent = report.errors == 0 or bool(report.findings and report.errors)
+    return ran.code in (0, _FOUND_CODE) and ran.ok and consistent
 
 
 def _last(ran: tools.Ran) -> str:

@@ -1,7 +1,6 @@
-"""What compute-sanitizer writes, as findings.
+"""Parse the text output of compute-sanitizer into findings.
 
-The text output, because its forms are documented (Compute Sanitizer User Manual) and those of the
-XML are not.
+The text format is documented (Compute Sanitizer User Manual); the XML format is not.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from patcher.bench.judge import tools
 from patcher.bench.records import Record
 
 _MOST_REPORTS = 1000
-"""The tools print 100; more is not of them."""
+"""The tools print at most 100 reports; more must be forged."""
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)(?: displayed)?\b")
 _RACE = re.compile(
     r"(?:(?P<level>error|warning|info): )?"
@@ -28,7 +27,7 @@ _TOOL = re.compile(
     r"|default timeout|program hit|leak summary|racecheck summary|error summary)\b",
     re.IGNORECASE,
 )
-"""What begins so is about the tool, the session or the API, not about an access."""
+"""Headlines about the tool, the session or the API rather than about a memory access."""
 _DETAIL = re.compile(r"at |by thread|Address |Access |and |Saved |Host Frame|Device Frame|in /")
 _PLACES = (
     # NAME+0x10 in FILE:1; 0x10 in FILE:1:NAME (until 2022); 0x10 in NAME
@@ -43,57 +42,64 @@ class SanitizerFinding(Record):
     """One report of one tool."""
 
     tool: str
+    """`memcheck`, `racecheck` or `initcheck`."""
     kind: str
-    """`Invalid __global__ write of size 4 bytes`, say."""
+    """Headline of the report, such as `Invalid __global__ write of size 4 bytes`."""
     kernel: str = ""
+    """Name of the kernel."""
     where: str = ""
-    """File and line, where the build kept lines."""
+    """File and line, if the build has line information."""
     level: str = "error"
+    """`error`, `warning` or `info`."""
     text: str = ""
-    """The whole report, without folders of the machine."""
+    """The report without folders of this machine."""
 
     @property
     def counts(self) -> bool:
-        """Whether the candidate is to blame. A library's kernel has no lines; one that only bears
-        such a name has."""
+        """Whether the report counts against the candidate.
+
+        A library's kernel has no line information. A candidate's kernel with a library's name does.
+        """
         library = tools.library_of(self.kernel) is not None and not self.where
         return self.level == "error" and (self.tool == "memcheck" or not library)
 
-    def told(self) -> str:
+    def summary(self) -> str:
+        """The finding in one line."""
         kernel = f" in {self.kernel[:120]}" if self.kernel else ""
         place = f" ({self.where})" if self.where else ""
         return f"{self.tool}: {self.kind}{kernel}{place}"
 
 
 class SanitizerReport(Record):
-    """What one tool wrote."""
+    """All reports of one tool."""
 
     findings: tuple[SanitizerFinding, ...]
+    """The reports in order."""
     errors: int | None
-    """Of its summary, or None: it did not come to one."""
+    """Number of errors in the tool's summary; None if there is no summary."""
 
 
 def parse(text: str, tool: str) -> SanitizerReport:
-    """What one tool wrote as text; lines of the program itself are passed over."""
+    """Parse a tool's text output, ignoring lines that the program printed."""
     blocks = itertools.islice(_blocks(text), _MOST_REPORTS)
-    findings = [found for block in blocks if (found := _finding(block, tool))]
+    findings = [finding for block in blocks if (finding := _finding(block, tool))]
     summary = _SUMMARY.search(text)
     return SanitizerReport(findings=tuple(findings), errors=int(summary[1]) if summary else None)
 
 
 def _blocks(text: str) -> Iterator[list[str]]:
-    """A headline and what is said below it."""
+    """Yield each report as its headline and its detail lines."""
     block: list[str] = []
     for line in text.splitlines():
         if not line.startswith("========="):
             continue
-        said = line.lstrip("=")
-        if said.strip() and (said.startswith("  ") or _DETAIL.match(said.strip())):
-            block.append(said.strip())
+        content = line.lstrip("=")
+        if content.strip() and (content.startswith("  ") or _DETAIL.match(content.strip())):
+            block.append(content.strip())
             continue
         if block:
             yield block
-        block = [said.strip()] if said.strip() else []
+        block = [content.strip()] if content.strip() else []
     if block:
         yield block
 
@@ -124,10 +130,10 @@ def _after_at(line: str) -> str:
 
 
 def _place(text: str) -> tuple[str, str]:
-    """Kernel, and file:line where they are told."""
+    """Name of the kernel, and file:line if the text has them."""
     for pattern in _PLACES:
-        if found := pattern.match(text):
-            parts = found.groupdict()
+        if match := pattern.match(text):
+            parts = match.groupdict()
             where = f"{Path(parts['file']).name}:{parts['line']}" if parts.get("file") else ""
             return parts["name"].strip(), where
     return text[:200], ""

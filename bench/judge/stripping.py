@@ -1,8 +1,8 @@
-"""A source without its comments and string literals, line by line, in time linear in its length.
+"""Remove comments and string literals from a source, in time linear in its length.
 
-Python's `tokenize` takes quadratic time on hostile text, and reads f-strings differently from
-version to version. So each language has one regular expression here, and no alternative of it
-gives back what it has taken.
+Python's `tokenize` takes quadratic time on hostile text, and parses f-strings differently in
+different versions. So each family of languages has one regular expression here, none of whose
+alternatives backtracks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PYTHON = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-# An identifier or a number is taken whole: its quote or its R begins no literal.
+# An identifier or a number is matched whole: a quote or an R in it begins no literal.
 _NATIVE = re.compile(
     r"""
     (?P<comment> //[^\n]*+ | /\* (?: [^*]++ | \*(?!/) )*+ (?: \*/ )?+ )
@@ -46,17 +46,21 @@ _BACKSLASH_AT_END = re.compile(r"\\[ \t]*\Z")
 
 @dataclass(frozen=True)
 class Views:
-    """Three views of one source with the same lines. In the latter two, runs of blanks are one,
-    and there are none in `torch . backends`."""
+    """Three views of a source with the same line numbers.
+
+    In `text` and `code`, runs of blanks become one blank, and `torch . backends` has none.
+    """
 
     all: str
+    """The source."""
     text: str
-    """Without comments and docstrings."""
+    """The source without comments and docstrings."""
     code: str
-    """Without string literals too; what an f-string computes stays."""
+    """The source also without string literals; expressions of f-strings stay."""
 
 
 def views(source: str, language: Language) -> Views:
+    """The three views of a source."""
     native = not language.in_python
     source = source.replace("\r\n", "\n").replace("\r", "\n")
     if native:
@@ -67,16 +71,16 @@ def views(source: str, language: Language) -> Views:
     text: list[str] = []
     code: list[str] = []
     at = 0
-    for match, kept, computed in _literals(source) if native else _python_literals(source):
+    for match, literal, computed in _literals(source) if native else _python_literals(source):
         between = source[at : match.start()]
-        text += between, kept
+        text += between, literal
         code += between, computed, "\n" * (match[0].count("\n") - computed.count("\n"))
         at = match.end()
     return Views(source, *(_tidy("".join(part) + source[at:], native) for part in (text, code)))
 
 
 def _literals(source: str) -> Iterator[tuple[re.Match[str], str, str]]:
-    """Each comment and string with what the text and what the code keep of it."""
+    """Yield each comment and string with its replacements in `text` and in `code`."""
     for match in _NATIVE.finditer(source):
         if match["comment"] is not None:
             yield match, _blank(match[0]), " "
@@ -97,7 +101,7 @@ def _python_literals(source: str) -> Iterator[tuple[re.Match[str], str, str]]:
 
 
 def _alone(source: str, match: re.Match[str]) -> bool:
-    """Whether nothing else is on the lines of a string: a docstring, outside of brackets."""
+    """Whether a string outside brackets has its lines to itself, as a docstring does."""
     before = source[max(0, match.start() - 200) : match.start()]
     after = source[match.end() : match.end() + 200].partition("\n")[0].strip()
     line_before, newline, indent = before.rpartition("\n")
@@ -107,26 +111,26 @@ def _alone(source: str, match: re.Match[str]) -> bool:
 
 
 def _computed(literal: str) -> str:
-    """What stands in the braces of an f-string."""
-    found, depth = [], 0
+    """The expressions in the braces of an f-string."""
+    letters, depth = [], 0
     for letter in literal.replace("{{", "").replace("}}", ""):
         depth += (letter == "{") - (letter == "}" and depth > 0)
-        found.append(letter if depth else "")
-    return "".join(found)
+        letters.append(letter if depth else "")
+    return "".join(letters)
 
 
 def _spliced(source: str) -> str:
-    """Each line that ends in a backslash joined to the next; their newlines come after both."""
-    done: list[str] = []
-    owed = 0
+    """Join each line that ends in a backslash with the next; the newlines follow the result."""
+    lines: list[str] = []
+    pending = 0
     for line in source.split("\n"):
         if end := _BACKSLASH_AT_END.search(line):
-            done.append(line[: end.start()])
-            owed += 1
+            lines.append(line[: end.start()])
+            pending += 1
         else:
-            done.append(line + "\n" * (owed + 1))
-            owed = 0
-    return "".join(done).removesuffix("\n")
+            lines.append(line + "\n" * (pending + 1))
+            pending = 0
+    return "".join(lines).removesuffix("\n")
 
 
 def _tidy(code: str, native: bool) -> str:

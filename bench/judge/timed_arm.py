@@ -1,4 +1,4 @@
-"""One side of a timed comparison: a runner, its buffers, and one block of calls after another."""
+"""One arm of a timed comparison: a runner with its buffers, called block by block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from patcher.bench.ops.op import Op
 
 
 class WrongCall(Exception):
-    """Something wrong in timed calls: (check, detail)."""
+    """A timed call failed a check.
+
+    Args:
+        check: name of the check.
+        detail: what the check found.
+    """
 
     def __init__(self, check: str, detail: str) -> None:
         super().__init__(detail)
@@ -30,19 +35,28 @@ class WrongCall(Exception):
 
 @dataclass
 class TimedArm:
-    """One side of the comparison."""
+    """One arm of the comparison."""
 
     op: Op
+    """The op."""
     device: str
+    """`cpu` or `cuda`."""
     runner: Runner
+    """The process that runs this arm."""
     stock: RandomPool
+    """Random bits that large tensors are mixed from."""
     checked: bool
-    """Whether its outputs are: the candidate's."""
+    """Whether its outputs are checked, which those of the candidate are."""
     accused: bool = True
-    """Whether its failures are what is asked for, or a fault of this machine."""
+    """Whether a failure counts against the candidate; otherwise it is a fault of this machine."""
 
     def prepare(self, sets: CallSets, timeout_s: float) -> None:
-        """First calls at a shape: what is compiled late is compiled; on CUDA, captured."""
+        """Make the first calls at a shape, which run just-in-time compilers; on CUDA, capture them.
+
+        Args:
+            sets: the buffers to call with.
+            timeout_s: time limit in seconds of each command.
+        """
         with self._answering():
             self.stock.lend(self.runner)
             self.runner.send(sets.data)
@@ -53,13 +67,22 @@ class TimedArm:
     def block(
         self, sets: CallSets, order: list[int], mode: str = "whole"
     ) -> tuple[TimedBlock, Left | None]:
-        """One timed block, and what it left behind."""
+        """Time one block.
+
+        Args:
+            sets: the buffers to call with.
+            order: indices of the sets in the order of the calls.
+            mode: `whole`, `cold` or `eager`; on a CPU every block is eager.
+
+        Returns:
+            The times, and the buffers afterwards if the arm is checked.
+        """
         with self._answering():
             return self._block(sets, order, mode)
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """What the baseline does wrong is not the candidate's."""
+        """Turn a failure of the baseline into a `MissingError`: it is not the candidate's."""
         try:
             yield
         except RunnerFailure as failure:
@@ -67,7 +90,7 @@ class TimedArm:
                 raise
             raise MissingError(
                 f"the baseline fails here while it is timed: {failure.message}",
-                "name another one with --baseline, or see `patcher doctor`",
+                "choose another one with --baseline, or see `patcher doctor`",
             ) from failure
 
     def _block(self, sets: CallSets, order: list[int], mode: str) -> tuple[TimedBlock, Left | None]:
@@ -78,9 +101,9 @@ class TimedArm:
             reply = self.runner.command("go")
         else:
             composed = self.runner.command("compose", mode=mode, order=order, recipes=sets.recipes)
-            if self.checked and (kept := composed["persisting_bytes"]):
+            if self.checked and (persisting := composed["persisting_bytes"]):
                 raise WrongCall(
-                    "guards", f"set {kept} bytes of L2 aside, which is the engine's to do"
+                    "guards", f"set {persisting} bytes of L2 aside, which is the engine's to do"
                 )
             reply = self.runner.command("launch")
         wall = self.runner.reply_s
@@ -102,13 +125,14 @@ class TimedArm:
 def fresh_sets(
     op: Op, point: Point, sets: int, device: str, stock: RandomPool, draw: Secrets
 ) -> CallSets:
-    """New problems of one shape, and what is sent of them."""
+    """Draw new inputs of one shape and pack them into buffer sets."""
     return CallSets.made(op, fresh(op, point, sets, draw), device, stock)
 
 
 def fresh(op: Op, point: Point, sets: int, draw: Secrets) -> list[Case]:
-    """Cases with seeds drawn now: no timed call sees values that any call saw before. Some differ
-    from another in one element of each tensor only, but never the first two.
+    """Draw cases with new seeds, so that no timed call sees values of an earlier call.
+
+    Some cases differ from another one in only one element per tensor, but never the first two.
     """
     scalars = tuple(scalar.value for scalar in op.contract.scalars)
     cases = [Case(point, "normal", draw.seed(), scalars) for _ in range(sets)]

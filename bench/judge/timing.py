@@ -1,14 +1,15 @@
-"""How fast, against what: blocks of candidate and baseline in turn, each call on values of its
-own, every output checked.
+"""Time candidate and baseline in alternating blocks, with new values for each call and all outputs
+checked.
 
-CPU: each call timed by itself with the performance counter; a block's figure is the median of its
-calls. CUDA: calls captured one by one, composed into one graph in a secret order, as engines serve
-them, and replayed once on new values; a block's figure is the time between two events of that graph
-divided by its calls. Some sets are never called and must stay as they were. A pair is one block of
-each arm on the same values, arms in ABBA order, the other arm stopped; the speedup is the
-pseudomedian of the pairs' log-ratios with its interval, since a few pairs during which the baseline
-waited for other programs must not make a gain. Pairs go on until the interval is narrow enough or
-the budget is spent.
+CPU: each call is timed by itself with the performance counter, and a block's time is the median of
+its calls. CUDA: calls are captured one by one and composed into one graph in a secret order. The
+graph is replayed once on new values, and a block's time is the time between two events of that
+graph, divided by its calls. Some sets are never called and must stay unchanged.
+
+A pair is one block of each arm on the same values, with arms in ABBA order and the other arm
+stopped. The speedup is the Hodges-Lehmann estimate of the pairs' log-ratios with its interval, so
+that a few disturbed pairs cannot produce a gain. Pairs are taken until the interval is narrow
+enough or the time budget is spent.
 """
 
 from __future__ import annotations
@@ -44,20 +45,21 @@ from patcher.bench.ops.op import Op
 from patcher.bench.stats.hodges_lehmann import Interval, hodges_lehmann
 
 CALLED = 2 / 3
-"""At least this share of the sets is called."""
+"""Smallest share of the sets that is called."""
 SINGLES = 4
-"""Blocks of one call each."""
+"""Number of blocks of one call each."""
 MEASUREMENTS = 5
-"""A point is measured so often before its clocks are called false, if most of the times looked so:
-a busy machine looks so, too."""
+"""Most measurements of a point. Its clocks are rejected if most measurements looked implausible,
+since a busy machine can look implausible once."""
 FEWEST_PAIRS = 6
-"""Of fewer, Student's quantile makes any machine a busy one."""
+"""With fewer pairs, Student's quantile makes any machine look busy."""
 PAUSE_S = 4.0
-"""Before a point is measured again because the baseline waited for other programs; then twice as
-long each time: a minute in all."""
+"""Seconds before the first re-measurement of a point after other programs disturbed the baseline;
+doubled each time, a minute in total."""
 COLD_CALLS = 12
+"""Calls of a block with cold caches, or outside a graph."""
 SPANS_S = 60.0
-"""CUPTI starts slowly."""
+"""Time limit in seconds of a profiled launch; CUPTI starts slowly."""
 METHODS = {
     "cpu": "per call, performance counter, median of a block; interleaved ABBA pairs, "
     "the other arm stopped; caches warm from the copy-in",
@@ -68,22 +70,25 @@ METHODS = {
 
 @dataclass
 class Precision:
-    """When a point has been measured enough."""
+    """When to stop measuring a point."""
 
     fewest_pairs: int = FEWEST_PAIRS
+    """Fewest pairs of blocks."""
     most_pairs: int = 24
+    """Most pairs of blocks."""
     half_width: float = 0.01
-    """Of the log-ratio's 95 % interval."""
+    """Half-width of the log-ratio's 95 % interval at which to stop."""
     budget_s: float = 20.0
+    """Time budget in seconds."""
 
     @property
     def tells(self) -> bool:
-        """Whether a ratio is asked for, and not only that timed calls are right."""
+        """Whether the ratio matters; otherwise only the outputs of timed calls are checked."""
         return self.most_pairs >= FEWEST_PAIRS
 
 
 class TimingSession:
-    """Candidate and baseline, each loaded in a runner of its own, compared point by point."""
+    """Compares a candidate with a baseline point by point, each loaded in its own runner."""
 
     def __init__(
         self,
@@ -106,13 +111,13 @@ class TimingSession:
         self.calls = 0
 
     def compare(self, point: Point, load_timeout_s: float) -> Timing:
-        """The timing at one point.
+        """Time candidate and baseline at one point; `load_timeout_s` limits the first calls.
 
         Raises:
-            Found: a timed call went wrong, or the clocks do not agree.
+            WrongCall: a timed call failed a check, or its times are implausible.
             RunnerFailure: the candidate failed while timed.
-            MissingError: the baseline's own times are all over the place, or the judge's clock over
-                them.
+            MissingError: this machine is too busy: the baseline's times or the judge's clock are
+                too noisy.
         """
         sets = block_sets(self.op, point, self.device)
         for arm in (self.theirs, self.ours):
@@ -142,37 +147,43 @@ class TimingSession:
     def _remeasured(
         self, point: Point, sets: int
     ) -> tuple[list[TimedBlock], list[TimedBlock], int]:
-        """Blocks of both arms and how many pairs were dropped, of the first hearing that tells; a
-        quick look (not `tells`) goes on with the last. Raises: see `compare`.
+        """Measure a point until a measurement is plausible and undisturbed.
+
+        If only outputs are checked (not `tells`), the last measurement is used in any case. See
+        `compare` for what it raises.
+
+        Returns:
+            Blocks of both arms, and the number of pairs that were dropped.
         """
         problems: list[str] = []
-        hearing, tells = 0, self.precision.tells
+        measurement, tells = 0, self.precision.tells
         while True:
-            hearing += 1
+            measurement += 1
             ours, theirs, dropped = self._pairs(point, sets)
             alone = [self._single(point, sets) for _ in range(SINGLES)]
             floor = self.ceilings.floor_us(self.op.contract, point)
             problem = suspicious(ours, theirs, [a for a, _ in alone], [b for _, b in alone], floor)
-            waited = self._waited(theirs)
+            disturbance = self._disturbance(theirs)
             problems += [problem] if problem else []
-            if problem is None and waited is None:
+            if problem is None and disturbance is None:
                 return ours, theirs, dropped
-            if hearing == MEASUREMENTS:
+            if measurement == MEASUREMENTS:
                 break
-            if waited and tells:
-                time.sleep(PAUSE_S * 2 ** (hearing - 1))
+            if disturbance and tells:
+                time.sleep(PAUSE_S * 2 ** (measurement - 1))
         if problems and (2 * len(problems) > MEASUREMENTS or not tells):
             raise WrongCall("clocks", problems[-1])
         if tells:
             raise MissingError(
-                f"this machine is too busy to time {point.label()}: {waited or problems[-1]}",
-                "end what else runs here, or judge on another machine (--judge)",
+                f"this machine is too busy to time {point.label()}: {disturbance or problems[-1]}",
+                "stop other programs, or judge on another machine (--judge)",
             )
         return ours, theirs, dropped
 
-    def _waited(self, theirs: Sequence[TimedBlock]) -> str | None:
-        """Whether what the baseline's blocks say of this machine makes a hearing worth nothing. On
-        CUDA the times are those of events, and CUPTI sees what they leave out.
+    def _disturbance(self, theirs: Sequence[TimedBlock]) -> str | None:
+        """Why the baseline's blocks make the measurement unusable, or None.
+
+        On CUDA the times come from events, and CUPTI checks what they leave out.
         """
         if self.precision.tells and (problem := unsteady(theirs)):
             return problem
@@ -196,15 +207,15 @@ class TimingSession:
             late = time.monotonic() - begin > limits.budget_s
             if of_pairs(ours, theirs).half_width <= limits.half_width or late:
                 break
-        kept = _steady(clocks)
-        if sum(kept) < len(kept) / 2:  # this load's own state, for both arms alike
-            kept = [True] * len(kept)
-        dropped = len(kept) - sum(kept)
-        chosen = [i for i, keep in enumerate(kept) if keep]
+        steady = _steady(clocks)
+        if sum(steady) < len(steady) / 2:  # this load always runs so, in both arms alike
+            steady = [True] * len(steady)
+        dropped = len(steady) - sum(steady)
+        chosen = [i for i, one in enumerate(steady) if one]
         return [ours[i] for i in chosen], [theirs[i] for i in chosen], dropped
 
     def _single(self, point: Point, sets: int) -> tuple[TimedBlock, TimedBlock]:
-        """One call alone: nothing else is there to be computed with it."""
+        """A pair of blocks of one call each, so that no work can be shared between calls."""
         return self._pair(point, sets, bool(self.draw.random.getrandbits(1)), 1, exactly=1)
 
     def _pair(
@@ -212,17 +223,17 @@ class TimingSession:
     ) -> tuple[TimedBlock, TimedBlock]:
         batch = self._fresh(point, sets)
         order = self.draw.order(sets, least)[:exactly]
-        taken: dict[bool, TimedBlock] = {}
+        blocks: dict[bool, TimedBlock] = {}
         for is_ours in (False, True) if swapped else (True, False):
             if is_ours:
-                taken[True] = self._checked(batch, order, "whole")
+                blocks[True] = self._checked(batch, order, "whole")
             else:
                 self.ours.runner.freeze(True)
                 try:
-                    taken[False] = self.theirs.block(batch, order)[0]
+                    blocks[False] = self.theirs.block(batch, order)[0]
                 finally:
                     self.ours.runner.freeze(False)
-        return taken[True], taken[False]
+        return blocks[True], blocks[False]
 
     def _fresh(self, point: Point, sets: int) -> CallSets:
         return fresh_sets(self.op, point, sets, self.device, self.stock, self.draw)
@@ -236,12 +247,17 @@ class TimingSession:
         return arm.block(batch, order, mode)[0]
 
     def followed(self, points: Sequence[Point], load_timeout_s: float) -> str:
-        """How a call does at one of these points right behind a kernel that writes its inputs late
-        and lets its dependents begin at once, as engines may have one there.
+        """Call the candidate behind a kernel that writes its inputs late.
+
+        That kernel lets its dependents begin at once (programmatic dependent launch), as a kernel
+        of an engine may. The point is drawn from `points`.
+
+        Returns:
+            The result in words.
 
         Raises:
-            Found: it did not wait.
-            RunnerFailure: the process is gone, or the call cannot be captured there.
+            WrongCall: the candidate did not wait for its inputs.
+            RunnerFailure: the process ended, or the call cannot be captured there.
         """
         runner = self.ours.runner
         if runner.no_late_writer:
@@ -270,13 +286,13 @@ class TimingSession:
         return "waits for a kernel in front of it that lets its dependents begin early"
 
     def traced(self, points: Sequence[Point], load_timeout_s: float) -> Traced:
-        """What CUPTI saw of one launch at one of these points, drawn now.
+        """Profile one launch with CUPTI, at a point drawn from `points`.
 
-        Last, since a process that was profiled is no longer as fast as the other.
+        This comes last, since a process that was profiled stays slower.
 
         Raises:
-            Found: more ran than the events account for.
-            RunnerFailure: the process is gone.
+            WrongCall: more ran than the events account for.
+            RunnerFailure: the process ended.
         """
         point = self.draw.random.choice(points)
         sets = block_sets(self.op, point, self.device)
@@ -296,16 +312,16 @@ class TimingSession:
         return traced(spans, len(order), point.label())
 
     def _served_otherwise(self, point: Point, sets: int) -> dict[str, float]:
-        """Medians with L2 overwritten before each call, and outside of a graph."""
-        found: dict[str, float] = {}
+        """Median times with L2 overwritten before each call, and outside a graph."""
+        medians: dict[str, float] = {}
         for mode in ("cold", "eager"):
             for name, arm in (("candidate", self.ours), ("baseline", self.theirs)):
                 block = self._take(arm, self._fresh(point, sets), COLD_CALLS, mode)
-                found[f"{name}_{mode}_us"] = block.figure
-        return found
+                medians[f"{name}_{mode}_us"] = block.figure
+        return medians
 
     def _checked(self, batch: CallSets, order: list[int], mode: str) -> TimedBlock:
-        """A block of the candidate's; the outputs of the very calls that were timed are checked."""
+        """Time a block of the candidate and check the outputs of the timed calls."""
         block, left = self.ours.block(batch, order, mode)
         assert left is not None
         if problem := batch.problem(left, order):
@@ -317,14 +333,16 @@ class TimingSession:
 
 
 def of_pairs(ours: Sequence[TimedBlock], theirs: Sequence[TimedBlock]) -> Interval:
-    """Of the logarithm of the speedup."""
+    """Hodges-Lehmann estimate of the logarithm of the speedup, with its interval."""
     return hodges_lehmann(
         [math.log(b.figure / a.figure) for a, b in zip(ours, theirs, strict=True)]
     )
 
 
 def _steady(clocks: list[int | None]) -> list[bool]:
-    """Which pairs neither throttled nor drifted; without clocks, all."""
+    """For each pair, whether it neither throttled nor drifted. `clocks` holds the SM clock in MHz,
+    0 if unknown, None if the pair throttled.
+    """
     seen = [clock for clock in clocks if clock]
     if not seen:
         return [clock is not None for clock in clocks]

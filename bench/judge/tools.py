@@ -1,8 +1,8 @@
-"""NVIDIA's tools around one run of a candidate (`kit/once.py`), in a sandbox of its own.
+"""Run a candidate once under an NVIDIA tool (`runner/once.py`), in its own sandbox.
 
-The tool runs inside the sandbox too: it talks to what it watches through local sockets and shared
-memory, which two namespaces would cut. So what it writes is no more to be trusted than what the
-candidate could have written; it is read as text of bounded length.
+The tool runs inside the sandbox, since it communicates with the process through local sockets and
+shared memory, which two namespaces would separate. The candidate could have written the tool's
+output, so it is untrusted and read as text of bounded length.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from patcher.bench.sandbox import process_tree as tree
 from patcher.bench.toolchains import Built
 
 LIMIT_S = 180.0
-"""Of one run; a memory checker takes 10 to 100 times as long as the kernel alone."""
+"""Time limit of a run in seconds; a memory checker slows a kernel down 10 to 100 times."""
 _MOST_BYTES = 64 << 20
 _FILE_BYTES = 1 << 30
 _LOCAL = {
-    # the sandbox has no other sockets
+    # the sandbox allows no other sockets
     "NV_COMPUTE_SANITIZER_LOCAL_CONNECTION_OVERRIDE": "uds",
     "NV_COMPUTE_PROFILER_LOCAL_CONNECTION_OVERRIDE": "uds",
-    # sections and rules come from the installation, not from a home
+    # read sections and rules from the installation, not from the home folder
     "NV_COMPUTE_PROFILER_DISABLE_STOCK_FILE_DEPLOYMENT": "1",
 }
 _LIBRARIES = (
@@ -56,15 +56,19 @@ _KNOWN = tuple((name, re.compile(rf"(?:void )?(?:{start})")) for name, start in 
 
 @dataclass(frozen=True)
 class Call:
-    """What one call is given; `blank`: tensors that are only written."""
+    """Arguments of one call."""
 
     plan: Layout
+    """Layout of the tensors in `data`."""
     scalars: tuple[float, ...]
     data: Bytes
+    """Inputs as packed bytes, uint8."""
     blank: tuple[str, ...]
+    """Names of the tensors that the op only writes."""
 
     @classmethod
     def of(cls, op: Op, point: Point, seed: int) -> Call:
+        """A call at a point of the op with seeded inputs."""
         scalars = tuple(scalar.value for scalar in op.contract.scalars)
         inputs = cases_.make_inputs(op, Case(point, "normal", seed, scalars), "cpu")
         plan = cases_.tensors_of(op, point, sparing=False)
@@ -74,41 +78,50 @@ class Call:
 
 @dataclass(frozen=True)
 class ToolJob:
-    """What is run below the tool. Without `built` no candidate: whether the tool works here."""
+    """What to run under the tool. Without `built` it only checks that the tool works."""
 
     device: str
+    """`cpu` or `cuda`."""
     built: Built | None = None
+    """Build of the candidate."""
     entry: str = ""
+    """Name of the entry function."""
     calls: tuple[Call, ...] = ()
+    """Calls to make."""
     warm: int = 0
+    """Number of warm-up calls, which are not profiled."""
     repeat: int = 1
+    """Number of times that each call is made."""
 
 
 @dataclass(frozen=True)
 class Ran:
+    """Result of a run under a tool."""
+
     code: int | None
-    """Exit code of the tool; None: stopped, `stopped` says why."""
+    """Exit code of the tool; None if it was stopped."""
     stopped: str
+    """Why the run was stopped; empty if it was not."""
     log: str
-    """What the tool wrote to its log."""
+    """Text of the tool's log file."""
     printed: str
-    """What tool and candidate printed last."""
+    """Last part of what the tool and the candidate printed."""
     error: str
-    """What the run says went wrong; empty: nothing did, or it said nothing."""
+    """Error that the run reported; empty if it reported none."""
     silence: str
-    """That it said nothing, where it did not: it crashed, exited, or never began."""
+    """Message if the run reported no result: it crashed, exited, or never started."""
 
     @property
     def ok(self) -> bool:
-        """The run came to its end and nothing went wrong."""
+        """Whether the run ended without an error."""
         return not (self.stopped or self.error or self.silence)
 
     def why(self) -> str:
         """What went wrong, in one line."""
         if self.stopped:
             return self.stopped
-        said = re.search(r"^=+ ?(?:ERROR==|Error:) ?(.+)", self.log, re.MULTILINE)
-        tool = said[1] if said else self.silence or f"exit code {self.code}"
+        error = re.search(r"^=+ ?(?:ERROR==|Error:) ?(.+)", self.log, re.MULTILINE)
+        tool = error[1] if error else self.silence or f"exit code {self.code}"
         return without_paths(self.error or tool)[:300]
 
 
@@ -121,14 +134,23 @@ def run(
     memory_bytes: int = 16 << 30,
     environment: Mapping[str, str] | None = None,
 ) -> Ran:
-    """Run a job below a tool that takes `--log-file`."""
+    """Run a job under a tool that accepts `--log-file`.
+
+    Args:
+        tool: path of the tool.
+        options: its command-line options.
+        job: what to run.
+        limit_s: time limit in seconds.
+        memory_bytes: limit on host memory in bytes.
+        environment: further environment variables.
+    """
     with tempfile.TemporaryDirectory(prefix="patcher-once-", ignore_cleanup_errors=True) as name:
         top = Path(name)
         top.chmod(0o755)
         kit, folder = top / "kit", top / "run"
         zygote.lay_out(kit)
         folder.mkdir()
-        log, told = folder / "tool.log", folder / "told.json"
+        log, result = folder / "tool.log", folder / "told.json"
         policy = sandbox.runner_policy(
             folder,
             device=job.device,
@@ -138,10 +160,11 @@ def run(
             cpu_s=int(8 * limit_s),
             nested=True,
         )
-        inner = [sys.executable, "-P", "-m", "patcher_kit.once", str(_written(job, folder, told))]
+        document = str(_write_job(job, folder, result))
+        inner = [sys.executable, "-P", "-m", "patcher_kit.once", document]
         command = [str(tool), *options, "--log-file", str(log), *inner]
         with (top / "printed").open("wb") as printed:
-            started = subprocess.Popen(
+            process_ = subprocess.Popen(
                 sandbox.command(policy, *command),
                 cwd=folder,
                 env={
@@ -156,13 +179,13 @@ def run(
                 start_new_session=True,
             )
             try:
-                stopped = _wait(started, limit_s, memory_bytes)
+                stopped = _wait(process_, limit_s, memory_bytes)
             finally:
-                tree.kill(started.pid)
-                started.wait()
-        answer = _answer(told)
+                tree.kill(process_.pid)
+                process_.wait()
+        answer = _answer(result)
         return Ran(
-            code=None if stopped else started.returncode,
+            code=None if stopped else process_.returncode,
             stopped=stopped,
             log=_text(log),
             printed=_text(top / "printed")[-4000:],
@@ -172,26 +195,27 @@ def run(
 
 
 def installed_with(tool: Path) -> list[Path]:
-    """What a tool needs to be seen of its installation, and never the user's home."""
-    home, found = Path.home().resolve(), []
+    """Folders of the installation that a tool needs to read, never the user's home."""
+    home, folders = Path.home().resolve(), []
     for path in dict.fromkeys((tool.absolute(), tool.resolve())):
         roots = [path.parent.parent, path.parent] if path.parent.name == "bin" else [path.parent]
         fitting = (root for root in roots if not home.is_relative_to(root.resolve()))
-        found.append(next(fitting, path))
-    return found
+        folders.append(next(fitting, path))
+    return folders
 
 
 def library_of(kernel: str) -> str | None:
-    """The library whose kernel it is by its name, or None: the candidate's own."""
+    """The library that a kernel belongs to by its name, or None for a candidate's own kernel."""
     return next((name for name, pattern in _KNOWN if pattern.match(kernel)), None)
 
 
 def without_paths(text: str) -> str:
-    """File names stay, folders of this machine go."""
+    """Remove folders of this machine from a text; file names stay."""
     return re.sub(r"(?<![\w.])/(?:[^\s:'\"/]+/)+", "", text)
 
 
-def _written(job: ToolJob, folder: Path, told: Path) -> Path:
+def _write_job(job: ToolJob, folder: Path, result: Path) -> Path:
+    """Write inputs and job description for `runner/once.py`; return the description's path."""
     calls: list[dict[str, Any]] = []
     at, path = 0, None
     with (folder / "inputs").open("wb") as file:
@@ -214,41 +238,41 @@ def _written(job: ToolJob, folder: Path, told: Path) -> Path:
         "calls": calls,
         "warm": job.warm,
         "repeat": job.repeat,
-        "told": str(told),
+        "told": str(result),
     }
     place.write_text(json.dumps(document), encoding="utf-8")
     return place
 
 
-def _wait(started: subprocess.Popen[bytes], limit_s: float, memory_bytes: int) -> str:
-    """Why it had to be stopped, or nothing."""
+def _wait(running: subprocess.Popen[bytes], limit_s: float, memory_bytes: int) -> str:
+    """Wait for the end; return why the process must be stopped, or an empty string."""
     deadline = time.monotonic() + limit_s
     while True:
         try:
-            started.wait(timeout=0.2)
+            running.wait(timeout=0.2)
             return ""
         except subprocess.TimeoutExpired:
             if time.monotonic() > deadline:
                 return f"not done after {limit_s:g} s"
-        used = tree.memory_bytes(started.pid)
+        used = tree.memory_bytes(running.pid)
         if used > memory_bytes:
             return f"it took {used / 2**30:.1f} GiB of memory"
 
 
-def _answer(told: Path) -> dict[str, Any]:
+def _answer(result: Path) -> dict[str, Any]:
     try:
-        answer = json.loads(_text(told))
+        answer = json.loads(_text(result))
     except ValueError:
         return {}
     return answer if isinstance(answer, dict) else {}
 
 
 def _text(path: Path) -> str:
-    """A file that the candidate could have written: no link and no pipe is followed."""
+    """Text of a file that the candidate could have written; links and pipes are not followed."""
     try:
         place = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return ""  # not there, or none that may be read
+        return ""  # absent, a link, or unreadable
     with os.fdopen(place, "rb") as file:
         if not stat.S_ISREG(os.fstat(place).st_mode):
             return ""

@@ -1,7 +1,7 @@
-"""Tripwires: what a source is noticed for. They ask for evidence and never decide.
+"""Tripwires: patterns in a source that call for more evidence. They never decide.
 
-The rules are data, in the TOML file beside this one. By themselves they refuse nothing: only a
-user's own policy does.
+The rules are data in `tripwires.toml`. They reject nothing by themselves; only a user's policy
+rejects a source.
 """
 
 from __future__ import annotations
@@ -22,48 +22,61 @@ from patcher.bench.ops.candidate import Candidate, Language
 from patcher.bench.records import Record
 
 LONGEST = 1 << 18
-"""Characters that rules look at, which bounds what hostile text can cost; a policy sees all."""
+"""Most characters that rules search, which bounds the cost of hostile text. A policy searches
+all."""
 SHOWN = 3
-"""Lines of one kind that are named."""
+"""Most line numbers shown per hit."""
 NONDETERMINISTIC = re.compile(r"patcher:[ \t]{0,8}nondeterministic\b")
 """See `patcher.bench.ops.contract.Guards.deterministic`."""
 
 
 class TripwireRule(Record):
-    """One `[[rule]]`. Several may share a name: the same matter in different languages."""
+    """One `[[rule]]`. Rules for the same matter in different languages may share a name."""
 
     name: str
+    """Name of the rule."""
     level: Literal["note", "evidence"]
+    """`evidence` asks for more rounds of correctness cases; `note` is only reported."""
     pattern: str
+    """Verbose regular expression."""
     says: str
+    """What a hit means."""
     languages: tuple[Language, ...] = tuple(Language)
+    """Languages that the rule applies to."""
     where: Literal["code", "text", "all"] = Field("code", alias="in")
+    """View of the source to search, see `Views`."""
     hits: tuple[str, ...] = Field(min_length=1)
+    """Examples that the rule matches."""
     misses: tuple[str, ...] = Field(min_length=1)
+    """Examples that the rule does not match."""
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
+        """The compiled pattern."""
         return re.compile(self.pattern, re.VERBOSE | re.MULTILINE)
 
     def lines(self, seen: Views) -> list[int]:
-        """The first lines, from 1, on which it matches."""
+        """Numbers, from 1, of the first lines that match."""
         text: str = getattr(seen, self.where)
         return _lines(self.regex, text[:LONGEST])
 
 
 class TripwirePolicy(Record):
-    """What a user forbids, demands or does not want to hear of: `[tripwires]` in `patcher.toml`.
+    """Patterns that a user bans, requires or ignores: `[tripwires]` in `patcher.toml`.
 
-    Patterns are regular expressions over the source without its comments; `^` is a line's start.
+    Patterns are regular expressions over the source without comments; `^` matches at the start of
+    a line.
 
     Raises:
         UsageError: a pattern is no regular expression, or no rule has that name.
     """
 
     banned: tuple[str, ...] = ()
+    """Patterns that must not match."""
     required: tuple[str, ...] = ()
+    """Patterns that must match."""
     ignore: tuple[str, ...] = ()
-    """Names of rules."""
+    """Names of rules to leave out."""
 
     @field_validator("banned", "required")
     @classmethod
@@ -89,6 +102,7 @@ class TripwirePolicy(Record):
         return names
 
     def broken_by(self, seen: Views) -> Iterable[str]:
+        """Yield each violation of the policy by a source."""
         for pattern in self.banned:
             if lines := _lines(re.compile(pattern, re.MULTILINE), seen.text):
                 yield f"the policy bans {pattern!r}: {_at(lines)}"
@@ -99,6 +113,8 @@ class TripwirePolicy(Record):
 
 @dataclass(frozen=True)
 class TripwireHit:
+    """A rule that matched, with the numbers of the first matching lines."""
+
     rule: TripwireRule
     lines: tuple[int, ...]
 
@@ -108,39 +124,49 @@ class TripwireHit:
 
 @dataclass(frozen=True)
 class Tripwires:
-    """What one source was noticed for."""
+    """Tripwire results of one source."""
 
-    found: tuple[TripwireHit, ...] = ()
+    hits: tuple[TripwireHit, ...] = ()
+    """Rules that matched."""
     refused: tuple[str, ...] = ()
-    """Why the user's policy does not let it in."""
+    """Violations of the user's policy, which reject the source."""
     declares_nondeterminism: bool = False
+    """Whether the source declares itself nondeterministic."""
     cut: bool = False
-    """The source is longer than rules look."""
+    """Whether the source is longer than rules search."""
 
     @property
     def evidence(self) -> int:
-        """How many more rounds of correctness cases the judge should see."""
-        return int(self.cut or any(found.rule.level == "evidence" for found in self.found))
+        """Number of additional rounds of correctness cases."""
+        return int(self.cut or any(hit.rule.level == "evidence" for hit in self.hits))
 
-    def said(self) -> tuple[str, ...]:
+    def as_text(self) -> tuple[str, ...]:
+        """The hits as text."""
         cut = (f"long (evidence): only {LONGEST:,} characters of it were looked at",) * self.cut
-        return (*map(str, self.found), *cut)
+        return (*map(str, self.hits), *cut)
 
 
 @cache
 def rules() -> tuple[TripwireRule, ...]:
+    """The rules of `tripwires.toml`."""
     text = resources.files("patcher.bench.judge").joinpath("tripwires.toml").read_text("utf-8")
     return tuple(TripwireRule.model_validate(rule) for rule in tomllib.loads(text)["rule"])
 
 
 def look(candidate: Candidate, on: bool, policy: TripwirePolicy | None = None) -> Tripwires:
-    """Look at a source; `on` is false: only at whether it declares to be nondeterministic."""
+    """Search a source.
+
+    Args:
+        candidate: the source and its language.
+        on: whether to apply rules and policy. If not, only a declaration of nondeterminism is read.
+        policy: the user's policy; None: no policy.
+    """
     declared = NONDETERMINISTIC.search(candidate.source) is not None
     if not on:
         return Tripwires(declares_nondeterminism=declared)
     policy = policy or TripwirePolicy()
     seen = views(candidate.source, candidate.language)
-    found = [
+    hits = [
         TripwireHit(rule, tuple(lines))
         for rule in rules()
         if candidate.language in rule.languages
@@ -148,7 +174,7 @@ def look(candidate: Candidate, on: bool, policy: TripwirePolicy | None = None) -
         and (lines := rule.lines(seen))
     ]
     cut = len(candidate.source) > LONGEST
-    return Tripwires(tuple(found), tuple(policy.broken_by(seen)), declared, cut)
+    return Tripwires(tuple(hits), tuple(policy.broken_by(seen)), declared, cut)
 
 
 def _lines(pattern: re.Pattern[str], text: str) -> list[int]:

@@ -1,1 +1,1 @@
-"""How the tables of `bench/results` are made. No part of the product: it is in no wheel."""
+"""Scripts that produce the tables of `bench/results`. They are not part of the wheel."""

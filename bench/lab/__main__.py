@@ -1,7 +1,7 @@
-"""`make bench`: figures of patcher's own speed, as ratios of interleaved runs with their spread;
-and what its verdicts do on synthetic noise.
+"""`make bench`: measure patcher's own speed, and its verdicts on synthetic noise.
 
-Each benchmark is one function; none asserts a time.
+Speeds are ratios of interleaved runs with their spread. Each benchmark is one function, and none
+asserts a time.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ void fused_add_rms_norm(torch::Tensor input, torch::Tensor residual, torch::Tens
 
 
 def binding_build_time() -> None:
-    """How much a source bound with tvm-ffi compiles faster than one with PyTorch's headers."""
+    """Print the build time with PyTorch's headers relative to that with tvm-ffi."""
     op = load_op("fused_add_rms_norm")
     ffi = next(candidate for info, candidate in op.solutions() if info.name == "cpu_simd")
     torch_style = Candidate(op=op.name, language=ffi.language, source=TORCH_STYLE)
-    build(torch_style, op.contract)  # precompiled headers are made once, outside the figure
+    build(torch_style, op.contract)  # builds the precompiled headers before timing
 
     def seconds(candidate: Candidate) -> float:
         with tempfile.TemporaryDirectory() as scratch:
@@ -53,8 +53,10 @@ def binding_build_time() -> None:
 
 
 def judging_time() -> None:
-    """Where the time of a verdict goes, for each language that runs here: of the first by a judge,
-    which also starts what is trusted, and of two more by the same one."""
+    """Print the time of each stage of an evaluation, for each language that runs here.
+
+    The first evaluation of a judge also starts the trusted processes; two more follow.
+    """
     op = load_op("fused_add_rms_norm")
     for info, candidate in op.solutions():
         if info.language is not Language.CPP and not torch.cuda.is_available():
@@ -79,7 +81,7 @@ def _judge_once(judge: Judge, candidate: Candidate, name: str) -> None:
 
 
 def compare(name: str, first: Callable[[], float], second: Callable[[], float]) -> None:
-    """Ratio first / second over interleaved pairs."""
+    """Print the ratio first / second over interleaved pairs."""
     ratios = [math.log(first() / second()) for _ in range(4)]
     mean, spread = statistics.fmean(ratios), statistics.stdev(ratios)
     print(f"{name}: {math.exp(mean):.2f} (pair SD {100 * spread:.0f} %, {len(ratios)} pairs)")

@@ -1,8 +1,8 @@
-"""`python -m patcher.bench.lab copies`: what a memory gives to several ways of going through it.
+"""`python -m patcher.bench.lab copies`: memory bandwidth of several access methods.
 
-What `ceilings.py` takes for the machine's best is chosen by this: a way that is slower than what a
-kernel can do is no ceiling. One JSON line for each way and size: GB/s, bytes read plus written,
-the fastest of each turn; turns are interleaved.
+The results justify the methods of `ceilings.py`: one that is slower than a kernel is no ceiling. It
+prints one JSON line per method and size, with GB/s (bytes read plus written) over interleaved
+turns.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ def copy_rates() -> None:
         for _ in range(TURNS):
             for name, moved, seconds in _ways(size):
                 rates.setdefault(name, []).append(moved / seconds() / 1e9)
-        for name, found in rates.items():
+        for name, values in rates.items():
             row = {
                 "device": device_name("cuda"),
                 "torch": torch.__version__,
                 "way": name,
                 "bytes": size,
-                "gb_s": round(statistics.median(found)),
-                "least": round(min(found)),
-                "most": round(max(found)),
+                "gb_s": round(statistics.median(values)),
+                "least": round(min(values)),
+                "most": round(max(values)),
                 "turns": TURNS,
             }
             print(json.dumps(row), flush=True)
 
 
 def _ways(size: int) -> list[tuple[str, int, Callable[[], float]]]:
-    """Each with the bytes it reads and writes in a call, and what times it."""
+    """Each method's name, bytes read and written per call, and timing function."""
     source = torch.ones(size // 4, device="cuda")
     target, total = torch.empty_like(source), torch.empty((), device="cuda")
     calls = max((1 << 28) // size, 4)

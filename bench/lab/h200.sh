@@ -76,18 +76,18 @@ points() {
     --ops "$(IFS=,; echo "${ops[*]}")"
 }
 
-# measured NAME OPTION...: exit code 1 of a command that wrote its file is a verdict, too
+# measured NAME COMMAND OPTION...: exit code 1 of a command that wrote its file is a verdict, too
 measured() {
-  local file=$out/verdicts/$1.json; shift
+  local file=$out/verdicts/$1.json kind=$2; shift 2
   [ -e "$file" ] && return
   mapfile -t in_it < <(patches)
-  "${patcher[@]}" throughput "${model[@]}" "${in_it[@]}" "$@" --out "$file" || [ -e "$file" ]
+  "${patcher[@]}" throughput "$kind" "${model[@]}" "${in_it[@]}" "$@" --out "$file" || [ -e "$file" ]
 }
 
 stock() {
   local file=$out/verdicts/stock.json
   [ -e "$file" ] && return
-  "${patcher[@]}" throughput "${model[@]}" --tune-baseline --batch 8 --output-len 64 --also-batch 1 \
+  "${patcher[@]}" throughput tune "${model[@]}" --batch 8 --output-len 64 --also-batch 1 \
     --engine-arg max_cudagraph_capture_size=64 --out "$file" || [ -e "$file" ]
 }
 
@@ -97,25 +97,25 @@ against() { if [ -e "$out/verdicts/stock.json" ]; then printf -- '--tuned\n%s\n'
 together() {
   local best; mapfile -t best < <(against)
   [ ${#best[@]} -gt 0 ] || best=(--tune-baseline)
-  measured together "${best[@]}" --batch 8 --output-len 64 --also-batch 1,64 --also-context 4096,8192 \
+  measured together compare "${best[@]}" --batch 8 --output-len 64 --also-batch 1,64 --also-context 4096,8192 \
     --engine-arg max_cudagraph_capture_size=64 --report "$out/verdicts/together"
 }
 
 alone() {
   local best; mapfile -t best < <(against)
-  measured alone "${best[@]}" --best-set --batch 8 --output-len 64 --processes 3 --pairs 24 \
+  measured alone best-set "${best[@]}" --batch 8 --output-len 64 --processes 3 --pairs 24 \
     --engine-arg max_cudagraph_capture_size=8
 }
 
 one() {
   local best; mapfile -t best < <(against)
-  measured one "${best[@]}" --batch 1 --output-len 256 --processes 6 --pairs 60 \
+  measured one compare "${best[@]}" --batch 1 --output-len 256 --processes 6 --pairs 60 \
     --engine-arg max_cudagraph_capture_size=1 --report "$out/verdicts/one"
 }
 
 served() {
   local best; mapfile -t best < <(against)
-  measured served "${best[@]}" --alone --batch 8 --output-len 64 --processes 3 \
+  measured served compare "${best[@]}" --alone --batch 8 --output-len 64 --processes 3 \
     --engine-arg max_cudagraph_capture_size=64
 }
 
@@ -135,7 +135,7 @@ profiles() {
   captured patched "${in_it[@]}"
   local before=$out/profiles/stock/decode.sqlite after=$out/profiles/patched/decode.sqlite
   "${patcher[@]}" profile --compare "$before" "$after"
-  "${patcher[@]}" throughput gpt-oss-20b --from "$out/verdicts/together.json" "${in_it[@]}" --profile "$before" \
+  "${patcher[@]}" throughput decide "$out/verdicts/together.json" "${in_it[@]}" --profile "$before" \
     --patched-profile "$after" --report "$out/verdicts/together-profiled" || [ -e "$out/verdicts/together-profiled/report.html" ]
 }
 

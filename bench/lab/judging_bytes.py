@@ -1,7 +1,7 @@
-"""`python -m patcher.bench.lab bytes`: what judging large ops moves, and what a block of it costs.
+"""`python -m patcher.bench.lab bytes`: bytes that judging large ops moves, and the time of a block.
 
-Bytes follow from the plan; seconds are of the judge's own steps at the largest swept size, on a GPU
-where there is one, for one block of input sets.
+Bytes follow from the layout. Seconds are measured for one block of input sets at the largest sweep
+point, on a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from patcher.bench.ops.op import Op, load_ops
 
 PAIRS = 6
 BOTH = 1 + PAIRS + 4
-"""Blocks at a point on a GPU that both arms run: warm-up, pairs, singles."""
+"""Blocks per point on a GPU that both arms run: warm-up, pairs, single calls."""
 ONE = 2 + 2 + 4
-"""Blocks of one arm: first calls, verified, cold and eager; four of them are the candidate's and
-come back."""
+"""Blocks that one arm runs: first calls, verified, cold and eager. Four of them are the candidate's
+and are returned."""
 
 
 def judging_bytes() -> None:
@@ -34,11 +34,11 @@ def judging_bytes() -> None:
             continue
         points = op.sweep("cuda").points()
         if tensors_of(op, points[-1]).set_bytes > LARGE_BYTES:
-            _told(op)
-            _timed(op, "cuda" if torch.cuda.is_available() else "cpu")
+            _print_bytes(op)
+            _print_seconds(op, "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _told(op: Op) -> None:
+def _print_bytes(op: Op) -> None:
     sweep = op.sweep("cuda")
     cases = correctness_cases(op, sweep, Secrets(1))
     once = [(case.point, case.placed, 1) for case in (*cases, *cases[:AFTER])]
@@ -68,24 +68,24 @@ def _told(op: Op) -> None:
     )
 
 
-def _timed(op: Op, device: str) -> None:
+def _print_seconds(op: Op, device: str) -> None:
     sweep, draw = op.sweep("cuda"), Secrets(1)
     point = sweep.points()[-1]
     stock = _step(op, "stock of bits", lambda: RandomPool(op, sweep, device, draw))
     cases = fresh(op, point, block_sets(op, point, "cuda"), draw)
-    made: CallSets = _step(op, "draw, mix, pack", lambda: CallSets.made(op, cases, device, stock))
-    _step(op, "digests", lambda: [made.digests(values, 1) for values in made.inputs])
+    sets: CallSets = _step(op, "draw, mix, pack", lambda: CallSets.made(op, cases, device, stock))
+    _step(op, "digests", lambda: [sets.digests(values, 1) for values in sets.inputs])
     if device == "cuda":  # a CPU takes a minute
-        _step(op, "what is right", lambda: expect(op, cases[0], made.inputs[0]), " (of one call)")
+        _step(op, "reference", lambda: expect(op, cases[0], sets.inputs[0]), " (of one call)")
 
 
 def _step(op: Op, name: str, step: Callable[[], Any], note: str = "") -> Any:
     begin = time.perf_counter()
-    found = step()
+    result = step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     print(f"{op.name}: {name:16s} {time.perf_counter() - begin:7.3f} s{note}", flush=True)
-    return found
+    return result
 
 
 def _mb(size: int) -> str:

@@ -1,7 +1,7 @@
-"""The kernels of the library by their verdicts, as a table beside the published one.
+"""Print a table of the library's kernels and their evaluations, next to published results.
 
-`python -m patcher.bench.lab.kernel_table FOLDER` prints the table of a folder. Its `*.json` and
-`*.json.xz` are verdicts that `patcher evaluate --json` printed.
+`python -m patcher.bench.lab.kernel_table FOLDER` prints the table of a folder, whose `*.json` and
+`*.json.xz` files are output of `patcher evaluate --json`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ PUBLISHED = {
     "moe_finalize": "1.06 to 1.43x",
     "rope_kv_update": "0.99 to 1.05x",
 }
-"""KForge (arXiv 2606.02963): its kernels of gpt-oss-20b over TensorRT-LLM's, batch 1 to 128."""
+"""Speedups of KForge (arXiv 2606.02963) over TensorRT-LLM for gpt-oss-20b, batch 1 to 128."""
 
 
 def read(folder: Path) -> list[tuple[str, Evaluation]]:
-    """Every verdict of the folder with its file's name, by op.
+    """Read all evaluations of a folder, with their file names.
 
     Raises:
-        UsageError: there is none, or a file is no verdict on a right kernel.
+        UsageError: the folder has none, or a file is no evaluation of a correct kernel.
     """
-    found = []
+    evaluations = []
     for path in sorted([*folder.glob("*.json"), *folder.glob("*.json.xz")]):
         try:
             evaluation = Evaluation.model_validate_json(content(path))
@@ -39,22 +39,23 @@ def read(folder: Path) -> list[tuple[str, Evaluation]]:
                 f"{path} holds no verdict", "write it with: patcher evaluate ... --json"
             ) from error
         if not evaluation.right or not evaluation.timings:
-            raise UsageError(f"{path} is {evaluation.outcome}", "only what is right has a row")
-        found.append((path.name, evaluation))
-    if not found:
+            raise UsageError(f"{path} is {evaluation.outcome}", "remove it: the kernel must pass")
+        evaluations.append((path.name, evaluation))
+    if not evaluations:
         raise UsageError(
             f"{folder} holds no verdict", "write one with: patcher evaluate ... --json"
         )
-    return found
+    return evaluations
 
 
-def table(found: Sequence[tuple[str, Evaluation]]) -> str:
-    """A table for each sweep's points, a row a kernel: the baseline's time over the kernel's, with
-    the times in microseconds below it.
+def table(evaluations: Sequence[tuple[str, Evaluation]]) -> str:
+    """Format one table per set of points, with one row per kernel.
+
+    A cell holds the speedup over the baseline, and below it the kernel's time in microseconds.
     """
-    ops = [evaluation.op for _, evaluation in found]
+    ops = [evaluation.op for _, evaluation in evaluations]
     groups: dict[tuple[tuple[str, int], ...], list[str]] = {}
-    for name, evaluation in found:
+    for name, evaluation in evaluations:
         row = _row(name, evaluation, several=ops.count(evaluation.op) > 1)
         groups.setdefault(_points(evaluation), []).append(row)
     return "\n\n".join(_group(points, rows) for points, rows in groups.items())
@@ -74,7 +75,7 @@ def _group(points: Sequence[tuple[str, int]], rows: Sequence[str]) -> str:
 
 
 def _row(name: str, evaluation: Evaluation, several: bool) -> str:
-    """`several`: the op has other rows, over other sweeps."""
+    """Format a row; `several`: the op has further rows for other sweeps."""
     timings = evaluation.timings
     cells = [f"{one.speedup:.2f}x<br>{one.candidate_us:.2f}" for one in timings]
     lowest = min(timings, key=lambda one: one.speedup_low)
@@ -96,11 +97,11 @@ def _row(name: str, evaluation: Evaluation, several: bool) -> str:
 
 
 def _sanitized(evaluation: Evaluation) -> str:
-    """What compute-sanitizer said, if it ran."""
-    said = next((check.detail for check in evaluation.checks if check.name == "sanitizer"), "")
-    if "found nothing" not in said:
+    """Result of compute-sanitizer, if it ran."""
+    detail = next((check.detail for check in evaluation.checks if check.name == "sanitizer"), "")
+    if "found nothing" not in detail:
         return "not run"
-    return "clean, races set aside" if "racecheck set aside" in said else "clean"
+    return "clean, races set aside" if "racecheck set aside" in detail else "clean"
 
 
 def _range(values: Sequence[float]) -> str:
@@ -111,7 +112,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def _points(evaluation: Evaluation) -> tuple[tuple[str, int], ...]:
-    """The axis along which the points lie, with its sizes."""
+    """The axis that varies over the points, with its sizes."""
     axes = [timing.axes for timing in evaluation.timings]
     moving = next((name for name in axes[0] if len({one[name] for one in axes}) > 1), "tokens")
     return tuple((moving, one[moving]) for one in axes)

@@ -1,8 +1,8 @@
-"""`make bench` of reading profiles: nsys-shaped files of any size, and what reading them costs.
+"""`make bench` for reading profiles: generate nsys-shaped files of any size and time reading them.
 
-Three contenders take turns over one file, each in a process of its own: a bare query (the least
-that SQLite can do), `patcher profile` (read and ranked: interval union, steps, chains), and
-`pandas.read_sql` with a groupby for the same statistics and the union, without steps or chains.
+Three programs take turns on one file, each in its own process. They are a bare SQLite query as the
+lower limit, `patcher profile` (interval union, steps and chains), and `pandas.read_sql` with a
+groupby for the same statistics and the union, without steps or chains.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STEP = (
     ("nvjet_sm90_tst_512x8_64x3_2x1_v_bz_TNT", 267_000),
     ("void at::native::reduce_kernel<(int)512, (int)1, ArgMaxOps<float>>(T3)", 9_000),
 )
-"""Kernels and durations of a decode step, ns; as a mixture of experts on an H200 shows."""
+"""Kernels of a decode step with durations in ns, as of a mixture of experts on an H200."""
 COLUMNS = (
     "start",
     "end",
@@ -77,11 +77,17 @@ COLUMNS = (
     "graphNodeId",
     "sharedMemoryLimitConfig",
 )
-"""Of CUPTI_ACTIVITY_KIND_KERNEL, export schema 3.20."""
+"""Columns of CUPTI_ACTIVITY_KIND_KERNEL, export schema 3.20."""
 
 
 def write_nsys_shaped(path: Path, kernels: int, seed: int = 0) -> None:
-    """A SQLite file as `nsys export` writes it, of that many kernels in decode steps."""
+    """Write a SQLite file as `nsys export` does.
+
+    Args:
+        path: the file.
+        kernels: number of kernel launches, in decode steps.
+        seed: seed of the durations.
+    """
     names = {name: index for index, name in enumerate(dict.fromkeys(name for name, _ in STEP), 1)}
     columns = ", ".join(f'"{name}" INTEGER' for name in COLUMNS)
     insert = f"INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES ({', '.join('?' * len(COLUMNS))})"
@@ -102,7 +108,7 @@ def _rows(kernels: int, names: dict[str, int], seed: int) -> Iterator[tuple[int 
     for index in range(kernels):
         place = index % len(STEP)
         name, typical = STEP[place]
-        # most launches begin a little after the last one ended, some a little before
+        # most launches begin shortly after the previous one ended, some shortly before
         now += 60_000 if place == 0 else draw.randint(-300, 700)
         end = now + int(typical * jitter[index % len(jitter)])
         number = names[name]
@@ -175,15 +181,15 @@ print(json.dumps([time.perf_counter() - begin,
 
 
 def reading_time() -> None:
-    """A line a size: seconds, ratios of runs that followed one another, peak memory."""
+    """Print one line per size: seconds, ratios of neighbouring runs, and peak memory."""
     print(json.dumps({"environment": describe("cpu").model_dump(mode="json")}))
     for size in SIZES:
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / "profile.sqlite"
             write_nsys_shaped(path, size)
             runs = 5 if size >= SIZES[-1] else 9
-            found = [(_run(BARE, path), _run(OURS, path), _run(PANDAS, path)) for _ in range(runs)]
-        bare, ours, pandas = zip(*found, strict=True)
+            times = [(_run(BARE, path), _run(OURS, path), _run(PANDAS, path)) for _ in range(runs)]
+        bare, ours, pandas = zip(*times, strict=True)
         against_bare = [o[0] / b[0] for o, b in zip(ours, bare, strict=True)]
         against_pandas = [p[0] / o[0] for o, p in zip(ours, pandas, strict=True)]
         row = {
@@ -210,7 +216,7 @@ def _middle(values: list[float]) -> float:
 
 
 def _run(program: str, path: Path) -> tuple[float, float]:
-    """(seconds without start and imports, peak memory in MiB)."""
+    """Run a program; return its seconds without start-up and imports, and its peak MiB."""
     done = subprocess.run(
         [sys.executable, "-c", program + REPORT, str(path)],
         capture_output=True,

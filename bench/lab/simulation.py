@@ -1,8 +1,8 @@
-"""`python -m patcher.bench.lab statistics`: what the verdict does on synthetic noise.
+"""`python -m patcher.bench.lab statistics`: verdicts on synthetic noise.
 
-Every row simulates whole sittings: warm-up pair, looks, alpha spending, interval, sign test, in the
-numbers of `patcher throughput`. The noise is that of a pair's log-ratio, with a standard deviation
-of 0.5 % over the sitting whatever its kind; which arm begins a pair is drawn as there.
+Each row simulates whole sessions with warm-up pair, looks, alpha spending, interval and sign test,
+with the defaults of `patcher throughput`. The noise of a pair's log-ratio has a standard deviation
+of 0.5 % over the session, for every kind of noise. The order of arms is drawn as in a session.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ PAIR_SD_PCT = 0.5
 RUNS = 3000
 POWER_RUNS = 1000
 TRUTHS_PCT = (0.0, 0.5, 1.0, -1.0)
-"""A/A, a gain of just the margin (which an accept must exceed), the two planted ones."""
+"""True gains: A/A, exactly the margin (which an accept must exceed), and two planted ones."""
 POWER_PAIRS = (12, 18, 24, 30, 36, 48, 60, 66, 90)
 PROCESS_SD_PCT = 0.1
-"""What two identical vLLM processes on one H200 differed by as long as they lived."""
+"""SD between process pairs, as measured with identical vLLM processes on an H200."""
 PROCESS_COUNTS = (1, 3, 4, 5, 6)
 PAIRS_A_PROCESS = 12
 
 
 class Row(Record):
-    """Verdicts on one kind of noise."""
+    """Verdicts on one kind of noise: a row of a table."""
 
     table: Literal["verdicts", "power", "pairs_needed", "processes"]
     noise: str
@@ -55,23 +55,23 @@ class Row(Record):
     looks: int = LOOKS
     process_pairs: int = 0
     process_aware: bool = False
-    """Whether the verdict was told which process each pair ran in."""
+    """Whether the verdict used the process of each pair."""
     runs: int
     accept: int
     reject: int
     mean_pairs: float
-    """Usable pairs taken until a look decided."""
+    """Mean number of usable pairs until a look was conclusive."""
 
 
 def _scaled_ar1(draw: np.random.Generator, count: int, rho: float) -> Floats:
-    found = draw.standard_normal(count)
+    noise = draw.standard_normal(count)
     for index in range(1, count):
-        found[index] = rho * found[index - 1] + math.sqrt(1 - rho * rho) * found[index]
-    return found
+        noise[index] = rho * noise[index - 1] + math.sqrt(1 - rho * rho) * noise[index]
+    return noise
 
 
 def _half_drift(draw: np.random.Generator, drift: Floats) -> Floats:
-    """Half of the variance drifts, half is independent."""
+    """Noise with half of its variance from a drift, and half independent."""
     return math.sqrt(0.5) * (drift + draw.standard_normal(len(drift)))
 
 
@@ -83,8 +83,9 @@ def _linear(draw: np.random.Generator, count: int) -> Floats:
 
 
 def _walk(draw: np.random.Generator, count: int, centred: bool) -> Floats:
-    """A random walk; centred on the sitting's mean, or off from zero, where the sitting's mean is
-    itself off by 0.3 % or so.
+    """A random walk, centred on the session's mean, or from zero.
+
+    If it starts at zero, the session's mean itself is off by about 0.3 %.
     """
     import numpy as np
 
@@ -95,7 +96,7 @@ def _walk(draw: np.random.Generator, count: int, centred: bool) -> Floats:
 
 
 def _two_states(draw: np.random.Generator, count: int) -> Floats:
-    """Two clocks, five pairs in each on average, which one arm feels more than the other."""
+    """Two clock states of five pairs on average, which affect one arm more than the other."""
     import numpy as np
 
     state = np.cumsum(draw.random(count) < 0.2) % 2 * 2.0 - 1.0
@@ -103,13 +104,12 @@ def _two_states(draw: np.random.Generator, count: int) -> Floats:
 
 
 def _stalls(draw: np.random.Generator, count: int) -> Floats:
-    """One pair in fifty is 15 to 50 times as far off as the others: the machine stood still in one
-    of its windows."""
+    """One pair in fifty is off by 15 to 50 standard deviations, as after a stall of the machine."""
     import numpy as np
 
     size = draw.uniform(15, 50, count) * draw.choice([-1.0, 1.0], count)
-    found = draw.standard_normal(count) + np.where(draw.random(count) < 0.02, size, 0.0)
-    return found / math.sqrt(1 + 0.02 * (50**3 - 15**3) / (3 * (50 - 15)))
+    noise = draw.standard_normal(count) + np.where(draw.random(count) < 0.02, size, 0.0)
+    return noise / math.sqrt(1 + 0.02 * (50**3 - 15**3) / (3 * (50 - 15)))
 
 
 NOISE: dict[str, Callable[[Any, int], Any]] = {
@@ -124,20 +124,27 @@ NOISE: dict[str, Callable[[Any, int], Any]] = {
     "rare stalls": _stalls,
     "order effect": lambda draw, count: draw.standard_normal(count),
 }
-"""Noise of unit variance for so many pairs, by name."""
+"""Generators of noise of unit variance for a number of pairs, by name."""
 ORDER_EFFECT_SD = {"order effect": 2.0}
-"""By how many standard deviations the arm that begins is the slower one, beside the noise, in rows
-of that name."""
+"""Standard deviations by which the arm that runs first is slower, for rows of that name."""
 
 
-def sitting(
+def session(
     ratios: Floats,
     patched_first: NDArray[np.bool_],
     max_pairs: int,
     margin_pct: float = 0.5,
     looks: int = LOOKS,
 ) -> tuple[Verdict, int]:
-    """Verdict and usable pairs of one sitting whose pairs would give these log-ratios."""
+    """Simulate one session; return its verdict and the number of usable pairs.
+
+    Args:
+        ratios: log-ratios of the pairs.
+        patched_first: for each pair, whether the patched arm ran first.
+        max_pairs: most pairs after the warm-up.
+        margin_pct: margin in percent.
+        looks: number of looks.
+    """
 
     used = 0
 
@@ -152,12 +159,12 @@ def sitting(
             patched_first=patched_first[usable].tolist(),
         )
 
-    found = first_decided(schedule(max_pairs, looks), at)
-    assert found is not None
-    return found.verdict, used
+    judgement = first_decided(schedule(max_pairs, looks), at)
+    assert judgement is not None
+    return judgement.verdict, used
 
 
-def sittings(
+def sessions(
     noise: str,
     truth_pct: float,
     runs: int,
@@ -166,19 +173,21 @@ def sittings(
     pair_sd_pct: float = PAIR_SD_PCT,
     margin_pct: float = 0.5,
 ) -> Row:
-    """So many sittings of one kind; the seed follows from what they are, so a row is repeatable."""
+    """Simulate sessions with one kind of noise. The seed follows from the arguments, so that a row
+    is reproducible.
+    """
     draw, order = (
         _generator(list(NOISE).index(noise) + apart, truth_pct, max_pairs) for apart in (0, 200)
     )
     count = schedule(max_pairs, LOOKS)[-1].taken
-    said: list[Verdict] = []
+    verdicts: list[Verdict] = []
     pairs = 0
     for _ in range(runs):
         first = _abba(order, count)
         spread = NOISE[noise](draw, count) - ORDER_EFFECT_SD.get(noise, 0.0) * (2 * first - 1)
         ratios = spread * pair_sd_pct / 100 + math.log1p(truth_pct / 100)
-        verdict, used = sitting(ratios, first, max_pairs, margin_pct)
-        said.append(verdict)
+        verdict, used = session(ratios, first, max_pairs, margin_pct)
+        verdicts.append(verdict)
         pairs += used
     return Row(
         table=table,
@@ -188,8 +197,8 @@ def sittings(
         pair_sd_pct=pair_sd_pct,
         max_pairs=max_pairs,
         runs=runs,
-        accept=said.count("accept"),
-        reject=said.count("reject"),
+        accept=verdicts.count("accept"),
+        reject=verdicts.count("reject"),
         mean_pairs=round(pairs / runs, 1),
     )
 
@@ -202,21 +211,21 @@ def process_pairs(
     runs: int,
     aware: bool,
 ) -> Row:
-    """Comparisons over `count` process pairs, each with a bias of its own; one look at all."""
+    """Simulate comparisons over `count` process pairs, each with its own bias, and one look."""
     import numpy as np
 
     draw, order = (
         _generator(count + apart, truth_pct, round(1000 * pair_sd_pct)) for apart in (100, 300)
     )
     owner = np.repeat(np.arange(count), PAIRS_A_PROCESS)
-    said: list[Verdict] = []
+    verdicts: list[Verdict] = []
     for _ in range(runs):
         bias = draw.standard_normal(count) * PROCESS_SD_PCT / 100
         noise = draw.standard_normal(len(owner)) * pair_sd_pct / 100
         ratios = bias[owner] + noise + math.log1p(truth_pct / 100)
         processes = owner.tolist() if aware else None
         first = _abba(order, len(owner)).tolist()
-        said.append(
+        verdicts.append(
             judge(ratios.tolist(), margin_pct, processes=processes, patched_first=first).verdict
         )
     return Row(
@@ -230,14 +239,14 @@ def process_pairs(
         process_pairs=count,
         process_aware=aware,
         runs=runs,
-        accept=said.count("accept"),
-        reject=said.count("reject"),
+        accept=verdicts.count("accept"),
+        reject=verdicts.count("reject"),
         mean_pairs=len(owner),
     )
 
 
 def _abba(order: np.random.Generator, count: int) -> NDArray[np.bool_]:
-    """Which pairs the patched arm begins: of each two neighbours one, drawn."""
+    """For each pair, whether the patched arm runs first: drawn for one of two neighbours."""
     import numpy as np
 
     drawn = order.random(-(-count // 2)) < 0.5
@@ -251,17 +260,17 @@ def _generator(kind: int, truth_pct: float, size: int) -> np.random.Generator:
 
 
 def rows(runs: int = RUNS, power_runs: int = POWER_RUNS) -> Iterator[Row]:
-    """Every row of the tables."""
+    """Simulate all rows of the tables."""
     for noise in NOISE:
         for truth in TRUTHS_PCT:
-            yield sittings(noise, truth, runs)
+            yield sessions(noise, truth, runs)
         for pairs in POWER_PAIRS:
-            yield sittings(noise, 1.0, power_runs, pairs, "power")
+            yield sessions(noise, 1.0, power_runs, pairs, "power")
     for noise, rho in (("independent", 0.0), ("AR(1), rho 0.3", 0.3), ("AR(1), rho 0.6", 0.6)):
         for sd, gain in ((0.5, 2.0), (0.5, 1.0), (0.5, 0.8), (0.25, 1.0), (0.1, 0.6)):
             needed = pairs_needed(sd, gain, rho=rho)
             assert needed is not None
-            yield sittings(noise, gain, power_runs, needed, "pairs_needed", sd)
+            yield sessions(noise, gain, power_runs, needed, "pairs_needed", sd)
     for count in PROCESS_COUNTS:
         for aware in (False, True):
             for sd in (0.05, PAIR_SD_PCT):
@@ -270,7 +279,7 @@ def rows(runs: int = RUNS, power_runs: int = POWER_RUNS) -> Iterator[Row]:
 
 
 def statistics_table() -> None:
-    """A line a row on stdout; what was done so far on stderr."""
+    """Print one JSON line per row on stdout, and progress on stderr."""
     for row in rows():
         print(json.dumps(row.model_dump(mode="json")), flush=True)
         print(f"{row.table}: {row.noise}, {row.truth_pct:+g} %", file=sys.stderr, flush=True)

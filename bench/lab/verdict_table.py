@@ -1,8 +1,8 @@
 """Verdicts on the whole model, as a table beside the published one.
 
 `python -m patcher.bench.lab.verdict_table FOLDER` prints the table of a folder. Its `*.json` and
-`*.json.xz` are what `patcher throughput --out` wrote, of one verdict or of a best set, or lists of
-such verdicts.
+`*.json.xz` are what `patcher throughput` wrote to `--out`, of one verdict or of a best set, or
+lists of such verdicts.
 """
 
 from __future__ import annotations
@@ -57,11 +57,13 @@ def read(folder: Path) -> list[ABResult]:
                 found.append(ABResult.model_validate_json(text))
         except (OSError, ValueError, TypeError) as error:
             raise UsageError(
-                f"{path} holds no verdict", "write it with: patcher throughput ... --out FILE"
+                f"{path} holds no verdict",
+                "write it with: patcher throughput compare --out FILE",
             ) from error
     if not found:
         raise UsageError(
-            f"{folder} holds no verdict", "write one with: patcher throughput ... --out FILE"
+            f"{folder} holds no verdict",
+            "write one with: patcher throughput compare --out FILE",
         )
     return found
 

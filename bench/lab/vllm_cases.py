@@ -1,4 +1,4 @@
-"""What each of vLLM's patch points must show: names in a profile."""
+"""Kernel names that each of vLLM's patch points adds to a profile or removes from it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PointCase:
-    """One patch point."""
+    """Expected kernel names of one patch point."""
 
     op: str
+    """Name of the op."""
     ours: str
-    """The new kernel's name in a profile, as a pattern."""
+    """Regular expression of the new kernel's name."""
     theirs: str
-    """What must be gone; Inductor's rotation has no name that says so."""
+    """Regular expression of kernels that must disappear. Inductor's rotary embedding has no
+    recognisable name."""
 
 
 CASES = (
@@ -33,15 +35,15 @@ CASES = (
     PointCase("moe_reduce", r"^moe_reduce_kernel", r"^_reduce_grouped"),
     PointCase("moe_matmul_swiglu", r"^moe_matmul_swiglu_kernel", r"^_matmul_ogs_.*_swiglu"),
     PointCase("moe_matmul_down", r"^moe_matmul_down_kernel", r"^_matmul_ogs_(?!.*_swiglu)"),
-    # with a bias: the model's head is a matmul of the same library, and has none
+    # with a bias, unlike the model's head, which is a matmul of the same library
     PointCase("linear", r"^linear_kernel", r"^nvjet_.*_bias_"),
-    # in the place of moe_reduce, which it leaves nothing to do
+    # replaces moe_reduce, which then has nothing to do
     PointCase("reduce_add_rms_norm", r"^reduce_add_rms_norm_kernel", r"^_reduce_grouped"),
 )
 
 
 def of_patch(run: dict[str, Any], patch_id: str) -> dict[str, Any]:
-    """A run's calls and fallbacks, those of one patch alone."""
+    """Restrict a run's calls and fallbacks to one patch."""
     calls = {key: count for key, count in run["calls"].items() if key == patch_id}
     start = f"{patch_id}: "
     fallbacks = {key: count for key, count in run["fallbacks"].items() if key.startswith(start)}
@@ -56,10 +58,15 @@ def counted(
     steps: int,
     expected: int,
 ) -> list[dict[str, Any]]:
-    """Receipts against nsys against what the model's code says.
+    """Compare receipts, nsys and the number of calls that the model's code implies.
 
     Args:
-        expected: calls of the new kernel a step.
+        name: label of the checks.
+        case: kernel names of the patch point.
+        stock: the run without patches.
+        patched: the run with the patch.
+        steps: number of decode steps.
+        expected: calls of the new kernel per step.
     """
     calls = sum(patched["calls"].values()) / steps
     ours = matching(case.ours, patched["kernels"]) / steps
@@ -76,7 +83,7 @@ def counted(
 
 
 def matching(pattern: str, kernels: dict[str, int]) -> int:
-    """Launches of the kernels whose name matches."""
+    """Number of launches of kernels whose name matches."""
     return sum(count for name, count in kernels.items() if re.search(pattern, name))
 
 

@@ -1,12 +1,17 @@
-"""Proof of vLLM's patch points on a GPU: `python -m patcher.bench.lab.vllm_points OUT`.
+"""Test vLLM's patch points on a GPU: `python -m patcher.bench.lab.vllm_points OUT`.
 
-For each point and each way of running: what the receipts counted a step against what nsys saw of
-the kernel by name, and of the engine's own; the fallback on a shape that the guards refuse; the
-same greedy tokens after it was reverted; a worker that was started anew; and A/A, the dispatcher
-with the engine's own kernel behind it. The points are in together, since a start of vLLM takes
-most of a minute; `--ops` names fewer. Each run is a process and leaves a file in OUT, which a
-second start does not make again; `summary.json` is made of them at the end. `--jobs 3` starts
-three at once, each with a share of the GPU's memory: nothing is timed but A/A, which runs alone.
+For each point and mode it checks:
+
+- calls per step by the receipts, against launches by nsys of the new and of the engine's kernels;
+- the fallback on a shape that the guards reject;
+- equal greedy tokens after the patch was reverted;
+- a worker that was restarted;
+- A/A: the dispatcher with the engine's own kernel.
+
+All points are patched together, since a start of vLLM takes most of a minute; `--ops` selects
+fewer. Each run is a process and writes a file to OUT, which a second call reuses. `summary.json` is
+written at the end. `--jobs 3` runs three processes at once, each with a share of the GPU's memory.
+Only A/A is timed, and it runs alone.
 """
 
 from __future__ import annotations
@@ -26,20 +31,20 @@ from patcher.bench import AxisGuard, Candidate, Op, Outcome, PatcherError, Workl
 from patcher.bench.lab.vllm_cases import CASES, PointCase, check, counted, of_patch
 from patcher.bench.machine.environment import engine_environment
 from patcher.hotspot import NSYS_OPTIONS, find_nsys, nsys_environment, read
-from patcher.integrate import Patch, read_receipts, switching_on
+from patcher.integrate import Patch, patch_environment, read_receipts
 
 MODES = ("full", "piecewise", "eager")
 MODEL = "gpt-oss-20b"
 TIMEOUT_S = 900
 OWN_ROUNDS = 3
-"""Pairs of processes of the A/A comparison, each with its arms in another order."""
+"""Pairs of processes of the A/A comparison, with alternating order of arms."""
 MEMORY_SHARE = 0.8
-"""Of the GPU's, for all processes that run at once."""
+"""Share of the GPU's memory for all concurrent processes together."""
 KNOWN = tuple(case.op for case in CASES)
 TOGETHER = tuple(op for op in KNOWN if op != "reduce_add_rms_norm")
-"""Each has something to do; that one leaves `moe_reduce` nothing."""
+"""Ops that can be patched together; `reduce_add_rms_norm` would leave `moe_reduce` unused."""
 WINDOWS = 8
-"""Of an A/A process; the first is left out."""
+"""Windows of an A/A process; the first is left out."""
 
 
 def main() -> int:
@@ -50,8 +55,8 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--judge-only", action="store_true", help="make the bundles, start nothing")
-    parser.add_argument("--no-own", action="store_true", help="leave A/A out")
+    parser.add_argument("--judge-only", action="store_true", help="create the bundles only")
+    parser.add_argument("--no-own", action="store_true", help="skip the A/A comparison")
     arguments = parser.parse_args()
     workload = Workload(
         model=MODEL,
@@ -84,7 +89,7 @@ def main() -> int:
 
 
 class PointProof:
-    """Runs, each in a file of its own, and what they say."""
+    """Performs the runs, with one file each, and evaluates them."""
 
     def __init__(self, out: Path, workload: Workload, steps: int, jobs: int = 1) -> None:
         self.out, self.workload, self.steps, self.jobs = out, workload, steps, jobs
@@ -92,11 +97,12 @@ class PointProof:
         out.mkdir(parents=True, exist_ok=True)
 
     def prove(self, cases: list[PointCase], modes: list[str]) -> list[dict[str, Any]]:
-        """All about these points, which are in together; one without a kernel that the judge finds
-        right is a failed check, and left out.
+        """Run all checks of these points, which are patched together.
+
+        A point whose kernel the judge does not accept is a failed check and is left out.
 
         Raises:
-            PatcherError: a run failed, or there is a kernel for none.
+            PatcherError: a run failed, or no point has a kernel.
         """
         checks = []
         patches: dict[str, Patch] = {}
@@ -121,40 +127,42 @@ class PointProof:
             partial(self.run, f"{name}-{mode}-refused", mode, [*narrow.values()]),
             partial(self.run, f"{name}-{mode}-reverted", mode),
         )
-        # its workers are processes of their own: receipts tell
+        # the workers are separate processes, which only receipts report
         self.run(f"{name}-{mode}-restarted", mode, [*patches.values()], engines=2)
         for mode in modes:
             stock = self.run(f"stock-{mode}", mode, profile=True)
             patched = self.run(f"{name}-{mode}", mode, [*patches.values()], profile=True)
             for case in cases:
-                found = of_patch(patched, patches[case.op].manifest.id)
+                counts = of_patch(patched, patches[case.op].manifest.id)
                 label = f"{case.op}, {mode}"
                 calls = patches[case.op].calls_per_layer(patches.values()) or 0
-                checks += counted(label, case, stock, found, self.steps, calls * self.layers)
+                checks += counted(label, case, stock, counts, self.steps, calls * self.layers)
         mode = modes[0]
         refused = self.run(f"{name}-{mode}-refused", mode, [*narrow.values()])
         receipts = read_receipts(self.out / f"{name}-{mode}-restarted.receipts")
         for op, patch in patches.items():
-            found = of_patch(refused, narrow[op].manifest.id)
-            some, calls = sum(found["fallbacks"].values()), sum(found["calls"].values())
+            counts = of_patch(refused, narrow[op].manifest.id)
+            some, calls = sum(counts["fallbacks"].values()), sum(counts["calls"].values())
             label = f"{op}, {mode}: "
             checks.append(check(f"{label}falls back where its guards refuse", some > 0, some))
             checks.append(check(f"{label}and is not called there", calls == 0, calls))
             own = [one for one in receipts if one.patch_id == patch.manifest.id]
-            made = sorted(one.total_calls for one in own if one.calls)
+            per_worker = sorted(one.total_calls for one in own if one.calls)
             what = f"{label}runs in both of two workers, one started after the other"
-            checks.append(check(what, len(made) == 2, made))
+            checks.append(check(what, len(per_worker) == 2, per_worker))
         stock = self.run(f"stock-{mode}", mode, profile=True)
         reverted = self.run(f"{name}-{mode}-reverted", mode)
         same = reverted["tokens"] == stock["tokens"]
         return [*checks, check(f"{mode}: reverted, the same greedy tokens", same, same)]
 
     def together(self, *runs: Callable[[], object]) -> None:
-        """`jobs` at a time. All of a batch have ended before the next begins: vLLM refuses to
-        start where another process gives memory back meanwhile.
+        """Perform runs, `jobs` at a time.
+
+        A batch ends before the next begins, since vLLM refuses to start while another process
+        releases memory.
 
         Raises:
-            PatcherError: one failed; the others of its batch were waited for.
+            PatcherError: a run failed, after the others of its batch ended.
         """
         for begin in range(0, len(runs), self.jobs):
             with ThreadPoolExecutor(self.jobs) as pool:
@@ -162,25 +170,29 @@ class PointProof:
                     done.result()
 
     def own(self, mode: str) -> list[dict[str, Any]]:
-        """A/A: the ratio of medians against the spread between equal processes."""
+        """A/A: compare the ratio of medians with the spread between identical processes."""
         rates: dict[bool, list[float]] = {True: [], False: []}
         for index in range(OWN_ROUNDS):
             for own in (True, False) if index % 2 else (False, True):
                 name = f"own-{'dispatched' if own else 'stock'}-{mode}-{index}"
-                found = self.run(name, mode, own=own, windows=WINDOWS)
-                rates[own].append(statistics.median(found["window_s"][1:]))
-                if own and not found["calls"].get("own"):
-                    return [check(f"A/A, {mode}: the dispatcher ran", False, found["fallbacks"])]
+                result = self.run(name, mode, own=own, windows=WINDOWS)
+                rates[own].append(statistics.median(result["window_s"][1:]))
+                if own and not result["calls"].get("own"):
+                    return [check(f"A/A, {mode}: the dispatcher ran", False, result["fallbacks"])]
         gain = statistics.median(rates[False]) / statistics.median(rates[True]) - 1
         noise = max(max(each) / min(each) - 1 for each in rates.values())
         seen = f"{gain:+.3%} of throughput, equal processes differ by up to {noise:.3%}"
         return [check(f"A/A, {mode}: less than the noise", abs(gain) < noise, seen)]
 
     def bundle(self, case: PointCase, widest: int | None = None) -> Patch:
-        """The shipped Triton kernel as a patch, judged here; `widest`: for at most so many tokens.
+        """Evaluate the shipped Triton kernel and package it as a patch.
+
+        Args:
+            case: the patch point.
+            widest: most tokens that the patch's guards accept; None: no limit.
 
         Raises:
-            PatcherError: the judge does not find it right.
+            PatcherError: the kernel did not pass.
         """
         folder = self.out / "bundles" / f"{case.op}{'' if widest is None else '-narrow'}"
         if folder.is_dir():
@@ -199,12 +211,12 @@ class PointProof:
         )
 
     def judged(self, op: Op) -> Any:
-        """Against the yardstick, since this is about where it runs, not about how fast."""
+        """Evaluate against the accuracy baseline, since speed does not matter here."""
         from patcher.bench import Evaluation, judge
 
         path = self.out / f"{op.name}.evaluation.json"
         if not path.is_file():
-            # few calls: an input set of the expert matmuls is 0.3 GB
+            # few calls, since an input set of the expert matmuls is 0.3 GB
             settings = judge.JudgeSettings(
                 device="cuda", baseline="honest", points=2, pairs=6, calls=100
             )
@@ -225,20 +237,26 @@ class PointProof:
         engines: int = 1,
         windows: int = 1,
     ) -> dict[str, Any]:
-        """One process; what it left, with `kernels` a name where it was profiled.
+        """Run one process, or read its earlier result.
+
+        A profiled run also has `kernels`, the launches by kernel name.
 
         Raises:
-            PatcherError: it failed; its last lines.
+            PatcherError: the process failed; the message holds its last lines.
         """
         path = self.out / f"{name}.json"
         if path.is_file():
-            found: dict[str, Any] = json.loads(path.read_text())
-            return found
+            result: dict[str, Any] = json.loads(path.read_text())
+            return result
         raw = self.out / f"{name}.run.json"
         plan = {
             "workload": json.loads(self.workload.model_dump_json()),
-            **{"mode": mode, "out": str(raw), "steps": self.steps, "windows": windows},
-            **{"own": own, "engines": engines},
+            "mode": mode,
+            "out": str(raw),
+            "steps": self.steps,
+            "windows": windows,
+            "own": own,
+            "engines": engines,
             "memory_share": MEMORY_SHARE / (1 if own else self.jobs),
         }
         command = [sys.executable, "-P", "-m", "patcher.integrate.vllm.run", json.dumps(plan)]
@@ -257,27 +275,27 @@ class PointProof:
         (self.out / f"{name}.log").write_text(done.stdout + done.stderr)
         if not raw.is_file():
             raise PatcherError(f"{name} failed, see its log: {done.stderr.strip()[-1500:]}")
-        found = json.loads(raw.read_text())
+        result = json.loads(raw.read_text())
         if profile:
-            found["kernels"] = {
+            result["kernels"] = {
                 kernel.name: kernel.instances
                 for kernel in read(report, MODEL, steps=self.steps, window="all").kernels
             }
-        path.write_text(json.dumps(found) + "\n")
-        return found
+        path.write_text(json.dumps(result) + "\n")
+        return result
 
     def switches(self, name: str, patches: Sequence[Patch]) -> dict[str, str]:
-        """What switches patches on for a process; its own store, so that runs do not meet."""
+        """Environment variables that enable patches, from a separate store for each run."""
         if not patches:
             return {"PATCHER_PATCHES": "off"}
-        return switching_on(patches, self.out / f"{name}.home", self.out / f"{name}.receipts")
+        return patch_environment(patches, self.out / f"{name}.home", self.out / f"{name}.receipts")
 
 
 def shipped(op: Op) -> Candidate:
-    """The Triton kernel in the op's folder.
+    """The op's shipped Triton kernel.
 
     Raises:
-        PatcherError: there is none.
+        PatcherError: the op has none.
     """
     for info, candidate in op.solutions():
         if info.language == "triton":
@@ -286,7 +304,7 @@ def shipped(op: Op) -> Candidate:
 
 
 def narrowed(op: Op, widest: int) -> Op:
-    """The same op with a contract for at most so many tokens."""
+    """The op with a contract for at most `widest` tokens."""
     copy = Op(op.folder)
     guards = op.contract.guards
     axes = {**guards.axes, "tokens": AxisGuard(maximum=widest)}

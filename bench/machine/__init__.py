@@ -1,1 +1,1 @@
-"""What this machine is and does: its environment, tools and clocks."""
+"""This machine: environment, installed tools and GPU clocks."""

@@ -1,12 +1,12 @@
-"""A lock on a GPU's SM clock that does not outlive what it was taken for.
+"""Lock a GPU's SM clock, and release the lock whenever the process ends.
 
-Read against NVML's reference (Device Commands) and nvidia-ml-py 13: a lock needs root, replaces the
-one before it, cannot be read back, and stays until it is reset. So it is taken back at the end of
-the block, at exit and on SIGTERM by this process, and after any other end (SIGKILL, the kernel's
-killer, a crash in native code) by a watchdog in a session of its own. Only what ends both at once,
-with no time to act, leaves it in place: `nvidia-smi -rgc` then takes it back.
+According to NVML's reference (Device Commands) and nvidia-ml-py 13, a lock needs root, replaces an
+earlier lock, cannot be read back, and stays until it is reset. This process releases it at the end
+of the block, at exit and on SIGTERM. After any other end (SIGKILL, the OOM killer, a crash in
+native code) a watchdog in its own session releases it. The lock stays only if both end at once;
+`nvidia-smi -rgc` then releases it.
 
-The memory clock is not locked: on the GPUs this is for it has one step under load; it is watched.
+The memory clock is monitored, not locked: on the supported GPUs it has only one step under load.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ from typing import Any
 from patcher.bench.errors import VerificationError
 
 READY_S = 30
-"""For the watchdog to start and reach the GPU."""
+"""Time limit in seconds for the watchdog to start and reach the GPU."""
 
 
 class LockRefusedError(Exception):
-    """The clock is not locked; the message says why."""
+    """The clock could not be locked; the message says why."""
 
 
 class ClockLock:
-    """One GPU's lock. `take`, then `release`, which may be called twice."""
+    """The clock lock of one GPU: `take`, then `release`, which may be called twice."""
 
     def __init__(self, nvml: Any, handle: Any, gpu: str) -> None:
-        """`gpu`: `index:N` or `uuid:GPU-...`, for the watchdog.
+        """Prepare a lock.
 
-        NVML given as an object, not as a module, is a double that lives and dies with this process:
-        no other one could reach it, and there is no watchdog.
+        Args:
+            nvml: the NVML module. An object that is no module is a test double of this process;
+                another process cannot reach it, so there is no watchdog.
+            handle: NVML's handle of the GPU.
+            gpu: `index:N` or `uuid:GPU-...`, for the watchdog.
         """
         self._nvml, self._handle, self._gpu = nvml, handle, gpu
         self._watchdog: _Watchdog | None = None
@@ -49,11 +52,14 @@ class ClockLock:
         self._on_sigterm: Any = None
 
     def take(self, mhz: int) -> None:
-        """Lock; whether it is kept shows under load only.
+        """Lock the SM clock. Whether the GPU holds it shows only under load.
+
+        Args:
+            mhz: clock in MHz.
 
         Raises:
-            LockRefusedError: not permitted, or there is nobody who would take it back.
-            VerificationError: beyond what the GPU can do.
+            LockRefusedError: locking is not permitted, or the watchdog does not start.
+            VerificationError: the GPU does not support this clock.
         """
         nvml = self._nvml
         try:
@@ -63,7 +69,7 @@ class ClockLock:
         if mhz > ceiling:
             raise VerificationError(
                 f"the SM clock cannot be locked at {mhz} MHz: {ceiling} MHz at most",
-                "lock it lower, or only monitor",
+                "lock a lower clock, or only monitor it",
             )
         if isinstance(nvml, ModuleType):
             self._watchdog = _Watchdog(nvml.__name__, self._gpu)
@@ -77,8 +83,8 @@ class ClockLock:
             raise LockRefusedError(str(error)) from error
 
     def release(self) -> str | None:
-        """Take the lock back; gives what went wrong, in words."""
-        if not self._held or os.getpid() != self._owner:  # a fork has our handlers, not our lock
+        """Release the lock; return what went wrong, or None."""
+        if not self._held or os.getpid() != self._owner:  # a fork inherits handlers, not the lock
             return None
         self._held = False
         self._disarm()
@@ -92,7 +98,7 @@ class ClockLock:
         return None
 
     def _arm(self) -> None:
-        """Before the lock, so that no moment is left in which it could outlive the process."""
+        """Install the handlers before locking, so that the lock can never outlive the process."""
         self._held = True
         atexit.register(self.release)
         if threading.current_thread() is threading.main_thread():
@@ -113,11 +119,11 @@ class ClockLock:
     def _terminated(self, number: int, _frame: FrameType | None) -> None:
         self.release()
         self._disarm()
-        os.kill(os.getpid(), number)  # now for whoever was to get it before us
+        os.kill(os.getpid(), number)  # deliver the signal to the earlier handler
 
 
 class _Watchdog:
-    """`clock_watchdog.py` in a session of its own: what kills our process group spares it."""
+    """`clock_watchdog.py` in its own session, so that killing our process group spares it."""
 
     def __init__(self, module: str, gpu: str) -> None:
         script = Path(__file__).with_name("clock_watchdog.py")
@@ -132,24 +138,25 @@ class _Watchdog:
         readable, _, _ = select.select([self._process.stdout], [], [], READY_S)
         if not readable or self._process.stdout.readline() != b"ready\n":
             self._process.kill()
-            _, said = self._process.communicate()
-            why = (said.decode(errors="replace").strip().splitlines() or ["it does not answer"])[-1]
+            _, stderr = self._process.communicate()
+            lines = stderr.decode(errors="replace").strip().splitlines()
+            why = (lines or ["it does not answer"])[-1]
             raise LockRefusedError(f"no watchdog would take it back: {why}")
 
     def dismiss(self) -> None:
-        """It ends and touches nothing."""
+        """End the watchdog without touching the clocks."""
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it is gone already, and not needed any more
+        with contextlib.suppress(OSError):  # it has ended already
             self._process.stdin.write(b".")
             self._process.stdin.flush()
         self._end()
 
     def fire(self) -> bool:
-        """Have it take the lock back; whether it could."""
+        """Let the watchdog release the lock; return whether it could."""
         return self._end() == 0
 
     def _end(self) -> int:
-        """Close the pipe and wait."""
+        """Close the pipe and wait; return the exit code."""
         try:
             self._process.communicate(timeout=READY_S)
         except subprocess.TimeoutExpired:

@@ -1,12 +1,12 @@
-"""Takes a clock lock back when the process that holds it is gone, even by SIGKILL.
+"""Release a clock lock when the process that holds it ends, even by SIGKILL.
 
-`python -P clock_watchdog.py NVML GPU PARENT`: NVML is the name of the module that speaks to it, GPU
-is `index:N` or `uuid:GPU-...`, PARENT the process id watched. It says `ready` once the GPU answers;
-one byte on stdin, and it ends without touching anything. A lock on the clocks of a GPU belongs to
-the driver, not to a process: NVML's reference says that it lasts until a reset, a reboot or a
-reload of the driver, and there is no call that reads it back.
+`python -P clock_watchdog.py NVML GPU PARENT`: NVML is the name of NVML's Python module, GPU is
+`index:N` or `uuid:GPU-...`, and PARENT is the process id to watch. The watchdog prints `ready` once
+the GPU answers. After one byte on stdin it ends and leaves the clocks alone. A clock lock belongs
+to the driver, not to a process: NVML's reference says that it lasts until a reset, a reboot or a
+reload of the driver, and no call reads it back.
 
-Run as a file: it imports NVML and nothing of ours, so that it is there at once and little can fail.
+It runs as a file and imports only NVML, so that it starts fast and little can fail.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ import sys
 from typing import Any
 
 POLL_S = 0.5
-"""Between two looks at whose child this is: a fork of the parent may keep the pipe open."""
+"""Seconds between checks of the parent's id, since a fork of it may keep the pipe open."""
 
 
 def main(name: str, gpu: str, parent: int) -> int:
-    """Exit code 0: told to end, or the clocks are reset; 1: they could not be reset."""
+    """Watch the parent.
+
+    Returns:
+        Exit code 0 if dismissed or the clocks were reset, 1 if they could not be reset.
+    """
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # they mean the parent, which restores by itself
+        signal.signal(number, signal.SIG_IGN)  # meant for the parent, which restores the clocks
     nvml: Any = importlib.import_module(name)
     nvml.nvmlInit()
     handle_of(nvml, gpu)
@@ -37,7 +41,7 @@ def main(name: str, gpu: str, parent: int) -> int:
                 return 0
             break
     try:
-        # anew: whatever took the parent away may have taken this connection, too
+        # connect again: what ended the parent may have broken this connection, too
         nvml.nvmlInit()
         nvml.nvmlDeviceResetGpuLockedClocks(handle_of(nvml, gpu))
     except nvml.NVMLError as error:

@@ -1,6 +1,6 @@
-"""The clocks a figure was made at: locked where asked and permitted, else watched; never guessed.
+"""GPU clocks during a measurement: locked if requested and permitted, else monitored.
 
-NVML is a parameter, so that a test can put one in that refuses, lies or dies.
+NVML is a parameter, so that a test can supply one that refuses, lies or fails.
 """
 
 from __future__ import annotations
@@ -23,30 +23,40 @@ THROTTLE_BITS = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-"""nvmlClocksEventReasons that make a sample unfit. Idle and application settings do not."""
+"""nvmlClocksEventReasons that disqualify a sample. Idle and application settings do not."""
 TOLERANCE = 0.02
-"""Share by which a clock may be off and still be called the same."""
+"""Relative difference up to which two clocks count as equal."""
 NOT_SAID = (3, 4)
-"""NVML_ERROR_NOT_SUPPORTED and _NO_PERMISSION: this figure is not to be had here, others are."""
+"""NVML_ERROR_NOT_SUPPORTED and _NO_PERMISSION: this value is unavailable, others may not be."""
 
 
 @dataclass(frozen=True)
 class ClockSample:
-    """What NVML said at one moment; None where it says nothing."""
+    """NVML's values at one moment; None for each value that is unavailable."""
 
     sm_mhz: int | None = None
+    """SM clock in MHz."""
     temperature_c: int | None = None
+    """GPU temperature in degrees Celsius."""
     throttle: tuple[str, ...] = ()
+    """Active throttle reasons, names from `THROTTLE_BITS`."""
     memory_mhz: int | None = None
+    """Memory clock in MHz."""
     power_w: float | None = None
-    """Of the whole board; since Ampere NVML's figure is the mean of the last second."""
+    """Power of the whole board in watts; since Ampere, the mean of the last second."""
 
 
 class ClockMonitor:
-    """Watches the clocks of one GPU; locks the SM's when asked and permitted, and always restores.
+    """A context manager that monitors the clocks of one GPU and can lock the SM clock.
 
-    A context manager. On a CPU, or where NVML is missing or dies, it says so in `description` and
-    the measurement goes on without clocks.
+    A lock is always released. On a CPU, or if NVML is missing or fails, `description` says so and
+    the measurement continues without clocks.
+
+    Args:
+        device: `cpu` or `cuda`.
+        lock_mhz: SM clock to lock, in MHz; None: only monitor.
+        nvml: the NVML module; None: pynvml.
+        index: CUDA's index of the GPU.
     """
 
     def __init__(
@@ -107,7 +117,7 @@ class ClockMonitor:
             self._handle = None
 
     def sample(self) -> ClockSample:
-        """What the GPU does now."""
+        """Read the clocks now."""
         if self._handle is None or self._dead:
             return ClockSample()
         nvml, handle = self._nvml, self._handle
@@ -125,38 +135,38 @@ class ClockMonitor:
             return ClockSample()
         throttle = tuple(name for bit, name in THROTTLE_BITS.items() if bits & bit)
         watts = None if milliwatts is None else milliwatts / 1000
-        found = ClockSample(clock, degrees, throttle, memory, watts)
-        self._seen.append(found)
-        return found
+        sample = ClockSample(clock, degrees, throttle, memory, watts)
+        self._seen.append(sample)
+        return sample
 
     @property
     def description(self) -> str:
-        """`locked at N MHz`, or `monitored: ...` with what was seen, or why nothing was."""
+        """The clocks in words: `locked at N MHz: ...`, `monitored: ...`, or why there are none."""
         if self._device != "cuda":
             return "monitored: CPU, no clock control"
         clocks = [sample.sm_mhz for sample in self._seen if sample.sm_mhz is not None]
         if not clocks:
             return f"not available: {self._problem or 'no sample taken'}"
         middle = statistics.median(clocks)
-        how, kept = "monitored", True
+        how, effective = "monitored", True
         if self._was_locked and self._lock_mhz is not None:
-            kept = abs(middle - self._lock_mhz) <= TOLERANCE * self._lock_mhz
-            how = f"locked at {self._lock_mhz} MHz" if kept else how
+            effective = abs(middle - self._lock_mhz) <= TOLERANCE * self._lock_mhz
+            how = f"locked at {self._lock_mhz} MHz" if effective else how
         throttled = sum(bool(sample.throttle) for sample in self._seen)
-        told = f"{how}: SM {middle:.0f} MHz ({min(clocks)} to {max(clocks)}), "
-        told += f"{len(self._seen)} samples, {throttled} throttled"
-        told += _span("memory", "MHz", [sample.memory_mhz for sample in self._seen])
-        told += _span("", "C", [sample.temperature_c for sample in self._seen])
-        told += _span("", "W", [sample.power_w for sample in self._seen])
-        if not kept:
-            told += f"; a lock at {self._lock_mhz} MHz was accepted and not kept"
-        return f"{told}; {self._problem}" if self._problem else told
+        text = f"{how}: SM {middle:.0f} MHz ({min(clocks)} to {max(clocks)}), "
+        text += f"{len(self._seen)} samples, {throttled} throttled"
+        text += _span("memory", "MHz", [sample.memory_mhz for sample in self._seen])
+        text += _span("", "C", [sample.temperature_c for sample in self._seen])
+        text += _span("", "W", [sample.power_w for sample in self._seen])
+        if not effective:
+            text += f"; a lock at {self._lock_mhz} MHz was accepted and not kept"
+        return f"{text}; {self._problem}" if self._problem else text
 
     def _ask(self, question: Callable[[], Any]) -> int | None:
-        """One figure; None where this GPU does not tell it.
+        """One value, or None if this GPU does not provide it.
 
         Raises:
-            NVMLError: NVML answers no more.
+            NVMLError: NVML stopped answering.
         """
         try:
             return int(question())
@@ -183,9 +193,9 @@ def _span(name: str, unit: str, figures: Sequence[float | None]) -> str:
 
 
 def _uuid(index: int) -> str:
-    """NVML's name of the GPU that CUDA calls `index` here.
+    """UUID of the GPU with this CUDA index.
 
-    NVML counts all GPUs of the host, CUDA those that CUDA_VISIBLE_DEVICES leaves.
+    NVML counts all GPUs of the host, CUDA only those in CUDA_VISIBLE_DEVICES.
     """
     import torch
 

@@ -1,5 +1,5 @@
-"""What a figure was made on (device, versions, compiler; never a host, a user or a path), and what
-a process that makes one gets of this process's environment.
+"""The environment of a measurement: device, versions and compiler, and the variables that engine
+processes inherit. Host names, users and paths are never recorded.
 """
 
 from __future__ import annotations
@@ -33,37 +33,42 @@ _KEPT = re.compile(
     r"|(CUDA|HF|NCCL|NVIDIA|OMP|TORCH|TORCHINDUCTOR|TRANSFORMERS|TRITON|VLLM)_"
 )
 ROOT = Path(__file__).absolute().parents[3]
-"""The folder from which `patcher` is imported: a checkout, or a site-packages."""
+"""The folder that `patcher` is imported from: a checkout or a site-packages folder."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH")
 
 
 class Environment(Record):
-    """Where a figure was made. No host name, path, user or environment variable."""
+    """The environment of a measurement, without host name, paths, user and variables."""
 
     device: str
-    """GPU or CPU name."""
+    """Name of the GPU or CPU."""
     device_kind: str
     """`cpu` or `cuda`."""
     capability: str | None = None
-    """Compute capability of the GPU, `9.0`."""
+    """Compute capability of the GPU, such as `9.0`."""
     python: str
+    """Version of Python."""
     packages: dict[str, str]
-    """Versions of torch, triton, transformers, ... where installed."""
+    """Versions of torch, triton, transformers, ... if installed."""
     driver: str | None = None
+    """Version of the NVIDIA driver."""
     compiler: str | None = None
+    """Compiler and its version, such as `nvcc 13.0`."""
     clocks: str = "not recorded"
-    """`locked at N MHz`, `monitored: ...`, or `not recorded`."""
+    """`locked at N MHz: ...`, `monitored: ...`, or `not recorded`."""
     threads: int | None = None
+    """CPU threads; None: the default."""
 
 
 def names_secret(variable: str) -> bool:
-    """Whether an environment variable holds a secret, by its name."""
+    """Whether the name of an environment variable suggests that it holds a secret."""
     return _SECRET.search(variable) is not None
 
 
 def engine_environment() -> dict[str, str]:
-    """What a process that runs an engine gets of this one's environment: what engines read, no
-    key, no proxy with a password; profilers write the environment of what they profile into their
+    """Environment of a process that runs an engine: the variables that engines read.
+
+    Keys and proxies with a password are left out, since profilers write the environment into their
     reports.
     """
     kept = {
@@ -75,7 +80,7 @@ def engine_environment() -> dict[str, str]:
 
 
 def python_path(first: Path) -> str:
-    """This process's `PYTHONPATH` with a folder before it."""
+    """This process's `PYTHONPATH` with a folder prepended."""
     return os.pathsep.join([str(first), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -85,8 +90,13 @@ def describe(
     clocks: str = "not recorded",
     compiler: str | None = None,
 ) -> Environment:
-    """The environment of a measurement on `cpu` or `cuda`; `compiler`: another than is usual for
-    the device.
+    """Describe the environment of a measurement.
+
+    Args:
+        device_kind: `cpu` or `cuda`.
+        threads: CPU threads; None: the default.
+        clocks: `ClockMonitor.description`.
+        compiler: name of the compiler; None: nvcc on `cuda`, g++ on `cpu`.
     """
     return Environment(
         device=device_name(device_kind),
@@ -102,10 +112,11 @@ def describe(
 
 
 def facts(device_kind: str) -> dict[str, str]:
-    """What figures made on `cpu` or `cuda` depend on and another machine, or an update of this one,
-    may have otherwise.
+    """Properties of this machine that measurements on `cpu` or `cuda` depend on.
+
+    They differ on another machine, or after an update of this one.
     """
-    found = {
+    values = {
         "processor": cpu_name(),
         "instructions": cpu_instructions(),
         "python": platform.python_version(),
@@ -115,19 +126,19 @@ def facts(device_kind: str) -> dict[str, str]:
     if device_kind == "cuda":
         import torch
 
-        found |= {
+        values |= {
             "driver": driver_version() or "not there",
             "nvcc": compiler_version("nvcc") or "not there",
             "CUDA of torch": torch.version.cuda or "none",
             "GPU": "not there",
         }
         if torch.cuda.is_available():
-            found |= {"GPU": device_name("cuda"), "compute capability": device_capability()}
-    return found
+            values |= {"GPU": device_name("cuda"), "compute capability": device_capability()}
+    return values
 
 
 def device_name(device_kind: str) -> str:
-    """Of the GPU or of the processor."""
+    """Name of the GPU or the CPU."""
     if device_kind == "cpu":
         return cpu_name()
     import torch
@@ -136,14 +147,14 @@ def device_name(device_kind: str) -> str:
 
 
 def device_capability() -> str:
-    """Of the GPU: `9.0`."""
+    """Compute capability of the GPU, such as `9.0`."""
     import torch
 
     return "{}.{}".format(*torch.cuda.get_device_capability())
 
 
 def fingerprint(device_kind: str, threads: int | None, *more: str) -> str:
-    """Of what a figure that is kept depends on: device, driver, libraries, threads, and `more`."""
+    """Digest of what a cached result depends on: device, driver, libraries, threads, `more`."""
     driver = driver_version() if device_kind == "cuda" else None
     known = [device_name(device_kind), driver, package_versions(), threads, *more]
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:24]
@@ -151,19 +162,20 @@ def fingerprint(device_kind: str, threads: int | None, *more: str) -> str:
 
 @cache
 def cpu_name() -> str:
-    """The model name that the kernel reports, else the architecture."""
+    """Model name of the CPU from /proc/cpuinfo, else the architecture."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            found = re.search(r"^model name\s*:\s*(.+)$", file.read(), re.MULTILINE)
+            match = re.search(r"^model name\s*:\s*(.+)$", file.read(), re.MULTILINE)
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.machine()
+        match = None
+    return match[1].strip() if match else platform.machine()
 
 
 @cache
 def cpu_instructions() -> str:
-    """What this processor can do, as a digest: a virtual machine may hide some of what its model
-    has, and a binary built for them would kill the process.
+    """Digest of the CPU's instruction set extensions.
+
+    A virtual machine may hide some that the model has, and a binary that uses them would crash.
     """
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -177,19 +189,19 @@ def cpu_instructions() -> str:
 
 @cache
 def package_versions() -> dict[str, str]:
-    """Versions of the packages that matter to a figure, where installed."""
-    found = {}
+    """Versions of the installed packages among `PACKAGES`."""
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 @cache
 def driver_version() -> str | None:
-    """The NVIDIA driver's version, where NVML answers."""
+    """Version of the NVIDIA driver, or None if NVML does not answer."""
     import pynvml
 
     try:
@@ -204,13 +216,13 @@ def driver_version() -> str | None:
 
 @cache
 def compiler_version(name: str) -> str | None:
-    """`g++ 12.2.0`, `nvcc 13.0`, or None where it is not on PATH."""
-    found = shutil.which(name)
-    if found is None:
+    """Name and version, such as `g++ 12.2.0` or `nvcc 13.0`; None if it is not on PATH."""
+    path = shutil.which(name)
+    if path is None:
         return None
-    option = "--acpp-version" if name == "acpp" else "--version"  # acpp passes that one on
-    output = subprocess.run([found, option], capture_output=True, text=True, check=False)
-    # hipcc beside a CUDA toolkit also tells nvcc's release
+    option = "--acpp-version" if name == "acpp" else "--version"  # acpp forwards --version
+    output = subprocess.run([path, option], capture_output=True, text=True, check=False)
+    # hipcc beside a CUDA toolkit also prints nvcc's release
     forms = (r"HIP version: (\d+\.\d+\.\d+)", r"release (\d+\.\d+)", r"(\d+\.\d+\.\d+)")
     version = next(filter(None, (re.search(form, output.stdout) for form in forms)), None)
     return f"{name} {version[1]}" if version else name

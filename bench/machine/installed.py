@@ -1,4 +1,4 @@
-"""NVIDIA's tools on this machine: where they are and which version."""
+"""Find NVIDIA's tools on this machine and their versions."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ SANITIZER_PLACES = (
 
 
 def find_ncu() -> Path | None:
-    """`$PATCHER_NCU`, PATH, or the usual install folders; newest first."""
+    """Find Nsight Compute: `$PATCHER_NCU`, PATH, or the newest in the usual install folders."""
     return find_tool("ncu", NCU_PLACES)
 
 
 def find_compute_sanitizer() -> Path | None:
-    """`$PATCHER_COMPUTE_SANITIZER`, PATH, `$CUDA_HOME`, or the usual install folders."""
+    """Find compute-sanitizer: `$PATCHER_COMPUTE_SANITIZER`, PATH, `$CUDA_HOME`, or the usual
+    install folders.
+    """
     home = os.environ.get("CUDA_HOME")
     own = (f"{glob.escape(home)}/bin/compute-sanitizer",) if home else ()
     return find_tool("compute-sanitizer", (*own, *SANITIZER_PLACES))
 
 
 def compute_sanitizer_finding() -> tuple[Literal["ok", "warn", "fail"], str, str]:
-    """(status, message, fix) for `patcher doctor`."""
+    """Status, message and fix for `patcher doctor`."""
     tool = find_compute_sanitizer()
     if tool is None:
         fix = "install the CUDA toolkit, or set PATCHER_COMPUTE_SANITIZER; for evaluate --sanitize"
@@ -48,23 +50,31 @@ def compute_sanitizer_finding() -> tuple[Literal["ok", "warn", "fail"], str, str
 
 
 def find_tool(name: str, places: Sequence[str]) -> Path | None:
-    """`$PATCHER_<NAME>`, PATH, or one of the usual places (globs); of several the newest."""
+    """Find a tool.
+
+    Args:
+        name: name of the executable.
+        places: glob patterns of the usual install paths, searched after `$PATCHER_<NAME>` and PATH.
+
+    Returns:
+        Its path, the newest version if a pattern matches several; None if there is none.
+    """
     if chosen := os.environ.get(f"PATCHER_{name.upper().replace('-', '_')}"):
         return Path(chosen) if os.access(chosen, os.X_OK) else None
-    if found := shutil.which(name):
-        return Path(found)
+    if path := shutil.which(name):
+        return Path(path)
     for pattern in places:
-        candidates = [path for path in glob.glob(pattern) if os.access(path, os.X_OK)]
+        candidates = [each for each in glob.glob(pattern) if os.access(each, os.X_OK)]
         if candidates:
             return Path(max(candidates, key=_version_key))
     return None
 
 
 def version_of(tool: Path) -> str:
-    """What it says of itself; `found` where that is no version.
+    """Version that a tool reports; `found` if it reports none.
 
     Raises:
-        OSError: it does not run.
+        OSError: the tool does not run.
     """
     try:
         result = subprocess.run(

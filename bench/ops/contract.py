@@ -6,20 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from patcher.bench.ops.arithmetic import evaluate, names_in, solve
+from patcher.bench.ops.dtypes import DTYPES, Dtype
 from patcher.bench.records import Record
-
-ITEM_SIZE = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int64": 8,
-    "int32": 4,
-    "uint8": 1,
-}
 
 
 class TensorSpec(Record):
@@ -28,7 +19,9 @@ class TensorSpec(Record):
     """A symbol of `[dtypes]`."""
     shape: tuple[str, ...]
     """Arithmetic over axis names (`experts + 1`, `q_heads * head_dim`), row-major. A size of 0 says
-    that the tensor is absent: how an op takes an optional one."""
+    that the tensor is absent: how an op takes an optional one. It is torch's shape: of a dtype that
+    packs two numbers in an item (`float4_e2m1fn_x2`) the last axis is half of the numbers'
+    (`hidden / 2`)."""
     access: Literal["read", "write", "update"]
     """`update`: read and written in place. What is only read must come back as it was."""
     values: Literal["any", "given", "bits"] = "any"
@@ -42,6 +35,13 @@ class TensorSpec(Record):
     the wait."""
     alignment: int = 16
     """Bytes to which the first element is aligned; below 16 the judge tries misaligned ones."""
+    scale_of: str = ""
+    """The tensor that this one is a block scale of: the numbers that stand for its values are its
+    own times this one's, and the judge compares those products and neither factor by itself.
+    Several may scale one tensor."""
+    block: tuple[int, ...] = ()
+    """How many numbers of that tensor, along each of its axes, have one scale; 0: all of them. The
+    scales lie in the order of the blocks, row-major, whatever axes their own shape has."""
     summary: str = ""
 
 
@@ -155,9 +155,44 @@ class Contract(Record):
     symbols: tuple[Symbol, ...] = ()
     patch_points: tuple[PatchPointSpec, ...] = ()
 
+    @model_validator(mode="after")
+    def _known_dtypes(self) -> Contract:
+        for symbol, options in self.dtypes.items():
+            for option in options:
+                same = option.startswith("=") and option[1:] in self.dtypes
+                if not same and option not in DTYPES:
+                    known = ", ".join(DTYPES)
+                    raise ValueError(f"dtype {option} of {symbol} is none of: {known}")
+        return self
+
+    @model_validator(mode="after")
+    def _sound_scales(self) -> Contract:
+        by_name = {tensor.name: tensor for tensor in self.tensors}
+        for scale in self.tensors:
+            scaled = by_name.get(scale.scale_of)
+            if scale.scale_of and (scaled is None or scaled.scale_of):
+                raise ValueError(f"{scale.name} scales {scale.scale_of}, which holds no values")
+            if len(scale.block) != (len(scaled.shape) if scaled else 0):
+                raise ValueError(
+                    f"{scale.name}: block needs a size for each axis of what it scales"
+                )
+            if any(size < 0 for size in scale.block):
+                raise ValueError(f"{scale.name}: a block has no size below 0")
+        return self
+
     @property
     def written(self) -> list[TensorSpec]:
         return [tensor for tensor in self.tensors if tensor.access != "read"]
+
+    @property
+    def compared(self) -> list[TensorSpec]:
+        """Tensors whose values a call decides: they or a scale of theirs are written."""
+        written = {tensor.scale_of or tensor.name for tensor in self.written}
+        return [tensor for tensor in self.tensors if tensor.name in written]
+
+    def scales_of(self, name: str) -> list[TensorSpec]:
+        """The block scales of a tensor."""
+        return [tensor for tensor in self.tensors if tensor.scale_of == name]
 
     def dtype_choices(self) -> list[dict[str, str]]:
         """Every combination of dtypes that the contract allows, `=T` resolved."""
@@ -171,6 +206,12 @@ class Contract(Record):
                     expanded.append({**chosen, symbol: option})
             choices = expanded
         return choices
+
+    @property
+    def narrow_dtypes(self) -> list[Dtype]:
+        """Dtypes of at most 8 bits a number that the contract allows."""
+        names = dict.fromkeys(name for choice in self.dtype_choices() for name in choice.values())
+        return [DTYPES[name] for name in names if DTYPES[name].narrow]
 
     def shape(self, tensor: TensorSpec, point: Point) -> tuple[int, ...]:
         return tuple(int(_arithmetic(size, point)) for size in tensor.shape)
@@ -212,5 +253,5 @@ class Contract(Record):
 
 def _arithmetic(expression: str, point: Point) -> float:
     """Over axes and dtype symbols (item sizes)."""
-    items = {symbol: ITEM_SIZE[dtype] for symbol, dtype in point.dtypes.items()}
+    items = {symbol: DTYPES[dtype].item_bytes for symbol, dtype in point.dtypes.items()}
     return evaluate(expression, {**point.axes, **items})

@@ -1,1 +1,1 @@
-"""What runs in a candidate's process; it imports nothing else of the project."""
+"""Code that runs in a candidate's process. It imports nothing else of the project."""

@@ -1,4 +1,4 @@
-"""Buffer sets of a runner, and calls captured on them one by one."""
+"""Buffer sets of a runner, and CUDA graphs of single calls on them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SPAN_LIMIT = 1000
 
 
 class Arena:
-    """Buffer sets side by side in one allocation, and the tensors that a call is given; `bare`:
-    room for as many bytes, and no tensors.
+    """Buffer sets side by side in one allocation, and the tensors of each call.
 
-    Of each set the first `sent` bytes come from the judge, and the first `returned` go back.
+    The first `sent` bytes of each set come from the judge, and the first `returned` bytes go back.
+    With `bare` there are only bytes and no tensors.
     """
 
     def __init__(self, plan: dict[str, Any], sets: int, device: str, bare: bool = False) -> None:
@@ -34,20 +34,21 @@ class Arena:
             self.arguments.append([_view(block, slot) for slot in plan["slots"]])
 
     def at(self, index: int) -> int:
+        """Address of a set."""
         return int(self.pointer + index * self.set_bytes)
 
     def block(self, index: int) -> Any:
+        """Bytes of a set, uint8."""
         return self.bytes[index * self.set_bytes : (index + 1) * self.set_bytes]
 
     def pieces(self, host: int, width: int) -> list[tuple[int, int, int]]:
-        """Where the first `width` bytes of each set lie, here and on the host: (here, host,
-        bytes)."""
+        """Addresses of the first `width` bytes of each set: (here, host, bytes)."""
         if width == self.set_bytes:
             return [(self.pointer, host, width * self.sets)]
         return [(self.at(index), host + index * width, width) for index in range(self.sets)]
 
     def mix(self, mixer: Any, stock: Any) -> None:
-        """What is not sent, by the recipes."""
+        """Fill the tensors that are not sent, by the recipes."""
         for index, recipes in enumerate(self.recipes):
             block = self.block(index)
             mixer.surround(block[self.sent :])
@@ -56,7 +57,7 @@ class Arena:
                 mixer.mix(block[slot["begin"] : slot["begin"] + slot["span_bytes"]], stock, recipe)
 
     def digests(self, mixer: Any, key: int) -> list[list[int]]:
-        """For each set, of the slots that do not go back."""
+        """Digests of the slots that do not go back, for each set."""
         return [
             [mixer.digest(self._slot(index, slot), key) for slot in self.slots]
             for index in range(self.sets)
@@ -75,57 +76,59 @@ def _view(block: Any, slot: dict[str, Any]) -> Any:
 
 
 class Captured:
-    """Graphs of single calls, and what is composed of them."""
+    """Graphs of single calls, and a larger graph composed of them."""
 
     def __init__(
-        self, cuda: Any, arena: Arena, kept: Arena, graphs: list[Any], stream: int
+        self, cuda: Any, arena: Arena, snapshot: Arena, graphs: list[Any], stream: int
     ) -> None:
         import torch
 
         self.cuda, self.arena, self.stream = cuda, arena, stream
         self.graphs = graphs
         self.children = [graph.raw_cuda_graph() for graph in graphs]
-        self.kept = kept
+        self.snapshot = snapshot
         self.flush = torch.empty(2 * cuda.l2_bytes(), dtype=torch.uint8, device="cuda")
         self._sum = torch.Tensor.sum
         self._words = [
             each.bytes.view(torch.int64).view(each.sets, -1)[:, : each.returned // 8]
-            for each in (arena, kept)
+            for each in (arena, snapshot)
         ]
-        self._made: Any = None
+        self._composition: Any = None
         self._events: list[tuple[int, int]] = []
         self._mode = "whole"
 
     def compose(self, mode: str, order: list[int]) -> None:
-        if self._made is not None:
-            self._made.close()
-        size, sets, target = self.arena.set_bytes, self.arena.sets, self.kept.pointer
+        """Compose the calls of `order` into one graph; see `Session.do_compose` for the modes."""
+        if self._composition is not None:
+            self._composition.close()
+        size, sets, target = self.arena.set_bytes, self.arena.sets, self.snapshot.pointer
         self._mode, self._calls = mode, len(order)
         needed = {"whole": 1, "verified": 0, "cold": len(order)}[mode]
         while len(self._events) < needed:
             self._events.append((self.cuda.event(), self.cuda.event()))
         self._used = self._events[:needed]
         if mode == "whole":
-            self._made = cudart.whole(self.cuda, self.children, order, self._used[0])
+            self._composition = cudart.whole(self.cuda, self.children, order, self._used[0])
         elif mode == "verified":
             self.cuda.copy_async(target, self.arena.pointer, size * sets, self.stream)
             copies = [(target + index * size, self.arena.at(index), size) for index in range(sets)]
-            self._made = cudart.verified(self.cuda, self.children, order, copies)
+            self._composition = cudart.verified(self.cuda, self.children, order, copies)
         else:
             flush = (self.flush.data_ptr(), self.flush.numel())
-            self._made = cudart.cold(self.cuda, self.children, order, flush, self._used)
+            self._composition = cudart.cold(self.cuda, self.children, order, flush, self._used)
         self.cuda.forget_persisting_lines()
-        self._made.ready(self.stream)
+        self._composition.ready(self.stream)
         self.cuda.synchronize()
 
     def launch(self) -> list[float]:
-        self._made.launch(self.stream)
+        """Launch the graph and wait; return times in nanoseconds."""
+        self._composition.launch(self.stream)
         self.cuda.synchronize()
         times = [self.cuda.elapsed_ns(*pair) for pair in self._used]
         return [times[0] / self._calls] if self._mode == "whole" else times
 
     def launch_traced(self) -> tuple[list[float], list[list[Any]]]:
-        """Also what CUPTI saw of it: the longest spans."""
+        """Launch under CUPTI: times in nanoseconds, and the longest spans [name, begin, end]."""
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -139,8 +142,9 @@ class Captured:
         return times, sorted(spans, key=lambda span: span[1] - span[2])[:SPAN_LIMIT]
 
     def follow(self, index: int, other: int, call: Callable[[], None], stream: Any) -> None:
-        """Once, as a graph of its own: `call`, on the buffers of a set that hold another's values
-        but its own weights; all of its own lie in `kept`.
+        """Run `call` once as a separate graph, on a set that holds another set's values.
+
+        The set keeps its own constants (weights). All its own values lie in `snapshot`.
         """
         import torch
 
@@ -154,22 +158,26 @@ class Captured:
         self._mode = "follow"
 
     def _lend(self, index: int, other: int) -> None:
-        """Another set's values into a set's buffers, whose own go to `kept`; constants stay."""
-        arena, kept, size = self.arena, self.kept, self.arena.set_bytes
-        self.cuda.copy_async(kept.at(index), arena.at(index), size, self.stream)
+        """Copy another set's values into a set, and its own to `snapshot`; constants stay."""
+        arena, snapshot, size = self.arena, self.snapshot, self.arena.set_bytes
+        self.cuda.copy_async(snapshot.at(index), arena.at(index), size, self.stream)
         self.cuda.copy_async(arena.at(index), arena.at(other), size, self.stream)
         for slot in arena.constants:
             here, size = slot["offset"], slot["slot_bytes"]
-            self.cuda.copy_async(arena.at(index) + here, kept.at(index) + here, size, self.stream)
+            self.cuda.copy_async(
+                arena.at(index) + here, snapshot.at(index) + here, size, self.stream
+            )
 
     def fingerprint(self) -> int:
+        """Sum of the returned bytes as int64 words."""
         return int(self._sum(self._words[self._mode == "verified"]).item())
 
     @property
     def left(self) -> Arena:
-        """What calls left: the buffers, or what they held after each call."""
-        return self.kept if self._mode == "verified" else self.arena
+        """Buffers after the calls, or their copies after each call."""
+        return self.snapshot if self._mode == "verified" else self.arena
 
     def collect(self, target: int) -> None:
+        """Copy the returned bytes of all sets to a host address."""
         for here, host, size in self.left.pieces(target, self.left.returned):
             self.cuda.to_host(host, here, size)

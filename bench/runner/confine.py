@@ -1,9 +1,9 @@
-"""Confine the calling process and all it will fork, as far as this machine allows.
+"""Confine the calling process and its future children, as far as this machine allows.
 
-The standard library and nothing of the project: the file is copied beside a runner and works there.
+It uses only the standard library, since it is copied next to the runner and works on its own.
 
     R0  limits, own session, no new privileges, no core dumps
-    R1  + namespaces: mount (a root of its own), PID, IPC, network, UTS; user unless real root
+    R1  + namespaces: mount (a new root), PID, IPC, network, UTS; user unless real root
     R2  + Landlock and seccomp
 
 `python -IS confine.py POLICY [COMMAND ...]`, the policy as JSON text, runs the command (a compiler)
@@ -31,47 +31,50 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Policy:
-    """What the confined process may see and use. All paths are absolute; a missing one is
-    skipped.
-    """
+    """What a confined process may see and use. Paths are absolute; missing ones are skipped."""
 
     folder: str
-    """The only place that is writable and outlives the run: cwd, HOME, TMPDIR."""
+    """The only folder that is writable and outlives the run: cwd, HOME, TMPDIR."""
     visible: tuple[str, ...]
-    """Files and folders to read and execute, with what lies beneath."""
+    """Files and folders, with their contents, to read and execute."""
     devices: tuple[str, ...]
-    """Opened for reading and writing."""
+    """Devices to read and write."""
     cpu_only: bool
-    """Then limits on memory apply, which CUDA's address space cannot live with."""
+    """Whether limits on address space and locked memory apply; CUDA cannot work with them."""
     memory_bytes: int
     processes: int
     file_bytes: int
     cpu_s: int
     listed: tuple[str, ...] = ()
-    """Folders whose names may be listed though only some of their entries are visible."""
+    """Folders that may be listed although only some of their entries are visible."""
     scratch_bytes: int = 256 << 20
-    """Size of the private /tmp, /dev/shm, /home, /root and /var/tmp together."""
+    """Size in bytes of the private /tmp, /dev/shm, /home, /root and /var/tmp together."""
     open_files: int = 4096
     nested: bool = False
-    """CUDA is not used by the process itself but by one that it starts (a profiler's target)."""
+    """Whether a child of the process uses CUDA, not the process itself (a profiler's target)."""
 
 
 @dataclass(frozen=True)
 class Confinement:
-    """What is in force; `missing` pairs each part that is not with the reason."""
+    """The parts of the sandbox that are in force."""
 
     rung: str
+    """`R2`, `R1`, `R0` or `below R0`."""
     in_force: tuple[str, ...]
+    """Parts in force."""
     missing: tuple[tuple[str, str], ...]
+    """Each part that is not in force, with the reason."""
 
     @property
     def isolated(self) -> bool:
-        """R1 or better: a verdict on foreign code can be trusted."""
+        """Whether a verdict on foreign code can be trusted: R1 or better."""
         return self.rung in ("R1", "R2")
 
     def describe(self) -> str:
-        """One line for a verdict: `R2 (namespaces, own user, Landlock (ABI 7), seccomp)`, or `R0 +
-        Landlock (ABI 4) + seccomp: namespaces not permitted (Operation not permitted)`.
+        """Describe the confinement in one line.
+
+        Examples: `R2 (namespaces, own user, Landlock (ABI 7), seccomp)`, or `R0 + Landlock (ABI 4)
+        + seccomp: namespaces not permitted (Operation not permitted)`.
         """
         parts = _named([part for part in self.in_force if part not in _QUIET])
         text = (
@@ -79,14 +82,14 @@ class Confinement:
             if self.isolated
             else " + ".join([self.rung, *parts])
         )
-        lacks: dict[str, list[str]] = {}
+        by_reason: dict[str, list[str]] = {}
         for part, reason in self.missing:
-            lacks.setdefault(reason, []).append(part)
-        told = []
-        for reason, missing in lacks.items():
+            by_reason.setdefault(reason, []).append(part)
+        notes = []
+        for reason, missing in by_reason.items():
             verb = "not permitted" if reason == os.strerror(errno.EPERM) else "not in force"
-            told.append(f"{', '.join(_named(missing))} {verb} ({reason})")
-        return f"{text}: {'; '.join(told)}" if told else text
+            notes.append(f"{', '.join(_named(missing))} {verb} ({reason})")
+        return f"{text}: {'; '.join(notes)}" if notes else text
 
 
 _R0 = ("limits", "own session", "no new privileges", "no core dumps")
@@ -100,7 +103,7 @@ _QUIET = (
     "own /proc",
     "no capabilities",
 )
-"""Not worth a word in one line, unless they are missing."""
+"""Parts that the description mentions only if they are missing."""
 
 
 def _named(parts: list[str]) -> list[str]:
@@ -110,7 +113,7 @@ def _named(parts: list[str]) -> list[str]:
 
 
 class _Attempts:
-    """Does one part after the other and remembers how each went."""
+    """Puts parts of the sandbox in force and records the result of each."""
 
     def __init__(self, without: tuple[str, ...]) -> None:
         self.without = without
@@ -142,15 +145,16 @@ class _Attempts:
 def confine(
     policy: Policy, keep: tuple[int, ...] = (0, 1, 2), without: tuple[str, ...] = ()
 ) -> Confinement:
-    """Confine this process; it must have one thread. What the machine refuses is left out and told.
+    """Confine this process, which must have a single thread.
 
-    Where PID namespaces are permitted, the caller's process does not return: it stays behind as a
-    waiter that ends as the confined one ends (same exit code or signal), and a process of a new
-    PID namespace returns instead. Killing the waiter kills everything inside. Descriptors outside
-    `keep` are closed. `without` leaves out namespaces, proc, landlock or seccomp, for tests.
+    Parts that the machine refuses are left out and reported. If PID namespaces are permitted, the
+    calling process does not return: it waits, and ends as the confined process ends (same exit code
+    or signal). A process in a new PID namespace returns instead. Killing the waiter kills
+    everything inside.
 
-    As real root the process goes on under an unprivileged uid of its own, if all of the policy's
-    paths stay usable; `policy.folder` with its content then belongs to that uid.
+    As real root, the process continues under its own unprivileged uid if all paths of the policy
+    stay usable. `policy.folder` with its contents then belongs to that uid. Descriptors outside
+    `keep` are closed; `without` leaves out namespaces, proc, landlock or seccomp, for tests.
     """
     parent, uid = os.getppid(), _own_uid()
     tasks = _tasks_of(uid if os.geteuid() == 0 else os.geteuid())
@@ -159,7 +163,7 @@ def confine(
     done.attempt("own session", _own_session)
     done.attempt("no core dumps", lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)))
     done.attempt("no new privileges", lambda: _prctl(_PR_SET_NO_NEW_PRIVS, 1))
-    # when memory runs out, this goes before the judge
+    # the OOM killer ends this process before the judge
     done.attempt("first to be killed", lambda: _write("/proc/self/oom_score_adj", "1000"))
     inside, proc = False, "host"
     if _enter_namespaces(done):
@@ -205,7 +209,7 @@ _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
 
 
 def _numbers(text: str) -> dict[str, int]:
-    """`name:x86_64:aarch64`; from 424 on the two agree, and -1 is one that aarch64 lacks."""
+    """Parse `name:x86_64:aarch64`. Numbers from 424 on agree; -1: aarch64 lacks the call."""
     column = {"x86_64": 1, "aarch64": -1}.get(os.uname().machine)
     if column is None:
         return {}
@@ -231,9 +235,9 @@ _WITHOUT_ROOT = _numbers("""
     fsetxattr:190:7 removexattr:197:14 lremovexattr:198:15 fremovexattr:199:16 fchownat:260:54
     fchmodat:268:53 fchmodat2:452 setxattrat:463 removexattrat:466
 """)
-"""Denied where no root of its own protects the files of the user: Landlock does not."""
+"""Denied without an own root, since Landlock does not protect metadata of the user's files."""
 _WITHOUT_PIDS = _numbers("setpgid:109:154 setsid:112:157")
-"""Denied where only a process group holds the run together."""
+"""Denied without a PID namespace, where only a process group holds the run together."""
 _OTHERS = _numbers("""
     socket:41:198 clone:56:220 capset:126:91 prctl:157:167 clone3:435 landlock_create_ruleset:444
     landlock_add_rule:445 landlock_restrict_self:446
@@ -272,7 +276,7 @@ def _kernel() -> tuple[int, int]:
 
 
 def _write(path: str, text: str) -> None:
-    # not open(): a codec may be a file that is out of reach by now
+    # not open(): the file of a codec may be inaccessible by now
     place = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         os.write(place, text.encode())
@@ -312,7 +316,7 @@ def _limit(done: _Attempts, policy: Policy, tasks: int) -> None:
         if os.geteuid() == 0:
             raise OSError(errno.EPERM, "root is not bound by it")
         before = resource.getrlimit(resource.RLIMIT_NPROC)
-        # all tasks of the user count, those outside too
+        # the limit counts all tasks of the user, including those outside
         resource.setrlimit(resource.RLIMIT_NPROC, (policy.processes + tasks, before[1]))
         try:
             trial = os.fork()
@@ -334,26 +338,24 @@ def _own_session() -> None:
 
 
 def _own_uid() -> int:
-    """One per run, from the range of systemd's dynamic users: the limit on processes counts by
-    uid.
-    """
+    """A uid for this run, since the limit on processes counts by uid (systemd's dynamic range)."""
     return 61184 + os.getpid() % 4000
 
 
 def _tasks_of(uid: int) -> int:
-    """Threads that the user has now, outside of the run."""
+    """Number of the user's threads outside the run."""
     count = 0
     for name in os.listdir("/proc"):
         try:
             if name.isdigit() and os.stat(f"/proc/{name}").st_uid == uid:
                 count += len(os.listdir(f"/proc/{name}/task"))
         except OSError:
-            continue  # it ended meanwhile
+            continue  # the process has ended
     return count
 
 
 def _drop_user(policy: Policy, uid: int) -> None:
-    """From real root to an unprivileged uid, if everything stays usable for it."""
+    """Change from real root to an unprivileged uid, if all paths stay usable."""
     wanted = dict.fromkeys((*policy.visible, os.__file__), os.R_OK)
     wanted |= dict.fromkeys(policy.devices, os.R_OK | os.W_OK)
     wanted[os.path.dirname(policy.folder)] = os.X_OK
@@ -378,12 +380,12 @@ def _drop_user(policy: Policy, uid: int) -> None:
 
 
 def _empty_bounding_set() -> None:
-    """What no program can give back; needs the capabilities that are then dropped."""
+    """Drop the bounding set, so that no program can regain capabilities dropped afterwards."""
     for capability in range(64):
         try:
             _prctl(_PR_CAPBSET_DROP, capability)
         except OSError:
-            break  # past the last one, or not permitted: there is nothing to drop then
+            break  # past the last capability, or not permitted and so nothing to drop
 
 
 def _drop_capabilities() -> None:
@@ -398,7 +400,7 @@ _NEWPID, _NEWNET, _NEWCGROUP = 0x20000000, 0x40000000, 0x2000000
 
 
 def _enter_namespaces(done: _Attempts) -> bool:
-    """All but the mount namespace. False where none is permitted."""
+    """Enter all namespaces but the mount namespace; return whether any is permitted."""
     if "namespaces" in done.without:
         done.missing += [(part, "switched off") for part in _R1]
         return False
@@ -431,23 +433,21 @@ def _user_namespace() -> None:
 
 
 def _die_with(parent: int) -> None:
-    """SIGKILL for this process when its parent ends. Any change of uid or capabilities undoes
-    it.
-    """
+    """Kill this process when its parent ends. A change of uid or capabilities undoes this."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _split() -> int:
-    """Fork: the caller's process stays as the waiter, pid 1 of the new namespace returns."""
+    """Fork: the calling process becomes the waiter, and pid 1 of the new namespace returns."""
     ended, status = os.pipe()
     init = os.fork()
     if init:
         _wait_outside(init, ended)
     os.close(ended)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # the parent's pid is 0 from in here; a pipe without its reader says that it is gone
+    # the parent's pid reads as 0 in here; a pipe without a reader shows that it has ended
     poll = select.poll()
     poll.register(status, 0)
     if poll.poll(0):
@@ -456,14 +456,14 @@ def _split() -> int:
 
 
 def _wait_outside(init: int, ended: int) -> None:
-    """The waiter: holds none of the run's descriptors, ends as the confined process ended."""
+    """Wait for the confined process and end as it ended, without holding its descriptors."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         _close_but((ended,))
         _, code = os.waitpid(init, 0)
-        told = os.read(ended, 4)
-        if len(told) == 4:
-            [code] = struct.unpack("=i", told)
+        data = os.read(ended, 4)
+        if len(data) == 4:
+            [code] = struct.unpack("=i", data)
         if os.WIFSIGNALED(code):
             number = os.WTERMSIG(code)
             if number != signal.SIGKILL:
@@ -476,16 +476,17 @@ def _wait_outside(init: int, ended: int) -> None:
 
 
 def _leave_reaper(status: int) -> None:
-    """Fork: pid 1 stays to reap, and ends (which kills all the rest) once its child, which
-    returns, has ended.
+    """Fork: pid 1 stays as the reaper and the child returns.
+
+    Pid 1 ends once the child has ended, which kills all other processes inside.
     """
     runner = os.fork()
     if not runner:
         os.close(status)
         return
     try:
-        # pid 1 gets only signals that it handles; it keeps its capabilities, so that those without
-        # any cannot look into it
+        # pid 1 receives only signals that it handles; it keeps its capabilities, so that processes
+        # without any cannot inspect it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         _close_but((status,))
         while True:
@@ -497,7 +498,7 @@ def _leave_reaper(status: int) -> None:
         os._exit(0)
 
 
-# ---- a root of its own -------------------------------------------------------------------------
+# ---- new root ---------------------------------------------------------------------------------
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_RELATIME = 4096, 16384, 1 << 18, 1 << 21
@@ -530,13 +531,13 @@ def _restrict_mount(path: str, flags: int, deep: bool = True) -> None:
             raise
         # before Linux 5.12: this mount only, and its other flags must be repeated
         has = os.statvfs(path).f_flag
-        kept = has & 0xF | has & 3072 | (_MS_RELATIME if has & 4096 else 0)
-        _mount("none", path, None, _MS_REMOUNT | _MS_BIND | kept | flags)
+        other = has & 0xF | has & 3072 | (_MS_RELATIME if has & 4096 else 0)
+        _mount("none", path, None, _MS_REMOUNT | _MS_BIND | other | flags)
 
 
 def _new_root(policy: Policy, uid: int, own_pids: bool) -> str:
-    """Replace the root by a tmpfs that holds only what the policy names. Returns which /proc is
-    there: own, host or none. On failure the old root is back and the OSError goes on.
+    """Replace the root by a tmpfs that holds only what the policy names; return the kind of /proc:
+    `own`, `host` or `none`. On an OSError the old root is restored.
     """
     _syscall("unshare", _NEWNS)
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
@@ -556,8 +557,8 @@ def _build_root(policy: Policy, uid: int, own_pids: bool) -> str:
     links: dict[str, str] = {}
 
     def real(path: str) -> str:
-        found, end = _trace(path)
-        links.update(found)
+        on_the_way, end = _trace(path)
+        links.update(on_the_way)
         return end
 
     folder = real(policy.folder)
@@ -567,7 +568,7 @@ def _build_root(policy: Policy, uid: int, own_pids: bool) -> str:
     for path in policy.listed:
         real(path)
 
-    # the folder only lends its place: after the pivot the old root, with the folder, is at /old
+    # the folder is only a mount point: after the pivot the old root, with the folder, is at /old
     quiet = _MS_NOSUID | _MS_NODEV
     _mount("tmpfs", folder, "tmpfs", quiet, "size=16m,nr_inodes=65536,mode=0755")
     for name in ("old", "new", "scratch"):
@@ -631,7 +632,7 @@ def _beneath(path: str, folders: list[str]) -> bool:
 
 
 def _trace(path: str) -> tuple[dict[str, str], str]:
-    """The symbolic links on the way along a path, and where it ends."""
+    """Resolve a path: the symbolic links on the way, and the real path."""
     links: dict[str, str] = {}
     todo, at, hops = path.split("/"), "", 0
     while todo:
@@ -653,9 +654,10 @@ def _trace(path: str) -> tuple[dict[str, str], str]:
 
 
 def _new_proc(policy: Policy, own_pids: bool) -> str:
-    """A /proc of the new PID namespace, read-only unless CUDA is wanted, which names its threads
-    there. Where that is refused: the host's if Landlock will cover it, else only the files about
-    the machine.
+    """Mount a /proc of the new PID namespace.
+
+    It is read-only unless CUDA is used, which names its threads there. If the mount is refused, the
+    host's /proc is used if Landlock can cover it, else only the files about the machine.
     """
     os.mkdir("/new/proc", 0o555)
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
@@ -663,13 +665,8 @@ def _new_proc(policy: Policy, own_pids: bool) -> str:
     if own_pids:
         try:
             _mount("proc", "/new/proc", "proc", flags)
-            for name in (
-                "sys",
-                "sysrq-trigger",
-                "irq",
-                "bus",
-                "fs",
-            ):  # the machine's, not a process's
+            # these belong to the machine, not to a process
+            for name in ("sys", "sysrq-trigger", "irq", "bus", "fs"):
                 if not policy.cpu_only and os.path.exists(f"/new/proc/{name}"):
                     _bind(f"/new/proc/{name}", f"/proc/{name}", flags | _MS_RDONLY)
             return "own"
@@ -686,7 +683,7 @@ def _new_proc(policy: Policy, own_pids: bool) -> str:
 
 
 def _write_users(policy: Policy, uid: int) -> None:
-    """Libraries ask for the user's name; there is one."""
+    """Write /etc/passwd and /etc/group, since libraries look up the user's name."""
     own = uid if os.geteuid() == 0 else os.geteuid()
     _make("/new/etc", is_dir=True)
     for name, line in (
@@ -704,7 +701,7 @@ _MAKE_CHAR, _MAKE_BLOCK, _REFER, _TRUNCATE, _IOCTL_DEV = 1 << 6, 1 << 11, 1 << 1
 
 
 def _landlock_abi() -> int:
-    """0 where the kernel has no Landlock, or it is switched off."""
+    """Landlock's ABI version; 0 if the kernel has none, or it is disabled."""
     try:
         return _syscall("landlock_create_ruleset", None, 0, 1)
     except OSError:
@@ -751,8 +748,8 @@ def _landlock(policy: Policy, abi: int, own_root: bool, proc: str) -> None:
             allow(path, read)
         for path in _SCRATCH:
             allow(path, write)
-    # a rule holds to the inode; an open descriptor keeps /proc from making another one.
-    # CUDA names its threads by /proc/self/task/*/comm and does not start where it cannot
+    # a rule applies to an inode; an open descriptor keeps /proc from creating another one.
+    # CUDA names its threads in /proc/self/task/*/comm and does not start if it cannot
     allow("/proc/self", read | _WRITE_FILE | _TRUNCATE, pin=True)
     if proc == "own":
         allow("/proc", read | (_WRITE_FILE | _TRUNCATE if policy.nested else 0))
@@ -766,9 +763,10 @@ def _landlock(policy: Policy, abi: int, own_root: bool, proc: str) -> None:
 
 
 def _seccomp(policy: Policy, own_root: bool, own_pids: bool) -> None:
-    """EPERM for what reaches into other processes or the kernel, and for every socket but a local
-    one; for those too where the old root is in sight, in which services listen, unless CUDA is
-    wanted, which does not start without one.
+    """Deny calls that reach into other processes or the kernel, and all but local sockets.
+
+    Local sockets are denied too if the old root is visible, where services listen, unless CUDA is
+    used, which does not start without them.
     """
     denied = list(_DENIED.values())
     denied += [] if own_root else _WITHOUT_ROOT.values()
@@ -798,17 +796,17 @@ def _seccomp(policy: Policy, own_root: bool, own_pids: bool) -> None:
     code.append(allow)
     program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in code))
     fprog = struct.pack("@HP", len(code), ctypes.addressof(program))
-    # all threads; and no slower speculation, which would be timed (default before Linux 5.16)
+    # all threads; without mitigations that would slow down timed code (default before Linux 5.16)
     set_mode_filter, tsync, spec_allow = 1, 1, 4
     _syscall("seccomp", set_mode_filter, tsync | spec_allow, fprog)
 
 
 def main() -> None:
-    told = json.loads(sys.argv[1])
-    without = tuple(told.pop("without", ()))
+    fields = json.loads(sys.argv[1])
+    without = tuple(fields.pop("without", ()))
     for name in ("visible", "devices", "listed"):
-        told[name] = tuple(told[name])
-    policy = Policy(**told)
+        fields[name] = tuple(fields[name])
+    policy = Policy(**fields)
     confinement = confine(policy, without=without)
     if program := sys.argv[2:]:
         os.execvp(program[0], program)

@@ -1,8 +1,8 @@
-"""The CUDA runtime by ctypes, bound before a candidate is loaded: copies, events, graphs of graphs.
+"""The CUDA runtime through ctypes, bound before a candidate is loaded: copies, events and graphs.
 
-What a candidate patches in Python (`torch.cuda.synchronize`, `Event.elapsed_time`) is not used for
-time or outputs. Each call is a graph of its own; a timed or a verified sequence is composed of them
-here, in an order that no candidate code has seen.
+Python functions that a candidate may patch (`torch.cuda.synchronize`, `Event.elapsed_time`) are not
+used for times or outputs. Each call is a separate graph. A timed or verified sequence is composed
+of them here, in an order that no candidate code has seen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DEVICE_L2_BYTES = 38
 
 
 class CudaError(RuntimeError):
-    """The runtime refused, or an earlier kernel failed."""
+    """A call of the CUDA runtime failed, or an earlier kernel did."""
 
 
 class _Memset(ctypes.Structure):
@@ -37,7 +37,7 @@ class _Memset(ctypes.Structure):
 
 
 class Cuda:
-    """Calls of the runtime that this process has loaded. Pointers and handles are integers."""
+    """Calls of this process's CUDA runtime. Pointers and handles are integers, sizes bytes."""
 
     def __init__(self) -> None:
         with open("/proc/self/maps", encoding="utf-8") as file:
@@ -73,9 +73,9 @@ class Cuda:
         )
 
     def event(self) -> int:
-        made = _POINTER()
-        self.call("cudaEventCreate", ctypes.byref(made))
-        return made.value or 0
+        event = _POINTER()
+        self.call("cudaEventCreate", ctypes.byref(event))
+        return event.value or 0
 
     def record(self, event: int, stream: int) -> None:
         self.call("cudaEventRecord", _POINTER(event), _POINTER(stream))
@@ -88,24 +88,24 @@ class Cuda:
         return milliseconds.value * 1e6
 
     def persisting_bytes(self) -> int:
-        """What of L2 is set aside for lines that persist."""
-        found = _SIZE()
-        self.call("cudaDeviceGetLimit", ctypes.byref(found), _PERSISTING_L2)
-        return found.value
+        """Bytes of L2 that are reserved for persisting lines."""
+        size = _SIZE()
+        self.call("cudaDeviceGetLimit", ctypes.byref(size), _PERSISTING_L2)
+        return size.value
 
     def forget_persisting_lines(self) -> None:
-        """No candidate keeps its working set in L2 from one sample to the next."""
+        """Reset persisting L2, so that no candidate keeps its working set between samples."""
         self.call("cudaCtxResetPersistingL2Cache")
         self.call("cudaDeviceSetLimit", _PERSISTING_L2, _SIZE(0))
 
     def l2_bytes(self) -> int:
-        found = ctypes.c_int()
-        self.call("cudaDeviceGetAttribute", ctypes.byref(found), _DEVICE_L2_BYTES, 0)
-        return found.value
+        size = ctypes.c_int()
+        self.call("cudaDeviceGetAttribute", ctypes.byref(size), _DEVICE_L2_BYTES, 0)
+        return size.value
 
 
 class Composition:
-    """A linear graph of children and trusted nodes, ready to launch."""
+    """A linear graph of child graphs and trusted nodes."""
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
@@ -139,8 +139,8 @@ class Composition:
         self._add("cudaGraphAddMemsetNode", ctypes.byref(_Memset(target, 0, 0, 1, size, 1)))
 
     def ready(self, stream: int) -> None:
-        made, graph = ctypes.byref(self._executable), self._graph
-        self._cuda.call("cudaGraphInstantiate", made, graph, ctypes.c_ulonglong(0))
+        executable, graph = ctypes.byref(self._executable), self._graph
+        self._cuda.call("cudaGraphInstantiate", executable, graph, ctypes.c_ulonglong(0))
         self._cuda.call("cudaGraphUpload", self._executable, _POINTER(stream))
 
     def launch(self, stream: int) -> None:
@@ -155,13 +155,13 @@ class Composition:
 def whole(
     cuda: Cuda, children: Sequence[int], order: Sequence[int], events: tuple[int, int]
 ) -> Composition:
-    """The calls one after the other between two events."""
-    made = Composition(cuda)
-    made.record(events[0])
+    """Compose the calls in order between two events."""
+    graph = Composition(cuda)
+    graph.record(events[0])
     for index in order:
-        made.child(children[index])
-    made.record(events[1])
-    return made
+        graph.child(children[index])
+    graph.record(events[1])
+    return graph
 
 
 def verified(
@@ -170,12 +170,12 @@ def verified(
     order: Sequence[int],
     copies: Sequence[tuple[int, int, int]],
 ) -> Composition:
-    """After each call a copy (target, source, bytes) of its buffers, in stream order."""
-    made = Composition(cuda)
+    """Compose the calls, each followed by a copy (target, source, bytes) of its buffers."""
+    graph = Composition(cuda)
     for index in order:
-        made.child(children[index])
-        made.copy(*copies[index])
-    return made
+        graph.child(children[index])
+        graph.copy(*copies[index])
+    return graph
 
 
 def cold(
@@ -185,11 +185,11 @@ def cold(
     flush: tuple[int, int],
     events: Sequence[tuple[int, int]],
 ) -> Composition:
-    """Before each call L2 is overwritten; each call lies between events of its own."""
-    made = Composition(cuda)
+    """Compose the calls, each after overwriting L2 and between its own two events."""
+    graph = Composition(cuda)
     for index, (begin, end) in zip(order, events, strict=True):
-        made.fill(*flush)
-        made.record(begin)
-        made.child(children[index])
-        made.record(end)
-    return made
+        graph.fill(*flush)
+        graph.record(begin)
+        graph.child(children[index])
+        graph.record(end)
+    return graph

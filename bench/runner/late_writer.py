@@ -1,9 +1,9 @@
-"""A kernel that lets its dependents begin at once, and writes what they read much later.
+"""A kernel that lets its dependents begin at once, and writes their inputs much later.
 
-Programmatic dependent launch, since compute capability 9.0: a kernel that is launched with the
-attribute begins before the one in front of it has ended, and has to wait (`griddepcontrol.wait`)
-before it touches memory. Calls that are graphs of their own never meet such a neighbour; engines
-have them. PTX, so that nothing is compiled before a candidate is loaded but by the driver.
+Programmatic dependent launch exists since compute capability 9.0. A kernel launched with the
+attribute begins before the preceding kernel has ended, and must wait (`griddepcontrol.wait`) before
+it accesses memory. Calls that are separate graphs never have such a neighbour, but kernels in
+engines do. The kernel is PTX, so that only the driver compiles it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import ctypes
 from .cudart import CudaError
 
 WAIT_NS = 200_000
-"""How long it sleeps before it writes: a launch takes a hundredth of that."""
+"""Nanoseconds that the kernel sleeps before it writes; a launch takes a hundredth of that."""
 _BLOCKS, _THREADS = 32, 256
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_ulonglong
 _PTX = b"""
@@ -61,24 +61,26 @@ done:
 
 
 class LateWriter:
-    """Raises:
-    CudaError: the driver does not take it.
+    """The late-writing kernel, loaded into the driver.
+
+    Raises:
+        CudaError: there is no driver, or it rejects the kernel.
     """
 
     def __init__(self) -> None:
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise CudaError(f"no driver to ask: {error}") from error
+            raise CudaError(f"no driver: {error}") from error
         self._module, self._function = _POINTER(), _POINTER()
         self._call("cuModuleLoadData", ctypes.byref(self._module), _PTX)
-        found = ctypes.byref(self._function)
-        self._call("cuModuleGetFunction", found, self._module, b"late_copy")
+        function = ctypes.byref(self._function)
+        self._call("cuModuleGetFunction", function, self._module, b"late_copy")
 
     def launch(self, target: int, source: int, size: int, stream: int) -> None:
-        """Copy so many bytes, a multiple of 8, late; addresses are multiples of 8 too."""
+        """Copy `size` bytes late; the size and both addresses are multiples of 8."""
         values = (_LONG(target), _LONG(source), _LONG(size // 8), _LONG(WAIT_NS))
-        given = (_POINTER * len(values))(*(ctypes.addressof(value) for value in values))
+        arguments = (_POINTER * len(values))(*(ctypes.addressof(value) for value in values))
         self._call(
             "cuLaunchKernel",
             self._function,
@@ -90,11 +92,11 @@ class LateWriter:
             1,
             0,
             _POINTER(stream),
-            given,
+            arguments,
             None,
         )
 
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._driver, name)(*arguments)
         if status:
-            raise CudaError(f"{name}: the driver says {status}")
+            raise CudaError(f"{name}: the driver returned {status}")

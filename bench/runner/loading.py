@@ -1,4 +1,4 @@
-"""Load what a toolchain built, as a callable: only for a process that may run it."""
+"""Load a build as a callable, in a process that may run the candidate."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from typing import Any
 
 
 def load(path: str, binding: str, entry: str) -> Callable[..., Any]:
-    """The entry as a Python callable that takes torch tensors and scalars in the contract's order.
+    """Load the entry function, which takes tensors and scalars in the contract's order.
 
-    Runs the file's own initialisers. `binding` is `tvm-ffi`, `torch` (pybind11) or `python`.
+    This runs the file's initialisers.
+
+    Args:
+        path: file of the build.
+        binding: `tvm-ffi`, `torch` (pybind11) or `python`.
+        entry: name of the entry function.
     """
     if binding == "tvm-ffi":
         import tvm_ffi
 
         function: Callable[..., Any] = getattr(tvm_ffi.load_module(path), entry)
         return function
-    import torch  # noqa: F401  (its libraries must be in the process first)
+    import torch  # noqa: F401  (its libraries must be loaded first)
 
     loader = None
     if binding == "torch":

@@ -1,15 +1,15 @@
-"""Large tensors that are only read: made where they are needed, and checked where they lie.
+"""Create large read-only tensors in the runner, and check them there by digest.
 
-A tensor of which any pattern of bits will do is *mixed* on the device: a stretch of a stock of
-random bits that was sent once, from a place on and round its end, each 64-bit word xored with one
-mask, one bit flipped where the set is a near copy of another. So each set has values of its own in
-every word, and 0.3 GB need not travel for each. The bits still have to be read from memory: the
-stock is as large as the tensor.
+A tensor that may hold any bits is *mixed* on the device from a pool of random bits that was sent
+once. It is a stretch of the pool that wraps around its end, with each 64-bit word xored with one
+mask. One bit is flipped if the set is a near copy of another. So each set has different values in
+every word, and 0.3 GB need not be sent for each. The pool is as large as the tensor, so the bits
+still have to be read from memory.
 
-A *digest* stands for bytes that need not come back. The key is told after the calls. 32-bit words
-times random 64-bit keys, summed modulo 2^64, row by row and then over the halves of those sums
-(multilinear hashing; Lemire and Kaser, "Strongly universal string hashing is fast"): two contents
-agree for one key in 2^32.
+A *digest* replaces bytes that need not be returned. Its key is sent after the calls. 32-bit words
+are multiplied by random 64-bit keys and summed modulo 2^64, row by row and then over the halves of
+those sums (multilinear hashing; Lemire and Kaser, "Strongly universal string hashing is fast"). Two
+different contents agree for one key in 2^32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FILL = 0xFF
 
 
 class Mixer:
-    """Bound to PyTorch's functions when it is made: before any candidate is loaded."""
+    """Mixes and digests tensors. It binds PyTorch's functions before any candidate is loaded."""
 
     def __init__(self) -> None:
         import torch
@@ -34,8 +34,12 @@ class Mixer:
         self._fill = torch.Tensor.fill_
 
     def mix(self, target: Any, stock: Any, recipe: list[int]) -> None:
-        """Fill `target` (uint8, a multiple of 8 bytes, no longer than the stock) as the recipe
-        says: first word, mask, and the byte whose lowest bit is flipped or -1.
+        """Fill a tensor by its recipe.
+
+        Args:
+            target: uint8, a multiple of 8 bytes, no longer than the stock.
+            stock: the pool of random bits, uint8.
+            recipe: first word, mask, and the byte whose lowest bit is flipped, or -1.
         """
         at, mask, flipped = recipe
         words, source = self._view(target, self._int64), self._view(stock, self._int64)
@@ -50,11 +54,11 @@ class Mixer:
             self._xor(byte, 1, out=byte)
 
     def surround(self, block: Any) -> None:
-        """Red zones before a tensor is mixed between them."""
+        """Fill a block with the red zone's pattern, before a tensor is mixed into it."""
         self._fill(block, FILL)
 
     def digest(self, data: Any, key: int) -> int:
-        """Of bytes (uint8, a multiple of 4)."""
+        """Digest of bytes (uint8, a multiple of 4) with a key."""
         words = self._view(data, self._int32)
         rows = -(-len(words) // WIDTH)
         drawn = self._randint(
@@ -71,10 +75,10 @@ class Mixer:
             sums.append(self._sum(self._multiply(part, keys), 1))
         if rest := len(words) - end:
             sums.append(self._view(self._sum(self._multiply(words[end:], keys[:rest])), 1))
-        found, at = [], 0
+        parts, at = [], 0
         for each in sums:
             end = at + len(each)
             halves = (each & 0xFFFFFFFF) * low[at:end] + (each >> 32) * high[at:end]
-            found.append(self._sum(halves))
+            parts.append(self._sum(halves))
             at = end
-        return int(self._sum(self._stack(found)).item()) if found else 0
+        return int(self._sum(self._stack(parts)).item()) if parts else 0

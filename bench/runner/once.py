@@ -1,11 +1,11 @@
-"""One run of a candidate outside of the judge's protocol, for tools that watch a whole process.
+"""Run a candidate once outside the judge's protocol, for tools that watch a whole process.
 
-`python -P -m patcher_kit.once JOB.json` loads what was built, makes each call's tensors, calls the
-entry, waits for the device, and writes to the job's `told` how it went. Each tensor has an
-allocation of its own, because a memory checker sees nothing but the edges of allocations; what is
-only written is left as it is allocated, so that a read of it shows. The calls after the `warm` ones
-lie between the start and the stop of CUDA's profiler. A job without a path runs no candidate: it
-shows whether the tool works here. Imports nothing of the project.
+`python -P -m patcher_kit.once JOB.json` loads the build, creates each call's tensors, calls the
+entry, waits for the device, and writes the result to the job's `told` file. Each tensor has its own
+allocation, since a memory checker only detects the edges of allocations. Tensors that are only
+written stay uninitialised, so that a read of them is detected. The calls after the `warm` ones lie
+between the start and the stop of CUDA's profiler. A job without a path runs no candidate: it shows
+whether the tool works. It imports nothing of the project outside this folder.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from . import loading
 
 
 def run(job: dict[str, Any]) -> None:
+    """Make the calls of a job."""
     import torch
 
     device: str = job["device"]
@@ -29,7 +30,7 @@ def run(job: dict[str, Any]) -> None:
         return
     with open(job["data"], "rb") as file:
         sent = bytearray(file.read())
-    # PyTorch takes no empty buffer
+    # PyTorch rejects an empty buffer
     data = torch.frombuffer(sent, dtype=torch.uint8) if sent else torch.empty(0, dtype=torch.uint8)
     function = loading.load(job["path"], job["binding"], job["entry"])
     with torch.inference_mode():
@@ -54,8 +55,12 @@ def _tensor(slot: dict[str, Any], call: dict[str, Any], data: Any, device: str) 
     made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
     if slot["name"] not in call["blank"] and slot["span_bytes"]:
         begin = call["at"] + slot["begin"]
-        bytes_ = data[begin : begin + slot["span_bytes"]]
-        made.copy_(bytes_.clone().view(dtype).as_strided(shape, strides))
+        bytes_ = data[begin : begin + slot["span_bytes"]].clone().view(dtype)
+        sent = bytes_.as_strided(shape, strides)
+        if dtype.itemsize == 1:  # torch does not copy every dtype of a byte between strides
+            made.view(torch.uint8).copy_(sent.view(torch.uint8))
+        else:
+            made.copy_(sent)
     return made
 
 
@@ -78,16 +83,16 @@ def _end(device: str) -> None:
 def main() -> int:
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)
-    told: dict[str, Any] = {"ok": True}
+    result: dict[str, Any] = {"ok": True}
     try:
         run(job)
     except Exception as error:
-        # the candidate's own failure is what is asked for: tell it
-        told = {"ok": False, "error": f"{type(error).__name__}: {error}"[:2000]}
+        # the candidate's failure is a result: report it
+        result = {"ok": False, "error": f"{type(error).__name__}: {error}"[:2000]}
     with open(job["told"] + ".part", "w", encoding="utf-8") as file:
-        json.dump(told, file)
+        json.dump(result, file)
     os.replace(job["told"] + ".part", job["told"])
-    return 0 if told["ok"] else 1
+    return 0 if result["ok"] else 1
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """The process that runs a kernel. It knows no expected value, no seed and no key.
 
-`python -P -m patcher_kit.runner SOCKET MODULES` is a trusted *zygote*: it imports torch once and
-forks a runner for each job that comes with four descriptors: commands in, replies out, inputs,
-outputs. The runner confines itself, then reads commands as JSON lines and answers each by its
-nonce; tensors come and go as bytes. What it says of time or success is never believed by itself:
-the judge has the bytes and a clock of its own. What the kernel prints goes to a log. Imports
-nothing of the project.
+`python -P -m patcher_kit.runner SOCKET MODULES` is a trusted *zygote*. It imports torch once and
+forks a runner for each job, which comes with four descriptors: commands, replies, inputs and
+outputs. The runner confines itself, then reads commands as JSON lines and answers each with its
+nonce. Tensors travel as bytes. Its reports of time or success are never trusted alone: the judge
+has the bytes and its own clock. The kernel's output goes to a log. It imports nothing of the
+project outside this folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PDEATHSIG, _NO_NEW_PRIVILEGES, _SUBREAPER = 1, 38, 36
 
 
 def zygote(control: socket.socket, modules: list[str]) -> None:
-    """Serve forks until the judge closes its end."""
+    """Fork runners until the judge closes the socket."""
     for name in modules:
         __import__(name)
     control.send(b"{}")
@@ -55,11 +55,11 @@ def zygote(control: socket.socket, modules: list[str]) -> None:
 
 
 def runner(job: dict[str, Any], descriptors: list[int]) -> None:
-    """One run, from the fork to the end of its commands."""
+    """Run one job, from the fork to the last command."""
     os.setsid()
     libc = ctypes.CDLL(None)
     libc.prctl(_PDEATHSIG, signal.SIGKILL)
-    libc.prctl(_SUBREAPER, 1)  # a daemon of it stays below it, where it is found
+    libc.prctl(_SUBREAPER, 1)  # daemons stay in its process tree
     libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     os.environ.update(job["environment"])
     null = os.open("/dev/null", os.O_RDONLY)
@@ -68,14 +68,14 @@ def runner(job: dict[str, Any], descriptors: list[int]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.chdir(job["folder"])
-    told: dict[str, Any] = {}
+    status: dict[str, Any] = {}
     if job["policy"] is not None:
         policy = confine.Policy(**job["policy"])
-        found = confine.confine(policy, keep=(0, 1, 2, *descriptors))
-        told = {"confinement": found.describe()}
+        confinement = confine.confine(policy, keep=(0, 1, 2, *descriptors))
+        status = {"confinement": confinement.describe()}
     sys.path[:0] = job["paths"]
     commands, replies = os.fdopen(descriptors[0], "r"), descriptors[1]
-    session = Session(descriptors[2], descriptors[3], told)
+    session = Session(descriptors[2], descriptors[3], status)
     for line in commands:
         command = json.loads(line)
         nonce = command.pop("nonce")
@@ -83,7 +83,7 @@ def runner(job: dict[str, Any], descriptors: list[int]) -> None:
             answer = getattr(session, f"do_{command.pop('do')}")(**command)
             reply = {"nonce": nonce, "ok": True, **answer}
         except Exception as error:
-            # the candidate's own failure is an outcome: tell it and go on
+            # the candidate's failure is an outcome: report it and continue
             reply = {
                 "nonce": nonce,
                 "ok": False,

@@ -1,6 +1,6 @@
-"""What a runner does for each command: load, fill buffers, call, time, hand back.
+"""The commands of a runner: load, fill buffers, call, time, hand back.
 
-All that it uses is bound before a candidate is loaded; what it says is never believed by itself.
+Everything that it uses is bound before a candidate is loaded. Its replies are never trusted alone.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from .captured import Arena, Captured
 from .late_writer import LateWriter
 from .mixing import Mixer
 
-# bound before any candidate is loaded: what it patches later is not used here
+# bound before any candidate is loaded, so that later patches have no effect here
 _clock = time.perf_counter_ns
 _move = ctypes.memmove
 _crc = zlib.crc32
 
 
 class Session:
-    def __init__(self, inputs: int, outputs: int, told: dict[str, Any]) -> None:
-        self.told = told
+    """State of one runner; each method `do_NAME` runs the command NAME and returns its reply."""
+
+    def __init__(self, inputs: int, outputs: int, status: dict[str, Any]) -> None:
+        self.status = status
         size = os.fstat(inputs).st_size
-        # writable, so that ctypes tells its address; private, so that the judge's bytes stay
+        # writable, so that ctypes gives its address; private, so that the judge's bytes stay
         writable = mmap.PROT_READ | mmap.PROT_WRITE
         self.input = mmap.mmap(inputs, size, prot=writable, flags=mmap.MAP_PRIVATE)
         self.inputs = _address(self.input)
@@ -45,7 +47,7 @@ class Session:
         self.late: Any = None
 
     def do_start(self, device: str, threads: int | None, cpus: list[int] | None) -> dict[str, Any]:
-        """Wake the device, before any foreign code."""
+        """Initialise the device, before any foreign code."""
         if cpus is not None:
             os.sched_setaffinity(0, cpus)
         import torch
@@ -66,12 +68,13 @@ class Session:
             self.multiply = torch.mm
             self.nan = torch.full((4096, 4096), float("nan"), dtype=torch.bfloat16, device="cuda")
             self.product = torch.empty_like(self.nan)
-            self.told["no_late_writer"] = self._wake_late_writer(torch.cuda.get_device_capability())
+            capability = torch.cuda.get_device_capability()
+            self.status["no_late_writer"] = self._load_late_writer(capability)
             self.cuda.synchronize()
-        return {"threads": torch.get_num_threads(), **self.told}
+        return {"threads": torch.get_num_threads(), **self.status}
 
-    def _wake_late_writer(self, capability: tuple[int, int]) -> str:
-        """Why there is none; empty where there is."""
+    def _load_late_writer(self, capability: tuple[int, int]) -> str:
+        """Load the late-writing kernel; return why that failed, or an empty string."""
         if capability < (9, 0):
             return "compute capability 9.0 is the first to launch dependents early"
         try:
@@ -81,11 +84,13 @@ class Session:
         return ""
 
     def do_candidate(self, path: str, binding: str, entry: str) -> dict[str, Any]:
+        """Load a candidate's build."""
         self.function = loading.load(path, binding, entry)
-        gc.freeze()  # what is loaded stays: collecting it would take 0.1 s between calls
+        gc.freeze()  # collecting the loaded modules would take 0.1 s between calls
         return {}
 
     def do_baseline(self, op: str, name: str) -> dict[str, Any]:
+        """Load a baseline of an op; only a trusted runner can."""
         from patcher.bench.ops.op import load_op
 
         self.captured = None
@@ -95,7 +100,7 @@ class Session:
         written = [place for place, each in enumerate(tensors) if each.access != "read"]
 
         def run(*arguments: Any) -> None:
-            # it may return what the contract says is written: put that where it belongs
+            # a baseline may return its outputs: copy them into the contract's tensors
             result = function(*arguments)
             if isinstance(result, tuple):
                 for place, value in zip(written, result, strict=True):
@@ -107,7 +112,7 @@ class Session:
         return {}
 
     def do_canary(self) -> dict[str, Any]:
-        """Exact integer arithmetic on the device: a digest that only a sound one gives."""
+        """Digest of exact arithmetic on the device, which changes if the device is damaged."""
         import torch
 
         x = torch.arange(1 << 20, dtype=torch.int64, device=self.device)
@@ -116,7 +121,7 @@ class Session:
         return {"digest": f"{int(y.sum()):x}-{int(z.sum()):x}"}
 
     def do_stock(self, whole: int, at: int, size: int) -> dict[str, Any]:
-        """A piece of the bits of which large tensors are mixed."""
+        """Receive a part of the pool of random bits that large tensors are mixed from."""
         import torch
 
         if at == 0:
@@ -125,7 +130,7 @@ class Session:
         return {}
 
     def do_call(self, order: list[int], **sets: Any) -> dict[str, Any]:
-        """Call once for each set of `order`; what a call leaves behind is copied as it returns."""
+        """Call once for each set of `order`, and copy its buffers when the call returns."""
         self.do_ready(order, **sets)
         return self.do_go()
 
@@ -137,25 +142,26 @@ class Session:
         sets: int,
         recipes: list[list[list[int]]],
     ) -> dict[str, Any]:
-        """Everything but the calls, so that the judge's clock sees them alone."""
+        """Prepare the calls, so that the judge's clock covers only the calls."""
         self.ready = None
-        arena, kept = Arena(plan, sets, self.device), None
+        arena, snapshot = Arena(plan, sets, self.device), None
         self._fill(arena, recipes)
         arguments = [(*arena.arguments[index], *scalars) for index in order]
         if self.cuda is not None or arena.slots:
-            kept = Arena(plan, sets, self.device, bare=True)
+            snapshot = Arena(plan, sets, self.device, bare=True)
         if self.cuda is None:
             for here, host, size in arena.pieces(self.outputs, arena.returned):
                 _move(host, here, size)
-            if kept is not None:
-                _move(kept.pointer, arena.pointer, arena.set_bytes * sets)
-        self.ready = (arena, arguments, order, kept)
+            if snapshot is not None:
+                _move(snapshot.pointer, arena.pointer, arena.set_bytes * sets)
+        self.ready = (arena, arguments, order, snapshot)
         return {}
 
     def do_go(self) -> dict[str, Any]:
+        """Make the calls that `do_ready` prepared, with their times in nanoseconds."""
         import torch
 
-        arena, arguments, order, kept = self.ready
+        arena, arguments, order, snapshot = self.ready
         function = self._loaded()
         times: list[float] = []
         gc.disable()
@@ -166,36 +172,39 @@ class Session:
                     function(*each)
                     times.append(_clock() - begin)
                     _move(self.outputs + index * arena.returned, arena.at(index), arena.returned)
-                    if kept is not None:
-                        _move(kept.at(index), arena.at(index), arena.set_bytes)
+                    if snapshot is not None:
+                        _move(snapshot.at(index), arena.at(index), arena.set_bytes)
             else:
-                times = self._call_on_gpu(arena, arguments, order, kept, function)
+                times = self._call_on_gpu(arena, arguments, order, snapshot, function)
         gc.enable()
         return {"times_ns": times}
 
     def do_hand(self, key: int) -> dict[str, Any]:
-        arena, _, _, kept = self.ready
-        return self._handed_back(arena if kept is None else kept, key)
+        """Hand back the buffers of eager calls."""
+        arena, _, _, snapshot = self.ready
+        return self._hand_back(arena if snapshot is None else snapshot, key)
 
     def _call_on_gpu(
-        self, arena: Arena, arguments: list[Any], order: list[int], kept: Arena, function: Any
+        self, arena: Arena, arguments: list[Any], order: list[int], snapshot: Arena, function: Any
     ) -> list[float]:
-        """Eager: the larger of the events' and the synchronised host's time."""
-        self.cuda.copy_async(kept.pointer, arena.pointer, arena.set_bytes * arena.sets, self.stream)
+        """Call eagerly; a time is the larger of the events' and the synchronised host's."""
+        self.cuda.copy_async(
+            snapshot.pointer, arena.pointer, arena.set_bytes * arena.sets, self.stream
+        )
         before, after, times = self.cuda.event(), self.cuda.event(), []
         for index, each in zip(order, arguments, strict=True):
-            # leaves NaN in every multiprocessor's shared memory, for who reads what it never wrote
+            # leaves NaN in every multiprocessor's shared memory, to expose uninitialised reads
             self.multiply(self.nan, self.nan, out=self.product)
             self.cuda.synchronize()
             begin = _clock()
             self.cuda.record(before, self.stream)
             function(*each)
             self.cuda.record(after, self.stream)
-            self.cuda.copy_async(kept.at(index), arena.at(index), arena.set_bytes, self.stream)
+            self.cuda.copy_async(snapshot.at(index), arena.at(index), arena.set_bytes, self.stream)
             self.cuda.synchronize()
             wall = _clock() - begin
             times.append(max(self.cuda.elapsed_ns(before, after), float(wall)))
-        for here, host, size in kept.pieces(self.outputs, kept.returned):
+        for here, host, size in snapshot.pieces(self.outputs, snapshot.returned):
             self.cuda.to_host(host, here, size)
         return times
 
@@ -206,12 +215,12 @@ class Session:
         sets: int,
         recipes: list[list[list[int]]],
     ) -> dict[str, Any]:
-        """CUDA: each call as a graph of its own, on buffers that stay."""
+        """CUDA: capture each call as a separate graph, on permanent buffers."""
         import torch
 
         self.captured = self.ready = None
         arena = Arena(plan, sets, self.device)
-        kept = Arena(plan, sets, self.device, bare=True)
+        snapshot = Arena(plan, sets, self.device, bare=True)
         self._fill(arena, recipes)
         function, graphs = self._loaded(), []
         pool = torch.cuda.graph_pool_handle()
@@ -225,29 +234,29 @@ class Session:
                     function(*arguments, *scalars)
                 graphs.append(graph)
             self.cuda.synchronize()
-        self.captured = Captured(self.cuda, arena, kept, graphs, self.stream)
+        self.captured = Captured(self.cuda, arena, snapshot, graphs, self.stream)
         return {}
 
     def do_compose(
         self, mode: str, order: list[int], recipes: list[list[list[int]]]
     ) -> dict[str, Any]:
-        """New values into the captured buffers, and the calls of `order` ready to launch.
+        """Fill the captured buffers with new values, and compose the calls of `order`.
 
         `mode`: `whole` (between two events), `verified` (a copy after each call, in stream order)
         or `cold` (L2 overwritten before each call).
         """
         self._fill(self.captured.arena, recipes)
-        kept = self.cuda.persisting_bytes()
+        persisting = self.cuda.persisting_bytes()
         self.captured.compose(mode, order)
-        return {"persisting_bytes": kept}
+        return {"persisting_bytes": persisting}
 
     def do_launch(self) -> dict[str, Any]:
-        """Once. The fingerprint is of what the buffers held when the reply was written."""
+        """Launch once, with a fingerprint of the buffers at the time of the reply."""
         times = self.captured.launch()
         return {"times_ns": times, "fingerprint": self.captured.fingerprint()}
 
     def do_spans(self, order: list[int]) -> dict[str, Any]:
-        """One more launch, as CUPTI saw it over all streams: [name, begin, end] in nanoseconds."""
+        """Launch under CUPTI, with spans of all streams: [name, begin, end] in nanoseconds."""
         arena = self.captured.arena
         self._fill(arena, arena.recipes)
         self.captured.compose("whole", order)
@@ -257,22 +266,24 @@ class Session:
     def do_follow(
         self, index: int, other: int, scalars: list[float], recipes: list[list[list[int]]]
     ) -> dict[str, Any]:
-        """The call of one set right behind a kernel that writes its buffers late and lets its
-        dependents begin at once; until then they hold what those of the other set do.
+        """Call one set behind a kernel that writes its buffers late, and lets dependents begin.
+
+        Until then the buffers hold the other set's values.
         """
-        arena, kept, function = self.captured.arena, self.captured.kept, self._loaded()
+        arena, snapshot, function = self.captured.arena, self.captured.snapshot, self._loaded()
         self._fill(arena, recipes)
 
         def call() -> None:
-            self.late.launch(arena.at(index), kept.at(index), arena.set_bytes, self.stream)
+            self.late.launch(arena.at(index), snapshot.at(index), arena.set_bytes, self.stream)
             function(*arena.arguments[index], *scalars)
 
         self.captured.follow(index, other, call, self.torch_stream)
         return {}
 
     def do_collect(self, key: int) -> dict[str, Any]:
+        """Hand back the buffers of a launched graph."""
         self.captured.collect(self.outputs)
-        return self._handed_back(self.captured.left, key)
+        return self._hand_back(self.captured.left, key)
 
     def _loaded(self) -> Any:
         if self.function is None:
@@ -294,8 +305,8 @@ class Session:
         else:
             self.cuda.to_device(target, source, size)
 
-    def _handed_back(self, left: Arena, key: int) -> dict[str, Any]:
-        """What the judge holds its bytes against, and digests of what it does not get."""
+    def _hand_back(self, left: Arena, key: int) -> dict[str, Any]:
+        """Checksum of the returned bytes, and digests of the tensors that are not returned."""
         crc = _crc(memoryview(self.output)[: left.returned * left.sets])
         return {"crc": crc, "digests": left.digests(self.mixer, key)}
 

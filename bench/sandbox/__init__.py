@@ -1,1 +1,1 @@
-"""What a process may see and do, and who ends it."""
+"""Sandboxing of processes: what they may access, and how they are ended."""

@@ -1,7 +1,7 @@
-"""A child that must not outlive us: `die_with_parent` puts this file before its command.
+"""Run a child process that the kernel kills when its parent dies.
 
-`python -IS leash.py PARENT COMMAND ...` has the kernel kill it when PARENT dies, however that dies,
-and becomes the command. Standard library only: it is run as a file.
+`python -IS die_with_parent.py PARENT COMMAND ...` asks the kernel to kill this process when PARENT
+dies for any reason, and then executes the command. Standard library only, since it runs as a file.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(*command: str) -> list[str]:
-    """The command line that runs a command which is killed when this process dies.
+    """Wrap a command so that the kernel kills it when this process dies.
 
-    The kernel watches the thread that starts it: start it from one that stays.
+    The kernel watches the thread that starts the command, so start it from a thread that stays
+    alive.
+
+    Returns:
+        The command line to run.
     """
     return [sys.executable, "-IS", __file__, str(os.getpid()), *command]
 
@@ -26,7 +30,7 @@ def main() -> None:
     parent, command = int(sys.argv[1]), sys.argv[2:]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit(1)  # it died before we could ask
+        sys.exit(1)  # the parent died before prctl took effect
     os.execvp(command[0], command)
 
 

@@ -1,7 +1,7 @@
-"""What a judged process may see on this machine: the policies for `confine`.
+"""Sandbox policies for `confine`: what a candidate's process may see on this machine.
 
-All that is on Python's path, but not the project: the reference, the judge and its thresholds are
-not on the candidate's file system.
+It sees everything on Python's path except this project. The reference, the judge and its thresholds
+are not on the candidate's file system.
 """
 
 from __future__ import annotations
@@ -54,8 +54,17 @@ def runner_policy(
     cpu_s: int = 1800,
     nested: bool = False,
 ) -> Policy:
-    """For the process that runs a candidate on `cpu` or `cuda`; `also` becomes visible too (a
-    built library, a cache that it may read).
+    """The policy for a process that runs a candidate.
+
+    Args:
+        folder: the only folder that the process may write.
+        device: `cpu` or `cuda`.
+        also: further readable paths, such as a built library or a cache.
+        memory_bytes: memory limit in bytes.
+        processes: limit on the number of processes.
+        file_bytes: limit on the size of a file in bytes.
+        cpu_s: limit on CPU time in seconds.
+        nested: whether a child of the process uses CUDA, as under a profiler.
     """
     cuda = device == "cuda"
     visible, listed = _visible([*map(str, also), "/sys" if cuda else "", *_CPU_FACTS])
@@ -74,22 +83,33 @@ def runner_policy(
 
 
 def build_policy(folder: Path, *, also: Iterable[Path] = ()) -> Policy:
-    """For compilers: `folder` is written, `also` (precompiled headers, say) is read."""
+    """The policy for compilers.
+
+    Args:
+        folder: the only folder that they may write.
+        also: further readable paths, such as precompiled headers.
+    """
     return runner_policy(
         folder, device="cpu", also=also, processes=128, file_bytes=1 << 30, cpu_s=600
     )
 
 
 def command(policy: Policy, *program: str, without: tuple[str, ...] = ()) -> list[str]:
-    """The command line that runs a program confined; without a program it prints what is in
-    force. The environment is the caller's to scrub.
+    """Build the command line that runs a program in the sandbox.
+
+    The caller must clean the environment.
+
+    Args:
+        policy: the sandbox policy.
+        program: the program with its arguments. Without one, the command prints the confinement.
+        without: parts of the sandbox to leave out, for tests.
     """
-    told = json.dumps({**asdict(policy), "without": without})
-    return [sys.executable, "-IS", confine.__file__, told, *program]
+    document = json.dumps({**asdict(policy), "without": without})
+    return [sys.executable, "-IS", confine.__file__, document, *program]
 
 
 def detect(without: tuple[str, ...] = ()) -> Confinement:
-    """What this machine allows to a runner, tried in a process that is then thrown away."""
+    """Determine the confinement that this machine supports, in a throwaway process."""
     with tempfile.TemporaryDirectory(prefix="patcher-detect-") as folder:
         policy = runner_policy(Path(folder), device="cpu")
         result = subprocess.run(
@@ -103,17 +123,17 @@ def detect(without: tuple[str, ...] = ()) -> Confinement:
     if result.returncode != 0:
         last = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
         return Confinement("below R0", (), (("sandbox", last),))
-    found = json.loads(result.stdout)
-    missing = tuple((part, reason) for part, reason in found["missing"])
-    return Confinement(found["rung"], tuple(found["in_force"]), missing)
+    document = json.loads(result.stdout)
+    missing = tuple((part, reason) for part, reason in document["missing"])
+    return Confinement(document["rung"], tuple(document["in_force"]), missing)
 
 
 def sandbox_description() -> tuple[bool, str]:
-    """Whether verdicts on foreign code can be trusted here (R1 or better), and the line that tells
-    what is in force.
+    """Whether verdicts on foreign code can be trusted here (rung R1 or better), and a description
+    of the confinement in one line.
     """
-    found = detect()
-    return found.isolated, found.describe()
+    confinement = detect()
+    return confinement.isolated, confinement.describe()
 
 
 def _devices(cuda: bool) -> tuple[str, ...]:
@@ -122,7 +142,7 @@ def _devices(cuda: bool) -> tuple[str, ...]:
 
 
 def _visible(also: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Visible paths, and folders that are shown in part."""
+    """Paths that are visible, and folders that are visible in part."""
     hidden = _hidden()
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     homes = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
@@ -147,14 +167,14 @@ def _visible(also: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _python_paths() -> list[str]:
-    """Where Python finds packages; not the folder of a script, nor what a test runner adds."""
-    asked = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    """Folders of Python packages, without a script's folder or paths that a test runner adds."""
+    configured = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     installed = [path for path in sys.path if path.endswith("-packages")]
-    return [path for path in (*asked, *installed) if not _is_checkout(path)]
+    return [path for path in (*configured, *installed) if not _is_checkout(path)]
 
 
 def _is_checkout(path: str) -> bool:
-    """An environment inside of a checkout is Python's, the rest of it is the project's."""
+    """Whether a path is in this project's checkout, but not in its virtual environment."""
     real = Path(path).resolve()
     if (ROOT / "pyproject.toml").is_file() and real.is_relative_to(ROOT):
         return not real.is_relative_to(Path(sys.prefix).resolve())
@@ -162,27 +182,27 @@ def _is_checkout(path: str) -> bool:
 
 
 def _hidden() -> set[str]:
-    """Real paths of the project, wherever a Python of this machine has it installed."""
+    """Real paths of this project in all Python installations of this machine."""
     systems = glob.glob("/usr/lib/python3*/*-packages") + glob.glob(
         "/usr/local/lib/python3*/*-packages"
     )
-    found = {str(ROOT)} if (ROOT / "pyproject.toml").is_file() else set()
+    hidden = {str(ROOT)} if (ROOT / "pyproject.toml").is_file() else set()
     for folder in {*sys.path, *_python_paths(), *systems, str(ROOT)}:
         place = Path(folder)
         if not folder or not place.is_dir():
             continue
         for pattern in _OWN_PATTERNS:
-            found |= {os.path.realpath(path) for path in place.glob(pattern)}
+            hidden |= {os.path.realpath(path) for path in place.glob(pattern)}
         if (place / "patcher/bench/runner/confine.py").is_file():
-            # in a site-packages `kernels` and `bench` are other projects'
+            # in a site-packages folder, `kernels` and `bench` belong to other projects
             checkout = (place / "pyproject.toml").is_file()
             names = _OWN_CHECKOUT if checkout else _OWN
-            found |= {os.path.realpath(place / name) for name in names}
-    return found
+            hidden |= {os.path.realpath(place / name) for name in names}
+    return hidden
 
 
 def _show(path: str, hidden: set[str], visible: dict[str, None], listed: dict[str, None]) -> None:
-    """The path whole, or, where something hidden lies beneath, entry by entry."""
+    """Show a path whole, or entry by entry if something hidden lies below it."""
     real = os.path.realpath(path)
     if real in hidden or path in visible or path in listed:
         return

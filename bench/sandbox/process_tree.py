@@ -1,4 +1,4 @@
-"""Every process below one, however it was started: what `/proc` says of parents and memory."""
+"""The tree of processes below a process, with signals and memory, from `/proc`."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from collections.abc import Iterable
 
 
 def descendants(pid: int) -> set[int]:
-    """The process and all below it; empty where it is gone."""
+    """Ids of a process and all its descendants; empty if it has ended."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (fields := _stat(int(name))):
             children.setdefault(int(fields[1]), []).append(int(name))
-    found, todo = set[int](), [pid] if _stat(pid) else []
+    pids, todo = set[int](), [pid] if _stat(pid) else []
     while todo:
         each = todo.pop()
-        found.add(each)
+        pids.add(each)
         todo += children.get(each, [])
-    return found
+    return pids
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """A signal to each of them."""
+    """Send a signal to a process and all its descendants."""
     _signal(descendants(pid), number)
 
 
 def kill(pid: int) -> None:
-    """Kill them all, stopped first, so that none forks while the others die."""
+    """Kill a process tree. All are stopped first, so that none forks while others die."""
     send(pid, signal.SIGSTOP)
     send(pid, signal.SIGKILL)
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """Kill these processes; those that are gone are no error."""
+    """Kill processes; those that have ended are ignored."""
     _signal(pids, signal.SIGKILL)
 
 
@@ -46,12 +46,12 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def memory_bytes(pid: int) -> int:
-    """What they hold together, which no limit of one process bounds."""
+    """Resident memory of a process tree in bytes."""
     return sum(map(_resident_bytes, descendants(pid)))
 
 
 def _resident_bytes(pid: int) -> int:
-    """Memory that it holds now; 0 where it is gone."""
+    """Resident memory of a process in bytes; 0 if it has ended."""
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -60,7 +60,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """What follows the name, which may hold anything: state, parent, ..."""
+    """Fields of `/proc/PID/stat` after the name (state, parent, ...); None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()

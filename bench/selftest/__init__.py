@@ -1,1 +1,1 @@
-"""The judge judged: cheats with their honest twins, faults, mutations."""
+"""Self-test of the judge: cheats with their honest twins, faults and mutations."""

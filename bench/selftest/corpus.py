@@ -1,12 +1,10 @@
-"""The judge judged: cheats that must be caught, honest candidates that must pass, faults that must
-be survived.
+"""Evaluate the self-test corpus: cheats to catch, honest candidates to pass, faults to survive.
 
-A corpus is a folder of candidates with `cheats/`, `honest/`, `faults/` and `ops/`; a header of
-comments says what each must come to. A cheat has a line `CHEAT = True` (`#define CHEAT 1`): with
-the other value the same file is its honest twin. `python -m
-patcher.bench.selftest.corpus FOLDER` judges one
-device's part in a process of its own, which holds a key that must not turn up anywhere, and prints
-one result a line.
+A corpus is a folder of candidates with `cheats/`, `honest/`, `faults/` and `ops/`. A header of
+comments states the expected outcome of each. A cheat has a line `CHEAT = True` (`#define CHEAT 1`);
+with the other value, the same file is its honest twin. `python -m patcher.bench.selftest.corpus
+FOLDER` evaluates the candidates of one device and prints one result per line. Its environment holds
+a planted key that must not appear anywhere.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from patcher.bench.records import Record
 
 Kind = Literal["cheat", "twin", "honest", "fault"]
 HONEYTOKEN = "PATCHER_SELFTEST_KEY"
-"""The variable that hands the planted key to the process that judges."""
+"""Environment variable with the planted key."""
 LAYER_OF = {
     "entry": "static",
     "tripwires": "static",
@@ -41,84 +39,103 @@ LAYER_OF = {
     "channel": "runner",
     "clocks": "timing",
 }
-"""Which layer a failed check belongs to; all others are the judge's."""
+"""Layer of each check; all other checks belong to the judge."""
 SAME = {"values after": "values", "timed calls": "runs"}
-"""Checks that a header spells as another: the same thing, found later."""
+"""Checks that a header names as another one, since they find the same problem later."""
 _SWITCH = re.compile(r"^(#define CHEAT 1|CHEAT = True)$", re.MULTILINE)
 _HEADER = re.compile(r"^(?:#|//) (\w+): (.+)$")
 PAIRS, POINTS, CALLS, SEED = 4, 2, 400, 20_260_101
 GAIN = 1.05
-"""Over its twin's speedup: within the noise of a short timing."""
+"""Largest ratio of a cheat's speedup to its twin's that is within the noise of a short timing."""
 
 
 class CorpusCase(Record):
-    """One candidate of the corpus and what must come of it."""
+    """One candidate of the corpus with its expected outcome."""
 
     name: str
+    """File name without suffix."""
     kind: Kind
+    """`cheat`, `twin`, `honest` or `fault`."""
     title: str
+    """What the candidate does."""
     number: int | None = None
-    """In the catalogue of cheats."""
+    """Number in the catalogue of cheats."""
     op: str
+    """Name of the op."""
     device: str
+    """`cpu` or `cuda`."""
     outcomes: tuple[Outcome, ...]
+    """Expected outcomes, one of which must occur."""
     caught: tuple[str, ...] = ()
-    """Checks, one of which must be the first that fails, where one does."""
+    """Checks, one of which must fail first if any check fails."""
     label: str = ""
-    """A word that what is said of its source must hold."""
+    """Word that a tripwire hit must contain."""
     lives_s: float = 0.0
-    """How long it must be called before it shows."""
+    """Seconds of calls after which the cheat becomes visible."""
     gains_nothing: bool = False
-    """Right, and caught by being no faster than its honest twin."""
+    """Whether the candidate is correct, and caught by being no faster than its honest twin."""
     language: Language
+    """Language of the source."""
     source: str
+    """Source text."""
 
 
 class CaseResult(Record):
-    """What the judge said of one."""
+    """The judge's result for one case."""
 
     name: str
+    """File name without suffix."""
     kind: Kind
+    """`cheat`, `twin`, `honest` or `fault`."""
     number: int | None
+    """Number in the catalogue of cheats."""
     title: str
+    """What the candidate does."""
     expected: tuple[Outcome, ...]
+    """Expected outcomes."""
     outcome: Outcome | None
-    """None: the judge itself failed."""
+    """Actual outcome; None if the judge itself failed."""
     layer: str
-    """Of the check that failed; empty where none did."""
+    """Layer of the check that failed; empty if none did."""
     check: str
+    """Name of the check that failed; empty if none did."""
     detail: str
+    """What the check found, or why the case failed."""
     passed: bool
-    """As expected, and nothing leaked; after a fault, too, the next clean verdict repeated."""
+    """Whether the outcome was expected and nothing leaked. After a fault, the next clean evaluation
+    must also give the same outputs."""
     leaked: bool
+    """Whether the planted key appeared."""
     seconds: float
+    """Time of the case in seconds."""
     sandbox: str
+    """Confinement of the candidate."""
 
 
 def read_corpus(folder: Path, device: str) -> list[CorpusCase]:
-    """Every candidate for the device, cheats followed by their twins.
+    """Read all candidates for a device; each cheat is followed by its twin.
 
     Raises:
-        UsageError: no corpus there, or a header that does not fit.
+        UsageError: the folder holds no corpus, or a header is invalid.
     """
     if not (folder / "cheats").is_dir():
         raise UsageError(f"{folder} holds no corpus", "it has cheats/, honest/, faults/ and ops/")
-    found = []
+    cases = []
     for kind in ("cheat", "honest", "fault"):
         name = "honest" if kind == "honest" else f"{kind}s"
         for path in sorted((folder / name).iterdir()):
             if path.suffix in (".py", ".cpp", ".cu"):
-                found += _read(path, kind)
-    return [entry for entry in found if entry.device == device]
+                cases += _read(path, kind)
+    return [entry for entry in cases if entry.device == device]
 
 
 def _read(path: Path, kind: Kind) -> list[CorpusCase]:
     source = path.read_text(encoding="utf-8")
     header: dict[str, str] = {}
     for line in source.splitlines():
-        if not (found := _HEADER.match(line)):
+        if not (match := _HEADER.match(line)):
             break
-        header[found[1]] = found[2].strip()
+        header[match[1]] = match[2].strip()
     try:
         title = header[kind]
         outcomes = tuple(Outcome(each.strip()) for each in header["outcome"].split(","))
@@ -138,16 +155,16 @@ def _read(path: Path, kind: Kind) -> list[CorpusCase]:
             source=source,
         )
     except (KeyError, ValueError) as error:
-        raise UsageError(f"{path.name}: its header does not fit: {error}") from error
+        raise UsageError(f"{path.name}: invalid header: {error}") from error
     if kind != "cheat":
         return [entry]
     if len(_SWITCH.findall(source)) != 1:
-        raise UsageError(f"{path.name}: one line that switches CHEAT is expected")
+        raise UsageError(f"{path.name}: exactly one line must set CHEAT")
     return [entry, _twin(entry)]
 
 
 def _twin(entry: CorpusCase) -> CorpusCase:
-    """The same file with what is dishonest switched off."""
+    """The same file with the cheat switched off."""
     changes: dict[str, Any] = {
         "kind": "twin",
         "source": _SWITCH.sub(_off, entry.source),
@@ -166,7 +183,15 @@ def _off(line: re.Match[str]) -> str:
 def judged(
     entries: Sequence[CorpusCase], settings: JudgeSettings, token: str
 ) -> Iterator[CaseResult]:
-    """One result after the other, by one judge; after each fault a clean verdict is repeated."""
+    """Evaluate cases one after another with one judge.
+
+    After each fault, a clean evaluation is repeated.
+
+    Args:
+        entries: the cases.
+        settings: settings of the judge.
+        token: the planted key.
+    """
     with open_judge(settings) as judge:
         clean: str | None = None
 
@@ -206,7 +231,7 @@ def _candidate(entry: CorpusCase) -> Candidate:
 
 
 def _plain(device: str) -> Candidate:
-    """An honest candidate of the library, whose verdict is repeated."""
+    """An honest candidate of the library, for repeated evaluations."""
     wanted = "cpu_simd" if device == "cpu" else "triton_row"
     solutions = load_op("fused_add_rms_norm").solutions()
     return next(candidate for info, candidate in solutions if info.name == wanted)
@@ -214,8 +239,8 @@ def _plain(device: str) -> Candidate:
 
 def _digest(evaluation: Evaluation) -> str:
     if not evaluation.right:
-        said = "; ".join(check.detail for check in evaluation.failed_checks)
-        return f"{evaluation.outcome}: {said}"
+        details = "; ".join(check.detail for check in evaluation.failed_checks)
+        return f"{evaluation.outcome}: {details}"
     return evaluation.outputs_sha256 or ""
 
 
@@ -226,8 +251,8 @@ def _result(
     check = failed[0].name if failed else ""
     fits = evaluation is not None and evaluation.outcome in entry.outcomes
     labels = evaluation.tripwires if evaluation else ()
-    told = evaluation.model_dump_json() if evaluation else failure
-    leaked = token in told
+    output = evaluation.model_dump_json() if evaluation else failure
+    leaked = token in output
     labelled = [label for label in labels if entry.label in label]
     if fits and not check and entry.label and not labelled:
         fits, failure = False, f"nothing says {entry.label!r} of it"
@@ -256,7 +281,7 @@ def _result(
 
 
 def settings_for(device: str, tripwires: bool, pairs: int = PAIRS) -> JudgeSettings:
-    """Short timings against the op's honest baseline: the judge is tested, not the speed."""
+    """Settings with short timings against the accuracy baseline, since speed is not tested."""
     return JudgeSettings(
         device=device,
         baseline="honest",
@@ -279,22 +304,22 @@ def main() -> int:
     parser.add_argument("--only", default="", help="regular expression on KIND/NAME")
     parser.add_argument("--kind", action="append", help="cheat, twin, honest or fault")
     parser.add_argument("--no-tripwires", action="store_true")
-    parser.add_argument("--pairs", type=int, default=PAIRS, help="of timed blocks at each point")
-    asked = parser.parse_args()
-    os.environ["PATCHER_OPS"] = str(asked.folder.resolve() / "ops")
-    os.environ.setdefault("PATCHER_BUILD_TIMEOUT_S", "30" if asked.device == "cpu" else "90")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs of timed blocks per point")
+    options = parser.parse_args()
+    os.environ["PATCHER_OPS"] = str(options.folder.resolve() / "ops")
+    os.environ.setdefault("PATCHER_BUILD_TIMEOUT_S", "30" if options.device == "cpu" else "90")
     token = os.environ.get(HONEYTOKEN, "no key was planted")
     try:
-        if asked.pairs < 1:
-            raise UsageError(f"--pairs {asked.pairs}", "a point takes one or more")
+        if options.pairs < 1:
+            raise UsageError(f"--pairs {options.pairs}", "give at least one pair per point")
         entries = [
             entry
-            for entry in read_corpus(asked.folder, asked.device)
-            if re.search(asked.only, f"{entry.kind}/{entry.name}")
-            and entry.kind in (asked.kind or [entry.kind])
+            for entry in read_corpus(options.folder, options.device)
+            if re.search(options.only, f"{entry.kind}/{entry.name}")
+            and entry.kind in (options.kind or [entry.kind])
         ]
         print(len(entries), flush=True)
-        settings = settings_for(asked.device, not asked.no_tripwires, asked.pairs)
+        settings = settings_for(options.device, not options.no_tripwires, options.pairs)
         for result in judged(entries, settings, token):
             print(result.model_dump_json(), flush=True)
     except PatcherError as error:

@@ -1,7 +1,7 @@
-"""Does each guard of the judge earn its keep? Delete one, and the corpus must fail.
+"""Mutation tests of the judge: if a guard is removed, the corpus must fail.
 
-`mutations.toml` beside the corpus names each guard, the text of the judge that is it, what stands
-there instead, and which candidates must then come out otherwise.
+`mutations.toml` in the corpus names each guard, its text in the judge's source, the replacement,
+and the candidates of which at least one must then have another outcome.
 """
 
 from __future__ import annotations
@@ -20,48 +20,61 @@ from patcher.bench.selftest.scorecard import Progress, corpus_folder, run_corpus
 
 
 class Mutation(Record):
-    """One guard taken out."""
+    """The removal of one guard."""
 
     guard: str
+    """What the guard does."""
     file: str
+    """File under bench/."""
     old: str
+    """Text of the guard, which occurs once in the file."""
     new: str
+    """Replacement."""
     only: str
-    """Which candidates are judged: a regular expression on KIND/NAME."""
+    """Candidates to evaluate: a regular expression on KIND/NAME."""
     device: str = "cpu"
+    """`cpu` or `cuda`."""
 
 
 class Killed(Record):
-    """What the corpus said of it."""
+    """Result of one mutation."""
 
     guard: str
+    """What the guard does."""
     killed: bool
-    """Whether a candidate came out otherwise than it must."""
+    """Whether the outcome of a candidate changed."""
     by: tuple[str, ...]
-    """Which."""
+    """Candidates whose outcome changed."""
 
 
 def mutations(folder: Path | None = None) -> list[Mutation]:
-    """Those of the corpus.
+    """Read the mutations of the corpus.
 
     Raises:
-        UsageError: there are none, or one does not fit the judge's text.
+        UsageError: there is no corpus, or a mutation does not match the judge's source.
     """
     path = corpus_folder(folder) / "mutations.toml"
     root = ROOT / "patcher" / "bench"
-    found = [Mutation(**each) for each in tomllib.loads(path.read_text("utf-8"))["mutation"]]
-    for each in found:
+    entries = [Mutation(**each) for each in tomllib.loads(path.read_text("utf-8"))["mutation"]]
+    for each in entries:
         count = (root / each.file).read_text(encoding="utf-8").count(each.old)
         if count != 1:
             place = f"{count} times in {each.file}"
             raise UsageError(f"{path.name}: the text of {each.guard!r} is {place}")
-    return found
+    return entries
 
 
 def survived(
     device: str, report: Progress, only: str = "", folder: Path | None = None
 ) -> Iterator[Killed]:
-    """Take out one guard after the other, in a copy, and judge the corpus in `folder`."""
+    """Remove one guard after another in a copy of the judge, and evaluate the corpus.
+
+    Args:
+        device: `cpu` or `cuda`.
+        report: called with (stage, done, total).
+        only: text that the guard's description must contain.
+        folder: folder of the corpus; None: that of this checkout.
+    """
     folder = corpus_folder(folder)
     root = ROOT / "patcher" / "bench"
     chosen = [each for each in mutations(folder) if each.device == device and only in each.guard]

@@ -1,6 +1,6 @@
-"""The judge's score on a corpus: what it catches, whom it accuses wrongly, what it survives.
+"""The judge's scorecard on a corpus: cheats caught, false rejects, and faults survived.
 
-Each device's part runs in a process of its own, with a planted key in its environment.
+The candidates of each device run in a separate process, with a planted key in its environment.
 """
 
 from __future__ import annotations
@@ -21,45 +21,57 @@ from patcher.bench.records import SCHEMA_VERSION, Record
 from patcher.bench.selftest.corpus import HONEYTOKEN, CaseResult
 
 FALSE_REJECTS_PCT = 2.0
-"""The most that is accepted."""
+"""Largest acceptable share of honest candidates that are rejected."""
 Progress = Callable[[str, int, int], None]
 
 
 class ScoreCard(Record):
-    """One run over the corpus on one device."""
+    """Results of the corpus on one device."""
 
     schema_version: int = SCHEMA_VERSION
     device: str
+    """`cpu` or `cuda`."""
     environment: Environment
+    """Device and versions."""
     sandbox: str
-    """What confined the candidates."""
+    """Confinement of the candidates."""
     results: tuple[CaseResult, ...]
+    """Results of all cases."""
     without_static: tuple[CaseResult, ...]
-    """The cheats once more, with the tripwires switched off."""
+    """Results of the cheats with tripwires switched off."""
 
     @property
     def cheats(self) -> list[CaseResult]:
+        """Results of the cheats."""
         return [result for result in self.results if result.kind == "cheat"]
 
     @property
     def honest(self) -> list[CaseResult]:
+        """Results of honest candidates, twins included."""
         return [result for result in self.results if result.kind in ("twin", "honest")]
 
     @property
     def faults(self) -> list[CaseResult]:
+        """Results of the faults."""
         return [result for result in self.results if result.kind == "fault"]
 
     @property
     def leaks(self) -> int:
+        """Number of cases in which the planted key appeared."""
         return sum(result.leaked for result in (*self.results, *self.without_static))
 
     def by_layer(self) -> dict[str, int]:
-        """Cheats caught, by the layer whose check failed (`none`: accepted, labelled or slow)."""
+        """Number of cheats caught, by the layer of the check that failed.
+
+        `none` counts cheats that failed no check: labelled, or no faster than their twin.
+        """
         return dict(Counter(result.layer or "none" for result in self.cheats if result.passed))
 
     @property
     def ok(self) -> bool:
-        """Whether the judge keeps its promises."""
+        """Whether all cheats were caught, all faults survived, few honest candidates rejected, and
+        no key leaked.
+        """
         missed = [r for r in (*self.cheats, *self.faults, *self.without_static) if not r.passed]
         rejected = sum(not result.passed for result in self.honest)
         few = 100 * rejected <= FALSE_REJECTS_PCT * len(self.honest)
@@ -67,12 +79,12 @@ class ScoreCard(Record):
 
 
 def corpus_folder(chosen: Path | None = None) -> Path:
-    """The folder of the cases: the chosen one, else `tests/corpus` of a checkout.
+    """Folder of the corpus: the chosen one, else `tests/corpus` of a checkout.
 
-    It holds working exploits, so no wheel carries it.
+    It holds working exploits, so the wheel does not include it.
 
     Raises:
-        UsageError: the folder holds no cases, or none is chosen and this is an installation.
+        UsageError: the folder holds no cases, or none was chosen and this is no checkout.
     """
     folder = chosen or ROOT / "tests" / "corpus"
     if (folder / "cheats").is_dir():
@@ -89,10 +101,16 @@ def corpus_folder(chosen: Path | None = None) -> Path:
 
 
 def score(device: str, only: str, report: Progress, folder: Path | None = None) -> ScoreCard:
-    """Judge the corpus, or what of it matches `only`, on one device.
+    """Evaluate the corpus on one device.
+
+    Args:
+        device: `cpu` or `cuda`.
+        only: regular expression on KIND/NAME; empty: all cases.
+        report: called with (stage, done, total).
+        folder: folder of the corpus; None: that of this checkout.
 
     Raises:
-        PatcherError: the process that judges ended early; its last words are in the message.
+        PatcherError: the process ended early; the message holds its last output.
     """
     folder = corpus_folder(folder)
     results = run_corpus(device, only, report, folder)
@@ -116,7 +134,17 @@ def run_corpus(
     kinds: tuple[str, ...] = (),
     root: Path = ROOT,
 ) -> list[CaseResult]:
-    """Results of one process; `root`: the folder from which it imports `bench`."""
+    """Evaluate cases in one process.
+
+    Args:
+        device: `cpu` or `cuda`.
+        only: regular expression on KIND/NAME; empty: all cases.
+        report: called with (stage, done, total).
+        folder: folder of the corpus.
+        static: whether tripwires are on.
+        kinds: kinds of cases; empty: all.
+        root: folder that the process imports `patcher` from.
+    """
     what = "corpus" if static else "without the static layer"
     command = [sys.executable, "-P", "-m", "patcher.bench.selftest.corpus", str(folder.resolve())]
     command += ["--device", device, "--only", only, *(f"--kind={kind}" for kind in kinds)]
@@ -124,24 +152,28 @@ def run_corpus(
     token = f"honeytoken-{secrets.token_hex(12)}"
     keys = dict.fromkeys((HONEYTOKEN, "ANTHROPIC_API_KEY", "OPENAI_API_KEY", "HF_TOKEN"), token)
     environment = {**os.environ, **keys, "PYTHONPATH": python_path(root)}
-    found: list[CaseResult] = []
-    with tempfile.TemporaryFile() as said:
+    results: list[CaseResult] = []
+    with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
         )
         assert process.stdout is not None
         try:
             whole = json.loads(process.stdout.readline() or b"0")
             for line in process.stdout:
-                found.append(CaseResult.model_validate_json(line))
-                report(what, len(found), whole)
+                results.append(CaseResult.model_validate_json(line))
+                report(what, len(results), whole)
             code = process.wait()
         except BaseException:
             process.kill()
             process.wait()
             raise
-        if code != 0 or len(found) != whole:
-            said.seek(0)
-            tail = said.read().decode("utf-8", "replace").replace(token, "(the planted key)")
+        if code != 0 or len(results) != whole:
+            errors.seek(0)
+            tail = errors.read().decode("utf-8", "replace").replace(token, "(the planted key)")
             raise PatcherError(f"judging the corpus ended early: {tail[-1500:].strip()}")
-    return found
+    return results

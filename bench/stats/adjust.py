@@ -22,6 +22,7 @@ class Ordered(NamedTuple):
     """Log-ratios after removing the order effect."""
 
     ratios: list[float]
+    """Log-ratios of patched over baseline."""
     effect: float | None
     """Log-ratio by which the arm that runs first is faster. None: no process pair has pairs in both
     orders, so nothing was removed."""

@@ -15,8 +15,11 @@ class Interval:
     """An estimate with the ends of its confidence interval."""
 
     middle: float
+    """The estimate."""
     low: float
+    """Lower end."""
     high: float
+    """Upper end."""
 
     @property
     def half_width(self) -> float:

@@ -15,21 +15,13 @@ from typing import ClassVar
 
 from patcher.bench.ops.candidate import Candidate, Language
 from patcher.bench.ops.contract import Contract
+from patcher.bench.ops.dtypes import DTYPES
 from patcher.bench.toolchains import Built, Missing, Toolchain
 from patcher.bench.toolchains.compilers import CompileJob, compiled, find, run_compiler, version
 from patcher.bench.toolchains.native import FFI_UNIT, ffi_paths
 
 HIP_ARCH = "gfx90a"
 """`$PATCHER_HIP_ARCH` says otherwise."""
-METAL_TYPES = {
-    "float32": "float",
-    "bfloat16": "bfloat",
-    "float16": "half",
-    "int64": "long",
-    "int32": "int",
-    "uint8": "uchar",
-}
-"""float64 has none."""
 
 
 class _CompileOnly(Toolchain):
@@ -128,7 +120,7 @@ class MetalToolchain(_CompileOnly):
         """The source once for every choice of dtypes, each symbol of the contract a macro."""
         parts = ["#include <metal_stdlib>"]
         for index, dtypes in enumerate(contract.dtype_choices()):
-            known = {symbol: METAL_TYPES.get(dtype) for symbol, dtype in dtypes.items()}
+            known = {symbol: DTYPES[dtype].metal for symbol, dtype in dtypes.items()}
             if None in known.values():
                 continue
             parts.append(f"namespace dtypes_{index} {{")

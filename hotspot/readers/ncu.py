@@ -47,7 +47,7 @@ class _Launch:
     """Metrics by their names on the raw page."""
 
 
-class Attached(NamedTuple):
+class MatchedCounters(NamedTuple):
     """Counters matched to the kernels of a profile."""
 
     counters: dict[str, Counters]
@@ -82,7 +82,7 @@ def read_ncu(path: Path) -> dict[str, Counters]:
     return result
 
 
-def attach(counters: dict[str, Counters], names: Iterable[str]) -> Attached:
+def attach(counters: dict[str, Counters], names: Iterable[str]) -> MatchedCounters:
     """Match counters to the kernels of a profile, which spells names differently.
 
     ncu omits namespaces, and with `--kernel-name-base function` templates too. Such a name is used
@@ -121,7 +121,7 @@ def attach(counters: dict[str, Counters], names: Iterable[str]) -> Attached:
         for which, what in unused
         if which
     )
-    return Attached({name: _mean(each) for name, each in matches.items()}, warnings)
+    return MatchedCounters({name: _mean(each) for name, each in matches.items()}, warnings)
 
 
 def _some(names: list[str]) -> str:

@@ -253,7 +253,7 @@ def _hidden(database: sqlite3.Connection, tables: set[str]) -> str | None:
 
 
 def _escaped(text: str) -> str:
-    """For LIKE, which a profiler's ranges must not steer; case is not told apart."""
+    """Escape a range's text for LIKE, which ignores case."""
     return text.replace("%", "_")[:1000]
 
 

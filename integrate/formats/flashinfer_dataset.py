@@ -1,19 +1,19 @@
 """A patch as a flashinfer-bench dataset: Definition, Solution, Workloads and Traces.
 
 The schema is that of flashinfer-bench 0.1.2 (`data/definition.py`, `solution.py`, `workload.py`,
-`trace.py`), its folders those of `data/trace_set.py`; its builders are `compile/builders/`.
+`trace.py`), with the folders of `data/trace_set.py` and the builders of `compile/builders/`.
 
-What it cannot say, and what is done instead:
+The schema has these limits:
 
-- An input cannot be an output ("names must not overlap"): what the contract updates in place is an
-  input `x` and an output `x_out`, and the Solution copies before it calls the kernel in place. Its
-  Traces are of the kernel in place, without the copies; flashinfer-bench would time them, too.
-- One Definition has one dtype a tensor: it is that of the swept dtypes, of several.
-- `reference_latency_ms` is meant for the Definition's reference, which nobody serves: here it is
-  the strongest baseline, and the log says which.
-- `correctness` is two maxima. The judge compares distributions with those of an honest kernel and
-  keeps no maxima: they are NaN, so that flashinfer-bench's `apply`, which goes by them, takes such
-  a Trace for none until `flashinfer-bench run` has measured its own.
+- An input cannot be an output ("names must not overlap"). A tensor that the contract updates in
+  place becomes an input `x` and an output `x_out`, and the Solution copies before it calls the
+  kernel. The Traces time the kernel without these copies; flashinfer-bench would include them.
+- A Definition has one dtype per tensor, here that of the sweep.
+- `reference_latency_ms` is meant for the Definition's reference, which is not served. Here it is
+  the latency of the strongest baseline, which the log names.
+- `correctness` consists of two maxima. The judge compares distributions and stores no maxima, so
+  both are NaN. flashinfer-bench's `apply` ignores such Traces until `flashinfer-bench run` has
+  measured its own.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def write(patch: Patch, sweep_name: str | None) -> ExportedFiles:
     """The files of the dataset.
 
     Raises:
-        UsageError: the evidence does not say which sweep it is of, the schema lacks a dtype, or the
-            reference or the source cannot stand alone.
-        VerificationError: the patch is damaged, or the library's op is not the patch's any more.
+        UsageError: the evidence does not name its sweep, the schema lacks a dtype, or the reference
+            or the source is not self-contained.
+        VerificationError: the patch is damaged, or the library's op has changed since.
     """
     candidate, contract, evidence = patch.candidate(), patch.contract, patch.evaluation
     op = load_op(candidate.op)
@@ -90,10 +90,10 @@ def write(patch: Patch, sweep_name: str | None) -> ExportedFiles:
 
 
 def sweep_of(contract: Contract, evidence: Evaluation, device: str, name: str | None) -> Sweep:
-    """The sweep whose points the timings are of.
+    """The sweep that contains the timed points.
 
     Raises:
-        UsageError: none fits, or several do and neither the evidence nor `name` says which.
+        UsageError: no sweep fits, or several do and neither the evidence nor `name` selects one.
     """
     timed = [timing.axes for timing in evidence.timings]
     fitting = [
@@ -109,15 +109,17 @@ def sweep_of(contract: Contract, evidence: Evaluation, device: str, name: str | 
         return fitting[0]
     known = ", ".join(sweep.name for sweep in contract.sweeps)
     if not fitting:
-        raise UsageError(f"the patch's timings are of no sweep {wanted or ''}", f"it has: {known}")
+        raise UsageError(
+            f"the patch's timings belong to no sweep {wanted or ''}", f"its sweeps: {known}"
+        )
     raise UsageError(
         f"the timings fit {' and '.join(sweep.name for sweep in fitting)}, which differ in dtypes",
-        "say which with --sweep",
+        "choose one with --sweep",
     )
 
 
 def _workload(op: Op, definition: Mapping[str, Any], point: Point) -> tuple[dict[str, Any], Files]:
-    """One point of the sweep; values that only the op's inputs.py can choose go into a blob."""
+    """One point of the sweep; a blob holds values that only the op's inputs.py can make."""
     contract = op.contract
     inputs: dict[str, Any] = {}
     blobs: dict[str, Any] = {}
@@ -141,8 +143,8 @@ def _workload(op: Op, definition: Mapping[str, Any], point: Point) -> tuple[dict
         import torch
         from safetensors.torch import save
 
-        made = op.inputs.make(point, torch.Generator("cpu").manual_seed(0), "normal")
-        files[path] = save({name: made[name].contiguous() for name in blobs})
+        tensors = op.inputs.make(point, torch.Generator("cpu").manual_seed(0), "normal")
+        files[path] = save({name: tensors[name].contiguous() for name in blobs})
     name = f"{definition['name']}/{label}"
     identity = str(uuid.uuid5(uuid.NAMESPACE_URL, f"patcher:{name}"))
     return {"axes": var, "inputs": inputs, "uuid": identity}, files
@@ -190,27 +192,29 @@ def _evaluation(patch: Patch, evidence: Evaluation, axes: dict[str, int]) -> dic
 def _left_out(
     candidate: Candidate, contract: Contract, sweep: Sweep, evidence: Evaluation
 ) -> list[str]:
-    """What the schema cannot say of this patch."""
-    told = []
+    """What the schema cannot express of this patch, one sentence each."""
+    limits = []
     if updated := [each.name for each in contract.tensors if each.access == "update"]:
-        told.append(
-            f"in place: {', '.join(updated)} cannot be input and output, so the Solution copies "
-            "first; the Traces are of the kernel alone, without the copies"
+        limits.append(
+            f"in place: {', '.join(updated)} cannot be both input and output, so the Solution "
+            "copies first; the Traces time only the kernel, without the copies"
         )
-    told.append(
+    limits.append(
         f"the Traces' speedups are against {evidence.baseline or 'the strongest baseline'}, their "
-        "errors are not recorded (NaN): flashinfer-bench applies it after a run of its own"
+        "errors are not recorded (NaN): flashinfer-bench must run the kernel before it applies it"
     )
     if len(contract.dtype_choices()) > 1:
         dtypes = ", ".join(f"{symbol}={dtype}" for symbol, dtype in sweep.dtypes.items())
-        told.append(f"dtypes other than {dtypes}: one Definition has one dtype a tensor")
-    told.append("strides, alignment, graph safety, the engine, the patch point, other shapes")
+        limits.append(f"dtypes other than {dtypes}: a Definition has one dtype per tensor")
+    if scales := [each.name for each in contract.tensors if each.scale_of]:
+        limits.append(f"block scales: {', '.join(scales)} is compared by itself, not as a factor")
+    limits.append("strides, alignment, graph safety, the engine, the patch point, other shapes")
     if candidate.language in (Language.CPP, Language.CUDA):
         build = next((each.detail for each in evidence.checks if each.name == "build"), "patcher's")
-        told.append(f"compiler flags: flashinfer-bench builds with its own, not with {build}")
+        limits.append(f"compiler flags: flashinfer-bench uses its own instead of {build}")
     if any(scalar.type == "float" for scalar in contract.scalars):
-        told.append("scalars have no float64: they are declared float32")
-    return told
+        limits.append("float64 scalars: they are declared as float32")
+    return limits
 
 
 def _json(record: Mapping[str, Any]) -> bytes:

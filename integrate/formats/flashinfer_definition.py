@@ -1,4 +1,4 @@
-"""An op as a Definition of flashinfer-bench: one sweep's dtypes and sizes, and the reference."""
+"""Convert an op to a Definition of flashinfer-bench: a sweep's dtypes and sizes, the reference."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ from typing import Any
 
 from patcher.bench import Contract, Op, Sweep, TensorSpec, UsageError
 
-DTYPES = ("float32", "float16", "bfloat16", "int64", "int32")
-"""Of ours, those that flashinfer-bench has."""
+DTYPES = (
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int64",
+    "int32",
+)
+"""Our dtypes that flashinfer-bench supports with the same shape."""
 SCALARS = {"float": "float32", "int": "int64"}
 RUN = '''
 
 def run({names}):
     """`reference`, in the dtypes of the Definition's outputs."""
-    found = reference({arguments})
+    values = reference({arguments})
     return {returned}
 '''
 
@@ -62,23 +70,23 @@ def definition_of(op: Op, sweep: Sweep) -> dict[str, Any]:
 
 
 def output_name(tensor: TensorSpec) -> str:
-    """Of a written tensor; one that is updated in place cannot keep its name."""
+    """The output's name for a written tensor; one that is updated in place gets a suffix."""
     return tensor.name if tensor.access == "write" else f"{tensor.name}_out"
 
 
 def _constraints(contract: Contract) -> list[str]:
     axes = {axis for tensor in contract.tensors for axis in tensor.shape}
-    found = []
+    constraints = []
     for axis, guard in contract.guards.axes.items():
         if axis in axes:
-            found += [f"{axis} % {guard.multiple_of} == 0"] if guard.multiple_of > 1 else []
-            found += [f"{axis} >= {guard.minimum}"] if guard.minimum > 0 else []
-            found += [f"{axis} <= {guard.maximum}"] if guard.maximum is not None else []
-    return found
+            constraints += [f"{axis} % {guard.multiple_of} == 0"] if guard.multiple_of > 1 else []
+            constraints += [f"{axis} >= {guard.minimum}"] if guard.minimum > 0 else []
+            constraints += [f"{axis} <= {guard.maximum}"] if guard.maximum is not None else []
+    return constraints
 
 
 def _reference(op: Op, sweep: Sweep) -> str:
-    """`reference.py` as one string with the `run` that the schema wants."""
+    """`reference.py` as one string with the function `run` that the schema requires."""
     contract = op.contract
     text = (op.folder / "reference.py").read_text(encoding="utf-8")
     tree = ast.parse(text)
@@ -97,10 +105,10 @@ def _reference(op: Op, sweep: Sweep) -> str:
     given = [each for each in contract.tensors if each.access != "write"]
     names = [each.name for each in given] + [each.name for each in contract.scalars]
     arguments = [f"{name}={name}" for name in names]
-    # what is only written is no input of a Definition; a reference must not read it
+    # a tensor that is only written is no input of a Definition; a reference must not read it
     arguments += [f"{each.name}=None" for each in contract.tensors if each.access == "write"]
     values = [
-        f'found["{each.name}"].to(torch.{sweep.dtypes[each.dtype]})' for each in contract.written
+        f'values["{each.name}"].to(torch.{sweep.dtypes[each.dtype]})' for each in contract.written
     ]
     returned = values[0] if len(values) == 1 else f"({', '.join(values)})"
     run = RUN.format(names=", ".join(names), arguments=", ".join(arguments), returned=returned)

@@ -1,4 +1,4 @@
-"""A kernel as a Solution of flashinfer-bench: its source, and a wrapper by which it is called."""
+"""Convert a kernel to a Solution of flashinfer-bench: its source, and a wrapper that calls it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LANGUAGES = {
     Language.CUDA: "cuda",
     Language.TRITON: "triton",
     Language.TORCH: "python",
-    Language.CUTEDSL: "python",  # it knows no other Python language
+    Language.CUTEDSL: "python",  # the schema has no other Python language
 }
 
 PYTHON = '''"""{signature} in destination-passing style. Made by `patcher export`."""
@@ -79,13 +79,14 @@ INCLUDES_CUDA = """\
 def solution_of(
     candidate: Candidate, contract: Contract, definition: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The Solution: the source as it was judged, and a wrapper in destination-passing style.
+    """The Solution: the judged source, and a wrapper in destination-passing style.
 
     Raises:
         UsageError: the source binds itself to Python, or the op has the wrapper's name.
     """
     if candidate.op in ("main", "run"):
-        raise UsageError(f"an op called {candidate.op} is hidden by its wrapper", "rename the op")
+        message = f"an op called {candidate.op} has the same name as its wrapper"
+        raise UsageError(message, "rename the op")
     native = candidate.language in (Language.CPP, Language.CUDA)
     through_torch = native and binds_with_torch(candidate.source)
     main, text = wrapper(candidate, contract, through_torch)
@@ -109,13 +110,13 @@ def solution_of(
             {"path": main, "content": text},
             {"path": header_name(candidate), "content": candidate.source},
         ],
-        "description": f"The kernel works in place: {main} copies what it updates before it calls "
-        "it. Where it is served, nothing is copied.",
+        "description": f"The kernel works in place: {main} copies the tensors that it updates "
+        "before calling it. In serving, nothing is copied.",
     }
 
 
 def header_name(candidate: Candidate) -> str:
-    """The source's file: no builder compiles it by itself, since the wrapper includes it."""
+    """The source's file name, a header's for C++, since the compiled wrapper includes it."""
     suffix = {Language.CPP: ".hpp", Language.CUDA: ".cuh"}.get(candidate.language, ".py")
     return f"{candidate.op}{suffix}"
 
@@ -124,7 +125,7 @@ def wrapper(candidate: Candidate, contract: Contract, through_torch: bool) -> tu
     """Name and text of the file with `run`.
 
     Raises:
-        UsageError: the source brings a Python binding of its own.
+        UsageError: the source has its own Python binding.
     """
     given = [each.name for each in contract.tensors if each.access != "write"]
     scalars = [(each.name, each.type) for each in contract.scalars]
@@ -161,8 +162,8 @@ def wrapper(candidate: Candidate, contract: Contract, through_torch: bool) -> tu
     if through_torch:
         if "PYBIND11_MODULE" in candidate.source or "TORCH_LIBRARY" in candidate.source:
             raise UsageError(
-                "the source binds itself to Python, so nothing can be put around it",
-                "leave the binding to patcher",
+                "the source binds itself to Python, so it cannot be wrapped",
+                "remove its binding, since patcher adds one",
             )
         copies = "".join(f"  {results[name]}.copy_({name});\n" for name in updated)
         return main, TORCH.format(copies=copies, **common)

@@ -1,4 +1,4 @@
-"""A foreign Definition as a contract of ours."""
+"""Convert a Definition of flashinfer-bench to a contract."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ BATCHES = (1, 4, 8, 16, 32, 64, 128)
 
 
 class Refused(Exception):
-    """Why something cannot be imported; a value for whoever lists what was refused."""
+    """Something cannot be imported; the message is the reason, which an import lists."""
 
 
 @dataclass(frozen=True)
 class ForeignOp:
+    """An imported op."""
+
     contract: Contract
     notes: list[str]
+    """What a person should review, one sentence each."""
 
 
 def op_of(definition: Definition, workloads: list[ForeignWorkload]) -> ForeignOp:
-    """The contract that a Definition and its workloads amount to.
+    """Build the contract of a Definition and its workloads.
 
     Raises:
-        Refused: it has what a contract or generic inputs cannot express.
+        Refused: a contract or generic inputs cannot express the Definition.
     """
     name = re.sub(r"\W", "_", definition.name).lower()
     names = [name, *definition.inputs, *definition.outputs, *definition.axes]
@@ -44,18 +47,20 @@ def op_of(definition: Definition, workloads: list[ForeignWorkload]) -> ForeignOp
             scalars.append(_scalar(given, spec.dtype, workloads, spec.description or ""))
             continue
         if spec.dtype not in FLOATS:
-            raise Refused(f"{given} is {spec.dtype}: only a person can say what values it may have")
+            raise Refused(f"{given} is {spec.dtype}: a person must define its values")
         if any(
             each.inputs.get(given) and each.inputs[given].type != "random" for each in workloads
         ):
             raise Refused(
-                f"the workloads give {given} as a file, which an op's inputs.py must make"
+                f"the workloads supply {given} as a file; an op's inputs.py must generate it"
             )
         tensors.append(_tensor(given, spec.dtype, spec.shape, "read", spec.description))
-    for made, spec in definition.outputs.items():
+    for output, spec in definition.outputs.items():
         if spec.shape is None or spec.dtype not in (*FLOATS, *INTEGERS):
-            raise Refused(f"output {made} is a scalar or {spec.dtype}, which a contract cannot say")
-        tensors.append(_tensor(made, spec.dtype, spec.shape, "write", spec.description))
+            raise Refused(
+                f"output {output} is a scalar or {spec.dtype}, which contracts do not have"
+            )
+        tensors.append(_tensor(output, spec.dtype, spec.shape, "write", spec.description))
     swept, values, fixed = _sweep(definition, workloads)
     dtypes = sorted({str(tensor["dtype"]) for tensor in tensors})
     point = {"dtypes": {dtype: dtype for dtype in dtypes}, "axis": swept, "values": values}
@@ -81,8 +86,8 @@ def op_of(definition: Definition, workloads: list[ForeignWorkload]) -> ForeignOp
         }
     )
     notes = [
-        f"accuracy.reduction is a guess ({longest}), cost.flops is not known (0)",
-        "control is the reference with two bits less in its outputs; regimes: normal only",
+        f"accuracy.reduction is a guess ({longest}), cost.flops is unknown (0)",
+        "control is the reference with two bits fewer in its outputs; the only regime is normal",
         "the yardstick and only baseline is the Definition's own reference, which the judge runs "
         "as trusted code: read it first",
     ]
@@ -90,18 +95,18 @@ def op_of(definition: Definition, workloads: list[ForeignWorkload]) -> ForeignOp
         notes.append(f"constraints that no guard expresses: {'; '.join(unread)}")
     for axis, size in definition.axes.items():
         if size.description:
-            notes.append(f"a contract has no place for what axis {axis} is: {size.description}")
+            notes.append(f"the description of axis {axis} is not imported: {size.description}")
     if definition.tags:
-        notes.append(f"tags are not carried: {', '.join(definition.tags)}")
+        notes.append(f"tags are not imported: {', '.join(definition.tags)}")
     return ForeignOp(contract, notes)
 
 
 def _check(definition: Definition) -> None:
-    """What flashinfer-bench would refuse, too."""
+    """Refuse what flashinfer-bench refuses, too."""
     try:
         tree = ast.parse(definition.reference)
     except (SyntaxError, ValueError) as error:
-        raise Refused(f"its reference is no Python: {error}") from error
+        raise Refused(f"its reference is not valid Python: {error}") from error
     if "run" not in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}:
         raise Refused("its reference has no function run")
     for axis, size in definition.axes.items():
@@ -113,8 +118,8 @@ def _check(definition: Definition) -> None:
 
 
 def _guards(definition: Definition) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Guards of axes, and the constraints that are none."""
-    found: dict[str, dict[str, int]] = {}
+    """Guards of axes, and the constraints that no guard expresses."""
+    guards: dict[str, dict[str, int]] = {}
     unread = []
     for constraint in definition.constraints:
         match = re.fullmatch(r"(\w+) (% (\d+) ==|<=|>=) (\d+)", constraint.strip())
@@ -123,30 +128,30 @@ def _guards(definition: Definition) -> tuple[dict[str, dict[str, int]], list[str
             unread.append(constraint)
             continue
         kind = {"<=": "maximum", ">=": "minimum"}.get(match[2], "multiple_of")
-        if kind in found.setdefault(axis, {}):
+        if kind in guards.setdefault(axis, {}):
             unread.append(constraint)
         else:
-            found[axis][kind] = int(match[3] or match[4])
-    return found, unread
+            guards[axis][kind] = int(match[3] or match[4])
+    return guards, unread
 
 
 def _tensor(
     name: str, dtype: str, shape: tuple[str, ...], access: str, summary: str | None
 ) -> dict[str, object]:
-    told: dict[str, object] = {"name": name, "dtype": dtype, "shape": list(shape), "access": access}
-    return told | {"summary": summary or ""}
+    spec: dict[str, object] = {"name": name, "dtype": dtype, "shape": list(shape), "access": access}
+    return spec | {"summary": summary or ""}
 
 
 def _scalar(
     name: str, dtype: str, workloads: list[ForeignWorkload], summary: str
 ) -> dict[str, object]:
     if dtype not in (*FLOATS, *INTEGERS):
-        raise Refused(f"scalar {name} is {dtype}, which a contract cannot say")
-    told = [each.inputs[name].value for each in workloads if name in each.inputs]
-    values = {float(value) for value in told if value is not None}
+        raise Refused(f"scalar {name} is {dtype}, which contracts do not have")
+    given = [each.inputs[name].value for each in workloads if name in each.inputs]
+    values = {float(value) for value in given if value is not None}
     if len(values) != 1:
-        said = "no workload says" if not values else "the workloads differ in"
-        raise Refused(f"{said} the value of scalar {name}")
+        problem = "no workload has" if not values else "the workloads differ in"
+        raise Refused(f"{problem} the value of scalar {name}")
     kind = "float" if dtype in FLOATS else "int"
     return {"name": name, "type": kind, "value": values.pop(), "summary": summary}
 
@@ -172,7 +177,7 @@ def _sweep(
 
 
 def _bytes(tensors: list[dict[str, object]]) -> str:
-    """Each tensor once; a dtype's symbol is its item size."""
+    """Arithmetic for the size of all tensors; a dtype's symbol is its item size."""
     products = []
     for tensor in tensors:
         shape = tensor["shape"]

@@ -1,6 +1,6 @@
-"""The records of flashinfer-bench 0.1.2 as an import reads them (`data/*.py` there).
+"""The records of flashinfer-bench 0.1.2 (`data/*.py` there), for import.
 
-Strict on purpose: a field that is not known here is refused by name, never dropped.
+They are strict: an unknown field is refused by name, never dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Axis(Record):
 
 class Tensor(Record):
     shape: tuple[str, ...] | None
-    """None: a scalar."""
+    """None for a scalar."""
     dtype: str
     description: str | None = None
 

@@ -1,4 +1,4 @@
-"""A foreign Solution as one source of ours: its text, and the op's function around its entry."""
+"""Convert a Solution of flashinfer-bench to one source: its text, and the op's function."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def {op}({parameters}):
 def candidate_from(
     solution: Solution, definition: Definition, contract: Contract
 ) -> tuple[Candidate, list[str]]:
-    """The candidate, and what is to be said about it.
+    """The candidate, and notes about it.
 
     Raises:
-        Refused: it cannot be one source that writes what it is given.
+        Refused: the Solution cannot become one source that writes to its arguments.
     """
     spec = solution.spec
     if spec.language not in LANGUAGES:
         raise Refused(f"patcher has no toolchain for {spec.language}")
     if len(solution.sources) != 1:
-        raise Refused(f"it has {len(solution.sources)} sources; a candidate is one")
+        raise Refused(f"it has {len(solution.sources)} sources; a candidate has one")
     notes = []
     if spec.dependencies:
         notes.append(f"it depends on {', '.join(spec.dependencies)}, which must be installed")
@@ -54,10 +54,10 @@ def candidate_from(
         try:
             ast.parse(text)
         except (SyntaxError, ValueError) as error:
-            raise Refused(f"its source is no Python: {error}") from error
+            raise Refused(f"its source is not valid Python: {error}") from error
     else:
         text = _native(solution, definition, contract, symbol)
-        notes.append("its export macro was taken out: patcher binds the entry itself")
+        notes.append("its export macro was removed, since patcher binds the entry itself")
     return Candidate(op=contract.name, language=language, source=text), notes
 
 
@@ -88,16 +88,16 @@ def _native(solution: Solution, definition: Definition, contract: Contract, symb
     if solution.spec.binding == "torch":
         raise Refused("it binds itself with pybind11; patcher must bind the entry")
     if not solution.spec.destination_passing_style:
-        raise Refused("its C++ returns its outputs; patcher's kernels write what they are given")
+        raise Refused("its C++ returns its outputs; patcher's kernels write to their arguments")
     macro = re.compile(EXPORTED.format(symbol=re.escape(symbol)), re.MULTILINE)
-    found = macro.search(source.content)
-    if found is None:
-        raise Refused(f"no TVM_FFI_DLL_EXPORT_TYPED_FUNC of {symbol} in its source")
-    text, function = macro.sub("", source.content).rstrip("\n") + "\n", found[1]
+    match = macro.search(source.content)
+    if match is None:
+        raise Refused(f"its source has no TVM_FFI_DLL_EXPORT_TYPED_FUNC of {symbol}")
+    text, function = macro.sub("", source.content).rstrip("\n") + "\n", match[1]
     theirs = [*definition.inputs, *definition.outputs]
     if function == contract.name:
         if theirs != _order(contract):
-            raise Refused(f"its function has the op's name {function} and another order")
+            raise Refused(f"its function {function} has the op's name but another argument order")
         return text
     types = {"float": "double", "int": "int64_t"}
     parameters = [f"tvm::ffi::TensorView {each.name}" for each in contract.tensors]

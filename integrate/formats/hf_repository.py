@@ -1,13 +1,13 @@
 """A patch as a kernel repository that Hugging Face's `kernels` loads.
 
-Layout, metadata and variants as its loader (kernels 0.17.2: `variants.py`, `importer.py`,
-`layer/layer.py`) and docs/source/kernel-requirements.md (huggingface/kernels, 8ac69fc) have them:
-`build/<variant>/` is one Python package with `metadata.json`; a layer has no state of its own.
+Layout, metadata and variants follow its loader (kernels 0.17.2: `variants.py`, `importer.py`,
+`layer/layer.py`) and docs/source/kernel-requirements.md (huggingface/kernels, 8ac69fc):
+`build/<variant>/` is one Python package with `metadata.json`, and layers are stateless.
 
 - PyTorch and Triton: `build/torch-universal`, which any PyTorch loads.
-- C++ and CUDA: one variant built here, for this platform, `tvm-ffi<version>` (or, where the source
-  includes PyTorch's headers, this PyTorch and this Python). Beside it, for tvm-ffi, the source
-  layout of kernel-builder (`build.toml`), which builds the others; without a compiler that is all.
+- C++ and CUDA: one variant built for this platform and `tvm-ffi<version>`. A source that includes
+  PyTorch's headers is built for this PyTorch and Python. For tvm-ffi there is also the source
+  layout of kernel-builder (`build.toml`), which builds other variants; it needs no compiler here.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ def write(patch: Patch, license: str) -> ExportedFiles:
     """The files of the repository.
 
     Raises:
-        UsageError: op name or license is none for the Hub, or the source does not build.
-        MissingError: the source can only be built where it is used, and there is no compiler.
+        UsageError: the Hub does not accept the op's name or license, or the source does not build.
+        MissingError: the source must be built here, but there is no compiler.
         VerificationError: the patch is damaged.
     """
     candidate, contract, evidence = patch.candidate(), patch.contract, patch.evaluation
     name = contract.name.replace("_", "-")
     if not re.fullmatch(r"[a-z][-a-z0-9]*[a-z0-9]", name):
-        raise UsageError(f"the Hub does not allow a kernel named {name}", "rename the op")
+        raise UsageError(f"the Hub does not accept the kernel name {name}", "rename the op")
     device = device_of(candidate, evidence)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", license):
-        raise UsageError(f"{license!r} is not a license identifier", "say for example apache-2.0")
+        raise UsageError(f"{license!r} is not a license identifier", "use for example apache-2.0")
     left_out = [
         "the baseline, the checks and the intervals behind the figures are in patcher.json only",
         "the engine, the patch point and the receipts: a layer mapping replaces whole layers",
     ]
     if license == "unknown":
-        left_out.append("the license of the source is not known to patcher; say it with --license")
+        left_out.append("patcher does not know the license of the source; set it with --license")
     metadata: dict[str, object] = {
         "name": name,
         "id": f"_{contract.name}_{device}_{candidate.digest[:8]}",
@@ -60,7 +60,7 @@ def write(patch: Patch, license: str) -> ExportedFiles:
     }
     sources = package(contract, device, candidate.language)
     if sources.layer is None:
-        left_out.append("no layer: an output's shape or dtype is not that of any input")
+        left_out.append("no layer: an output's shape or dtype does not follow from the inputs")
     text = candidate.source.encode()
     variant: str | None
     if candidate.language.in_python:
@@ -74,13 +74,13 @@ def write(patch: Patch, license: str) -> ExportedFiles:
 
 
 def _variant(variant: str, files: Files, metadata: dict[str, object]) -> Files:
-    """One build variant with its metadata; the digest is that of `kernels verify-signature`."""
+    """One build variant with its metadata and the digest for `kernels verify-signature`."""
     digests = {
         name: base64.b64encode(hashlib.sha256(content).digest()).decode()
         for name, content in sorted(files.items())
     }
-    told = metadata | {"digest": {"algorithm": "sha256", "files": digests}}
-    files = files | {"metadata.json": (json.dumps(told, indent=2) + "\n").encode()}
+    document = metadata | {"digest": {"algorithm": "sha256", "files": digests}}
+    files = files | {"metadata.json": (json.dumps(document, indent=2) + "\n").encode()}
     return {f"build/{variant}/{name}": content for name, content in files.items()}
 
 
@@ -91,28 +91,28 @@ def _native(
     metadata: dict[str, object],
     left_out: list[str],
 ) -> tuple[Files, str, str | None]:
-    """Files, where the source is, and the variant that could be built here."""
+    """Files, the path of the source, and the variant built on this machine (None if none)."""
     through_torch = binds_with_torch(candidate.source)
     reason = toolchain(candidate.language).missing()
     if reason and through_torch:
         raise MissingError(
-            f"a source that includes PyTorch's headers must be built where it is used: {reason}",
-            "export it there, or write it against tvm/ffi/container/tensor.h",
+            f"a source that includes PyTorch's headers must be built before export: {reason}",
+            "export it on another machine, or write it against tvm/ffi/container/tensor.h",
         )
     files = {} if through_torch else _source_layout(candidate, contract, package_files, metadata)
     where = f"csrc/{_header(candidate)}"
     if reason:
         left_out.append(
-            f"no build: {reason}. What is here is the source layout; kernel-builder makes of it "
-            "what the loader loads"
+            f"no build: {reason}. The export holds the source layout, which kernel-builder must "
+            "build before the loader can load it"
         )
         return files, where, None
     built = build(candidate, contract)
     if built.path is None:
-        raise UsageError(f"{candidate.file_name} does not build here", built.log[-500:])
+        raise UsageError(f"{candidate.file_name} does not build", built.log[-500:])
     left_out.append(
-        f"built here by `{built.command}`: for this kind of processor, this C library and "
-        f"{'this Python and PyTorch' if through_torch else 'this tvm-ffi'} only"
+        f"other platforms: the build by `{built.command}` is only for this kind of processor, this "
+        f"C library and {'this Python and PyTorch' if through_torch else 'this tvm-ffi'}"
     )
     device = "cuda" if candidate.language is Language.CUDA else "cpu"
     if device == "cuda":
@@ -123,23 +123,23 @@ def _native(
     if not through_torch:
         metadata = metadata | {"python-depends": ["tvm-ffi"]}
     tag = sys.implementation.cache_tag
-    made = package_files | {
+    contents = package_files | {
         "_ops.py": (TORCH_OPS % (tag, tag) if through_torch else FFI_OPS).encode(),
         "kernel.so": built.path.read_bytes(),
         _header(candidate): candidate.source.encode(),
     }
     variant = variant_name(built, device)
-    files |= _variant(variant, made, metadata)
+    files |= _variant(variant, contents, metadata)
     return files, f"build/{variant}/{_header(candidate)}", variant
 
 
 def variant_name(built: Built, device: str) -> str:
-    """The variant as the loader spells this machine's platform, framework and compiler."""
+    """The loader's name for this machine's platform, framework and compiler."""
     backend = "cpu"
     if device == "cuda":
         version = re.search(r"(\d+)\.(\d+)", compiler_version("nvcc") or "")
         if version is None:
-            raise UsageError("nvcc does not say its version", "put nvcc on PATH")
+            raise UsageError("nvcc's version is unknown", "put nvcc on PATH")
         backend = f"cu{version[1]}{version[2]}"
     if built.binding == "tvm-ffi":
         release = importlib.metadata.version("apache-tvm-ffi")
@@ -153,14 +153,14 @@ def variant_name(built: Built, device: str) -> str:
 
 
 def _header(candidate: Candidate) -> str:
-    """The source under a suffix that no builder compiles by itself: a unit includes it."""
+    """The source's file name, a header's, since the compiled unit includes it."""
     return candidate.op + (".cuh" if candidate.language is Language.CUDA else ".hpp")
 
 
 def _source_layout(
     candidate: Candidate, contract: Contract, package_files: Files, metadata: dict[str, object]
 ) -> Files:
-    """What kernel-builder builds: edition 5 of `build.toml`, framework tvm-ffi."""
+    """The source layout of kernel-builder: edition 5 of `build.toml`, framework tvm-ffi."""
     device = "cuda" if candidate.language is Language.CUDA else "cpu"
     suffix = ".cu" if device == "cuda" else ".cpp"
     header, entry = _header(candidate), contract.name

@@ -1,7 +1,7 @@
-"""The Python of an exported kernel repository: the op with its guards, the layer, the page.
+"""Generate the Python of an exported kernel repository: op with guards, layer, and page.
 
-Generated, since it must stand alone: it is loaded under a name of its own in processes that have no
-patcher, by Python 3.9 and later, and may import torch and the standard library only.
+The code must be self-contained: processes without patcher load it under another name, with Python
+3.9 and later. It may import only torch and the standard library.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from patcher.integrate.formats import Files
 
 @dataclass(frozen=True)
 class Package:
-    """`__init__.py`, `_op.py` and, where there can be one, `layers.py`."""
+    """The Python package: `__init__.py`, `_op.py` and, if there can be a layer, `layers.py`."""
 
     files: Files
     layer: str | None
+    """Name of the layer; None if there is none."""
 
 
 def package(contract: Contract, device: str, language: Language) -> Package:
@@ -62,11 +63,12 @@ def package(contract: Contract, device: str, language: Language) -> Package:
 
 
 def layer_name(contract: Contract) -> str:
+    """The layer's class name: the op's name in camel case."""
     return "".join(part.capitalize() for part in contract.name.split("_"))
 
 
 def _schema(contract: Contract) -> str:
-    """In PyTorch's schema language; `!` marks what is written."""
+    """The op's schema in PyTorch's language; `!` marks written tensors."""
     parts = []
     for index, tensor in enumerate(contract.tensors):
         mark = "" if tensor.access == "read" else f"(a{index}!)"
@@ -76,7 +78,7 @@ def _schema(contract: Contract) -> str:
 
 
 def parameters(contract: Contract) -> list[TensorSpec]:
-    """What a layer keeps rather than takes: read, and the same at every size that is swept."""
+    """A layer's parameters: tensors that are only read and do not depend on a swept axis."""
     swept = {sweep.axis for sweep in contract.sweeps}
     return [
         tensor
@@ -86,42 +88,42 @@ def parameters(contract: Contract) -> list[TensorSpec]:
 
 
 def _layer(contract: Contract) -> str | None:
-    """The layer, or None where its outputs cannot be allocated from its inputs alone."""
-    kept = parameters(contract)
-    taken = [each for each in contract.tensors if each not in kept and each.access != "write"]
-    made = []
+    """The layer's source; None if its outputs cannot be allocated from its inputs."""
+    params = parameters(contract)
+    inputs = [each for each in contract.tensors if each not in params and each.access != "write"]
+    allocations = []
     for tensor in contract.tensors:
         if tensor.access != "write":
             continue
-        allocation = _allocation(contract, tensor, taken)
+        allocation = _allocation(contract, tensor, inputs)
         if allocation is None:
             return None
-        made.append(f"        {tensor.name} = {allocation}\n")
-    own = {each.name for each in kept} | {each.name for each in contract.scalars}
+        allocations.append(f"        {tensor.name} = {allocation}\n")
+    own = {each.name for each in params} | {each.name for each in contract.scalars}
     order = [each.name for each in contract.tensors] + [each.name for each in contract.scalars]
     call = ", ".join(f"self.{name}" if name in own else name for name in order)
-    members = [f"    {each.name}: torch.Tensor\n" for each in kept]
+    members = [f"    {each.name}: torch.Tensor\n" for each in params]
     members += [f"    {each.name}: {each.type}\n" for each in contract.scalars]
     return LAYER.format(
         entry=contract.name,
         name=layer_name(contract),
         summary=" ".join(contract.summary.split()),
         members="".join(members),
-        taken="".join(f", {each.name}: torch.Tensor" for each in taken),
-        made="".join(made),
+        taken="".join(f", {each.name}: torch.Tensor" for each in inputs),
+        made="".join(allocations),
         call=call,
         written=", ".join(each.name for each in contract.written),
     )
 
 
-def _allocation(contract: Contract, tensor: TensorSpec, taken: list[TensorSpec]) -> str | None:
+def _allocation(contract: Contract, tensor: TensorSpec, inputs: list[TensorSpec]) -> str | None:
     sizes = []
     for axis in tensor.shape:
-        source = next((each for each in taken if axis in each.shape), None)
+        source = next((each for each in inputs if axis in each.shape), None)
         if source is None:
             return None
         sizes.append(f"{source.name}.shape[{source.shape.index(axis)}]")
-    like = next((each for each in taken if each.dtype == tensor.dtype), None)
+    like = next((each for each in inputs if each.dtype == tensor.dtype), None)
     options = contract.dtypes[tensor.dtype]
     if like is not None:
         dtype = f"{like.name}.dtype"
@@ -130,7 +132,7 @@ def _allocation(contract: Contract, tensor: TensorSpec, taken: list[TensorSpec])
     else:
         return None
     shape = "".join(f"{size}, " for size in sizes)
-    return f"torch.empty(({shape}), dtype={dtype}, device={taken[0].name}.device)"
+    return f"torch.empty(({shape}), dtype={dtype}, device={inputs[0].name}.device)"
 
 
 def readme(
@@ -141,7 +143,7 @@ def readme(
     variant: str | None,
     left_out: list[str],
 ) -> str:
-    """The repository's page: how it is loaded, what was measured, what is not in it."""
+    """The repository's page: how to load it, what was measured, and what it lacks."""
     lines = [
         f"# {contract.name}",
         "",
@@ -158,16 +160,16 @@ def readme(
     ]
     if variant is None:
         lines += [
-            "Build it first: `kernel-builder build-and-copy` (there is no build in here).",
+            "Build it first: `kernel-builder build-and-copy` (the repository holds no build).",
             "",
         ]
     written = ", ".join(each.name for each in contract.written)
-    lines += [f"It writes {written} and returns nothing; what it cannot take is a ValueError."]
+    lines += [f"It writes {written} and returns nothing; an unsupported call is a ValueError."]
     if layer is not None:
         own = [each.name for each in parameters(contract)]
         own += [each.name for each in contract.scalars]
         lines += [
-            f"Layer `{layer}` returns what is written, in place on what was given, and takes "
+            f"Layer `{layer}` works in place, returns the written tensors, and takes "
             f"{', '.join(own) or 'nothing'} from the module that it replaces.",
         ]
     where = evidence.environment.device if evidence.environment else "an unknown device"
@@ -176,10 +178,10 @@ def readme(
         f"## Measured by patcher on {where}",
         "",
         f"Against `{evidence.baseline or 'its strongest baseline'}`, in place, interleaved; "
-        f"sweep `{evidence.sweep or 'not recorded'}`. Of the kernel alone: outside of a CUDA graph "
-        "a call from Python adds microseconds for the op and its guards.",
+        f"sweep `{evidence.sweep or 'not recorded'}`. The times are of the kernel alone: outside a "
+        "CUDA graph, a call from Python adds microseconds for the op and its guards.",
         "",
-        "| point | us a call | baseline | speedup (95 %) |",
+        "| point | us per call | baseline | speedup (95 %) |",
         "| --- | ---: | ---: | --- |",
     ]
     for timing in evidence.timings:
@@ -188,7 +190,7 @@ def readme(
             f"| {axes} | {timing.candidate_us:.3f} | {timing.baseline_us:.3f} "
             f"| {timing.speedup:.3f} [{timing.speedup_low:.3f}, {timing.speedup_high:.3f}] |"
         )
-    lines += ["", "## Not in here", "", *(f"- {each}" for each in left_out), ""]
+    lines += ["", "## Not included", "", *(f"- {each}" for each in left_out), ""]
     return "\n".join(lines)
 
 
@@ -206,7 +208,7 @@ _SIZES = {sizes!r}
 
 
 def _refuse(tensors):
-    """Why the kernel must not be called with these, or None."""
+    """Why the kernel does not support these tensors, or None."""
     sizes, dtypes = {{}}, {{}}
     for name, value in tensors.items():
         symbol, axes = _TENSORS[name]
@@ -237,7 +239,7 @@ def _refuse(tensors):
 def _call({names}):
     reason = _refuse(dict({pairs}))
     if reason is not None:
-        raise ValueError("{entry} does not take this: " + reason)
+        raise ValueError("{entry} does not support this call: " + reason)
     _kernel({names})
 
 

@@ -1,4 +1,4 @@
-"""Op folders for what was imported: reference, inputs and baselines as far as a format has them."""
+"""Write op folders for imported ops: contract, reference, inputs and baselines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def op_files(contract: Contract, definition: Definition) -> dict[str, bytes]:
 
 
 def own_op_files(contract: Contract, definition: Definition) -> dict[str, bytes]:
-    """The op folder of an op of ours, whose Definition holds our `reference` and `control`."""
+    """The op folder of an op of patcher's, whose Definition holds its `reference` and `control`."""
     values = _values(contract, definition)
     return _folder(
         contract,
@@ -51,15 +51,15 @@ def _values(contract: Contract, definition: Definition) -> dict[str, object]:
 
 
 def _folder(contract: Contract, files: dict[str, str]) -> dict[str, bytes]:
-    told = contract.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    toml = tomlkit.dumps(told)
+    document = contract.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    toml = tomlkit.dumps(document)
     if Contract.model_validate(tomllib.loads(toml)) != contract:
         raise VerificationError(f"the contract of {contract.name} cannot be written as TOML", "")
     files = {"op.toml": toml} | files
     return {f"{contract.name}/{name}": text.encode() for name, text in files.items()}
 
 
-REFERENCE = '''"""{title} as definition.py has it, and the control that must fail."""
+REFERENCE = '''"""{title}: the float64 reference of definition.py and the control that must fail."""
 
 import runpy
 from pathlib import Path
@@ -73,7 +73,7 @@ _NARROWING = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
 
 
 class _Wide(TorchFunctionMode):
-    """Whatever floating dtype the reference asks for is float64."""
+    """Replaces every floating dtype in the reference by float64."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in _NARROWING:
@@ -87,13 +87,13 @@ def _widened(value):
     return torch.float64 if narrow else value
 
 
-def _named(found):
-    found = found if isinstance(found, (tuple, list)) else (found,)
-    return dict(zip(_OUTPUTS, found, strict=True))
+def _named(values):
+    values = values if isinstance(values, (tuple, list)) else (values,)
+    return dict(zip(_OUTPUTS, values, strict=True))
 
 
 def reference({names}):
-    """What `run` gives with every floating number in float64."""
+    """The result of `run` with every floating-point number in float64."""
     given = [
         value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for value in ({inputs},)
@@ -103,7 +103,7 @@ def reference({names}):
 
 
 def control({names}):
-    """What `run` gives, two bits of each output taken away."""
+    """The result of `run` with two bits fewer in each output."""
     return {{name: _coarser(value) for name, value in _named(_run({inputs})).items()}}
 
 
@@ -126,27 +126,27 @@ _TENSORS = {tensors!r}
 
 
 def make(point, generator, regime):
-    """Every tensor on the generator's device; what is only written is not a number.
+    """Every tensor on the generator's device; tensors that are only written hold NaN or -1.
 
     Raises:
         ValueError: unknown regime.
     """
     if regime not in REGIMES:
         raise ValueError(f"unknown regime {{regime!r}}")
-    made = {{}}
+    tensors = {{}}
     for name, (symbol, axes, access) in _TENSORS.items():
         shape = [point.axes[axis] for axis in axes]
         dtype = getattr(torch, point.dtypes[symbol])
         if access == "write":
             fill = math.nan if dtype.is_floating_point else -1
-            made[name] = torch.full(shape, fill, dtype=dtype, device=generator.device)
+            tensors[name] = torch.full(shape, fill, dtype=dtype, device=generator.device)
         else:
             drawn = torch.randn(shape, generator=generator, device=generator.device)
-            made[name] = drawn.to(dtype)
-    return made
+            tensors[name] = drawn.to(dtype)
+    return tensors
 '''
 
-BASELINES = '''"""What to beat: the reference of the Definition, in its own dtypes."""
+BASELINES = '''"""The baseline: the Definition's reference in its own dtypes."""
 
 import runpy
 from pathlib import Path
@@ -156,8 +156,8 @@ _run = runpy.run_path(str(Path(__file__).with_name("definition.py")))["run"]
 
 def reference(device):
     def run({names}):
-        found = _run({inputs})
-        return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+        values = _run({inputs})
+        return tuple(values) if isinstance(values, (tuple, list)) else (values,)
 
     return run
 
@@ -166,7 +166,7 @@ BASELINES = {{"reference": reference}}
 ACCURACY_BASELINE = "reference"
 '''
 
-OWN_BASELINES = '''"""What to beat, plainly: the float64 reference, rounded to what is written."""
+OWN_BASELINES = '''"""The baseline: the float64 reference, rounded to the outputs' dtypes."""
 
 import runpy
 from pathlib import Path
@@ -176,9 +176,9 @@ _reference = runpy.run_path(str(Path(__file__).with_name("reference.py")))["refe
 
 def reference(device):
     def run({names}):
-        found = _reference({named})
+        values = _reference({named})
         written = dict(zip({outputs!r}, ({written},), strict=True))
-        return tuple(found[name].to(value.dtype) for name, value in written.items())
+        return tuple(values[name].to(value.dtype) for name, value in written.items())
 
     return run
 

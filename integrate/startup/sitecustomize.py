@@ -1,8 +1,8 @@
-"""Runs when Python starts, in every process of `python -m patcher.integrate`.
+"""Runs at the start of Python in every process of `python -m patcher.integrate`.
 
-Imports nothing but the standard library, and does nothing until transformers' gpt-oss is imported
-and `PATCHER_PATCHES` is set: then the patches that are on go into every model built from then on.
-It stands before another `sitecustomize` on the path, and runs that one too.
+It imports only the standard library. If `PATCHER_PATCHES` is set, the enabled patches are installed
+when transformers' gpt-oss is imported, for every model built afterwards. If another `sitecustomize`
+follows on the path, that one runs too.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from types import ModuleType
 from typing import Any
 
 _MODULE = "transformers.models.gpt_oss.modeling_gpt_oss"
-"""What all patch points of transformers lie in: what it needs is imported by then."""
+"""The module that holds all patch points of transformers."""
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _AfterImport:
-    """Finds that module as Python would, and activates once it has been executed."""
+    """Finds that module as Python would, and activates patches after its execution."""
 
     activation: Any = None
 
@@ -47,10 +47,10 @@ def _activate() -> Any:
     try:
         from patcher.integrate import activate
     except ImportError as error:
-        import logging  # not at the start of every process
+        import logging  # imported here to keep the start of every process fast
 
         logging.getLogger("patcher").error(
-            "no patch is in, the engine's own kernels run: patcher cannot be imported by %s (%s)",
+            "no patch is installed, the engine's own kernels run: %s cannot import patcher (%s)",
             sys.executable,
             error,
         )
@@ -58,7 +58,7 @@ def _activate() -> Any:
     return activate("transformers")
 
 
-def _run_the_one_behind() -> None:
+def _run_next_sitecustomize() -> None:
     elsewhere = [place for place in sys.path if os.path.abspath(place) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is not None and spec.loader is not None:
@@ -69,4 +69,4 @@ if any(
     os.environ.get(f"{prefix}PATCHER_PATCHES", "") not in ("", "off") for prefix in ("", "TLLM_")
 ):
     sys.meta_path.insert(0, _AfterImport())
-_run_the_one_behind()
+_run_next_sitecustomize()

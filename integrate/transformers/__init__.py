@@ -1,8 +1,8 @@
-"""Patch points in Hugging Face transformers' gpt-oss: eager, compiled with a static cache.
+"""Patch points in Hugging Face transformers' gpt-oss: eager, or compiled with a static cache.
 
-Each is for a model that is built, by forwards on its instances, or, without one, for the models
-that are built from now on: by the constructor of their body, and by transformers' own registry of
-experts functions.
+A patch point patches an existing model by replacing forwards of its modules. Without a model, it
+patches every model built afterwards: by the constructor of its body, or by transformers' registry
+of experts functions.
 """
 
 from __future__ import annotations

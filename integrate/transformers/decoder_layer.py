@@ -1,12 +1,12 @@
-"""`gpt_oss.decoder_layer`: residual add and norm, twice a layer, in one call each.
+"""`gpt_oss.decoder_layer`: residual add and norm in one call, twice per layer.
 
-Each decoder layer adds to its residual stream twice and normalises after each. Both pairs become
-one call of the patched kernel: residual add + post-attention norm within a layer, and the layer's
-last add + the next layer's (or the final) norm. A layer still returns the true hidden state; the
-norm made with it waits for the next layer, which takes it only when handed that very tensor.
+Each decoder layer adds to its residual stream twice and normalises after each add. Each pair
+becomes one call of the patched kernel: residual add + post-attention norm within a layer, and the
+layer's last add + the next layer's (or the final) norm. A layer still returns the true hidden
+state. Its norm is stored for the next layer, which uses it only if it receives that same tensor.
 
-The next layer then writes to that hidden state, so nobody else may hold it: the work in place is
-done only within the model's own forward, which keeps none, and only where no hook looks on.
+The next layer writes to that hidden state in place, so no other code may hold it. Work in place is
+therefore done only within the model's own forward, which holds none, and without hooks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from patcher.integrate.transformers.parts import check_kinds
 
 
 class GptOssDecoderLayers(GptOssPoint):
-    """One installation: a `forward` on the instances of body, decoder layers and final norm.
+    """Replaces the `forward` of the model's body, decoder layers and final norm.
 
-    Threads may share the model: one whose forward overlaps another's loses its place and takes the
-    original or a copy for the rest of it, never the other's tensors. Code that torch.compile makes
-    of the model's whole forward has all this decided when it is traced, and keeps no state.
+    Threads may share the model. If their forwards overlap, a thread uses the original or a copy for
+    the rest of its forward, never the other's tensors. If torch.compile compiles the whole forward,
+    all this is decided during tracing and no state is stored.
     """
 
     name: ClassVar[str] = "gpt_oss.decoder_layer"
@@ -45,15 +45,15 @@ class GptOssDecoderLayers(GptOssPoint):
     def __init__(self, target: Any = None) -> None:
         super().__init__(target)
         self._runner: int | None = None
-        """The thread that is in the body's forward."""
+        """The thread that runs the body's forward."""
         self._tracing = False
-        """Whether torch.compile is in the body's forward."""
+        """Whether torch.compile traces the body's forward."""
         self._waiting: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        """(hidden state, its norm, its rows) handed from one layer to the next."""
+        """(hidden state, its norm, its rows), passed from one layer to the next."""
 
     @classmethod
     def fingerprint(cls) -> str:
-        """sha256 of the source of the classes whose work is taken over."""
+        """sha256 of the source of the replaced classes."""
         from transformers.models.gpt_oss import modeling_gpt_oss as source
 
         return source_digest(source.GptOssDecoderLayer, source.GptOssRMSNorm)
@@ -138,7 +138,7 @@ class GptOssDecoderLayers(GptOssPoint):
                 residual, normed, rows = waiting
             else:
                 normed = layer.input_layernorm(hidden_states)
-                # not ours: someone may still hold it, so the work in place is on a copy
+                # other code may still hold this tensor, so work in place uses a copy
                 residual = hidden_states.clone(memory_format=torch.contiguous_format)
                 rows = residual.view(-1, hidden_size)
             attended, _ = layer.self_attn(hidden_states=normed, **rest)
@@ -170,7 +170,7 @@ class GptOssDecoderLayers(GptOssPoint):
         return forward
 
     def _refuse(self, layer: Any, onlookers: Onlookers) -> str | None:
-        """Why in-place work on this layer could be seen by someone."""
+        """Why other code could observe work in place on this layer; None if it could not."""
         if torch.is_grad_enabled() or layer.training:
             return "gradients are on"
         compiling = torch.compiler.is_compiling()
@@ -184,7 +184,7 @@ class GptOssDecoderLayers(GptOssPoint):
 
 
 def _add_norm(seam: ForwardPatch, added: torch.Tensor, rows: torch.Tensor, norm: Any) -> bool:
-    """rows += added; added = norm(rows), in place, where the kernel may."""
+    """rows += added; added = norm(rows), in place; returns whether that was done."""
     if not added.is_contiguous():
         seam.refuse("not contiguous")
         return False
@@ -194,7 +194,7 @@ def _add_norm(seam: ForwardPatch, added: torch.Tensor, rows: torch.Tensor, norm:
 def _add_then_norm(
     input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> None:
-    """What the layer does, by transformers' own norm, in place."""
+    """The layer's own add and norm, with transformers' norm, in place."""
     from transformers.models.gpt_oss import modeling_gpt_oss as source
 
     residual += input

@@ -1,10 +1,10 @@
 """`gpt_oss.experts`: the scaled sum over a token's chosen experts, which ends the experts function.
 
-transformers keeps experts functions in a registry (`ALL_EXPERTS_FUNCTIONS`) and looks one up by
-name at each call; `generate` switches from `grouped_mm` to `batched_mm` for decoding on a GPU. In
-both, scaling, un-sorting and summing are operations of their own. Here they become one call of
-`moe_reduce`: the rows keep their order, and the map says where each token's lie. Other
-implementations (`eager`, `deepgemm`, ...) end otherwise and run as they are.
+transformers looks up experts functions by name in a registry (`ALL_EXPERTS_FUNCTIONS`) at each
+call; `generate` switches from `grouped_mm` to `batched_mm` for decoding on a GPU. Both scale,
+unsort and sum in separate operations. Here one call of `moe_reduce` does that: the rows keep their
+order, and the map locates each token's rows. Other implementations (`eager`, `deepgemm`, ...) end
+differently and run unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Function = Callable[..., torch.Tensor]
 
 
 class GptOssExpertsFunction(GptOssPoint):
-    """Of a model: a `forward` on its experts. Of models built later: the registry's functions."""
+    """Replaces the experts' `forward` of a model, or the registry's functions for later models."""
 
     name: ClassVar[str] = "gpt_oss.experts"
     op: ClassVar[str] = "moe_reduce"
@@ -58,7 +58,7 @@ class GptOssExpertsFunction(GptOssPoint):
         from transformers.models.gpt_oss import modeling_gpt_oss as source
 
         experts = [layer.mlp.experts for layer in body.layers]
-        kind: Any = source.GptOssExperts  # its decorator has lost the type
+        kind: Any = source.GptOssExperts  # its decorator drops the type
         check_kinds(experts, kind)
         _check_registry()
         return experts
@@ -74,13 +74,13 @@ class GptOssExpertsFunction(GptOssPoint):
             super().install(kernel)
             return
         if self._registered:
-            raise UsageError("the patch is installed already", "remove it first")
+            raise UsageError("the patch is already installed", "remove it first")
         _check_registry()
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as registry
         from transformers.models.gpt_oss import modeling_gpt_oss as source
 
         seam = ForwardPatch(kernel, _weigh_and_sum)
-        kind: Any = source.GptOssExperts  # its decorator has lost the type
+        kind: Any = source.GptOssExperts  # its decorator drops the type
         for name in _ROWS:
             ours = _registry_function(kind, name, registry[name], seam)
             registry[name] = self._registered[name] = ours
@@ -97,8 +97,8 @@ class GptOssExpertsFunction(GptOssPoint):
             registry.__delitem__(name)  # type: ignore[no-untyped-call]
         if covered:
             raise VerificationError(
-                f"{covered[0]} was registered by other code while this patch was applied",
-                "remove the patches in the reverse order",
+                f"{covered[0]} was registered by other code while this patch was installed",
+                "remove patches in reverse order",
             )
 
 
@@ -163,7 +163,16 @@ def _run(
     weights: torch.Tensor,
     seam: ForwardPatch,
 ) -> torch.Tensor:
-    """[tokens, hidden] of `hidden` [tokens, hidden], `chosen` and `weights` [tokens, top_k]."""
+    """The experts' output [tokens, hidden].
+
+    Args:
+        experts: the module with the experts' weights.
+        name: transformers' implementation.
+        hidden: [tokens, hidden].
+        chosen: indices of the chosen experts, [tokens, top_k].
+        weights: routing weights, [tokens, top_k].
+        seam: calls the kernel.
+    """
     rows, row_map = _ROWS[name](experts, hidden, chosen)
     output = torch.empty_like(hidden)
     call = rows.unsqueeze(0), row_map, weights, output
@@ -175,11 +184,11 @@ def _run(
 def _grouped_rows(
     experts: Any, hidden: torch.Tensor, chosen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts one after the other: rows [tokens * top_k, hidden], row_map int32 [tokens, top_k]."""
+    """Rows sorted by expert [tokens * top_k, hidden], and their map, int32 [tokens, top_k]."""
     from transformers.integrations.moe import _grouped_linear
 
     ids, order = torch.sort(chosen.reshape(-1))
-    # histc takes float numbers alone on a CPU, whole ones alone on a GPU where it is deterministic
+    # histc accepts only floats on a CPU, and only integers on a GPU in deterministic mode
     counted = ids.float() if hidden.device.type == "cpu" else ids.int()
     counts = torch.histc(counted, bins=experts.num_experts, min=0, max=experts.num_experts - 1)
     ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
@@ -205,7 +214,7 @@ def _grouped_rows(
 def _batched_rows(
     experts: Any, hidden: torch.Tensor, chosen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each choice with its own copy of the weights: rows in the order of tokens."""
+    """Rows in token order, each computed with its own copy of the weights, and their map."""
     from transformers.integrations.moe import _batched_linear
 
     ids, top_k = chosen.reshape(-1), chosen.shape[-1]
@@ -229,12 +238,12 @@ _ROWS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
     "batched_mm": _batched_rows,
     "grouped_mm": _grouped_rows,
 }
-"""What the experts give, and where each token's rows are, by transformers' implementation."""
+"""Functions that compute the experts' rows and their map, by transformers' implementation."""
 
 
 def _weigh_and_sum(
     rows: torch.Tensor, row_map: torch.Tensor, scales: torch.Tensor, output: torch.Tensor
 ) -> None:
-    """What both functions do after the down projection: scale, put in order, sum."""
+    """The end of both functions after the down projection: scale, unsort, sum."""
     chosen = rows[0][row_map.view(-1).long()].view(*row_map.shape, -1)
     output.copy_((chosen * scales.unsqueeze(-1)).sum(1))

@@ -1,7 +1,7 @@
-"""What every patch point of this engine does: forwards put on instances, and taken off again.
+"""The common part of this engine's patch points: replace forwards of modules and restore them.
 
-A point is for a model that is built (`target`), or for those that are built from now on (`None`):
-then the constructor hands each new model over; see `patcher.integrate.transformers.later`.
+A point patches one existing model (`target`), or with `None` every model built afterwards; see
+`patcher.integrate.transformers.later`.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Swap = tuple[torch.nn.Module, Forward]
 
 
 class GptOssPoint(ABC):
-    """A patch point in transformers' gpt-oss; its subclasses say what is replaced by what."""
+    """A patch point in transformers' gpt-oss; subclasses define the modules and their forwards."""
 
     engine: ClassVar[str] = "transformers"
     name: ClassVar[str]
     op: ClassVar[str]
 
     def __init__(self, target: Any = None) -> None:
-        """Get ready for this model, or for those built later; nothing is changed yet."""
+        """Prepare to patch this model, or with None later models; nothing changes yet."""
         self.target = target
         self._later: ModelsBuiltLater | None = None
         self._swaps: list[Swap] = []
-        """What is in."""
-        self._made: tuple[Dispatcher, list[torch.nn.Module], list[Swap]] | None = None
-        """What was in last, and for which parts: put in again, compiled code still fits."""
+        """The installed forwards."""
+        self._last: tuple[Dispatcher, list[torch.nn.Module], list[Swap]] | None = None
+        """The forwards installed last and their modules; reusing them keeps compiled code valid."""
 
     @classmethod
     @abstractmethod
@@ -47,7 +47,7 @@ class GptOssPoint(ABC):
 
     @abstractmethod
     def parts(self, body: Any) -> list[torch.nn.Module]:
-        """The instances whose work is taken over.
+        """The modules to patch.
 
         Raises:
             VerificationError: they are not what the patch replaces.
@@ -55,13 +55,13 @@ class GptOssPoint(ABC):
 
     @abstractmethod
     def swaps(self, body: Any, kernel: Dispatcher) -> Iterator[Swap]:
-        """Instances and their new forwards."""
+        """The modules with their new forwards."""
 
     def find(self) -> str:
-        """Where it is: how many instances, or the models that are built later.
+        """A description of the target: the number of modules, or later models.
 
         Raises:
-            VerificationError: not a gpt-oss of transformers, or already patched by someone.
+            VerificationError: the model is not a gpt-oss of transformers, or is already patched.
         """
         if self.target is None:
             return ModelsBuiltLater.find()
@@ -69,34 +69,34 @@ class GptOssPoint(ABC):
         return f"{len(parts)} instances in {type(self.target).__name__}"
 
     def install(self, kernel: Dispatcher) -> None:
-        """Swap the forwards of this model's instances; cheap, so that arms can take turns.
+        """Replace the forwards of the modules; this is cheap, so that arms can alternate.
 
         Raises:
-            UsageError: installed already.
-            VerificationError: someone else has patched the model meanwhile.
+            UsageError: the patch is already installed.
+            VerificationError: other code has patched the model in the meantime.
         """
         if self._swaps or self._later is not None:
-            raise UsageError("the patch is installed already", "remove it first")
+            raise UsageError("the patch is already installed", "remove it first")
         if self.target is None:
             later = ModelsBuiltLater(type(self), kernel)
             later.install()
             self._later = later
             return
-        parts, made = self._parts(), self._made
-        if made is None or made[0] is not kernel or made[1] != parts:
+        parts, last = self._parts(), self._last
+        if last is None or last[0] is not kernel or last[1] != parts:
             swaps = self.swaps(body_of(self.target), kernel)
             bound = [(module, _bound(module, forward, self)) for module, forward in swaps]
-            made = self._made = kernel, parts, bound
-        self._swaps = made[2]
+            last = self._last = kernel, parts, bound
+        self._swaps = last[2]
         for module, forward in self._swaps:
             module.__dict__["forward"] = forward
 
     def remove(self) -> None:
-        """Put everything back; once more is the same as once.
+        """Restore all forwards; idempotent.
 
         Raises:
-            VerificationError: someone put a forward of their own over ours; ours are out, theirs
-                stays.
+            VerificationError: other code replaced one of these forwards; it stays, the others are
+                restored.
         """
         later, self._later = self._later, None
         if later is not None:
@@ -110,8 +110,8 @@ class GptOssPoint(ABC):
                 covered.append(type(module).__name__)
         if covered:
             raise VerificationError(
-                f"{covered[0]} was patched by other code while this patch was applied",
-                "remove the patches in the reverse order; load the model again",
+                f"{covered[0]} was patched by other code while this patch was installed",
+                "remove patches in reverse order; load the model again",
             )
 
     def _parts(self) -> list[torch.nn.Module]:
@@ -119,13 +119,13 @@ class GptOssPoint(ABC):
         for module in parts:
             if "forward" in module.__dict__:
                 raise VerificationError(
-                    f"{type(module).__name__} is patched already", "remove the other patch first"
+                    f"{type(module).__name__} is already patched", "remove the other patch first"
                 )
         return parts
 
 
 def _bound(module: Any, forward: Forward, point: GptOssPoint) -> Forward:
-    """A method of one instance: its copies, and what is unpickled of it, run transformers' own."""
+    """A method of one module; copies and unpickled instances run transformers' own forward."""
     own = type(module).forward
 
     @functools.wraps(own)
@@ -139,14 +139,19 @@ def _bound(module: Any, forward: Forward, point: GptOssPoint) -> Forward:
 
 
 class Onlookers:
-    """The hooks that would miss a call, or be handed a tensor that is written to later."""
+    """The hooks that would miss a call, or receive a tensor that is overwritten later."""
 
     def __init__(
         self, skipped: Iterable[torch.nn.Module], seen: Iterable[torch.nn.Module] = ()
     ) -> None:
-        """`skipped` are not called any more; what `seen` give is written to later."""
+        """Watch hooks.
+
+        Args:
+            skipped: modules that are no longer called.
+            seen: modules whose outputs are overwritten later.
+        """
         called_past = list(skipped)
-        # the dicts are live: a hook registered later is in them
+        # the dicts are live, so they include hooks registered later
         self._hooks: list[dict[int, Any]] = [
             nn_module._global_forward_hooks,
             nn_module._global_forward_pre_hooks,
@@ -155,7 +160,7 @@ class Onlookers:
         ]
 
     def look(self) -> bool:
-        """Whether anybody looks on; transformers' own hooks do so only while it records."""
+        """Whether there is any hook; transformers' own recording hooks do not count."""
         return any(self._hooks) and any(
             getattr(hook, "__name__", "") != "output_capturing_hook"
             for hooks in self._hooks
@@ -167,18 +172,18 @@ class ForwardPatch:
     """One place from which a kernel is called: eagerly, or as an operator in compiled code."""
 
     def __init__(self, kernel: Dispatcher, original: Callable[..., object]) -> None:
-        """`original` works in place as the kernel does; compiled code has both in one operator."""
+        """Register the kernel and `original`, which also works in place, as one operator."""
         self._kernel, self._operator = kernel, kernel.op(original)
 
     def __call__(self, *args: Any) -> bool:
-        """Whether the work was done in place, by whichever kernel."""
+        """Call the kernel; return whether the work was done in place, by either kernel."""
         if torch.compiler.is_compiling():
             self._operator(*args)
             return True
         return self._kernel(*args)
 
     def refuse(self, reason: str, calls: int = 1) -> None:
-        """Count calls that are not dispatched: in compiled code once, when it is made."""
+        """Count calls that are not dispatched; compiled code counts them once, during tracing."""
         if torch.compiler.is_compiling():
             reason = f"{reason}, when it was compiled"
         _count(self._kernel.book, reason, calls)

@@ -1,10 +1,10 @@
-"""Models that are built after a patch was switched on: the body's constructor hands them over.
+"""Patch models that are built after a patch was installed, by their body's constructor.
 
-Not by transformers' own patch mapping (`monkey_patching.register_patch_mapping`), which harms:
-with any class registered, 5.17 looks through all modules for it whenever a model is built, which
-raises where torchvision is missing (the aliases of its image processors); it rewrites
-`_can_record_outputs`, which all models share, and never puts it back; a constructor that raises
-leaves transformers' classes swapped; and it does not reach `AutoModel` or a class that is called.
+transformers' own patch mapping (`monkey_patching.register_patch_mapping`) is not used, for four
+reasons. With any class registered, 5.17 searches all modules whenever a model is built, which
+raises without torchvision (aliases of image processors). It rewrites `_can_record_outputs`, which
+all models share, and never restores it. A constructor that raises leaves classes swapped. It does
+not apply to `AutoModel` or to direct calls of a class.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _CONSTRUCTORS = threading.Lock()
 
 
 class ModelsBuiltLater:
-    """Puts a patch point into each gpt-oss that is built, however it is, until it is removed."""
+    """Patches each gpt-oss model that is built, in any way, until it is removed."""
 
     def __init__(self, point: type[PatchPoint], kernel: Dispatcher) -> None:
         self._point, self._kernel = point, kernel
         self._active = False
         self._patched: list[weakref.ref[PatchPoint]] = []
-        """The forwards of a model hold its point: when it goes, its point goes."""
+        """Weak references: a model's forwards own its point, which is freed with the model."""
 
     @staticmethod
     def find() -> str:
-        """In words.
+        """A description of the target.
 
         Raises:
-            VerificationError: someone else has put a constructor on transformers' body.
+            VerificationError: other code has replaced the constructor of transformers' body.
         """
         from transformers.models.gpt_oss.modeling_gpt_oss import GptOssModel
 
@@ -56,7 +56,7 @@ class ModelsBuiltLater:
         return "gpt-oss models that are built from now on"
 
     def install(self) -> None:
-        """Wait for models."""
+        """Wrap the constructor of transformers' body."""
         from transformers.models.gpt_oss import modeling_gpt_oss as source
 
         kind: Any = source.GptOssModel
@@ -67,24 +67,24 @@ class ModelsBuiltLater:
             @functools.wraps(own)
             def build(body: Any, *args: Any, **more: Any) -> None:
                 own(body, *args, **more)
-                self._take(body)
+                self._patch(body)
 
             build.handed_to = self  # type: ignore[attr-defined]
             self._active = True
             kind.__init__ = build
 
     def remove(self) -> None:
-        """Leave models to come alone, and take the patch out of those that were built.
+        """Stop patching new models, and remove the patch from the patched ones.
 
         Raises:
-            VerificationError: someone patched over it; see `PatchPoint.remove`.
+            VerificationError: another patch was installed over it; see `PatchPoint.remove`.
         """
         from transformers.models.gpt_oss import modeling_gpt_oss as source
 
         kind: Any = source.GptOssModel
         self._active = False
         with _CONSTRUCTORS:
-            # one that others lie over is idle until they go, too
+            # a constructor wrapped by others stays, idle, until they are removed
             while hasattr(kind.__init__, "handed_to") and not kind.__init__.handed_to._active:
                 kind.__init__ = kind.__init__.__wrapped__
         patched, self._patched = self._patched, []
@@ -94,8 +94,8 @@ class ModelsBuiltLater:
                 point.remove()
         self.find()
 
-    def _take(self, body: Any) -> None:
-        """Put the patch into a model that was built; one that does not fit is left alone."""
+    def _patch(self, body: Any) -> None:
+        """Patch a new model; one that does not match is left unpatched."""
         if not self._active:
             return
         point = self._point(body)
@@ -104,7 +104,7 @@ class ModelsBuiltLater:
         except PatcherError as error:
             if self._kernel.strict:
                 raise
-            log.error("a model is not patched, the engine's own runs: %s", error)
+            log.error("a model is not patched, the engine's own kernel runs: %s", error)
             self._kernel.book.reasons["a model that is not what the patch replaces"] += 1
             return
         self._patched.append(weakref.ref(point))

@@ -1,4 +1,4 @@
-"""Are a model's parts transformers' own? What a patch replaces must be what it was made for."""
+"""Check that a model's parts are transformers' own, for which patches are made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def body_of(model: Any) -> Any:
     """The part of a model that holds `layers` and `norm`.
 
     Raises:
-        VerificationError: not a gpt-oss of transformers.
+        VerificationError: the model is not a gpt-oss of transformers.
     """
     from transformers.models.gpt_oss import modeling_gpt_oss as source
 
@@ -25,17 +25,18 @@ def body_of(model: Any) -> Any:
     if not layers or any(type(layer) is not source.GptOssDecoderLayer for layer in layers):
         raise VerificationError(
             f"{type(model).__name__} has no gpt-oss decoder layers",
-            "this patch is for transformers' GptOssForCausalLM",
+            "use transformers' GptOssForCausalLM",
         )
     return body
 
 
 def check_kinds(modules: Iterable[torch.nn.Module], kind: type[torch.nn.Module]) -> None:
-    """Hold instances against the class of transformers that a patch replaces.
+    """Check that modules are of the transformers class that a patch replaces.
+
+    The fingerprint covers the file's text, so it does not show a later assignment.
 
     Raises:
-        VerificationError: another class, or its forward was replaced: the fingerprint is of the
-            file's text, and knows nothing of a later assignment.
+        VerificationError: a module has another class, or the class's forward was replaced.
     """
     if any(type(module) is not kind for module in modules):
         raise VerificationError(
@@ -49,7 +50,7 @@ def check_kinds(modules: Iterable[torch.nn.Module], kind: type[torch.nn.Module])
 
 
 def written_by_transformers(function: Any) -> bool:
-    """Whether a function and all that it wraps come from the files of transformers."""
+    """Whether a function and all functions that it wraps come from transformers' files."""
     import transformers
 
     home = Path(inspect.getfile(transformers)).parent

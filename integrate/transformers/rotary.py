@@ -1,9 +1,9 @@
 """`gpt_oss.rotary_embedding`: query and key rotated in place by one call of `rope`.
 
-The attention runs as transformers wrote it; only the function that it calls for the rotation is
-another. The KV cache is left alone: a static layer keeps keys and values as two tensors [batch,
-heads, length, head_dim] and rolls them past the sliding window, a dynamic one concatenates, so no
-kernel that writes to pages fits there.
+The attention's code is transformers' own; only the function that it calls for the rotation is
+replaced. The KV cache is unchanged: a static layer stores keys and values as two tensors [batch,
+heads, length, head_dim] and rolls them past the sliding window, and a dynamic one concatenates. So
+a kernel that writes to pages does not fit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FUNCTION = "apply_rotary_pos_emb"
 
 
 class GptOssRotaryEmbedding(GptOssPoint):
-    """A `forward` on the instances of the attention, with another rotation."""
+    """Replaces the `forward` of the attention modules by one with another rotation."""
 
     name: ClassVar[str] = "gpt_oss.rotary_embedding"
     op: ClassVar[str] = "rope"
@@ -38,7 +38,7 @@ class GptOssRotaryEmbedding(GptOssPoint):
     def __init__(self, target: Any = None) -> None:
         super().__init__(target)
         self._table: tuple[Any, torch.Tensor] | None = None
-        """(cosines, what was made of them): layers of one forward share them."""
+        """(cosines, table): the layers of one forward share the table."""
 
     @classmethod
     def fingerprint(cls) -> str:
@@ -56,7 +56,7 @@ class GptOssRotaryEmbedding(GptOssPoint):
         check_kinds(attentions, source.GptOssAttention)
         if not isinstance(source.GptOssAttention.forward, FunctionType):
             raise VerificationError(
-                "GptOssAttention.forward is no plain function", "remove the other patch first"
+                "GptOssAttention.forward is not a plain function", "remove the other patch first"
             )
         return attentions
 
@@ -71,10 +71,10 @@ class GptOssRotaryEmbedding(GptOssPoint):
 
     def _attention_forward(self, attention: Any, seam: ForwardPatch) -> Forward:
         own: Any = type(attention).forward
-        # torch.compile looks up the globals of a function that knows its module in that module
+        # without `__name__`, torch.compile uses these globals instead of the module's
         names = {name: value for name, value in own.__globals__.items() if name != "__name__"}
         names[_FUNCTION] = self._rotation(attention, names[_FUNCTION], seam)
-        # and it tells functions apart by their code alone: each has its own
+        # torch.compile identifies functions by their code object, so each gets its own
         code = own.__code__.replace()
         ours = FunctionType(code, names, "forward", own.__defaults__, own.__closure__)
         ours.__kwdefaults__ = own.__kwdefaults__
@@ -87,13 +87,13 @@ class GptOssRotaryEmbedding(GptOssPoint):
     def _rotation(
         self, attention: Any, original: Callable[..., Any], seam: ForwardPatch
     ) -> Forward:
-        # a projection's hook would see its output change
+        # a hook of a projection would see its output change
         onlookers = Onlookers(skipped=(), seen=(attention.q_proj, attention.k_proj))
 
         def rotate(
             q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            # [batch, heads, tokens, head_dim], of projections that gave [batch, tokens, ...]
+            # [batch, heads, tokens, head_dim], from projections [batch, tokens, ...]
             query, key = q.transpose(1, 2), k.transpose(1, 2)
             if torch.is_grad_enabled():
                 refusal = "gradients are on"
@@ -114,8 +114,8 @@ class GptOssRotaryEmbedding(GptOssPoint):
         return rotate
 
     def _joined(self, cos: torch.Tensor, sin: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        """[batch * tokens, head_dim]: cosines, then sines, of each token."""
-        compiling = torch.compiler.is_compiling()  # there, equal work is done once anyway
+        """The table [batch * tokens, head_dim]: cosines, then sines, of each token."""
+        compiling = torch.compiler.is_compiling()  # compiled code deduplicates equal work itself
         table = None if compiling else self._table
         if table is not None and table[0] is cos and len(table[1]) == query[..., 0, 0].numel():
             return table[1]

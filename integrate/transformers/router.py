@@ -1,7 +1,7 @@
 """`gpt_oss.router`: top k of the router's logits and their softmax in one call of `moe_topk`.
 
-The matmul before it stays transformers' own. What is given back is what `GptOssTopKRouter` gives:
-logits, scores and indices, so that whoever records router logits sees them.
+The matmul before it stays transformers' own. The result is that of `GptOssTopKRouter`: logits,
+scores and indices, so that router logits can still be recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from patcher.integrate.transformers.parts import check_kinds
 
 
 class GptOssRouters(GptOssPoint):
-    """A `forward` on the instances of the router."""
+    """Replaces the `forward` of the router modules."""
 
     name: ClassVar[str] = "gpt_oss.router"
     op: ClassVar[str] = "moe_topk"
@@ -62,7 +62,7 @@ def _router_forward(router: Any, seam: ForwardPatch) -> Forward:
 
 
 def _top_k(logits: torch.Tensor, scores: torch.Tensor, experts: torch.Tensor) -> None:
-    """What the router does with its logits."""
+    """The router's own top k and softmax of its logits."""
     values, chosen = torch.topk(logits, scores.shape[1], dim=-1)
     scores.copy_(torch.softmax(values, dim=1, dtype=values.dtype))
     experts.copy_(chosen)

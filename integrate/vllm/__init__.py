@@ -1,13 +1,12 @@
-"""vLLM's general plugin: puts patches into every worker, and nowhere else.
+"""vLLM's general plugin: installs patches in every worker, and only there.
 
-vLLM 0.25.1 loads general plugins in the process that was started, in the engine core and in every
-worker, also in one that is started anew. Only workers touch a GPU, and only they know their share
-of the model, so all that is done at loading is to wait for `WorkerWrapperBase.init_device`: after
-it device and parallel groups are there, and the model is not yet built, compiled, warmed up or
-recorded. vLLM then runs every size once eagerly before it records it
-(`GPUModelRunner._warmup_and_capture`), which builds and proves the kernels for that size.
+vLLM 0.25.1 loads general plugins in the main process, in the engine core and in every worker,
+including restarted ones. Only workers use a GPU and know their share of the model, so loading only
+wraps `WorkerWrapperBase.init_device`. After it, device and parallel groups exist, but the model is
+not yet built, compiled, warmed up or recorded. vLLM later runs every size eagerly before recording
+it (`GPUModelRunner._warmup_and_capture`), which builds and proves the kernels for that size.
 
-Imports nothing but the standard library until a patch is switched on.
+Without an enabled patch, the plugin imports only the standard library.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ log = logging.getLogger("patcher")
 
 
 def register() -> None:
-    """The entry point `vllm.general_plugins`; may be called any number of times."""
+    """The entry point `vllm.general_plugins`; idempotent."""
     if os.environ.get(
         "PATCHER_RANDOM_WEIGHTS"
     ):  # never in serving: `patcher.bench.engines.vllm` sets it

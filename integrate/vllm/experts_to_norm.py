@@ -1,11 +1,9 @@
-"""gpt-oss from a layer's experts to the norm after them: the sum over a token's experts, the
-residual add and the norm as one kernel.
+"""gpt-oss from a layer's experts to the next norm: expert sum, residual add and norm in one kernel.
 
-In vLLM the sum is the end of an operator that compilers leave whole, and the norm lies on its other
-side, in the next layer. So `GptOssModel.forward` is ours, with the same layers in the same order;
-its experts are called through an operator that gives their rows, and where each token's lie, in
-place of the sum. Whatever experts do not end in a plain sum give it as rows of which a token has
-one.
+In vLLM the sum is the end of an operator that compilers do not decompose, and the norm follows in
+the next layer. So `GptOssModel.forward` is replaced by one with the same layers in the same order.
+It calls experts through an operator that returns their rows and the rows' map instead of the sum.
+Experts that do not end in a plain sum return their result as one row per token.
 """
 
 from __future__ import annotations
@@ -29,7 +27,8 @@ _MATMUL = "triton_kernels.matmul_ogs"
 _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
 
 Rows = tuple[torch.Tensor, torch.Tensor]
-"""[tokens * top_k, hidden], and int32 [tokens, top_k]: which are a token's, -1: none."""
+"""Rows [tokens * top_k, hidden], and the map to each token's rows, int32 [tokens, top_k]; -1 for
+none."""
 
 
 class ExpertsToNorm(VllmPoint):
@@ -58,7 +57,7 @@ class ExpertsToNorm(VllmPoint):
     def __init__(self, target: Any = None) -> None:
         super().__init__(target)
         self._library: Any = None
-        """Of our operator, which goes with it."""
+        """The library that owns the experts' operator."""
 
     def find(self) -> str:
         sources.must_be_as_read(self.name, self.parts)
@@ -81,7 +80,7 @@ class ExpertsToNorm(VllmPoint):
 
 
 def _forward(original: Any, experts: Any, operator: Callable[..., None]) -> Any:
-    """What stands in the place of `GptOssModel.forward`."""
+    """The replacement of `GptOssModel.forward`."""
     engine, zero = sources.module(_MODEL), sources.module(_ROUTER).ZeroExpertRouter
 
     def normed(rows: Rows, residual: torch.Tensor, layer: Any) -> torch.Tensor:
@@ -89,7 +88,7 @@ def _forward(original: Any, experts: Any, operator: Callable[..., None]) -> Any:
         operator(*rows, residual, layer.weight.data, output, layer.variance_epsilon)
         return output
 
-    # by this name vLLM's wrapper of compiled code knows whose forward it was
+    # vLLM's wrapper of compiled code requires this name
     def forward(
         self: Any,
         input_ids: torch.Tensor | None,
@@ -123,12 +122,13 @@ def _forward(original: Any, experts: Any, operator: Callable[..., None]) -> Any:
 
 
 def _plain(model: Any, engine: Any, zero: type) -> bool:
-    """Whether a layer is attention, experts and two norms on one GPU, and nobody else looks at what
-    goes from layer to layer. Compilers read it, too.
+    """Whether every layer is attention, experts and two norms on one GPU, and nothing else reads
+    the tensors between layers. Compilers trace this function, too.
 
     Args:
+        model: the model's body.
         engine: the module of vLLM's model.
-        zero: the router whose experts add something of their own.
+        zero: the class of the router whose experts add a further term.
     """
     group = engine.get_pp_group()
     if not (group.is_first_rank and group.is_last_rank) or model.aux_hidden_state_layers:
@@ -158,23 +158,26 @@ def _plain(model: Any, engine: Any, zero: type) -> bool:
 
 
 def _experts_operator(name: str) -> tuple[Any, Any]:
-    """`vllm::moe_forward` but for the sum, as an operator that compilers leave whole, and the
-    library that keeps it."""
+    """`vllm::moe_forward` without the sum, as an opaque operator.
+
+    Returns:
+        The library that owns the operator, and the operator.
+    """
     runner = sources.module(_RUNNER)
     library: Any = torch.library.Library("patcher", "FRAGMENT")  # type: ignore[no-untyped-call]
 
     def experts(hidden_states, router_logits, top_k, layer_name):  # type: ignore[no-untyped-def]
         layer = runner.get_layer_from_name(runner._resolve_layer_name(layer_name))
-        with _unsummed() as kept:
+        with _unsummed() as unsummed:
             whole = layer._forward_impl(hidden_states, router_logits, None, None)
-        return kept[0] if kept else _one_row_each(whole, top_k)
+        return unsummed[0] if unsummed else _one_row_each(whole, top_k)
 
     def fake(hidden_states, router_logits, top_k, layer_name):  # type: ignore[no-untyped-def]
         tokens, hidden = hidden_states.shape
         rows = hidden_states.new_empty((tokens * top_k, hidden))
         return rows, hidden_states.new_empty((tokens, top_k), dtype=torch.int32)
 
-    # not by `from __future__ import annotations`: the type of a layer's name is known to vLLM alone
+    # set explicitly, since only vLLM can resolve the type of a layer's name
     experts.__annotations__ = {
         "hidden_states": torch.Tensor,
         "router_logits": torch.Tensor,
@@ -185,7 +188,7 @@ def _experts_operator(name: str) -> tuple[Any, Any]:
     sources.module("vllm.utils.torch_utils").direct_register_custom_op(
         name,
         experts,
-        # as vLLM says of its own
+        # as vLLM declares for its own operator
         mutates_args=["hidden_states"],
         fake_impl=fake,
         target_lib=library,
@@ -196,11 +199,13 @@ def _experts_operator(name: str) -> tuple[Any, Any]:
 
 @contextmanager
 def _unsummed() -> Iterator[list[Rows]]:
-    """While it is open, `reduce_grouped` keeps rows and map of a plain sum over experts, and leaves
-    the sum alone. What the engine or another patch has there does everything else."""
+    """Make `reduce_grouped` collect rows and map of plain sums over experts instead of summing.
+
+    For every other call, the function of the engine or of another patch runs.
+    """
     library = sources.module(_MATMUL)
     summing = library.reduce_grouped
-    kept: list[Rows] = []
+    rows: list[Rows] = []
 
     def reduce_grouped(
         x: Any,
@@ -211,24 +216,24 @@ def _unsummed() -> Iterator[list[Rows]]:
         epilogue: Any,
         **more: Any,
     ) -> Any:
-        given = (x, indx, out, out_mx_scale, fused_activation, epilogue)
+        call = (x, indx, out, out_mx_scale, fused_activation, epilogue)
         if indx is None or out_mx_scale is not None:
-            return summing(*given, **more)
+            return summing(*call, **more)
         a_row_each = x.shape[:3] == (1, 1, indx.numel()) and x.dtype == out.dtype
         if not a_row_each or does_more(fused_activation, epilogue, more):
-            return summing(*given, **more)
-        kept.append((x[0, 0], indx))
+            return summing(*call, **more)
+        rows.append((x[0, 0], indx))
         return out, None
 
     library.reduce_grouped = reduce_grouped
     try:
-        yield kept
+        yield rows
     finally:
         library.reduce_grouped = summing
 
 
 def _one_row_each(whole: torch.Tensor, top_k: int) -> Rows:
-    """What is summed already, as rows of which each token has one."""
+    """A completed sum as rows, one per token."""
     tokens, hidden = whole.shape
     rows = whole.new_empty((tokens * top_k, hidden))
     rows[:tokens] = whole
@@ -238,7 +243,7 @@ def _one_row_each(whole: torch.Tensor, top_k: int) -> Rows:
 
 
 def _two_kernels() -> Callable[..., None]:
-    """What runs where the kernel may not: vLLM's sum, then its norm."""
+    """The fallback of the kernel: vLLM's sum, then its norm."""
     add_norm = norm.engines_own()
 
     def run(

@@ -1,9 +1,9 @@
 """vLLM's linear layers without quantisation: `UnquantizedLinearMethod.apply`, of every such layer.
 
-gpt-oss has three of them in each layer: qkv_proj, o_proj and the router. What is put in is an
-operator that Inductor leaves whole, as it leaves cuBLAS's call. A layer without bias, of which a
-tensor-parallel worker adds none (`RowParallelLinear` on all ranks but the first) is one, too, and
-the output matrix of the vocabulary, which is no linear layer, keep vLLM's own.
+gpt-oss has three of them in each layer: qkv_proj, o_proj and the router. The replacement is an
+operator that Inductor does not decompose, as it does not decompose cuBLAS's call. Two kinds keep
+vLLM's own code: layers without bias, which include `RowParallelLinear` on all ranks but the first,
+and the vocabulary's output matrix, which is not a linear layer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Linear(VllmPoint):
         ).must_be_the_engines()
         if sources.module("vllm.envs").VLLM_BATCH_INVARIANT:
             raise VerificationError(
-                "VLLM_BATCH_INVARIANT asks for vLLM's own matmul", "unset it, or revert the patch"
+                "VLLM_BATCH_INVARIANT requires vLLM's own matmul", "unset it, or revert the patch"
             )
         return f"{_LINEAR}.UnquantizedLinearMethod.apply"
 
@@ -56,8 +56,8 @@ class Linear(VllmPoint):
         ) -> torch.Tensor:
             weight = layer.weight.data
             if type(self) is not method or bias is None or x.dim() != 2 or weight.dim() != 2:
-                kept: torch.Tensor = original(self, layer, x, bias)
-                return kept
+                result: torch.Tensor = original(self, layer, x, bias)
+                return result
             output = x.new_empty(x.shape[0], weight.shape[0])
             operator(x, weight, bias.data, output)
             return output
@@ -69,5 +69,5 @@ class Linear(VllmPoint):
 def engines_own(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, output: torch.Tensor
 ) -> None:
-    """`torch.nn.functional.linear`, into a tensor that is there: the same call of cuBLASLt."""
+    """`torch.nn.functional.linear` into an existing tensor, by the same call of cuBLASLt."""
     torch.addmm(bias, x, weight.t(), out=output)

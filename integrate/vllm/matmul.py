@@ -1,8 +1,8 @@
 """vLLM's two expert matmuls of MXFP4 weights on compute capability 9.0.
 
 `triton_kernel_fused_experts` calls `matmul_ogs` twice: with gather and SwiGLU, and with scatter,
-whose kernel gives rows in the order of experts that `reduce_grouped` sums afterwards. Both are one
-name of one module, so that two points share what is put there; `reduce_grouped` stays its own.
+whose rows in the order of experts are then summed by `reduce_grouped`. Both calls use one name of
+one module, so the two patch points share one replacement; `reduce_grouped` is a separate point.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_
 
 
 class _Matmul(VllmPoint):
-    """One of the two calls."""
+    """One of the two calls of `matmul_ogs`."""
 
     wants: ClassVar[Mapping[str, str]] = TRITON
     parts: ClassVar[tuple[str, ...]] = (
@@ -56,7 +56,7 @@ class _Matmul(VllmPoint):
 
     def __init__(self, target: Any = None) -> None:
         super().__init__(target)
-        self._in = False
+        self._installed = False
 
     def find(self) -> str:
         sources.must_be_as_read(self.name, self.parts)
@@ -66,44 +66,49 @@ class _Matmul(VllmPoint):
     def install(self, kernel: Dispatcher) -> None:
         self.find()
         _SEAM.add(self.name, kernel)
-        self._in = True
+        self._installed = True
 
     def remove(self) -> None:
-        ours, self._in = self._in, False
-        if ours:
+        installed, self._installed = self._installed, False
+        if installed:
             _SEAM.drop(self.name)
 
 
 class GateUp(_Matmul):
-    """The first: gather, matmul, SwiGLU."""
+    """The first call: gather, matmul, SwiGLU."""
 
     name: ClassVar[str] = "triton_kernels.matmul_ogs.gate_up"
     op: ClassVar[str] = "moe_matmul_swiglu"
 
 
 class Down(_Matmul):
-    """The second: matmul and routing weights; then the engine's sum over a token's experts."""
+    """The second call: matmul and routing weights, then the engine's sum over a token's experts."""
 
     name: ClassVar[str] = "triton_kernels.matmul_ogs.down"
     op: ClassVar[str] = "moe_matmul_down"
 
 
 class _Seam:
-    """`matmul_ogs` of vLLM's experts, ours while one of the points is in."""
+    """The replacement of `matmul_ogs` in vLLM's experts, installed while any point is."""
 
     def __init__(self) -> None:
         self._kernels: dict[str, Dispatcher] = {}
         self._swaps: list[AttributePatch] = []
 
     def must_have_room(self, name: str) -> None:
-        """Raises VerificationError where the point is in, or another's function is there."""
+        """Check that a point can be installed.
+
+        Raises:
+            VerificationError: the point is installed, or other code replaced the function.
+        """
         if name in self._kernels:
-            raise VerificationError(f"{name} is patched already", "take the other patch out first")
+            raise VerificationError(f"{name} is already patched", "remove the other patch first")
         if not self._swaps:
             for swap in _places():
                 swap.must_be_the_engines()
 
     def add(self, name: str, kernel: Dispatcher) -> None:
+        """Install the kernel of a point."""
         if not self._swaps:
             matmul, routing = swaps = _places()
             matmul.install(self._replacement(matmul.original))
@@ -112,7 +117,11 @@ class _Seam:
         self._kernels[name] = kernel
 
     def drop(self, name: str) -> None:
-        """Raises VerificationError where someone put a function of their own over ours."""
+        """Remove the kernel of a point.
+
+        Raises:
+            VerificationError: other code replaced our function in the meantime.
+        """
         del self._kernels[name]
         if not self._kernels:
             swaps, self._swaps = self._swaps, []
@@ -139,7 +148,7 @@ class _Seam:
             fused_activation: Any = None,
             epilogue: Any = None,
         ) -> Any:
-            given = (
+            call = (
                 x,
                 w,
                 bias,
@@ -157,7 +166,7 @@ class _Seam:
             first = gather_indx is not None
             kernel = kernels.get((GateUp if first else Down).name)
             if kernel is None:
-                return original(*given)
+                return original(*call)
             tensors = x, bias, y
             if any(item is not None for item in (betas, out_alpha, epilogue)) or not all(
                 isinstance(item, torch.Tensor) for item in tensors
@@ -173,20 +182,22 @@ class _Seam:
                 reason = _not_second(x, w, scatter_indx, gammas, y, fused_activation, routing_data)
             if reason is not None:
                 kernel.book.reasons[reason] += 1
-                return original(*given)
+                return original(*call)
             data = routing_data.expt_data
             packed = w.storage.data.mT, precision_config.weight_scale.storage.data.mT
             tables = data.hist, data.token_offs_raw, data.block_pid_map[16]
             if first:
-                taken = x, *packed, bias, gather_indx.src_indx, *tables, y[0]
-                if kernel(*taken, *fused_activation.fn_args):
+                inputs = x, *packed, bias, gather_indx.src_indx, *tables, y[0]
+                if kernel(*inputs, *fused_activation.fn_args):
                     return y[0]
-                return original(*given)
+                return original(*call)
             row_map = scatter_indx.src_indx.view(-1, routing_data.n_expts_act)
             rows = x.new_empty((1, 1, x.shape[0], w.shape[-1]))
             if not kernel(x, *packed, bias, gammas, row_map, *tables, rows[0, 0]):
-                del rows  # of a long prefill hundreds of megabytes, which the engine takes anew
-                return original(*given)
+                del (
+                    rows
+                )  # hundreds of megabytes in a long prefill, which the engine allocates again
+                return original(*call)
             return summed(rows, row_map, y, precision_config.flex_ctx.out_data).squeeze(0)
 
         return matmul_ogs
@@ -201,19 +212,25 @@ def _places() -> list[AttributePatch]:
 
 
 def _marking(original: Any) -> Any:
-    """`make_routing_data`, whose tables may leave out choices (experts of other ranks): nothing in
-    them says so without waiting for the GPU, so they are told apart by who made them."""
+    """Mark the tables of `make_routing_data`, which may omit choices (experts of other ranks).
+
+    The tables show that only after waiting for the GPU, so their origin is marked instead.
+    """
 
     def make_routing_data(*args: Any, **more: Any) -> Any:
-        made = original(*args, **more)
-        made[0].patcher_partial = True
-        return made
+        result = original(*args, **more)
+        result[0].patcher_partial = True
+        return result
 
     return make_routing_data
 
 
 def _unlike(w: Any, precision: Any, plain: Any) -> str | None:
-    """Why these are no MXFP4 weights as `_swizzle_mxfp4` leaves them on compute capability 9.0."""
+    """Why these are not MXFP4 weights in the layout of `_swizzle_mxfp4` on compute capability 9.0.
+
+    Returns:
+        A reason for receipts, or None if they are.
+    """
     values, scales = _layout(w), _layout(getattr(precision, "weight_scale", None))
     names = getattr(values, "name", None), getattr(scales, "name", None)
     if names != ("HOPPER_VALUE", "HOPPER_SCALE"):
@@ -252,7 +269,7 @@ def _not_second(
 ) -> str | None:
     if activation is not None:
         return "another activation"
-    # with one choice a token, the engine's kernel scatters itself
+    # with one choice per token, the engine's kernel scatters itself
     if scatter is None or not isinstance(gammas, torch.Tensor) or routing.n_expts_act == 1:
         return "another kind of matmul"
     if x.dim() != 2 or y.shape != (1, x.shape[0] // routing.n_expts_act, w.shape[-1]):

@@ -1,9 +1,9 @@
 """vLLM's Triton mixture of experts: routing, and the sum over a token's experts.
 
 `OAITritonMxfp4ExpertsMonolithic.apply` runs inside the operator `vllm::moe_forward`, which
-compilers leave whole: plain functions are called there, eagerly or while a graph is recorded, so
-plain functions are replaced. What is allocated while recording comes from the graph's pool, as the
-original's tensors do.
+compilers do not decompose. It calls plain functions, eagerly or during recording, so plain
+functions are replaced. Tensors allocated during recording come from the graph's pool, like the
+original's.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _ROUTING = "triton_kernels.routing"
 _MATMUL = "triton_kernels.matmul_ogs"
 _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
 TRITON: Mapping[str, str] = {"moe_backend": "triton"}
-"""Whose functions these are; on compute capability 9.0 vLLM takes them by itself, too."""
+"""The backend with these functions; on compute capability 9.0 it is vLLM's default, too."""
 
 
 class _Function(VllmPoint):
-    """A patch point that is one function of one module, which is looked up at every call."""
+    """A patch point at one function of a module, which the engine looks up at every call."""
 
     module: ClassVar[str]
     function: ClassVar[str]
@@ -46,7 +46,7 @@ class _Function(VllmPoint):
 
     @abstractmethod
     def _replacement(self, kernel: Dispatcher, original: Any) -> Any:
-        """What stands in the function's place."""
+        """The replacement of the function."""
 
 
 class Routing(_Function):
@@ -88,10 +88,10 @@ class Routing(_Function):
                 kernel.book.reasons["another kind of routing"] += 1
                 return original(logits, n_expts_act, sm_first, *more)
             experts = logits.shape[1]
-            made = _outputs(library, logits, n_expts_act)
-            if not kernel(logits, *made):
+            outputs = _outputs(library, logits, n_expts_act)
+            if not kernel(logits, *outputs):
                 return original(logits, n_expts_act)
-            scales, gather, scatter, histogram, offsets, tile_offsets, tile_map = made
+            scales, gather, scatter, histogram, offsets, tile_offsets, tile_map = outputs
             data = library.ExptData(
                 histogram,
                 offsets,
@@ -108,11 +108,12 @@ class Routing(_Function):
 
 
 def _outputs(library: Any, logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, ...]:
-    """Room for what `moe_route` writes: each its own, so that each is aligned.
+    """Allocate the outputs of `moe_route`, each separately, so that each is aligned.
 
-    Scales [tokens * top_k]; int32: gather and scatter index [tokens * top_k], histogram
-    [experts], token offsets [experts + 1], tile offsets [sizes, experts + 1] and tile map
-    [sizes, tiles] for blocks of 16 rows and its doubles up to 128.
+    Returns:
+        Scales [tokens * top_k]; then int32: gather and scatter index [tokens * top_k], histogram
+        [experts], token offsets [experts + 1], tile offsets [sizes, experts + 1] and tile map
+        [sizes, tiles] for blocks of 16, 32, 64 and 128 rows.
     """
     tokens, experts = logits.shape
     gates = tokens * top_k
@@ -160,30 +161,32 @@ class Reduce(_Function):
             epilogue: Any,
             **more: Any,
         ) -> Any:
-            given = (x, indx, out, out_mx_scale, fused_activation, epilogue)
+            call = (x, indx, out, out_mx_scale, fused_activation, epilogue)
             if indx is None:
-                # the first matmul: there is nothing to sum
-                return original(*given, **more)
+                # after the first matmul there is nothing to sum
+                return original(*call, **more)
             if out_mx_scale is not None or does_more(fused_activation, epilogue, more):
                 kernel.book.reasons["more than a sum"] += 1
             elif kernel(x.squeeze(1), indx, out.new_empty((0, indx.shape[1])), out.squeeze(0)):
                 return out, None
-            return original(*given, **more)
+            return original(*call, **more)
 
         return reduce_grouped
 
 
 def summed(rows: Any, row_map: Any, out: Any, out_flex: Any = None) -> Any:
-    """vLLM's sum over a token's experts, called as `matmul_ogs` does. It is looked up at every
-    call, since it is a patch point, too.
+    """Sum over each token's experts with vLLM's function, called as in `matmul_ogs`.
+
+    The function is looked up at every call, since it is a patch point, too.
 
     Args:
         rows: [splits, 1, expert_rows, hidden].
         row_map: int32 [tokens, top_k].
-        out: [1, tokens, hidden], which is written and given back.
+        out: [1, tokens, hidden], which is written and returned.
+        out_flex: vLLM's scales of the output.
     """
     library = sources.module(_MATMUL)
-    found, _ = library.reduce_grouped(
+    result, _ = library.reduce_grouped(
         rows,
         row_map,
         out,
@@ -196,11 +199,11 @@ def summed(rows: Any, row_map: Any, out: Any, out_flex: Any = None) -> Any:
         out_dtype=out.dtype,
         flexpoint_saturate_inf=False,
     )
-    return found
+    return result
 
 
 def does_more(fused_activation: Any, epilogue: Any, more: dict[str, Any]) -> bool:
-    """Whether activation, epilogue or scales take part in the sum."""
+    """Whether an activation, an epilogue or scales are fused into the sum."""
     x_flex, out_flex = more.get("x_flex"), more.get("out_flex")
     scales = [
         more.get("x_mx_scale"),

@@ -1,11 +1,10 @@
 """vLLM's residual add + RMSNorm: `RMSNorm.forward`, of every model that uses it.
 
-Inductor takes norms apart and fuses them with their neighbours, so that there is no kernel to
-replace; what is put in here is an operator that it leaves whole, in place on both tensors, as
-vLLM's own C kernel was before. `RMSNorm` inherits `forward` from `CustomOp`, and dynamo follows
-it, so one attribute of one class reaches eager, piecewise and full graph modes.
-`CustomOp.register_oot` would do for layers built later, but cannot be taken back; the IR op's
-providers are left alone, since vLLM 0.34 drops them.
+Inductor decomposes norms and fuses them with their neighbours, so there is no kernel to replace.
+The patch installs an opaque operator that works in place on both tensors, like vLLM's former C
+kernel. `RMSNorm` inherits `forward` from `CustomOp`, and dynamo traces it, so one attribute of one
+class covers eager, piecewise and full graph modes. `CustomOp.register_oot` would only cover layers
+built later and cannot be undone. The IR op's providers are not used, since vLLM 0.34 drops them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _LAYERNORM = "vllm.model_executor.layers.layernorm"
 
 
 class AddRmsNorm(VllmPoint):
-    """Every `RMSNorm` with a residual, a weight and all of the row in its mean."""
+    """Every `RMSNorm` with a residual, a weight, and a mean over the whole row."""
 
     name: ClassVar[str] = "layernorm.rms_norm"
     op: ClassVar[str] = "fused_add_rms_norm"
@@ -42,11 +41,11 @@ class AddRmsNorm(VllmPoint):
         replaced = sources.module("vllm.model_executor.custom_op").op_registry_oot
         if "RMSNorm" in replaced:
             raise VerificationError(
-                f"RMSNorm is replaced by {replaced['RMSNorm'].__name__}", "leave its plugin out"
+                f"RMSNorm is replaced by {replaced['RMSNorm'].__name__}", "disable its plugin"
             )
         if sources.module("vllm.envs").VLLM_BATCH_INVARIANT:
             raise VerificationError(
-                "VLLM_BATCH_INVARIANT asks for vLLM's own norm", "unset it, or revert the patch"
+                "VLLM_BATCH_INVARIANT requires vLLM's own norm", "unset it, or revert the patch"
             )
         return f"{_LAYERNORM}.RMSNorm.forward"
 
@@ -68,16 +67,16 @@ class AddRmsNorm(VllmPoint):
 
 
 def is_plain(layer: Any, kind: Any) -> bool:
-    """Whether it is of that class and no other, with a weight, and all of the row in its mean."""
+    """Whether the layer has exactly that class, a weight, and a mean over the whole row."""
     own: bool = type(layer) is kind
     return own and layer.pass_weight_add and layer.variance_size_override is None
 
 
 def engines_own() -> Callable[..., None]:
-    """What runs where the kernel may not: vLLM's C kernel, or its native code where it has none.
+    """The fallback of the kernel: vLLM's C kernel, or its native code if the C kernel cannot run.
 
-    Inductor's fused code is no choice here: inside an operator nothing is compiled any more, and
-    the native code would be eight eager kernels.
+    Inductor's fused code is not available inside an operator, and the native code is eight eager
+    kernels.
     """
     implementations = sources.module("vllm.ir").ops.fused_add_rms_norm.impls
     sources.module("vllm.kernels")

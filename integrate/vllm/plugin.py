@@ -1,4 +1,4 @@
-"""When patches go into a vLLM worker, and how its compiled code knows them."""
+"""Install patches in a vLLM worker, and tie its compiled code to them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from patcher.integrate.vllm.swap import AttributePatch
 log = logging.getLogger("patcher")
 
 FACTOR = "PATCHER_DIGESTS"
-"""The key under which the digests of what is in enter vLLM's hash of compiled code."""
+"""The key by which the digests of the patches enter vLLM's hash of compiled code."""
 
 
 class Plugin:
-    """Waits for this process to become a worker, and then activates what is switched on."""
+    """Activates the enabled patches when this process becomes a worker."""
 
     def __init__(self) -> None:
         self.active: Activation | None = None
@@ -27,6 +27,7 @@ class Plugin:
         self._swap = AttributePatch(worker, "init_device")
 
     def install(self) -> None:
+        """Wrap the worker's `init_device`."""
         original = self._swap.original
 
         def init_device(worker: Any) -> None:
@@ -38,17 +39,17 @@ class Plugin:
         self._swap.install(init_device)
 
     def remove(self) -> None:
-        """Everything out; once more is the same as once."""
+        """Remove all patches and restore `init_device`; idempotent."""
         self.leave()
         self._swap.remove()
 
     def enter(self, tensor_parallel: int) -> None:
-        """Activate what the environment says now, in place of what it said before.
+        """Activate the patches that the environment enables now.
 
-        An engine that was built before in this process keeps what it has while nothing changed.
+        Unchanged patches stay installed, since an engine built earlier in this process uses them.
 
         Raises:
-            PatcherError: when measuring, whatever kept a patch out.
+            PatcherError: with `PATCHER_STRICT`, the reason why a patch was not installed.
         """
         switches = Switches.read()
         if self.active is not None and switches == self._switches:
@@ -58,13 +59,15 @@ class Plugin:
         self._switches = switches
         known: dict[str, Any] = sources.module("vllm.envs").environment_variables
         if digests := self.active.digests:
-            # `envs.compile_factors` hashes every entry of this table: compiled code of another
-            # patch, or of none, lies in another folder
+            # `envs.compile_factors` hashes every entry of this table, so compiled code with other
+            # patches, or without any, lies in another folder
             known[FACTOR] = lambda: digests
         for item in self.active.installed:
-            log.info("%s is in, at %s", item.patch.manifest.id, item.patch.manifest.target.point)
+            manifest = item.patch.manifest
+            log.info("%s is installed at %s", manifest.id, manifest.target.point)
 
     def leave(self) -> None:
+        """Remove all patches; idempotent."""
         if self.active is not None:
             sources.module("vllm.envs").environment_variables.pop(FACTOR, None)
             active, self.active = self.active, None
@@ -72,20 +75,23 @@ class Plugin:
 
 
 def hook() -> Plugin | None:
-    """The plugin of this process, which waits from now on; None where it cannot.
+    """Install the plugin of this process.
+
+    Returns:
+        The plugin; None if it cannot be installed.
 
     Raises:
-        PatcherError: when measuring, why it cannot.
+        PatcherError: with `PATCHER_STRICT`, the reason why it cannot be installed.
     """
     try:
         worker = sources.module("vllm.v1.worker.worker_base").WorkerWrapperBase
-        found: Plugin | None = getattr(worker.init_device, "plugin", None)
-        if found is None:
-            found = Plugin()
-            found.install()
+        plugin: Plugin | None = getattr(worker.init_device, "plugin", None)
+        if plugin is None:
+            plugin = Plugin()
+            plugin.install()
     except (PatcherError, AttributeError) as error:
         if Switches.read().strict:
             raise
-        log.error("no patch is in, this vLLM's workers start in another way: %s", error)
+        log.error("no patch is installed, this vLLM starts its workers differently: %s", error)
         return None
-    return found
+    return plugin

@@ -1,4 +1,4 @@
-"""What every patch point of vLLM is: a name, the parts that were read, and functions replaced."""
+"""The common part of vLLM's patch points: names, fingerprints and restoring functions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class VllmPoint(ABC):
     name: ClassVar[str]
     op: ClassVar[str]
     parts: ClassVar[tuple[str, ...]]
-    """Source text that it replaces or relies on: `module:attribute`."""
+    """The code that it replaces or relies on, as `module:attribute`."""
     wants: ClassVar[Mapping[str, str]] = {}
-    """Arguments of `LLM` without which vLLM never comes there, where it is told otherwise."""
+    """Arguments of `LLM` that make vLLM run the patched code."""
 
     def __init__(self, target: Any = None) -> None:
-        """Takes no target: classes and modules are patched, before models are built of them."""
+        """Prepare the point; `target` is unused, since classes and modules are patched."""
         self._swaps: list[AttributePatch] = []
-        """What is in."""
+        """The installed replacements."""
 
     @classmethod
     def fingerprint(cls) -> str:

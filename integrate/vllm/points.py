@@ -1,4 +1,4 @@
-"""The patch points of vLLM 0.25.1 by name; what is imported here imports no vLLM."""
+"""The patch points of vLLM 0.25.1 by name; importing them does not import vLLM."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ POINTS: dict[str, type[VllmPoint]] = {
 
 
 def main() -> None:
-    """`python -m patcher.integrate.vllm.points`: digests of the installed vLLM, once read."""
+    """`python -m patcher.integrate.vllm.points`: write digests of the installed, reviewed vLLM."""
     names = sorted({name for point in POINTS.values() for name in point.parts})
     if gone := [name for name in names if not sources.text(name)]:
-        raise VerificationError(f"this vLLM has no {', '.join(gone)}", "read how it does that now")
+        raise VerificationError(f"this vLLM has no {', '.join(gone)}", "adapt the patch points")
     digests = {name: sources.short(name) for name in names}
     sources.DIGESTS.write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
 

@@ -1,12 +1,12 @@
-"""gpt-oss attention in vLLM: rotary embedding and the write into the paged KV cache, in one call.
+"""gpt-oss attention in vLLM: rotary embedding and the write to the paged KV cache, in one call.
 
-vLLM rotates in compiled code and writes in an operator of its own, `vllm::unified_kv_cache_update`,
-which finds cache and slots of a layer by its name. Here `OAIAttention.forward` hands query, key and
-value as they come from the projection to one operator that does both, and then calls
-`vllm::unified_attention_with_output` as `Attention.forward` does.
+vLLM rotates in compiled code and writes in a separate operator, `vllm::unified_kv_cache_update`,
+which finds a layer's cache and slots by its name. The patched `OAIAttention.forward` passes query,
+key and value from the projection to one operator that does both. It then calls
+`vllm::unified_attention_with_output`, as `Attention.forward` does.
 
-Where vLLM cuts its graphs at the write (piecewise mode), it must cut at this operator too: slots
-are looked up by Python, which a recorded piece would not run again. `should_split` says so.
+If vLLM splits its graphs at the write (piecewise mode), it must also split at this operator, since
+Python looks up the slots and does not run during replay. The patched `should_split` does that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WRITE = "vllm::unified_kv_cache_update"
 
 
 class RopeKvUpdate(VllmPoint):
-    """Layers of `OAIAttention` that are built while it is in, on FlashAttention's own cache."""
+    """Layers of `OAIAttention` built while it is installed, with FlashAttention's own cache."""
 
     name: ClassVar[str] = "gpt_oss.attention"
     op: ClassVar[str] = "rope_kv_update"
@@ -62,7 +62,7 @@ class RopeKvUpdate(VllmPoint):
 
     def install(self, kernel: Dispatcher) -> None:
         self.find()
-        # by layer's name, its rotation, held weakly: the model may go before the patch does
+        # weak references to rotations by layer name, since the model may be freed before the patch
         layers: dict[str, Any] = {}
         operator = self._register(kernel, layers)
         init, forward, should_split = self._swaps = self._targets()
@@ -86,14 +86,14 @@ class RopeKvUpdate(VllmPoint):
         ]
 
     def _register(self, kernel: Dispatcher, layers: dict[str, Any]) -> Any:
-        """`patcher::rope_kv_update_<digest>`: as vLLM's operators, with a layer's name."""
+        """Register `patcher::rope_kv_update_<digest>`, which takes a layer's name like vLLM's."""
         torch_utils = sources.module("vllm.utils.torch_utils")
         run = _update(kernel, layers)
 
         def fake(positions: Any, query: Any, key: Any, value: Any, layer_name: Any) -> Any:
             return torch.empty(0, device=key.device, dtype=key.dtype)
 
-        # the schema is made of these, and names in quotes would be looked up in vLLM
+        # the schema is built from these; vLLM would look up names in quotes
         run.__annotations__ = {
             **dict.fromkeys(("positions", "query", "key", "value"), torch.Tensor),
             **{"layer_name": torch_utils.LayerNameType, "return": torch.Tensor},
@@ -112,7 +112,7 @@ class RopeKvUpdate(VllmPoint):
 
 
 def _remembering(original: Any, layers: dict[str, Any], kernel: Dispatcher) -> Any:
-    """`__init__` that keeps the layers whose rotation and cache the contract is about."""
+    """An `__init__` that collects the layers whose rotation and cache match the contract."""
 
     def __init__(layer: Any, *args: Any, **more: Any) -> None:
         original(layer, *args, **more)
@@ -127,7 +127,7 @@ def _remembering(original: Any, layers: dict[str, Any], kernel: Dispatcher) -> A
 
 
 def _refusal(layer: Any) -> str | None:
-    """Why a layer is left as it is, decided once, when it is built."""
+    """Why a layer stays unpatched, decided once when it is built; None if it is patched."""
     attention, rotary = layer.attn, layer.rotary_emb
     if type(attention.impl) is not sources.module(_FLASH).FlashAttentionImpl:
         return f"attention by {type(attention.impl).__name__}"
@@ -156,7 +156,7 @@ def _forward(original: Any, layers: dict[str, Any], operator: Any) -> Any:
         query = query.view(-1, attention.num_heads, attention.head_size)
         key = key.view(-1, attention.num_kv_heads, attention.head_size)
         value = value.view(-1, attention.num_kv_heads, attention.head_size)
-        # nothing may come between the two operators, or piecewise mode records an empty graph
+        # an operation between the two operators would make piecewise mode record an empty graph
         shaped = output.view(-1, attention.num_heads, attention.head_size)
         written = operator(positions, query, key, value, name)
         torch.ops.vllm.unified_attention_with_output(
@@ -174,7 +174,7 @@ def _forward(original: Any, layers: dict[str, Any], operator: Any) -> Any:
 
 
 def _update(kernel: Dispatcher, layers: dict[str, Any]) -> Any:
-    """The operator: rotate and write, by the patched kernel or else by vLLM's own two."""
+    """The operator: rotate and write, with the patched kernel or else with vLLM's two."""
     torch_utils = sources.module("vllm.utils.torch_utils")
     context = sources.module(_ATTENTION).get_attention_context
     tables: WeakKeyDictionary[Any, torch.Tensor] = WeakKeyDictionary()
@@ -186,8 +186,8 @@ def _update(kernel: Dispatcher, layers: dict[str, Any]) -> Any:
         rotary = layers[name]()
         table = tables.get(rotary)
         if table is None or table.dtype != query.dtype:
-            # vLLM rounds cosines and sines to the model's dtype; its own way of keeping them
-            # rounded would free the buffer that recorded graphs read
+            # vLLM rounds cosines and sines to the model's dtype; its own way of storing them
+            # would free the buffer that recorded graphs read
             table = tables[rotary] = rotary.cos_sin_cache.to(query.device, query.dtype)
         flat = query.flatten(1), key.flatten(1), value.flatten(1)
         positions = positions.flatten()

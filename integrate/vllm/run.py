@@ -1,7 +1,7 @@
 """One run of vLLM, as a program: `python -P -m patcher.integrate.vllm.run JSON`.
 
-The plugin puts patches in by itself, as in serving: nothing is patched here, but for `own`.
-Decodes inside a CUDA profiler range, so that nsys sees steady steps and nothing else.
+The plugin installs patches, as in serving; this program itself patches only for `own`. It decodes
+inside a CUDA profiler range, so that nsys records only steady steps.
 """
 
 from __future__ import annotations
@@ -31,47 +31,49 @@ MODES: dict[str, dict[str, Any]] = {
 }
 WARM_UP_STEPS = 4
 KV_CACHE_BYTES = 4 << 30
-"""Given, since vLLM takes what another process allocates while it measures for its own."""
+"""A fixed size, since vLLM would attribute other processes' allocations to itself."""
 OWN = "own"
-"""The patch id under which the engine's own kernel is dispatched."""
+"""The patch id for dispatching the engine's own kernel."""
 
 
 class EngineRun(Record):
-    """What to run."""
+    """The parameters of a run."""
 
     workload: Workload
     mode: Literal["eager", "piecewise", "full"]
     out: str
-    """Where the result goes."""
+    """The file for the result."""
     steps: int = 16
-    """Decode steps a window."""
+    """Decode steps per window."""
     windows: int = 1
     own: bool = False
     """Dispatch the engine's own `reduce_grouped` as if it were a patch."""
     memory_share: float = 0.6
-    """Of the GPU's memory, which must be free at the start."""
+    """Share of the GPU's memory, which must be free at the start."""
     engines: int = 1
-    """So many engines one after the other; more than one: each with a worker process of its own."""
+    """Engines to run in turn; with more than one, each has its own worker process."""
 
 
 class EngineResult(Record):
-    """What came of it."""
+    """The result of a run."""
 
     tokens: list[list[list[int]]]
-    """Greedy, by engine and request."""
+    """Greedy tokens by engine and request."""
     window_s: list[float]
+    """Duration of each window in seconds."""
     calls: dict[str, int]
-    """Of patched kernels in the windows, by patch id; receipts of this process."""
+    """Calls of patched kernels in the last engine's windows, by patch id, in this process."""
     fallbacks: dict[str, int]
-    """By patch id and reason."""
+    """Fallbacks by patch id and reason."""
 
 
 def main() -> int:
+    """Run with the parameters of the command line, and write the result."""
     plan = EngineRun.model_validate_json(sys.argv[1])
     with ExitStack() as stack:
         own = stack.enter_context(_own()) if plan.own else None
-        found = _run(plan, own)
-    Path(plan.out).write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        result = _run(plan, own)
+    Path(plan.out).write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -83,7 +85,7 @@ def _run(plan: EngineRun, own: CallCounters | None) -> EngineResult:
     for _ in range(plan.engines):
         chosen = {**MODES[plan.mode], "gpu_memory_utilization": plan.memory_share}
         chosen["kv_cache_memory_bytes"] = KV_CACHE_BYTES
-        if plan.mode != "eager":  # stock records 83 more sizes for prefill, which is not looked at
+        if plan.mode != "eager":  # by default 83 more sizes are recorded for prefill, unused here
             chosen["max_cudagraph_capture_size"] = plan.workload.batch
         engine = VllmEngine(plan.workload, chosen, one_process=plan.engines == 1)
         decoding = engine.prefill(engine.prompts(plan.workload.seed))
@@ -129,7 +131,7 @@ class _profiled:
 
 
 def _counts(own: CallCounters | None) -> dict[str, dict[str, int]]:
-    """Calls and fallbacks until now, of this process."""
+    """Calls and fallbacks of this process until now."""
     books = [own] if own is not None else []
     books += [item.book for item in activated("vllm").installed]
     receipts = [Receipt.of(book) for book in books]
@@ -144,7 +146,7 @@ def _counts(own: CallCounters | None) -> dict[str, dict[str, int]]:
 
 
 class _own:
-    """A/A: the dispatcher in front of `reduce_grouped`, with `reduce_grouped` as its kernel."""
+    """A/A: a dispatcher around `reduce_grouped` with `reduce_grouped` as its kernel."""
 
     def __enter__(self) -> CallCounters:
         matmul = sources.module("triton_kernels.matmul_ogs")

@@ -1,4 +1,4 @@
-"""One attribute of a class or a module, replaced and put back exactly."""
+"""Replace one attribute of a class or a module, and restore it exactly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from patcher.bench import UsageError, VerificationError
 
 
 class AttributePatch:
-    """`owner.name`, ours while it is in."""
+    """A replacement of `owner.name`."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
@@ -19,45 +19,52 @@ class AttributePatch:
 
     @property
     def label(self) -> str:
+        """The attribute's name for messages."""
         return f"{self.owner.__name__}.{self.name}"
 
     def must_be_the_engines(self) -> None:
-        """A fingerprint is of the text in a file, and knows nothing of a later assignment.
+        """Check that the attribute is the engine's own.
+
+        A fingerprint covers the text of a file, so it does not show a later assignment.
 
         Raises:
-            VerificationError: someone has put another function there.
+            VerificationError: other code has replaced the attribute.
         """
-        found: Any = getattr(self.owner, self.name)
-        code = getattr(found, "__code__", None)
-        package = getattr(found, "__module__", "").partition(".")[0]
+        value: Any = getattr(self.owner, self.name)
+        code = getattr(value, "__code__", None)
+        package = getattr(value, "__module__", "").partition(".")[0]
         home = Path(code.co_filename).parts if code is not None else ()
         if package not in home or package not in ("vllm", "triton_kernels"):
             raise VerificationError(
-                f"{self.label} is patched already", "take the other patch out first"
+                f"{self.label} is already patched", "remove the other patch first"
             )
 
     def install(self, replacement: Any) -> None:
-        """Raises UsageError where it is in already."""
+        """Replace the attribute.
+
+        Raises:
+            UsageError: it is already replaced.
+        """
         if self._ours is not None:
-            raise UsageError(f"{self.label} is replaced already", "remove it first")
+            raise UsageError(f"{self.label} is already replaced", "remove it first")
         self._ours = replacement
-        # so that the source text of what is here stays the engine's
+        # so that the attribute's source text stays the engine's
         replacement.__wrapped__ = self.original
         setattr(self.owner, self.name, replacement)
 
     def remove(self) -> None:
-        """Put it back; once more is the same as once.
+        """Restore the attribute; idempotent.
 
         Raises:
-            VerificationError: someone put a function of their own over ours, which stays.
+            VerificationError: other code replaced our function; its replacement stays.
         """
         if self._ours is None:
             return
         ours, self._ours = self._ours, None
         if self.owner.__dict__.get(self.name) is not ours:
             raise VerificationError(
-                f"{self.label} was patched by someone else while this patch was in",
-                "take patches out in the reverse order; start the engine again",
+                f"{self.label} was patched by other code while this patch was installed",
+                "remove patches in reverse order; restart the engine",
             )
         if self._own is None:
             delattr(self.owner, self.name)
@@ -66,7 +73,7 @@ class AttributePatch:
 
 
 def remove_all(swaps: list[AttributePatch]) -> None:
-    """Put all of them back, last first, even where one was patched over.
+    """Restore all attributes, the last first, even if one of them fails.
 
     Raises:
         VerificationError: see `AttributePatch.remove`.

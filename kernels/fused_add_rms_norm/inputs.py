@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 REGIMES = ("normal", "large", "small", "cancellation", "spikes", "ramp", "zeros")
-"""`normal` is what is timed. The others try what a kernel may take for granted."""
+"""`normal` is timed; the others test what a kernel may take for granted."""
 
 
 class Point(Protocol):
@@ -35,15 +35,15 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
             pass
         case "large":  # squares stay finite in float32, not in float16
             added, residual = added * 1e3, residual * 1e3
-        case "small":  # epsilon decides
+        case "small":  # epsilon dominates
             added, residual = added * 1e-3, residual * 1e-3
         case "cancellation":
             residual = -added + residual * 2**-6
-        case "spikes":  # one element a row carries the norm
+        case "spikes":  # one element per row dominates the norm
             column = torch.randint(0, shape[1], (shape[0], 1), generator=generator, device=device)
             added = added * 0.05
             residual = (residual * 0.05).scatter(1, column, 60.0)
-        case "ramp":  # position-coded: a swapped or skipped element shows
+        case "ramp":  # values encode positions, so a swapped or skipped element shows
             added = (
                 torch.linspace(-1.0, 1.0, shape[1], device=device).expand(shape)
                 + torch.arange(shape[0], device=device).unsqueeze(1) / 8

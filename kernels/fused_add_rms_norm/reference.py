@@ -20,7 +20,7 @@ def reference(input: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -
 
 
 def control(input: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> dict[str, Tensor]:
-    """The same with every intermediate in bfloat16: a judge that accepts this does not
+    """`reference` with every intermediate in bfloat16; a judge that accepts it does not
     discriminate.
     """
     narrow = torch.bfloat16

@@ -1,7 +1,8 @@
-"""What to beat: cuBLASLt as engines call it, and what torch.compile makes of it.
+"""Baselines: cuBLASLt as engines call it, and torch.compile.
 
-A factory takes the kind of device and gives a callable; it raises ImportError saying why it does
-not run here. A baseline writes in place, or returns (output,).
+A factory takes the device (`cpu` or `cuda`) and returns a callable. It raises ImportError with the
+reason if the baseline does not run on this machine. A baseline writes in place or returns
+(output,).
 """
 
 from __future__ import annotations
@@ -31,4 +32,4 @@ def compiled(device: str) -> Baseline:
 
 BASELINES: dict[str, Callable[[str], Baseline]] = {"eager": eager, "torch.compile": compiled}
 ACCURACY_BASELINE = "eager"
-"""Whose error against float64 a candidate's error is measured by."""
+"""The baseline whose error against float64 is the yardstick of a candidate's error."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 REGIMES = ("normal", "cancellation", "spikes", "ramp")
-"""`normal` is what is timed; generic regimes (zeros, large, NaN, ...) are the judge's."""
+"""`normal` is timed; the judge adds generic regimes (zeros, large, NaN, ...)."""
 
 
 class Point(Protocol):
@@ -34,14 +34,14 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
     match regime:
         case "normal":
             pass
-        case "cancellation":  # what one half of a sum gives, the other takes away
+        case "cancellation":  # one half of a sum cancels the other
             half = inner // 2
             x[:, half : 2 * half] = -x[:, :half]
             weight[:, half : 2 * half] = weight[:, :half] * (1 + 2**-6)
-        case "spikes":  # one element a row carries the sum
+        case "spikes":  # one element per row dominates the sum
             column = torch.randint(0, inner, (tokens, 1), generator=generator, device=device)
             x = (x * 0.05).scatter(1, column, 60.0)
-        case "ramp":  # position-coded: a swapped or skipped element shows
+        case "ramp":  # values encode positions, so a swapped or skipped element shows
             x = torch.linspace(-1.0, 1.0, inner, device=device).expand(tokens, inner).clone()
             x += torch.arange(tokens, device=device).unsqueeze(1) / 8
         case _:

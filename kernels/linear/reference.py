@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 _PARTS = 16
-"""Into so many sums the control cuts each one."""
+"""The number of parts into which the control splits each sum."""
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor, output: Tensor) -> dict[str, Tensor]:
-    """float64 value of `output`; what the buffer held before does not matter.
+    """The float64 value of `output`, whose previous contents do not matter.
 
     Args:
         x: [tokens, inner], any float dtype.
@@ -22,7 +22,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor, output: Tensor) -> dict[s
 
 
 def control(x: Tensor, weight: Tensor, bias: Tensor, output: Tensor) -> dict[str, Tensor]:
-    """The same with a running sum in bfloat16."""
+    """`reference` with a running sum in bfloat16."""
     total = bias.bfloat16().expand(output.shape)
     for left, right in zip(x.chunk(_PARTS, 1), weight.chunk(_PARTS, 1), strict=True):
         total = (total.float() + left.float() @ right.float().T).bfloat16()

@@ -1,7 +1,8 @@
-"""What to beat: TensorRT-LLM's kernel as flashinfer ships it, torch.compile, and eager.
+"""Baselines: TensorRT-LLM's kernel as flashinfer ships it, torch.compile, and eager.
 
-A factory takes the kind of device and gives a callable; it raises ImportError saying why it does
-not run here. A baseline writes in place, or returns (output,).
+A factory takes the device (`cpu` or `cuda`) and returns a callable. It raises ImportError with the
+reason if the baseline does not run on this machine. A baseline writes in place or returns
+(output,).
 """
 
 from __future__ import annotations
@@ -88,13 +89,13 @@ void finalize(tvm::ffi::TensorView rows, tvm::ffi::TensorView row_map, tvm::ffi:
 
 
 def finalize_source(text: str) -> str:
-    """A source that launches TensorRT-LLM's kernel alone, cut out of flashinfer's installed file.
+    """Source that launches only TensorRT-LLM's kernel, extracted from flashinfer's installed file.
 
-    The kernel is no public function there; launched as finalizeMoeRoutingKernelLauncher does
-    (one block a token, 256 threads, programmatic dependent launch).
+    The kernel is not public there. It is launched as in finalizeMoeRoutingKernelLauncher: one block
+    per token, 256 threads, programmatic dependent launch.
 
     Raises:
-        ImportError: the file does not hold the kernel as it was in flashinfer 0.6.13.
+        ImportError: the file does not hold the kernel of flashinfer 0.6.13.
     """
     pieces = []
     for pattern in _PIECES:
@@ -134,4 +135,4 @@ BASELINES: dict[str, Callable[[str], Baseline]] = {
     "eager": eager,
 }
 ACCURACY_BASELINE = "eager"
-"""Whose error against float64 a candidate's error is measured by."""
+"""The baseline whose error against float64 is the yardstick of a candidate's error."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 REGIMES = ("normal", "crowded", "ramp", "cancellation")
-"""`normal` is what is timed; generic regimes (zeros, large, NaN, ...) are the judge's."""
+"""`normal` is timed; the judge adds generic regimes (zeros, large, NaN, ...)."""
 
 
 class Point(Protocol):
@@ -21,7 +21,9 @@ class Point(Protocol):
 
 def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Tensor]:
     """`{"rows", "row_map", "scales", "bias", "experts", "output"}` on the generator's device in the
-    point's dtypes. The map is that of rows sorted by expert, as an engine permutes them.
+    point's dtypes.
+
+    The map is for rows sorted by expert, as an engine permutes them.
 
     Raises:
         ValueError: unknown regime.
@@ -37,11 +39,11 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
             pass
         case "crowded":  # every token chooses the same experts
             logits = logits[:1].expand(tokens, count).contiguous()
-        case "ramp":  # position-coded: a swapped or skipped element shows
+        case "ramp":  # values encode positions, so a swapped or skipped element shows
             rows = torch.linspace(-1.0, 1.0, hidden, device=device).expand_as(rows) + (
                 torch.arange(tokens * top_k, device=device).unsqueeze(1) / 8
             )
-        case "cancellation":  # a bias that takes away most of the row
+        case "cancellation":  # the bias cancels most of the row
             rows, bias = 1 + rows * 2**-6, bias * 2**-6 - 1
         case _:
             raise ValueError(f"unknown regime {regime!r}")

@@ -9,13 +9,13 @@ from torch import Tensor
 def reference(
     rows: Tensor, row_map: Tensor, scales: Tensor, bias: Tensor, experts: Tensor, output: Tensor
 ) -> dict[str, Tensor]:
-    """float64 value of `output`; what the buffer held before does not matter.
+    """The float64 value of `output`, whose previous contents do not matter.
 
     Args:
         rows: [tokens * top_k, hidden], any float dtype.
         row_map: [top_k, tokens], integers in [0, tokens * top_k).
         scales: [tokens, top_k], any float dtype.
-        bias: [experts, hidden], any float dtype, or [0, hidden]: none.
+        bias: [experts, hidden], any float dtype, or [0, hidden] for none.
         experts: [tokens, top_k], integers.
         output: [tokens, hidden], only written.
     """
@@ -25,7 +25,7 @@ def reference(
 def control(
     rows: Tensor, row_map: Tensor, scales: Tensor, bias: Tensor, experts: Tensor, output: Tensor
 ) -> dict[str, Tensor]:
-    """The same with every product and sum rounded to bfloat16."""
+    """`reference` with every product and sum rounded to bfloat16."""
     total = _summed(rows, row_map, scales, bias, experts, torch.bfloat16)
     return {"output": total.to(output.dtype)}
 

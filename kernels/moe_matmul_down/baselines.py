@@ -1,8 +1,8 @@
-"""What to beat: the kernel that vLLM ships, and eager.
+"""Baselines: the kernel that vLLM ships, and eager.
 
-A factory takes the kind of device and gives a callable; it raises ImportError saying why it does
-not run here. A baseline writes in place, or returns (output,). torch.compile is not among them: it
-has no grouped matmul of packed weights to make of this.
+A factory takes the device (`cpu` or `cuda`) and returns a callable. It raises ImportError with the
+reason if the baseline does not run on this machine. A baseline writes in place or returns
+(output,). torch.compile is missing: it has no grouped matmul of packed weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _eager(
     tile_map: Tensor,
     output: Tensor,
 ) -> tuple[Tensor]:
-    # every expert for every row: how many rows one has is not known without waiting for the GPU
+    # every expert computes every row, since the host does not know the number of rows per expert
     rows, total = x.float(), torch.zeros(output.shape, device=x.device)
     place = torch.arange(len(x), device=x.device)
     chosen = torch.searchsorted(token_offsets.long(), place, right=True) - 1
@@ -61,7 +61,7 @@ def vllm(device: str) -> Baseline:
         tile_map: Tensor,
         output: Tensor,
     ) -> None:
-        # without scatter_indx: the same kernel, and not the sum after it
+        # without scatter_indx the same kernel runs, but not the sum after it
         tables = histogram, token_offsets, tile_map
         engine(x, weights, scales, bias, tables, row_map.shape[1], output, gammas=gate_scales)
 
@@ -70,4 +70,4 @@ def vllm(device: str) -> Baseline:
 
 BASELINES: dict[str, Callable[[str], Baseline]] = {"vllm": vllm, "eager": eager}
 ACCURACY_BASELINE = "eager"
-"""Whose error against float64 a candidate's error is measured by."""
+"""The baseline whose error against float64 is the yardstick of a candidate's error."""

@@ -13,7 +13,7 @@ from torch import Tensor
 # the router and the packed weights are those of the matmul before
 _FIRST = runpy.run_path(str(Path(__file__).parent.parent / "moe_matmul_swiglu" / "inputs.py"))
 REGIMES = ("normal", "crowded", "ends", "scales")
-"""`normal` is what is timed; generic regimes (zeros, large, NaN, ...) are the judge's."""
+"""`normal` is timed; the judge adds generic regimes (zeros, large, NaN, ...)."""
 
 
 class Point(Protocol):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 STEP = 32
-"""Numbers along k that have one scale."""
+"""Numbers along k that share a scale."""
 
 
 def reference(
@@ -22,14 +22,14 @@ def reference(
     tile_map: Tensor,
     output: Tensor,
 ) -> dict[str, Tensor]:
-    """float64 value of `output`; what it held before does not matter.
+    """The float64 value of `output`, whose previous contents do not matter.
 
     Args:
         x: [rows, inner], any float dtype.
         weights: [experts, hidden / 4, 2 * inner], uint8 in Hopper's layout; scales:
             [experts, 8 for each 256 of hidden, inner], uint8; bias: [experts, hidden].
         gate_scales: [rows]; token_offsets: [experts + 1], integers.
-        row_map, histogram, tile_map: not needed here.
+        row_map, histogram, tile_map: unused.
         output: [rows, hidden], only written.
     """
     found = x.new_zeros(output.shape, dtype=torch.float64)
@@ -56,7 +56,7 @@ def control(
     tile_map: Tensor,
     output: Tensor,
 ) -> dict[str, Tensor]:
-    """The same with sums and products in bfloat16."""
+    """`reference` with sums and products in bfloat16."""
     found = output.new_zeros(output.shape)
     offsets = token_offsets.tolist()
     places = laid_out(bias.shape[1], x.shape[1], x.device)
@@ -74,8 +74,10 @@ def control(
 
 
 def laid_out(columns: int, depth: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the number (n, k) lies in Hopper's layout, each [columns * depth], int32: its half of
-    16 bits, which of the half's four it is (times 2^16), and its scale.
+    """Where each number (n, k) lies in Hopper's layout: three int32 tensors [columns * depth].
+
+    They are the index of its 16-bit half, its position among the half's four numbers (times 2^16),
+    and the index of its scale.
     """
     n = torch.arange(columns, device=device, dtype=torch.int32).unsqueeze(1)
     k = torch.arange(depth, device=device, dtype=torch.int32).unsqueeze(0)
@@ -88,8 +90,10 @@ def laid_out(columns: int, depth: int, device: torch.device) -> tuple[Tensor, Te
 
 
 def numbers(device: torch.device) -> Tensor:
-    """The four numbers of every half, float32 [4 * 2^16]: that of `which` and `half` is at
-    `which * 2^16 + half`."""
+    """The four numbers of every 16-bit half, float32 [4 * 2^16].
+
+    Number `which` of `half` is at `which * 2^16 + half`.
+    """
     half = torch.arange(1 << 16, device=device)
     codes = [half << 3 * which >> 6 & 7 for which in range(3)]
     codes.append((half >> 9 & 6) | (half >> 13 & 1))

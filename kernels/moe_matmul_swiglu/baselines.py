@@ -1,8 +1,8 @@
-"""What to beat: the kernel that vLLM ships, and eager.
+"""Baselines: the kernel that vLLM ships, and eager.
 
-A factory takes the kind of device and gives a callable; it raises ImportError saying why it does
-not run here. A baseline writes in place, or returns (output,). torch.compile is not among them: it
-has no grouped matmul of packed weights to make of this.
+A factory takes the device (`cpu` or `cuda`) and returns a callable. It raises ImportError with the
+reason if the baseline does not run on this machine. A baseline writes in place or returns
+(output,). torch.compile is missing: it has no grouped matmul of packed weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _eager(
     alpha: float,
     limit: float,
 ) -> tuple[Tensor]:
-    # every expert for every row: how many rows one has is not known without waiting for the GPU
+    # every expert computes every row, since the host does not know the number of rows per expert
     count = len(gather_index)
     rows = x[gather_index.long() // (count // len(x))].float()
     place = torch.arange(count, device=x.device)
@@ -44,17 +44,17 @@ def _eager(
 
 
 def dequantised(weights: Tensor, scales: Tensor, columns: int) -> Tensor:
-    """One expert's weights [columns, k], float32: Hopper's layout unfolded axis by axis."""
+    """One expert's weights, float32 [columns, k], unfolded from Hopper's layout axis by axis."""
     depth = weights.shape[1] // 2
     word = weights.view(torch.int32)
     fields = torch.stack([word, word << 3, word << 6], -1) >> 6
     last = (word >> 5 & 0x02000200) | (word >> 9 & 0x00060006) | (word >> 13 & 0x00010001)
     both = torch.cat((fields, last.unsqueeze(-1)), -1)
     halves = torch.stack((both, both >> 16), -1)
-    # bits 2 to 0 are the code, and bit 9 is the sign, as in a half whose number was moved by six
+    # bits 2 to 0 are the code and bit 9 is the sign, as in a half shifted by six bits
     bits = torch.arange(0x208, device=weights.device)
     code = bits & 7
-    # four times the number: 0, 2, then 4, 6, doubled with each exponent
+    # four times the number: 0, 2, then 4, 6, which double with each exponent
     size = torch.where(code < 2, code * 2, (2 + (code & 1)) << (code >> 1)).float()
     table = torch.where((bits & 0x200) != 0, -size, size) * 0.25
     number = table.index_select(0, (halves & 0x207).flatten())
@@ -72,10 +72,10 @@ def eager(device: str) -> Baseline:
 
 
 def engine(device: str) -> Callable[..., None]:
-    """`matmul_ogs` as vLLM calls it on compute capability 9.0, with tensors of the contract.
+    """`matmul_ogs` as vLLM calls it on compute capability 9.0, for tensors of the contract.
 
     Raises:
-        ImportError: why it does not run here.
+        ImportError: it does not run on this machine, with the reason.
     """
     if device != "cuda":
         raise ImportError("vLLM's kernel needs a CUDA device")
@@ -83,10 +83,10 @@ def engine(device: str) -> Callable[..., None]:
         raise ImportError("vLLM lays weights out like this for compute capability 9.0 alone")
     from vllm.utils.import_utils import has_triton_kernels
 
-    if not has_triton_kernels():  # it also gives vLLM's copy the name triton_kernels
+    if not has_triton_kernels():  # this also aliases vLLM's copy as triton_kernels
         raise ImportError("this vLLM has no triton_kernels")
-    # all by way of the module that uses them: vLLM's alias makes each file importable under two
-    # names, as two modules whose classes are not each other's
+    # import through the module that uses them: vLLM's alias makes each file importable under two
+    # names, as two modules with different classes
     from triton_kernels.matmul_ogs import FP4, PrecisionConfig, RoutingData, Storage, matmul_ogs
     from triton_kernels.matmul_ogs import Tensor as Packed
     from triton_kernels.matmul_ogs_details.opt_flags import update_opt_flags_constraints
@@ -114,7 +114,7 @@ def engine(device: str) -> Callable[..., None]:
         values = HopperMXValueLayout([experts, depth // 2, columns], mx_axis=1)
         numbers = Storage(weights.mT, values)
         scale = Storage(scales.mT, HopperMXScaleLayout(shape, mx_axis=1, num_warps=8))
-        # the second is not read where tiles are not spread over several dies
+        # the second one is read only if tiles are spread over several dies
         data = ExptData(histogram, token_offsets, {16: token_offsets}, {16: tile_map})
         matmul_ogs(
             x,
@@ -162,4 +162,4 @@ def vllm(device: str) -> Baseline:
 
 BASELINES: dict[str, Callable[[str], Baseline]] = {"vllm": vllm, "eager": eager}
 ACCURACY_BASELINE = "eager"
-"""Whose error against float64 a candidate's error is measured by."""
+"""The baseline whose error against float64 is the yardstick of a candidate's error."""

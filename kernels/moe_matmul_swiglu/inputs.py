@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 REGIMES = ("normal", "crowded", "ends", "scales", "clamped")
-"""`normal` is what is timed; generic regimes (zeros, large, NaN, ...) are the judge's."""
+"""`normal` is timed; the judge adds generic regimes (zeros, large, NaN, ...)."""
 SCALES = 118, 124
-"""Exponents, with 127 for 1: those of gpt-oss's weights lie there."""
+"""Range of the biased exponents (127 for 1) of gpt-oss's weights."""
 
 
 class Point(Protocol):
@@ -33,7 +33,7 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
     tables = routed(axes["tokens"], axes["top_k"], experts, generator, regime)
     x = torch.randn(axes["tokens"], hidden, generator=generator, device=device)
     bias = torch.randn(experts, 2 * inner, generator=generator, device=device)
-    if regime == "clamped":  # most sums lie past the limit
+    if regime == "clamped":  # most sums exceed the limit
         x *= 16.0
     rows = axes["tokens"] * axes["top_k"]
     return {
@@ -48,7 +48,7 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
 def packed(
     experts: int, columns: int, depth: int, generator: torch.Generator, regime: str
 ) -> dict[str, Tensor]:
-    """`weights` and `scales` as they lie in memory: any bits of a word are eight FP4 numbers."""
+    """`weights` and `scales` in their memory layout; any 32-bit word is eight FP4 numbers."""
     low, high = (90, 124) if regime == "scales" else SCALES
     device = generator.device
 
@@ -70,7 +70,7 @@ def packed(
 def routed(
     tokens: int, top_k: int, experts: int, generator: torch.Generator, regime: str
 ) -> dict[str, Tensor]:
-    """The tables of a router by which each token chooses `top_k` experts freely.
+    """The tables of a router in which each token chooses `top_k` experts at random.
 
     Raises:
         ValueError: unknown regime.
@@ -80,9 +80,9 @@ def routed(
     match regime:
         case "normal" | "scales" | "clamped":
             pass
-        case "crowded":  # all choose the same: full tiles, the others have none
+        case "crowded":  # all tokens choose the same experts: full tiles, empty experts
             logits[:] = logits[:1].clone()
-        case "ends":  # the first and the last expert, of which a loop may miss one
+        case "ends":  # the first and the last expert, which a loop may miss
             logits[:, 0] += 1.0
             logits[:, -1] += 2.0
         case _:

@@ -1,7 +1,8 @@
-"""What to beat: the kernel that vLLM ships, torch.compile, and eager.
+"""Baselines: the kernel that vLLM ships, torch.compile, and eager.
 
-A factory takes the kind of device and gives a callable; it raises ImportError saying why it does
-not run here. A baseline writes in place, or returns (output,).
+A factory takes the device (`cpu` or `cuda`) and returns a callable. It raises ImportError with the
+reason if the baseline does not run on this machine. A baseline writes in place or returns
+(output,).
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ Baseline = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
 
 def _eager(rows: Tensor, row_map: Tensor, scales: Tensor, output: Tensor) -> tuple[Tensor]:
-    # as transformers' integrations/moe.py ends its grouped experts: gather, weigh, sum in float32
+    # like the end of grouped experts in transformers' integrations/moe.py: gather, weigh, sum
     tokens, top_k = row_map.shape
     flat = row_map.view(-1)
     chosen = rows[:, flat.clamp(min=0).long()].float().sum(0)
     chosen = chosen.masked_fill((flat < 0).unsqueeze(1), 0.0).view(tokens, top_k, -1)
     if scales.shape[0]:
-        # a skipped choice counts nothing whatever its weight
+        # a skipped choice adds nothing, whatever its weight
         chosen = chosen * scales.float().masked_fill(row_map < 0, 0.0).unsqueeze(-1)
     return (chosen.sum(1).to(output.dtype),)
 
@@ -41,11 +42,11 @@ def vllm(device: str) -> Baseline:
         raise ImportError("vLLM's kernel needs a CUDA device")
     from vllm.utils.import_utils import has_triton_kernels
 
-    if not has_triton_kernels():  # it also gives vLLM's copy the name triton_kernels
+    if not has_triton_kernels():  # this also aliases vLLM's copy as triton_kernels
         raise ImportError("this vLLM has no triton_kernels")
     from triton_kernels.matmul_ogs import Epilogue, FusedActivation, reduce_grouped
 
-    # both as matmul_ogs passes them where the matmul has no activation (vLLM 0.25.1)
+    # as matmul_ogs passes both for a matmul without activation (vLLM 0.25.1)
     plain = (FusedActivation(), Epilogue())
 
     def run(rows: Tensor, row_map: Tensor, scales: Tensor, output: Tensor) -> None:
@@ -64,4 +65,4 @@ BASELINES: dict[str, Callable[[str], Baseline]] = {
     "eager": eager,
 }
 ACCURACY_BASELINE = "eager"
-"""Whose error against float64 a candidate's error is measured by."""
+"""The baseline whose error against float64 is the yardstick of a candidate's error."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 REGIMES = ("normal", "skipped", "ramp", "cancellation")
-"""`normal` is what is timed; generic regimes (zeros, large, NaN, ...) are the judge's."""
+"""`normal` is timed; the judge adds generic regimes (zeros, large, NaN, ...)."""
 
 
 class Point(Protocol):
@@ -22,7 +22,7 @@ class Point(Protocol):
 def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Tensor]:
     """`{"rows", "row_map", "scales", "output"}` on the generator's device in the point's dtypes.
 
-    Each choice of a token has a row of its own, in an order drawn at random.
+    Each choice of a token has its own row, in random order.
 
     Raises:
         ValueError: unknown regime.
@@ -37,15 +37,15 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
     match regime:
         case "normal":
             pass
-        case "skipped":  # some choices, and all of one token, are other nodes' or padding
+        case "skipped":  # some choices, and all of one token, are padding or belong to other nodes
             away = torch.rand(tokens * top_k, generator=generator, device=device) < 0.3
             away[:top_k] = True
-            away |= (order == 0) | (order == count - 1)  # where a clamped or a wrapped -1 reads
+            away |= (order == 0) | (order == count - 1)  # where a clamped or wrapped -1 would read
             unread = torch.ones(count, dtype=torch.bool, device=device)
             unread[order[~away]] = False
             rows[:, unread] = math.nan
             order = order.masked_fill(away, -1)
-        case "ramp":  # position-coded: a swapped or skipped element shows
+        case "ramp":  # values encode positions, so a swapped or skipped element shows
             rows = (
                 torch.linspace(-1.0, 1.0, hidden, device=device).expand_as(rows)
                 + torch.arange(count, device=device).unsqueeze(1) / 8

@@ -7,19 +7,19 @@ from torch import Tensor
 
 
 def reference(rows: Tensor, row_map: Tensor, scales: Tensor, output: Tensor) -> dict[str, Tensor]:
-    """float64 value of `output`; what the buffer held before does not matter.
+    """The float64 value of `output`, whose previous contents do not matter.
 
     Args:
         rows: [splits, expert_rows, hidden], any float dtype.
         row_map: [tokens, top_k], integers; -1 is skipped.
-        scales: [tokens, top_k], any float dtype, or [0, top_k]: all 1.
+        scales: [tokens, top_k], any float dtype, or [0, top_k] for all 1.
         output: [tokens, hidden], only written.
     """
     return {"output": _summed(rows, row_map, scales, torch.float64)}
 
 
 def control(rows: Tensor, row_map: Tensor, scales: Tensor, output: Tensor) -> dict[str, Tensor]:
-    """The same with every product and sum rounded to bfloat16."""
+    """`reference` with every product and sum rounded to bfloat16."""
     return {"output": _summed(rows, row_map, scales, torch.bfloat16).to(output.dtype)}
 
 

@@ -1,7 +1,8 @@
-"""What to beat: the routing that vLLM ships, torch.compile, and eager.
+"""Baselines: the routing that vLLM ships, torch.compile, and eager.
 
-A factory takes the kind of device and gives a callable; it raises ImportError saying why it does
-not run here. A baseline returns what the contract says is written, in contract order.
+A factory takes the device (`cpu` or `cuda`) and returns a callable. It raises ImportError with the
+reason if the baseline does not run on this machine. A baseline returns the written tensors in the
+order of the contract.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def _eager(
 ) -> tuple[Tensor, ...]:
     tokens, experts = logits.shape
     device, top_k = logits.device, gather_index.shape[0] // tokens
-    # a stable sort, where torch.topk leaves open which of equal logits it takes
+    # a stable sort, since torch.topk does not define the order of equal logits
     chosen = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :top_k]
     chosen = chosen.sort(1).values
     scales = torch.softmax(logits.gather(1, chosen).float(), 1).to(logits.dtype)
@@ -66,7 +67,7 @@ def vllm(device: str) -> Baseline:
         raise ImportError("vLLM's kernels need a CUDA device")
     from vllm.utils.import_utils import has_triton_kernels
 
-    if not has_triton_kernels():  # it also gives vLLM's copy the name triton_kernels
+    if not has_triton_kernels():  # this also aliases vLLM's copy as triton_kernels
         raise ImportError("this vLLM has no triton_kernels")
     from triton_kernels.routing import routing
 
@@ -74,7 +75,7 @@ def vllm(device: str) -> Baseline:
         top_k = outputs[1].shape[0] // logits.shape[0]
         data, gather, scatter = routing(logits, top_k, sm_first=False)
         expert = data.expt_data
-        # views: the engine's dictionaries hold the rows of one tensor each
+        # views: each of the engine's dictionaries holds the rows of one tensor
         return (
             data.gate_scal,
             gather.src_indx,
@@ -100,4 +101,4 @@ BASELINES: dict[str, Callable[[str], Baseline]] = {
     "eager": eager,
 }
 ACCURACY_BASELINE = "eager"
-"""Whose error against float64 a candidate's error is measured by."""
+"""The baseline whose error against float64 is the yardstick of a candidate's error."""

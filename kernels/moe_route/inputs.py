@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 REGIMES = ("normal", "tied", "crowded", "close", "last")
-"""`normal` is what is timed; generic regimes (zeros, ones, NaN, ...) are the judge's."""
+"""`normal` is timed; the judge adds generic regimes (zeros, ones, NaN, ...)."""
 
 
 class Point(Protocol):
@@ -19,8 +19,9 @@ class Point(Protocol):
 
 
 def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Tensor]:
-    """All tensors of the contract on the generator's device in the point's dtypes. Outputs hold
-    garbage: whole numbers that could be taken for right ones.
+    """All tensors of the contract on the generator's device in the point's dtypes.
+
+    Outputs hold garbage: integers that look plausible.
 
     Raises:
         ValueError: unknown regime.
@@ -37,7 +38,7 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
             logits = logits.round()
         case "crowded":  # every token chooses the same experts, tiles are full
             logits = logits * 0.01 + torch.arange(experts, device=device) % 7
-        case "close":  # the choice hangs on the last bits of a logit
+        case "close":  # the choice depends on the last bits of a logit
             logits = 1.0 + logits * 2**-8
         case "last":  # choices at either end of a row
             logits[:, 0] += 20.0

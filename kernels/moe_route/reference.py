@@ -19,13 +19,13 @@ def reference(
     tile_offsets: Tensor,
     tile_map: Tensor,
 ) -> dict[str, Tensor]:
-    """`gate_scales` in float64 and the whole numbers, in float64 too.
+    """The values of all outputs, integers included, as float64.
 
     Args:
         logits: [tokens, experts], any float dtype.
         gate_scales, gather_index, scatter_index: [tokens * top_k], only written.
         histogram: [experts]; token_offsets: [experts + 1]; tile_offsets: [4, experts + 1].
-        tile_map: [4, tiles]; what it held before does not matter.
+        tile_map: [4, tiles]; its previous contents do not matter.
     """
     top_k = len(gather_index) // len(logits)
     found = _routed(logits, top_k, tile_map.shape[1], torch.float64)
@@ -42,7 +42,7 @@ def control(
     tile_offsets: Tensor,
     tile_map: Tensor,
 ) -> dict[str, Tensor]:
-    """The same with the softmax in bfloat16, as a kernel that stays in its storage dtype has it."""
+    """`reference` with the softmax in bfloat16, like a kernel with bfloat16 arithmetic."""
     top_k = len(gather_index) // len(logits)
     found = _routed(logits, top_k, tile_map.shape[1], torch.bfloat16)
     found["gate_scales"] = found["gate_scales"].to(gate_scales.dtype)

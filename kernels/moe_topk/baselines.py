@@ -1,7 +1,8 @@
-"""What to beat: what transformers' router does, torch.compile, and eager.
+"""Baselines: transformers' router, torch.compile, and eager.
 
-A factory takes the kind of device and gives a callable; it raises ImportError saying why it does
-not run here. A baseline writes in place, or returns (scores, experts).
+A factory takes the device (`cpu` or `cuda`) and returns a callable. It raises ImportError with the
+reason if the baseline does not run on this machine. A baseline writes in place or returns (scores,
+experts).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Baseline = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 def _eager(logits: Tensor, scores: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-    # a stable sort, where torch.topk leaves open which of equal logits it takes
+    # a stable sort, since torch.topk does not define the order of equal logits
     order = torch.sort(logits, dim=1, descending=True, stable=True)
     top_k = scores.shape[1]
     softmax = torch.softmax(order.values[:, :top_k].float(), 1)
@@ -48,4 +49,4 @@ BASELINES: dict[str, Callable[[str], Baseline]] = {
     "eager": eager,
 }
 ACCURACY_BASELINE = "eager"
-"""Whose error against float64 a candidate's error is measured by."""
+"""The baseline whose error against float64 is the yardstick of a candidate's error."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 REGIMES = ("normal", "tied", "close", "ends")
-"""`normal` is what is timed; generic regimes (zeros, ones, NaN, ...) are the judge's."""
+"""`normal` is timed; the judge adds generic regimes (zeros, ones, NaN, ...)."""
 
 
 class Point(Protocol):
@@ -19,8 +19,9 @@ class Point(Protocol):
 
 
 def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Tensor]:
-    """`{"logits", "scores", "experts"}` on the generator's device in the point's dtypes. What is
-    written holds garbage: whole numbers that could be taken for right ones.
+    """`{"logits", "scores", "experts"}` on the generator's device in the point's dtypes.
+
+    Outputs hold garbage: integers that look plausible.
 
     Raises:
         ValueError: unknown regime.
@@ -34,7 +35,7 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
             logits = 2.0 * logits
         case "tied":  # few values: most rows have equal logits at the border
             logits = logits.round()
-        case "close":  # the choice hangs on the last bits of a logit
+        case "close":  # the choice depends on the last bits of a logit
             logits = 1.0 + logits * 2**-8
         case "ends":  # choices at either end of a row
             logits[:, 0] += 20.0

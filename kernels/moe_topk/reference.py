@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def reference(logits: Tensor, scores: Tensor, experts: Tensor) -> dict[str, Tensor]:
-    """`scores` in float64 and the whole numbers of `experts`, in float64 too.
+    """The values of `scores` and `experts`, both as float64.
 
     Args:
         logits: [tokens, n_experts], any float dtype.
@@ -18,7 +18,7 @@ def reference(logits: Tensor, scores: Tensor, experts: Tensor) -> dict[str, Tens
 
 
 def control(logits: Tensor, scores: Tensor, experts: Tensor) -> dict[str, Tensor]:
-    """The same with the softmax in bfloat16, as a kernel that stays in its storage dtype has it."""
+    """`reference` with the softmax in bfloat16, like a kernel with bfloat16 arithmetic."""
     found = _chosen(logits, scores.shape[1], torch.bfloat16)
     return {"scores": found["scores"].to(scores.dtype), "experts": found["experts"]}
 

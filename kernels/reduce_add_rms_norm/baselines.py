@@ -1,8 +1,8 @@
-"""What to beat: vLLM's two kernels, with its norm or flashinfer's; torch.compile, and eager.
+"""Baselines: vLLM's two kernels, with its norm or flashinfer's, torch.compile, and eager.
 
-A factory takes the kind of device and gives a callable; it raises ImportError saying why it does
-not run here. A baseline writes in place, or returns (residual, output) as an engine's functional
-code would.
+A factory takes the device (`cpu` or `cuda`) and returns a callable. It raises ImportError with the
+reason if the baseline does not run on this machine. A baseline writes in place, or returns
+(residual, output) as an engine's functional code does.
 """
 
 from __future__ import annotations
@@ -73,4 +73,4 @@ BASELINES: dict[str, Callable[[str], Baseline]] = {
     "eager": eager,
 }
 ACCURACY_BASELINE = "eager"
-"""Whose error against float64 a candidate's error is measured by."""
+"""The baseline whose error against float64 is the yardstick of a candidate's error."""

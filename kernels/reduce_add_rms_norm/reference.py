@@ -14,7 +14,7 @@ def reference(
     output: Tensor,
     epsilon: float,
 ) -> dict[str, Tensor]:
-    """float64 values of `residual` and `output`; what `output` held before does not matter.
+    """The float64 values of `residual` and `output`; previous contents of `output` do not matter.
 
     Args:
         rows: [expert_rows, hidden], any float dtype.
@@ -35,7 +35,7 @@ def control(
     output: Tensor,
     epsilon: float,
 ) -> dict[str, Tensor]:
-    """The same with every sum and product in bfloat16."""
+    """`reference` with every sum and product in bfloat16."""
     found = _normed(rows, row_map, residual, weight, epsilon, torch.bfloat16)
     return {name: value.to(output.dtype) for name, value in found.items()}
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 REGIMES = ("normal", "ramp", "quarters")
-"""`normal` is what is timed; generic regimes (zeros, large, NaN, ...) are the judge's."""
+"""`normal` is timed; the judge adds generic regimes (zeros, large, NaN, ...)."""
 
 _POSITIONS = 131072
 _BASE = 150000.0
 _SCALE = 1.3466
-"""Of gpt-oss: length, base of the frequencies, YaRN's factor on cosines and sines."""
+"""gpt-oss: length, base of the frequencies, YaRN's factor on cosines and sines."""
 
 
 class Point(Protocol):
@@ -42,10 +42,10 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
     match regime:
         case "normal":
             pass
-        case "ramp":  # position-coded: a swapped head or half shows
+        case "ramp":  # values encode positions, so a swapped head or half shows
             query = torch.linspace(-1.0, 1.0, query.numel(), device=device).view(q_shape)
             key = torch.linspace(1.0, 2.0, key.numel(), device=device).view(k_shape)
-        case "quarters":  # whole turns of a quarter: cosine or sine is nothing
+        case "quarters":  # multiples of a quarter turn: cosine or sine is 0
             angles = (at % 4) * torch.full_like(half, torch.pi / 2)
         case _:
             raise ValueError(f"unknown regime {regime!r}")

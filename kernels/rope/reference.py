@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def reference(query: Tensor, key: Tensor, cos_sin: Tensor) -> dict[str, Tensor]:
-    """float64 values of `query` and `key`.
+    """The float64 values of `query` and `key`.
 
     Args:
         query: [tokens, q_heads, head_dim], any float dtype.
@@ -19,7 +19,7 @@ def reference(query: Tensor, key: Tensor, cos_sin: Tensor) -> dict[str, Tensor]:
 
 
 def control(query: Tensor, key: Tensor, cos_sin: Tensor) -> dict[str, Tensor]:
-    """The same with every product and sum rounded to bfloat16."""
+    """`reference` with every product and sum rounded to bfloat16."""
     narrow = torch.bfloat16
     return {
         "query": _turned(query, cos_sin, narrow).to(query.dtype),

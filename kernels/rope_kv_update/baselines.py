@@ -1,8 +1,8 @@
-"""What to beat: vLLM's two kernels, flashinfer's rotation with vLLM's write, torch.compile, eager.
+"""Baselines: vLLM's two kernels, flashinfer's rotation with vLLM's write, torch.compile, eager.
 
-A factory takes the kind of device and gives a callable; it raises ImportError saying why it does
-not run here. All write in place; the engines' kernels rotate the key in place, too, which saves
-them a buffer and a candidate may not do.
+A factory takes the device (`cpu` or `cuda`) and returns a callable. It raises ImportError with the
+reason if the baseline does not run on this machine. All write in place. The engines' kernels also
+rotate the key in place, which saves a buffer; a candidate may not do that.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def _rotated(
 
 
 def _write(key: Tensor, value: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
-    # padding writes what another token writes, to the same place: no mask, whose size the host
-    # would have to wait for; where all is padding, the last place gets what it holds
+    # padding repeats another token's write, since the host would wait for the size of a mask;
+    # if all slots are padding, the last place is written with its own contents
     blocks, _, block_size = kv_cache.shape[:3]
     best = slots.argmax()
     source = torch.where(slots >= 0, torch.arange(len(slots), device=slots.device), best)
     target = slots[source] % (blocks * block_size)
     block, offset = target // block_size, target % block_size
-    some = (slots.max() >= 0).view(1, 1, 1)  # an index of no dimensions would be waited for
+    some = (slots.max() >= 0).view(1, 1, 1)  # the host would wait for a 0-d index
     for plane, new in zip(kv_cache.unbind(1), (key, value), strict=True):
-        old = plane[block, offset]  # a number among the indices would be copied from the host
+        old = plane[block, offset]  # a Python number as index would be copied from the host
         plane[block, offset] = torch.where(some, new.view(old.shape)[source], old)
 
 
@@ -68,7 +68,7 @@ def eager(device: str) -> Baseline:
 
 
 def compiled(device: str) -> Baseline:
-    # the rotation alone, as engines compile it; Inductor refuses to write into views of one buffer
+    # only the rotation, as engines compile it; Inductor refuses to write to views of one buffer
     return _with(torch.compile(_rotated, dynamic=True))
 
 
@@ -122,7 +122,7 @@ def vllm(device: str) -> Baseline:
 
 
 def flashinfer(device: str) -> Baseline:
-    write = _vllm_write(device)  # flashinfer's own write knows page tables, not slots
+    write = _vllm_write(device)  # flashinfer's own write takes page tables, not slots
     from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace
 
     def run(
@@ -152,4 +152,4 @@ BASELINES: dict[str, Callable[[str], Baseline]] = {
     "eager": eager,
 }
 ACCURACY_BASELINE = "eager"
-"""Whose error against float64 a candidate's error is measured by."""
+"""The baseline whose error against float64 is the yardstick of a candidate's error."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 REGIMES = ("normal", "padding", "all_padding", "prefill", "ends", "ramp")
-"""`normal` is what is timed: one token of each of many requests, wherever its block lies."""
+"""`normal` is timed: one token from each of many requests, in scattered blocks."""
 _BASE, _FACTOR, _ORIGINAL, _FAST, _SLOW = 150000.0, 32.0, 4096, 32.0, 1.0
 """gpt-oss: rope theta, YaRN's factor, original context, beta_fast and beta_slow."""
 
@@ -44,21 +44,21 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
     match regime:
         case "normal":
             pass
-        case "padding":  # some, and the last, as a graph for more tokens has them
+        case "padding":  # some slots, and the last ones, as in a graph for more tokens
             away = torch.rand(tokens, generator=generator, device=device) < 0.3
             away[-1] = True
             slots = slots.masked_fill(away, -1)
         case "all_padding":  # as in a profiling run
             slots = torch.full_like(slots, -1)
-        case "prefill":  # tokens one after the other
+        case "prefill":  # consecutive tokens
             slots = torch.arange(tokens, device=device) + (places - tokens) // 2
             at = torch.arange(tokens, device=device) % axes["positions"]
-        case "ends":  # the first and the last of the table and of the cache
+        case "ends":  # the first and the last entry of the table and of the cache
             at = torch.where(at % 2 == 0, 0, axes["positions"] - 1)
             slots = slots.clone()
             slots[0] = places - 1
             slots[1:] = torch.arange(tokens - 1, device=device)
-        case "ramp":  # position-coded: a swapped head or half shows
+        case "ramp":  # values encode positions, so a swapped head or half shows
             query = torch.linspace(-1.0, 1.0, q_size, device=device).expand_as(query)
             key = torch.linspace(1.0, 2.0, kv_size, device=device).expand_as(key)
             value = torch.linspace(-2.0, -1.0, kv_size, device=device).expand_as(value)
@@ -77,7 +77,7 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
 
 
 def yarn(positions: int, head_dim: int, device: torch.device) -> Tensor:
-    """float32 [positions, head_dim]: cosines, then sines, of YaRN's frequencies, times its scale
+    """Cosines, then sines, of YaRN's frequencies, times its scale, float32 [positions, head_dim]
     (Peng et al. 2023, "YaRN", sections 3.2 to 3.4; as transformers computes it for gpt-oss).
     """
     half = torch.arange(0, head_dim, 2, dtype=torch.float64)

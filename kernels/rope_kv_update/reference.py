@@ -1,4 +1,4 @@
-"""rope_kv_update in plain PyTorch: the float64 reference, what must stay, and the control."""
+"""rope_kv_update in plain PyTorch: reference, unchanged elements and control."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def reference(
     slots: Tensor,
     kv_cache: Tensor,
 ) -> dict[str, Tensor]:
-    """float64 values of `query` and of the whole `kv_cache`.
+    """The float64 values of `query` and of the whole `kv_cache`.
 
     Args:
         positions, slots: [tokens], integers; a slot of -1 is padding.
         query: [tokens, q_heads * head_dim], any float dtype.
         key, value: [tokens, kv_heads * head_dim], any float dtype.
-        bias: [(q_heads + 2 * kv_heads) * head_dim], or [0]: none.
+        bias: [(q_heads + 2 * kv_heads) * head_dim], or [0] for none.
         cos_sin: [positions, head_dim], cosines then sines.
         kv_cache: [blocks, 2, block_size, kv_heads, head_dim], keys at 0, values at 1.
     """
@@ -40,7 +40,7 @@ def control(
     slots: Tensor,
     kv_cache: Tensor,
 ) -> dict[str, Tensor]:
-    """The same with every product and sum rounded to bfloat16; what stays, stays."""
+    """`reference` with products and sums rounded to bfloat16; other elements are unchanged."""
     narrow = torch.bfloat16
     found = _computed(positions, query, key, value, bias, cos_sin, slots, kv_cache, narrow)
     cache = found["kv_cache"].to(kv_cache.dtype)
@@ -52,7 +52,7 @@ def control(
 
 
 def kept(slots: Tensor, kv_cache: Tensor, **others: Tensor) -> dict[str, Tensor]:
-    """Which elements of `kv_cache` no slot names."""
+    """A mask of the elements of `kv_cache` that no slot refers to."""
     blocks, _, block_size, _, _ = kv_cache.shape
     stays = torch.ones(blocks * block_size, dtype=torch.bool, device=kv_cache.device)
     stays[slots[slots >= 0]] = False

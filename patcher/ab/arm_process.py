@@ -25,7 +25,7 @@ from patcher.bench import PatcherError, Record, Shape, relayed
 from patcher.bench.ab.processes import ProcessMemory, TooLateError
 from patcher.bench.ab.windows import Taken
 from patcher.bench.machine.environment import engine_environment
-from patcher.integrate import Patch, Receipt, switching_on
+from patcher.integrate import Patch, Receipt, patch_environment
 
 LOAD_S = 900.0
 REPLY_S = 600.0
@@ -44,7 +44,7 @@ def arm_environment(folder: Path, patches: tuple[Patch, ...]) -> dict[str, str]:
         VerificationError: a bundle was changed, or does not fit here.
         UsageError: two patches for one patch point.
     """
-    return engine_environment() | switching_on(patches, folder / "home", folder / "receipts")
+    return engine_environment() | patch_environment(patches, folder / "home", folder / "receipts")
 
 
 class ArmProcess:

@@ -110,7 +110,7 @@ def read_tuning(path: Path, workload: Workload) -> Tuning:
     Raises:
         UsageError: there is none in the file, or it is of another model, machine or library.
     """
-    hint = "make one: patcher throughput MODEL --tune-baseline --out FILE"
+    hint = "make one: patcher throughput tune MODEL --engine vllm --out FILE"
     try:
         found = Tuning.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:

@@ -11,7 +11,7 @@ from patcher.ab.verdict import refuse_one_point_twice
 from patcher.bench import VerificationError, Workload
 from patcher.bench.machine.environment import engine_environment
 from patcher.hotspot import Profile, capture
-from patcher.integrate import Patch, Receipt, read_receipts, starting_up, switching_on
+from patcher.integrate import Patch, Receipt, patch_environment, read_receipts, startup_python_path
 from patcher.reconciling.proof import prove
 
 
@@ -41,13 +41,13 @@ def capture_patched(
     refuse_one_point_twice(patches)
     receipts = folder / "receipts"
     shutil.rmtree(receipts, ignore_errors=True)  # of an earlier capture
-    variables = switching_on(patches, scratch, receipts)
+    variables = patch_environment(patches, scratch, receipts)
     first = ""
     if workload.engine == "vllm":
         # also from a checkout, where no entry point leads to the plugin
         first = "from patcher.integrate import await_engine; await_engine('vllm')"
     else:
-        variables["PYTHONPATH"] = starting_up(engine_environment()["PYTHONPATH"])
+        variables["PYTHONPATH"] = startup_python_path(engine_environment()["PYTHONPATH"])
     profile = capture(workload, folder, progress, variables=variables, first=first)
     found = read_receipts(receipts)
     seen = profile if workload.device == "cuda" else None

@@ -76,7 +76,7 @@ def find_best_set(
     """
     patches = [Patch.load(folder) for folder in folders]
     if len(patches) < 2:
-        raise UsageError("one patch is no set", "give --patch twice or more with --best-set")
+        raise UsageError("one patch is no set", "give --patch twice or more")
     refuse_one_point_twice(patches)
     keep.mkdir(parents=True, exist_ok=True)
     of_id = dict(zip((patch.manifest.id for patch in patches), folders, strict=True))

@@ -74,6 +74,25 @@ def result_of(
     )
 
 
+def read_result(file: Path) -> ABResult:
+    """What was measured once.
+
+    Args:
+        file: an `ABResult` as JSON, as `patcher throughput compare --out` writes it; it may be
+            compressed by xz.
+
+    Raises:
+        UsageError: the file is none.
+    """
+    try:
+        return ABResult.model_validate_json(content(file))
+    except (OSError, ValidationError) as error:
+        raise UsageError(
+            f"{file} holds no verdict on patches",
+            "give the file that `patcher throughput compare --out FILE` wrote, of one verdict",
+        ) from error
+
+
 def decide_again(
     file: Path,
     patches: Sequence[Patch],
@@ -83,19 +102,12 @@ def decide_again(
     """What was measured once, held against the micro gains and decided on anew.
 
     Args:
-        file: a `ABResult` as JSON, as `patcher throughput --out` writes it; it may be compressed
-            by xz.
+        file: see `read_result`.
 
     Raises:
         UsageError: the file is none, or of other patches.
     """
-    try:
-        kept = ABResult.model_validate_json(content(file))
-    except (OSError, ValidationError) as error:
-        raise UsageError(
-            f"{file} holds no verdict on patches",
-            "give the file that `patcher throughput --patch ... --out FILE` wrote, of one verdict",
-        ) from error
+    kept = read_result(file)
     names = tuple(patch.manifest.id for patch in patches)
     if names != kept.patches:
         raise UsageError(

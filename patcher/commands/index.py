@@ -42,7 +42,7 @@ COMMANDS = {
     "worker": CommandEntry("worker", KERNELS, "Judge kernels for loops on other machines."),
     "selftest": CommandEntry("selftest", KERNELS, "Test the judge itself on this machine."),
     "models": CommandEntry("models", MODELS, "List served models, and the models that write."),
-    "throughput": CommandEntry("measuring", MODELS, "Measure patches end to end, with a verdict."),
+    "throughput": CommandEntry("throughput", MODELS, "Measure patches end to end, with a verdict."),
     "bundle": CommandEntry("bundle", PATCHES, "Judge a kernel and package it as a patch."),
     "verify": CommandEntry("patches", PATCHES, "Check that a patch fits this environment."),
     "apply": CommandEntry("patches", PATCHES, "Install a patch for its engine."),

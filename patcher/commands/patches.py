@@ -13,10 +13,10 @@ from rich.text import Text
 from patcher.bench import SCHEMA_VERSION, UsageError, VerificationError
 from patcher.commands.console import Json, Output, app, examples
 from patcher.integrate import (
+    FitReport,
     Patch,
     Receipt,
     Switches,
-    Verified,
     home_store,
     open_bundle,
     read_receipts,
@@ -201,7 +201,7 @@ def receipts(
     return 5 if problems or not all(proof.passed for proof in proofs) else 0
 
 
-def _document(found: Verified) -> dict[str, object]:
+def _document(found: FitReport) -> dict[str, object]:
     """With the error that the exit code stands for, as every command gives it."""
     document: dict[str, object] = {**found.model_dump(mode="json"), "fits": found.failure is None}
     if failure := found.failure:

@@ -121,12 +121,19 @@ def demo(as_json: Json = False) -> int:
     from patcher.settings import resolve
 
     # a recorded conversation: it neither needs what was learned nor teaches
-    asked = {"model": DEMO, "iterations": 2, "judge": "local", "memory": "off"}
+    asked = {
+        "model": DEMO,
+        "iterations": 2,
+        "judge": "local",
+        "memory": "off",
+        # more than a real run asks for: on a desktop at work, less proves nothing
+        "margin_pct": 3.0,
+    }
     settings = resolve(asked)
     workload = workload_for(DEMO_MODEL, "cpu", threads=1)
     plan = RunPlan(
         language=Language.CPP,
-        pairs=40,
+        pairs=60,
         # of 256 sequences at once: more positions than 200 steps of eight
         quality_steps=8,
         threads=1,

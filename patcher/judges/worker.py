@@ -232,7 +232,7 @@ class Worker:
             seal(self.root / "results" / name, result.files())
         except OSError as error:
             raise UsageError(
-                f"cannot write the result of {name}: {error.strerror}", "fix it and start again"
+                f"cannot write the result of {name}: {error.strerror}", "fix that and start again"
             ) from error
 
 

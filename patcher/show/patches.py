@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from patcher.integrate import FitCheck, Receipt, Verified
+from patcher.integrate import FitCheck, FitReport, Receipt
 from patcher.show.listing import ListedPatch
 
 if TYPE_CHECKING:  # it reads profiles, and applying a patch does not
@@ -26,7 +26,7 @@ def patches_table(listed: Sequence[ListedPatch]) -> Table:
     return table
 
 
-def verified_lines(found: Verified) -> Iterator[Text]:
+def verified_lines(found: FitReport) -> Iterator[Text]:
     yield Text(f"{found.id} ({found.digest[:16]})", style="bold")
     for check in found.checks:
         yield from _check_lines(check)

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.table import Table
 from rich.text import Text
 
 from patcher.ab.best_set import BestSet
 from patcher.ab.other_workloads import OtherWorkloads
+from patcher.ab.result import ABResult
 from patcher.bench import Throughput
 from patcher.bench.ab.engine_config import ConfigTrial, Tuning, words
 from patcher.bench.stats.comparison import Arm
-from patcher.show.comparison import comparison_lines
-from patcher.show.quality import clock_lines
+from patcher.show.comparison import comparison_lines, decision_lines
+from patcher.show.quality import clock_lines, quality_lines
 
 ARMS: tuple[Arm, Arm] = ("baseline", "patched")
+
+
+def result_lines(result: ABResult) -> list[Any]:
+    """What was measured of patches that were in together, and the verdict."""
+    measured = result.measured[0]
+    lines: list[Any] = [*throughput_lines(measured.throughput), *quality_lines(measured.quality)]
+    if measured.other_workloads is not None:
+        lines += other_workload_lines(measured.other_workloads)
+    for name, one in zip(result.patches, result.measured, strict=True):
+        whose = f" of {name}" if len(result.patches) > 1 else ""
+        calls = f"{one.receipt.total_calls:,} calls of the patched kernel"
+        lines.append(Text(f"receipt{whose}: {calls}"))
+    if result.took_s:
+        spent = ", ".join(f"{kind} {seconds:.0f}" for kind, seconds in result.took_s.items())
+        lines.append(Text(f"took {sum(result.took_s.values()):.0f} s: {spent}"))
+    return [*lines, *decision_lines(result.decision)]
 
 
 def throughput_lines(found: Throughput) -> list[Text | Table]:

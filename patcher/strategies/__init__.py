@@ -18,7 +18,7 @@ from patcher.strategies.refine import Refine
 from patcher.strategies.sample import IndependentSamples, Single
 
 STRATEGIES = {
-    "refine": "one candidate at a time: mend what is broken, then improve the best",
+    "refine": "one candidate at a time: repair what is broken, then improve the best",
     "single": "one question, one candidate",
     "sample": "independent answers to one question, --width at a time",
     "beam": "the best --width designs, told apart by structure, improved side by side",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from patcher.attempts.history import CandidateRequest, IterationResult
-from patcher.strategies.designs import designs, fruitless, to_mend
+from patcher.strategies.designs import designs, fruitless, pending_repairs
 
 PATIENCE = 3
 """Candidates made of one design without a gain, after which others come first."""
 
 
 class Beam:
-    """`width` candidates a round: what broke is mended once, then the best designs that differ in
+    """`width` candidates a round: what broke is repaired once, then the best designs that differ in
     structure are improved, and what is left of the width goes to new designs."""
 
     name = "beam"
@@ -22,7 +22,7 @@ class Beam:
 
     def next(self, tried: Sequence[IterationResult], left: int) -> tuple[CandidateRequest, ...]:
         count = min(self.width, left)
-        asks = to_mend(tried)[:count]
+        asks = pending_repairs(tried)[:count]
         # One that has brought nothing for long goes behind the others; it stays the best.
         known = designs(tried, 2 * self.width)
         beam = sorted(known, key=lambda one: fruitless(one, tried) >= PATIENCE)[: self.width]

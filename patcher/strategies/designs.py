@@ -1,4 +1,4 @@
-"""Designs among the attempts: the best of each structure, and what the last round left to mend."""
+"""Designs among the attempts: the best of each structure, and the repairs that are due."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def designs(tried: Iterable[IterationResult], most: int) -> list[IterationResult
     return [one for one, _ in chosen]
 
 
-def to_mend(tried: Sequence[IterationResult]) -> list[CandidateRequest]:
+def pending_repairs(tried: Sequence[IterationResult]) -> list[CandidateRequest]:
     """One repair for each candidate of the last round that broke, and one more try for each reply
-    that held none; what was mended once is left."""
+    that held none; what was repaired once is left."""
     if not tried:
         return []
     asks = []

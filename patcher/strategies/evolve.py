@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 
 from patcher.attempts.history import CandidateRequest, IterationResult, best_of, rounds
-from patcher.strategies.designs import designs, to_mend
+from patcher.strategies.designs import designs, pending_repairs
 
 POPULATION = 6
 """Designs that live on an island: the best of each structure."""
@@ -34,7 +34,7 @@ class Evolve:
 
     def next(self, tried: Sequence[IterationResult], left: int) -> tuple[CandidateRequest, ...]:
         count = min(self.width, left)
-        asks = to_mend(tried)[:count]
+        asks = pending_repairs(tried)[:count]
         populations = [designs(each, POPULATION) for each in self.residents(tried)]
         for child in range(len(tried) + len(asks), len(tried) + count):
             island = child % self.islands

@@ -1,4 +1,5 @@
-"""Do verdicts hold on this machine? Many trials of patches whose right verdict is known, from few
-starts of the engine: `trial.py` what one is and what many say, `driver.py` takes them, `folder.py`
-keeps them, and
-`python -m patcher.bench.lab.trials.verdict_trials OUT` does all of it on a GPU host."""
+"""Trials of verdicts: many comparisons with a known correct verdict, from few engine starts.
+
+`trial.py` defines a trial and their summary, `driver.py` runs trials, and `folder.py` stores them.
+`python -m patcher.bench.lab.trials.verdict_trials OUT` does all of it on a GPU host.
+"""

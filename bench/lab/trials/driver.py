@@ -228,7 +228,7 @@ class Driver:
         self._say(f"{kind} trial {number + 1}: {said}, {found.seconds:.1f} s")
 
     def _step_s(self, clocks: ClockMonitor) -> float:
-        """Of a decode step without a delay."""
+        """Seconds of a decode step without a delay."""
         if self.folder.repeats:
             return min(one.step_s for one in self.folder.repeats)
         steps = self.setting.workload.output_len

@@ -1,0 +1,68 @@
+"""The profiled program marks what it does: NVTX ranges without CUDA, seen by whoever listens."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import nvtx
+import pytest
+from patch_sample import TINY
+
+from patcher.hotspot import target
+from patcher.hotspot.capture import ERROR
+
+
+class Listener:
+    """In place of a profiler: the ranges as they are opened and closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open: list[str] = []
+        self.paths: list[tuple[str, ...]] = []
+        monkeypatch.setattr(nvtx, "push_range", self.push)
+        monkeypatch.setattr(nvtx, "pop_range", self.pop)
+
+    def push(self, name: str) -> None:
+        self.open.append(name)
+        self.paths.append(tuple(self.open))
+
+    def pop(self) -> None:
+        self.open.pop()
+
+
+def run(monkeypatch: pytest.MonkeyPatch, out: Path, steps: int) -> int:
+    arguments = ["target", TINY.model_dump_json(), str(out), str(steps), "torch"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    return target.main()
+
+
+def test_a_cpu_profile_is_marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    heard = Listener(monkeypatch)
+    assert run(monkeypatch, tmp_path / "rows.json", 3) == 0
+    assert heard.open == []
+    assert heard.paths[0] == ("decode",)
+    assert [path for path in heard.paths if path[-1] == "step"] == 3 * [("decode", "step")]
+    layer = ("decode", "step", "module::GptOssDecoderLayer")
+    norms = [path for path in heard.paths if path[-1] == "module::GptOssRMSNorm"]
+    layers = [path for path in heard.paths if path == layer]
+    assert len(norms) == 2 * len(layers) + 3, "two in each layer, and the last one of each step"
+    assert (*layer, "module::GptOssRMSNorm") in norms
+    rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    assert rows["steps"] == 3
+    [norm] = [row for row in rows["rows"] if "GptOssRMSNorm" in row["name"]]
+    assert norm["instances"] == len(norms)
+
+
+def test_ranges_need_no_profiler() -> None:
+    with target.nvtx_range("decode"):
+        pass
+
+
+def test_without_the_package_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+    assert run(monkeypatch, tmp_path / "rows.json", 1) == 3
+    told = json.loads(capsys.readouterr().err.splitlines()[-1].removeprefix(ERROR))
+    assert told["hint"] == "pip install 'patcher[profile]'"
