@@ -150,7 +150,7 @@ def source_digest(*parts: Any) -> Fingerprint:
             text = source_text(part)
         except (OSError, TypeError) as error:
             raise VerificationError(
-                f"{name} has no source text", "take out whatever replaced it first"
+                f"{name} has no source text", "remove what replaced it first"
             ) from error
         texts[name if name not in texts else f"{part.__module__}.{name}"] = text
     found = Fingerprint(hashlib.sha256("".join(texts.values()).encode()).hexdigest())

@@ -123,7 +123,7 @@ def execute(
         share = f"{spot.share_pct:.1f} % of the profile" if spot else "not in the profile"
         say(f"profile: {len(profile.kernels)} kernels; op {op_name}: {share}")
     if op_name is None:
-        raise UsageError("no op to work on", "name one, or run the whole path of a model")
+        raise UsageError("no op was named", "name one, or run the whole path of a model")
 
     on_gpu = workload is not None and workload.device == "cuda"
     search = search_kernel(

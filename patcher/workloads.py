@@ -27,7 +27,7 @@ def workload_of(
         UsageError: an unknown engine, device, preset or kind of weights.
     """
     if engine not in ENGINES:
-        raise UsageError(f"engine {engine!r} is not driven yet", f"engines: {', '.join(ENGINES)}")
+        raise UsageError(f"engine {engine!r} is not supported", f"engines: {', '.join(ENGINES)}")
     if weights == "dummy":
         raise UsageError(
             "an engine's dummy weights are near zero: all tokens pick the same experts, decode "

@@ -337,7 +337,7 @@ def test_a_budget_that_ends_between_verdicts(tmp_path: Path) -> None:
         ) -> float | None:
             if what == "a judgement":
                 if len(seen) == 3:
-                    raise BudgetError("no time is left for a judgement", "give it more")
+                    raise BudgetError("no time is left for a judgement", "raise it")
                 seen.append(what)
             return super().time_limit(what, longest_s, clocks)
 

@@ -134,7 +134,7 @@ class TestProfile:
             patcher.profile()
         with pytest.raises(patcher.UsageError, match="go with a file"):
             patcher.profile(model="gpt-oss-tiny", window="decode")
-        with pytest.raises(patcher.UsageError, match="device is for capturing"):
+        with pytest.raises(patcher.UsageError, match="device applies only to a capture"):
             patcher.profile(SQLITE, device="cpu")
 
     def test_a_capture(self) -> None:

@@ -129,7 +129,7 @@ def test_a_job_carries_every_setting_of_the_judge() -> None:
 
 def test_what_asks_for_too_much_is_no_job(tmp_path: Path) -> None:
     judge = ExchangeJudge(tmp_path, dataclasses.replace(QUICK, pairs=10**9), "r1")
-    with pytest.raises(UsageError, match="cannot be a job"):
+    with pytest.raises(UsageError, match="this job is not valid"):
         judge.submit(NO_ENTRY)
     with pytest.raises(UsageError, match="bytes at most"):
         ExchangeJudge(tmp_path, QUICK, "r1").submit(cpp("x" * (3 << 20)))
@@ -303,12 +303,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "schema_version",
     ),
     "no manifest but JSON": (lambda f: (f / MANIFEST).write_text("{}\n"), "manifest"),
-    "a link to a file": (outside, "no plain file"),
-    "a pipe": (fifo, "no plain file"),
+    "a link to a file": (outside, "not a regular file"),
+    "a pipe": (fifo, "not a regular file"),
     "a linked folder": (linked, "no folder"),
     "another schema": (lambda f: resealed(f, schema_version=2), "schema_version"),
     "an unknown field": (lambda f: resealed(f, command="rm"), "command"),
-    "an unknown op": (lambda f: resealed(f, op="no_such_op"), "other files"),
+    "an unknown op": (lambda f: resealed(f, op="no_such_op"), "do not belong to a job"),
     "another op's digest": (lambda f: resealed(f, op_digest="0" * 64), "contract, reference"),
     "another candidate's digest": (
         lambda f: resealed(f, candidate_digest="0" * 64),

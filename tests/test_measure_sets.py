@@ -1,4 +1,4 @@
-"""Several patches, with a double for the measurement whose gains are known by set."""
+"""Combinations of patches, with a double for the measurement whose gains are known by set."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_each_alone_and_all_together(bundles: list[Path], tmp_path: Path) -> Non
         (patch.manifest.op, patch.manifest.id) for patch in patches
     ]
     [page, text, _] = write(told, tmp_path / "report")
-    assert "Several patches" in text.read_text()
+    assert "Combinations of patches" in text.read_text()
     assert "fused_add_rms_norm" in page.read_text()
     assert (told.candidate_source or "").count("==> ") == 2
 

@@ -281,8 +281,8 @@ def test_a_candidate_that_was_judged_is_bundled_on_that_verdict(cli: Cli, tmp_pa
     Path("kernel.cpp").write_text(good.source)
     words = ("bundle", OP.name, "kernel.cpp", "made", "--evaluation", "verdict.json", "--json")
     for text, said in (
-        (None, "verdict.json is no verdict: [Errno 2]"),
-        ("{}", "verdict.json is no verdict: "),
+        (None, "verdict.json is not a verdict: [Errno 2]"),
+        ("{}", "verdict.json is not a verdict: "),
         (evaluation(CANDIDATE).model_dump_json(), "a verdict on another source"),
     ):
         if text is not None:
@@ -333,7 +333,7 @@ def test_verdicts_over_several_sweeps_are_one_patch(
     assert [one.sweep for one in patch.evaluations] == ["bf16", "cpu"]
     assert "2.000x; over cpu: 2.000x" in cli("verify", "made")[1]
     code, document = cli(*words, "bf16.json", "--json")
-    assert (code, document["error"]["message"]) == (2, "two verdicts are over one sweep")
+    assert (code, document["error"]["message"]) == (2, "two verdicts are of the same sweep")
     lost = over("cpu").model_copy(
         update={"outcome": bench.Outcome.TOO_SLOW, "geomean_speedup": 0.9}
     )

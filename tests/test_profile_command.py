@@ -30,8 +30,8 @@ def test_the_table_is_the_ledger_and_says_what_to_do() -> None:
     assert "which the kernel rows add up to" in shown
     assert "4 steady steps" in shown
     everything = profile("gpt-oss-20b", "--from", EXPORT, "--top", 100).stdout
-    assert "smaller rows are left out" in shown
-    assert "smaller rows are left out" not in everything
+    assert "smaller rows are not shown" in shown
+    assert "smaller rows are not shown" not in everything
 
 
 def test_json_is_one_document_and_a_picture_is_drawn(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_two_profiles_are_compared() -> None:
     ("arguments", "said"),
     [
         (["--from", "nothing.sqlite"], "cannot read nothing.sqlite"),
-        (["--from", str(EXPORT), "--plot", "no/such/folder.svg"], "cannot draw into"),
+        (["--from", str(EXPORT), "--plot", "no/such/folder.svg"], "cannot write the plot to"),
         (["--from", str(EXPORT), "--window", "decode"], "no NVTX range 'decode'"),
         (["--from", str(SUMMARY), "--window", "decode"], "no NVTX ranges"),
         (["--compare", str(EXPORT), str(EXPORT), "--plot", "x.svg"], "--compare takes two files"),
@@ -96,4 +96,4 @@ def test_a_graph_level_trace_needs_force(tmp_path: Path) -> None:
 
 
 def test_without_a_model_there_is_nothing_to_profile() -> None:
-    assert "no model is named" in profile(code=2).stderr
+    assert "no model was named" in profile(code=2).stderr

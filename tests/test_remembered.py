@@ -321,7 +321,7 @@ def test_memory_commands(
 ) -> None:
     code, folder = command("memory", "path")
     assert (code, folder.strip()) == (0, str(tmp_path / "home/memory"))
-    assert "nothing is remembered yet" in command("memory")[1]
+    assert "memory is empty" in command("memory")[1]
     rules = tmp_path / "home/memory/rules.toml"
     rules.parent.mkdir(parents=True)
     rules.write_text('[[rule]]\nid = "mine"\ntext = "you cannot [red]sing[/]"\ncount = 7\n')

@@ -161,8 +161,8 @@ def test_verdict_words() -> None:
     )
     page = Page(render_html(sample(best=failed, reverted_identical=False)))
     assert "runtime error" in page.text
-    assert "It got to no check." in page.text
-    assert "is not what it was before the patch" in page.text
+    assert "No check ran." in page.text
+    assert "differs from the output before the patch" in page.text
 
 
 def test_write(tmp_path: Path) -> None:
@@ -182,8 +182,8 @@ def test_recorded_samples_have_no_windows() -> None:
     assert whole is not None
     bare = whole.model_copy(update={"windows": (), "control": None, "patch": None})
     page = Page(render_html(sample(throughput=bare, patch_id=None)))
-    assert "No windows were recorded" in page.text
-    assert "interleaved in one sitting" not in page.text
+    assert "The comparison has no recorded windows" in page.text
+    assert "interleaved in one session" not in page.text
     assert "recorded samples" in page.text
 
 

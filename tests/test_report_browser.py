@@ -193,7 +193,7 @@ def test_a_screen_reader_is_told_what_is_there(browser: Any, report: Path) -> No
     for chart in page.get_by_role("img").all():
         if chart.is_visible():
             assert chart.evaluate("e => e.querySelector('desc').textContent.length") > 10
-    for name in ("Accepted", "Is anything worse elsewhere?", "Where does the time go?"):
+    for name in ("Accepted", "Is any other workload slower?", "Where does the time go?"):
         assert page.get_by_role("heading", name=name, exact=True).count() == 1
     assert page.get_by_role("main").count() == 1
     assert page.get_by_role("navigation", name="The path of this run").count() == 1

@@ -49,8 +49,8 @@ def test_everything_at_once() -> None:
     assert Report.model_validate_json(render_json(report)) == report
     markdown = render_markdown(report)
     assert "| **expected** |" in markdown
-    assert "### Elsewhere" in markdown
-    assert "### Several patches" in markdown
+    assert "### Other workloads" in markdown
+    assert "### Combinations of patches" in markdown
     assert "nobody can maintain this source" in markdown
 
 

@@ -101,7 +101,7 @@ def test_a_patch_is_found_by_run_bundle_and_id(tmp_path: Path) -> None:
     assert lone.run is None
     assert lone.decision is None
     for text in ("nowhere", str(tmp_path / "none")):
-        with pytest.raises(UsageError, match="is no run, no bundle"):
+        with pytest.raises(UsageError, match="is not a run, a bundle"):
             find_subject(runs, text)
     decided(runs)
     with pytest.raises(UsageError, match="several"):
@@ -170,7 +170,7 @@ def test_the_commands(tmp_path: Path) -> None:
     shown = cli(tmp_path, "review", "latest")
     assert shown.returncode == 0, shown.stderr
     assert "the rule: accept" in shown.stdout
-    assert "no person has said anything" in shown.stdout
+    assert "no person has decided yet" in shown.stdout
     assert "later?" not in shown.stdout + shown.stderr  # no terminal, no question
     refused = cli(tmp_path, "reject", run.id, "--json")
     assert refused.returncode == 2

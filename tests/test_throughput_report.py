@@ -144,7 +144,7 @@ def test_the_patched_engine_is_profiled(bundle: Path) -> None:
     assert sorted(path.name for path in (home / "kept").iterdir()) == ["receipts", "torch.json"]
     for wrong, said in (
         (("--patch", "patch", "--engine", "vllm"), f"{name} is for transformers, not for vllm"),
-        (("--patch", "patch", "--from", "kept/torch.json"), "--patch is for capturing"),
+        (("--patch", "patch", "--from", "kept/torch.json"), "--patch applies only to a capture"),
     ):
         refused = patcher(*words[:2], *wrong, cwd=home)
         assert refused.returncode == 2

@@ -201,7 +201,9 @@ def test_a_changed_file_is_named_and_nothing_runs(
     kept = path.read_bytes()
     path.chmod(0o644)
     path.write_bytes(kept + b"\n")
-    with pytest.raises(VerificationError, match=f"not yours to edit: {name}"):
+    with pytest.raises(
+        VerificationError, match=f"changed or are missing: {name}"
+    ):
         open_workspace(folder)
     path.unlink()
     with pytest.raises(VerificationError, match=name):
@@ -218,12 +220,12 @@ def test_an_edited_manifest_or_another_op_is_refused(
         shutil.copytree(OP.folder, tmp_path / "ops" / OP.name)
         rewrite(tmp_path / "ops" / OP.name / "inputs.py", '"""', '""" ')
         patch.setenv("PATCHER_OPS", str(tmp_path / "ops"))
-        with pytest.raises(VerificationError, match="another one by now"):
+        with pytest.raises(VerificationError, match="has changed since"):
             open_workspace(folder)
     rewrite(folder / "workspace.json", '"threads": 1', '"threads": 2')
     with pytest.raises(VerificationError, match=r"workspace\.json was changed"):
         open_workspace(folder)
-    with pytest.raises(UsageError, match="no workspace"):
+    with pytest.raises(UsageError, match="not a workspace"):
         open_workspace(tmp_path)
 
 

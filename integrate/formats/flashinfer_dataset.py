@@ -54,7 +54,7 @@ def write(patch: Patch, sweep_name: str | None) -> ExportedFiles:
     if not op.contract.same_terms(contract):
         raise VerificationError(
             f"the contract of {op.name} has changed since the patch was made",
-            "make the patch again: `patcher bundle`",
+            "build the patch again: `patcher bundle`",
         )
     sweep = sweep_of(contract, evidence, device_of(candidate, evidence), sweep_name)
     definition = definition_of(op, sweep)

@@ -163,7 +163,7 @@ def profile(
         if source is not None:
             if wrong := [name for name, value in captures.items() if value is not None]:
                 raise UsageError(
-                    f"{wrong[0]} is for capturing", "leave it out, or leave source out"
+                    f"{wrong[0]} applies only to a capture", "leave it out, or leave source out"
                 )
             report(f"read {Path(source).name}", 0, 1)
             found = read(

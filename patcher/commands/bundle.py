@@ -76,7 +76,7 @@ def bundle(
         evaluations = [verdict_on(candidate, path) for path in judged]
         sweeps = [one.sweep for one in evaluations]
         if len(set(sweeps)) < len(sweeps):
-            raise UsageError("two verdicts are over one sweep", "give one of each")
+            raise UsageError("two verdicts are of the same sweep", "give one of each")
     else:
         policy, evaluations = resolve().tripwires.for_op(candidate.op), []
         with output.progress() as bar:
@@ -128,7 +128,7 @@ def verdict_on(candidate: Candidate, path: Path) -> Evaluation:
         found = Evaluation.model_validate_json(content(path))
     except (OSError, ValidationError) as error:
         raise UsageError(
-            f"{path} is no verdict: {str(error).splitlines()[0]}",
+            f"{path} is not a verdict: {str(error).splitlines()[0]}",
             "give the evaluation.json that a run keeps, or what `patcher evaluate --json` printed",
         ) from error
     if (found.op, found.digest) != (candidate.op, candidate.digest):
@@ -147,5 +147,5 @@ def worker_counts(text: str | None) -> tuple[int, ...]:
     """
     parts = [part.strip() for part in (text or "").split(",") if part.strip()]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UsageError(f"--tensor-parallel {text!r} is no list of numbers", "say 1,2")
+        raise UsageError(f"--tensor-parallel {text!r} is not a list of numbers", "say 1,2")
     return tuple(sorted({int(part) for part in parts}))

@@ -96,7 +96,7 @@ FromSolution = Annotated[
 def _in_a_folder(out: Path | None) -> Path | None:
     """Before the work, which may take hours, not after it."""
     if out is not None and not out.absolute().parent.is_dir():
-        raise UsageError(f"{out.parent} is no folder", "make it, or give another --out")
+        raise UsageError(f"{out.parent} is no folder", "create it, or give another --out")
     return out
 
 

@@ -49,7 +49,7 @@ def forget(
     found = _memory()
     known = [entry.id for entry in (*found.rules(), *found.techniques())]
     if bool(ids) == everything:
-        raise UsageError("nothing named to forget", "give ids of `patcher memory show`, or --all")
+        raise UsageError("no entry was named", "give ids of `patcher memory show`, or --all")
     if everything and not (yes or dry_run):
         raise UsageError(f"--all forgets {len(known)} entries", "say --yes, or look: --dry-run")
     gone = found.forget(known if everything else ids, dry_run=dry_run)

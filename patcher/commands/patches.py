@@ -79,7 +79,7 @@ def apply(
             if not yes:
                 if not sys.stdin.isatty():
                     raise UsageError(
-                        "no terminal to ask on", "say --yes, or --dry-run to look only"
+                        "there is no terminal to ask on", "say --yes, or --dry-run to look only"
                     )
                 typer.confirm(f"apply {manifest.id}?", abort=True)
             home_store().apply(folder)

@@ -106,7 +106,7 @@ def profile(
 
     output = Output(as_json)
     if patches and (source or compare_files):
-        raise UsageError("--patch is for capturing", "leave out --from and --compare")
+        raise UsageError("--patch applies only to a capture", "leave out --from and --compare")
     if compare_files is not None:
         if source or minus or plot_file:
             raise UsageError("--compare takes two files and no other", "leave the others out")
@@ -119,7 +119,7 @@ def profile(
         output.emit(comparison, *compare_table(comparison, top or 15))
         return 0
     if model is None:
-        raise UsageError("no model is named", "patcher profile gpt-oss-20b; see: patcher models")
+        raise UsageError("no model was named", "patcher profile gpt-oss-20b; see: patcher models")
     if source is not None:
         with output.progress() as bar:
             bar(f"read {source.name}", 0, 1)
@@ -150,8 +150,8 @@ def profile(
         try:
             plot_file.write_text(plot(found), encoding="utf-8")
         except OSError as error:
-            message = f"cannot draw into {plot_file}: {error.strerror}"
-            raise UsageError(message, "give a file in a folder that is there") from error
+            message = f"cannot write the plot to {plot_file}: {error.strerror}"
+            raise UsageError(message, "give a file in a folder that exists") from error
     output.emit(found, *profile_tables(found, top))
     if plot_file is not None and not as_json:
         output.err.print(f"drawn: {plot_file}", highlight=False)

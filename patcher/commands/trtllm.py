@@ -85,7 +85,7 @@ def diff(
     from patcher.integrate import SEAMS, make_diff, write_recipe
 
     if kernel not in SEAMS:
-        raise UsageError(f"no seam {kernel!r}", f"there are: {', '.join(SEAMS)}")
+        raise UsageError(f"no patchable kernel {kernel!r}", f"there are: {', '.join(SEAMS)}")
     try:
         text = source.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

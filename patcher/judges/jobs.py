@@ -171,7 +171,7 @@ def post(
             counters=counters,
         )
     except ValidationError as error:
-        raise UsageError(f"this cannot be a job: {_first(error)}", "give another value") from None
+        raise UsageError(f"this job is not valid: {_first(error)}", "give another value") from None
     files = job.files(candidate)
     if sum(len(text.encode()) for text in files.values()) > MOST_JOB_BYTES:
         raise UsageError(f"a job holds {MOST_JOB_BYTES:,} bytes at most", "shorten the source")
@@ -192,11 +192,15 @@ def read_job(folder: Path) -> JobFolder | None:
     job = _record(sealed, "job.json", JudgeJob, folder.name)
     candidate = Candidate(op=job.op, language=job.language, source="")
     if set(sealed.files) != {"job.json", candidate.file_name}:
-        raise VerificationError(f"{folder.name} holds other files than a job", _MADE_AGAIN)
+        raise VerificationError(
+            f"{folder.name} holds files that do not belong to a job", _MADE_AGAIN
+        )
     candidate = candidate.model_copy(update={"source": sealed.files[candidate.file_name]})
     posted = JobFolder(job, candidate, sealed.digest)
     if posted.name != folder.name or candidate.digest != job.candidate_digest:
-        raise VerificationError(f"{folder.name} is not the job that its name says", _MADE_AGAIN)
+        raise VerificationError(
+            f"{folder.name} is not the job that its name stands for", _MADE_AGAIN
+        )
     if load_op(job.op).digest != job.op_digest:
         raise VerificationError(
             f"the worker's op {job.op} is not the one that asked: its contract, reference, inputs "

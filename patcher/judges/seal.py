@@ -137,10 +137,10 @@ def _read_file(folder: int, file: str, most_bytes: int, name: str) -> bytes | No
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise VerificationError(f"{file} of {name} is no plain file", _HINT) from error
+        raise VerificationError(f"{file} of {name} is not a regular file", _HINT) from error
     with os.fdopen(handle, "rb") as opened:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise VerificationError(f"{file} of {name} is no plain file", _HINT)
+            raise VerificationError(f"{file} of {name} is not a regular file", _HINT)
         content = opened.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise VerificationError(f"{file} of {name} is longer than {most_bytes:,} bytes", _HINT)

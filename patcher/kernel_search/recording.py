@@ -155,7 +155,7 @@ def recordings(path: Path) -> Iterator[list[Path]]:
             _unpack(path, Path(scratch))
         except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
             raise UsageError(
-                f"{path.name} is a damaged archive, or is cut off", "restore it from a copy"
+                f"{path.name} is a damaged archive, or is truncated", "restore it from a backup"
             ) from error
         except OSError as error:
             raise UsageError(
@@ -291,7 +291,7 @@ def _evaluations(file: Path) -> list[Evaluation]:
         return [Evaluation.model_validate_json(line) for line in lines if line]
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         raise VerificationError(
-            f"{file.name} holds something that is no verdict", "restore it from a copy"
+            f"{file.name} holds something that is no verdict", "restore it from a backup"
         ) from error
 
 

@@ -153,7 +153,7 @@ def run_script(file: Path, text: str, told: str, timeout_s: float, name: str) ->
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             raise UsageError(
-                f"the score script {name} gave no answer in {timeout_s:g} s",
+                f"the score script {name} did not answer in {timeout_s:g} s",
                 "make it faster, or set timeout_s under [score]",
             ) from error
         finally:

@@ -49,7 +49,7 @@ class Image(Record):
             raise UsageError(f"the run has no file {file}", hint)
         content = path.read_bytes()
         if content[:8] != _PNG or content[12:16] != b"IHDR":
-            raise UsageError(f"{file} is no PNG image", hint)
+            raise UsageError(f"{file} is not a PNG image", hint)
         if len(content) > MAX_IMAGE_BYTES:
             raise UsageError(f"{file} is over {MAX_IMAGE_BYTES >> 20} MiB", "make it smaller")
         width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))

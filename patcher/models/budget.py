@@ -99,9 +99,9 @@ class Budget:
         flag, unit = _FLAGS[name]
         enough = (used + 2 * more) / unit
         return BudgetError(
-            f"{what} could take {_said(name, more)}; "
+            f"{what} could use {_said(name, more)}; "
             f"{_said(name, used)} of the budget of {_said(name, ceiling)} are used",
-            f"give it more: patcher resume --budget-{flag} {math.ceil(100 * enough) / 100:g}",
+            f"raise it: patcher resume --budget-{flag} {math.ceil(100 * enough) / 100:g}",
         )
 
 
@@ -129,5 +129,5 @@ def time_is_up(what: str, limit_s: float | None) -> BudgetError:
     """The error of a call or a judgement that was stopped at its limit."""
     return BudgetError(
         f"{what} was stopped after {limit_s:.0f} s, the time that there was for it",
-        "give it more: patcher resume --budget-minutes M (or --budget-gpu-minutes M)",
+        "raise it: patcher resume --budget-minutes M (or --budget-gpu-minutes M)",
     )

@@ -127,7 +127,7 @@ class ModelClient:
         usd = model.worst_cost_usd(request)
         if usd is None and self._budget.ceilings.usd is not None:
             raise UsageError(
-                f"no price is known for {model.name}, so a budget in dollars cannot hold",
+                f"no price is known for {model.name}, so a budget in dollars cannot be enforced",
                 "give its prices in [models.NAME] of patcher.toml, or run without --budget-usd",
             )
         if not isinstance(model, ApiModel):  # a file or a recording: no tokens, no time

@@ -10,7 +10,7 @@ _MOST = 16
 
 
 def person(report: Report) -> str:
-    """What persons said, beside the rule's verdict."""
+    """What people decided, beside the verdict of the rule."""
     return "\n".join(
         f"> **{wording.moment(word.time)}:** {plain(wording.sentence(word.told))}"
         for word in report.words
@@ -21,7 +21,7 @@ def reconciliation(report: Report) -> str:
     """The table of what should be saved in a step, its sum, and what was."""
     found = report.reconciliation
     if found is None:
-        return "Micro gain and measured gain were not reconciled."
+        return "Kernel gain and end-to-end gain were not reconciled."
     rows = [
         [
             code(row.name, 80),
@@ -56,7 +56,7 @@ def elsewhere(report: Report) -> str:
     found = report.elsewhere
     if found is not None:
         words = found.failures + found.unknown or [found.said]
-        parts += ["### Elsewhere", "\n".join(f"- {plain(word)}" for word in words)]
+        parts += ["### Other workloads", "\n".join(f"- {plain(word)}" for word in words)]
         rows = [
             [
                 wording.count(point.batch),
@@ -68,7 +68,7 @@ def elsewhere(report: Report) -> str:
             for point in found.points
         ]
         if rows:
-            parts.append(table(["Batch", "Context", "Gain", "Interval", "Standing"], rows, "rrrr"))
+            parts.append(table(["Batch", "Context", "Gain", "Interval", "Result"], rows, "rrrr"))
     sets = report.best_set
     if sets is not None:
         rows = [
@@ -81,7 +81,7 @@ def elsewhere(report: Report) -> str:
             for one in sets.combinations
         ]
         head = ["Patches", "Gain", "Interval", "Among all"]
-        parts += ["### Several patches", plain(wording.sentence(sets.reason))]
+        parts += ["### Combinations of patches", plain(wording.sentence(sets.reason))]
         parts.append(table(head, rows, " rr"))
         if sets.missing:
             parts.append(f"Not measured: {plain('; '.join(sets.missing))}.")

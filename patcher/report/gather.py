@@ -134,13 +134,13 @@ def _stopped(run: Run, plan: RunPlan) -> str | None:
     now = status(run)
     if run.read_only and now.state == "running":
         where = f"in its step {now.step}" if now.step else "between two steps"
-        return f"the run is going on, {where}: what is shown is what it has so far"
+        return f"the run is going on, {where}; this is what it has so far"
     if "decision" in run.state.results:
         return None
     if now.step:
         return f"the run stopped in its step {now.step}; go on with: patcher resume {run.id}"
     if now.candidates and now.best_iteration is None:
-        return "no candidate was right and faster, so there was nothing to patch"
+        return "no candidate was correct and faster, so nothing was patched"
     if not plan.whole:
         return None
     return f"the run is not finished; go on with: patcher resume {run.id}"

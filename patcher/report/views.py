@@ -283,7 +283,7 @@ def stages(report: Report) -> list[Stage]:
         _stage("Profile", "hotspots", None if report.profile is None else True, "read", ""),
         _stage("Candidate", "iterations", bool(best or report.attempts) or None, "written", ""),
         _stage(
-            "Judge", "judge", None if best is None else right, "right and faster", "not accepted"
+            "Judge", "judge", None if best is None else right, "correct and faster", "not accepted"
         ),
         _stage(
             "Engine", "receipts", None if receipt is None else ran, "patch ran", "patch never ran"
@@ -316,7 +316,7 @@ def clock_facts(throughput: Throughput | None) -> list[tuple[str, str]]:
         slowed = sum(bool(one.throttle_reasons) for one in windows)
         told = f"{slowed} of {len(windows)} windows"
         if power_capped(windows):
-            told += ", by the power cap: this load's own state"
+            told += ", by the power cap, as usual for this workload"
         facts.append(("Throttled", told))
     return facts
 

@@ -119,5 +119,5 @@ def _on_disk(name: str) -> Iterator[None]:
     except OSError as error:
         raise MissingError(
             f"cannot write {name}: {error.strerror}",
-            "see that there is room and permission, then: patcher resume",
+            "check free space and permissions, then: patcher resume",
         ) from error

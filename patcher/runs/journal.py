@@ -255,5 +255,5 @@ def _parse(content: bytes) -> tuple[list[Event], int, str]:
 def _damaged(number: int, why: str) -> VerificationError:
     return VerificationError(
         f"the journal is damaged: line {number} {why}",
-        "restore journal.jsonl from a copy, or start a new run",
+        "restore journal.jsonl from a backup, or start a new run",
     )

@@ -302,7 +302,7 @@ class Run:
             )
 
 
-_RESTORE = "restore the file from a copy, or start a new run"
+_RESTORE = "restore the file from a backup, or start a new run"
 
 
 def _result(file: str, text: str, record_type: type[BaseModel]) -> dict[str, Any]:

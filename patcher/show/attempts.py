@@ -11,7 +11,7 @@ from patcher.visible import visible
 
 def attempts_table(attempts: tuple[Attempt, ...]) -> Table:
     """The loop, iteration by iteration."""
-    table = Table(title="candidates tried")
+    table = Table(title="candidates")
     for name in ("#", "pass", "outcome", "speedup", "detail"):
         table.add_column(name)
     for attempt in attempts:
@@ -30,4 +30,4 @@ def ended_line(result: LoopResult) -> Text:
     """Why the loop ended."""
     words = result.stopped.replace("_", " ")
     detail = f": {result.stopped_detail}" if result.stopped_detail else ""
-    return Text(f"{result.strategy} ended by {words}{detail}", style="dim")
+    return Text(f"{result.strategy} stopped by {words}{detail}", style="dim")

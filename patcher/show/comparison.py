@@ -26,19 +26,19 @@ def comparison_lines(name: str, comparison: Comparison) -> Text:
         f"{comparison.baseline_tokens_per_s:,.1f} -> {comparison.patched_tokens_per_s:,.1f} tok/s"
     )
     if comparison.order_effect_pct is not None:
-        text.append(f"; beginning a pair gains {comparison.order_effect_pct:+.2f} %, taken out")
+        text.append(f"; order effect {comparison.order_effect_pct:+.2f} %, removed")
     return text
 
 
 def planted_lines(gains: PlantedGains) -> list[Text]:
-    """What was planted and whether it was found, then the interval it went by."""
+    """Each planted gain, whether it was found, and its interval."""
     lines = []
     for one in gains.planted:
         line = Text(f"planted {one.planted_pct:+.2f} % ({one.delay_us:.0f} us a step): ")
         line.append(one.found, style="bold green" if one.found == "found" else "bold red")
         if one.found == "not found" and one.pairs_needed is not None:
-            line.append(f"; with this spread it takes about {one.pairs_needed:,} pairs")
-        line.append("" if one.holds else "; the interval does not hold it")
+            line.append(f"; at this spread it takes about {one.pairs_needed:,} pairs")
+        line.append("" if one.holds else "; its interval does not contain it")
         lines += [line, comparison_lines("  measured", one.comparison)]
     return lines
 

@@ -17,13 +17,13 @@ def memory_lines(
     folder: Path, rules: Sequence[MemoryRule], techniques: Sequence[Gain]
 ) -> Iterator[Any]:
     if not rules and not techniques:
-        yield Text(f"nothing is remembered yet in {folder}")
+        yield Text(f"memory is empty: {folder}")
         return
     if rules:
-        table = Table(title=f"rules (told to models from {PROMOTED} candidates on)")
+        table = Table(title=f"rules (sent to models from {PROMOTED} candidates on)")
         for name in ("id", "rule", "language", "op families"):
             table.add_column(name, overflow="fold")
-        for name in ("candidates", "runs", "told"):
+        for name in ("candidates", "runs", "sent"):
             table.add_column(name, justify="right")
         for rule in sorted(rules, key=lambda rule: -rule.count):
             told = "muted" if rule.muted else "yes" if rule.promoted else "no"
@@ -33,7 +33,7 @@ def memory_lines(
             table.add_row(*(escape(str(cell)) for cell in told_of), *counts)
         yield table
     if techniques:
-        table = Table(title="techniques (gain: time before the change over time after it)")
+        table = Table(title="techniques (gain: time before the change / time after it)")
         for name in ("id", "technique", "op family", "bytes of a call", "device", "language"):
             table.add_column(name, overflow="fold")
         for name in ("gain", "spread", "right", "broken"):

@@ -30,7 +30,7 @@ def estimate_lines(found: Estimate) -> list[Table | Text]:
     """Expected, worst and ceiling, and what the figures rest on."""
     table = Table(
         title=f"{found.op} in {found.language}, at most {found.iterations} candidates by "
-        f"{found.model}, advice by {found.analyst}; nobody was asked",
+        f"{found.model}, advice by {found.analyst}; no model was called",
         title_justify="left",
     )
     for name in ("", "expected", "worst case", "ceiling"):

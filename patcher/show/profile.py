@@ -115,10 +115,10 @@ def _summary(profile: Profile, shown: list[Hotspot]) -> Text:
         text.append(f"\nranked: {profile.window}")
     left = len(profile.hotspots) - len(shown)
     if left:
-        text.append(f"\n{left} smaller rows are left out: --top, or --json")
+        text.append(f"\n{left} smaller rows are not shown: use --top or --json")
     text.append(
-        "\nceiling: end-to-end gain if it took no time (Amdahl); 80 % SOL: if it ran at 80 % of "
-        "the speed of light, a chain as one kernel"
+        "\nceiling: end-to-end gain if the row took no time (Amdahl); 80 % SOL: if it ran at 80 % "
+        "of the speed of light, a chain being one kernel"
     )
     return text
 

@@ -18,7 +18,7 @@ def quality_lines(quality: Quality) -> list[Text | Table]:
         return lines
     lines.append(_logits_table(quality, quality.floor, quality.between))
     if _is_zero(quality.floor):
-        lines.append(Text("  two runs of the baseline are bit-identical: the A/A floor is zero"))
+        lines.append(Text("  two runs of the baseline are bit-identical, so the A/A floor is zero"))
     flips = quality.between.flips
     told = f"  greedy picks differ at {flips} of {quality.positions} positions"
     if flips and quality.worst_flip_margin is not None:
@@ -36,11 +36,14 @@ def clock_lines(throughput: Throughput) -> list[Text]:
     lines = [Text(f"clocks: {throughput.clocks}")]
     if reasons := dropped(throughput.windows):
         told = ", ".join(f"{count} {why}" for why, count in reasons.items())
-        lines.append(Text(f"  pairs dropped for their clocks: {told}", style="yellow"))
+        lines.append(Text(f"  pairs dropped because of their clocks: {told}", style="yellow"))
     if power_capped(throughput.windows):
         told = ", ".join(f"{arm} {mhz:.0f}" for arm, mhz in arm_clocks(throughput.windows).items())
         lines.append(
-            Text(f"  this load runs at the GPU's power cap; mean SM clock in MHz: {told}", "yellow")
+            Text(
+                f"  this workload runs at the GPU's power cap; mean SM clock in MHz: {told}",
+                "yellow",
+            )
         )
     return lines
 

@@ -74,14 +74,14 @@ def review_lines(subject: Subject, said: Sequence[HumanVerdict]) -> list[Any]:
     if measured is not None:
         shown += _figures(measured.throughput, measured.quality)
     if reconciliation is not None:
-        shown.append(Text(f"micro gain against measured gain: {reconciliation.said}"))
+        shown.append(Text(f"kernel gain against end-to-end gain: {reconciliation.said}"))
     if subject.decision is not None:
         shown += decision_lines(subject.decision, "the rule")
     else:
-        shown.append(Text("the rule: nothing was decided", style="bold"))
+        shown.append(Text("the rule: no decision yet", style="bold"))
     shown += [Text(f"{one.time}: {one.told}") for one in said]
     if not said:
-        shown.append(Text("no person has said anything: patcher accept, patcher reject"))
+        shown.append(Text("no person has decided yet: patcher accept, patcher reject"))
     return shown
 
 

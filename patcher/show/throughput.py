@@ -82,8 +82,8 @@ def other_workload_lines(found: OtherWorkloads) -> list[Text | Table]:
     """Each other point with its tokens/s and interval, and what that means."""
     shown: list[Text | Table] = []
     if found.points:
-        table = Table(title="elsewhere")
-        for name in ("batch", "context", "baseline tok/s", "patched", "gain %", "standing"):
+        table = Table(title="other workloads")
+        for name in ("batch", "context", "baseline tok/s", "patched", "gain %", "result"):
             table.add_column(name, justify="right")
         for point in found.points:
             one = point.comparison
@@ -97,13 +97,13 @@ def other_workload_lines(found: OtherWorkloads) -> list[Text | Table]:
             )
         shown.append(table)
     words = found.failures + found.unknown or [found.said]
-    return shown + [Text(f"elsewhere: {word}") for word in words]
+    return shown + [Text(f"other workloads: {word}") for word in words]
 
 
 def best_set_lines(found: BestSet) -> list[Text | Table]:
     """Every combination with its word among all of them, and the one to keep."""
     table = Table(title="combinations")
-    for name in ("patches", "gain %", "among all", "reason"):
+    for name in ("patches", "gain %", "verdict among all", "reason"):
         table.add_column(name, justify="right" if name == "gain %" else "left")
     for combination in found.combinations:
         one = combination.comparison

@@ -57,7 +57,7 @@ class Search(Record):
             return found
         if op is None or language is None:
             raise UsageError(
-                "what to translate depends on the op and the language",
+                "a translation needs an op and a language",
                 "name both: --op, --language",
             )
         kernels = working(op, from_solutions, language)

@@ -78,7 +78,7 @@ def find_subject(root: Path, text: str) -> Subject:
         if "several" in error.message:
             raise
         raise UsageError(
-            f"{text} is no run, no bundle and no patch's id",
+            f"{text} is not a run, a bundle, or the id of a patch",
             "give a run's id, `latest`, a bundle, or an id of `patcher patches`",
         ) from None
 
@@ -151,7 +151,9 @@ def _of_run(path: Path) -> Subject:
     made = _made(path)
     bundle = Patch.load(path / made.folder) if made else None
     if bundle is not None and made is not None and bundle.digest != made.digest:
-        raise VerificationError(f"the patch of run {run.id} was changed", "restore it from a copy")
+        raise VerificationError(
+            f"the patch of run {run.id} was changed", "restore it from a backup"
+        )
     decision = run.load("decision", Decision) if run.done("decision") else None
     evidence = bundle.manifest.evidence if bundle else None
     source = bundle.candidate().source if bundle else ""
@@ -178,7 +180,7 @@ def _read(lines: Iterable[str], name: str) -> list[HumanVerdict]:
     try:
         return [HumanVerdict.model_validate_json(line) for line in lines if line.strip()]
     except ValidationError as error:
-        raise VerificationError(f"{name} is damaged", "restore it from a copy") from error
+        raise VerificationError(f"{name} is damaged", "restore it from a backup") from error
 
 
 def _append(root: Path, word: HumanVerdict) -> None:

@@ -68,12 +68,12 @@ class OpenWorkspace:
         """The candidate as it is now.
 
         Raises:
-            UsageError: it is no plain file of text, or too long.
+            UsageError: it is not a regular file of text, or too long.
         """
         path = self.folder / self.workspace.file
         if path.is_symlink() or (path.is_file() and path.stat().st_size > _MOST_BYTES):
             raise UsageError(
-                f"{path.name} is a link or longer than {_MOST_BYTES:,} bytes",
+                f"{path.name} is a link, or is longer than {_MOST_BYTES:,} bytes",
                 "write the source into a plain file",
             )
         return Candidate.from_file(self.workspace.op, path, self.workspace.language)
@@ -152,7 +152,7 @@ def open_workspace(folder: Path) -> OpenWorkspace:
     """A workspace that nothing was done to but what may be.
 
     Raises:
-        UsageError: it is no workspace.
+        UsageError: it is not a workspace.
         VerificationError: a protected file was changed (which one), or this machine's op.
     """
     try:
@@ -160,7 +160,7 @@ def open_workspace(folder: Path) -> OpenWorkspace:
         workspace = Workspace.model_validate_json((folder / MANIFEST).read_bytes())
     except (OSError, ValidationError) as error:
         raise UsageError(
-            f"{folder} is no workspace", "lay one out: patcher workspace OP DIR"
+            f"{folder} is not a workspace", "lay one out: patcher workspace OP DIR"
         ) from error
     again = "lay out a new workspace, and take your kernel with you"
     if not copy.is_file():
@@ -174,11 +174,11 @@ def open_workspace(folder: Path) -> OpenWorkspace:
     ]
     if changed:
         raise VerificationError(
-            f"changed or missing, and not yours to edit: {', '.join(changed)}",
+            f"protected files were changed or are missing: {', '.join(changed)}",
             f"restore {'it' if len(changed) == 1 else 'them'}, or {again}",
         )
     if load_op(workspace.op).digest != workspace.op_digest:
-        raise VerificationError(f"the library's op {workspace.op} is another one by now", again)
+        raise VerificationError(f"the library's op {workspace.op} has changed since", again)
     return OpenWorkspace(folder, workspace, ledger)
 
 
