@@ -31,9 +31,12 @@ from patcher.bench.ops.contract import AxisGuard, Contract, PatchPointSpec, Poin
 from patcher.bench.ops.dtypes import DTYPES, Dtype
 from patcher.bench.ops.header import comment_mark, header_form, header_hint
 from patcher.bench.ops.op import Op, SolutionInfo, library, load_op, load_ops
+from patcher.bench.plugins import Plugin, Registry, plugins
+from patcher.bench.presets import Preset, preset, presets
+from patcher.bench.presets import problems as preset_problems
 from patcher.bench.records import MOST_BYTES, SCHEMA_VERSION, Record, content
 from patcher.bench.stats.comparison import Comparison, Sample, Window
-from patcher.bench.workload import Preset, Shape, Workload, pick_device, preset, presets
+from patcher.bench.workload import Shape, Workload, pick_device
 
 if TYPE_CHECKING:
     from patcher.bench.ab.records import Quality, Throughput
@@ -80,10 +83,12 @@ __all__ = [
     "Outcome",
     "PatchPointSpec",
     "PatcherError",
+    "Plugin",
     "Point",
     "Preset",
     "Quality",
     "Record",
+    "Registry",
     "Sample",
     "Shape",
     "SolutionInfo",
@@ -108,7 +113,9 @@ __all__ = [
     "load_ops",
     "pairs_needed",
     "pick_device",
+    "plugins",
     "preset",
+    "preset_problems",
     "presets",
     "read_samples",
     "relayed",

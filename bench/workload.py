@@ -1,44 +1,14 @@
-"""What is run: a model preset, a batch, lengths, weights."""
+"""What is run: a model, an engine, a batch, lengths, weights."""
 
 from __future__ import annotations
 
-import tomllib
-from functools import cache
-from importlib import resources
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from patcher.bench.errors import UsageError
+from patcher.bench.presets import presets
 from patcher.bench.records import SCHEMA_VERSION, Record
-
-
-class Preset(Record):
-    """A model whose public geometry we ship, so that it can be built with random weights and no
-    download.
-    """
-
-    name: str
-    summary: str
-    architecture: Literal["gpt_oss"]
-    config: dict[str, Any]
-    """Keyword arguments of the Hugging Face configuration class."""
-    dtype: Literal["float32", "bfloat16", "float16"]
-    fits_cpu: bool
-    """Whether a CPU runs it in seconds."""
-    parameters_b: float
-    """Billions of parameters."""
-    published: dict[str, Any] = Field(default_factory=dict)
-    """What the published checkpoint's config.json says beside it: its quantisation."""
-    hub_id: str | None = None
-    """Where published weights are, if any."""
-    batch: int
-    input_len: int
-    output_len: int
-
-    @property
-    def layers(self) -> int:
-        return int(self.config["num_hidden_layers"])
 
 
 class Workload(Record):
@@ -47,7 +17,8 @@ class Workload(Record):
     schema_version: int = SCHEMA_VERSION
     model: str
     """Preset name, Hugging Face id or folder."""
-    engine: Literal["transformers", "vllm"] = "transformers"
+    engine: str = "transformers"
+    """A name of `patcher.bench.engines.ENGINES`."""
     device: Literal["cpu", "cuda"]
     """Device that the engine runs on."""
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -82,33 +53,6 @@ class Shape(Record):
     def of(self, workload: Workload) -> Workload:
         """The workload with this batch and context."""
         return workload.model_copy(update={"batch": self.batch, "input_len": self.context})
-
-
-@cache
-def presets() -> dict[str, Preset]:
-    """Every preset shipped in `bench/workloads/`, by name."""
-    found = {}
-    for file in sorted(
-        resources.files("patcher.bench").joinpath("workloads").iterdir(), key=lambda item: item.name
-    ):
-        if file.name.endswith(".toml"):
-            preset = Preset(**tomllib.loads(file.read_text(encoding="utf-8")))
-            found[preset.name] = preset
-    return found
-
-
-def preset(name: str) -> Preset:
-    """The preset of that name.
-
-    Raises:
-        UsageError: no such preset.
-    """
-    try:
-        return presets()[name]
-    except KeyError:
-        raise UsageError(
-            f"unknown model {name!r}", f"presets are: {', '.join(presets())}"
-        ) from None
 
 
 def weights_id(workload: Workload) -> str:

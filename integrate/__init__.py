@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from patcher.integrate.export import export_patch
     from patcher.integrate.imports import import_kernel
     from patcher.integrate.measuring import activated, await_engine
-    from patcher.integrate.points import engine_wants
+    from patcher.integrate.points import engine_wants, names_taken, specs_of
     from patcher.integrate.tensorrt_llm import check_workers, write_module
     from patcher.integrate.tensorrt_llm_recipe import write_recipe
     from patcher.integrate.tensorrt_llm_source import SEAMS, make_diff
@@ -41,6 +41,8 @@ _LAZY = {
     "export_patch": "patcher.integrate.export",
     "import_kernel": "patcher.integrate.imports",
     "prepare": "patcher.integrate.activation",
+    "names_taken": "patcher.integrate.points",
+    "specs_of": "patcher.integrate.points",
 }
 
 
@@ -77,11 +79,13 @@ __all__ = [
     "import_kernel",
     "is_archive",
     "make_diff",
+    "names_taken",
     "open_bundle",
     "pack",
     "patch_environment",
     "prepare",
     "read_receipts",
+    "specs_of",
     "startup_python_path",
     "unpacked",
     "verify",

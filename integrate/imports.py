@@ -19,7 +19,6 @@ from pydantic import ValidationError
 from patcher.bench import (
     SCHEMA_VERSION,
     Candidate,
-    Language,
     Record,
     SolutionInfo,
     UsageError,
@@ -164,7 +163,11 @@ def _own(folder: Path, result: _Import) -> None:
         )
     device = record.evidence.environment
     name = f"imported_{record.digest[:8]}"
-    kind = device.device_kind if device else ("cpu" if record.language is Language.CPP else "cuda")
+    kind = (
+        device.device_kind
+        if device
+        else ("cpu" if record.language.traits.device == "cpu" else "cuda")
+    )
     result.put(candidate, name, kind, "imported from an export of patcher", "export")
     result.notes.append("the evidence is not imported: judge the source again on this machine")
 
@@ -221,7 +224,9 @@ def _definition(
             result.refused[solution.name] = str(reason)
             continue
         hardware = [each.lower() for each in solution.spec.target_hardware]
-        device = "cpu" if hardware == ["cpu"] or candidate.language is Language.CPP else "cuda"
+        device = (
+            "cpu" if hardware == ["cpu"] or candidate.language.traits.device == "cpu" else "cuda"
+        )
         folder = re.sub(r"[^A-Za-z0-9_-]", "_", solution.name)
         if f"{name}/solutions/{folder}/{candidate.file_name}" in result.files:
             result.refused[solution.name] = f"another Solution is called {folder}, too"

@@ -92,7 +92,9 @@ class Patch:
                     f"only a candidate judged correct becomes a patch, this is {one.outcome}",
                     "see `patcher evaluate`",
                 )
-        points = [point for point in op.contract.patch_points if point.engine == engine]
+        from patcher.integrate.points import naming, specs_of
+
+        points = specs_of(op, engine)
         if not points:
             raise UsageError(
                 f"{op.name} has no patch point in {engine}", f"see `patcher ops show {op.name}`"
@@ -121,7 +123,7 @@ class Patch:
                 made_with=engine_version(engine),
                 replaced=replaced(fingerprint),
             ),
-            contract=op.contract,
+            contract=naming(op.contract, point),
             guards=PatchGuards(
                 device=device,
                 dtypes=tuple(op.contract.dtype_choices()),

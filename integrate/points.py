@@ -1,31 +1,38 @@
 """Patch points: places in an engine where a kernel can be put. An adapter is one class.
 
-To add one, write its four methods and name its module in `_ADAPTERS`: CONTRIBUTING.md, Add an
-engine.
+To add one, write its four methods and name it by an entry point `patcher.patch_points`, or in
+`bench/plugins.toml`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
+import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from patcher.bench import MissingError, UsageError, VerificationError
+from patcher.bench import (
+    Contract,
+    MissingError,
+    Op,
+    PatchPointSpec,
+    Registry,
+    UsageError,
+    VerificationError,
+)
 
 if TYPE_CHECKING:
     from patcher.integrate.dispatch import Dispatcher
 
-_ADAPTERS = {
-    "tensorrt_llm": "patcher.integrate.tensorrt_llm",
-    "transformers": "patcher.integrate.transformers",
-    "vllm": "patcher.integrate.vllm.points",
-}
-"""Engine to the module whose `POINTS` are its adapters; imported when a patch asks for one."""
+POINTS: Registry[Mapping[str, type[PatchPoint]]] = Registry("patch_points")
+"""By engine: ours, and those of other packages, whose entry points are called by the engine, or by
+the engine, a dot and anything (`vllm.mine`); imported when a patch asks for the engine."""
 
 
+log = logging.getLogger("patcher")
 _READING = threading.Lock()
 
 
@@ -35,7 +42,9 @@ class PatchPoint(Protocol):
     engine: ClassVar[str]
     name: ClassVar[str]
     op: ClassVar[str]
-    """The contract by which the kernel is called there."""
+    """The contract by which the kernel is called there. Where that contract does not name the
+    point, since the point is another package's, the class has `spec`, the `PatchPointSpec` that it
+    would have there."""
 
     def __init__(self, target: Any = None) -> None:
         """`target`: a built model, or None where the engine's classes are patched."""
@@ -76,20 +85,29 @@ class PatchPoint(Protocol):
 
 
 def find_point(engine: str, name: str) -> type[PatchPoint]:
-    """The adapter of a patch point.
+    """The adapter of a patch point, ours before one that another package brings.
 
     Raises:
-        UsageError: there is none.
-        MissingError: its engine is not installed.
+        UsageError: there is none, or two packages bring one of that name.
+        MissingError: its engine is not installed, or a package that adds points to it cannot be
+            imported.
     """
-    points = _points_of(engine)
-    if name not in points:
-        known = ", ".join(points) or "none"
+    ours = _ours(engine)
+    if name in ours:
+        return ours[name]
+    found: dict[str, type[PatchPoint]] = {}
+    for entry in _entries(engine):
+        if name in found and name in POINTS.load_entry(entry):
+            raise UsageError(
+                f"two packages bring a patch point {name} in {engine}", "uninstall one of them"
+            )
+        found = {**POINTS.load_entry(entry), **found}
+    if name not in found:
+        known = ", ".join({**ours, **found}) or "none"
         raise UsageError(
-            f"no patch point {name} in {engine}; there are: {known}",
-            "see CONTRIBUTING.md, Add an engine",
+            f"no patch point {name} in {engine}; there are: {known}", "see docs/extending.md"
         )
-    return points[name]
+    return found[name]
 
 
 def engine_wants(engine: str, names: Iterable[str] | None = None) -> dict[str, Any]:
@@ -99,26 +117,75 @@ def engine_wants(engine: str, names: Iterable[str] | None = None) -> dict[str, A
     Raises:
         UsageError, MissingError: see `find_point`.
     """
-    chosen = _points_of(engine) if names is None else names
+    if names is None:
+        names = dict.fromkeys([*_ours(engine), *_importable(engine)])
     found: dict[str, Any] = {}
-    for name in chosen:
+    for name in names:
         found |= getattr(find_point(engine, name), "wants", {})
     return found
 
 
-def _points_of(engine: str) -> dict[str, type[PatchPoint]]:
-    module = _ADAPTERS.get(engine)
-    if module is None:
+def specs_of(op: Op, engine: str) -> list[PatchPointSpec]:
+    """Where the op goes in an engine: what its contract says, or else points of other packages.
+
+    Raises:
+        UsageError, MissingError: see `find_point`.
+    """
+    named = [spec for spec in op.contract.patch_points if spec.engine == engine]
+    if named:
+        return named
+    brought = [point for entry in _entries(engine) for point in POINTS.load_entry(entry).values()]
+    return [point.spec for point in brought if point.op == op.name and hasattr(point, "spec")]
+
+
+def naming(contract: Contract, spec: PatchPointSpec) -> Contract:
+    """The contract with that patch point among its own."""
+    if spec in contract.patch_points:
+        return contract
+    return contract.model_copy(update={"patch_points": (*contract.patch_points, spec)})
+
+
+def names_taken(target: str) -> list[str]:
+    """Patch points of another package's entry point that have no effect: their names are ours.
+
+    Raises:
+        MissingError: it cannot be imported.
+    """
+    entry = next(each for each in POINTS.entries() if each.value == target)
+    return sorted(_ours(_engine(entry)).keys() & POINTS.load_entry(entry).keys())
+
+
+def _ours(engine: str) -> Mapping[str, type[PatchPoint]]:
+    if not POINTS.ours(engine):
         return {}
     try:
-        points: dict[str, type[PatchPoint]] = importlib.import_module(module).POINTS
+        return POINTS.load(engine)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("patcher"):
             raise
         raise MissingError(
             f"{error.name} is not installed", f"install {engine} in this environment"
         ) from None
-    return points
+
+
+def _entries(engine: str) -> list[EntryPoint]:
+    """Those of other packages that are for the engine."""
+    return [entry for entry in POINTS.entries() if _engine(entry) == engine]
+
+
+def _importable(engine: str) -> list[str]:
+    """Names of other packages' points; a package that cannot be imported is named in the log."""
+    found: list[str] = []
+    for entry in _entries(engine):
+        try:
+            found += POINTS.load_entry(entry)
+        except MissingError as error:
+            log.warning("%s", error.message)
+    return found
+
+
+def _engine(entry: EntryPoint) -> str:
+    return entry.name.partition(".")[0]
 
 
 class Fingerprint(str):

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from patcher.bench import Language, PatcherError, Record
+from patcher.bench import Language, MissingError, PatcherError, Plugin, Record
 from patcher.bench.machine.installed import compute_sanitizer_finding
 from patcher.bench.sandbox.policy import sandbox_description
 from patcher.bench.toolchains import cache_root, toolchain
 from patcher.hotspot import ncu_finding, nsys_finding
 from patcher.integrate import Switches, home_store
 from patcher.models.registry import list_models
+from patcher.plugins import found_plugins
 from patcher.settings import resolve
 
 Status = Literal["ok", "warn", "fail"]
@@ -105,7 +106,7 @@ def examine() -> list[Finding]:
         _switches,
     ]
     machine = Machine.here()
-    found = [check() for check in checks]
+    found = [*(check() for check in checks), *map(_plugin, found_plugins())]
     return [one.model_copy(update={"likely": machine.wants(one.name)}) for one in found]
 
 
@@ -195,7 +196,10 @@ def _compiler(language: Language) -> Callable[[], Finding]:
 
     def check() -> Finding:
         name = f"toolchain {language}"
-        missing = toolchain(language).missing()
+        try:
+            missing = toolchain(language).missing()
+        except MissingError as error:  # of a package that cannot be imported
+            return Finding(name=name, status="warn", detail=error.message, fix=error.hint)
         if missing is None:
             only = ": compiles only, nothing here runs it" if language.compile_only else ""
             return Finding(name=name, status="ok", detail=f"ready{only}")
@@ -203,6 +207,15 @@ def _compiler(language: Language) -> Callable[[], Finding]:
         return Finding(name=name, status=status, detail=missing.reason, fix=missing.fix)
 
     return check
+
+
+def _plugin(plugin: Plugin) -> Finding:
+    """Something that another package adds, and whether it can be used."""
+    name = f"plugin {plugin.group.removeprefix('patcher.')} {plugin.name}"
+    if plugin.problem:
+        fix = f"repair or uninstall {plugin.origin}"
+        return Finding(name=name, status="warn", detail=plugin.problem, fix=fix)
+    return Finding(name=name, status="ok", detail=f"{plugin.target}, from {plugin.origin}")
 
 
 def _nsys() -> Finding:

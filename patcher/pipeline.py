@@ -30,13 +30,14 @@ from patcher.bench import (
     header_hint,
     load_op,
 )
+from patcher.bench.engines import in_process
 from patcher.bench.judge import JudgeSettings
 from patcher.bench.machine.environment import describe
 from patcher.bench.machine.environment import facts as machine_facts
 from patcher.bench.stats.compare import DEFAULT_PROCESS_PAIRS
 from patcher.bench.toolchains import build
 from patcher.hotspot import Profile, capture
-from patcher.integrate import Patch
+from patcher.integrate import Patch, specs_of
 from patcher.judges import LOCAL
 from patcher.judges.languages import require_sense
 from patcher.kernel_search.context import MACHINE_INDEPENDENT, run_levers
@@ -155,8 +156,7 @@ def execute(
             margin_pct=settings["margin_pct"],
             max_pairs=plan.pairs,
             quality_steps=plan.quality_steps,
-            # vLLM is patched when a process starts
-            process_pairs=DEFAULT_PROCESS_PAIRS if workload.engine == "vllm" else 0,
+            process_pairs=0 if in_process(workload.engine) else DEFAULT_PROCESS_PAIRS,
             # on a CPU the other points would take longer than all the rest
             other_workloads=shapes_of(workload, None, None) if workload.device == "cuda" else (),
         )
@@ -190,7 +190,7 @@ def _profile(run: Run, workload: Workload, report: Report, profile_file: Path | 
 def _first_covered(profile: Profile, engine: str) -> str:
     """The first hotspot's op that has somewhere to go in this engine."""
     for spot in profile.hotspots:
-        if spot.op and any(point.startswith(f"{engine}: ") for point in spot.patch_points):
+        if spot.op and specs_of(load_op(spot.op), engine):
             return spot.op
     raise UsageError(
         f"no hotspot of this profile is covered by an op of the library that {engine} takes",

@@ -38,7 +38,7 @@ class RunPlan(Record):
         """The kind of device whose figures the run is about."""
         if workload is not None:
             return workload.device
-        return "cpu" if self.language in (None, Language.CPP) else "cuda"
+        return "cuda" if self.language and self.language.traits.device != "cpu" else "cpu"
 
 
 class RunResult(Record):

@@ -27,7 +27,7 @@ def workload_of(
         UsageError: an unknown engine, device, preset or kind of weights.
     """
     if engine not in ENGINES:
-        raise UsageError(f"engine {engine!r} is not supported", f"engines: {', '.join(ENGINES)}")
+        raise UsageError(f"engine {engine!r} is not supported", f"engines: {ENGINES.listing()}")
     if weights == "dummy":
         raise UsageError(
             "an engine's dummy weights are near zero: all tokens pick the same experts, decode "
@@ -39,7 +39,7 @@ def workload_of(
     return workload_for(
         model,
         pick_device(device),
-        engine=cast(Any, engine),
+        engine=engine,
         batch=batch,
         input_len=input_len,
         output_len=output_len,
@@ -55,7 +55,7 @@ def workload_for(
     batch: int | None = None,
     input_len: int | None = None,
     output_len: int | None = None,
-    engine: Literal["transformers", "vllm"] = "transformers",
+    engine: str = "transformers",
     weights: Literal["random", "hub", "local"] = "random",
     threads: int | None = None,
 ) -> Workload:

@@ -83,7 +83,7 @@ def norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     write_engine(folder)
     (folder / "toyserve_adapter.py").write_text(example())
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setitem(points._ADAPTERS, "toyserve", "toyserve_adapter")
+    monkeypatch.setitem(points.POINTS._ours, "toyserve", "toyserve_adapter:POINTS")
     names = ("toyserve", "toyserve.layers", "toyserve_adapter")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -117,10 +117,10 @@ def test_the_example_goes_in_counts_falls_back_and_out(norm: Any, tmp_path: Path
             assert active.digests == entry.digest
             found = norm(8).forward(torch.ones(2, 8), torch.ones(2, 8))
             norm(12).forward(torch.ones(2, 12), torch.ones(2, 12))
-            with pytest.raises(bench.VerificationError, match="patched already"):
+            with pytest.raises(bench.VerificationError, match="already patched"):
                 activate("toyserve", switches=switches, store=store)
             [installed] = active.installed
-            with pytest.raises(bench.UsageError, match="installed already"):
+            with pytest.raises(bench.UsageError, match="already installed"):
                 installed.install()
         active.close()
     assert norm.forward is original

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from patcher.attempts import ReplyFailure
 from patcher.bench import Language
-from patcher.prompting.extract import TAGS, blocks, extract_json, extract_source
+from patcher.prompting.extract import blocks, extract_json, extract_source
 
 SOURCE = "void norm(int a) {\n  return;\n}"
 LANGUAGES = st.sampled_from(list(Language))
@@ -89,7 +89,7 @@ def test_what_was_fenced_comes_out(
     source: str, before: str, after: str, language: Language
 ) -> None:
     code = f"norm\n{source}"
-    text = f"{before}\n```{TAGS[language][0]}\n{code}\n```\n{after}"
+    text = f"{before}\n```{language.traits.tags[0]}\n{code}\n```\n{after}"
     assert extract_source(text, language, "norm") == code.rstrip() + "\n"
 
 

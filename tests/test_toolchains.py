@@ -41,7 +41,7 @@ from patcher.models import Reply, Usage
 from patcher.models.replay import RecordedReply, ReplayModel
 from patcher.pipeline import start
 from patcher.plan import RunPlan
-from patcher.prompting.extract import TAGS, blocks
+from patcher.prompting.extract import blocks
 from patcher.prompting.rendering import Prompts
 from patcher.runs.run import Run
 from patcher.settings import resolve
@@ -99,7 +99,7 @@ def test_hints_are_a_prompt_with_one_whole_example(language: Language, op: Op) -
     rules = text[text.index("# Rules for") :].partition("\n# ")[0]
     [shown] = blocks(rules)
     assert shown.source + "\n" == re.sub(r"\n{3,}", "\n\n", toolchain(language).example)
-    assert shown.tag in TAGS[language]
+    assert shown.tag in language.traits.tags
     assert shown.source.count("scaled_add(") >= 1
     assert ("neither run nor timed" in rules) is language.compile_only
 

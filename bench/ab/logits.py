@@ -39,7 +39,9 @@ def _logits_seen(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     seen: list[torch.Tensor] = []
 
     def look(_module: Any, _args: Any, output: Any) -> None:
-        seen.append(output.logits[:, -1:].float().cpu())
+        first = output[0] if isinstance(output, tuple) else output
+        logits: Any = getattr(output, "logits", first)
+        seen.append(logits[:, -1:].float().cpu())
 
     handle = model.register_forward_hook(look)
     try:

@@ -48,10 +48,11 @@ def options_of(engine: str) -> Sequence[Sequence[Arguments]]:
     Raises:
         UsageError: the engine has none.
     """
-    if engine == "vllm":
-        from patcher.bench.engines.vllm import OPTIONS
+    from patcher.bench.engines import ENGINES
 
-        return OPTIONS
+    options: Sequence[Sequence[Arguments]] = getattr(ENGINES.load(engine), "options", ())
+    if options:
+        return options
     raise UsageError(f"{engine} has no options to tune here", "leave out --tune-baseline")
 
 

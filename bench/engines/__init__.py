@@ -1,4 +1,6 @@
-"""Engines that run a model. One class each; `open_engine` picks by the workload's name."""
+"""Engines that run a model. One class each; `open_engine` picks by the workload's name, from ours
+and from those that other packages bring (`patcher.bench.plugins`).
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from patcher.bench.errors import UsageError
+from patcher.bench.plugins import Registry
 from patcher.bench.workload import Shape, Workload
 
 if TYPE_CHECKING:
     import torch
 
-ENGINES = ("transformers", "vllm")
+ENGINES: Registry[EngineFactory] = Registry("engines")
+"""By name: ours, and those of other packages."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,8 @@ class Engine(Measurable, Protocol):
     """An engine whose model is in this process, so that patches can be applied and removed."""
 
     model: torch.nn.Module
-    """The loaded model."""
+    """The loaded model. Each prefill and each step is one forward of it, whose output is logits
+    [batch, length, vocabulary], has them as `logits`, or is a tuple that begins with them."""
 
     def logits(self, tokens: torch.Tensor, keep: int = 0) -> torch.Tensor:
         """Teacher-forced logits, float32 of shape [batch, length, vocabulary] on the CPU.
@@ -179,6 +184,39 @@ class Engine(Measurable, Protocol):
         ...
 
 
+class EngineFactory(Protocol):
+    """What an entry point `patcher.engines` names: a class whose instances are one loaded model."""
+
+    in_process: bool
+    """Whether patches come and go in the loaded model, so that its instances are an `Engine`;
+    where it is not said, they do. Where they do not, each arm is a process of its own, instances
+    are `Measurable`, and the class is also given `arguments`, `memory_share` and `room`, as
+    `open_measurable` says. Such a class may have `options`, the ways to serve that a search of the
+    best stock configuration tries (as `patcher.bench.engines.vllm.OPTIONS`), and
+    `reference_arguments`, under which it computes the same without compilation and graphs.
+    """
+
+    def __call__(self, workload: Workload, /, *args: Any, **options: Any) -> Any:
+        """Load the workload's model.
+
+        Raises:
+            UsageError: it cannot be a model of this engine.
+            MissingError: the engine or the device is not on this machine.
+        """
+        ...
+
+
+def in_process(engine: str) -> bool:
+    """Whether patches come and go in the engine while a model is loaded.
+
+    Raises:
+        UsageError, MissingError: as `Registry.load`.
+    """
+    if ENGINES.ours(engine):  # without importing it: torch takes a second
+        return engine != "vllm"
+    return bool(getattr(ENGINES.load(engine), "in_process", True))
+
+
 def open_engine(workload: Workload) -> Engine:
     """Load the workload's model.
 
@@ -186,16 +224,13 @@ def open_engine(workload: Workload) -> Engine:
         UsageError: unknown engine or model.
         MissingError: the engine or the device is not on this machine.
     """
-    if workload.engine == "transformers":
-        from patcher.bench.engines.transformers import TransformersEngine
-
-        return TransformersEngine(workload)
-    if workload.engine == "vllm":
+    if not in_process(workload.engine):
         raise UsageError(
-            "vLLM is patched when a process starts, not while it runs",
+            f"{workload.engine} is patched when a process starts, not while it runs",
             "measure it with a process for each arm: --processes 3",
         )
-    raise UsageError(f"unknown engine {workload.engine!r}", f"engines are: {', '.join(ENGINES)}")
+    engine: Engine = ENGINES.load(workload.engine)(workload)
+    return engine
 
 
 def open_measurable(
@@ -215,11 +250,10 @@ def open_measurable(
     Raises:
         UsageError: as `open_engine`, or arguments for an engine that accepts none.
     """
-    if workload.engine == "vllm":
-        from patcher.bench.engines.vllm import VllmEngine
-
-        share = {"gpu_memory_utilization": memory_share}
-        return VllmEngine(workload, {**share, **(arguments or {})}, room=room)
+    if not in_process(workload.engine):
+        factory = ENGINES.load(workload.engine)
+        engine: Measurable = factory(workload, arguments, memory_share=memory_share, room=room)
+        return engine
     if arguments:
         raise UsageError(f"{workload.engine} accepts no engine arguments", "leave them out")
     return open_engine(workload)
@@ -235,8 +269,10 @@ __all__ = [
     "Decoder",
     "Decoding",
     "Engine",
+    "EngineFactory",
     "Generation",
     "Measurable",
+    "in_process",
     "open_decoder",
     "open_engine",
     "open_measurable",

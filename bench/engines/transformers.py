@@ -7,7 +7,7 @@ import importlib.metadata
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from packaging.version import Version
@@ -19,15 +19,19 @@ from patcher.bench.engines import (
     peak_memory_bytes,
     random_prompts,
 )
+from patcher.bench.engines.architecture import configuration
 from patcher.bench.engines.random_weights import spread_of
 from patcher.bench.errors import MissingError, UsageError
-from patcher.bench.workload import Workload, presets, weights_id
+from patcher.bench.presets import presets
+from patcher.bench.workload import Workload, weights_id
 
 OLDEST = Version("5.17")
 
 
 class TransformersEngine:
     """One model in this process. See `patcher.bench.engines.Engine` for the methods."""
+
+    in_process: ClassVar[bool] = True
 
     def __init__(self, workload: Workload) -> None:
         _check_machine(workload)
@@ -168,7 +172,7 @@ def _load_model(workload: Workload) -> Any:
     preset = presets().get(workload.model)
     if workload.weights == "random":
         if preset is not None:
-            config = transformers.GptOssConfig(**preset.config)
+            config = configuration(preset)
         else:
             config = transformers.AutoConfig.from_pretrained(workload.model)
         with torch.device(workload.device), no_init_weights():

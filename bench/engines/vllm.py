@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,10 +28,12 @@ from patcher.bench.engines import (
     random_prompts,
     vllm_logits,
 )
+from patcher.bench.engines.architecture import causal_model, configuration
 from patcher.bench.engines.random_weights import STD, spread_of
 from patcher.bench.errors import MissingError, UsageError
+from patcher.bench.presets import presets
 from patcher.bench.toolchains import cache_root
-from patcher.bench.workload import Shape, Workload, presets
+from patcher.bench.workload import Shape, Workload
 
 LOAD_FORMAT = "patcher_random"
 RANDOM_WEIGHTS = "PATCHER_RANDOM_WEIGHTS"
@@ -64,16 +66,21 @@ vLLM rejects options that do not fit the model or the GPU."""
 class VllmEngine:
     """One model in this process. See `patcher.bench.engines.Decoder` for the methods."""
 
+    in_process: ClassVar[bool] = False
+    options: ClassVar[Sequence[Sequence[dict[str, Any]]]] = OPTIONS
+    reference_arguments: ClassVar[dict[str, Any]] = {"enforce_eager": True}
+
     def __init__(
         self,
         workload: Workload,
         arguments: dict[str, Any] | None = None,
         *,
         one_process: bool = True,
+        memory_share: float | None = None,
         room: Sequence[Shape] = (),
     ) -> None:
-        """`arguments`: of vLLM's `LLM`, over those that the workload asks for; `room`: other
-        traffic that there must be room for.
+        """`arguments`: of vLLM's `LLM`, over those that the workload asks for; `memory_share`: of
+        the GPU's memory, taken in advance; `room`: other traffic that there must be room for.
         """
         # with one process, nsys and NVTX ranges cover the whole engine
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if one_process else "1"
@@ -87,7 +94,8 @@ class VllmEngine:
             raise MissingError("vLLM needs a GPU here", "run it on a GPU host")
         self.workload = workload
         self._sampling: Any = importlib.import_module("vllm.sampling_params")
-        chosen = _arguments(workload, room) | (arguments or {})
+        share = {} if memory_share is None else {"gpu_memory_utilization": memory_share}
+        chosen = _arguments(workload, room) | share | (arguments or {})
         refuse_dummy(chosen)
         self._eager = bool(chosen.get("enforce_eager"))
         self._llm: Any = vllm.LLM(**chosen)
@@ -211,10 +219,8 @@ def _arguments(workload: Workload, room: Sequence[Shape] = ()) -> dict[str, Any]
         return {"model": hub, **arguments}
     if known is None:
         raise UsageError(f"{workload.model!r} is no preset", f"presets: {', '.join(presets())}")
-    import transformers
-
-    config = transformers.GptOssConfig(**known.config).to_dict()
-    config |= {"architectures": ["GptOssForCausalLM"], "torch_dtype": workload.dtype}
+    config = configuration(known).to_dict()
+    config |= {"architectures": [causal_model(known)], "torch_dtype": workload.dtype}
     folder = _model_folder(json.dumps({**config, **known.published}, sort_keys=True))
     register_loader()
     os.environ[RANDOM_WEIGHTS] = "1"
@@ -244,7 +250,8 @@ def cache_bytes(workload: Workload, room: Sequence[Shape] = ()) -> int | None:
     shapes = [(workload.batch, workload.input_len), *((one.batch, one.context) for one in room)]
     decoded = max(workload.output_len, LENGTH_STEP // 4)
     tokens = max(batch * (context + decoded) for batch, context in shapes)
-    heads, width = (int(known.config[key]) for key in ("num_key_value_heads", "head_dim"))
+    sizes = configuration(known)
+    heads, width = int(sizes.num_key_value_heads), int(sizes.head_dim)
     element = torch.finfo(getattr(torch, workload.dtype)).bits // 8
     each = known.layers * 2 * heads * width * element
     return max(5 * max(tokens, _longest(workload, room)) * each // 4, LEAST_CACHE_BYTES)

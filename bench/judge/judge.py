@@ -252,7 +252,7 @@ def _sweep(op: Op, device: str, settings: JudgeSettings) -> Sweep:
 
 
 def _device(candidate: Candidate, settings: JudgeSettings) -> str:
-    native = {"cpp": "cpu", "torch": None}.get(candidate.language, "cuda")
+    native = candidate.language.traits.device
     device = settings.device or native or ("cuda" if torch.cuda.is_available() else "cpu")
     if native and device != native:
         raise UsageError(

@@ -38,8 +38,6 @@ ALIKE = 3
 """Calls on equal inputs in a row, each at addresses of its own."""
 LONGER = 10
 """So many times that, of a candidate whose races the sanitizer cannot judge."""
-LATE = ("triton", "torch", "cutedsl")
-"""Languages that compile at the first call of a shape."""
 
 
 @dataclass
@@ -149,7 +147,8 @@ class Trial:
         try:
             self.stock.lend(self.runner)
             self.runner.send(sets.data)
-            limit = self.settings.load_timeout_s if self.state.candidate.language in LATE else None
+            late = self.state.candidate.language.traits.compiles_late
+            limit = self.settings.load_timeout_s if late else None
             self.runner.command("call", limit, **sets.told(), order=list(range(count)))
             return self.runner.left("hand", sets.plan, count)
         except RunnerFailure as failure:

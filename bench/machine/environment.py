@@ -15,6 +15,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
+from patcher.bench.presets import preset_folders
 from patcher.bench.records import Record
 
 PACKAGES = (
@@ -76,6 +77,8 @@ def engine_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if _KEPT.match(name) and not names_secret(name) and "@" not in value
     }
+    if folders := preset_folders():
+        kept["PATCHER_PRESETS"] = folders
     return {**kept, "PYTHONPATH": python_path(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
 
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from patcher.bench.errors import UsageError
 from patcher.bench.machine.environment import ROOT
-from patcher.bench.ops.candidate import SUFFIXES, Candidate, Language
+from patcher.bench.ops.candidate import Candidate, Language
 from patcher.bench.ops.contract import Contract, Sweep
 from patcher.bench.records import Record
 
@@ -140,7 +140,7 @@ class Op:
             info = SolutionInfo(
                 name=folder.name, **tomllib.loads(manifest.read_text(encoding="utf-8"))
             )
-            source = folder / f"{self.name}{SUFFIXES[info.language]}"
+            source = folder / f"{self.name}{info.language.traits.suffix}"
             yield info, Candidate.from_file(self.name, source, info.language)
 
 

@@ -18,11 +18,15 @@ from typing import Any, Protocol
 from patcher.bench.errors import MissingError, UsageError
 from patcher.bench.ops.candidate import Candidate, Language
 from patcher.bench.ops.contract import Contract
+from patcher.bench.ops.language import LanguageTraits
+from patcher.bench.plugins import Registry
 from patcher.bench.records import Record
 from patcher.bench.runner import loading
 
 EXAMPLE_OP = "scaled_add"
 """What every toolchain's one-shot example computes: `scaled_add(x, y, out, scale)`."""
+TOOLCHAINS: Registry[type[Toolchain]] = Registry("toolchains")
+"""By language; a class of another package also has `traits`, its `LanguageTraits`."""
 _FENCED = re.compile(r"^```\w+\n(?P<source>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -83,8 +87,11 @@ class Toolchain(Protocol):
 
     @property
     def hints(self) -> str:
-        """How a candidate is written, as a Jinja template over the contract (`hints/`)."""
-        place = resources.files("patcher.bench.toolchains") / "hints" / f"{self.language}.md.j2"
+        """How a candidate is written, as a Jinja template over the contract: the file
+        `hints/LANGUAGE.md.j2` of the package that has the class.
+        """
+        package = type(self).__module__.rpartition(".")[0] or type(self).__module__
+        place = resources.files(package) / "hints" / f"{self.language}.md.j2"
         return place.read_text(encoding="utf-8")
 
     @property
@@ -95,22 +102,13 @@ class Toolchain(Protocol):
 
 
 def toolchain(language: Language) -> Toolchain:
-    from patcher.bench.toolchains.cutedsl import CuteDslToolchain
-    from patcher.bench.toolchains.foreign import HipToolchain, MetalToolchain, SyclToolchain
-    from patcher.bench.toolchains.native import CppToolchain, CudaToolchain
-    from patcher.bench.toolchains.python import TorchToolchain, TritonToolchain
+    """The toolchain of a language: ours, or of the package that brings it.
 
-    known: dict[Language, type[Toolchain]] = {
-        Language.CPP: CppToolchain,
-        Language.CUDA: CudaToolchain,
-        Language.TRITON: TritonToolchain,
-        Language.TORCH: TorchToolchain,
-        Language.CUTEDSL: CuteDslToolchain,
-        Language.HIP: HipToolchain,
-        Language.SYCL: SyclToolchain,
-        Language.METAL: MetalToolchain,
-    }
-    return known[language]()
+    Raises:
+        MissingError: that package cannot be imported.
+    """
+    found: type[Toolchain] = TOOLCHAINS.load(language.value)
+    return found()
 
 
 def cache_root() -> Path:
@@ -155,7 +153,9 @@ def load(built: Built, entry: str) -> Callable[..., Any]:
 
 __all__ = [
     "EXAMPLE_OP",
+    "TOOLCHAINS",
     "Built",
+    "LanguageTraits",
     "Missing",
     "Toolchain",
     "build",

@@ -14,6 +14,7 @@ from patcher.bench import UsageError, Workload
 from patcher.bench.ab.engine_config import Tuning
 from patcher.bench.ab.processes import ABPlan
 from patcher.bench.ab.traffic import traffic
+from patcher.bench.engines import in_process
 from patcher.bench.machine.environment import describe
 from patcher.bench.stats.compare import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
 
@@ -53,7 +54,7 @@ class ThroughputOptions:
         planned = ABPlan() if self.preset is None else traffic(self.preset).plan()
         count = self.processes
         if count is None:
-            count = planned.process_pairs if engine == "vllm" or self.preset else 0
+            count = 0 if in_process(engine) and not self.preset else planned.process_pairs
         if count == 0:
             return None
         each = planned.pairs if self.pairs is None else -(-self.pairs // count)
@@ -73,9 +74,9 @@ def job_of(
     UsageError: options that do not go together.
     """
     plan = asked.plan(workload.engine)
-    if plan is None and workload.engine == "vllm":
+    if plan is None and not in_process(workload.engine):
         raise UsageError(
-            "vLLM is patched when a process starts, not while it runs",
+            f"{workload.engine} is patched when a process starts, not while it runs",
             f"give each arm processes of its own: --processes {MIN_PROCESS_PAIRS}",
         )
     if plan is not None and plan.process_pairs < MIN_PROCESS_PAIRS:
@@ -83,7 +84,7 @@ def job_of(
             f"{plan.process_pairs} process pairs do not show what processes differ by",
             f"say --processes {MIN_PROCESS_PAIRS} or more",
         )
-    if workload.engine != "vllm" and (tune or tuned or engine_args):
+    if in_process(workload.engine) and (tune or tuned or engine_args):
         raise UsageError(
             f"{workload.engine} has no options of its own here",
             "leave out --tune-baseline, --tuned and --engine-arg, or say --engine vllm",

@@ -20,10 +20,9 @@ from patcher.bench.ab import cloze
 from patcher.bench.ab.engine_config import overriding, words
 from patcher.bench.ab.processes import SHARE_ALONE
 from patcher.bench.ab.quality import compare_logits
+from patcher.bench.engines import ENGINES
 from patcher.integrate import Patch
 
-UNCOMPILED: dict[str, dict[str, JsonValue]] = {"vllm": {"enforce_eager": True}}
-"""Arguments under which an engine computes the same without compilation and graphs."""
 ROUTING_STEPS = 16
 REVERT_STEPS = 256
 """Greedy tokens a sequence, at most, that must be the same before and after."""
@@ -74,7 +73,8 @@ class QualityCheck:
 
     def reference(self, tokens: Tokens, arguments: Mapping[str, JsonValue]) -> ReferenceLogits:
         """The reference over these tokens; takes a process of its own."""
-        plain = {**arguments, **UNCOMPILED.get(self.job.workload.engine, {})}
+        engine = ENGINES.load(self.job.workload.engine)
+        plain = {**arguments, **getattr(engine, "reference_arguments", {})}
         with self.launcher.launch("reference", plain, SHARE_ALONE) as process:
             entropy = process.ask(
                 say.AskRouting(seed=self.job.seed, steps=ROUTING_STEPS), say.Entropy

@@ -106,7 +106,7 @@ def run_loop(
         VerificationError: a stored artefact was changed.
     """
     budget = budget or Budget(run)
-    kind = "cpu" if language is Language.CPP else "cuda"
+    kind = "cpu" if language.traits.device == "cpu" else "cuda"
     points = sweep or op.sweep(kind)
     prompts = Prompts(
         op, language, device, points, tokens=prompt_tokens, known_kernels=known_kernels

@@ -86,7 +86,7 @@ class JudgeRequest:
 
 
 def _require_counters(language: Language, device: str | None, *, here: bool) -> None:
-    never = language is Language.CPP or language.compile_only
+    never = language.traits.device == "cpu" or language.compile_only
     if never or (here and pick_device(device) == "cpu"):
         raise UsageError("--counters is for CUDA kernels on a CUDA device", "drop it")
     if here:

@@ -41,7 +41,7 @@ def require_here(language: Language) -> None:
         MissingError: no compiler, or no device, for the language.
     """
     toolchain(language).demand()
-    if language in (Language.CPP, Language.TORCH) or language.compile_only:
+    if language.traits.device != "cuda" or language.compile_only:
         return
     import torch
 
@@ -54,11 +54,11 @@ def require_here(language: Language) -> None:
 
 def device_kind(language: Language) -> Literal["cpu", "cuda"]:
     """Whose sweep a language is shown or timed by."""
-    if language is Language.TORCH:
-        import torch
+    if language.traits.device is not None:
+        return language.traits.device
+    import torch
 
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return "cpu" if language is Language.CPP else "cuda"
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def device_facts(language: Language) -> str:
@@ -68,13 +68,14 @@ def device_facts(language: Language) -> str:
         MissingError: the language needs a CUDA device and there is none.
     """
     if language.compile_only:
-        return f"nothing: this machine only compiles. The kernel is for {_COMPILED[language]}"
+        device = _COMPILED.get(language, f"whatever runs {language}")
+        return f"nothing: this machine only compiles. The kernel is for {device}"
     return hardware_facts(device_kind(language))
 
 
 def judge_device_kind(spec: str, language: Language) -> Literal["cpu", "cuda"]:
     """The kind of device that `--judge` judges the language on."""
-    if spec != LOCAL and language is Language.TORCH:
+    if spec != LOCAL and language.traits.device is None:
         return "cuda"  # what this machine has says nothing of the other one
     return device_kind(language)
 

@@ -6,9 +6,9 @@ import math
 from typing import NamedTuple
 
 from patcher.agent import MAX_TOKENS
-from patcher.bench import SCHEMA_VERSION, Language, Op, Record, UsageError
+from patcher.bench import SCHEMA_VERSION, Language, Op, Record
 from patcher.judges.meter import JUDGE_LIMIT_S
-from patcher.models import PROMPT_TOKENS, PROVIDERS, Role
+from patcher.models import MODELS, PROMPT_TOKENS, Role, unknown_model
 from patcher.models.ceilings import SpendingLimits
 from patcher.models.client import more_room
 from patcher.models.registry import ModelEntry, entry_of
@@ -50,10 +50,20 @@ class Estimate(Record):
     assumptions: tuple[str, ...]
 
 
-class _Call(NamedTuple):
-    """One call of a model; None is a file or a recording."""
+class _OfPackage(NamedTuple):
+    """A model that another package brings: what it costs only that package knows."""
 
-    entry: ModelEntry | None
+    provider: str
+
+
+_Source = ModelEntry | _OfPackage | None
+"""Who is asked; None is a file or a recording."""
+
+
+class _Call(NamedTuple):
+    """One call of a model."""
+
+    entry: _Source
     input_tokens: int
     output_tokens: int
 
@@ -61,6 +71,8 @@ class _Call(NamedTuple):
     def usd(self) -> float | None:
         if self.entry is None:
             return 0.0
+        if isinstance(self.entry, _OfPackage):
+            return None
         price = self.entry.price
         return price.cost_usd(self.input_tokens, self.output_tokens) if price else None
 
@@ -71,7 +83,7 @@ def estimate(op: Op, language: Language, settings: Settings, sweep: str | None =
     Raises:
         UsageError: an unknown model.
     """
-    kind = "cpu" if language is Language.CPP else "cuda"
+    kind = "cpu" if language.traits.device == "cpu" else "cuda"
     prompts = Prompts(op, language, "", op.sweep(kind, sweep))
     first = len(prompts.system("generate") + prompts.generate(None))
     analyst = settings.analyst or settings.model
@@ -106,7 +118,7 @@ def _calls(settings: Settings, first: int) -> tuple[list[_Call], list[_Call]]:
     """As expected, and in the worst case. Advice comes from the analyst or from the diagnoser: the
     dearer one counts."""
     writer = _entry(settings.model, settings)
-    advisers: dict[Role, ModelEntry | None] = {
+    advisers: dict[Role, _Source] = {
         "analyse": _entry(settings.analyst or settings.model, settings),
         "diagnose": _entry(settings.diagnoser or settings.model, settings),
     }
@@ -124,11 +136,10 @@ def _calls(settings: Settings, first: int) -> tuple[list[_Call], list[_Call]]:
     return expected, worst
 
 
-def _question(
-    entry: ModelEntry | None, role: Role, characters: float
-) -> tuple[list[_Call], list[_Call]]:
+def _question(entry: _Source, role: Role, characters: float) -> tuple[list[_Call], list[_Call]]:
     """The calls for one question: one, as expected, or one for each room in the worst case."""
-    room, most = MAX_TOKENS[role], entry.max_output_tokens if entry else MAX_TOKENS[role]
+    room = MAX_TOKENS[role]
+    most = entry.max_output_tokens if isinstance(entry, ModelEntry) else room
     rooms = [min(room, most)]
     while (more := more_room(rooms[-1], most)) is not None:
         rooms.append(more)
@@ -142,17 +153,18 @@ def _dearness(calls: list[_Call]) -> tuple[float, int]:
     return math.inf if usd is None else usd, sum(call.output_tokens for call in calls)
 
 
-def _entry(spec: str, settings: Settings) -> ModelEntry | None:
+def _entry(spec: str, settings: Settings) -> _Source:
     """None for files and recordings: nothing is paid, and whoever answers counts the tokens."""
-    found = entry_of(spec, settings.models)
-    if found is None and spec.partition(":")[0] not in ("exchange", "replay"):
-        known = ", ".join((*PROVIDERS, *settings.models))
-        raise UsageError(f"unknown model {spec!r}", f"a model is one of: {known}")
-    return found
+    found, provider = entry_of(spec, settings.models), spec.partition(":")[0]
+    if found is not None or provider in ("exchange", "replay"):
+        return found
+    if provider in MODELS and not MODELS.ours(provider):
+        return _OfPackage(provider)
+    raise unknown_model(spec, settings.models)
 
 
 def _tokens(calls: list[_Call]) -> int | None:
-    if any(call.entry is None for call in calls):
+    if not all(isinstance(call.entry, ModelEntry) for call in calls):
         return None
     return sum(call.input_tokens + call.output_tokens for call in calls)
 

@@ -171,7 +171,7 @@ def _unpack(path: Path, into: Path) -> None:
     left = MOST_BYTES
     with tarfile.open(path, "r|xz") as archive:
         for member in archive:
-            parts = PurePosixPath(member.name).parts
+            parts: tuple[str, ...] = PurePosixPath(member.name).parts
             if member.isdir() and len(parts) == 1 and parts[0] != "..":
                 continue
             content = archive.extractfile(member) if member.isfile() else None

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
-from patcher.bench import SCHEMA_VERSION, PatcherError, Record, UsageError, VerificationError
+from patcher.bench import (
+    SCHEMA_VERSION,
+    PatcherError,
+    Record,
+    Registry,
+    UsageError,
+    VerificationError,
+)
 
 if TYPE_CHECKING:
     from patcher.models.registry import ModelEntry
@@ -176,6 +182,10 @@ class Model(Protocol):
     def ask(self, request: Request) -> Reply: ...
 
 
+MODELS: Registry[Callable[..., Model]] = Registry("models")
+"""Classes of models by provider; each is imported when it is asked for, as each brings an SDK that
+others do not need. One of another package is called with what follows the colon of `NAME:...` and
+the run's folder, and returns a `Model`."""
 PROVIDERS = {
     "anthropic[:MODEL]": "the Anthropic API; needs ANTHROPIC_API_KEY",
     "openai:MODEL": "the OpenAI API, or any server like it at OPENAI_BASE_URL; OPENAI_API_KEY",
@@ -188,7 +198,7 @@ PROVIDERS = {
 
 def open_model(spec: str, run_dir: Path, registry: Mapping[str, ModelEntry] | None = None) -> Model:
     """The model that `spec` names (see `PROVIDERS`); `exchange` without a folder uses `exchange/`
-    in the run. `registry` is `Settings.models`.
+    in the run. `registry` is `Settings.models`: its names come before those of other packages.
 
     Raises:
         UsageError: no such provider, or an unreadable recording.
@@ -199,27 +209,22 @@ def open_model(spec: str, run_dir: Path, registry: Mapping[str, ModelEntry] | No
     provider, _, rest = spec.partition(":")
     if provider == "exchange":
         folder = Path(rest) if rest else run_dir / "exchange"
-        return _model_class("patcher.models.exchange:ExchangeModel")(folder, run_dir)
+        return MODELS.load("exchange")(folder, run_dir)
     if provider == "replay" and rest:
-        return _model_class("patcher.models.replay:ReplayModel")(Path(rest))
+        return MODELS.load("replay")(Path(rest))
     entry = entry_of(spec, registry or {})
-    if entry is None:
-        known = ", ".join((*PROVIDERS, *(registry or {})))
-        raise UsageError(f"unknown model {spec!r}", f"a model is one of: {known}")
-    return _model_class(_API_CLASSES[entry.provider])(entry, run_dir)
+    if entry is not None:
+        return MODELS.load(entry.provider)(entry, run_dir)
+    if provider in MODELS and not MODELS.ours(provider):
+        return MODELS.load(provider)(rest, run_dir)
+    raise unknown_model(spec, registry or {})
 
 
-_API_CLASSES = {
-    "anthropic": "patcher.models.anthropic:AnthropicModel",
-    "openai": "patcher.models.openai:OpenAIModel",
-}
-
-
-def _model_class(place: str) -> Callable[..., Model]:
-    """The class `module:name`, imported only now: each brings an SDK that others do not need."""
-    module, _, name = place.partition(":")
-    found: Callable[..., Model] = getattr(importlib.import_module(module), name)
-    return found
+def unknown_model(spec: str, registry: Mapping[str, ModelEntry]) -> UsageError:
+    """What to say of a model that nothing provides."""
+    brought = [f"{each}[:...]" for each in MODELS if not MODELS.ours(each)]
+    known = ", ".join((*PROVIDERS, *registry, *brought))
+    return UsageError(f"unknown model {spec!r}", f"a model is one of: {known}")
 
 
 def sees_images(model: Model) -> bool:
@@ -228,6 +233,7 @@ def sees_images(model: Model) -> bool:
 
 
 __all__ = [
+    "MODELS",
     "PROMPT_TOKENS",
     "PROVIDERS",
     "TOKENS_CEILING",
@@ -242,4 +248,5 @@ __all__ = [
     "Usage",
     "open_model",
     "sees_images",
+    "unknown_model",
 ]

@@ -11,18 +11,6 @@ from patcher.attempts import ReplyFailure
 from patcher.bench import Language, Record
 from patcher.models import Reply
 
-TAGS: dict[Language, tuple[str, ...]] = {
-    Language.CPP: ("cpp", "c++", "cc", "cxx", "c"),
-    Language.CUDA: ("cuda", "cu", "cuda-cpp", "cpp", "c++", "c"),
-    Language.TRITON: ("python", "py", "python3", "triton"),
-    Language.TORCH: ("python", "py", "python3", "pytorch", "torch"),
-    Language.CUTEDSL: ("python", "py", "python3", "cutedsl", "cute"),
-    Language.HIP: ("cpp", "c++", "cc", "cxx", "c", "hip", "cuda", "cu"),
-    Language.SYCL: ("cpp", "c++", "cc", "cxx", "c", "sycl"),
-    Language.METAL: ("metal", "msl", "cpp", "c++", "c"),
-}
-"""Fence tags under which models write each language."""
-
 _FENCE = re.compile(r"[ \t]{0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)([^`\n]*)")
 _MAX_BRACES = 500
 
@@ -74,7 +62,7 @@ def extract_source(text: str, language: Language, entry: str) -> str | ReplyFail
         return ReplyFailure(
             kind="unclosed", detail="the last code block is not closed: the reply was cut off"
         )
-    fitting = [block for block in found if block.tag in TAGS[language]]
+    fitting = [block for block in found if block.tag in language.traits.tags]
     named = [block for block in fitting if re.search(rf"\b{re.escape(entry)}\b", block.source)]
     if named or fitting:
         chosen = (named or fitting)[-1]
@@ -83,7 +71,7 @@ def extract_source(text: str, language: Language, entry: str) -> str | ReplyFail
     else:
         return ReplyFailure(
             kind="ambiguous",
-            detail=f"{len(found)} code blocks, none tagged {TAGS[language][0]}; "
+            detail=f"{len(found)} code blocks, none tagged {language.traits.tags[0]}; "
             "give one block with that tag",
         )
     if not chosen.source.strip():

@@ -23,7 +23,6 @@ from patcher.bench import (
 from patcher.bench.toolchains import toolchain
 from patcher.models import PROMPT_TOKENS, Role
 from patcher.prompting.expectations import expectations, verdict
-from patcher.prompting.extract import TAGS
 from patcher.prompting.op_source import baseline_source, reference_source
 from patcher.prompting.quoting import clip, quote
 from patcher.prompting.room import characters, fitted
@@ -79,8 +78,7 @@ class Prompts:
             device=device,
             sweep=sweep,
             language=str(language),
-            tag=TAGS[language][0],
-            tags=TAGS,
+            tag=language.traits.tags[0],
             reference=reference_source(op),
             cpp_signature=f"void {contract.name}({tensors}{scalars})",
             header=header_form(contract, comment_mark(language.in_python)),

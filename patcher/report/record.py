@@ -99,7 +99,7 @@ class Report(Record):
         return _profile_of_old(value) if isinstance(value, dict) else value
 
 
-_KINDS = get_args(Hotspot.model_fields["kind"].annotation)
+_KINDS: tuple[Any, ...] = get_args(Hotspot.model_fields["kind"].annotation)
 
 
 def _profile_of_old(profile: dict[str, Any]) -> dict[str, Any]:

@@ -1,17 +1,18 @@
 """Strategies: given the attempts so far, what to ask next.
 
 A strategy is a pure function of the attempts, so that a resumed run goes on exactly as it would
-have. To add one: a class with `name` and `next`, its line in `STRATEGIES`, its case in
-`open_strategy`.
+have. To add one: a class with `name` and `next`, its line in `STRATEGIES` and in
+`bench/plugins.toml`, its case in `open_strategy`; or, in another package, an entry point
+`patcher.strategies`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from patcher.attempts.history import CandidateRequest, IterationResult
-from patcher.bench import UsageError
+from patcher.bench import Registry, UsageError
 from patcher.strategies.beam import Beam
 from patcher.strategies.evolve import Evolve
 from patcher.strategies.refine import Refine
@@ -26,6 +27,9 @@ STRATEGIES = {
     "translate": "refine, beginning from a kernel that works elsewhere (--from-solution)",
 }
 WIDTH, ISLANDS = 4, 2
+OF_PACKAGES: Registry[Callable[..., Strategy]] = Registry("strategies")
+"""By name: ours, which `open_strategy` makes, and those of other packages, which are called with
+`width`, `islands` (None where they are not said) and `seed`, and return a `Strategy`."""
 
 
 class Strategy(Protocol):
@@ -52,8 +56,8 @@ def open_strategy(
     Raises:
         UsageError: no such strategy, or it takes no such number.
     """
-    if name not in STRATEGIES:
-        raise UsageError(f"unknown strategy {name!r}", f"one of: {', '.join(STRATEGIES)}")
+    if not OF_PACKAGES.ours(name):
+        return OF_PACKAGES.load(name)(width=width, islands=islands, seed=seed)
     if width is not None and name not in ("sample", "beam", "evolve"):
         raise UsageError(f"strategy {name} asks one candidate at a time", "drop --width")
     if islands is not None and name != "evolve":

@@ -1,0 +1,1 @@
+"""Presets: every TOML file beside this one."""
