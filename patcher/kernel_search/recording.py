@@ -175,7 +175,7 @@ def _unpack(path: Path, into: Path) -> None:
             if member.isdir() and len(parts) == 1 and parts[0] != "..":
                 continue
             content = archive.extractfile(member) if member.isfile() else None
-            known = len(parts) == 2 and parts[0] != ".." and parts[1] in FILES
+            known = len(parts) == 2 and parts[0] not in ("..", "/") and parts[1] in FILES
             left -= member.size
             if left < 0:
                 raise UsageError(
@@ -187,8 +187,9 @@ def _unpack(path: Path, into: Path) -> None:
                     f"{path.name} holds {member.name!r}, which is no file of a recording",
                     "give an archive of folders that `patcher record` wrote, and of nothing else",
                 )
-            (into / parts[0]).mkdir(exist_ok=True)
-            with (into / parts[0] / parts[1]).open("wb") as file:
+            target = into / member.name
+            target.parent.mkdir(exist_ok=True)
+            with target.open("wb") as file:
                 shutil.copyfileobj(content, file)
 
 

@@ -107,10 +107,15 @@ def _profile_of_old(profile: dict[str, Any]) -> dict[str, Any]:
     listed = [_known(kernel, KernelStat) for kernel in profile.get("kernels") or ()]
     kernels = {kernel.get("name"): kernel for kernel in listed}
     hotspots = []
-    for rank, spot in enumerate(profile.get("hotspots") or (), 1):
+    spots: list[dict[str, Any]] = profile.get("hotspots") or []
+    for rank, spot in enumerate(spots, 1):
         said = {name: each for name, each in spot.items() if each is not None}
         least = {"rank": rank, "op": None, "ceiling_pct": 0.0, "instances": 0, "mean_ns": 0.0}
-        merged = {**least, **_known(kernels.get(spot.get("name"), {}), Hotspot), **said}
+        merged: dict[str, Any] = {
+            **least,
+            **_known(kernels.get(spot.get("name"), {}), Hotspot),
+            **said,
+        }
         if merged.get("kind") not in _KINDS:
             merged.pop("kind", None)
         if merged.get("triage") not in get_args(Triage):
