@@ -201,9 +201,7 @@ def test_a_changed_file_is_named_and_nothing_runs(
     kept = path.read_bytes()
     path.chmod(0o644)
     path.write_bytes(kept + b"\n")
-    with pytest.raises(
-        VerificationError, match=f"changed or are missing: {name}"
-    ):
+    with pytest.raises(VerificationError, match=f"changed or are missing: {name}"):
         open_workspace(folder)
     path.unlink()
     with pytest.raises(VerificationError, match=name):
