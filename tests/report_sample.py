@@ -11,6 +11,7 @@ from patcher.ab.decision import Decision
 from patcher.ab.other_workloads import OtherPoint, OtherWorkloads, PeakMemory
 from patcher.attempts import Attempt, Recommendation
 from patcher.bench import (
+    BaselineTime,
     Check,
     Comparison,
     Environment,
@@ -198,7 +199,11 @@ def evaluation() -> Evaluation:
             Check(name="timed outputs", passed=True, detail="outputs of the timed calls are right"),
         ),
         baseline="torch.compile",
-        baselines={"torch.compile": "9.72 us", "eager": "21.4 us", "flashinfer": "not installed"},
+        baselines={
+            "torch.compile": BaselineTime(time_us=9.72),
+            "eager": BaselineTime(time_us=21.4),
+            "flashinfer": BaselineTime(missing="not installed"),
+        },
         timings=tuple(timings),
         timing_method="Interleaved blocks in one process, order randomised.",
         geomean_speedup=3.54,

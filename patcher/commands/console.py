@@ -33,32 +33,56 @@ app = typer.Typer(
     "130 interrupted.",
 )
 
+BUDGET, SEARCH, WORKLOAD = "Budget", "Search", "Workload"
+"""Panels of options in the help of a command."""
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 BudgetUsd = Annotated[
-    float | None, typer.Option("--budget-usd", help="Ceiling on the cost of model calls.", min=0)
+    float | None,
+    typer.Option(
+        "--budget-usd", help="Ceiling on the cost of model calls.", min=0, rich_help_panel=BUDGET
+    ),
 ]
 BudgetTokens = Annotated[
-    int | None, typer.Option("--budget-tokens", help="Ceiling on tokens, input and output.", min=0)
+    int | None,
+    typer.Option(
+        "--budget-tokens",
+        help="Ceiling on tokens, input and output.",
+        min=0,
+        rich_help_panel=BUDGET,
+    ),
 ]
 BudgetMinutes = Annotated[
     float | None,
     typer.Option(
-        "--budget-minutes", help="Ceiling on the minutes spent asking and judging.", min=0
+        "--budget-minutes",
+        help="Ceiling on the minutes spent asking and judging.",
+        min=0,
+        rich_help_panel=BUDGET,
     ),
 ]
 BudgetGpuMinutes = Annotated[
     float | None,
-    typer.Option("--budget-gpu-minutes", help="Ceiling on the judge's GPU minutes.", min=0),
+    typer.Option(
+        "--budget-gpu-minutes",
+        help="Ceiling on the judge's GPU minutes.",
+        min=0,
+        rich_help_panel=BUDGET,
+    ),
 ]
 Device = Annotated[
     str | None, typer.Option(help="cpu or cuda; default: cuda where there is a GPU.")
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1)]
-Iterations = Annotated[int | None, typer.Option(help="Maximum number of candidates.", min=1)]
+Iterations = Annotated[
+    int | None, typer.Option(help="Maximum number of candidates.", min=1, rich_help_panel=SEARCH)
+]
 MarginPct = Annotated[
     float | None,
     typer.Option(
-        "--margin-pct", help="Gain in percent that the whole interval must exceed.", min=0
+        "--margin-pct",
+        help="Gain in percent that the whole interval must exceed.",
+        min=0,
     ),
 ]
 JudgeSpec = Annotated[
@@ -74,13 +98,21 @@ ModelSpec = Annotated[
     ),
 ]
 Engine = Annotated[str, typer.Option(help="The engine that runs the model.")]
-Strategy = Annotated[str, typer.Option(help="refine, single, sample, beam, evolve or translate.")]
+Strategy = Annotated[
+    str,
+    typer.Option(help="refine, single, sample, beam, evolve or translate.", rich_help_panel=SEARCH),
+]
 Width = Annotated[
     int | None,
-    typer.Option(help="Candidates per round of sample, beam and evolve (default 4).", min=1),
+    typer.Option(
+        help="Candidates per round of sample, beam and evolve (default 4).",
+        min=1,
+        rich_help_panel=SEARCH,
+    ),
 ]
 Islands = Annotated[
-    int | None, typer.Option(help="Populations of evolve (default 2).", min=1, max=64)
+    int | None,
+    typer.Option(help="Populations of evolve (default 2).", min=1, max=64, rich_help_panel=SEARCH),
 ]
 FromSolution = Annotated[
     list[str] | None,
@@ -89,6 +121,7 @@ FromSolution = Annotated[
         metavar="NAME",
         help="A kernel that works goes into the prompts, to translate or, in the same language, to "
         "beat: a solution's name, or a file.",
+        rich_help_panel=SEARCH,
     ),
 ]
 

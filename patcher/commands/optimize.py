@@ -8,6 +8,7 @@ import typer
 
 from patcher.bench import Language, load_op
 from patcher.commands.console import (
+    SEARCH,
     BudgetGpuMinutes,
     BudgetMinutes,
     BudgetTokens,
@@ -52,7 +53,10 @@ def optimize(
     width: Width = None,
     islands: Islands = None,
     seed: Annotated[
-        int | None, typer.Option(help="Seed of evolve; default: drawn, and kept with the run.")
+        int | None,
+        typer.Option(
+            help="Seed of evolve; default: drawn, and kept with the run.", rich_help_panel=SEARCH
+        ),
     ] = None,
     from_solution: FromSolution = None,
     iterations: Iterations = None,
