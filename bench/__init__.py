@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from patcher.bench.errors import (
     BudgetError,
+    BusyError,
     MissingError,
     PatcherError,
     UsageError,
@@ -69,6 +70,7 @@ __all__ = [
     "AxisGuard",
     "BaselineTime",
     "BudgetError",
+    "BusyError",
     "Candidate",
     "Check",
     "Comparison",

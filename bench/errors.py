@@ -42,6 +42,10 @@ class MissingError(PatcherError):
     exit_code = 3
 
 
+class BusyError(MissingError):
+    """Other programs leave this machine too little time to measure; it may have more later."""
+
+
 class BudgetError(PatcherError):
     """A budget of money, time or iterations is exhausted."""
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from patcher.bench.errors import MissingError
+from patcher.bench.errors import BusyError
 from patcher.bench.judge.cases import Secrets
 from patcher.bench.judge.ceilings import Ceilings
 from patcher.bench.judge.clockcheck import (
@@ -120,7 +120,7 @@ class TimingSession:
         Raises:
             WrongCall: a timed call failed a check, or its times are implausible.
             RunnerFailure: the candidate failed while timed.
-            MissingError: this machine is too busy: the baseline's times or the judge's clock are
+            BusyError: this machine is too busy: the baseline's times or the judge's clock are
                 too noisy.
         """
         sets = block_sets(self.op, point, self.device)
@@ -178,7 +178,7 @@ class TimingSession:
         if problems and (2 * len(problems) > MEASUREMENTS or not tells):
             raise WrongCall("clocks", problems[-1])
         if tells:
-            raise MissingError(
+            raise BusyError(
                 f"this machine is too busy to time {point.label()}: {disturbance or problems[-1]}",
                 "stop other programs, or judge on another machine (--judge)",
             )

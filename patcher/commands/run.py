@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
-from patcher.bench import Language, load_op
+from patcher.bench import BusyError, Language, load_op
 from patcher.bench.stats.compare import DEFAULT_PAIRS
 from patcher.commands.console import (
     BudgetGpuMinutes,
@@ -118,6 +119,7 @@ def demo(as_json: Json = False) -> int:
     """
     from patcher import pipeline
     from patcher.plan import DEMO, RunPlan
+    from patcher.runs.run import Run
     from patcher.settings import resolve
 
     # a recorded conversation: it neither needs what was learned nor teaches
@@ -127,7 +129,7 @@ def demo(as_json: Json = False) -> int:
         "judge": "local",
         "memory": "off",
         # more than a real run asks for: on a desktop at work, less proves nothing
-        "margin_pct": 3.0,
+        "margin_pct": 2.0,
     }
     settings = resolve(asked)
     workload = workload_for(DEMO_MODEL, "cpu", threads=1)
@@ -147,7 +149,12 @@ def demo(as_json: Json = False) -> int:
             "[bold]recorded conversation[/] with a language model; building, judging, measuring "
             "and deciding happen on this machine, now."
         )
-    return execute_run(begun, output)
+    try:
+        return execute_run(begun, output)
+    except BusyError as busy:
+        if not as_json:
+            output.err.print(Text(f"{busy.message}; resume the run once", style="dim"))
+    return execute_run(Run.open(begun.path), output)
 
 
 @app.command()
