@@ -117,10 +117,10 @@ def test_the_example_goes_in_counts_falls_back_and_out(norm: Any, tmp_path: Path
             assert active.digests == entry.digest
             found = norm(8).forward(torch.ones(2, 8), torch.ones(2, 8))
             norm(12).forward(torch.ones(2, 12), torch.ones(2, 12))
-            with pytest.raises(bench.VerificationError, match="already patched"):
+            with pytest.raises(bench.VerificationError, match="patched already"):
                 activate("toyserve", switches=switches, store=store)
             [installed] = active.installed
-            with pytest.raises(bench.UsageError, match="already installed"):
+            with pytest.raises(bench.UsageError, match="installed already"):
                 installed.install()
         active.close()
     assert norm.forward is original

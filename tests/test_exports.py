@@ -137,7 +137,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "null time": (
         lambda path: changed(path, "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = NULL"),
-        "no numbers",
+        "not numbers",
     ),
     "late text": (
         lambda path: changed(
@@ -147,7 +147,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "real time": (
         lambda path: changed(path, "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 0.5"),
-        "no numbers",
+        "not numbers",
     ),
     "far future": (
         lambda path: changed(path, f'UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET "end" = {1 << 62}'),

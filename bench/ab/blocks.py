@@ -72,12 +72,12 @@ class BlockRound(NamedTuple):
     def pair(self, name: str) -> Pair:
         """Of the baseline's window and that process's."""
         arms: dict[str, Arm] = {BASELINE: "baseline", name: "patched"}
-        first, second = (arms[each] for each in self.order if each in arms)
+        order: list[Arm] = [arms[each] for each in self.order if each in arms]
         control = name == CONTROL
         return Pair(
             number=self.number + (FIRST_CONTROL if control and self.swapped else 0),
             kind="aa" if control else "ab",
-            order=(first, second),
+            order=(order[0], order[1]),
             process=self.block,
             swapped=self.swapped.get(name, False),
         )

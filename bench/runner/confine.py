@@ -42,19 +42,14 @@ class Policy:
     cpu_only: bool
     """Whether limits on address space and locked memory apply; CUDA cannot work with them."""
     memory_bytes: int
-    """Memory limit of a process in bytes."""
     processes: int
-    """Limit on the number of processes."""
     file_bytes: int
-    """Limit on the size of a file in bytes."""
     cpu_s: int
-    """Limit on CPU time in seconds."""
     listed: tuple[str, ...] = ()
     """Folders that may be listed although only some of their entries are visible."""
     scratch_bytes: int = 256 << 20
     """Size in bytes of the private /tmp, /dev/shm, /home, /root and /var/tmp together."""
     open_files: int = 4096
-    """Limit on open files."""
     nested: bool = False
     """Whether a child of the process uses CUDA, not the process itself (a profiler's target)."""
 
@@ -158,12 +153,8 @@ def confine(
     everything inside.
 
     As real root, the process continues under its own unprivileged uid if all paths of the policy
-    stay usable. `policy.folder` with its contents then belongs to that uid.
-
-    Args:
-        policy: what the process may see and use.
-        keep: descriptors to keep open; all others are closed.
-        without: parts to leave out, for tests: namespaces, proc, landlock, seccomp.
+    stay usable. `policy.folder` with its contents then belongs to that uid. Descriptors outside
+    `keep` are closed; `without` leaves out namespaces, proc, landlock or seccomp, for tests.
     """
     parent, uid = os.getppid(), _own_uid()
     tasks = _tasks_of(uid if os.geteuid() == 0 else os.geteuid())
@@ -347,10 +338,7 @@ def _own_session() -> None:
 
 
 def _own_uid() -> int:
-    """A uid for this run, from the range of systemd's dynamic users.
-
-    Each run needs its own, since the limit on processes counts by uid.
-    """
+    """A uid for this run, since the limit on processes counts by uid (systemd's dynamic range)."""
     return 61184 + os.getpid() % 4000
 
 
@@ -392,10 +380,7 @@ def _drop_user(policy: Policy, uid: int) -> None:
 
 
 def _empty_bounding_set() -> None:
-    """Drop the bounding set, so that no program can regain capabilities.
-
-    This needs the capabilities that are dropped afterwards.
-    """
+    """Drop the bounding set, so that no program can regain capabilities dropped afterwards."""
     for capability in range(64):
         try:
             _prctl(_PR_CAPBSET_DROP, capability)
@@ -551,13 +536,8 @@ def _restrict_mount(path: str, flags: int, deep: bool = True) -> None:
 
 
 def _new_root(policy: Policy, uid: int, own_pids: bool) -> str:
-    """Replace the root by a tmpfs that holds only what the policy names.
-
-    Returns:
-        The kind of /proc: `own`, `host` or `none`.
-
-    Raises:
-        OSError: it is not permitted; the old root is restored.
+    """Replace the root by a tmpfs that holds only what the policy names; return the kind of /proc:
+    `own`, `host` or `none`. On an OSError the old root is restored.
     """
     _syscall("unshare", _NEWNS)
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
