@@ -111,11 +111,7 @@ class TimingSession:
         self.calls = 0
 
     def compare(self, point: Point, load_timeout_s: float) -> Timing:
-        """Time candidate and baseline at one point.
-
-        Args:
-            point: axes and dtypes.
-            load_timeout_s: time limit in seconds of the first calls.
+        """Time candidate and baseline at one point; `load_timeout_s` limits the first calls.
 
         Raises:
             WrongCall: a timed call failed a check, or its times are implausible.
@@ -254,11 +250,7 @@ class TimingSession:
         """Call the candidate behind a kernel that writes its inputs late.
 
         That kernel lets its dependents begin at once (programmatic dependent launch), as a kernel
-        of an engine may.
-
-        Args:
-            points: points of which one is drawn.
-            load_timeout_s: time limit in seconds of the first calls.
+        of an engine may. The point is drawn from `points`.
 
         Returns:
             The result in words.
@@ -294,13 +286,9 @@ class TimingSession:
         return "waits for a kernel in front of it that lets its dependents begin early"
 
     def traced(self, points: Sequence[Point], load_timeout_s: float) -> Traced:
-        """Profile one launch with CUPTI.
+        """Profile one launch with CUPTI, at a point drawn from `points`.
 
         This comes last, since a process that was profiled stays slower.
-
-        Args:
-            points: points of which one is drawn.
-            load_timeout_s: time limit in seconds of the first calls.
 
         Raises:
             WrongCall: more ran than the events account for.
