@@ -6,7 +6,7 @@ import difflib
 import hashlib
 from typing import Literal
 
-from patcher.bench import Record
+from patcher.bench import Record, VerificationError
 from patcher.integrate.manifest import Replaced, Target
 from patcher.integrate.points import Fingerprint
 
@@ -70,3 +70,11 @@ def _diff(part: Replaced, text: str) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+class SourceChangedError(VerificationError):
+    """The code that a patch replaces has changed since the patch was made."""
+
+    def __init__(self, message: str, hint: str, changes: tuple[Change, ...]) -> None:
+        super().__init__(message, hint)
+        self.changes = changes

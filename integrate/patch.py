@@ -28,7 +28,7 @@ from patcher.bench import (
     VerificationError,
 )
 from patcher.integrate.binaries import describe_binary, load_kernel
-from patcher.integrate.changes import Change, replaced, what_changed
+from patcher.integrate.changes import SourceChangedError, replaced, what_changed
 from patcher.integrate.manifest import DeviceKind, Manifest, PatchGuards, Provenance, Target
 from patcher.integrate.narrow import worth_calling
 
@@ -95,6 +95,7 @@ class Patch:
         from patcher.integrate.points import naming, specs_of
 
         points = specs_of(op, engine)
+        capability = evaluation.environment and evaluation.environment.capability
         if not points:
             raise UsageError(
                 f"{op.name} has no patch point in {engine}", f"see `patcher ops show {op.name}`"
@@ -128,7 +129,8 @@ class Patch:
                 device=device,
                 dtypes=tuple(op.contract.dtype_choices()),
                 axes=worth_calling(op.contract, (evaluation, *further)),
-                capabilities=_capabilities(evaluation),
+                # the kernel may run only on what it was judged on
+                capabilities=(capability,) if capability else (),
                 tensor_parallel=tensor_parallel,
                 graph_safe=op.contract.guards.graph_safe,
                 pdl=_TAKES_PART.search(candidate.source) is not None,
@@ -315,14 +317,6 @@ class Patch:
         return f"{target.point} as it was in {target.made_with}{f': {names}' if names else ''}"
 
 
-class SourceChangedError(VerificationError):
-    """The code that a patch replaces has changed since the patch was made."""
-
-    def __init__(self, message: str, hint: str, changes: tuple[Change, ...]) -> None:
-        super().__init__(message, hint)
-        self.changes = changes
-
-
 _WORDS = {"changed": "changed", "gone": "is gone", "new": "is relied on now"}
 _AGAIN = "get the patch again from its source"
 
@@ -353,11 +347,3 @@ def _fingerprint(engine: str, point: str) -> str:
 
 _TAKES_PART = re.compile(r"griddepcontrol|cudaGridDependencySynchronize|launch_pdl|gdc_wait")
 """Matches kernels that wait for their predecessor by programmatic dependent launch."""
-
-
-def _capabilities(evaluation: Evaluation) -> tuple[str, ...]:
-    """The compute capability that the kernel was judged on, the only one it may run on."""
-    environment = evaluation.environment
-    if environment is None or environment.capability is None:
-        return ()
-    return (environment.capability,)

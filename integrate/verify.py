@@ -13,9 +13,9 @@ from patcher.bench import (
     VerificationError,
 )
 from patcher.integrate.binaries import fitting_binary
-from patcher.integrate.changes import Change
+from patcher.integrate.changes import Change, SourceChangedError
 from patcher.integrate.manifest import Manifest
-from patcher.integrate.patch import Patch, SourceChangedError
+from patcher.integrate.patch import Patch
 
 
 class FitCheck(Record):

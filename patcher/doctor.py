@@ -34,8 +34,7 @@ class Finding(Record):
     """Whether somebody on this machine is likely to want it; if not, a warning is for `--all`."""
 
     @property
-    def shown(self) -> bool:
-        """Whether it is told without `--all`."""
+    def shown(self) -> bool:  # without `--all`
         return self.likely or self.status != "warn"
 
 

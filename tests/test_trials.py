@@ -264,7 +264,7 @@ def test_what_is_no_record_is_told(name: str, tmp_path: Path) -> None:
         Folder(tmp_path, ASKED)
 
 
-@pytest.mark.parametrize("name", ["h200-capped", "h200-beside", "h200-order", "h200-alone"])
+@pytest.mark.parametrize("name", ["h200-capped", "h200-order"])
 def test_the_verdicts_of_the_evidence_are_those_of_its_windows(name: str) -> None:
     folder = Path(__file__).parent.parent / "bench" / "results" / "verdict-trials"
     shown = json.loads((folder / f"{name}.json").read_text())

@@ -49,7 +49,7 @@ def read(folder: Path) -> list[ABResult]:
         try:
             text = content(path)
             document = json.loads(text)
-            if isinstance(document, list):
+            if isinstance(document, list) and document:
                 found += VERDICTS.validate_json(text)
             elif "best" in document:
                 found += SetSearch.model_validate_json(text).measured

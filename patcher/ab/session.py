@@ -124,7 +124,7 @@ def _compare(
             return None
         progress(ABPhase.QUALITY, "quality", 0, 1)
         compared = session.compare()
-        return {name: session.measured(name, compared, clocks) for name in sets}
+        return {name: session.measurements(name, compared, clocks) for name in sets}
 
 
 class PatchSession:
@@ -261,7 +261,7 @@ class PatchSession:
         """Quality of all sets, with the help of one more process."""
         return self.folder.quality(self._compared)
 
-    def measured(
+    def measurements(
         self, name: str, compared: BlocksQuality, clocks: ClockMonitor
     ) -> tuple[Measurement, ...]:
         """For each patch of the set."""
