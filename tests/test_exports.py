@@ -151,7 +151,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "far future": (
         lambda path: changed(path, f'UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET "end" = {1 << 62}'),
-        "cannot be",
+        "impossible times",
     ),
     "no times": (
         lambda path: changed(path, "ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN start"),

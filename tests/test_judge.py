@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -332,8 +333,8 @@ def test_baselines_of_before_are_read_from_text() -> None:
 
 
 def test_every_evaluation_of_the_results_is_still_read() -> None:
-    files = sorted((Path(__file__).parent.parent / "bench/results/kernels").glob("*_tuned.json"))
+    files = sorted((Path(__file__).parent.parent / "bench/results/kernels").glob("*_tuned*.json.xz"))
     assert files
     for file in files:
-        found = Evaluation.model_validate_json(file.read_text())
+        found = Evaluation.model_validate_json(lzma.decompress(file.read_bytes()))
         assert found.baseline is None or found.baselines[found.baseline].time_us is not None

@@ -346,11 +346,11 @@ def test_another_sets_values_are_lent_but_for_weights() -> None:
 
     lent = object.__new__(Captured)
     arenas = [Arena(plan.model_dump(mode="json"), 2, "cpu") for _ in range(2)]
-    lent.arena, lent.kept = arenas
+    lent.arena, lent.snapshot = arenas
     lent.cuda, lent.stream = Cuda(), None
     for index in range(2):
         for tensor in lent.arena.arguments[index]:
             tensor.fill_(index + 1)
     lent._lend(1, 0)
     assert [float(each.mean()) for each in lent.arena.arguments[1]] == [1, 2, 2, 1]
-    assert [float(each.mean()) for each in lent.kept.arguments[1]] == [2, 2, 2, 2]
+    assert [float(each.mean()) for each in lent.snapshot.arguments[1]] == [2, 2, 2, 2]

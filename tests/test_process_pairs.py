@@ -631,7 +631,8 @@ def test_the_best_stock_configuration_is_found_without_a_patch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     host = Host(bias_pct=0)
-    monkeypatch.setattr("patcher.bench.engines.vllm.OPTIONS", (({"moe": "a"}, {"moe": "b"}),))
+    choices = (({"moe": "a"}, {"moe": "b"}),)
+    monkeypatch.setattr("patcher.bench.engines.vllm.VllmEngine.options", choices)
 
     def launch(
         arms: ArmLauncher, name: str, arguments: dict[str, JsonValue], share: float, **_: float

@@ -96,7 +96,7 @@ def test_a_script_that_failed_may_be_corrected(run: Run, tmp_path: Path) -> None
         ("echo '{\"score\": 1e999}'", "score: Input should be a finite number"),
         ('echo \'{"score": 1, "speedup": 2}\'', "speedup: Extra inputs"),
         ("echo '[1]'", "printed no score"),
-        ("sleep 60", "no answer in 1 s"),
+        ("sleep 60", "did not answer in 1 s"),
         ("kill -9 $$", "exit code -9"),
     ],
 )

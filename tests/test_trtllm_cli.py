@@ -68,7 +68,7 @@ def test_what_is_wrong_is_one_sentence(tmp_path: Path) -> None:
         (["bench", "m", "run", *LENGTHS], 3, "trtllm-bench is not on PATH"),
         (["bench", "m", "run", "--vocab-size", "1"], 2, "vocab_size"),
         (["bench", "m", "run", *LENGTHS, "--moe-backend", "X"], 2, "moe_backend"),
-        (["diff", "nothing", "tree", "kernel.h", "--out", "out"], 2, "no seam"),
+        (["diff", "nothing", "tree", "kernel.h", "--out", "out"], 2, "no patchable kernel"),
         (["diff", "moe_finalize", "tree", "none.h", "--out", "out"], 2, "cannot read"),
         (["diff", "moe_finalize", "tree", "kernel.h", "--out", "out"], 2, "has no cpp/"),
     ]

@@ -155,7 +155,7 @@ database.execute('SELECT demangledName, COUNT(*), SUM("end" - start) FROM '
 OURS = """
 import sys, time
 from pathlib import Path
-from hotspot import read
+from patcher.hotspot import read
 begin = time.perf_counter()
 profile = read(Path(sys.argv[1]), "benchmark")
 assert profile.steps and profile.busy_ns

@@ -17,7 +17,7 @@ FACTOR = "PATCHER_DIGESTS"
 """The key by which the digests of the patches enter vLLM's hash of compiled code."""
 
 
-class Plugin:
+class VllmPlugin:
     """Activates the enabled patches when this process becomes a worker."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Plugin:
             active.close()
 
 
-def hook() -> Plugin | None:
+def hook() -> VllmPlugin | None:
     """Install the plugin of this process.
 
     Returns:
@@ -85,9 +85,9 @@ def hook() -> Plugin | None:
     """
     try:
         worker = sources.module("vllm.v1.worker.worker_base").WorkerWrapperBase
-        plugin: Plugin | None = getattr(worker.init_device, "plugin", None)
+        plugin: VllmPlugin | None = getattr(worker.init_device, "plugin", None)
         if plugin is None:
-            plugin = Plugin()
+            plugin = VllmPlugin()
             plugin.install()
     except (PatcherError, AttributeError) as error:
         if Switches.read().strict:
