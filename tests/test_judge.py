@@ -333,7 +333,9 @@ def test_baselines_of_before_are_read_from_text() -> None:
 
 
 def test_every_evaluation_of_the_results_is_still_read() -> None:
-    files = sorted((Path(__file__).parent.parent / "bench/results/kernels").glob("*_tuned*.json.xz"))
+    files = sorted(
+        (Path(__file__).parent.parent / "bench/results/kernels").glob("*_tuned*.json.xz")
+    )
     assert files
     for file in files:
         found = Evaluation.model_validate_json(lzma.decompress(file.read_bytes()))
