@@ -5,8 +5,8 @@ layers amplify each rounding error. The model then forgets its tokens: different
 the same tokens, and bfloat16 and float32 agree on few. Rounding would then hide the errors of a
 patched kernel. So embeddings are normal(0, 1), and matrices whose output is added to the
 residual stream are scaled down by the square root of their number (Radford et al., Language models
-are unsupervised multitask learners, 2019, section 2.3). `tests/test_random_weights.py` compares
-both. Weights affect a kernel's time only through the selection of experts, which is reported.
+are unsupervised multitask learners, 2019, section 2.3). The tests of this module compare both.
+Weights affect a kernel's time only through the selection of experts, which is reported.
 """
 
 from __future__ import annotations

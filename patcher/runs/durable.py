@@ -1,7 +1,7 @@
 """The few durable acts of a run: append a line, write a file whole, take over a file left behind.
 
 Whatever a run leaves on the disk goes through here, flushed before the next act begins. A kill
-between any two of them leaves a run that can be resumed; `tests/killing.py` kills at each.
+between any two of them leaves a run that can be resumed; `tests/support/killing.py` kills at each.
 """
 
 from __future__ import annotations

@@ -1,0 +1,224 @@
+"""Quality on the real gpt-oss-tiny: decode through the cache, kernels wrong at one shape only."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from measure_sample import TINY
+from rich.console import Console
+
+from patcher.bench import Quality, content
+from patcher.bench.ab.logits import served_logits
+from patcher.bench.ab.quality import assess, compare_logits
+from patcher.bench.ab.records import LogitError
+from patcher.bench.engines import Engine, open_engine
+from patcher.show.quality import quality_lines
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return open_engine(TINY)
+
+
+def patched(engine: Engine, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A patch of one norm: what it gives is changed."""
+    norm: Any = engine.model.get_submodule("model.layers.2.input_layernorm")
+
+    @contextmanager
+    def patch() -> Iterator[None]:
+        original = norm.forward
+        norm.forward = lambda hidden: change(original(hidden))
+        try:
+            yield
+        finally:
+            del norm.forward
+
+    return patch
+
+
+def assessed(engine: Engine, patch: Any) -> Quality:
+    return assess(engine, {"baseline": nullcontext, "patched": patch}, 1, STEPS)
+
+
+def test_served_logits_are_those_of_the_whole_sequence(engine: Engine) -> None:
+    prompts = engine.prompts(1)
+    picked = engine.generate(prompts, STEPS).tokens
+    served = served_logits(engine, prompts, picked)
+    whole = engine.logits(torch.cat([prompts, picked], dim=1), STEPS + 2)[:, :-1]
+    assert served.shape == (TINY.batch, STEPS + 1, engine.vocab_size)
+    assert torch.allclose(served, whole, atol=1e-4)
+    assert torch.equal(served.argmax(-1), picked)
+    other = served_logits(engine, prompts, picked.roll(1, dims=1))
+    assert torch.equal(other[:, 0], served[:, 0])
+    assert not torch.allclose(other[:, 1:], served[:, 1:], atol=1e-3)  # tokens are forced
+    assert not engine.model._forward_hooks
+
+
+def test_an_honest_patch_passes_and_the_yardstick_is_the_baselines_error(engine: Engine) -> None:
+    same = assessed(engine, patched(engine, lambda hidden: hidden))
+    assert same.passed
+    assert same.positions == TINY.batch * (STEPS + 1)
+    assert same.worst_flip_margin is None
+    assert 0 < same.baseline_rmse < 1e-4
+    assert "float64" in same.reference
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_a_kernel_wrong_at_one_served_shape_fails(engine: Engine, decode: bool) -> None:
+    """Right in prefill and wrong in decode, or the other way round: both are served."""
+
+    def change(hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * 1.001 if (hidden.shape[1] == 1) is decode else hidden
+
+    found = assessed(engine, patched(engine, change))
+    assert not found.passed
+    assert "rmse" in found.reason
+
+
+def test_a_lower_precision_fails(engine: Engine) -> None:
+    found = assessed(engine, patched(engine, lambda hidden: hidden.bfloat16().float()))
+    assert not found.passed
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_fail_and_survive_json(engine: Engine, value: float) -> None:
+    found = assessed(engine, patched(engine, lambda hidden: hidden * value))
+    assert not found.passed
+    assert "not finite" in found.reason
+    assert Quality.model_validate_json(found.model_dump_json()) == found
+
+
+def test_a_baseline_that_is_not_finite_is_no_yardstick(engine: Engine) -> None:
+    broken = patched(engine, lambda hidden: hidden * math.nan)
+    found = assess(engine, {"baseline": broken, "patched": broken}, 1, STEPS)
+    assert not found.passed
+
+
+def test_an_engine_that_repeats_itself_has_a_floor_of_zero(engine: Engine) -> None:
+    found = assessed(engine, patched(engine, lambda hidden: hidden * (1 + 1e-5)))
+    assert found.floor == LogitError(rmse=0, max_error=0, mean_kl=0, p99_kl=0, max_kl=0, flips=0)
+    assert found.between is not None
+    assert found.between.max_error > 0
+    shown = printed(found)
+    assert "bit-identical" in shown
+    assert "no task score: the weights are random" in shown
+
+
+def test_an_engine_that_does_not_repeat_itself_has_its_own_floor(engine: Engine) -> None:
+    """Noise of 1e-4 in the baseline: a patch as noisy passes, one a hundred times so does not."""
+    torch.manual_seed(0)
+
+    def noisy(by: float) -> Any:
+        return patched(engine, lambda hidden: hidden * (1 + by * torch.randn_like(hidden)))
+
+    def found(by: float) -> Quality:
+        return assess(engine, {"baseline": noisy(1e-4), "patched": noisy(by)}, 1, STEPS)
+
+    same, worse = found(1e-4), found(1e-2)
+    assert same.floor is not None
+    assert same.between is not None
+    assert 0 < same.floor.mean_kl <= same.floor.p99_kl <= same.floor.max_kl
+    assert 0.5 < same.between.rmse / same.floor.rmse < 2
+    assert "bit-identical" not in printed(same)
+    assert same.passed, same.reason
+    assert not worse.passed
+
+
+def logits(positions: int = 200) -> torch.Tensor:
+    return torch.randn(
+        positions, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+
+
+def noise(by: float, seed: int) -> torch.Tensor:
+    return by * torch.randn(200, 50, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def test_the_worst_positions_are_told_apart_from_the_mean() -> None:
+    reference = logits()
+    baseline, hurt = reference + noise(1e-2, 1), reference + noise(1e-2, 2)
+    hurt[17] += noise(4e-2, 3)[17]  # one position of 200
+    found = compare_logits(baseline, baseline, hurt, reference, "float64")
+    assert found.patched_max_kl is not None
+    assert found.baseline_max_kl is not None
+    assert found.baseline_p99_kl is not None
+    assert found.patched_mean_kl < 1.3 * found.baseline_mean_kl
+    assert found.baseline_mean_kl < found.baseline_p99_kl <= found.baseline_max_kl
+    assert found.patched_max_kl > 4 * found.baseline_max_kl
+    assert "largest KL" in found.reason
+    assert "mean KL" not in found.reason
+    exact = found.between
+    assert exact is not None
+    truth, guess = baseline.log_softmax(-1), hurt.log_softmax(-1)
+    assert exact.max_kl == pytest.approx(float((truth.exp() * (truth - guess)).sum(-1).max()))
+
+
+def test_near_ties_are_counted_and_a_pick_across_a_wide_gap_fails() -> None:
+    reference = logits()
+    baseline = reference + noise(1e-2, 1)
+    top = reference.topk(2, dim=-1)
+    near = top.values[:, 0] - top.values[:, 1] < 5e-3
+    swapped = baseline.clone()
+    rows = near.nonzero().flatten()
+    assert len(rows) > 0
+    for row in rows:  # the two best change places
+        first, second = top.indices[row]
+        swapped[row, [first, second]] = baseline[row, [second, first]]
+    found = compare_logits(baseline, baseline, swapped, reference, "float64")
+    assert found.between is not None
+    assert found.between.flips == found.near_tie_flips == len(rows)
+    assert found.passed, found.reason
+    assert f"{len(rows)} near ties, largest margin" in printed(found)
+    wide = swapped.clone()
+    far = int((top.values[:, 0] - top.values[:, 1]).argmax())
+    wide[far, top.indices[far, 1]] = wide[far, top.indices[far, 0]] + 1e-3
+    worse = compare_logits(baseline, baseline, wide, reference, "float64")
+    assert worse.near_tie_flips == len(rows)
+    assert worse.between is not None
+    assert worse.between.flips == len(rows) + 1
+    assert not worse.passed
+    assert "gap at a changed pick" in worse.reason
+
+
+def test_a_record_of_before_the_floor_still_reads_and_shows() -> None:
+    folder = Path(__file__).parents[3] / "bench/results/h200-transformers"
+    files = sorted(folder.glob("throughput-*.json.xz"))
+    assert len(files) == 2
+    for file in files:
+        recorded = json.loads(content(file))["measured"]["quality"]
+        quality = Quality.model_validate(recorded)
+        assert quality.floor is None
+        assert len(quality_lines(quality)) == 1
+
+
+def printed(quality: Quality) -> str:
+    console = Console(width=160, file=io.StringIO())
+    console.print(*quality_lines(quality), sep="\n")
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_reference_puts_back_a_forward_of_the_instances_own(engine: Engine) -> None:
+    norm: Any = engine.model.get_submodule("model.layers.2.input_layernorm")
+    original = norm.forward
+
+    def own(hidden: torch.Tensor) -> torch.Tensor:
+        return original(hidden)
+
+    norm.forward = own
+    try:
+        engine.reference_logits(engine.prompts(1))
+        assert norm.forward is own
+    finally:
+        del norm.forward
+    engine.reference_logits(engine.prompts(1))
+    assert "forward" not in norm.__dict__

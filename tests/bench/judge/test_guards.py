@@ -1,0 +1,187 @@
+"""Guards of the judge that stand behind another one, so that no candidate alone shows their
+absence: each is tried by itself here. The others are taken out by `patcher selftest --mutations`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from patcher import bench
+from patcher.bench import Candidate, Language, Outcome
+from patcher.bench.judge import JudgeSettings, open_judge
+from patcher.bench.judge.cases import Case, Expected, Secrets, value_problem
+from patcher.bench.judge.process import Limits, Runner
+from patcher.bench.judge.random_pool import RandomPool
+from patcher.bench.judge.regimes import EXACT
+from patcher.bench.judge.timed_arm import TimedArm, fresh_sets
+from patcher.bench.judge.zygote import RunnerFailure, Zygote
+from patcher.bench.ops.op import Op
+from patcher.bench.toolchains import build
+
+NORM = bench.load_op("fused_add_rms_norm")
+STOCK = RandomPool(NORM, NORM.sweep("cpu"), "cpu", Secrets(1))
+"""Empty: nothing of this op is large."""
+LINEAR = Op(Path(__file__).parents[2] / "corpus/ops/linear")
+RIGHT = """
+import torch
+def fused_add_rms_norm(input, residual, weight, epsilon):
+    residual.add_(input)
+    wide = residual.float()
+    input.copy_(wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon) * weight)
+"""
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with Zygote("cpu") as found:
+        yield found
+
+
+@pytest.fixture
+def runner(zygote: Zygote) -> Iterator[Runner]:
+    with Runner(zygote, Limits(reply_s=60.0), trusted=True) as found:
+        found.start(1)
+        yield found
+
+
+def loaded(runner: Runner, source: str) -> None:
+    candidate = Candidate(op=NORM.name, language=Language.TORCH, source=source)
+    built = build(candidate, NORM.contract)
+    runner.command("candidate", path=str(built.path), binding=built.binding, entry=NORM.name)
+
+
+def called(runner: Runner) -> None:
+    prepared(TimedArm(NORM, "cpu", runner, STOCK, checked=True))
+
+
+def prepared(arm: TimedArm) -> None:
+    point = NORM.sweep("cpu").points()[0]
+    arm.prepare(fresh_sets(NORM, point, 4, "cpu", STOCK, Secrets(1)), 60.0)
+
+
+FORGED = """
+import os
+def fused_add_rms_norm(*_):
+    for fd in range(3, 32):
+        try:
+            os.write(fd, LINE + b"\\n")
+        except OSError:
+            continue
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"nonce": "00", "ok": true, "times_ns": [1.0], "crc": 0}', "another command"),
+        ('{"ok": true, "times_ns": [1.0], "crc": 0}', "another command"),
+        ('["ok"]', "not JSON"),
+        ("ok", "not JSON"),
+    ],
+)
+def test_a_reply_counts_only_as_json_with_the_commands_nonce(
+    runner: Runner, line: str, said: str
+) -> None:
+    loaded(runner, FORGED.replace("LINE", repr(line.encode())))
+    with pytest.raises(RunnerFailure, match=said) as caught:
+        called(runner)
+    assert caught.value.kind == "Protocol"
+    assert not runner.alive
+
+
+def test_nothing_of_a_frozen_runner_runs(runner: Runner, tmp_path: Path) -> None:
+    """A thread and a process of its own go on counting, unless it is frozen."""
+    source = """
+import os, subprocess, sys, threading, time
+COUNT = "\\n".join([
+    "import time",
+    "for n in range(10**9):",
+    "    open(FILE, 'w').write(str(n))",
+    "    time.sleep(0.001)",
+])
+def fused_add_rms_norm(*_):
+    subprocess.Popen([sys.executable, "-c", COUNT.replace("FILE", repr("PLACE/process"))])
+    thread = threading.Thread(
+        target=exec, args=(COUNT.replace("FILE", repr("PLACE/thread")), {}), daemon=True
+    )
+    thread.start()
+"""
+    files = [tmp_path / name for name in ("process", "thread")]
+
+    def counts() -> list[str]:
+        return [path.read_text() if path.is_file() else "" for path in files]
+
+    def moves() -> bool:
+        before = counts()
+        for _ in range(200):
+            time.sleep(0.02)
+            if all(a != b for a, b in zip(before, counts(), strict=True)):
+                return True
+        return False
+
+    loaded(runner, source.replace("PLACE", str(tmp_path)))
+    called(runner)
+    assert moves()
+    runner.freeze(True)
+    time.sleep(0.05)  # a write that had begun
+    before = counts()
+    time.sleep(0.3)
+    assert counts() == before
+    runner.freeze(False)
+    assert moves()
+
+
+def test_exact_inputs_forgive_nothing() -> None:
+    point = LINEAR.sweep("cpu").points()[0]
+    sizes = point.axes
+    right = torch.randint(0, 9, (sizes["tokens"], sizes["n"])).double()
+    expected = Expected({"out": right}, {"out": right.float()}, {}, {})
+    nearly = right.float() * (1 + 2**-23)
+    for regime, forgiven in (("normal", True), (EXACT, False)):
+        problem = value_problem(LINEAR, [Case(point, regime, 1, ())], [expected], [{"out": nearly}])
+        assert (problem is None) == forgiven, regime
+    assert EXACT in {case.regime for case in _cases(LINEAR)}
+
+
+def _cases(op: Op) -> list[Case]:
+    from patcher.bench.judge.cases import correctness_cases
+
+    return correctness_cases(op, op.sweep("cpu"), Secrets(1))
+
+
+def test_what_the_baseline_does_wrong_is_not_the_candidates(zygote: Zygote) -> None:
+    for accused, kind in ((True, RunnerFailure), (False, bench.MissingError)):
+        with Runner(zygote, Limits(reply_s=60.0), trusted=True) as runner:
+            runner.start(1)
+            loaded(runner, "import os\ndef fused_add_rms_norm(*_):\n    os._exit(3)\n")
+            arm = TimedArm(NORM, "cpu", runner, STOCK, checked=False, accused=accused)
+            with pytest.raises(kind, match="exited with code 3"):
+                prepared(arm)
+
+
+def test_a_baselines_process_that_died_is_started_anew() -> None:
+    candidate = Candidate(op=NORM.name, language=Language.TORCH, source=RIGHT)
+    settings = JudgeSettings(
+        device="cpu", baseline="honest", pairs=6, points=1, calls=0, lives_s=0.0, threads=1
+    )
+    with open_judge(settings) as judge:
+        for _ in range(2):
+            found = judge.evaluate(candidate, lambda *_: None)
+            assert found.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
+            os.kill(judge._trusted["cpu"]._pid, signal.SIGKILL)
+            with pytest.raises(RunnerFailure):
+                judge._trusted["cpu"].command("canary")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, which starts")
+def test_a_machine_that_cannot_start_a_runner_says_so() -> None:
+    refused = pytest.raises(bench.MissingError, match="does not start on cuda")
+    with Zygote("cuda") as zygote, Runner(zygote, Limits(), trusted=False) as runner, refused:
+        runner.start()

@@ -1,0 +1,340 @@
+"""The judge on real candidates, each built and run in processes of its own."""
+
+from __future__ import annotations
+
+import lzma
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import patcher.bench.judge.timing
+from patcher import bench
+from patcher.bench import BaselineTime, Candidate, Evaluation, Language, MissingError, Outcome
+from patcher.bench.judge import JudgeSettings, evaluate, open_judge, process
+from patcher.bench.judge.accuracy import explain_mismatch, rmse_factor
+from patcher.bench.judge.blob import FILL, RED_ZONE, Wanted, layout, read_set, strayed, write_set
+
+OP = bench.load_op("fused_add_rms_norm")
+SOLUTIONS = {info.name: candidate for info, candidate in OP.solutions()}
+GOOD = SOLUTIONS["cpu_simd"].source
+ENTRY = "const DLDataType dtype = input.dtype();"
+SETTINGS = JudgeSettings(baseline="eager", pairs=4, timeout_s=10, threads=1)
+
+
+Judged = Callable[..., Evaluation]
+
+
+@pytest.fixture(scope="module")
+def judged() -> Iterator[Judged]:
+    """One judge for all: what it trusts is started once, as in a run of the agent loop."""
+    with open_judge(SETTINGS) as judge:
+
+        def judged(source: str, language: Language = Language.CPP) -> Evaluation:
+            candidate = Candidate(op=OP.name, language=language, source=source)
+            return judge.evaluate(candidate, lambda *_: None)
+
+        yield judged
+
+
+def altered(old: str, new: str) -> str:
+    assert old in GOOD
+    return GOOD.replace(old, new)
+
+
+def test_a_right_candidate_is_timed_against_a_named_baseline(judged: Judged) -> None:
+    evaluation = judged(GOOD)
+    assert evaluation.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
+    assert evaluation.baseline == "eager"
+    assert [timing.axes["tokens"] for timing in evaluation.timings] == [1, 4, 8, 16, 32, 64, 128]
+    names = {check.name for check in evaluation.checks}
+    assert names == {
+        *("build", "control", "runs", "guards", "values"),
+        *("timed outputs", "values after", "determinism", "clocks"),
+    }
+    for timing in evaluation.timings:
+        assert timing.speedup_low <= timing.speedup <= timing.speedup_high
+        assert 2 <= timing.pairs <= SETTINGS.pairs
+    assert Evaluation.model_validate_json(evaluation.model_dump_json()) == evaluation
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome", "check", "detail"),
+    [
+        # a wrong epsilon: half a part in 10^5 on these inputs
+        (("float(hidden) + epsilon", "float(hidden) + 1e-6f"), "mismatch", "values", "rmse"),
+        # the cases come in an order of the moment, and a NaN in the weight may be the first
+        (("* load(weight + i)", ""), "mismatch", "values", "rmse|error|exactly|non-finite"),
+        # the second output is forgotten
+        (("store(r + i, sum);", ""), "mismatch", "values", "residual"),
+        # right at the shapes that are timed, wrong at others
+        (
+            ("const float scale =", "if (hidden != 256) squares *= 1.1f; const float scale ="),
+            "mismatch",
+            "values",
+            "rmse",
+        ),
+        (
+            ("const float scale =", "x[hidden] = T{}; const float scale ="),
+            "guard_violation",
+            "guards",
+            "wrote outside of input",
+        ),
+        (
+            ("const float scale =", "const_cast<W*>(weight)[0] = W{}; const float scale ="),
+            "guard_violation",
+            "guards",
+            "changed weight",
+        ),
+        ((ENTRY, "*(volatile int*)nullptr = 1; " + ENTRY), "runtime_error", "runs", "SIGSEGV"),
+        ((ENTRY, "std::_Exit(0); " + ENTRY), "runtime_error", "runs", "exited with code 0"),
+        (
+            (ENTRY, 'throw std::runtime_error("no thanks"); ' + ENTRY),
+            "runtime_error",
+            "runs",
+            "no thanks",
+        ),
+        ((ENTRY, "DLDatTyp dtype = input.dtype();"), "compilation_failure", "build", "failed"),
+    ],
+    ids=[
+        "epsilon",
+        "weight",
+        "residual",
+        "shape-gated",
+        "stray-write",
+        "weight-write",
+        "crash",
+        "exit",
+        "throw",
+        "compile",
+    ],
+)
+def test_a_bad_candidate_has_the_right_outcome(
+    judged: Judged, change: tuple[str, str], outcome: str, check: str, detail: str
+) -> None:
+    evaluation = judged("#include <cstdlib>\n" + altered(*change))
+    assert evaluation.outcome == outcome
+    [failed] = evaluation.failed_checks
+    assert failed.name == check
+    assert re.search(detail, failed.detail)
+    assert evaluation.geomean_speedup is None
+
+
+def test_a_machine_too_busy_to_time_is_said_where_a_ratio_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    busy = "blocks of the baseline, all alike, take from 1 to 9 us a call"
+    monkeypatch.setattr(patcher.bench.judge.timing, "unsteady", lambda _: busy)
+    monkeypatch.setattr(patcher.bench.judge.timing, "PAUSE_S", 0.0)
+    candidate = Candidate(op=OP.name, language=Language.CPP, source=GOOD)
+    quick = replace(SETTINGS, points=1, calls=40, lives_s=0.0)
+    found = evaluate(candidate, replace(quick, pairs=patcher.bench.judge.timing.FEWEST_PAIRS - 1))
+    assert found.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
+    with pytest.raises(MissingError, match=f"too busy to time .*: {busy}"):
+        evaluate(candidate, replace(quick, pairs=patcher.bench.judge.timing.FEWEST_PAIRS))
+
+
+def test_a_point_is_heard_again_until_the_judges_clock_can_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A forged clock is believed in none of the hearings that can tell nothing."""
+    heard: list[str] = []
+
+    def hearing(*_: object) -> str | None:
+        heard.append("")
+        return None if len(heard) < 3 else "the judge's clock saw more"
+
+    monkeypatch.setattr(patcher.bench.judge.timing, "suspicious", hearing)
+    monkeypatch.setattr(
+        patcher.bench.judge.timing,
+        "blind",
+        lambda _: "its clock is unsteady" if len(heard) < 4 else None,
+    )
+    monkeypatch.setattr(patcher.bench.judge.timing, "PAUSE_S", 0.0)
+    candidate = Candidate(op=OP.name, language=Language.CPP, source=GOOD)
+    found = evaluate(candidate, replace(SETTINGS, points=1, calls=40, lives_s=0.0, pairs=4))
+    assert found.outcome is Outcome.GUARD_VIOLATION
+    assert [check.name for check in found.failed_checks] == ["clocks"]
+    assert len(heard) == patcher.bench.judge.timing.MEASUREMENTS
+
+
+def test_a_hanging_candidate_is_killed() -> None:
+    source = altered(ENTRY, "volatile int go = 1; while (go) {} " + ENTRY)
+    candidate = Candidate(op=OP.name, language=Language.CPP, source=source)
+    evaluation = evaluate(candidate, JudgeSettings(timeout_s=2, threads=1))
+    assert evaluation.outcome is Outcome.RUNTIME_ERROR
+    assert "hangs (killed)" in evaluation.failed_checks[0].detail
+
+
+def test_compiler_messages_name_no_folder_of_this_machine(judged: Judged) -> None:
+    evaluation = judged(altered(ENTRY, "int x = nowhere;" + ENTRY))
+    assert "nowhere" in evaluation.log
+    assert "/tmp" not in evaluation.log
+    assert "fused_add_rms_norm.cpp:" in evaluation.log
+
+
+def test_a_candidate_sees_no_key(judged: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-honeytoken-1")
+    source = """
+import os
+def fused_add_rms_norm(input, residual, weight, epsilon):
+    raise RuntimeError(f"{sorted(os.environ)} {os.environ.get('HOME')}")
+"""
+    evaluation = judged(source, Language.TORCH)
+    assert evaluation.outcome is Outcome.RUNTIME_ERROR
+    assert "PATH" in evaluation.log
+    assert "ANTHROPIC" not in evaluation.model_dump_json()
+    assert "honeytoken" not in evaluation.model_dump_json()
+
+
+def test_a_torch_candidate_runs_on_the_cpu(judged: Judged) -> None:
+    source = """
+import torch
+def fused_add_rms_norm(input, residual, weight, epsilon):
+    residual.add_(input)
+    hidden = residual.float()
+    scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + epsilon)
+    input.copy_(weight * (hidden * scale))
+"""
+    assert judged(source, Language.TORCH).outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
+
+
+def test_a_reply_written_to_the_channel_by_the_candidate_is_no_verdict(judged: Judged) -> None:
+    source = """
+import os
+def fused_add_rms_norm(input, residual, weight, epsilon):
+    for fd in range(3, 64):
+        try:
+            os.write(fd, b"forged\\n")
+        except OSError:
+            continue
+"""
+    evaluation = judged(source, Language.TORCH)
+    assert evaluation.outcome is Outcome.GUARD_VIOLATION
+    assert evaluation.failed_checks[0].name == "channel"
+    assert "not JSON" in evaluation.failed_checks[0].detail
+
+
+def test_a_source_without_the_entry_is_a_generation_failure(judged: Judged) -> None:
+    evaluation = judged("int main() { return 0; }")
+    assert evaluation.outcome is Outcome.GENERATION_FAILURE
+
+
+def test_a_torch_style_signature_is_bound_too(judged: Judged) -> None:
+    source = """
+#include <torch/extension.h>
+void fused_add_rms_norm(torch::Tensor input, torch::Tensor residual, torch::Tensor weight,
+                        double epsilon) {
+  residual.add_(input);
+  auto hidden = residual.to(torch::kFloat32);
+  auto scale = torch::rsqrt(hidden.pow(2).mean(-1, true) + epsilon);
+  input.copy_(weight * (hidden * scale));
+}
+"""
+    assert judged(source).outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
+
+
+def test_gpu_languages_without_a_gpu_say_what_is_missing() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(bench.MissingError) as caught:
+        evaluate(SOLUTIONS["triton_row"], SETTINGS)
+    assert "CUDA device" in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["cuda_row", "triton_row"])
+def test_gpu_solutions_are_right_on_a_gpu(name: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    assert evaluate(SOLUTIONS[name], JudgeSettings(pairs=4)).outcome is Outcome.CORRECT
+
+
+def test_unknown_baseline_names_what_there_is() -> None:
+    with pytest.raises(bench.UsageError, match="no baseline 'fastest'"):
+        evaluate(SOLUTIONS["cpu_simd"], JudgeSettings(baseline="fastest"))
+
+
+def test_red_zones_and_gaps_between_rows_tell() -> None:
+    padded = Wanted(name="a", dtype="float32", shape=(3, 5), padding=8)
+    shifted = Wanted(name="b", dtype="bfloat16", shape=(7,), shift=1)
+    plan = layout([padded, shifted])
+    block = np.zeros(plan.set_bytes, dtype=np.uint8)
+    values = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16()}
+    write_set(plan, block, values)
+    back = read_set(plan, block, values)
+    assert all(torch.equal(values[name], back[name]) for name in values)
+    assert strayed(plan, block[None]) == []
+    for slot, at in ((plan.slots[1], 14), (plan.slots[1], -1), (plan.slots[0], 5 * 4)):
+        touched = block.copy()
+        touched[slot.begin + at] = FILL - 1
+        assert strayed(plan, touched[None]) == [slot.name]
+    assert plan.slots[0].offset + RED_ZONE == plan.slots[0].begin
+
+
+def test_what_is_only_written_comes_as_poison() -> None:
+    plan = layout([Wanted(name="out", dtype="float16", shape=(4,))])
+    block = np.zeros(plan.set_bytes, dtype=np.uint8)
+    write_set(plan, block, {})
+    assert read_set(plan, block, ["out"])["out"].isnan().all()
+
+
+def test_non_finite_values_are_never_right() -> None:
+    reference = torch.ones(100, dtype=torch.float64)
+    honest = reference.float()
+    for value in (float("nan"), float("inf")):
+        broken = honest.clone()
+        broken[7] = value
+        assert explain_mismatch(broken, honest, reference, 100) is not None
+
+
+def test_the_sampling_margin_shrinks_with_elements() -> None:
+    assert rmse_factor(64) > rmse_factor(2880) > rmse_factor(10**6) > 1.05
+
+
+def test_one_rounding_that_falls_the_other_way_is_no_mismatch() -> None:
+    """320 float16 values; a sum in another order leaves one of them on the other side of a tie."""
+    exact = torch.linspace(1.0, 2.0, 320, dtype=torch.float64) + 2.0**-12
+    honest = exact.to(torch.float16)
+    value = honest.clone()
+    value[200] += torch.finfo(torch.float16).eps
+    assert explain_mismatch(value, honest, exact, reduction=64) is None
+    value[200] += 2 * torch.finfo(torch.float16).eps
+    problem = explain_mismatch(value, honest, exact, reduction=64)
+    assert problem is not None
+    assert "99.9th percentile" in problem or "largest" in problem or "rmse" in problem
+
+
+def test_what_compiles_keeps_its_products_apart_or_shares_them(tmp_path: Path) -> None:
+    """A baseline is compiled once on a machine; a candidate finds what it compiled itself."""
+    tools = ("TRITON", "TORCHINDUCTOR", "TVM_FFI")
+    own, shared = (process.caches(tmp_path / "run", trusted) for trusted in (False, True))
+    for name in (f"{tool}_CACHE_DIR" for tool in tools):
+        assert Path(own[name]).is_relative_to(tmp_path / "run")
+        assert not Path(shared[name]).is_relative_to(tmp_path / "run")
+    assert own["HOME"] == shared["HOME"] == str(tmp_path / "run")
+
+
+def test_baselines_of_before_are_read_from_text() -> None:
+    """Old evaluations hold a time or a reason as one string; what is written now reads the same."""
+    said = {"eager": "21.4 us", "flashinfer": "not here: no GPU", "odd": "failed: x us"}
+    found = Evaluation.model_validate(
+        {"op": "op", "language": "cpp", "digest": "0", "outcome": "mismatch", "baselines": said}
+    )
+    assert found.baselines["eager"].time_us == 21.4
+    assert found.missing_baselines == ("flashinfer", "odd")
+    assert {name: str(one) for name, one in found.baselines.items()} == said
+    assert Evaluation.model_validate_json(found.model_dump_json()) == found
+    with pytest.raises(ValueError, match="a time, or a reason"):
+        BaselineTime()
+
+
+def test_every_evaluation_of_the_results_is_still_read() -> None:
+    files = sorted((Path(__file__).parents[3] / "bench/results/kernels").glob("*_tuned*.json.xz"))
+    assert files
+    for file in files:
+        found = Evaluation.model_validate_json(lzma.decompress(file.read_bytes()))
+        assert found.baseline is None or found.baselines[found.baseline].time_us is not None

@@ -1,0 +1,77 @@
+"""The table of the library's kernels, and the page that ships."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import geometric_mean
+
+import pytest
+from patch_sample import evaluation
+
+from patcher.bench import Check, Outcome, UsageError, load_op
+from patcher.bench.lab.kernel_table import main, read, table
+
+PAGE = Path(__file__).resolve().parents[3] / "bench" / "results" / "kernels"
+
+
+def test_the_page_is_its_verdicts_and_they_are_of_what_ships() -> None:
+    found = read(PAGE)
+    assert table(found) in (PAGE / "README.md").read_text(encoding="utf-8")
+    for name, one in found:
+        op, _, solution = name.partition("-")
+        shipped = {info.name: candidate for info, candidate in load_op(op).solutions()}
+        assert shipped[solution.partition(".")[0]].digest == one.digest
+        assert one.environment is not None
+        assert one.environment.device_kind == "cuda"
+
+
+def test_a_verdict_agrees_with_its_samples_and_its_bounds() -> None:
+    assert len(read(PAGE)) == 12
+    for name, one in read(PAGE):
+        speedups = [timing.speedup for timing in one.timings]
+        assert one.geomean_speedup == pytest.approx(geometric_mean(speedups), rel=1e-6), name
+        for timing in one.timings:
+            assert timing.pairs >= 6, name
+            assert timing.speedup_low <= timing.speedup <= timing.speedup_high, name
+        assert all(check.passed for check in one.checks), name
+
+
+def test_a_row_says_what_was_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plain = evaluation()
+    [timing] = plain.timings
+    wide = timing.model_copy(
+        update={"axes": {"tokens": 1024}, "speedup_low": 0.8, "sol_pct": 41.2, "launch_pct": 9.0}
+    )
+    clean = Check(name="sanitizer", passed=True, detail="memcheck found nothing in 9 calls")
+    told = plain.model_copy(
+        update={"timings": (timing, wide), "baseline": "vllm", "checks": (clean,), "sweep": "bf16"}
+    )
+    (tmp_path / "norm.json").write_text(told.model_dump_json())
+    (tmp_path / "other.json").write_text(plain.model_dump_json())
+    assert main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "| 1 | 1,024 |" in out
+    assert out.count("By tokens:") == 2
+    [row, other] = [line for line in out.splitlines() if line.startswith("| [")]
+    assert "| 2.00x<br>1.00 | 2.00x<br>1.00 | **2.00x** | 0.80x | 41 % | 9 % | clean |" in row
+    assert "| not run | 1.10 to 1.13x |" in other
+    aside = clean.model_copy(update={"detail": f"{clean.detail}; 9 reports of racecheck set aside"})
+    (tmp_path / "norm.json").write_text(
+        told.model_copy(update={"checks": (aside,)}).model_dump_json()
+    )
+    assert main([str(tmp_path)]) == 0
+    assert "| 9 % | clean, races set aside |" in capsys.readouterr().out
+    assert "cpp, sweep `bf16` |" in row, "there are two of this op"
+
+
+def test_what_has_no_row_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="holds no verdict"):
+        read(tmp_path)
+    wrong = evaluation(outcome=Outcome.MISMATCH)
+    (tmp_path / "wrong.json").write_text(wrong.model_dump_json())
+    with pytest.raises(UsageError, match="is mismatch"):
+        read(tmp_path)
+    (tmp_path / "wrong.json").write_text("{}")
+    assert main([str(tmp_path)]) == 2
+    assert "holds no verdict" in capsys.readouterr().err
+    assert main([]) == 2

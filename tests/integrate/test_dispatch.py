@@ -1,0 +1,300 @@
+"""Dispatch beyond one call: the torch operator, graphs, warming, receipts of a process."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dispatch_sample import (
+    Graph,
+    made,
+    tensors,
+)
+from patch_sample import add_norm_guards, kernel
+
+from patcher.integrate import CallCounters, Receipt, read_receipts
+from patcher.integrate.counts import GraphWatch
+from patcher.integrate.dispatch import CallGuards, Dispatcher, TensorGuard
+from patcher.integrate.receipts import ReceiptWriter
+
+CALL = "op tokens=2 hidden=8 float32"
+
+
+@torch.inference_mode()
+def test_what_a_graph_holds_counts_once_for_each_replay() -> None:
+    dispatch = made()
+    own = dict(vars(Graph))
+    with GraphWatch([dispatch.book], Graph) as watch:
+        dispatch(*tensors(), 1e-5)
+        graph, other = Graph(), Graph()
+        graph.capture_begin(pool=3)
+        assert watch.capturing
+        for _ in range(3):
+            dispatch(*tensors(), 1e-5)
+        dispatch(*tensors(hidden=12), 1e-5)
+        graph.capture_end()
+        assert not watch.capturing
+        other.capture_begin()
+        dispatch(*tensors(4), 1e-5)
+        other.capture_end()
+        assert dispatch.book.calls == {CALL: 1}, "what was recorded did not run"
+        assert not dispatch.book.fallbacks
+        for _ in range(5):
+            graph.replay()
+        other.replay()
+        dispatch(*tensors(), 1e-5)
+    graph.replay()  # unwatched
+    assert (graph.pool, graph.ended, graph.replayed, other.replayed) == (3, 1, 6, 1)
+    assert dispatch.book.eager == {CALL: 2}
+    assert dispatch.book.replayed == {CALL: 15, CALL.replace("tokens=2", "tokens=4"): 1}
+    assert dispatch.book.calls == dispatch.book.eager + dispatch.book.replayed
+    assert dispatch.book.fallbacks == {"hidden 12 is no multiple of 8": 5}
+    assert dict(vars(Graph)) == own
+
+
+@torch.inference_mode()
+def test_nothing_unproven_runs_while_a_graph_is_recorded() -> None:
+    dispatch = made(watch := GraphWatch([], Graph), strict=False)
+    watch.add(dispatch.book)
+    dispatch.warm(*tensors(4), 1e-5)
+    assert not dispatch.book.calls
+    assert not dispatch.book.fallbacks
+    with watch:
+        graph = Graph()
+        graph.capture_begin()
+        ran = [dispatch(*tensors(tokens), 1e-5) for tokens in (2, 4)]
+        graph.capture_end()
+        graph.replay()
+    assert ran == [False, True]
+    assert dispatch.book.fallbacks == {"not warmed before the graph was recorded": 1}
+    assert dispatch.book.calls == {CALL.replace("tokens=2", "tokens=4"): 1}
+
+
+@torch.inference_mode()
+def test_a_kernel_that_is_not_safe_in_graphs_is_not_recorded() -> None:
+    base = add_norm_guards()
+    guards = CallGuards(base.device, base.tensors, base.scalars, base.dtypes, graph_safe=False)
+    with GraphWatch([], Graph) as watch:
+        dispatch = Dispatcher("op", kernel, guards, CallCounters("id", "d"), watch=watch)
+        assert dispatch(*tensors(), 1e-5)
+        graph = Graph()
+        graph.capture_begin()
+        assert not dispatch(*tensors(), 1e-5)
+        graph.capture_end()
+
+
+def test_warming_what_the_guards_refuse_is_loud() -> None:
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="no multiple of 8"):
+        made().warm(*tensors(hidden=12), 1e-5)
+
+
+@torch.inference_mode()
+def test_misaligned_and_strided_calls_are_told_apart() -> None:
+    rows = ("tokens", "hidden")
+    guards = CallGuards(
+        device="cpu",
+        tensors=(
+            TensorGuard("x", rows, "T", mutated=True, rows=True, alignment=16),
+            TensorGuard("n", ("tokens",), "I", mutated=False),
+        ),
+        scalars=(("k", int),),
+        dtypes=({"T": torch.float32, "I": torch.int32},),
+    )
+    dispatch = Dispatcher("op", lambda x, n, k: x.add_(k), guards, CallCounters("id", "d"))
+    wide, n = torch.zeros(4, 32), torch.zeros(4, dtype=torch.int32)
+    assert dispatch(wide[:, :8], n, 1)
+    assert not dispatch(wide[:, 1:9], n, 1)
+    assert not dispatch(wide[:, ::4], n, 1)
+    assert not dispatch(wide[:, :8], n.long(), 1)
+    assert not dispatch(wide[:, :8], n[:3], 1)
+    assert dispatch.book.fallbacks == {
+        "not aligned": 1,
+        "not contiguous": 1,
+        "dtype float32/int64": 1,
+        "shapes that do not fit together": 1,
+    }
+    assert torch.equal(wide, torch.cat([torch.ones(4, 8), torch.zeros(4, 24)], 1))
+
+
+def offset(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, 4 bytes behind an aligned address."""
+    wide = torch.ones(tensor.numel() + 1)
+    return wide[1:].view(tensor.shape)
+
+
+UNLIKE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "dtype": (lambda tensor: tensor.double(), "dtype"),
+    "device": (lambda tensor: tensor.to("meta"), "device"),
+    "strides": (lambda tensor: torch.ones(8, 2).t() if tensor.dim() == 2 else tensor[::2], ""),
+    "alignment": (offset, "not aligned"),
+    "axes": (lambda tensor: tensor[None], "axes"),
+}
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("unlike", UNLIKE)
+@torch.inference_mode()
+def test_a_call_that_differs_from_the_last_one_in_one_thing_is_looked_at_anew(
+    unlike: str, place: int
+) -> None:
+    change, reason = UNLIKE[unlike]
+    base = add_norm_guards()
+    aligned = tuple(dataclasses.replace(guard, alignment=16) for guard in base.tensors)
+    dispatch = Dispatcher(
+        "op", kernel, dataclasses.replace(base, tensors=aligned), CallCounters("id", "d1" * 20)
+    )
+    for _ in range(2):
+        assert dispatch(*tensors(), 1e-5)
+    other = list(tensors())
+    other[place] = change(other[place])
+    assert not dispatch(*other, 1e-5)
+    assert dispatch(*tensors(), 1e-5)
+    assert dispatch(*tensors(4), 1e-5)
+    assert not dispatch(*other, 1e-5)
+    [told] = dispatch.book.fallbacks
+    assert reason in told
+    assert dispatch.book.calls == {CALL: 3, CALL.replace("tokens=2", "tokens=4"): 1}
+
+
+@torch.inference_mode()
+def test_without_torchs_own_guard_every_call_makes_its_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", None)
+    dispatch = made()
+    assert [dispatch(*tensors(hidden), 1e-5) for hidden in (2, 2, 4)] == [True] * 3
+    assert not dispatch(*tensors(hidden=12), 1e-5)
+    assert dispatch.book.calls.total() == 3
+
+
+def test_the_operator_runs_under_compile_and_falls_back_inside() -> None:
+    originals: Counter[int] = Counter()
+
+    def original(input: torch.Tensor, residual: torch.Tensor, *rest: Any) -> None:
+        originals[input.shape[1]] += 1
+        kernel(input, residual, *rest)
+
+    dispatch = made()
+    operator = dispatch.op(original)
+    assert dispatch.op(original) is operator
+
+    def layer(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        added, kept = x * 2, residual + 1
+        operator(added, kept, weight, 1e-5)
+        return added + kept
+
+    try:
+        compiled: Any = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        with torch.inference_mode():
+            for hidden in (8, 12):
+                args = torch.randn(2, hidden), torch.randn(2, hidden), torch.randn(hidden)
+                assert torch.allclose(compiled(*args), layer(*args), atol=1e-6)
+        assert dispatch.book.calls == {CALL: 2}
+        assert originals == {12: 2}
+    finally:
+        torch._dynamo.reset()
+        dispatch.close()
+        dispatch.close()
+    assert not hasattr(torch.ops.patcher, f"op_{('d1' * 20)[:12]}")
+    made().op(original)  # the name is free again
+
+
+def test_two_dispatchers_of_one_patch_have_an_operator_each() -> None:
+    first, second = made(), made()
+    try:
+        operators = [each.op(kernel) for each in (first, second)]
+        with torch.inference_mode():
+            for operator in operators:
+                operator(*tensors(), 1e-5)
+        assert operators[0] is not operators[1]
+        assert first.book.calls == second.book.calls == {CALL: 1}
+        name = operators[1].name()  # type: ignore[attr-defined]
+        assert hasattr(torch.ops.patcher, name.removeprefix("patcher::"))
+        del second, operator, operators
+        gc.collect()
+        assert not hasattr(torch.ops.patcher, name.removeprefix("patcher::"))
+    finally:
+        first.close()
+
+
+def test_receipts_outlive_a_worker_that_is_killed(tmp_path: Path) -> None:
+    code = """
+        import sys, time, torch
+        from patch_sample import add_norm_guards, kernel
+        from patcher.integrate import CallCounters
+        from patcher.integrate.dispatch import Dispatcher
+        from patcher.integrate.receipts import ReceiptWriter
+        from pathlib import Path
+        dispatch = Dispatcher("op", kernel, add_norm_guards(), CallCounters("some-patch", "d"))
+        ReceiptWriter(Path(sys.argv[1])).add(dispatch.book, "vllm:norm")
+        with torch.inference_mode():
+            for _ in range(7):
+                dispatch(torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-5)
+        print("done", flush=True)
+        time.sleep(60)
+    """
+    path = os.pathsep.join([str(Path(__file__).parents[2] / "support"), *filter(None, sys.path)])
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path, "RANK": "3"},
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"done\n"
+            file = tmp_path / f"some-patch.{process.pid}.json"
+            for _ in range(300):
+                if json.loads(file.read_text())["calls"]:
+                    break
+                time.sleep(0.1)
+        finally:
+            process.send_signal(signal.SIGKILL)
+    [receipt] = read_receipts(tmp_path)
+    assert receipt.calls == {CALL: 7}
+    assert (receipt.rank, receipt.point, receipt.failure) == (3, "vllm:norm", None)
+
+
+def test_a_writer_tells_the_last_counts_when_it_closes(tmp_path: Path) -> None:
+    dispatch = made()
+    writer = ReceiptWriter(tmp_path / "receipts")
+    writer.add(dispatch.book, "here")
+    with torch.inference_mode():
+        dispatch(*tensors(), 1e-5)
+    writer.close()
+    writer.close()
+    [receipt] = read_receipts(tmp_path / "receipts")
+    assert receipt == Receipt.of(dispatch.book, "here")
+    assert receipt.calls == {CALL: 1}
+
+
+@torch.inference_mode()
+def test_what_is_too_large_to_copy_is_written_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("patcher.integrate.dispatch._MOST_COPIED", 40)
+    seen: list[tuple[int, ...]] = []
+
+    def run(*args: Any) -> None:
+        seen.append(tuple(arg.data_ptr() for arg in args[:3]))
+        kernel(*args)
+
+    dispatch = made(run=run, strict=False)
+    large, small = tensors(), tensors(1)
+    for args in (large, small):
+        assert dispatch(*args, 1e-5)
+        assert torch.equal(args[1], torch.full_like(args[1], 2.0))
+    own = [tuple(arg.data_ptr() for arg in args) for args in (large, small)]
+    assert seen[0] == own[0], "64 bytes a tensor: not copied"
+    assert seen[1][:2] != own[1][:2]
+    assert seen[1][2] == own[1][2], "only read: not copied"

@@ -1,0 +1,478 @@
+"""vLLM's patch points in the real vLLM 0.25.1, as far as its Python code runs without a GPU.
+
+There, FlashAttention and vLLM's C kernels do not exist; what stands for them here is named so.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from patch_sample import CANDIDATE, OP, add_norm_guards, evaluation
+from patch_sample import kernel as add_norm
+from vllm_here import (
+    attribute,
+    config,
+    dispatcher,
+    guards_of,
+    installed,
+    needs_vllm,
+    nothing,
+)
+from vllm_sample import (
+    EXPERTS,
+    _reference,
+)
+
+from patcher import bench
+from patcher.integrate import Patch, Store
+from patcher.integrate.points import find_point
+from patcher.integrate.vllm.points import POINTS
+
+__all__ = ("config",)  # a fixture of tests here
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+without_vllm = pytest.mark.skipif(installed() is not None, reason="vLLM is installed")
+
+
+def python(code: str, **env: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **env},
+    )
+    return result.stdout + result.stderr
+
+
+def test_the_plugin_is_declared_and_does_nothing_unless_it_is_asked() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    declared = project["project"]["entry-points"]["vllm.general_plugins"]
+    assert declared == {"patcher": "patcher.integrate.vllm:register"}
+    code = (
+        "import sys, patcher.integrate.vllm as plugin; plugin.register(); plugin.register();"
+        "print([name for name in ('torch', 'vllm', 'scipy') if name in sys.modules])"
+    )
+    assert python(code).strip() == "[]"
+    assert python(code, PATCHER_PATCHES="off").strip() == "[]"
+
+
+@without_vllm
+def test_where_vllm_is_missing_it_says_so() -> None:
+    code = "import logging; logging.basicConfig(); import patcher.integrate.vllm as p; p.register()"
+    assert "vllm is not installed" in python(code, PATCHER_PATCHES="on")
+    strict = python(code, PATCHER_PATCHES="on", PATCHER_STRICT="1")
+    assert "MissingError: vllm is not installed" in strict
+    for name, point in POINTS.items():
+        assert find_point("vllm", name) is point
+        with pytest.raises(bench.MissingError, match="vllm is not installed"):
+            point.fingerprint()
+
+
+def test_every_part_that_is_relied_on_has_a_digest() -> None:
+    parts = {part for point in POINTS.values() for part in point.parts}
+    known = json.loads((ROOT / "integrate/vllm/sources.json").read_text())
+    assert set(known) == parts
+    assert len(set(known.values())) == len(known)
+
+
+def test_the_names_that_the_proof_looks_for_are_those_of_a_real_profile() -> None:
+    from patcher.bench.lab.vllm_cases import CASES, counted, matching
+
+    profile = json.loads(bench.content(ROOT / "bench/results/h200-profile/vllm-decode.json.xz"))
+    kernels = {kernel["name"]: kernel["instances"] for kernel in profile["kernels"]}
+    steps, layers = profile["steps"], profile["layers"]
+    for case in CASES:
+        [a_layer] = (
+            point.calls_per_layer
+            for point in bench.load_op(case.op).contract.patch_points
+            if point.engine == "vllm"
+        )
+        launches = {"moe_route": 4}.get(case.op, a_layer) * layers
+        assert matching(case.theirs, kernels) / steps == launches, case.op
+        assert matching(case.ours, kernels) == 0
+        ours = f"{case.op}_kernel"
+        rest = {n: c for n, c in kernels.items() if not matching(case.theirs, {n: c})}
+        calls = a_layer * layers * steps
+        patched = {"kernels": {**rest, ours: calls}, "calls": {"a": calls}, "fallbacks": {}}
+        given = counted(case.op, case, {"kernels": kernels}, patched, steps, a_layer * layers)
+        assert all(check["passed"] for check in given)
+        # neither half-replaced, nor more launches than calls
+        for wrong in ({**kernels, ours: calls}, {**rest, ours: calls + steps}):
+            given = counted(
+                *(case.op, case, {"kernels": kernels}),
+                *({**patched, "kernels": wrong}, steps, a_layer * layers),
+            )
+            assert [check["passed"] for check in given].count(False) == 1
+
+
+def test_a_narrowed_op_differs_in_its_guards_alone() -> None:
+    from patcher.bench.lab.vllm_points import narrowed, shipped
+
+    op = narrowed(OP, 1)
+    assert op.contract.guards.axes["tokens"].maximum == 1
+    assert op.contract.guards.axes["hidden"] == OP.contract.guards.axes["hidden"]
+    assert "tokens" not in OP.contract.guards.axes
+    assert shipped(op).op == OP.name
+
+
+# ---- from here on: the real vLLM
+
+
+PLACES = {
+    "layernorm.rms_norm": ["vllm.model_executor.layers.layernorm:RMSNorm.forward"],
+    "linear.unquantized": ["vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply"],
+    "gpt_oss.attention": [
+        "vllm.model_executor.models.gpt_oss:OAIAttention.__init__",
+        "vllm.model_executor.models.gpt_oss:OAIAttention.forward",
+        "vllm.compilation.backends:should_split",
+    ],
+    "triton_kernels.routing.routing": ["triton_kernels.routing:routing"],
+    "triton_kernels.matmul_ogs.reduce_grouped": ["triton_kernels.matmul_ogs:reduce_grouped"],
+    "triton_kernels.matmul_ogs.gate_up": [f"{EXPERTS}:matmul_ogs", f"{EXPERTS}:make_routing_data"],
+    "gpt_oss.experts_to_norm": ["vllm.model_executor.models.gpt_oss:GptOssModel.forward"],
+    "triton_kernels.matmul_ogs.down": [f"{EXPERTS}:matmul_ogs", f"{EXPERTS}:make_routing_data"],
+}
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", POINTS)
+def test_a_point_goes_in_and_out_without_a_trace(name: str, config: Any) -> None:
+    before = [attribute(place) for place in PLACES[name]]
+    kind = POINTS[name]
+    fingerprint = kind.fingerprint()
+    point = kind()
+    assert point.find()
+    point.install(dispatcher(kind.op, nothing, add_norm_guards()))
+    assert all(attribute(p) is not b for p, b in zip(PLACES[name], before, strict=True))
+    assert kind.fingerprint() == fingerprint
+    with pytest.raises(bench.VerificationError, match="already patched"):
+        kind().find()
+    with pytest.raises(bench.VerificationError, match="already patched"):
+        point.install(dispatcher(kind.op, nothing, add_norm_guards()))
+    point.remove()
+    point.remove()
+    assert [attribute(place) for place in PLACES[name]] == before
+
+    point.install(dispatcher(kind.op, nothing, add_norm_guards()))
+    where, _, path = PLACES[name][0].partition(":")
+    owner_name, _, last = path.rpartition(".")
+    owner = attribute(f"{where}:{owner_name}") if owner_name else sys.modules[where]
+    setattr(owner, last, nothing)
+    try:
+        with pytest.raises(bench.VerificationError, match="patched by other code"):
+            point.remove()
+        assert attribute(PLACES[name][0]) is nothing
+    finally:
+        delattr(owner, last)
+        if getattr(owner, last, None) is not before[0]:
+            setattr(owner, last, before[0])
+    assert [attribute(place) for place in PLACES[name]] == before
+
+
+@needs_vllm
+def test_code_that_is_not_as_it_was_read_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from patcher.integrate.vllm import sources
+
+    real = sources.text
+    monkeypatch.setattr(
+        sources, "text", lambda name: real(name) + "# new" * name.endswith(":RMSNorm")
+    )
+    with pytest.raises(bench.VerificationError, match=r"layernorm:RMSNorm of vLLM 0\.25\.1 differ"):
+        POINTS["layernorm.rms_norm"]().find()
+    with pytest.raises(bench.VerificationError, match=r"no module vllm\.ir\.gone"):
+        sources.module("vllm.ir.gone")
+
+
+@needs_vllm
+def test_the_norm_runs_the_kernel_in_place_and_falls_back_to_the_engines_own(config: Any) -> None:
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    norm = RMSNorm(64, eps=1e-5, dtype=torch.float32)
+    norm.weight.data.uniform_(0.5, 2.0)
+    x, residual = torch.randn(3, 64), torch.randn(3, 64)
+    expected = norm(x.clone(), residual.clone())
+    kernel = dispatcher(OP.name, add_norm, add_norm_guards())
+    point = POINTS["layernorm.rms_norm"]()
+    point.install(kernel)
+    try:
+        mine = x.clone(), residual.clone()
+        given = norm(*mine)
+        assert given[0] is mine[0]
+        assert given[1] is mine[1]
+        torch.testing.assert_close(given, expected)
+        assert dict(kernel.book.calls) == {f"{OP.name} tokens=3 hidden=64 float32": 1}
+
+        # another dtype, a layer without residual: the engine's own, bit for bit
+        wide = x.double(), residual.double()
+        assert torch.equal(norm(*wide)[0], _native(x.double(), residual.double(), norm)[0])
+        assert torch.equal(norm(x), _plain(x, norm))
+        assert dict(kernel.book.fallbacks) == {"dtype float64/float32": 1}
+    finally:
+        point.remove()
+        kernel.close()
+    assert torch.equal(norm(x.clone(), residual.clone())[0], expected[0])
+
+
+def _linear_kernel(x: torch.Tensor, weight: Any, bias: Any, output: torch.Tensor) -> None:
+    output.copy_(x @ weight.t() + bias)
+
+
+def _layer(bias: bool) -> Any:
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    layer = ReplicatedLinear(64, 40, bias=bias, params_dtype=torch.float32, return_bias=False)
+    for parameter in layer.parameters():
+        parameter.data.uniform_(-1, 1)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    return layer
+
+
+@needs_vllm
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_linear_layer_runs_the_kernel_and_many_rows_run_the_engines_own(
+    compiled: bool, config: Any
+) -> None:
+    layer, bare = _layer(bias=True), _layer(bias=False)
+    few, many = torch.randn(3, 64), torch.randn(70, 64)
+    expected = [layer(few), layer(many), bare(few)]
+    served = bench.load_op("linear").contract.guards.axes
+    guards = replace(guards_of("linear", T=torch.float32), axes=served)
+    kernel = dispatcher("linear", _linear_kernel, guards)
+    point = POINTS["linear.unquantized"]()
+    point.install(kernel)
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return layer(x), bare(x)
+
+    run = torch.compile(both, fullgraph=True, dynamic=True) if compiled else both
+    try:
+        found = [run(few)[0], run(many)[0], run(few)[1]]
+        for given, own in zip(found, expected, strict=True):
+            torch.testing.assert_close(given, own)
+        assert dict(kernel.book.calls) == {"linear tokens=3 outer=40 inner=64 float32": 2}
+        assert dict(kernel.book.fallbacks) == {"tokens 70 is over 64": 1}
+    finally:
+        point.remove()
+        kernel.close()
+    assert torch.equal(layer(few), expected[0])
+
+
+def _native(x: torch.Tensor, residual: torch.Tensor, norm: Any) -> Any:
+    from vllm import ir
+
+    return ir.ops.fused_add_rms_norm.impls["native"].impl_fn(x, residual, norm.weight.data, 1e-5)
+
+
+def _plain(x: torch.Tensor, norm: Any) -> Any:
+    from vllm import ir
+
+    return ir.ops.rms_norm.impls["native"].impl_fn(x, norm.weight.data, 1e-5)
+
+
+@needs_vllm
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compilers_leave_the_norm_whole(backend: str, config: Any) -> None:
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (RMSNorm(64, eps=1e-5, dtype=torch.float32) for _ in range(2))
+            self.mix = torch.nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x, residual = self.first(self.mix(x), x * 2)
+            x, residual = self.second(self.mix(x), residual)
+            return x, residual
+
+    block = Block()
+    x = torch.randn(5, 64)
+    expected = block(x)
+    kernel = dispatcher(OP.name, add_norm, add_norm_guards())
+    point = POINTS["layernorm.rms_norm"]()
+    point.install(kernel)
+    try:
+        compiled = torch.compile(block, fullgraph=True, backend=backend, dynamic=True)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), expected)
+        assert sum(kernel.book.calls.values()) == 4
+        assert not kernel.book.fallbacks
+    finally:
+        point.remove()
+        kernel.close()
+        torch._dynamo.reset()
+
+
+@needs_vllm
+def test_routing_gives_vllm_what_it_reads() -> None:
+    library = attribute("triton_kernels.routing:routing").__globals__
+    tokens, experts, top_k = 9, 8, 2
+    logits = torch.randn(tokens, experts)
+    # the library's own reference, in PyTorch
+    expected = _reference(library, logits, top_k)
+
+    def kernel(logits: torch.Tensor, *outputs: torch.Tensor) -> None:
+        data, gather, scatter = _reference(library, logits, top_k)
+        tables = data.expt_data
+        made = (
+            *(data.gate_scal, gather.src_indx, scatter.src_indx, data.expt_hist),
+            tables.token_offs_raw,
+            torch.stack(list(tables.token_offs_pad.values())),
+            torch.stack(list(tables.block_pid_map.values())),
+        )
+        for output, value in zip(outputs, made, strict=True):
+            assert output.shape == value.shape
+            assert output.dtype == value.dtype
+            output.copy_(value)
+
+    guards = guards_of("moe_route", T=torch.float32, I=torch.int32)
+    dispatch = dispatcher("moe_route", kernel, guards)
+    asked: list[Any] = []
+    point = POINTS["triton_kernels.routing.routing"]()
+    routing = point._replacement(dispatch, lambda *args: asked.append(args))  # type: ignore[attr-defined]
+    data, gather, scatter = routing(logits, top_k, sm_first=False)
+    assert (data.n_expts_tot, data.n_expts_act) == (experts, top_k)
+    assert torch.equal(data.gate_scal, expected[0].gate_scal)
+    assert torch.equal(gather.src_indx, expected[1].src_indx)
+    assert torch.equal(gather.dst_indx, expected[1].dst_indx)
+    assert torch.equal(scatter.src_indx, expected[2].src_indx)
+    assert torch.equal(scatter.dst_indx, expected[2].dst_indx)
+    assert list(data.expt_data.block_pid_map) == [16, 32, 64, 128]
+    for size in (16, 32, 64, 128):
+        for table in ("block_pid_map", "token_offs_pad"):
+            mine, theirs = (getattr(d.expt_data, table)[size] for d in (data, expected[0]))
+            assert torch.equal(mine, theirs)
+    assert not asked
+
+    routing(logits, top_k, True)
+    routing(logits.double(), top_k)
+    assert [(args[0].dtype, *args[1:3]) for args in asked] == [
+        (torch.float32, top_k, True),
+        (torch.float64, top_k),
+    ]
+    assert dict(dispatch.book.fallbacks) == {"another kind of routing": 1, "dtype float64/int32": 1}
+
+
+@needs_vllm
+def test_the_sum_over_experts_is_the_kernels_unless_it_is_more_than_a_sum() -> None:
+    matmul = attribute("triton_kernels.matmul_ogs:reduce_grouped").__globals__
+    rows = torch.randn(1, 1, 8, 16)
+    index = torch.randperm(8).to(torch.int32).view(4, 2)
+    output = torch.zeros(1, 4, 16)
+
+    def kernel(rows: Any, index: Any, scales: Any, output: Any) -> None:
+        assert scales.shape == (0, 2)
+        output.copy_(rows[0][index.long()].sum(1))
+
+    float32 = dict.fromkeys("TXS", torch.float32)
+    guards = guards_of("moe_reduce", I=torch.int32, **float32)
+    dispatch = dispatcher("moe_reduce", kernel, guards)
+    asked: list[Any] = []
+    point = POINTS["triton_kernels.matmul_ogs.reduce_grouped"]()
+    reduce = point._replacement(dispatch, lambda *args, **more: asked.append(args))  # type: ignore[attr-defined]
+    plain = matmul["FusedActivation"]()
+    epilogue = matmul["Epilogue"](matmul["FnSpecs"].default(), (), (), False)
+    flex = {"x_flex": matmul["InFlexData"](), "out_flex": matmul["OutFlexData"]()}
+    more = {**flex, "x_mx_scale": None, "out_dtype": torch.float32}
+    given, scale = reduce(rows, index, output, None, plain, epilogue, **more)
+    assert given is output
+    assert scale is None
+    torch.testing.assert_close(output[0], rows[0, 0][index.long()].sum(1))
+    assert not asked
+
+    reduce(rows, None, output, None, plain, epilogue, **more)
+    swiglu = matmul["FusedActivation"](matmul["FnSpecs"]("swiglu", nothing, ()), (), 2)
+    reduce(rows, index, output, None, swiglu, epilogue, **more)
+    scaled = matmul["OutFlexData"](expected_scale=torch.ones(1))
+    reduce(rows, index, output, None, plain, epilogue, **{**more, "out_flex": scaled})
+    reduce(rows.double(), index, output, None, plain, epilogue, **more)
+    assert len(asked) == 4
+    assert dict(dispatch.book.fallbacks) == {
+        "more than a sum": 2,
+        "dtype float64/int32/float32/float32": 1,
+    }
+
+
+@needs_vllm
+def test_vllm_itself_loads_the_plugin() -> None:
+    if not importlib.metadata.entry_points(group="vllm.general_plugins", name="patcher"):
+        pytest.skip("patcher is not installed here, only on the path")
+    code = (
+        "from vllm.plugins import load_general_plugins as load; load(); load();"
+        "from vllm.v1.worker.worker_base import WorkerWrapperBase as W;"
+        "print('waiting:', hasattr(W.init_device, 'plugin'))"
+    )
+    assert "waiting: False" in python(code)
+    assert "waiting: True" in python(code, PATCHER_PATCHES="on")
+    assert "waiting: False" in python(code, PATCHER_PATCHES="on", VLLM_PLUGINS="other")
+
+
+@needs_vllm
+def test_a_worker_has_what_is_switched_on_and_its_compiled_code_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Any
+) -> None:
+    from vllm import envs
+    from vllm.compilation.caching import aot_compile_hash_factors
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    import patcher.integrate.vllm as plugin
+    from patcher.integrate.vllm.plugin import FACTOR
+
+    patch = Patch.create(
+        tmp_path / "patch", OP, CANDIDATE, evaluation(), engine="vllm", made_by="test"
+    )
+    monkeypatch.setattr(Patch, "kernel", lambda _: add_norm)
+    Store(tmp_path / "home").apply(patch.folder)
+    for name, value in {"PATCHES": "on", "HOME": "home", "RECEIPTS": "receipts"}.items():
+        monkeypatch.setenv(f"PATCHER_{name}", value if name == "PATCHES" else str(tmp_path / value))
+    # the first is the hash of what the environment says
+    stock, started = aot_compile_hash_factors(config)[0], WorkerWrapperBase.init_device
+
+    plugin.register()
+    plugin.register()
+    hooked: Any = WorkerWrapperBase.init_device
+    assert hooked is not started
+    assert hooked.plugin._swap.original is started
+    # what is left of a worker where there is no device: the wrapper itself is the real one
+    worker = WorkerWrapperBase.__new__(WorkerWrapperBase)
+    worker.vllm_config, worker.global_rank = config, 3
+    worker.worker = SimpleNamespace(init_device=lambda: None)
+    monkeypatch.setenv("PATCHER_RANK", "")  # so that it is put back
+    try:
+        worker.init_device()
+        worker.init_device()
+        assert "forward" in RMSNorm.__dict__
+        assert envs.compile_factors()[FACTOR] == patch.digest
+        assert aot_compile_hash_factors(config)[0] != stock
+        norm = RMSNorm(64, eps=1e-5, dtype=torch.float32)
+        norm(torch.randn(2, 64), torch.randn(2, 64))
+        hooked.plugin.active.writer.write()
+        [receipt] = (tmp_path / "receipts").glob("*.json")
+        told = json.loads(receipt.read_text())
+        assert (sum(told["calls"].values()), told["rank"]) == (1, 3)
+
+        monkeypatch.setenv("PATCHER_PATCHES", "off")
+        worker.init_device()
+        assert "forward" not in RMSNorm.__dict__
+        assert aot_compile_hash_factors(config)[0] == stock
+    finally:
+        hooked.plugin.remove()
+    assert WorkerWrapperBase.init_device is started

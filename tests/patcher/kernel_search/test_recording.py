@@ -1,0 +1,173 @@
+"""A finished loop as a folder that replays, and the ones that ship."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import ROOT, patcher
+
+from patcher.bench import UsageError, VerificationError, load_ops
+from patcher.kernel_search.recording import (
+    ABOUT,
+    EVALUATIONS,
+    FILES,
+    REPLIES,
+    TABLE,
+    read,
+    record,
+    recordings,
+    replay,
+    table,
+)
+
+ARCHIVE = ROOT / "bench" / "results" / "loop" / "recordings.tar.xz"
+with tarfile.open(ARCHIVE) as archive:
+    SHIPPED = sorted({name.partition("/")[0] for name in archive.getnames()})
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Iterator[Path]:
+    """A folder of all recordings that ship."""
+    with recordings(ARCHIVE) as folders:
+        yield folders[0].parent
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two iterations of the demo's conversation, judged here."""
+    folder = tmp_path_factory.mktemp("loop")
+    done = patcher(
+        *("optimize", "fused_add_rms_norm", "--language", "cpp", "--model", "replay:demo"),
+        *("--iterations", "2"),
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    assert patcher("record", "latest", "rec", cwd=folder).returncode == 0
+    return folder / "rec"
+
+
+def test_a_kernel_that_a_loop_made_is_the_one_that_won_it(shipped: Path) -> None:
+    made = [
+        (candidate.digest, info.origin.removeprefix("loop "))
+        for op in load_ops().values()
+        for info, candidate in op.solutions()
+        if info.origin != "hand"
+    ]
+    assert len(made) >= 2
+    for digest, recording in made:
+        assert read(shipped / recording).optimisation.best_digest == digest
+
+
+def test_it_replays_to_the_same_end(recorded: Path) -> None:
+    assert replay(recorded) == []
+    done = patcher("replay", "rec", "--json", cwd=recorded.parent)
+    assert done.returncode == 0
+    [one] = json.loads(done.stdout)["recordings"]
+    assert one == {"folder": "rec", "differences": []}
+
+
+def test_a_person_can_read_it(recorded: Path) -> None:
+    text = (recorded / TABLE).read_text()
+    assert text.startswith("# `fused_add_rms_norm` in cpp, strategy `refine`")
+    assert "| 0 | functional | correct | " in text
+    assert "| 1 | optimisation | " in text
+    made = read(recorded)
+    assert len(made.tokens) == 2
+    assert min(made.tokens[1]) > 100
+    asked = (recorded / REPLIES).read_text().splitlines()
+    assert [json.loads(line)["role"] for line in asked] == ["generate", "analyse", "generate"]
+
+
+def test_what_was_changed_shows(recorded: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "rec"
+    shutil.copytree(recorded, changed)
+    about = json.loads((changed / ABOUT).read_text())
+    about["optimisation"]["iterations"][1]["geomean_speedup"] = 99.0
+    about["optimisation"]["best_speedup"] = 99.0
+    (changed / ABOUT).write_text(json.dumps(about))
+    said = replay(changed)
+    assert any("best_speedup: 99.0 then" in each for each in said)
+    assert "iteration 1: another geomean_speedup" in said
+    assert patcher("replay", str(changed), cwd=tmp_path).returncode == 5
+
+
+def test_a_missing_verdict_and_no_recording_are_said(recorded: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "rec"
+    shutil.copytree(recorded, changed)
+    lines = (changed / EVALUATIONS).read_text().splitlines(keepends=True)
+    (changed / EVALUATIONS).write_text("".join(lines[1:]))
+    with pytest.raises(VerificationError, match="no verdict"):
+        replay(changed)
+    with pytest.raises(UsageError, match="holds no recording"):
+        replay(tmp_path)
+    with pytest.raises(UsageError, match="is there"):
+        record(next((recorded.parent / "patcher-runs").iterdir()), recorded)
+
+
+def pack(path: Path, *entries: tuple[tarfile.TarInfo, bytes]) -> Path:
+    with tarfile.open(path, "w:xz") as made:
+        for member, content in entries:
+            member.size = len(content)
+            made.addfile(member, io.BytesIO(content))
+    return path
+
+
+def test_an_archive_of_recordings_replays(recorded: Path, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "two.tar.xz", "w:xz") as made:
+        made.add(recorded, "a")
+        made.add(recorded, "b")
+    done = patcher("replay", "two.tar.xz", str(recorded), "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)["recordings"]
+    assert [one["folder"] for one in told] == ["a", "b", "rec"]
+    assert not any(one["differences"] for one in told)
+
+
+def test_an_archive_that_is_none_is_said(tmp_path: Path) -> None:
+    whole = pack(tmp_path / "whole.tar.xz", (tarfile.TarInfo(f"a/{ABOUT}"), b"x" * 100_000))
+    cut, flipped, text = (tmp_path / f"{name}.tar.xz" for name in ("cut", "flipped", "text"))
+    content = whole.read_bytes()
+    cut.write_bytes(content[: len(content) // 2])
+    flipped.write_bytes(content[:60] + bytes([content[60] ^ 1]) + content[61:])
+    text.write_text("no archive")
+    for path in (cut, flipped, text):
+        with pytest.raises(UsageError, match="damaged archive"), recordings(path):
+            pass
+    with pytest.raises(UsageError, match="cannot unpack"), recordings(tmp_path / "none.tar.xz"):
+        pass
+    with (
+        pytest.raises(UsageError, match="holds no recording"),
+        recordings(pack(tmp_path / "empty.tar.xz")),
+    ):
+        pass
+    link = tarfile.TarInfo(f"a/{ABOUT}")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    device = tarfile.TarInfo(f"a/{ABOUT}")
+    device.type = tarfile.FIFOTYPE
+    names = ("../outside/README.md", "/tmp/README.md", "../README.md", "a/b/README.md", "a/other")
+    for member in (link, device, *map(tarfile.TarInfo, names)):
+        wrong = pack(tmp_path / "wrong.tar.xz", (member, b""))
+        with pytest.raises(UsageError, match="no file of a recording"), recordings(wrong):
+            pass
+
+
+def test_an_archive_that_unpacks_to_too_much_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("patcher.kernel_search.recording.MOST_BYTES", 100)
+    large = pack(tmp_path / "large.tar.xz", (tarfile.TarInfo(f"a/{ABOUT}"), b"x" * 101))
+    with pytest.raises(UsageError, match="unpacks to more than"), recordings(large):
+        pass
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_recordings_that_ship_replay(name: str, shipped: Path) -> None:
+    assert replay(shipped / name) == []
+    assert sorted(path.name for path in (shipped / name).iterdir()) == sorted(FILES)
+    assert (shipped / name / TABLE).read_text(encoding="utf-8") == table(read(shipped / name))
