@@ -43,6 +43,7 @@ LAYER_OF = {
 SAME = {"values after": "values", "timed calls": "runs"}
 """Checks that a header names as another one, since they find the same problem later."""
 _SWITCH = re.compile(r"^(#define CHEAT 1|CHEAT = True)$", re.MULTILINE)
+_SHARED = re.compile(r"^// shared: (\w+\.\w+)\n", re.MULTILINE)
 _HEADER = re.compile(r"^(?:#|//) (\w+): (.+)$")
 PAIRS, POINTS, CALLS, SEED = 4, 2, 400, 20_260_101
 GAIN = 1.05
@@ -129,8 +130,17 @@ def read_corpus(folder: Path, device: str) -> list[CorpusCase]:
     return [entry for entry in cases if entry.device == device]
 
 
+def read_source(path: Path) -> str:
+    """A candidate's source, with the lines that it shares with others in place."""
+
+    def shared(match: re.Match[str]) -> str:
+        return (path.parent.parent / "shared" / match[1]).read_text(encoding="utf-8")
+
+    return _SHARED.sub(shared, path.read_text(encoding="utf-8"))
+
+
 def _read(path: Path, kind: Kind) -> list[CorpusCase]:
-    source = path.read_text(encoding="utf-8")
+    source = read_source(path)
     header: dict[str, str] = {}
     for line in source.splitlines():
         if not (match := _HEADER.match(line)):

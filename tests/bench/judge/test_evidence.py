@@ -26,6 +26,7 @@ from patcher.bench.judge.counters import counters, metrics, read
 from patcher.bench.judge.sanitizer import Sanitized, _control, _options, sanitize
 from patcher.bench.judge.sanitizer_text import parse
 from patcher.bench.judge.trial import Trial
+from patcher.bench.selftest.corpus import read_source
 from patcher.bench.toolchains import Built, build, toolchain
 
 OP = bench.load_op("fused_add_rms_norm")
@@ -543,7 +544,7 @@ def test_on_a_gpu_the_gate_finds_what_is_planted(name: str | None, outcome: Outc
     candidate = SOLUTIONS["cuda_row"]
     if name is not None:
         source = Path(__file__).parents[2] / f"corpus/{name}.cu"
-        candidate = Candidate.from_file(OP.name, source, Language.CUDA)
+        candidate = Candidate(op=OP.name, language=Language.CUDA, source=read_source(source))
     made = build(candidate, OP.contract)
     said = sanitize(OP, made, OP.sweep("cuda"), "cuda", Secrets(1))
     assert said.outcome == outcome, said.detail

@@ -16,6 +16,7 @@ from patcher.bench import Candidate, Language, Outcome, UsageError, guess_langua
 from patcher.bench.judge import JudgeSettings, TripwirePolicy, evaluate, stripping
 from patcher.bench.judge.stripping import Views, views
 from patcher.bench.judge.tripwires import LONGEST, TripwireRule, Tripwires, look, rules
+from patcher.bench.selftest.corpus import read_source
 from patcher.levers import record as levers
 from patcher.settings import resolve
 
@@ -35,7 +36,7 @@ def seen(
 def corpus(kind: str) -> Iterator[tuple[str, Tripwires]]:
     """Each file without its header, which names the very things that rules look for."""
     for path in sorted((CORPUS / kind).glob("*.*")):
-        source = path.read_text(encoding="utf-8")
+        source = read_source(path)
         yield path.name, seen(HEADER.sub("", source), guess_language(path, source))
 
 
