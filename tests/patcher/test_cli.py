@@ -178,6 +178,7 @@ def kill_when(folder: Path, step: str, kind: str, words: list[str]) -> None:
     raise AssertionError(f"no {kind} of {step}")
 
 
+@pytest.mark.slow
 def test_a_run_killed_twice_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     """kill -9 while judging and while measuring; nothing that was finished is done again."""
     kill_when(tmp_path, "fused_add_rms_norm/1/evaluate", "intent", RUN)

@@ -46,6 +46,7 @@ def by_words(condition: str, command: str) -> dict[tuple[str, ...], dict[str, An
     return {tuple(one["words"]): one for one in told(condition)[command]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("condition", CONDITIONS)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_ends_in_a_traceback(command: str, condition: str) -> None:
@@ -55,6 +56,7 @@ def test_no_command_ends_in_a_traceback(command: str, condition: str) -> None:
         assert one["code"] in CODES, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_result_that_cannot_be_written_is_an_error(command: str) -> None:
     plain = by_words("plain", command)
@@ -69,6 +71,7 @@ def test_a_result_that_cannot_be_written_is_an_error(command: str) -> None:
                 assert words in " ".join(one["stderr"].split()), one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_message_that_cannot_be_written_changes_no_result(command: str) -> None:
     plain = by_words("plain", command)
@@ -78,6 +81,7 @@ def test_a_message_that_cannot_be_written_changes_no_result(command: str) -> Non
             assert bool(one["stdout"]) == bool(plain[words]["stdout"]), one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_json_stays_json_where_the_terminal_is_ascii(command: str) -> None:
     plain = by_words("plain", command)
@@ -90,6 +94,7 @@ def test_json_stays_json_where_the_terminal_is_ascii(command: str) -> None:
                 assert one["stdout"].isascii(), one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_argument_that_is_no_text_is_refused_in_one_sentence(command: str) -> None:
     [one] = told("raw-argument")[command]

@@ -316,6 +316,7 @@ def test_too_few_blocks_are_refused(bundles: list[Path], tmp_path: Path) -> None
         find_best_set(few, bundles[:2], tmp_path, silent, alone)
 
 
+@pytest.mark.slow
 def test_a_block_of_real_processes(
     bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

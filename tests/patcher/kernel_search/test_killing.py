@@ -40,6 +40,7 @@ def killed(*options: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_killed_at_any_boundary_the_loop_ends_as_if_it_had_not_been() -> None:
     found = killed("--twice", "30")
     assert found["trials"] == found["boundaries"] + 30 > 200
@@ -47,6 +48,7 @@ def test_killed_at_any_boundary_the_loop_ends_as_if_it_had_not_been() -> None:
     assert len(found["lost_at"]) == 4 * 7
 
 
+@pytest.mark.slow
 def test_killed_on_the_whole_path_it_ends_as_if_it_had_not_been() -> None:
     found = killed("--story", "whole", "--sample", "40", "--twice", "5", "--seed", "1")
     assert found["boundaries"] > 200
