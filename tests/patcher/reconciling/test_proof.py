@@ -168,7 +168,7 @@ def test_a_capture_without_the_kernel_in_its_steps_is_not_of_the_patched_engine(
     told = ran(patch, [claims(patch, 10**6)], patched, [patch])
     assert "ran 1,000,000 times since the engine's start, 0 calls fell back; " in told
     assert "launches in the profiled steps" in told
-    with pytest.raises(VerificationError, match=r"the patch did not run in this profile.*; 0 launches in the"):
+    with pytest.raises(VerificationError, match=r"not run in this profile.*; 0 launches in the"):
         ran(patch, [claims(patch, 10**6)], stock, [patch])
     with pytest.raises(VerificationError, match="ran 0 times"):
         ran(patch, [], None, [patch])
