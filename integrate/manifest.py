@@ -1,4 +1,4 @@
-"""`manifest.json` of a patch bundle: what it replaces, where it may run, and how that is known."""
+"""`manifest.json` of a patch bundle: what it replaces, where it may run, and its evidence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 from patcher.bench import DTYPES, AxisGuard, Contract, Evaluation, Language, Outcome, Record
 
 PatchId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,99}$")]
-"""Names a folder of the store, so it can be no path."""
+"""Pattern of ids, which name folders of the store and so cannot be paths."""
 
 
 def _known_dtype(name: str) -> str:
@@ -21,17 +21,17 @@ def _known_dtype(name: str) -> str:
 DtypeName = Annotated[str, AfterValidator(_known_dtype)]
 DeviceKind = Literal["cpu", "cuda"]
 Capability = Annotated[str, Field(pattern=r"^\d{1,2}\.\d$")]
-"""`9.0` of an H200."""
+"""Compute capability, such as `9.0` for an H200."""
 
 
 class Replaced(Record):
-    """One function or class that is replaced or relied on, as it was."""
+    """One function or class that is replaced or relied on, when the patch was made."""
 
     name: str
     digest: str
     """sha256 of its source text."""
     text: str | None = None
-    """None where it is long."""
+    """Its source text; None if it is long."""
 
 
 class Target(Record):
@@ -39,14 +39,14 @@ class Target(Record):
 
     engine: str
     versions: str
-    """PEP 440 specifier of the engine."""
+    """PEP 440 specifier of the engine's versions."""
     point: str
     fingerprint: str
-    """sha256 of the source text of what is replaced, as it was when the patch was made."""
+    """sha256 of the source text of the replaced code when the patch was made."""
     made_with: str
     """The engine's version when the patch was made."""
     replaced: tuple[Replaced, ...] = ()
-    """What the fingerprint is of, where its adapter says so by `source_digest`."""
+    """Parts of the fingerprint, if the adapter uses `source_digest`."""
 
 
 class PatchGuards(Record):
@@ -56,20 +56,20 @@ class PatchGuards(Record):
     dtypes: tuple[dict[str, DtypeName], ...]
     axes: dict[str, AxisGuard] = Field(default_factory=dict)
     capabilities: tuple[Capability, ...] = ()
-    """Compute capabilities that it was judged on; none: any."""
+    """Compute capabilities that it was judged on; empty: any."""
     tensor_parallel: tuple[int, ...] = ()
-    """Numbers of workers that share a layer with which it may run; none: any."""
+    """Supported numbers of workers that share a layer; empty: any."""
     graph_safe: bool
     pdl: bool = False
-    """Whether it takes part in programmatic dependent launch."""
+    """Whether it supports programmatic dependent launch."""
 
 
 class Binary(Record):
-    """The source as it was built where the patch was made."""
+    """A binary that was built where the patch was made."""
 
     file: str
     binding: Literal["tvm-ffi"]
-    """Independent of Python's and torch's versions, unlike pybind11."""
+    """Binding, which unlike pybind11 does not depend on the versions of Python and torch."""
     platform: str
     """`linux-x86_64`."""
     processor: str
@@ -100,20 +100,20 @@ class Manifest(Record):
     contract: Contract
     guards: PatchGuards
     source: str
-    """The one source file, which every binary was built from."""
+    """The source file, from which every binary was built."""
     binaries: tuple[Binary, ...] = ()
     files: dict[str, str] = Field(min_length=1)
     """sha256 of every file beside the manifest, by its path in the bundle."""
     evidence: Evaluation
-    """The judge's word, which is about that source."""
+    """The judge's verdict on that source."""
     further: tuple[Evaluation, ...] = ()
-    """Its word over other sweeps, about the same source: right, and at some sizes perhaps slower,
-    at which it is not called."""
+    """Verdicts over other sweeps on the same source: correct, but perhaps slower at some sizes, at
+    which it is not called."""
     provenance: Provenance
 
     @property
     def left_out(self) -> list[str]:
-        """Sizes that the op's kernels may run at and this one is not called at, in words: it is
+        """Sizes in words that the op supports but at which this kernel is not called, since it is
         slower there.
         """
         found = []

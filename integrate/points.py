@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from patcher.integrate.dispatch import Dispatcher
 
 POINTS: Registry[Mapping[str, type[PatchPoint]]] = Registry("patch_points")
-"""By engine: ours, and those of other packages, whose entry points are called by the engine, or by
-the engine, a dot and anything (`vllm.mine`); imported when a patch asks for the engine."""
+"""Patch points by engine: built-in ones, and those of other packages. Entry points have the
+engine's name, or it with a dot and a suffix (`vllm.mine`); they are imported when a patch needs the
+engine."""
 
 
 log = logging.getLogger("patcher")
@@ -42,16 +43,17 @@ class PatchPoint(Protocol):
     engine: ClassVar[str]
     name: ClassVar[str]
     op: ClassVar[str]
-    """The contract by which the kernel is called there. Where that contract does not name the
-    point, since the point is another package's, the class has `spec`, the `PatchPointSpec` that it
-    would have there."""
+    """The contract of calls at the point. If that contract does not name the point, since it is
+    another package's, the class has `spec`, the `PatchPointSpec` for the contract."""
 
     def __init__(self, target: Any = None) -> None:
-        """`target`: a built model, or None where the engine's classes are patched."""
+        """Set up the adapter; `target` is a built model, or None if the engine's classes are
+        patched.
+        """
 
     @classmethod
     def fingerprint(cls) -> str:
-        """sha256 of the source text of what is replaced and relied on, as installed.
+        """sha256 of the source text that is replaced and relied on, as installed.
 
         Raises:
             MissingError: the engine is not installed.
@@ -59,36 +61,37 @@ class PatchPoint(Protocol):
         ...
 
     def find(self) -> str:
-        """Where it is, in words.
+        """Describe where the point is.
 
         Raises:
-            VerificationError: it is not there, or patched already.
+            VerificationError: it is missing, or already patched.
         """
         ...
 
     def install(self, kernel: Dispatcher) -> None:
-        """Put the kernel in.
+        """Install the kernel.
 
         Raises:
             VerificationError: see `find`.
-            UsageError: it is in already.
+            UsageError: it is already installed.
         """
         ...
 
     def remove(self) -> None:
-        """Put everything back as it was; once more is the same as once.
+        """Restore the engine's code exactly; idempotent.
 
         Raises:
-            VerificationError: someone else patched over it; ours is out, theirs stays.
+            VerificationError: another patch was installed over this one; this one is removed, the
+                other stays.
         """
         ...
 
 
 def find_point(engine: str, name: str) -> type[PatchPoint]:
-    """The adapter of a patch point, ours before one that another package brings.
+    """The adapter of a patch point; built-in ones take precedence over other packages'.
 
     Raises:
-        UsageError: there is none, or two packages bring one of that name.
+        UsageError: there is none, or two packages have one of that name.
         MissingError: its engine is not installed, or a package that adds points to it cannot be
             imported.
     """
@@ -111,8 +114,8 @@ def find_point(engine: str, name: str) -> type[PatchPoint]:
 
 
 def engine_wants(engine: str, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """Arguments of the engine without which points, all of its where none are named, are never
-    called; most want none.
+    """Engine arguments without which points (by default all of the engine) are never called; most
+    need none.
 
     Raises:
         UsageError, MissingError: see `find_point`.
@@ -126,7 +129,7 @@ def engine_wants(engine: str, names: Iterable[str] | None = None) -> dict[str, A
 
 
 def specs_of(op: Op, engine: str) -> list[PatchPointSpec]:
-    """Where the op goes in an engine: what its contract says, or else points of other packages.
+    """Patch points of the op in an engine, by its contract or from other packages.
 
     Raises:
         UsageError, MissingError: see `find_point`.
@@ -139,14 +142,15 @@ def specs_of(op: Op, engine: str) -> list[PatchPointSpec]:
 
 
 def naming(contract: Contract, spec: PatchPointSpec) -> Contract:
-    """The contract with that patch point among its own."""
+    """The contract, extended by that patch point."""
     if spec in contract.patch_points:
         return contract
     return contract.model_copy(update={"patch_points": (*contract.patch_points, spec)})
 
 
 def names_taken(target: str) -> list[str]:
-    """Patch points of another package's entry point that have no effect: their names are ours.
+    """Patch points of another package's entry point that are ignored, since built-in ones have
+    their names.
 
     Raises:
         MissingError: it cannot be imported.
@@ -169,12 +173,12 @@ def _ours(engine: str) -> Mapping[str, type[PatchPoint]]:
 
 
 def _entries(engine: str) -> list[EntryPoint]:
-    """Those of other packages that are for the engine."""
+    """The entry points of other packages for the engine."""
     return [entry for entry in POINTS.entries() if _engine(entry) == engine]
 
 
 def _importable(engine: str) -> list[str]:
-    """Names of other packages' points; a package that cannot be imported is named in the log."""
+    """Names of other packages' points; a package that cannot be imported is logged."""
     found: list[str] = []
     for entry in _entries(engine):
         try:
@@ -189,7 +193,7 @@ def _engine(entry: EntryPoint) -> str:
 
 
 class Fingerprint(str):
-    """sha256 of source text, which remembers the text, so that what changed can be told."""
+    """sha256 of source text, with the text itself, so that later changes can be shown."""
 
     __slots__ = ("parts",)
     parts: dict[str, str]
@@ -197,18 +201,18 @@ class Fingerprint(str):
 
 
 def source_text(part: Any) -> str:
-    """`inspect.getsource`, by one thread at a time: it parses the file, and Python 3.11 may raise
-    SystemError where two threads parse (cpython issue 106905). Arms load side by side.
+    """`inspect.getsource` in one thread at a time. It parses the file, and Python 3.11 may raise
+    SystemError if two threads parse (cpython issue 106905). Arms load in parallel.
     """
     with _READING:
         return inspect.getsource(part)
 
 
 def source_digest(*parts: Any) -> Fingerprint:
-    """Of the source text of functions and classes, in order.
+    """Fingerprint of the source text of functions and classes, in order.
 
     Raises:
-        VerificationError: one has no source text: it was put there while the program ran.
+        VerificationError: one has no source text, since it was defined while the program ran.
     """
     texts: dict[str, str] = {}
     for part in parts:

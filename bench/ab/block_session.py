@@ -1,4 +1,4 @@
-"""An A/B in blocks as it is taken: which blocks are missing, who is in them, what they give."""
+"""Take an A/B in blocks: which blocks are missing, their variants, and their results."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from patcher.bench.stats.comparison import Arm, Window
 from patcher.bench.workload import Workload
 
 MIN_ROOM = 3
-"""Processes; where fewer fit side by side, no variants can share a baseline."""
+"""Fewest processes side by side with which variants can share a baseline."""
 
 
 @dataclass
 class BlockSession(Generic[Process]):
-    """Takes the blocks that are missing; no process outlives it.
+    """Takes the missing blocks; on exit all its processes are ended.
 
-    Whoever takes a block asks its processes for what else is wanted in between:
+    The caller makes further measurements between the steps of a block:
 
         with BlockSession(...) as session:
             for block in session.blocks_left():
@@ -53,7 +53,7 @@ class BlockSession(Generic[Process]):
     plan: ABPlan
     clocks: ClockMonitor
     taken: list[Block] = field(default_factory=list)
-    """Those that were taken before, also."""
+    """The finished blocks, with those of an earlier session."""
     seed: int = 0
     progress: ABProgress = silent
     under_way: OpenBlock[Process] | None = None
@@ -65,8 +65,10 @@ class BlockSession(Generic[Process]):
         )
 
     def __enter__(self) -> Self:
-        """Raises:
-        UsageError: a window too short to time.
+        """Check the workload.
+
+        Raises:
+            UsageError: a window is too short to time.
         """
         check_window(self.workload)
         return self
@@ -80,8 +82,8 @@ class BlockSession(Generic[Process]):
         self.pool.end()
 
     def blocks_left(self) -> Iterator[OpenBlock[Process]]:
-        """Each block that is missing, to be taken and closed before the next one; none where fewer
-        fit than a shared block needs (`MIN_ROOM`).
+        """Yield each missing block, which must be taken and closed before the next one. Yields none
+        if fewer processes fit than a shared block needs (`MIN_ROOM`).
 
         Raises:
             PatcherError: a process does not load.
@@ -103,7 +105,7 @@ class BlockSession(Generic[Process]):
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is missing."""
+        """Whether no block is missing."""
         return not self._lacking()
 
     def residency(self, name: str) -> str:
@@ -119,7 +121,7 @@ class BlockSession(Generic[Process]):
         return f"one arm loaded at a time: {self.pool.room.why if self.pool.room else ''}"
 
     def tell(self, phase: ABPhase, note: str) -> None:
-        """Pairs that were taken, of all, and what is done; the note with its brackets."""
+        """Report the number of pairs taken and of all pairs; `note` has its own brackets."""
         plan = self.plan
         total = plan.taken("ab") * plan.process_pairs * len(self.variants)
         total += 0 if plan.shared else plan.taken("aa")
@@ -131,17 +133,17 @@ class BlockSession(Generic[Process]):
         self.progress(phase, f"pairs in processes{note}", done, total)
 
     def tell_block(self, phase: ABPhase, what: str) -> None:
-        """What is done in the block that is under way."""
+        """Report the current step of the current block."""
         self.tell(phase, f" (block {len(self.taken) + 1}: {what})")
 
     def windows(self) -> list[Window]:
-        """All that were taken, where a block has one variant."""
+        """All windows taken, if a block has one variant."""
         done = [window for block in self.taken for own in block.windows.values() for window in own]
         block = self.under_way
         return done if block is None else [*done, *block.windows(block.others[0])]
 
     def _lacking(self) -> list[str]:
-        """Which variants lack a block, who lacks most first."""
+        """Variants that lack a block, in descending order of missing blocks."""
         counts = Counter(name for block in self.taken for name in block.swapped)
         lacking = [name for name in self.variants if counts[name] < self.plan.process_pairs]
         return sorted(lacking, key=counts.__getitem__)
@@ -153,26 +155,28 @@ class BlockSession(Generic[Process]):
 
 
 class OpenBlock(Generic[Process]):
-    """A block under way, as `BlockSession.blocks_left` gives it; `close` ends it."""
+    """The current block, as `BlockSession.blocks_left` yields it; `close` ends it."""
 
     def __init__(
         self, session: BlockSession[Process], swapped: Mapping[str, bool], control: bool
     ) -> None:
-        """Args:
-        swapped: by variant, see `patcher.bench.ab.blocks`; empty: the control alone.
-        control: whether a second baseline takes part.
+        """Open a block.
+
+        Args:
+            swapped: by variant, see `patcher.bench.ab.blocks`; empty: the block is the control's.
+            control: whether a second baseline takes part.
         """
         self.session, self.swapped = session, dict(swapped)
         self.number = len(session.taken)
         plan = session.plan
         self.names = [name for name, early in swapped.items() if early]
-        """Of its processes, in the order in which they start."""
+        """Names of its processes, in the order in which they start."""
         self.names += [BASELINE, *([CONTROL] if control else [])]
         self.names += [name for name, early in swapped.items() if not early]
         self.others = [name for name in self.names if name != BASELINE]
-        """Those whose windows make pairs with the baseline's."""
+        """Names of the processes whose windows are paired with the baseline's."""
         rng = random.Random(f"{session.seed}:{self.number}")
-        # no two rounds of a session share their number, nor their prompts
+        # no two rounds of a session have the same number, nor the same prompts
         first = sum(plan.taken("ab" if block.swapped else "aa") for block in session.taken)
         count, controls = plan.taken("ab" if swapped else "aa"), plan.taken("aa")
         orders = round_orders(rng, self.names, count, plan.shared)
@@ -191,7 +195,7 @@ class OpenBlock(Generic[Process]):
         self._peak: dict[str, int] = {}
 
     def loaded(self) -> Iterator[dict[str, Process]]:
-        """Its processes as they are loaded, warm: all at once, or one after the other."""
+        """Yield its processes, loaded and warm: all at once, or one after the other."""
         pool = self.session.pool
         for names in [self.names] if pool.together else [[name] for name in self.names]:
             processes = pool.start(names)
@@ -201,10 +205,10 @@ class OpenBlock(Generic[Process]):
                 pool.end()
 
     def take(self, processes: Mapping[str, Process]) -> None:
-        """Take the windows of those that are loaded, round by round.
+        """Take the windows of the loaded processes, round by round.
 
         Raises:
-            PatcherError: a process died, or an engine gave other tokens than asked for.
+            PatcherError: a process died, or an engine gave unexpected tokens.
         """
         session = self.session
         sides = {name: process.side() for name, process in processes.items()}
@@ -219,7 +223,7 @@ class OpenBlock(Generic[Process]):
             self._tell()
 
     def read_peak(self, name: str, process: Process) -> None:
-        """Read a process's peak memory, before what no window is of is asked of it."""
+        """Read a process's peak memory, before any call outside of windows."""
         if self.swapped and name != CONTROL:
             self._peak[name] = process.memory().peak
 
@@ -230,7 +234,7 @@ class OpenBlock(Generic[Process]):
             self._steps[name] = tuple(process.in_steps(seed))
 
     def windows(self, name: str) -> tuple[Window, ...]:
-        """That variant's (or the control's) and the baseline's beside them, as far as taken."""
+        """Windows of that variant (or the control) and the baseline's, taken until now."""
         found = self._windows[name]
         order = [
             (at.number, arm)
@@ -242,11 +246,11 @@ class OpenBlock(Generic[Process]):
 
     @property
     def pairs(self) -> int:
-        """Taken until now, without those of a control beside variants."""
+        """Number of pairs taken until now, without those of a control beside variants."""
         return sum(len(self._windows[name]) // 2 for name in self.swapped or self.others)
 
     def close(self) -> Block:
-        """End its processes but a baseline that goes on; the session has what it gave."""
+        """End its processes, except a reused baseline, and add its results to the session."""
         session, together = self.session, self.session.pool.together
         session.pool.end(but="" if self.swapped or not together else BASELINE)
         block = Block(

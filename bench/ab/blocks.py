@@ -1,26 +1,25 @@
 """End-to-end A/B with a process for each arm, in blocks: for engines that are patched when they
-start, and for what two processes differ by.
+start, and to average out differences between processes.
 
 Two processes of one program differ by about 0.1 % for as long as they live, which no number of
 pairs averages out. So pairs are taken in several *blocks*, each of freshly started processes: the
-baseline, and one for each of its *variants* (an engine with some patches in). In each *round* all
-of them decode the same prompts and take turns, a few steps at a time: the baseline's one window is
+baseline, and one for each of its *variants* (an engine with some patches). In each *round* all of
+them decode the same prompts and take turns, a few steps at a time. The baseline's one window forms
 a pair with that of every variant.
 
 A block with one variant is a *process pair*, and its rounds are ABBA. The A/A control is a block
-whose variant is a second baseline, taken first: an A/A within one process would not show what two
-differ by. Its first process goes on as the baseline of the next block.
+whose variant is a second baseline, taken first: an A/A within one process would not show the
+difference between processes. Its first process is reused as the baseline of the next block.
 
-Where more fit side by side, several variants share the baseline (`ABPlan.shared`). Their order in a
-round is drawn at random and mirrored in the next one, and the control is in the first block. For
-each variant such a block is what a process pair is, and it is in as many of them, each with a
-warm-up round. That variants share the baseline's windows makes their comparisons dependent: what
-one window of the baseline is off by is in all of them at once. Each comparison for itself is what
-it would be with windows of its own, and Holm's correction over them allows any dependence, since it
-rests on Bonferroni's inequality alone.
+If more processes fit side by side, several variants share the baseline (`ABPlan.shared`). Their
+order in a round is random and mirrored in the next one, and the control is in the first block. For
+each variant such a block counts as a process pair, and each variant is in equally many of them,
+each with a warm-up round. Sharing the baseline's windows makes the comparisons dependent: the error
+of a baseline window is in all of them. Each comparison by itself is unaffected, and Holm's
+correction allows any dependence, since it rests on Bonferroni's inequality.
 
-`swapped` says of a variant that its process was started before the baseline's, and so was the first
-to take memory; where it stands among the variants is not swapped. It alternates for each variant.
+`swapped` says of a variant that its process started before the baseline's, and so allocated memory
+first; its place among the variants does not matter. It alternates for each variant.
 """
 
 from __future__ import annotations
@@ -38,30 +37,32 @@ from patcher.bench.stats.comparison import Arm, Window
 from patcher.bench.workload import Workload
 
 BASELINE, CONTROL = "baseline", "a second baseline"
-"""Names of the processes that are no variant's."""
+"""Names of the processes of no variant."""
 FIRST_CONTROL = 500_000
-"""So that no A/A pair of a shared block has the number of an A/B pair, whose prompts it shares."""
+"""First number of A/A pairs in shared blocks, so that none has the number and prompts of an A/B
+pair."""
 
 
 class Block(Record):
-    """What one block gave."""
+    """The result of one block."""
 
     schema_version: int = SCHEMA_VERSION
     number: int
     swapped: dict[str, bool]
-    """By variant; all that were in it. Empty: the block is the control's."""
+    """Whether the processes started in swapped order, by variant. Empty: the block is the
+    control's."""
     windows: dict[str, tuple[Window, ...]]
-    """By variant, and of the control in the first block; the baseline's are in each."""
+    """Windows by variant, and of the control in the first block; each includes the baseline's."""
     steps: dict[str, tuple[float, ...]]
-    """By process but the control's: seconds, see `patcher.bench.ab.latency.in_steps`."""
+    """Step seconds by process except the control, see `patcher.bench.ab.latency.in_steps`."""
     peak: dict[str, int]
-    """Likewise: peak memory in bytes."""
+    """Peak memory in bytes by process except the control."""
     loaded: int
-    """Processes at once."""
+    """Number of processes loaded at once."""
 
 
 class BlockRound(NamedTuple):
-    """Which round it is, and who takes part in what order."""
+    """One round: its number, and the processes in their order."""
 
     number: int
     block: int
@@ -70,7 +71,7 @@ class BlockRound(NamedTuple):
     """See `Block.swapped`."""
 
     def pair(self, name: str) -> Pair:
-        """Of the baseline's window and that process's."""
+        """The pair of the baseline's window and that process's."""
         arms: dict[str, Arm] = {BASELINE: "baseline", name: "patched"}
         order: list[Arm] = [arms[each] for each in self.order if each in arms]
         control = name == CONTROL
@@ -84,7 +85,7 @@ class BlockRound(NamedTuple):
 
 
 def mirrored(rng: random.Random, names: Sequence[str], count: int) -> list[tuple[str, ...]]:
-    """Orders of so many rounds: one drawn at random, its mirror, the next one drawn."""
+    """Orders of some rounds: one at random, its mirror, the next one at random."""
     drawn = (tuple(rng.sample(names, len(names))) for _ in range(-(-count // 2)))
     return [order for first in drawn for order in (first, first[::-1])][:count]
 
@@ -92,7 +93,7 @@ def mirrored(rng: random.Random, names: Sequence[str], count: int) -> list[tuple
 def round_orders(
     rng: random.Random, names: Sequence[str], count: int, shared: bool
 ) -> list[tuple[str, ...]]:
-    """Orders of so many rounds of a block: ABBA where the baseline has one variant (`shared`)."""
+    """Orders of some rounds of a block: ABBA if the baseline has one variant (see `shared`)."""
     if shared:
         return mirrored(rng, names, count)
     [variant] = [name for name in names if name != BASELINE]
@@ -108,11 +109,11 @@ def take_round(
     seed: int,
     clocks: ClockMonitor,
 ) -> dict[str, list[Window]]:
-    """By variant (or control) its window and the baseline's, in the order of their first turns;
-    without those of a process that is loaded at another time and is not among `sides`.
+    """By variant (or control) its window and the baseline's, in the order of their first turns. A
+    process that is loaded at another time is not among `sides` and has no window.
 
     Raises:
-        PatcherError: a side gave other tokens than asked for.
+        PatcherError: a side gave unexpected tokens.
     """
     here = [name for name in at.order if name in sides]
     taken = take_turns(here, sides, prompt_seed(seed, at.number), workload, clocks)
@@ -138,13 +139,13 @@ def throughput_of(
     clocks: ClockMonitor,
     residency: str,
 ) -> Throughput:
-    """What the blocks say of one variant; the control is that of all.
+    """The result of the blocks for one variant; the control is shared by all.
 
     Args:
         residency: see `Throughput.residency`.
 
     Raises:
-        PatcherError: every pair was unfit.
+        PatcherError: no pair was usable.
     """
     own = [block for block in blocks if name in block.swapped]
     windows = [window for block in blocks for window in block.windows.get(CONTROL, ())]

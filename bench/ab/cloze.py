@@ -1,11 +1,11 @@
-"""Do both arms answer alike? A paired multiple choice, scored by log-likelihood.
+"""Do both arms give the same answers? A paired multiple choice, scored by log-likelihood.
 
-The items (`cloze.toml`) are plain general knowledge. Weights drawn at random know nothing: a score
-of theirs would be chance in both arms, so there is none.
+The items (`cloze.toml`) are general knowledge. Random weights would score at chance in both arms,
+so they get no score.
 
-Paired tests: McNemar 1947 (exact, over the items that the arms do not agree on) and the bootstrap
-over items. Scoring by the likelihood of each choice is how EleutherAI's lm-evaluation-harness does
-it (`lm_eval/api/task.py`, output type `multiple_choice`).
+Paired tests: McNemar 1947 (exact, over the items on which the arms differ) and the bootstrap over
+items. Scoring by the likelihood of each choice follows EleutherAI's lm-evaluation-harness
+(`lm_eval/api/task.py`, output type `multiple_choice`).
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from patcher.bench.workload import Workload, weights_id
 ALPHA = 0.05
 POWER = 0.8
 DECODED = 4
-"""Tokens of an item that are decoded one by one: without them a choice of one token would be read
-off prefill alone."""
+"""Tokens of an item that are decoded one by one; without them, a choice of one token would be read
+from prefill alone."""
 BOOTSTRAPS = 4000
 
 
 @dataclass(frozen=True)
 class Item:
-    """A statement without its end; the first of the ends is the right one."""
+    """A statement without its end, and possible ends; the first one is right."""
 
     statement: str
     choices: tuple[str, ...]
 
 
 def items() -> list[Item]:
-    """All of `cloze.toml`."""
+    """The items of `cloze.toml`."""
     text = resources.files("patcher.bench.ab").joinpath("cloze.toml").read_text(encoding="utf-8")
     return [Item(first, tuple(rest)) for first, *rest in tomllib.loads(text)["items"]]
 
 
 def refusal(workload: Workload) -> str | None:
-    """Why there is no task score for this workload; None when there is one."""
+    """Why there is no task score for this workload; None if there is one."""
     if workload.weights == "random":
-        return "the weights are random: they know no answers, both arms would score chance"
+        return "the weights are random, so both arms would score at chance"
     return None
 
 
 def score(engine: Engine, arms: Arms) -> TaskScore:
-    """Answers of the baseline, of the baseline again, and of the patched model.
+    """Answers of the baseline, of a second run of the baseline, and of the patched model.
 
     Raises:
-        UsageError: the weights come without a tokenizer.
+        UsageError: the weights have no tokenizer.
     """
     tokenizer = _tokenizer(engine.workload)
     encoded = [
@@ -82,7 +82,7 @@ def judge(baseline: torch.Tensor, again: torch.Tensor, patched: torch.Tensor) ->
     changed = int((right != right_again).sum())
     p_value = mcnemar(worse, better)
     low, high = _bootstrap(ours.double() - right.double())
-    # what flips by itself: as often as two runs of the baseline differ, in each direction
+    # noise: items that change between two runs of the baseline, in each direction
     detectable = detectable_drop(count, max(better, changed / 2) / count)
     base_pct, our_pct = 100 * float(right.double().mean()), 100 * float(ours.double().mean())
     broken = not bool(patched.isfinite().all())
@@ -94,7 +94,7 @@ def judge(baseline: torch.Tensor, again: torch.Tensor, patched: torch.Tensor) ->
     if detectable is not None:
         told += f"; a drop of {100 * detectable:.1f} points would be found"
     if base_pct <= 100 / choices:
-        told += "; the baseline is at chance: this says nothing"
+        told += "; the baseline is at chance, so this proves nothing"
     if broken:
         told += "; log-likelihoods of the patched model are not finite"
     return TaskScore(
@@ -116,7 +116,9 @@ def judge(baseline: torch.Tensor, again: torch.Tensor, patched: torch.Tensor) ->
 
 
 def mcnemar(worse: int, better: int) -> float:
-    """One-sided exact p of so many pairs or more having turned worse, if both were as likely."""
+    """One-sided exact p-value of so many pairs or more turning worse, if both directions were
+    equally likely.
+    """
     return float(binom.sf(worse - 1, worse + better, 0.5)) if worse else 1.0
 
 
@@ -124,10 +126,10 @@ def detectable_drop(count: int, noise: float) -> float | None:
     """Smallest drop (share of `count` items) that the test at 5 % finds with 80 % power.
 
     Args:
-        noise: share of items that turn better, and turn worse on top of the drop, by themselves.
+        noise: share of items that turn better, and that turn worse besides the drop, by chance.
     """
     worse = np.arange(count + 1)
-    # the fewest losses that are significant beside so many gains
+    # the fewest losses that are significant with so many wins
     needed = np.array([_fewest(gains, count) for gains in range(count + 1)])
 
     def power(drop: float) -> float:
@@ -163,12 +165,13 @@ def _bootstrap(differences: torch.Tensor) -> tuple[float, float]:
 
 
 def _likelihoods(engine: Engine, choices: Sequence[list[int]]) -> torch.Tensor:
-    """Log-likelihood of each choice, up to what all of an item share; [choices] float64.
+    """Log-likelihood of each choice, given the tokens that all choices of an item share; [choices]
+    float64.
 
-    As many rows as the workload's batch, so that the shapes decoded are the shapes timed: more
-    choices than that take several rounds, the last one filled up with repetitions.
+    Decodes as many rows as the workload's batch, so that the shapes are those that are timed. More
+    choices than that take several rounds; the last one is filled up with repetitions.
     """
-    # tokenizers may merge across the space: what is shared is found, not assumed
+    # tokenizers may merge across the space, so compare tokens to find the shared prefix
     columns = enumerate(zip(*choices, strict=False))
     shortest = min(map(len, choices))
     shared = next((at for at, tokens in columns if len(set(tokens)) > 1), shortest - 1)
@@ -179,7 +182,7 @@ def _likelihoods(engine: Engine, choices: Sequence[list[int]]) -> torch.Tensor:
     while len(found) < len(choices):
         rows = [choices[min(len(found) + row, len(choices) - 1)] for row in range(batch)]
         prompts = torch.tensor([row[:begin] for row in rows])
-        # right of a shorter choice anything may stand: no position before it can see it
+        # padding of shorter choices is arbitrary, since no earlier position can see it
         forced = torch.tensor([(row[begin:] + [row[-1]] * width)[:width] for row in rows])
         likely = served_logits(engine, prompts, forced).double().log_softmax(-1)
         of_tokens = likely.gather(2, forced[:, :, None]).squeeze(2)
@@ -198,5 +201,5 @@ def _tokenizer(workload: Workload) -> Any:
     except (OSError, ValueError) as error:
         raise UsageError(
             f"no tokenizer beside the weights of {name}: {str(error).splitlines()[0]}",
-            "put its files there, or use --weights random for a verdict without a task score",
+            "add the tokenizer's files, or use --weights random for a verdict without a task score",
         ) from error

@@ -1,4 +1,4 @@
-"""Stock configurations that were tried, and the best of them: the baseline of both arms."""
+"""Stock configurations that were tried, and the best one: the baseline of both arms."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from patcher.bench.records import Record
 from patcher.bench.workload import Workload
 
 LEAST_GAIN_PCT = 0.5
-"""Trials come one after another: what is smaller may be drift."""
+"""Smallest gain in percent that counts: trials run one after another, so less may be drift."""
 
 
 class OtherWorkloadRate(Record):
-    """The same process at other traffic: what is best there may be another configuration."""
+    """Speed of the same process at other traffic, where another configuration may be best."""
 
     batch: int
     context: int
@@ -27,14 +27,14 @@ class OtherWorkloadRate(Record):
 
 
 class ConfigTrial(Record):
-    """One way to start the engine, and how fast it was."""
+    """One configuration of the engine, and its speed."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
     arguments: dict[str, JsonValue]
-    """Of the engine, beside those that the workload asks for; empty: stock."""
+    """Arguments of the engine, besides those of the workload; empty: stock."""
     tokens_per_s: float | None
-    """Median over short windows; None where it did not run."""
+    """Median over short windows; None if it did not run."""
     spread_pct: float | None = None
     """Largest window over smallest, less one."""
     other_workloads: tuple[OtherWorkloadRate, ...] = Field(
@@ -42,11 +42,11 @@ class ConfigTrial(Record):
         validation_alias=AliasChoices("other_workloads", "elsewhere"),
         serialization_alias="elsewhere",
     )
-    """Where that was asked for; nothing is chosen by it."""
+    """Speeds at other traffic, if requested; the choice does not depend on them."""
     failure: str = ""
 
     def beats(self, other: ConfigTrial) -> bool:
-        """By more than the windows of either differ."""
+        """Whether it is faster by more than the spread of the windows of either."""
         if self.tokens_per_s is None or other.tokens_per_s is None:
             return False
         gain = 100 * (self.tokens_per_s / other.tokens_per_s - 1)
@@ -59,16 +59,16 @@ class Tuning(Record):
     trials: tuple[ConfigTrial, ...]
     """The first one is stock."""
     chosen: dict[str, JsonValue]
-    """Arguments of the fastest trial; stock where none is faster by more than its spread, or not so
-    once more beside stock (the last trials)."""
+    """Arguments of the fastest trial. Stock if none is faster by more than its spread, or if it is
+    not faster again in a direct comparison (the last trials)."""
     workload: Workload | None = None
     environment: Environment | None = None
-    """What it was looked for with; None in files of before that was kept."""
+    """Where the search ran; None in older files."""
 
     def no_faster(self, arguments: Mapping[str, JsonValue]) -> bool:
         """Whether a trial with these arguments ran, and does not beat what was chosen."""
         found: dict[str, ConfigTrial] = {}
-        for trial in self.trials:  # the last one of each counts: it ran beside the others
+        for trial in self.trials:  # the last trial of each counts, since it ran beside the others
             for name, those in (("these", arguments), ("chosen", self.chosen)):
                 if trial.arguments == those and trial.tokens_per_s is not None:
                     found[name] = trial
@@ -78,8 +78,9 @@ class Tuning(Record):
 def overriding(
     wanted: Mapping[str, JsonValue], arguments: Mapping[str, JsonValue]
 ) -> dict[str, JsonValue]:
-    """What is wanted where the arguments say something else; what they leave out is the engine's
-    to choose."""
+    """The arguments in `wanted` that differ from those in `arguments`. Arguments that are absent
+    there are left out, since the engine chooses them.
+    """
     return {name: value for name, value in wanted.items() if arguments.get(name, value) != value}
 
 

@@ -1,4 +1,4 @@
-"""Latency as the one who waits sees it: first token, time per token, and between two tokens."""
+"""Latency of a request: time to first token, time per token, and inter-token latency."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PERCENTILES = (50, 90, 99)
 
 
 def in_steps(engine: Decoder, seed: int) -> list[float]:
-    """Seconds of each decode step of one window, each waited for, but for the first.
+    """Seconds of each decode step of one window but the first, with a wait after each.
 
-    In windows of an A/B an engine may run ahead of its client, so these come from one of its own.
+    An engine may run ahead of its client in an A/B window, so these come from a separate window.
     """
     steps: list[float] = []
     decoding = engine.prefill(engine.prompts(seed))
@@ -35,7 +35,7 @@ def in_steps(engine: Decoder, seed: int) -> list[float]:
 
 
 def latency_of(arm: Arm, windows: Iterable[Window], steps: Sequence[float], batch: int) -> Latency:
-    """Of an arm's A/B windows, and of steps of `in_steps`; at least one of each."""
+    """Latency from an arm's A/B windows, and from steps of `in_steps`; at least one of each."""
     own = [window for window in windows if window.kind == "ab" and window.arm == arm]
     ordered = sorted(steps)
     between = {f"p{each}": 1e3 * percentile(ordered, each) for each in PERCENTILES}
@@ -48,6 +48,6 @@ def latency_of(arm: Arm, windows: Iterable[Window], steps: Sequence[float], batc
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The smallest value that at least so many percent do not exceed (nearest rank)."""
+    """The percentile by nearest rank: the smallest value that so many percent do not exceed."""
     rank = -(-len(ordered) * percent // 100)
     return ordered[max(int(rank) - 1, 0)]

@@ -1,4 +1,4 @@
-"""Logits as they are served, and how far two sets of them lie apart."""
+"""Logits as served, and the errors between two sets of them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from patcher.bench.ab.records import LogitError
 from patcher.bench.engines import Engine
 
 NOT_FINITE = 1e30
-"""Stands for the error of logits that are not finite: a number stays one in JSON."""
+"""Error of logits that are not finite; finite itself, since JSON has no infinity."""
 CHUNK = 64
-"""Positions whose float64 softmax is held at once."""
+"""Number of positions whose float64 softmax is in memory at once."""
 
 
 def served_logits(engine: Engine, prompts: torch.Tensor, forced: torch.Tensor) -> torch.Tensor:
     """Logits [batch, steps + 1, vocabulary], float32 on the CPU, of decode over `forced` tokens.
 
     Args:
-        forced: [batch, steps + 1]; column `i` is fed to step `i`, the last to none.
+        forced: [batch, steps + 1]; column `i` is fed to step `i`, the last one to no step.
     """
     with _logits_seen(engine.model) as seen:
         decoding = engine.prefill(prompts)
@@ -35,7 +35,7 @@ def served_logits(engine: Engine, prompts: torch.Tensor, forced: torch.Tensor) -
 
 @contextmanager
 def _logits_seen(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """What each forward of the model gives for its last position."""
+    """The logits of the last position of each forward of the model."""
     seen: list[torch.Tensor] = []
 
     def look(_module: Any, _args: Any, output: Any) -> None:
@@ -68,7 +68,7 @@ def logit_error(values: torch.Tensor, reference: torch.Tensor) -> LogitError:
         largest = max(largest, float(difference.max()))
         truth, guess = right.double().log_softmax(-1), got.double().log_softmax(-1)
         divergences.append((truth.exp() * (truth - guess)).sum(-1))
-    by_position = torch.cat(divergences).clamp_min(0.0)  # a rounding error below zero is zero
+    by_position = torch.cat(divergences).clamp_min(0.0)  # a rounding error may make it negative
     return LogitError(
         rmse=math.sqrt(squares / values.numel()),
         max_error=largest,
@@ -84,7 +84,7 @@ def is_finite(error: LogitError) -> bool:
 
 
 def larger(first: LogitError, second: LogitError) -> LogitError:
-    """Of each figure the larger one."""
+    """The larger value of each figure."""
     both = zip(first, second, strict=True)
     return LogitError(**{name: max(one, other) for (name, one), (_, other) in both})
 

@@ -1,4 +1,4 @@
-"""What an A/B is busy with, as it tells whoever watches it."""
+"""Phases of an A/B, for progress reports."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from enum import StrEnum
 
 
 class ABPhase(StrEnum):
-    """What the time of an A/B goes for; the value is what people read."""
+    """A phase of an A/B; its value is shown to people."""
 
     READY = "getting ready"
-    """Until the first word."""
+    """Before the first report."""
     LOAD = "loading engines"
     TUNE = "looking for the best stock configuration"
     PAIRS = "pairs"
@@ -20,8 +20,8 @@ class ABPhase(StrEnum):
 
 
 ABProgress = Callable[[ABPhase, str, int, int], None]
-"""Called with the phase, what is done in words, how much is done, and of how much."""
+"""Called with the phase, the current step in words, the amount done, and the total."""
 
 
 def silent(phase: ABPhase, said: str, done: int, total: int) -> None:
-    """An `ABProgress` for nobody."""
+    """An `ABProgress` that reports nothing."""

@@ -1,7 +1,7 @@
-"""Planted gains: does an end-to-end A/B on this machine find what is there?
+"""Planted gains: does an end-to-end A/B on this machine find a known gain?
 
-A calibrated delay runs in every decode step of one arm: what takes it out is a gain of known size
-and sign. Nothing of the measurement knows of it.
+One arm has a calibrated delay in every decode step. The other arm then has a gain of known size and
+sign. The measurement does not know about the delay.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from patcher.bench.workload import Workload
 GAINS_PCT = (1.0, 0.5, -1.0)
 
 StepDelay = Callable[[float], AbstractContextManager[object]]
-"""A state of the engine in which each decode step takes so many seconds longer."""
+"""A context in which each decode step of the engine takes so many seconds longer."""
 
 
 class Planted(Record):
-    """One planted gain, and what the measurement said."""
+    """One planted gain, and the measured result."""
 
     asked_pct: float
     planted_pct: float
-    """What the delay came to by the speed of the windows without it."""
+    """Actual gain of the delay in percent, by the speed of windows without it."""
     delay_us: float
-    """A decode step."""
+    """Delay of a decode step."""
     found: Literal["found", "not found", "wrong"]
-    """`not found`: too noisy for so few pairs; `wrong`: a verdict, and the opposite one."""
+    """`not found`: inconclusive with so few pairs; `wrong`: the opposite verdict."""
     holds: bool
-    """Whether the interval holds what was planted; at 95 %, one in twenty does not."""
+    """Whether the interval contains the planted gain; one in twenty at 95 % does not."""
     pairs_needed: int | None
-    """For a gain of this size against this margin, at the spread that was seen; None at the margin
+    """Pairs for a gain of this size against this margin, at the measured spread; None at the margin
     itself."""
     comparison: Comparison
     control: Comparison | None
 
 
 class PlantedGains(Record):
-    """What was planted, each gain in a session of its own."""
+    """The planted gains, each measured in a separate session."""
 
     schema_version: int = SCHEMA_VERSION
     workload: Workload
@@ -81,10 +81,10 @@ def plant(
     seed: int = 0,
     progress: ABProgress = silent,
 ) -> PlantedGains:
-    """Plant each gain in a session of its own and measure it.
+    """Plant each gain in a separate session and measure it.
 
-    A gain above the margin must be accepted against that margin; one that is not, and a loss, are
-    measured against none, where a gain must be accepted and a loss rejected.
+    A gain above the margin must be accepted against that margin. Smaller gains and losses are
+    measured against a margin of zero, where a gain must be accepted and a loss rejected.
 
     Raises:
         UsageError, PatcherError: as `patcher.bench.ab.throughput.compare_in_one_process`.
@@ -149,18 +149,19 @@ def _outcome(measured: Throughput, gain: float, delay_s: float, slow: Arm) -> Pl
 
 
 def step_seconds(engine: Engine, seed: int) -> float:
-    """Of one decode step: the median of a few windows, the first of them left out."""
+    """Seconds of one decode step: the median of a few windows after the first one."""
     steps = engine.workload.output_len
     windows = [engine.generate(engine.prompts(seed + index), steps) for index in range(6)]
     return statistics.median(window.decode_s / steps for window in windows[1:])
 
 
 def runner_delay(runner: Any) -> StepDelay:
-    """Of vLLM, which has the next step under way before it waits for one, so that a host that
-    waits hides behind the GPU: the GPU itself spins before each forward, graphs or not.
+    """Delay each step of vLLM. It enqueues the next step before it waits for one, so a delay of the
+    host would be hidden behind the GPU. So the GPU itself spins before each forward, also with
+    graphs.
 
     Args:
-        runner: vLLM's `GPUModelRunner`, whose `_model_forward` is made to be overridden.
+        runner: vLLM's `GPUModelRunner`, whose `_model_forward` is meant to be overridden.
     """
 
     @contextmanager
@@ -182,7 +183,7 @@ def runner_delay(runner: Any) -> StepDelay:
 
 
 def spin_cycles_per_s(cycles: int = 20_000_000, repeats: int = 5) -> float:
-    """What a spinning GPU counts in a second now, launches left out."""
+    """Counts per second of a spinning GPU, without launch time."""
     event: Any = torch.cuda.Event
     seconds: list[float] = []
     for _ in range(repeats + 1):
@@ -203,8 +204,8 @@ def _spin(cycles: int) -> None:
 
 
 def model_delay(model: torch.nn.Module) -> StepDelay:
-    """Of an engine that calls `model` on the host once a decode step and waits for it: the host
-    spins before each call. On a GPU that is busy meanwhile the delay would hide behind it.
+    """Delay an engine that calls `model` on the host once per decode step and waits for it. The
+    host spins before each call. If the GPU were busy meanwhile, the delay would be hidden.
     """
 
     @contextmanager

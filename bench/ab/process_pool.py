@@ -1,4 +1,4 @@
-"""The processes of an A/B: who is loaded, how many fit, and that none is left."""
+"""The processes of an A/B: start them, find how many fit, and end them all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from patcher.bench.workload import Workload
 
 
 class Room(NamedTuple):
-    """How many processes fit side by side, and why not more."""
+    """How many processes fit side by side, and what limits them."""
 
     processes: int
     why: str = ""
@@ -39,14 +39,16 @@ class ProcessPool(Generic[Process]):
         stagger_s: float | None,
         tell: Callable[[ABPhase, str], None],
     ) -> None:
-        """Args:
-        stagger_s: see `patcher.bench.ab.processes.ABPlan.stagger_s`.
-        tell: hears what is done, in words.
+        """Set up an empty pool.
+
+        Args:
+            stagger_s: see `patcher.bench.ab.processes.ABPlan.stagger_s`.
+            tell: called with the phase and the current step in words.
         """
         self.room: Room | None = None
         """None: not yet known."""
         self.baseline: Process | None = None
-        """One that is warm already and goes on: it showed the room, or was the control's."""
+        """A warm process to reuse: it measured the memory, or was the control's."""
         self._launcher, self._workload, self._seed = launcher, workload, seed
         self._stagger_s, self._tell = stagger_s, tell
         self._open: dict[str, Process] = {}
@@ -57,7 +59,7 @@ class ProcessPool(Generic[Process]):
         return self.room is not None and self.room.processes > 1
 
     def start(self, names: Sequence[str]) -> dict[str, Process]:
-        """Processes of these names, warm; a baseline that goes on is the first of them."""
+        """Warm processes with these names; a reused baseline comes first."""
         first, self.baseline = self.baseline, None
         going_on: dict[str, Process] = {} if first is None else {BASELINE: first}
         share = 2 * SHARE_BESIDE / len(names) if self.together else SHARE_ALONE
@@ -68,10 +70,10 @@ class ProcessPool(Generic[Process]):
         )
 
     def end(self, but: str = "") -> None:
-        """End what is open, side by side: an engine may take seconds to end.
+        """End the open processes in parallel, since an engine may take seconds to end.
 
         Args:
-            but: the name of one that goes on.
+            but: the name of one to keep.
         """
         ending = [process for name, process in self._open.items() if name != but]
         self._open = {name: process for name, process in self._open.items() if name == but}
@@ -82,13 +84,13 @@ class ProcessPool(Generic[Process]):
             one.result()
 
     def find_room(self, together: bool | None) -> Room:
-        """How many fit, looked for once: by what a baseline takes, which goes on if two do.
+        """How many fit, found once by the memory that a baseline takes; it is reused if two fit.
 
         Args:
-            together: whether two are to be loaded at once; None: where they fit.
+            together: whether two are to be loaded at once; None: if they fit.
 
         Raises:
-            MissingError, UsageError: the baseline cannot be started, whatever the memory.
+            MissingError, UsageError: the baseline cannot be started, regardless of memory.
         """
         if self.room is None:
             self.room = self._room() if together is None else Room(1 + together, "as asked")
@@ -99,9 +101,9 @@ class ProcessPool(Generic[Process]):
         try:
             first = self._started(BASELINE, SHARE_BESIDE)
         except (MissingError, UsageError):
-            raise  # that is no matter of memory
+            raise  # these errors do not depend on memory
         except PatcherError as error:
-            why = f"in half of the memory it does not start: {error.message[:200]}"
+            why = f"with half of the memory it does not start: {error.message[:200]}"
             self._tell(ABPhase.PAIRS, why)
             return Room(1, why)
         memory = first.memory()

@@ -1,4 +1,4 @@
-"""Processes that each hold one arm's engine: what an A/B needs of them, and how many fit."""
+"""Interfaces of processes that each hold one arm's engine, and how many fit."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from patcher.bench.stats.intervals import DEFAULT_PAIRS, DEFAULT_PROCESS_PAIRS, 
 from patcher.bench.workload import Shape
 
 SHARE_BESIDE = 0.42
-"""Of the device's memory for each of two engines that take theirs in advance."""
+"""Share of the device's memory for each of two engines that allocate theirs in advance."""
 SHARE_ALONE = 0.85
 SLACK = 1.02
-"""What the next process may take, as times what the first one has."""
+"""Largest expected memory of the next process, as a multiple of the first one's."""
 CONTROL_PAIRS = 8
-"""Pairs of the A/A control, the warm-up pair not counted."""
+"""Pairs of the A/A control, without the warm-up pair."""
 WARM_UP_STEPS = 8
 
 
 class ProcessMemory(NamedTuple):
-    """In bytes, of the device, on a CPU of the host."""
+    """Memory in bytes of the device, or of the host on a CPU."""
 
     held: int
-    """What the process has taken since it began to load."""
+    """Memory that the process has taken since it began to load."""
     peak: int
-    """The most that its tensors took, on a CPU the whole process."""
+    """Peak memory of its tensors; on a CPU, of the whole process."""
     free: int
 
     @property
     def room(self) -> int:
-        """How many such processes fit, this one with them."""
+        """How many such processes fit, including this one."""
         return 1 + int(self.free / (SLACK * max(self.held, 1)))
 
 
 class EngineProcess(Protocol):
-    """A process with one arm's engine, loaded and idle until it is asked."""
+    """A process with one arm's engine, loaded and idle between calls."""
 
     vocab_size: int
 
     def side(self, shape: Shape | None = None) -> Side:
-        """For windows of that traffic, else of the workload's."""
+        """A side for windows of that traffic, by default the workload's."""
         ...
 
     def warm_up(self, seed: int, steps: int) -> None:
-        """A window that nobody times."""
+        """Run a window that is not timed."""
         ...
 
     def in_steps(self, seed: int) -> list[float]:
@@ -58,7 +58,7 @@ class EngineProcess(Protocol):
     def memory(self) -> ProcessMemory: ...
 
     def close(self) -> None:
-        """End it with all that it started. Once more is the same as once."""
+        """End the process and its children; idempotent."""
         ...
 
 
@@ -71,8 +71,8 @@ class Launcher(Protocol[ProcessOut]):
     """Starts the processes of an A/B."""
 
     def start(self, name: str, memory_share: float) -> ProcessOut:
-        """Start the process of that name with such a share of the device's memory, and wait until
-        it is loaded.
+        """Start the process of that name with a share of the device's memory, and wait until it is
+        loaded.
         """
         ...
 
@@ -83,51 +83,51 @@ class TooLateError(PatcherError):
 
 @dataclass(frozen=True)
 class ABPlan:
-    """How much is taken."""
+    """The number of blocks and pairs to take."""
 
     process_pairs: int = DEFAULT_PROCESS_PAIRS
-    """Blocks that each variant is in."""
+    """Number of blocks with each variant."""
     pairs: int = DEFAULT_PAIRS // DEFAULT_PROCESS_PAIRS
-    """Of windows, in each block, without the warm-up pair; with it, an even number."""
+    """Pairs of windows in each block without the warm-up pair; with it, the number is even."""
     shared: bool = False
-    """Whether several variants are in a block, and the control in the first of them; else each
-    block has one variant, and the control is a block of its own."""
+    """Whether a block has several variants, and the first one the control. Otherwise each block has
+    one variant, and the control is a separate block."""
     together: bool | None = None
-    """Whether both arms of a block with one variant are loaded at once; None: where memory
-    allows."""
+    """Whether both arms of a block with one variant are loaded at once; None: if memory allows."""
     stagger_s: float | None = None
-    """Seconds from one start to the next where a block needs several, which then load side by
-    side; None: the second starts when the first is loaded, as an engine needs that finds out by
-    itself how much memory it may take."""
+    """Seconds between starts of a block's processes, which then load in parallel. None: each starts
+    when the one before is loaded, for engines that size their memory by what is free."""
 
     def taken(self, kind: PairKind) -> int:
-        """Pairs of a block with its warm-up pair."""
+        """Number of pairs of a block with its warm-up pair."""
         count = 1 + (min(self.pairs, CONTROL_PAIRS) if kind == "aa" else self.pairs)
         return count + count % 2
 
 
 def refuse_few(process_pairs: int) -> None:
-    """Raises:
-    UsageError: too few process pairs for a verdict.
+    """Check the number of process pairs.
+
+    Raises:
+        UsageError: there are too few for a verdict.
     """
     if process_pairs < MIN_PROCESS_PAIRS:
         raise UsageError(
-            f"{process_pairs} process pairs do not show what processes differ by",
-            f"take {MIN_PROCESS_PAIRS} at least",
+            f"{process_pairs} process pairs cannot show the difference between processes",
+            f"take at least {MIN_PROCESS_PAIRS}",
         )
 
 
 def open_all(
     names: Sequence[Name], start: Callable[[Name], Started], stagger_s: float | None
 ) -> dict[Name, Started]:
-    """Start each of them, in this order; see `ABPlan.stagger_s`. All have ended to load when this
-    does, also where one fails.
+    """Start the processes in this order; see `ABPlan.stagger_s`. It returns, or raises, only after
+    all have stopped loading.
     """
     if stagger_s is None or len(names) < 2:
         return {name: start(name) for name in names}
     with ThreadPoolExecutor(len(names)) as pool:
         loading = {names[0]: pool.submit(start, names[0])}
         for name in names[1:]:
-            time.sleep(stagger_s)  # who starts first is the first to take memory
+            time.sleep(stagger_s)  # the first one to start allocates memory first
             loading[name] = pool.submit(start, name)
         return {name: one.result() for name, one in loading.items()}

@@ -1,16 +1,16 @@
-"""Is it still the same model? Three rungs, each against what the baseline makes of itself.
+"""Is it still the same model? Three tests, each relative to the baseline's own error.
 
-1. Logits over the same tokens. Both arms run as they are served, prefill and then one token a step
-   through the cache, so that the shapes compared are the shapes timed; the tokens are forced, so
-   that one early pick does not decide. The baseline is not right either: its own error against the
-   same weights in higher precision is the yardstick, the worse of two runs of it where the engine
-   does not repeat itself. A patched model may err 1.25 times as much in the root mean square,
-   1.5 times in mean KL divergence, twice at the worst logit and four times in the 99th percentile
-   and the maximum of the divergence by position, which hang on a handful of positions (other
-   rounding in every matmul of `gpt-oss-tiny` moved these two by up to 1.9 times in 24 runs).
-2. Greedy picks. Where the arms would pick different tokens, the baseline's gap between them must be
+1. Logits over the same tokens. Both arms run as served: prefill, then one token per step through
+   the cache, so that shapes are those that are timed. The tokens are forced, so that one early pick
+   does not decide. The reference is the same weights in higher precision, and the baseline's own
+   error against it sets the limits; the worse of two runs if the engine does not repeat itself. A
+   patched model may have 1.25 times the root mean square error, 1.5 times the mean KL divergence,
+   twice the error of the worst logit, and four times the 99th percentile and the maximum of the
+   divergence by position. The last two depend on a few positions: other rounding in every matmul
+   of `gpt-oss-tiny` moved them by up to 1.9 times in 24 runs.
+2. Greedy picks. Where the arms pick different tokens, the baseline's logit gap between them must be
    small enough for those errors to explain it.
-3. A task, where the weights are real: see `patcher.bench.ab.cloze`.
+3. A task, if the weights are real: see `patcher.bench.ab.cloze`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ TINY = 1e-9
 
 
 def assess(engine: Engine, arms: Arms, seed: int, steps: int) -> Quality:
-    """Compare both arms over tokens that the baseline itself generates, then on the task.
+    """Compare both arms over tokens that the baseline generates, then on the task.
 
     Args:
-        seed: of the prompts.
-        steps: decode steps; with prefill's token, `steps + 1` positions a sequence are compared.
-            Their logits are held four times over, in float32 on the CPU.
+        seed: seed of the prompts.
+        steps: decode steps; with prefill's token, `steps + 1` positions per sequence are compared.
+            Four copies of their logits are in memory, in float32 on the CPU.
     """
     prompts = engine.prompts(seed)
     with arms["baseline"]():
@@ -49,9 +49,9 @@ def assess(engine: Engine, arms: Arms, seed: int, steps: int) -> Quality:
         with arms["patched" if arm == "patched" else "baseline"]():
             return served_logits(engine, prompts, picked).flatten(0, 1)
 
-    # both runs of the baseline come first: nothing that a patch leaves behind widens the yardstick
+    # both runs of the baseline come first, so that a patch cannot increase the baseline's error
     baseline, again, patched = (served(arm) for arm in ("baseline", "baseline", "patched"))
-    # from the logits that choose the first generated token; the last choose none
+    # from the logits that choose the first generated token; the last logits choose none
     wide, how = engine.reference_logits(tokens, picked.shape[1] + 1)
     found = compare_logits(baseline, again, patched, wide[:, :-1].flatten(0, 1), how)
     refusal = cloze.refusal(engine.workload)
@@ -74,18 +74,19 @@ def compare_logits(
     reference: torch.Tensor,
     how: str,
 ) -> Quality:
-    """The first two rungs, from logits [positions, vocabulary] over the same tokens.
+    """The first two tests, from logits [positions, vocabulary] over the same tokens.
 
     Args:
-        again: of a second run of the baseline.
-        reference: in higher precision; `how` it was made, in words.
+        again: logits of a second run of the baseline.
+        reference: logits in higher precision.
+        how: how the reference was computed, in words.
     """
     ours, own = logit_error(patched, reference), logit_error(baseline, reference)
     floor, between = logit_error(again, baseline), logit_error(patched, baseline)
     theirs = own if torch.equal(again, baseline) else larger(own, logit_error(again, reference))
     gaps = _gaps(baseline, patched)
     worst = max(gaps, default=None)
-    # two logits may move towards each other, each by what the arms differ from the truth
+    # two logits may each move towards the other by the difference between the arms
     allowance = 2 * (theirs.max_error + min(ours.max_error, MAX_FACTOR * theirs.max_error))
     broken = [
         f"{name} {got:.3g} over {limit:.3g}"

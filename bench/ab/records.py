@@ -1,4 +1,4 @@
-"""What an end-to-end A/B found: throughput, latency, quality of both arms."""
+"""Results of an end-to-end A/B: throughput, latency and quality of both arms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from patcher.bench.workload import Workload
 
 
 class LogitError(Record):
-    """How far logits are from others over the same tokens."""
+    """Errors of logits relative to others over the same tokens."""
 
     rmse: float
     max_error: float
@@ -29,8 +29,8 @@ class LogitError(Record):
 
 
 class TaskScore(Record):
-    """Multiple choice, both arms on the same items; an item's answer is the choice with the highest
-    log-likelihood.
+    """Multiple choice with both arms on the same items. An item's answer is the choice with the
+    highest log-likelihood.
     """
 
     items: int
@@ -43,24 +43,24 @@ class TaskScore(Record):
     better: int
     """Items that only the patched model gets right."""
     floor_changed: int
-    """Items that two runs of the baseline do not agree on: right in one alone."""
+    """Items on which two runs of the baseline differ: right in one run only."""
     p_value: float
-    """Of the one-sided exact McNemar test that the patched model is worse."""
+    """p-value of the one-sided exact McNemar test that the patched model is worse."""
     difference_low_pct: float
     """95 % interval of patched - baseline in points: paired bootstrap over items."""
     difference_high_pct: float
     detectable_pct: float | None
-    """Smallest drop in points that such a test finds with 80 % power; None: none does."""
+    """Smallest drop in points that such a test finds with 80 % power; None: it finds none."""
     margin_shift: float
-    """Mean over items of what the patch adds to the log-likelihood of the right choice over that
-    of the best wrong one, in nats."""
+    """Mean over items of the change in log-likelihood (nats) of the right choice relative to the
+    best wrong one."""
     passed: bool
     reason: str
 
 
 class Quality(Record):
-    """Is it still the same model? Patched and baseline against the same model in higher
-    precision, two runs of the baseline against each other, and a task.
+    """Is it still the same model? Patched and baseline against a reference in higher precision, two
+    runs of the baseline against each other, and a task.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -79,47 +79,47 @@ class Quality(Record):
     greedy_agreement_pct: float
     """Share of positions at which both arms pick the same token."""
     baseline_reference_agreement_pct: float
-    """Share of positions at which the baseline picks what the reference picks: the yardstick."""
+    """Share of positions at which the baseline picks the same token as the reference."""
     patched_reference_agreement_pct: float
     worst_flip_margin: float | None
     """Largest baseline logit gap among positions where the picks differ; None when none differ."""
     flip_allowance: float
     """Gap that the baseline's own error can explain."""
     baseline_p99_kl: float | None = None
-    """99th percentile over positions; None in records older than the field, like all below."""
+    """99th percentile over positions; None in older records, like all fields below."""
     patched_p99_kl: float | None = None
     baseline_max_kl: float | None = None
     """At the worst position."""
     patched_max_kl: float | None = None
     floor: LogitError | None = None
-    """A/A: a second run of the baseline against its first. All zero: the engine repeats itself."""
+    """A/A: a second run of the baseline against its first. All zero if the two are equal."""
     between: LogitError | None = None
-    """The patched model against the baseline: to be read beside `floor`."""
+    """The patched model against the baseline; compare it with `floor`."""
     near_tie_flips: int | None = None
-    """Of the positions at which the arms pick differently, those whose gap the allowance covers."""
+    """Positions with different picks whose gap is within the allowance."""
     task: TaskScore | None = None
     task_refusal: str | None = None
     """Why there is no task score."""
     passed: bool
-    """On every rung that there is."""
+    """Whether every test passed."""
     reason: str
 
 
 class Latency(Record):
-    """What one who waits for tokens sees, in milliseconds."""
+    """Latency of requests, in milliseconds."""
 
     first_token_ms: float
     """Time to first token: prefill of the whole batch, median over windows."""
     per_token_ms: float
     """Time per output token: decode seconds over decode steps, median over windows."""
     steps: int
-    """Decode steps that were timed one by one, each waited for, after the pairs."""
+    """Number of decode steps timed one by one, with a wait after each, after the pairs."""
     between_ms: dict[str, float]
-    """Inter-token latency over those: `p50`, `p90`, `p99`, `max`."""
+    """Inter-token latency of those steps: `p50`, `p90`, `p99`, `max`."""
 
 
 class Throughput(Record):
-    """One whole end-to-end A/B as measured."""
+    """The result of one end-to-end A/B."""
 
     schema_version: int = SCHEMA_VERSION
     workload: Workload
@@ -136,21 +136,21 @@ class Throughput(Record):
     environment: Environment
     latency: dict[Arm, Latency] = Field(default_factory=dict)
     peak_memory_bytes: dict[Arm, int] = Field(default_factory=dict)
-    """Where each arm has a process of its own: the largest, of the device or of the host."""
+    """With a process per arm: largest peak memory in bytes, of the device or of the host."""
     residency: str = ""
     """How two processes shared the device, in words; empty: both arms are one process."""
     engine_arguments: dict[str, JsonValue] = Field(default_factory=dict)
-    """Beside what the workload asks for, of both arms."""
+    """Arguments of both arms besides those of the workload."""
     patched_arguments: dict[str, JsonValue] = Field(default_factory=dict)
-    """Over those, of the patched arm alone: what its patches are for, where the baseline is
-    another configuration."""
+    """Further arguments of the patched arm alone, which its patches need and the baseline's
+    configuration lacks."""
     tuning: Tuning | None = None
-    """How these were found, where they were looked for."""
+    """The search for these arguments, if there was one."""
 
     def repeat_cv_pct(self, arm: Arm) -> float | None:
         """Coefficient of variation of tokens/s over an arm's process pairs, else its windows.
 
-        The first pair of each is left out, as in the comparison; None with fewer than two repeats.
+        Leaves out the first pair of each, as the comparison does. None with fewer than two repeats.
         """
         runs: dict[int | None, list[Window]] = {}
         for window in self.windows:

@@ -1,9 +1,9 @@
 """End-to-end A/B: windows of decode with the patch on and off, interleaved in one process.
 
-Both windows of a pair decode the same prompts and take turns, a few steps at a time in ABBA order,
-so that neither the prompts nor a machine that drifts within a second favours an arm; which arm
-begins is drawn at random. Every pair has prompts of its own, and every third pair an A/A pair
-beside it: the baseline on both sides.
+Both windows of a pair decode the same prompts and take turns, a few steps at a time in ABBA order.
+So neither the prompts nor drift within a second favours an arm. The arm that begins is random.
+Every pair has its own prompts, and every third pair is followed by an A/A pair: the baseline on
+both sides.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from patcher.bench.stats.intervals import Look, first_decided, schedule
 from patcher.bench.workload import Workload
 
 CONTROL_EVERY = 3
-"""One A/A pair for so many A/B pairs."""
+"""Number of A/B pairs per A/A pair."""
 LATENCY_WINDOWS = 2
-"""For each arm, step by step, after the pairs."""
+"""Steps timed one by one for each arm, after the pairs."""
 
 
 def compare_in_one_process(
@@ -61,12 +61,12 @@ def compare_in_one_process(
     """Measure until a look decides or `max_pairs` pairs are taken.
 
     Args:
-        untimed: the arms again for what no window is of, so that their calls are counted apart.
-        kernel_calls: how often the patched kernel has run so far, to be told apart by window.
+        untimed: the arms for calls outside of windows, so that these are counted separately.
+        kernel_calls: the number of calls of the patched kernel until now, to count them by window.
 
     Raises:
-        UsageError: a window too short to time.
-        PatcherError: the engine gave other tokens than asked for, or every pair was unfit.
+        UsageError: a window is too short to time.
+        PatcherError: the engine gave unexpected tokens, or no pair was usable.
     """
     check_window(workload)
     rng = random.Random(seed)
@@ -115,8 +115,8 @@ def compare_in_one_process(
 
 
 def _orders(rng: random.Random) -> Iterator[tuple[Arm, Arm]]:
-    """ABBA without end. The control has its own: with the order of the A/B pair before it, four
-    A/A pairs in a row could begin with the same arm, and what beginning does would look like a
+    """ABBA orders without end. The control has its own sequence: with the orders of the A/B pairs,
+    four A/A pairs in a row could begin with the same arm, and the order effect would look like a
     gain.
     """
     while True:
@@ -144,12 +144,12 @@ def of_processes(
     margin_pct: float,
     clocks: ClockMonitor,
 ) -> Throughput:
-    """Of windows of arms that are processes of their own.
+    """The throughput from windows of arms in separate processes.
 
     Args:
-        steps: seconds of each arm's steps, see `patcher.bench.ab.latency.in_steps`.
-        peak: peak memory in bytes of each arm's processes. The median is the arm's: whichever is
-            the first of its kind on a machine compiles, and takes memory for that.
+        steps: step times in seconds of each arm, see `patcher.bench.ab.latency.in_steps`.
+        peak: peak memory in bytes of each arm's processes. The median counts, since the first
+            process of its kind on a machine compiles and takes memory for that.
     """
     threads = workload.threads or torch.get_num_threads()
     return Throughput(
@@ -170,26 +170,28 @@ def of_processes(
 
 
 def check_window(workload: Workload) -> None:
-    """Raises:
-    UsageError: a window too short to time.
+    """Check the length of a window.
+
+    Raises:
+        UsageError: it is too short to time.
     """
     if workload.output_len < 2:
         raise UsageError(
-            "a window of 1 decode step leaves nothing to time", "ask for 2 decode steps or more"
+            "a window of 1 decode step leaves nothing to time", "use 2 decode steps or more"
         )
 
 
 def unusable(pairs: int, clocks: ClockMonitor) -> PatcherError:
-    """What to say when no pair is left."""
+    """The error if no pair is usable."""
     return PatcherError(
-        f"none of {pairs} pairs can be used: their clocks drifted or throttled "
+        f"none of {pairs} pairs is usable: their clocks drifted or throttled "
         f"({clocks.description})",
         "let the GPU cool, stop what else runs on it, or lock its clocks lower",
     )
 
 
 def so_far(windows: list[Window]) -> str:
-    """The interval until now, as a note beside the progress; not a look, nothing is decided."""
+    """The interval until now, as a note for progress; it is not a look and decides nothing."""
     found = compare_windows(windows, "ab", 0.0, 95.0)
     if found is None or found.pairs < 3:
         return ""
@@ -197,7 +199,7 @@ def so_far(windows: list[Window]) -> str:
 
 
 def warm_up(engine: Engine, arms: Arms, workload: Workload, seed: int) -> None:
-    """Both arms once, untimed: lazy set-up belongs to neither."""
+    """Run both arms once, untimed, so that lazy set-up counts for neither."""
     for enter in arms.values():
         with enter():
             engine.generate(engine.prompts(seed), min(workload.output_len, 8))
@@ -206,12 +208,12 @@ def warm_up(engine: Engine, arms: Arms, workload: Workload, seed: int) -> None:
 def compare_windows(
     windows: list[Window], kind: PairKind, margin_pct: float, confidence_pct: float
 ) -> Comparison | None:
-    """Compare the windows of one kind; pairs whose clocks drifted or throttled are left out.
+    """Compare the windows of one kind, without pairs whose clocks drifted or throttled.
 
-    None when no pair is left.
+    None if no pair is left.
     """
     chosen = [window for window in windows if window.kind == kind]
-    # in one process the A/A pairs come after A/B pairs, and are warm
+    # in one process the A/A pairs come after A/B pairs, so they need no warm-up
     cold = kind == "ab" or any(window.process is not None for window in chosen)
     warmup, drop = int(cold), unfit_pairs(windows)
     left: dict[int | None, list[int]] = {}
@@ -223,5 +225,5 @@ def compare_windows(
 
 
 def unfit_pairs(windows: list[Window]) -> frozenset[int]:
-    """Pairs that their clocks make unfit, see `patcher.bench.ab.window_clocks.unfit`."""
+    """Pairs that their clocks make unusable, see `patcher.bench.ab.window_clocks.unfit`."""
     return frozenset(unfit(windows))

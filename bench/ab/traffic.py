@@ -1,4 +1,4 @@
-"""Shapes of traffic that have a name."""
+"""Traffic presets."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from patcher.bench.records import Record
 
 
 class Traffic(Record):
-    """How many requests of which length, how many at a time."""
+    """The number and lengths of requests, and how many run at a time."""
 
     summary: str
     batch: int = Field(ge=1)
     input_len: int = Field(ge=1)
     output_len: int = Field(ge=2)
     requests: int = Field(ge=1)
-    """Of each arm in a run."""
+    """Requests of each arm in a run."""
     runs: int = Field(ge=1)
 
     def plan(self) -> ABPlan:
-        """A run is a process pair, a batch of its requests a window of each arm."""
+        """Runs: each is a process pair, and each batch of its requests a window per arm."""
         return ABPlan(process_pairs=self.runs, pairs=-(-self.requests // self.batch))
 
 
 @cache
 def traffics() -> dict[str, Traffic]:
-    """All that `traffic.toml` names."""
+    """All presets of `traffic.toml`."""
     text = resources.files("patcher.bench.ab").joinpath("traffic.toml").read_text(encoding="utf-8")
     return {name: Traffic(**fields) for name, fields in tomllib.loads(text).items()}
 
 
 def traffic(name: str) -> Traffic:
-    """Raises:
-    UsageError: no such traffic.
+    """The preset of that name.
+
+    Raises:
+        UsageError: there is no such preset.
     """
     try:
         return traffics()[name]

@@ -1,11 +1,11 @@
-"""Best stock configuration first: a flag's win must never be booked as a kernel's.
+"""Find the best stock configuration, so that a flag's gain is not booked as a kernel's.
 
-One option after another is tried on top of the best so far, each way in a process of its own, in
-short windows; the ways of one option may load side by side, stock beside those of the first: on an
-H200 a vLLM that has the GPU to itself takes 0.19 ms longer for a step than one beside idle ones.
-What does not start, or is not faster by more than windows differ, is not taken. What else the
-machine does differs from trial to trial: what was found has to beat stock once more, side by side
-where both can be loaded.
+One option after another is tried on top of the best so far, each value in a separate process, in
+short windows. The values of one option may load side by side, stock beside those of the first: on
+an H200, a vLLM alone on the GPU takes 0.19 ms longer per step than one beside idle ones. A value
+that does not start, or is not faster by more than the spread of windows, is not chosen. Other load
+on the machine varies from trial to trial, so the result must beat stock once more, side by side if
+both fit.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from patcher.bench.stats.comparison import Arm
 from patcher.bench.workload import Shape, Workload
 
 WINDOWS = 5
-"""Of a trial; the first is left out."""
+"""Windows of a trial; the first is left out."""
 STEPS = 64
 
 EXCEPTION = re.compile(r"((\([^)]*\)|\[rank\d+\]:) )*[\w.]*(Error|Exception)\b")
-"""How a line begins that names one; vLLM puts the process in front, PyTorch the rank."""
+"""Beginning of a line with an exception; vLLM prepends the process, PyTorch the rank."""
 
 Arguments = Mapping[str, JsonValue]
 StartStock = Callable[[Arguments, float], EngineProcess]
-"""Starts stock with these arguments and such a share of the device's memory."""
+"""Starts stock with these arguments and a share of the device's memory."""
 Rate = Callable[[EngineProcess, Arguments], ConfigTrial]
-"""How fast a loaded process is."""
+"""Measures the speed of a loaded process."""
 
 
 def options_of(engine: str) -> Sequence[Sequence[Arguments]]:
-    """The options that matter, each with the ways that are tried beside stock.
+    """The engine's options, each with the values to try besides stock.
 
     Raises:
         UsageError: the engine has none.
@@ -53,7 +53,7 @@ def options_of(engine: str) -> Sequence[Sequence[Arguments]]:
     options: Sequence[Sequence[Arguments]] = getattr(ENGINES.load(engine), "options", ())
     if options:
         return options
-    raise UsageError(f"{engine} has no options to tune here", "leave out --tune-baseline")
+    raise UsageError(f"{engine} has no options to tune here", "omit --tune-baseline")
 
 
 def tune(
@@ -72,13 +72,14 @@ def tune(
     """Find the fastest stock configuration.
 
     Args:
-        wanted: what patches will want the engine told. Where that is not what was found, it is
-            tried at the end, too: their gain must not be such a flag's.
-        other_workloads: other traffic at which each is timed, too; nothing is chosen by that.
-        stagger_s: from one start to the next, where the ways of an option can load side by side;
-            one that fails there is tried again beside stock alone, since it may be for want of
-            memory, but not one that took too long. None: each alone.
-        tried_one: told of each trial when it is over.
+        wanted: arguments that patches need. If they differ from the result, they are tried at the
+            end, too, since their gain must not be due to such a flag.
+        other_workloads: other traffic at which each is timed, too; the choice does not depend on
+            it.
+        stagger_s: seconds between starts, if the values of an option can load side by side. One
+            that fails is tried again beside stock alone, since memory may have been short, unless
+            it took too long. None: each runs alone.
+        tried_one: called with each finished trial.
 
     Raises:
         PatcherError: stock itself does not run.
@@ -120,7 +121,7 @@ def tune(
         for trial in others:
             if trial.beats(best):
                 best = trial
-    assert best is not None, "an engine with options has one at least"
+    assert best is not None, "an engine with options has at least one"
     if best.arguments:
         last = {words({}): {}, words(best.arguments): best.arguments}
         if other := overriding(wanted or {}, best.arguments):
@@ -146,10 +147,10 @@ def _beside(
     stagger_s: float,
     rated: Sequence[str] | None = None,
 ) -> tuple[dict[str, ConfigTrial], dict[str, PatcherError]]:
-    """Trials of those that load and run while the others are there, and why the others do not.
+    """Trials of the configurations that load and run side by side, and why the others failed.
 
     Args:
-        rated: which of them; None: all.
+        rated: which of them to time; None: all.
     """
     share = 2 * SHARE_BESIDE / max(2, len(tried))
     found: dict[str, ConfigTrial] = {}
@@ -181,8 +182,9 @@ def _beside(
 def _once_more(
     start: StartStock, rate: Rate, arguments: Arguments, stagger_s: float | None
 ) -> ConfigTrial:
-    """One that did not load among many, or not yet: beside stock where two fit (`stagger_s`), as
-    the others were beside others, else alone as they were."""
+    """Retry a configuration that did not load among many, or try a new one: beside stock if two fit
+    (`stagger_s`), else alone, under the same conditions as the others.
+    """
     if stagger_s is not None:
         two = {"stock": {}, "again": arguments}
         found, failed = _beside(start, rate, two, stagger_s, ["again"])
@@ -241,7 +243,7 @@ def _spread_pct(rates: Sequence[float]) -> float:
 
 
 def _last_line(message: str) -> str:
-    """Of a process's last words: the exception, without the traceback and its folders."""
+    """The exception in a process's last output, without the traceback and folders."""
     lines = message.strip().splitlines() or ["no reason given"]
     named = [line for line in lines if EXCEPTION.match(line)]  # warnings may follow it
     return (named or lines)[-1].strip()[:300]

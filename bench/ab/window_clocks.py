@@ -1,4 +1,4 @@
-"""What a block's clocks were, and which pairs of blocks they make unfit to be compared."""
+"""The clocks of windows, and which pairs they make unusable."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from patcher.bench.stats.comparison import Arm, Window
 
 THROTTLED, SM_DRIFT, MEMORY_DRIFT = "throttled", "SM clock drifted", "memory clock drifted"
 USUAL_SHARE = 0.25
-"""A GPU that is at its power cap in more of the blocks than this is so because of the load: where
-prefill brings it there, in every other block."""
+"""Share of windows at the power cap above which the load itself is the cause; a load whose prefill
+reaches the cap does so in every other window."""
 
 
 class BlockClocks(TypedDict):
-    """The fields of `Window` that tell its clocks."""
+    """The fields of `Window` that describe its clocks."""
 
     sm_clock_mhz: int | None
     sm_clock_range_mhz: tuple[int, int] | None
@@ -28,8 +28,8 @@ class BlockClocks(TypedDict):
 
 
 def block_clocks(samples: Sequence[ClockSample]) -> BlockClocks:
-    """Medians over the samples taken in a block, the clock's range, the highest temperature, and
-    every reason to throttle that any of them saw.
+    """Medians over the samples taken in a window, the clock's range, the highest temperature, and
+    every throttle reason of any sample.
     """
     sm = [sample.sm_mhz for sample in samples if sample.sm_mhz is not None]
     memory = [sample.memory_mhz for sample in samples if sample.memory_mhz is not None]
@@ -46,19 +46,19 @@ def block_clocks(samples: Sequence[ClockSample]) -> BlockClocks:
 
 
 def power_capped(windows: Sequence[Window]) -> bool:
-    """Whether the power cap is the state in which this GPU runs this load, not an event in it.
+    """Whether the power cap is the normal state of this GPU under this load, not an event.
 
     The governor then moves the clock by a step or two every few milliseconds, under either arm. A
-    patch that draws more power loses clock by it, in service as here: to leave such blocks out
-    would leave out what the patch costs.
+    patch that draws more power lowers the clock, in the A/B as in serving. Leaving such windows out
+    would hide the cost of the patch.
     """
     seen = [POWER_CAP in window.throttle_reasons for window in windows]
     return sum(seen) > USUAL_SHARE * len(seen)
 
 
 def unfit(windows: Sequence[Window]) -> dict[int, tuple[str, ...]]:
-    """By pair, why it is left out: a block of it throttled, or a clock in it was at some moment
-    more than 2 % off the session's median; where the GPU is `power_capped`, the block's own median.
+    """Why each unusable pair is left out: a window throttled, or a clock was at some moment more
+    than 2 % off the session's median; if the GPU is `power_capped`, off the window's own median.
     """
     capped = power_capped(windows)
     sm = _middle(window.sm_clock_mhz for window in windows)
@@ -77,7 +77,7 @@ def unfit(windows: Sequence[Window]) -> dict[int, tuple[str, ...]]:
 
 
 def arm_clocks(windows: Sequence[Window]) -> dict[Arm, float]:
-    """Mean SM clock of each arm's blocks in MHz; at the power cap a gain is to be read with it."""
+    """Mean SM clock in MHz of each arm's windows, which differ at the power cap."""
     found: dict[Arm, list[int]] = {}
     for window in windows:
         if window.kind == "ab" and window.sm_clock_mhz is not None:
@@ -86,7 +86,7 @@ def arm_clocks(windows: Sequence[Window]) -> dict[Arm, float]:
 
 
 def dropped(windows: Sequence[Window]) -> dict[str, int]:
-    """Pairs left out by reason; one with several reasons counts in each."""
+    """Number of pairs left out by reason; a pair with several reasons counts for each."""
     return dict(sorted(Counter(why for each in unfit(windows).values() for why in each).items()))
 
 

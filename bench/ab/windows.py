@@ -1,7 +1,7 @@
 """One pair of windows: both sides decode the same prompts and take turns.
 
-A side's engine may run in this process (`LocalSide`) or in one of its own; what a pair is, is the
-same for both.
+A side's engine may run in this process (`LocalSide`) or in a separate one; pairs are the same for
+both.
 """
 
 from __future__ import annotations
@@ -24,50 +24,47 @@ if TYPE_CHECKING:
     from patcher.bench.engines import Decoding, Engine
 
 TURN_STEPS = {"cpu": 8, "cuda": 64}
-"""Decode steps an arm takes before the other has its turn; the first of them is not timed. Short
-turns give both the same machine: on two CPU cores turns of 32 doubled the SD of pairs. But each
-turn's end adds what an engine's client sees later or sooner than the GPU was done: 0.3 ms for vLLM
-on an H200, another 0.3 ms in the next turn (`bench/results/verdict-trials`).
-"""
+"""Decode steps of a turn; the first one is not timed. Short turns expose both arms to the same
+conditions: on two CPU cores, turns of 32 doubled the SD of pairs. But the end of each turn adds the
+difference between the client's clock and the GPU's: 0.3 ms for vLLM on an H200, and another 0.3 ms
+in the next turn (`bench/results/verdict-trials`)."""
 
 Arms = Mapping[Arm, Callable[[], AbstractContextManager[object]]]
-"""What puts the engine into each arm's state and takes it out again."""
+"""Context managers that put the engine into each arm's state."""
 PairKind = Literal["ab", "aa"]
 
 
 class Taken(NamedTuple):
-    """What one side gave in one window."""
+    """The result of one side in one window."""
 
     tokens: list[list[int]]
-    """[batch][1 + steps]: prefill's first."""
+    """Tokens [batch][1 + steps]; the first is prefill's."""
     decode_s: float
-    """Of the timed steps: all but the first of each turn."""
+    """Seconds of the timed steps: all but the first of each turn."""
     prefill_s: float
     kernel_calls: int | None
     turns_s: tuple[float, ...] = ()
-    """Of each turn's timed steps; `decode_s` is their sum."""
+    """Seconds of each turn's timed steps; `decode_s` is their sum."""
 
 
 class Side(Protocol):
-    """One arm's window under way."""
+    """One arm's current window."""
 
     def prefill(self, seed: int) -> None:
         """Begin a window over the prompts of that seed."""
         ...
 
     def turn(self, steps: int) -> None:
-        """One step that is not timed, since caches still hold the other arm's code, then the
-        rest.
-        """
+        """Run an untimed step, since caches hold the other arm's code, then the timed ones."""
         ...
 
     def end(self) -> Taken:
-        """What came of it; the engine is free for the next window."""
+        """End the window and return its result."""
         ...
 
 
 class Pair(NamedTuple):
-    """Which pair it is."""
+    """Identifies a pair, and the order of its arms."""
 
     number: int
     kind: PairKind
@@ -77,19 +74,19 @@ class Pair(NamedTuple):
 
 
 def abba(rng: random.Random) -> Iterator[tuple[Arm, Arm]]:
-    """Two pairs: one order and its mirror, which comes first drawn at random."""
+    """Two pairs: one order and its mirror, in random order."""
     first: tuple[Arm, Arm] = ("baseline", "patched")
     second: tuple[Arm, Arm] = ("patched", "baseline")
     yield from (first, second) if rng.random() < 0.5 else (second, first)
 
 
 def abba_orders(rng: random.Random, count: int) -> list[tuple[Arm, Arm]]:
-    """Of so many pairs, block by block; an odd one ends in half a block."""
+    """Orders of some pairs, block by block; an odd number ends in half a block."""
     return [order for _ in range(-(-count // 2)) for order in abba(rng)][:count]
 
 
 def prompt_seed(seed: int, pair: int) -> int:
-    """Of a pair's prompts: no two pairs of a session share theirs."""
+    """Seed of a pair's prompts, which no other pair of a session shares."""
     return seed * 1_000_003 + pair + 1
 
 
@@ -103,8 +100,8 @@ def take_turns(
     workload: Workload,
     clocks: ClockMonitor,
 ) -> dict[Name, tuple[Taken, list[ClockSample]]]:
-    """A window of each side over the prompts of one seed, a few steps at a time, the sides in that
-    order and back again; with the clocks after each of its turns.
+    """A window of each side over the prompts of one seed, a few steps at a time, with the sides in
+    that order and back again; and the clocks after each of its turns.
     """
     seen: dict[Name, list[ClockSample]] = {name: [] for name in order}
     for name in order:
@@ -125,11 +122,11 @@ def take_pair(
     seed: int,
     clocks: ClockMonitor,
 ) -> list[Window]:
-    """Two windows over the same prompts, a few steps at a time in ABBA order; one window, cut into
-    the same turns, where the other side runs at another time and is not among `sides`.
+    """Two windows over the same prompts, a few steps at a time in ABBA order. If the other side
+    runs at another time and is not among `sides`, one window is cut into the same turns.
 
     Raises:
-        PatcherError: a side gave other tokens than asked for.
+        PatcherError: a side gave unexpected tokens.
     """
     order: list[Arm] = [arm for arm in pair.order if arm in sides]
     taken = take_turns(order, sides, prompt_seed(seed, pair.number), workload, clocks)
@@ -144,7 +141,7 @@ def window_of(
     workload: Workload,
     vocab_size: int,
 ) -> Window:
-    """The window as it was; its clocks are those after each of its turns."""
+    """The window with its result; its clocks are those after each of its turns."""
     return Window(
         pair=pair.number,
         arm=arm,
@@ -161,29 +158,29 @@ def window_of(
 
 
 def turn_lengths(workload: Workload) -> list[int]:
-    """A window's steps cut into turns; a short last one joins the turn before."""
+    """Cut a window's steps into turns; a short last one joins the turn before."""
     steps, turn = workload.output_len, TURN_STEPS[workload.device]
     whole = max(steps // turn, 1)
     return [turn] * (whole - 1) + [steps - turn * (whole - 1)]
 
 
 def count_tokens(tokens: list[list[int]], workload: Workload, vocab_size: int) -> int:
-    """Timed tokens as the caller counts them: without prefill's and the first of each turn.
+    """Count the timed tokens: without prefill's and the first of each turn.
 
     Raises:
-        PatcherError: not as many as asked for, or an id outside the vocabulary.
+        PatcherError: their number is unexpected, or an id is outside the vocabulary.
     """
     asked = (workload.batch, workload.output_len + 1)
     shape = (len(tokens), *sorted({len(row) for row in tokens}))
     if shape != asked:
-        raise PatcherError(f"the engine gave tokens {shape}, {asked} was asked for")
+        raise PatcherError(f"the engine gave tokens {shape}, {asked} was requested")
     if any(not 0 <= token < vocab_size for row in tokens for token in row):
         raise PatcherError("the engine gave a token id outside the vocabulary")
     return workload.batch * (workload.output_len - len(turn_lengths(workload)))
 
 
 class LocalSide:
-    """A side in this process: `enter` puts the engine into its state while it has its turn."""
+    """A side in this process: `enter` puts the engine into its state during its turns."""
 
     def __init__(
         self,
@@ -192,7 +189,7 @@ class LocalSide:
         kernel_calls: Callable[[], int] | None = None,
         shape: Shape | None = None,
     ) -> None:
-        """`shape`: traffic, if not the workload's."""
+        """Set up a side; `shape` is other traffic than the workload's."""
         self._engine, self._enter, self._count, self._shape = engine, enter, kernel_calls, shape
         self._decoding: Decoding | None = None
         self._turns: list[float] = []
@@ -232,7 +229,7 @@ class LocalSide:
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        """In this side's state of the engine, the patched kernel's calls counted."""
+        """Run in this side's state of the engine, and count the patched kernel's calls."""
         count = self._count or int
         before = count()
         with self._enter():
@@ -242,7 +239,7 @@ class LocalSide:
 
 @contextmanager
 def no_gc() -> Iterator[None]:
-    """Collections happen between windows, not in them."""
+    """Disable garbage collection in windows; it runs between them."""
     on = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -1,18 +1,19 @@
-"""Is it right? Error against float64, measured by the honest baseline's own error, never by a bare
-tolerance.
+"""Accuracy: error against float64, relative to the accuracy baseline's own error.
 
-A candidate may err 1.05 times as much as the honest baseline in the root mean square (and a
-sampling margin that shrinks with the number of elements), over the whole tensor and over each
-eighth of each axis; twice as much at the worst element and one unit in the last place more (a sum
-in another order can push one rounding to the other side: judged without that, an honest kernel
-failed in one of a hundred judgements), plus what float32 sums in another order cost. So a bfloat16
-op has bfloat16's slack and a float32 op has float32's; a kernel that computes a whole precision
-lower fails, and a planted one must (`control`): with bfloat16 storage and bfloat16 arithmetic it
-errs 1.2 to 2 times as much as the honest baseline, with float32 storage 10^4 times. What is NaN or
-infinite must be so where the reference, rounded to the output's dtype, or the honest baseline is.
-What is compared are numbers, not bits: of a narrow dtype what its codes stand for, times their
-block scales, so that -0 is 0 and one NaN is another. A dtype without infinities holds its largest
-number instead, and nothing is asked where the reference is NaN and the dtype has none.
+A candidate's root mean square error may be 1.05 times the accuracy baseline's, plus a sampling
+margin that shrinks with the number of elements, over the whole tensor and over each eighth of each
+axis. At the worst element it may be twice as large and one unit in the last place more: a sum in
+another order can round differently, and without that allowance a correct kernel failed in one of
+100 judgements. Float32 sums in another order are allowed for too. So a bfloat16 op has bfloat16's
+tolerance and a float32 op has float32's. A kernel of one lower precision fails, and a planted one
+must (`control`): with bfloat16 storage and bfloat16 arithmetic its error is 1.2 to 2 times the
+accuracy baseline's, with float32 storage 10^4 times. NaN and infinities must be where the
+reference, rounded to the output's dtype, or the accuracy baseline has them.
+
+Numbers are compared, not bits: for a narrow dtype the values of its codes, times their block
+scales, so that -0 is 0 and all NaN are equal. A dtype without infinities holds its largest number
+instead. If it has no NaN, elements where the reference is NaN are not checked.
+
 Source of the idea: PyTorch Dynamo's `same()` and FlashAttention's tests, both relative to the eager
 kernel's error.
 """
@@ -32,17 +33,17 @@ MAX_FACTOR = 2.0
 P999_FACTOR = 2.0
 FLOAT32_ROUNDOFF = 2.0**-24
 FLUSHED = 1e-34
-"""What flushing float32's subnormals (2^-126) to zero costs after a division by a root of 1e-5.
-Libraries built with fast arithmetic do so, too."""
+"""Error from flushing float32's subnormals (2^-126) to zero, divided by a root of 1e-5. Libraries
+built with fast arithmetic flush them, too."""
 NEAR = 2**-5
-"""How far a number may be off where the honest baseline has none, as a share of it."""
+"""Allowed relative error of a number for which the accuracy baseline has none."""
 REGIONS = 8
 FEWEST_IN_REGION = 64
-"""Elements that carry a region's error; below that its root mean square says too little."""
+"""Elements that dominate a region's error; with fewer, its root mean square is too uncertain."""
 
 
 def rmse_factor(elements: float) -> float:
-    """Two honest kernels differ by under 1 % over 20,000 elements and by up to 9 % over 300."""
+    """Two correct kernels differ by under 1 % over 20,000 elements and by up to 9 % over 300."""
     return 1.05 + 2.5 / math.sqrt(elements)
 
 
@@ -57,7 +58,8 @@ class ErrorOf:
 
 def error_of(value: Tensor, reference: Tensor, forgiven: Tensor | float = 0.0) -> ErrorOf:
     """Error where both are finite; a non-finite value where the reference is finite counts as
-    infinite. In the tail, each element is forgiven that much; in the root mean square nothing.
+    infinite. In the tail, that much of each element's error is ignored; in the root mean square
+    none.
     """
     return _error(_difference(value, reference), forgiven)
 
@@ -81,12 +83,12 @@ def explain_mismatch(
     stored: Dtype | None = None,
     scaled: bool = False,
 ) -> str | None:
-    """None where `value` is as right as the honest baseline, else what is wrong with it.
+    """None if `value` is as accurate as the accuracy baseline, else what is wrong with it.
 
     Args:
         value: numbers, as `patcher.bench.judge.numbers` gives them; `honest` alike.
         reference: float64.
-        flushed: absolute error forgiven everywhere; 0 where subnormal numbers must be kept.
+        flushed: absolute error ignored everywhere; 0 if subnormal numbers must be kept.
         stored: the dtype that held them; None: that of `value`.
         scaled: whether they are products with block scales.
     """
@@ -104,7 +106,9 @@ def explain_mismatch(
     if exact:
         wrong = value != nearest
         return _said(value, reference, wrong, "not exactly right") if wrong.any() else None
-    spacing = stored.smallest if stored.narrow and not scaled else 0.0  # of subnormal numbers
+    spacing = (
+        stored.smallest if stored.narrow and not scaled else 0.0
+    )  # from flushed subnormal numbers
     ordinary = nearest.isfinite() & honest.isfinite()
     if not ordinary.all():
         near = max(NEAR, stored.eps) * reference.abs() + max(FLUSHED, spacing)
@@ -119,7 +123,7 @@ def explain_mismatch(
     order = FLOAT32_ROUNDOFF * math.sqrt(reduction)
     squares = reference.square()
     scale, top = float(squares.mean().sqrt()), float(squares.max().sqrt())
-    tail = max(4 * order, FLOAT32_ROUNDOFF * reduction) * top  # a plain sum errs that far at worst
+    tail = max(4 * order, FLOAT32_ROUNDOFF * reduction) * top  # worst-case error of a plain sum
     rmse = rmse_factor(reference.numel()) * theirs.rmse + 4 * order * scale + flushed
     limits = (
         ("rmse", ours.rmse, rmse),
@@ -137,17 +141,21 @@ def explain_mismatch(
 
 
 def explain_touched(value: Tensor, before: Tensor, kept: Tensor) -> str | None:
-    """None where every element of `kept` has the bits that it had, else which has not."""
+    """None if every element of `kept` still has its bits, else which one changed."""
     bits = (value.contiguous().view(torch.uint8), before.contiguous().view(torch.uint8))
     same = (bits[0] == bits[1]).view(*value.shape, -1).all(-1)
     wrong = kept & ~same
-    return _said(value, before, wrong, "changed what must stay as it was") if wrong.any() else None
+    return (
+        _said(value, before, wrong, "changed elements that must stay unchanged")
+        if wrong.any()
+        else None
+    )
 
 
 def _by_region(
     got: Tensor, allowed: Tensor, squares: Tensor, order: float, flushed: float
 ) -> str | None:
-    """Squared errors and values, held against each other in each eighth of each axis."""
+    """Squared errors and values, compared in each eighth of each axis."""
     for axis, size in enumerate(got.shape):
         if size == 1:
             continue
@@ -180,8 +188,8 @@ def _special(
     ordinary: Tensor,
     near: Tensor,
 ) -> str | None:
-    """NaN and infinities must be where the reference, as it can be stored (`nearest`), or the
-    honest baseline has them; `near`: how far a number may be off.
+    """NaN and infinities must be where the reference, rounded to the dtype (`nearest`), or the
+    accuracy baseline has them; `near` is the allowed error of a number.
     """
     close = (value.double() - reference).abs() <= near
     fits = _alike(value, nearest) | _alike(value, honest) | (nearest.isfinite() & close)

@@ -1,7 +1,7 @@
-"""The strongest baseline that runs here, and what it was when it was last measured.
+"""The strongest baseline that runs on this machine, and its last measured time.
 
-Which one is the strongest is kept in the cache by op, sweep, device and library versions, since
-finding it means compiling and timing them all; the one chosen is timed anew beside every candidate.
+The choice is cached by op, sweep, device and library versions, since it takes compiling and timing
+all of them. The chosen baseline is timed anew with every candidate.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ BLOCKS = 4
 
 
 class Strongest(Record):
-    """What was found of every baseline of an op on one machine."""
+    """Times of every baseline of an op on one machine."""
 
     name: str
     times_us: dict[str, float]
-    """Geometric mean over the sweep, of those that run."""
+    """Geometric mean over the sweep, of baselines that run."""
     missing: dict[str, str]
-    """Why the others do not."""
+    """Reasons why the others do not run."""
 
     def all(self) -> dict[str, BaselineTime]:
-        """Those that run, then the others."""
+        """Baselines that run, then the others."""
         found = {name: BaselineTime(time_us=us) for name, us in self.times_us.items()}
         return found | {name: BaselineTime(missing=why) for name, why in self.missing.items()}
 
@@ -45,7 +45,7 @@ class Strongest(Record):
 def strongest(
     op: Op, sweep: Sweep, device: str, runner: Runner, threads: int | None, progress: Progress
 ) -> Strongest:
-    """From the cache, or by timing every baseline in the trusted runner.
+    """Read the times from the cache, or time every baseline in the trusted runner.
 
     Raises:
         MissingError: none runs.

@@ -1,10 +1,9 @@
-"""How tensors travel between judge and runner: plain bytes, red zones around each.
+"""The format of tensors between judge and runner: plain bytes, with red zones around each.
 
-Each tensor of each set lies in a slot: red zone, data, red zone. The runner hands the whole slot
-back, so that the judge, not the candidate's process, sees whether a write strayed; so do the gaps
-between the rows of a padded tensor. Red zones are 0xff: NaN in every float dtype, so a read that
-strays shows in the values. In a dtype without a NaN (`float4_e2m1fn_x2`, whole numbers) they are
-some number.
+Each tensor of each set has a slot: red zone, data, red zone. The runner returns the whole slot, so
+that the judge, not the candidate's process, detects stray writes, also in the gaps between the rows
+of a padded tensor. Red zones are 0xff: NaN in every float dtype, so stray reads show in the values.
+In a dtype without a NaN (`float4_e2m1fn_x2`, integers) they are some number.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ _ALIGN = 256
 
 Bytes = NDArray[np.uint8]
 Travel = Literal["bytes", "checked", "mixed"]
-"""`bytes`: there and back; `checked`: there, and a digest back; `mixed`: a recipe there, and a
-digest back. In this order the slots of a set lie."""
+"""`bytes`: sent and returned; `checked`: sent, and a digest returned; `mixed`: sent as a recipe,
+and a digest returned. The slots of a set are in this order."""
 _TRAVELS: tuple[Travel, ...] = ("bytes", "checked", "mixed")
 
 
 class Slot(Record):
-    """One tensor's place in a set."""
+    """One tensor's position in a set."""
 
     name: str
     dtype: str
@@ -45,11 +44,11 @@ class Slot(Record):
     begin: int
     """Bytes from the start of a set to the first element."""
     span_bytes: int
-    """From the first element to the end of the last."""
+    """Bytes from the first element to the end of the last."""
     slot_bytes: int
     travel: Travel = "bytes"
     constant: bool = False
-    """Of the contract's tensor."""
+    """Shape of the contract's tensor."""
 
     def view(self, block: torch.Tensor) -> torch.Tensor:
         """The tensor in a set's bytes (uint8, on the CPU)."""
@@ -58,8 +57,8 @@ class Slot(Record):
 
 
 class Layout(Record):
-    """Slots in the contract's order. What is sent of a set is its first bytes, and so is what comes
-    back; sizes are multiples of 8.
+    """Slots in the contract's order. The first bytes of a set are sent, and the first ones
+    returned; sizes are multiples of 8.
     """
 
     slots: tuple[Slot, ...]
@@ -69,12 +68,12 @@ class Layout(Record):
 
     @property
     def watched(self) -> list[Slot]:
-        """Those of which a digest comes back."""
+        """Slots of which a digest is returned."""
         return [slot for slot in self.slots if slot.travel != "bytes"]
 
 
 class Wanted(Record):
-    """A tensor for which a slot is made."""
+    """A tensor that needs a slot."""
 
     name: str
     dtype: str
@@ -82,13 +81,13 @@ class Wanted(Record):
     padding: int = 0
     """Elements between the end of a row and the start of the next."""
     shift: int = 0
-    """Elements by which the first one is off the aligned place."""
+    """Elements by which the first one is misaligned."""
     travel: Travel = "bytes"
     constant: bool = False
 
 
 def layout(tensors: Sequence[Wanted]) -> Layout:
-    """A slot for each."""
+    """Make a slot for each tensor."""
     slots, offset = {}, 0
     ends = dict.fromkeys(_TRAVELS, 0)
     for wanted in sorted(tensors, key=lambda each: _TRAVELS.index(each.travel)):
@@ -122,8 +121,8 @@ def layout(tensors: Sequence[Wanted]) -> Layout:
 
 
 def write_set(layout: Layout, block: Bytes, values: dict[str, torch.Tensor]) -> None:
-    """Fill what is sent of one set (`sent_bytes` long) with values between red zones; what has no
-    value is poison like them.
+    """Fill the sent bytes of one set (`sent_bytes` long) with values between red zones. A tensor
+    without a value is poisoned like them.
     """
     block[:] = FILL
     whole = torch.from_numpy(block)
@@ -133,7 +132,7 @@ def write_set(layout: Layout, block: Bytes, values: dict[str, torch.Tensor]) -> 
 
 
 def read_set(layout: Layout, block: Bytes, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """These tensors of what came back of one set, contiguous copies."""
+    """These tensors from the returned bytes of one set, as contiguous copies."""
     whole, wanted = torch.from_numpy(block), set(names)
     return {
         slot.name: as_bytes(slot.view(whole))
@@ -146,9 +145,10 @@ def read_set(layout: Layout, block: Bytes, names: Iterable[str]) -> dict[str, to
 
 
 def strayed(layout: Layout, blocks: Bytes) -> list[str]:
-    """Names of tensors around which, or between whose rows, something was written.
+    """Names of tensors with writes around them or between their rows.
 
-    `blocks`: [sets, returned_bytes].
+    Args:
+        blocks: bytes of shape [sets, returned_bytes].
     """
     return [
         slot.name
@@ -158,7 +158,7 @@ def strayed(layout: Layout, blocks: Bytes) -> list[str]:
 
 
 def _outside(slot: Slot, blocks: Bytes) -> Bytes:
-    """Bytes of a slot that belong to no element: red zones, and gaps between rows."""
+    """Bytes of a slot outside of elements: red zones, and gaps between rows."""
     end = slot.begin + slot.span_bytes
     before, after = (
         blocks[:, slot.offset : slot.begin],

@@ -81,7 +81,7 @@ def compile_check(
     }
     if given := [option for option, value in options.items() if value]:
         raise UsageError(
-            f"{given[0]} is for a kernel that runs here; a {language} kernel is only compiled",
+            f"{given[0]} is for a kernel that runs; a {language} kernel can only be compiled",
             f"drop {' and '.join(given)}",
         )
     state = TrialState(candidate, "cpu")  # the compiler runs on the CPU

@@ -1,4 +1,4 @@
-"""What a candidate is tried on: shapes, dtypes, regimes, strides and secret seeds."""
+"""Test cases of a candidate: shapes, dtypes, regimes, strides and secret seeds."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from patcher.bench.ops.op import Op
 
 Values = dict[str, Tensor]
 MIXED_BYTES = 16 << 20
-"""Of a tensor that is only read and may have any bits: from here on it is not sent."""
+"""Size in bytes above which a read-only tensor of arbitrary bits is not sent."""
 CHECKED_BYTES = 1 << 20
-"""Of one that is only read: from here on a digest comes back."""
+"""Size in bytes above which a digest of a read-only tensor is returned."""
 PADDING, SHIFT = 8, 1
-"""Elements by which rows are set apart and first elements moved, where the contract allows."""
+"""Elements of padding between rows, or of misalignment, if the contract allows them."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Case:
     seed: int
     scalars: tuple[float, ...]
     placed: str = "plain"
-    """`plain`, `padded` (rows set apart) or `shifted` (misaligned)."""
+    """`plain`, `padded` (gaps between rows) or `shifted` (misaligned)."""
     only: str = ""
-    """The tensor that the regime is for; empty: all that it may change."""
+    """The tensor that the regime applies to; empty: all that it may change."""
     changed: int | None = None
-    """Seed by which one element of each free tensor differs from the case without it."""
+    """Seed that changes one element of each free tensor relative to the case without it."""
 
     def label(self) -> str:
         placed = "" if self.placed == "plain" else f" {self.placed}"
@@ -53,7 +53,7 @@ class Case:
 
 
 class Secrets:
-    """Where seeds come from: the system, or a given number that makes a verdict repeatable."""
+    """Source of seeds: the system, or a given number that makes a verdict reproducible."""
 
     def __init__(self, seed: int | None = None) -> None:
         self.random: random.Random = secrets.SystemRandom() if seed is None else random.Random(seed)
@@ -62,15 +62,15 @@ class Secrets:
         return self.random.getrandbits(62)
 
     def order(self, sets: int, least: int) -> list[int]:
-        """Which sets are called and in which order; the others are decoys."""
+        """The sets to call, in order; the others are decoys."""
         return self.random.sample(range(sets), self.random.randint(min(least, sets), sets))
 
 
 def correctness_cases(op: Op, sweep: Sweep, draw: Secrets, rounds: int = 1) -> list[Case]:
     """Every swept point, every regime, the hidden shapes in every dtype of the contract, and every
-    placement that it allows, in an order drawn now. `rounds`: how many times over.
+    placement that it allows, in random order. `rounds` repeats them.
 
-    The scalars vary too: one part of the cases uses another epsilon than the sweep's.
+    Scalars vary too: some cases use another epsilon than the sweep's.
     """
     served = tuple(scalar.value for scalar in op.contract.scalars)
     other = tuple(scalar.value * 100 for scalar in op.contract.scalars)
@@ -88,7 +88,8 @@ def correctness_cases(op: Op, sweep: Sweep, draw: Secrets, rounds: int = 1) -> l
         for regime in names:
             add(draw.random.choice(points[len(points) // 2 :]), regime)
             for only in regimes.targets(op, regime):
-                # a constant tensor can make all outputs of a row one sum, which may be small by
+                # a constant tensor can give all outputs of a row one sum, which may be small by
+                # chance though its terms are not, so use many rows to know the size of sums
                 # chance while its terms are not: then many rows must say how large sums are
                 few, many = points[: len(points) // 2 + 1], points[len(points) // 2 :]
                 add(draw.random.choice(many if regime == "ones" else few), regime, only=only)
@@ -116,14 +117,14 @@ def shapes_tried(op: Op, sweep: Sweep) -> list[Point]:
 
 
 def placements(op: Op) -> list[str]:
-    """Beside `plain`, what the contract allows."""
+    """The placements that the contract allows, besides `plain`."""
     padded = any(tensor.layout == "rows" for tensor in op.contract.tensors)
     shifted = any(tensor.alignment < 16 for tensor in op.contract.tensors)
     return [name for name, allowed in (("padded", padded), ("shifted", shifted)) if allowed]
 
 
 def tensors_of(op: Op, point: Point, placed: str = "plain", sparing: bool = True) -> Layout:
-    """Where they lie. `sparing`: large ones that are only read do not travel whole."""
+    """The layout of the tensors. With `sparing`, large read-only ones are not sent in full."""
     contract = op.contract
     wanted = []
     for tensor in contract.tensors:
@@ -153,7 +154,7 @@ def _travel(tensor: TensorSpec, size: int) -> Travel:
 
 
 def make_inputs(op: Op, case: Case, device: str) -> dict[str, Tensor]:
-    """What the tensors hold before the call."""
+    """The contents of the tensors before the call."""
     values = regimes.make(op, case.point, case.seed, case.regime, device, case.only)
     if case.changed is None:
         return values
@@ -167,17 +168,17 @@ def make_inputs(op: Op, case: Case, device: str) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Expected:
-    """What is right, and how far the honest baseline is from it."""
+    """The correct values, and the accuracy baseline's."""
 
     reference: dict[str, Tensor]
     honest: dict[str, Tensor]
     before: dict[str, Tensor]
     kept: dict[str, Tensor]
-    """Of tensors that are updated in part: where the bits of `before` must stay."""
+    """For tensors that are updated in part: where the bits of `before` must stay."""
 
 
 def expect(op: Op, case: Case, inputs: dict[str, Tensor]) -> Expected:
-    """Reference and honest baseline, both computed here, in the judge, where the inputs lie."""
+    """Reference and accuracy baseline, both computed in the judge, where the inputs are."""
     scalars = scalars_by_name(op, case)
     copies = {name: value.clone() for name, value in inputs.items()}
     run_baseline = op.baselines[op.accuracy_baseline](next(iter(inputs.values())).device.type)
@@ -191,7 +192,7 @@ def expect(op: Op, case: Case, inputs: dict[str, Tensor]) -> Expected:
 def value_problem(
     op: Op, cases: Sequence[Case], expected: Sequence[Expected], values: Sequence[Values]
 ) -> str | None:
-    """What calls of one shape got wrong, tensor by tensor, all calls together.
+    """What calls of one shape got wrong, by tensor, over all calls.
 
     Raises:
         UsageError: the op's reference, or a block scale of its contract, has another shape.
@@ -217,7 +218,7 @@ def value_problem(
             now, before = (stacked(name, each, device) for each in (ours, befores))
             if problem := explain_touched(now, before, kept):
                 return f"{name}: {problem}"
-            # what was written is judged by itself: what stayed would dilute its error
+            # judge written elements alone, since unchanged ones would dilute the error
             if stored.numbers > 1:
                 kept = kept.repeat_interleave(stored.numbers, -1)
             value, honest, reference = value[~kept], honest[~kept], reference[~kept]

@@ -1,4 +1,4 @@
-"""Anonymous files through which bytes go between judge and runner."""
+"""Anonymous files for bytes between judge and runner."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import os
 from patcher.bench.judge.blob import Bytes
 
 CAPACITY = 1 << 30
-"""Bytes that inputs, or outputs, of one command may have; memory is used as it is written."""
+"""Most bytes of inputs, or outputs, of one command; memory is allocated as it is written."""
 
 
 def memory_file(name: str) -> int:
-    """A descriptor of one that nobody can shrink under a reader, and no path leads to."""
+    """A descriptor of a file without a path that nobody can shrink under a reader."""
     descriptor = os.memfd_create(f"patcher-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, CAPACITY)
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -21,13 +21,13 @@ def memory_file(name: str) -> int:
 
 
 def write_at_start(descriptor: int, data: Bytes) -> None:
-    """All of it.
+    """Write all of the data.
 
     Raises:
-        ValueError: more than `CAPACITY`, which `judge.planning` should have kept below.
+        ValueError: it exceeds `CAPACITY`, which `judge.planning` should prevent.
     """
     if data.nbytes > CAPACITY:
-        raise ValueError(f"{data.nbytes} bytes for one command, {CAPACITY} at most")
+        raise ValueError(f"{data.nbytes} bytes for one command, at most {CAPACITY} allowed")
     view, at = data.data.cast("B"), 0
     while at < data.nbytes:
         at += os.pwrite(descriptor, view[at:], at)

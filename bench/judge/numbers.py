@@ -1,4 +1,4 @@
-"""What the bits of a tensor stand for: its numbers, times its block scales where it has any."""
+"""The numbers of a tensor: the values of its bits, times its block scales if it has any."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from patcher.bench.ops.dtypes import dtype_of
 
 
 def stacked(name: str, sets: Sequence[Mapping[str, Tensor]], device: torch.device) -> Tensor:
-    """A tensor of each set as it is stored, [sets, ...]; a narrow one's items as uint8."""
+    """A tensor of each set as stored, [sets, ...]; a narrow one's items as uint8."""
     return torch.stack([as_bytes(each[name]) for each in sets]).to(device)
 
 
@@ -25,11 +25,11 @@ def numbers(
     sets: Sequence[Mapping[str, Tensor]],
     device: torch.device,
 ) -> Tensor:
-    """What a tensor of each set stands for, [sets, ...]: in its own dtype; in float64 where that is
+    """The numbers of a tensor of each set, [sets, ...], in its own dtype, or in float64 if that is
     narrow or has block scales.
 
     Raises:
-        UsageError: a block scale has not one number for each block.
+        UsageError: a block scale does not have one number per block.
     """
     found = _decoded(tensor.name, sets, device)
     for scale in contract.scales_of(tensor.name):

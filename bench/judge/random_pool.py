@@ -1,7 +1,7 @@
-"""Random bits of which large tensors are mixed, drawn once for a trial and lent to each runner.
+"""Random bits from which large tensors are mixed, drawn once per trial and copied to each runner.
 
-See `kit/mixing.py`. Which place and which mask a set has follows from its case's secret seed; the
-runner is told them with each command, as it would be sent the bytes.
+See `bench/runner/mixing.py`. The place and mask of a set follow from its case's secret seed; each
+command to the runner contains them, as it would contain the bytes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from patcher.bench.ops.op import Op
 from patcher.bench.runner.mixing import Mixer
 
 PIECE_BYTES = 64 << 20
-"""A stock is sent in pieces of this size."""
+"""Size of the pieces in which a pool is sent."""
 
 Recipe = list[int]
-"""First word, mask, and the byte of which a bit is flipped or -1."""
+"""First word, mask, and the byte in which a bit is flipped, or -1."""
 
 
 class RandomPool:
-    """Of one trial: as large as the largest tensor that is mixed, or empty."""
+    """The pool of one trial: as large as the largest mixed tensor, or empty."""
 
     def __init__(self, op: Op, sweep: Sweep, device: str, draw: Secrets) -> None:
         plans = [tensors_of(op, point) for point in shapes_tried(op, sweep)]
@@ -44,8 +44,8 @@ class RandomPool:
         self._rooms: list[Bytes] = []
 
     def room(self, sets: int, set_bytes: int, user: object) -> Bytes:
-        """Bytes for what is sent, [sets, set_bytes], the user's as long as it lives: new memory
-        costs more than what is written to it.
+        """A buffer for the sent bytes, [sets, set_bytes]. It is reused once `user` is gone, since
+        new memory costs more than writing to it.
         """
         size = sets * set_bytes
         fitting = [at for at, room in enumerate(self._rooms) if room.nbytes >= size]
@@ -54,7 +54,7 @@ class RandomPool:
         return room[:size].reshape(sets, set_bytes)
 
     def recipes(self, case: Case, plan: Layout) -> list[Recipe]:
-        """Of each tensor that is mixed, in order."""
+        """The recipe of each mixed tensor, in order."""
         return [self._recipe(case, slot) for slot in mixed(plan)]
 
     def _recipe(self, case: Case, slot: Slot) -> Recipe:
@@ -66,7 +66,7 @@ class RandomPool:
         return [at, mask, changed.randrange(slot.span_bytes)]
 
     def values(self, case: Case, plan: Layout) -> Values:
-        """The tensors that are mixed for a case, as the runner has them."""
+        """The mixed tensors of a case, as the runner computes them."""
         found: dict[str, Tensor] = {}
         for slot in mixed(plan):
             value = torch.empty(slot.span_bytes, dtype=torch.uint8, device=self.bits.device)
@@ -75,7 +75,7 @@ class RandomPool:
         return found
 
     def lend(self, runner: Runner) -> None:
-        """Send it, in pieces, to a runner that does not have it yet.
+        """Send the pool in pieces to a runner that does not have it yet.
 
         Raises:
             RunnerFailure: that fails there.

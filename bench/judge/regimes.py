@@ -1,9 +1,9 @@
-"""What every op's inputs are tried as, beside what its own `inputs.py` makes.
+"""Regimes of inputs for every op, besides those of its own `inputs.py`.
 
-A regime of the judge changes the tensors whose values the contract leaves free (`values = "any"`);
-indices and tables stay as the op made them. An op that names the same regime makes it itself.
-Of a narrow dtype the numbers are changed and encoded again: where it has no infinities `inf` plants
-its largest number, `large` reaches it and is cut off there, and without a NaN `nan` plants that.
+A regime of the judge changes the tensors with free values in the contract (`values = "any"`);
+indices and tables stay as the op made them. An op that names the same regime makes it itself. For a
+narrow dtype the numbers are changed and encoded again. If it has no infinities, `inf` plants its
+largest number and `large` is clipped there; if it has no NaN, `nan` plants the largest number.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from patcher.bench.ops.dtypes import DTYPES, Dtype, dtype_of
 from patcher.bench.ops.op import Op
 
 EACH = ("zeros", "ones", "one_hot", "negative_zero", "denormal", "nan", "inf")
-"""Tried on each tensor alone, too: in all at once one hides the other."""
+"""Regimes that are also tried on each tensor alone, since one tensor can hide another."""
 ALL = ("large", "small")
 EXACT = "exact"
 _LARGE, _SMALL = {"float16": 16.0}, 1e-4
 _DENORMAL = {"float16": 2.0**-20}
-"""Factors that make standard normal values subnormal: 2^-130 in what has float32's exponents."""
+"""Factors that make standard normal values subnormal: 2^-130 for float32's exponents."""
 
 
 def regimes_of(op: Op) -> list[str]:
-    """The op's own first, `normal` among them; then the judge's."""
+    """The op's own regimes, with `normal` first, then the judge's."""
     exact = [EXACT] if op.contract.accuracy.exact else []
     return list(dict.fromkeys([*op.inputs.REGIMES, *EACH, *ALL, *exact]))
 
@@ -47,7 +47,7 @@ def free(op: Op) -> list[str]:
 
 
 def targets(op: Op, regime: str) -> list[str]:
-    """Tensors on which a regime is tried alone, beside all at once."""
+    """Tensors on which a regime is tried alone, besides all at once."""
     names = free(op)
     own = regime in op.inputs.REGIMES
     return names if regime in EACH and not own and len(names) > 1 else []
@@ -56,7 +56,7 @@ def targets(op: Op, regime: str) -> list[str]:
 def make(
     op: Op, point: Point, seed: int, regime: str, device: str, only: str = ""
 ) -> dict[str, Tensor]:
-    """Seeded values of all tensors on the device; a call finds poison in what is only written."""
+    """Seeded values of all tensors on the device; tensors that are only written are poisoned."""
     generator = torch.Generator(device).manual_seed(seed)
     own = regime in op.inputs.REGIMES
     values: dict[str, Tensor] = op.inputs.make(point, generator, regime if own else "normal")
@@ -98,7 +98,7 @@ def _made(value: Tensor, regime: str, chooser: random.Random, dtype: Dtype) -> T
             return changed
         case "large":
             return value * (dtype.finite_max / 2 if dtype.narrow else _LARGE.get(dtype.name, 1e4))
-        case "small":  # in a narrow dtype at the lower end of its normal numbers
+        case "small":  # in a narrow dtype near its smallest normal numbers
             lowest = max(4 * dtype.smallest_normal, _SMALL)
             return value * (min(lowest, 1.0) if dtype.narrow else _SMALL)
         case "denormal":
@@ -110,7 +110,7 @@ def _made(value: Tensor, regime: str, chooser: random.Random, dtype: Dtype) -> T
 def _exact(
     op: Op, point: Point, values: dict[str, Tensor], generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Drawn from {0, 1}, so thin that every sum is a whole number that each dtype holds."""
+    """Values from {0, 1}, so sparse that every sum is an integer that each dtype can hold."""
     names = op.contract.accuracy.exact
     outputs = [DTYPES[point.dtypes[tensor.dtype]] for tensor in op.contract.compared]
     limit = min(2.0 / dtype.eps for dtype in outputs)

@@ -130,10 +130,8 @@ def sanitize(
     silent = [name for name in _OPTIONS if not (aside and name == "racecheck")]
     detail = f"{', '.join(silent)} found nothing in {len(calls)} calls"
     if aside:
-        detail += (
-            f"; {len(aside)} reports of racecheck set aside: below it a hand-over by mbarriers "
-        )
-        detail += "that is right is reported, too"
+        detail += f"; {len(aside)} reports of racecheck set aside, since it also reports a correct "
+        detail += "hand-over by mbarriers"
     if left_out:
         detail += f" (left out: {left_out} warnings or reports of libraries' kernels)"
     return Sanitized(

@@ -1,4 +1,4 @@
-"""Problems of one shape side by side, as bytes: what is sent of them, what calls did to them."""
+"""Problems of one shape as bytes: what is sent of them, and checks of what is returned."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from patcher.bench.runner.mixing import Mixer
 
 @dataclass
 class CallSets:
-    """One problem for each set of buffers."""
+    """One problem per set of buffers."""
 
     op: Op
     plan: Layout
     cases: list[Case]
     inputs: list[Values]
     recipes: list[list[Recipe]]
-    """For each set, of each tensor that is mixed."""
+    """For each set, the recipe of each mixed tensor."""
     data: Bytes = field(init=False)
     """[sets, sent_bytes]."""
 
@@ -49,7 +49,7 @@ class CallSets:
         return sets
 
     def told(self) -> dict[str, Any]:
-        """What a command is told of them, beside the bytes."""
+        """Arguments of a command about them, besides the bytes."""
         return {
             "plan": self.plan.model_dump(),
             "scalars": list(self.cases[0].scalars),
@@ -58,7 +58,7 @@ class CallSets:
         }
 
     def problem(self, left: Left, order: Sequence[int] | None = None) -> tuple[str, str] | None:
-        """What calls of the sets of `order` (else of all) did wrong: (`guards` or `values`, in
+        """Errors of the calls of the sets of `order` (by default all): (`guards` or `values`, in
         words).
         """
         called = list(range(len(self.cases)) if order is None else order)
@@ -68,7 +68,7 @@ class CallSets:
     def problem_with(
         self, expected: Sequence[Expected], left: Left, called: Sequence[int]
     ) -> tuple[str, str] | None:
-        """The same where it is known what is right."""
+        """The same, with known correct values."""
         spared = sorted(set(range(len(self.cases))) - set(called))
         size = self.plan.returned_bytes
         if not np.array_equal(left.blocks[spared], self.data[spared, :size]):
@@ -83,7 +83,7 @@ class CallSets:
         return None
 
     def _guard_problem(self, left: Left, called: Sequence[int]) -> str | None:
-        """What calls touched that the contract does not let them touch."""
+        """Writes of calls that the contract forbids."""
         got = left.blocks[called]
         if stray := strayed(self.plan, got):
             return f"wrote outside of {', '.join(stray)}"
@@ -99,12 +99,12 @@ class CallSets:
         return None
 
     def digests(self, values: Values, key: int) -> list[int]:
-        """Of the slots that are watched, as they must have stayed."""
+        """Expected digests of the watched slots, which must stay unchanged."""
         mixer = Mixer()
         return [mixer.digest(_slot_bytes(slot, values), key) for slot in self.plan.watched]
 
     def _told_otherwise(self, got: object, right: list[list[int]]) -> str:
-        """The runner's word is looked at with care: it may be anything."""
+        """Check the runner's digests, which may be anything."""
         names = [slot.name for slot in self.plan.watched]
         for mine, theirs in zip(right, got if isinstance(got, list) else [], strict=False):
             said = theirs if isinstance(theirs, list) else []
@@ -114,7 +114,7 @@ class CallSets:
         return f"gave no digest of {', '.join(names)}"
 
     def outputs(self, left: Left) -> bytes:
-        """What was written, for a digest of all that was compared."""
+        """The written values, for a digest of everything compared."""
         written = {tensor.name for tensor in self.op.contract.written}
         parts = [slot for slot in self.plan.slots if slot.name in written]
         return b"".join(
@@ -125,7 +125,9 @@ class CallSets:
 
 
 def packed(op: Op, plan: Layout, sets: Sequence[Values], room: Bytes | None = None) -> Bytes:
-    """Input sets as the runner reads them: [sets, sent_bytes]; poison in what is only written."""
+    """Input sets as the runner reads them: [sets, sent_bytes], with poison in tensors that are only
+    written.
+    """
     read = [tensor.name for tensor in op.contract.tensors if tensor.access != "write"]
     data = np.empty((len(sets), plan.sent_bytes), dtype=np.uint8) if room is None else room
     for row, values in zip(data, sets, strict=True):
@@ -134,7 +136,7 @@ def packed(op: Op, plan: Layout, sets: Sequence[Values], room: Bytes | None = No
 
 
 def _slot_bytes(slot: Slot, values: Values) -> torch.Tensor:
-    """A slot with its red zones, on the device of the values."""
+    """A slot with its red zones, on the values' device."""
     value = values[slot.name]
     block = torch.full((slot.slot_bytes,), FILL, dtype=torch.uint8, device=value.device)
     at = slot.begin - slot.offset

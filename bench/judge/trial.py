@@ -1,4 +1,4 @@
-"""One candidate in one runner: what is tried, what each failure means."""
+"""One candidate in one runner: its checks, and the outcome of each failure."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from patcher.bench.ops.op import Op
 from patcher.bench.toolchains import Built
 
 AFTER = 6
-"""Correctness cases that come again, on other seeds, after the timed calls."""
+"""Correctness cases that are repeated, with other seeds, after the timed calls."""
 ALIKE = 3
-"""Calls on equal inputs in a row, each at addresses of its own."""
+"""Consecutive calls on equal inputs, each at other addresses."""
 LONGER = 10
-"""So many times that, of a candidate whose races the sanitizer cannot judge."""
+"""Factor on such calls for a candidate whose races the sanitizer cannot judge."""
 
 
 @dataclass
@@ -71,13 +71,13 @@ class TrialState:
         )
 
     def _compiler(self) -> str | None:
-        """The compiler of a language that is only compiled, once it ran."""
+        """The compiler's result for a language that can only be compiled."""
         only = self.build is not None and self.candidate.language.compile_only
         return self.build.command.split()[0] if self.build and only else None
 
 
 class Wrong(Exception):
-    """The verdict is clear: an outcome, a failed check, and what the agent should read."""
+    """A final verdict: an outcome, a failed check, and feedback for the agent."""
 
     def __init__(self, outcome: Outcome, check: str, detail: str, log: str = "") -> None:
         super().__init__(detail)
@@ -102,7 +102,7 @@ class Trial:
         self.begin = time.monotonic()
         self.stock = RandomPool(op, sweep, state.device, draw)
         self.traced = self.followed = ""
-        """What CUPTI saw, and what a kernel that writes late showed, where they were asked."""
+        """Results of CUPTI and of the late-writing kernel, if they were run."""
 
     def load(self, built: Built, cpus: list[int] | None) -> None:
         self.runner.start(self.settings.threads, cpus)
@@ -117,7 +117,7 @@ class Trial:
             raise self._failed(failure, "load", failure.message) from failure
 
     def correct(self, cases: Sequence[Case], report: Progress, name: str = "values") -> None:
-        """Every case against float64; the first thing wrong decides."""
+        """Check every case against float64; the first error decides."""
         for index, case in enumerate(cases):
             report("check", index, len(cases))
             self._one(case, name)
@@ -156,7 +156,7 @@ class Trial:
             raise self._failed(failure, "runs", where) from failure
 
     def repeats(self, declared: bool) -> None:
-        """Equal inputs at two addresses, and once more: equal bits."""
+        """Call with equal inputs at two addresses, and once more: bits must be equal."""
         differ = self._differing(rounds=1)
         allowed = declared and not self.op.contract.guards.deterministic
         if differ and not allowed:
@@ -167,7 +167,7 @@ class Trial:
         )
 
     def _differing(self, rounds: int) -> list[str]:
-        """Points, the smallest and the largest, at which equal inputs gave other bits."""
+        """Points, the smallest and the largest, at which equal inputs gave different bits."""
         scalars = tuple(scalar.value for scalar in self.op.contract.scalars)
         differ = []
         for point in (self.sweep.points()[0], self.sweep.points()[-1]):
@@ -231,13 +231,13 @@ class Trial:
             detail = f"{where}: {failure.message}"
             on_gpu = self.state.device == "cuda"
             if on_gpu and re.search("[Cc]aptur|ChildGraph", failure.message):
-                # engines replay graphs: what cannot be captured, or allocates there, is no use
+                # engines replay graphs, so a kernel that cannot be captured there fails
                 wrong = Outcome.GUARD_VIOLATION
                 raise Wrong(wrong, "capture", detail, _log(failure, self.runner)) from failure
             raise self._failed(failure, "timed calls", detail) from failure
 
     def soaked(self) -> None:
-        """More calls, checked, until there were enough over a time that is long enough."""
+        """Make more checked calls until their number and duration suffice."""
         op, enough = self.op, soaked_calls(self.op, self.sweep, self.settings.calls)
         until = self.begin + self.settings.lives_s
         for point in itertools.cycle(self.sweep.points()):
@@ -250,7 +250,7 @@ class Trial:
             self.calls += count
 
     def sanitized(self, built: Built, report: Progress) -> None:
-        """On CUDA devices: compute-sanitizer, in processes of its own."""
+        """On CUDA devices: run compute-sanitizer in separate processes."""
         if self.state.device != "cuda":
             self.state.check("sanitizer", True, "not for the CPU: compute-sanitizer is for CUDA")
             return
@@ -270,7 +270,7 @@ class Trial:
         self.believed(said)
 
     def believed(self, said: Sanitized) -> None:
-        """What is set aside is made up for by looking longer."""
+        """If reports were set aside, repeat calls on equal inputs more often instead."""
         if said.outcome is not None:
             raise Wrong(said.outcome, "sanitizer", said.detail, said.log)
         detail = said.detail
@@ -287,7 +287,7 @@ class Trial:
             raise VerificationError(
                 f"the checks of {self.op.name} do not tell a planted low-precision version from a "
                 f"right one ({self.rejected} of {self.planted} rejected): the verdict is void",
-                "mend the op's `control`, or what it is compared with",
+                "fix the op's `control`, or its accuracy baseline",
             )
         planted = f"a planted low-precision version failed at {self.rejected} of {self.planted}"
         self.state.check("control", True, planted)
@@ -318,7 +318,7 @@ def reseeded(case: Case, draw: Secrets) -> Case:
 
 
 def _wrong(problem: tuple[str, str], values: str, where: str) -> Wrong:
-    """Of `cases.problem`; `values`: the check that wrong values fail."""
+    """Check a call with `cases.problem`; `values` names the check that wrong values fail."""
     check, detail = problem
     if check == "guards":
         return Wrong(Outcome.GUARD_VIOLATION, "guards", f"{where}: {detail}")

@@ -1,1 +1,1 @@
-"""What can be replaced: contracts of ops, and the sources that claim to meet them."""
+"""Ops: their contracts, and candidates that implement them."""

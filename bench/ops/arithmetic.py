@@ -9,11 +9,11 @@ from functools import cache
 
 
 def evaluate(expression: str, names: Mapping[str, float]) -> float:
-    """`+ - * / //`, `min`, `max` and `pow` (of floats) over numbers and names.
+    """Evaluate `+ - * / //`, `min`, `max` and `pow` (of floats) over numbers and names.
 
     Raises:
-        KeyError: an unknown name.
-        ValueError: the expression is anything else.
+        KeyError: a name is unknown.
+        ValueError: the expression contains anything else.
     """
 
     def value(node: ast.expr) -> float:
@@ -40,7 +40,7 @@ def evaluate(expression: str, names: Mapping[str, float]) -> float:
             case ast.Call(func=ast.Name(id="max"), args=[*several], keywords=[]):
                 return max(value(each) for each in several)
             case ast.Call(func=ast.Name(id="pow"), args=[base, exponent], keywords=[]):
-                # of floats: no number grows without end
+                # as floats, so that no number grows without bound
                 return math.pow(value(base), value(exponent))
         raise ValueError(f"not arithmetic: {expression}")
 
@@ -48,13 +48,13 @@ def evaluate(expression: str, names: Mapping[str, float]) -> float:
 
 
 def solve(sizes: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """The axes that give each expression its size, as far as they can be known.
+    """Solve for the axes, given the size of each expression, as far as possible.
 
-    An axis that no expression names alone is found from one in which it is the only unknown and
-    linear (`q_heads * head_dim`, once head_dim is known).
+    An axis that no expression names alone is solved from one in which it is the only unknown and
+    linear (`q_heads * head_dim`, if head_dim is known).
 
     Raises:
-        ValueError: no sizes of the axes give these.
+        ValueError: no axes give these sizes.
     """
     axes: dict[str, int] = {}
     waiting = list(sizes)
@@ -74,7 +74,7 @@ def solve(sizes: Sequence[tuple[str, int]]) -> dict[str, int]:
 
 
 def _found(expression: str, size: int, name: str, axes: dict[str, int]) -> bool:
-    """Add the one unknown axis; False where the size says nothing of it."""
+    """Solve for the one unknown axis; False if the size does not determine it."""
     base = evaluate(expression, {**axes, name: 0})
     slope = evaluate(expression, {**axes, name: 1}) - base
     if slope == 0:

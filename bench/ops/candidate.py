@@ -33,13 +33,13 @@ class Candidate(Record):
 
     @classmethod
     def from_file(cls, op: str, path: Path, language: Language | None = None) -> Candidate:
-        """Read a candidate from a file, without a header of the library that states its digest.
+        """Read a candidate from a file. A header of the library that states its digest is left out.
 
-        Where what follows such a header is no longer what it states, the whole file is read: it is
-        another source than was judged.
+        If the rest no longer matches the stated digest, the whole file is read, since that is
+        another source than the one that was judged.
 
         Raises:
-            UsageError: the file cannot be read as text, or its language cannot be told.
+            UsageError: the file cannot be read as text, or its language is unknown.
         """
         try:
             source = path.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """Narrow dtypes by their codes: `decode` gives their numbers in float64, `encode` rounds to them.
 
-Every dtype of at most 8 bits a number goes through a table of what each code stands for, so that
-nothing depends on what torch can compute in it. Dtypes that are not narrow pass through.
+Every dtype of at most 8 bits per number uses a table of its codes' values, independent of torch's
+arithmetic. Other dtypes pass through unchanged.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 def as_bytes(value: Tensor) -> Tensor:
-    """A narrow tensor's items as uint8, which all of torch takes; another tensor as it is."""
+    """A narrow tensor's items as uint8, which all of torch supports; another tensor unchanged."""
     import torch
 
     return value.view(torch.uint8) if dtype_of(value.dtype).narrow else value
 
 
 def decode(value: Tensor, dtype: Dtype | None = None) -> Tensor:
-    """The numbers of a narrow tensor in float64; two to an item make its last axis twice as long.
+    """The numbers of a narrow tensor in float64; two per item double the last axis.
 
     Args:
-        value: of a narrow dtype, or its bytes where `dtype` says what they hold. A tensor of any
-            other dtype comes back as it is.
+        value: tensor of a narrow dtype, or its bytes with `dtype`. A tensor of any other dtype is
+            returned unchanged.
     """
     dtype = dtype or dtype_of(value.dtype)
     if not dtype.narrow:
@@ -42,13 +42,13 @@ def decode(value: Tensor, dtype: Dtype | None = None) -> Tensor:
 
 
 def encode(values: Tensor, dtype: Dtype) -> Tensor:
-    """The nearest numbers of a dtype, of two as near the one with an even code.
+    """Round to the nearest numbers of a dtype; ties go to the even code.
 
-    Without infinities in the dtype, what is too large becomes the largest number; without a NaN, so
-    does NaN; without a sign, what is below the least number becomes that.
+    If the dtype has no infinities, larger values become the largest number; without a NaN, so does
+    NaN; without a sign, smaller values become the smallest number.
 
     Raises:
-        ValueError: two numbers make an item, and the last axis is odd.
+        ValueError: an item holds two numbers, and the last axis is odd.
     """
     import torch
 
@@ -78,25 +78,25 @@ def encode(values: Tensor, dtype: Dtype) -> Tensor:
 
 
 def rounded(values: Tensor, dtype: Dtype) -> Tensor:
-    """Values (float64) as a dtype can hold them; of a narrow one in float64 again."""
+    """Values (float64) rounded to a dtype; for a narrow one in float64 again."""
     if not dtype.narrow:
         return values.to(dtype.torch_dtype)
     return decode(encode(values, dtype), dtype)
 
 
 def saturated(values: Tensor, dtype: Dtype) -> Tensor:
-    """Values (float64) as far as a narrow dtype without infinities goes; others as they are."""
+    """Values (float64) clipped to a narrow dtype's range if it has no infinities."""
     if dtype.infinite or not dtype.narrow:
         return values
     return values.clamp(-dtype.finite_max if dtype.signed else dtype.smallest, dtype.finite_max)
 
 
 def nudge(value: Tensor, index: int) -> None:
-    """Add 1 to one number of a contiguous tensor, in place; where a narrow dtype rounds that to the
+    """Add 1 to one number of a contiguous tensor, in place. If a narrow dtype rounds that to the
     same number, halve it.
 
     Args:
-        index: of the number, counted through all of them.
+        index: flat index of the number.
     """
     dtype = dtype_of(value.dtype)
     if not dtype.narrow:
@@ -129,7 +129,7 @@ def _last(dtype: Dtype) -> int:
 
 
 def _numbers(dtype: Dtype, device: torch.device) -> Tensor:
-    """What each code stands for, float64 [2^bits]."""
+    """The value of each code, float64 [2^bits]."""
     import torch
 
     return torch.tensor(_codes(dtype), dtype=torch.float64, device=device)

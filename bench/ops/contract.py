@@ -18,30 +18,27 @@ class TensorSpec(Record):
     dtype: str
     """A symbol of `[dtypes]`."""
     shape: tuple[str, ...]
-    """Arithmetic over axis names (`experts + 1`, `q_heads * head_dim`), row-major. A size of 0 says
-    that the tensor is absent: how an op takes an optional one. It is torch's shape: of a dtype that
-    packs two numbers in an item (`float4_e2m1fn_x2`) the last axis is half of the numbers'
-    (`hidden / 2`)."""
+    """Arithmetic over axis names (`experts + 1`, `q_heads * head_dim`), row-major, as torch's
+    shape. A size of 0 means that an optional tensor is absent. If a dtype packs two numbers in an
+    item (`float4_e2m1fn_x2`), the last axis is half the number of values (`hidden / 2`)."""
     access: Literal["read", "write", "update"]
-    """`update`: read and written in place. What is only read must come back as it was."""
+    """`update`: read and written in place. A tensor that is only read must stay unchanged."""
     values: Literal["any", "given", "bits"] = "any"
     """`given`: only `inputs.py` chooses them (indices, tables); `any`: the judge's regimes too.
-    `bits`: every pattern of bits is a value like any other, and no regime of the op is about it
-    (packed weights): a large one the judge mixes anew on the device for each call."""
+    `bits`: every bit pattern is a valid value, and regimes do not apply (packed weights); the judge
+    mixes a large one anew on the device for each call."""
     layout: Literal["contiguous", "rows"] = "contiguous"
-    """`rows`: the last axis is dense, the stride between rows may be larger than a row."""
+    """`rows`: the last axis is dense, and the stride between rows may exceed a row."""
     constant: bool = False
-    """A weight: no kernel of a step writes it, so that in a dependent launch it may be read before
-    the wait."""
+    """A weight: no kernel of a step writes it, so a dependent launch may read it early."""
     alignment: int = 16
-    """Bytes to which the first element is aligned; below 16 the judge tries misaligned ones."""
+    """Alignment of the first element in bytes; below 16 the judge tries misaligned ones."""
     scale_of: str = ""
-    """The tensor that this one is a block scale of: the numbers that stand for its values are its
-    own times this one's, and the judge compares those products and neither factor by itself.
-    Several may scale one tensor."""
+    """The tensor that this one is a block scale of. The value of a number is the product with its
+    scales, and the judge compares these products only. Several tensors may scale one."""
     block: tuple[int, ...] = ()
-    """How many numbers of that tensor, along each of its axes, have one scale; 0: all of them. The
-    scales lie in the order of the blocks, row-major, whatever axes their own shape has."""
+    """Block size along each axis of that tensor; 0: the whole axis. The scales are in the order of
+    the blocks, row-major, whatever their own shape."""
     summary: str = ""
 
 
@@ -84,7 +81,7 @@ class HiddenShape(Record):
 
 
 class AxisGuard(Record):
-    """Sizes of an axis for which a kernel must be right."""
+    """Sizes of an axis for which a kernel must be correct."""
 
     minimum: int = Field(default=0, ge=0)
     maximum: int | None = None
@@ -98,17 +95,17 @@ class Guards(Record):
     contiguous: bool = True
     graph_safe: bool = True
     deterministic: bool = True
-    """Equal inputs give equal bits. Where it is false (atomics), a candidate may declare otherwise
-    by the words `patcher: nondeterministic` in its source."""
+    """Whether equal inputs must give equal bits. If false (atomics), a candidate may declare itself
+    nondeterministic by the words `patcher: nondeterministic` in its source."""
 
 
 class Accuracy(Record):
     reduction: str
-    """How long the longest sum is: arithmetic over axis names."""
+    """Length of the longest sum: arithmetic over axis names."""
     subnormals: Literal["may be flushed", "kept"] = "may be flushed"
-    """Whether float32's subnormal numbers may be taken for zero, as fast arithmetic does."""
+    """Whether float32's subnormal numbers may be flushed to zero, as fast arithmetic does."""
     exact: tuple[str, ...] = ()
-    """Of an op that only adds and multiplies: tensors that, drawn from {0, 1}, give exact sums."""
+    """For an op that only adds and multiplies: tensors that give exact sums if they are 0 or 1."""
 
 
 class Cost(Record):
@@ -120,7 +117,7 @@ class Cost(Record):
 
 class Symbol(Record):
     pattern: str
-    """Regular expression searched in a kernel's name."""
+    """Regular expression to search in a kernel's name."""
 
 
 class PatchPointSpec(Record):
@@ -130,10 +127,10 @@ class PatchPointSpec(Record):
     summary: str
     calls_per_layer: int
     takes: dict[str, int] = Field(default_factory=dict)
-    """Calls a layer that other points of the engine lose while this one is in, by their names."""
+    """Calls per layer that this patch point takes over from other points of the engine, by name."""
     replaces: str = ""
-    """Pattern of kernels that ran there before and are no op's own, as a library's matmuls: what
-    they are in a ledger is not changed by it."""
+    """Pattern of kernels that ran there before but belong to no op, such as a library's matmuls; it
+    does not change their row in a ledger."""
 
 
 class Contract(Record):
@@ -186,7 +183,7 @@ class Contract(Record):
 
     @property
     def compared(self) -> list[TensorSpec]:
-        """Tensors whose values a call decides: they or a scale of theirs are written."""
+        """Tensors whose values a call determines: they or one of their scales are written."""
         written = {tensor.scale_of or tensor.name for tensor in self.written}
         return [tensor for tensor in self.tensors if tensor.name in written]
 
@@ -195,7 +192,7 @@ class Contract(Record):
         return [tensor for tensor in self.tensors if tensor.scale_of == name]
 
     def dtype_choices(self) -> list[dict[str, str]]:
-        """Every combination of dtypes that the contract allows, `=T` resolved."""
+        """Every combination of dtypes that the contract allows, with `=T` resolved."""
         choices: list[dict[str, str]] = [{}]
         for symbol, options in self.dtypes.items():
             expanded: list[dict[str, str]] = []
@@ -209,7 +206,7 @@ class Contract(Record):
 
     @property
     def narrow_dtypes(self) -> list[Dtype]:
-        """Dtypes of at most 8 bits a number that the contract allows."""
+        """Dtypes of at most 8 bits per number that the contract allows."""
         names = dict.fromkeys(name for choice in self.dtype_choices() for name in choice.values())
         return [DTYPES[name] for name in names if DTYPES[name].narrow]
 
@@ -217,11 +214,11 @@ class Contract(Record):
         return tuple(int(_arithmetic(size, point)) for size in tensor.shape)
 
     def axes_of(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-        """The axes of a call whose tensors have these shapes, as far as shapes tell; the axis that
-        is swept first.
+        """The axes of a call whose tensors have these shapes, as far as shapes determine them; the
+        swept axis comes first.
 
         Raises:
-            ValueError: the shapes do not fit the contract, or each other.
+            ValueError: the shapes do not match the contract, or each other.
         """
         pairs = zip(self.tensors, shapes, strict=True)
         found = solve([pair for t, shape in pairs for pair in zip(t.shape, shape, strict=True)])
@@ -239,16 +236,16 @@ class Contract(Record):
         return int(_arithmetic(self.cost.flops, point))
 
     def working_axes(self) -> frozenset[str]:
-        """What decides what a call costs; the size of a cache that it looks into does not."""
+        """The sizes that determine the cost of a call; not the size of a cache that it reads."""
         return names_in(self.cost.bytes) | names_in(self.cost.flops)
 
     def same_terms(self, other: Contract) -> bool:
-        """Whether both ask the same of a kernel; summaries may differ."""
+        """Whether both require the same of a kernel; summaries may differ."""
         same: bool = _terms(self.model_dump()) == _terms(other.model_dump())
         return same
 
     def signature(self) -> str:
-        """The entry as people read it: `fused_add_rms_norm(input, residual, weight, epsilon)`."""
+        """The entry as text: `fused_add_rms_norm(input, residual, weight, epsilon)`."""
         names = [tensor.name for tensor in self.tensors] + [scalar.name for scalar in self.scalars]
         return f"{self.name}({', '.join(names)})"
 
@@ -257,13 +254,13 @@ class Contract(Record):
 
 
 def _arithmetic(expression: str, point: Point) -> float:
-    """Over axes and dtype symbols (item sizes)."""
+    """Evaluate an expression over axes and dtype symbols (item sizes)."""
     items = {symbol: DTYPES[dtype].item_bytes for symbol, dtype in point.dtypes.items()}
     return evaluate(expression, {**point.axes, **items})
 
 
 def _terms(value: Any) -> Any:
-    """A dumped contract without its prose."""
+    """A dumped contract without its descriptions."""
     if isinstance(value, dict):
         return {key: _terms(item) for key, item in value.items() if key != "summary"}
     if isinstance(value, list | tuple):

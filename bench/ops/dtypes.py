@@ -1,8 +1,8 @@
-"""Every dtype that a contract may name, in one table: what it stores, and what languages call it.
+"""Table of every dtype that a contract may name: its format, and its names in the languages.
 
-A name is that of torch's attribute. A *narrow* dtype has at most 8 bits a number and no arithmetic
-in torch: `codes.py` decodes and encodes it. Formats: OCP "8-bit Floating Point Specification" 1.0
-and "Microscaling Formats" 1.0.
+A name is torch's attribute. A *narrow* dtype has at most 8 bits per number and no arithmetic in
+torch: `codes.py` decodes and encodes it. Formats: OCP "8-bit Floating Point Specification" 1.0 and
+"Microscaling Formats" 1.0.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import torch
 
 Tolerance = Literal["exact", "rounded", "narrow"]
-"""How the judge compares: `exact`: whole numbers, which must be equal; `rounded`: floating numbers,
-by their error against float64; `narrow`: likewise, once decoded, whatever their bits are."""
+"""How the judge compares. `exact`: integers, which must be equal. `rounded`: floats, by their error
+against float64. `narrow`: likewise after decoding, whatever the bits."""
 
 
 @dataclass(frozen=True)
@@ -23,34 +23,34 @@ class Dtype:
     """One row of the table."""
 
     name: str
-    """Of torch's attribute."""
+    """Name of torch's attribute."""
     bits: int
-    """Of one number."""
+    """Bits per number."""
     tolerance: Tolerance
     finite_max: float
     eps: float = 0.0
-    """The distance from 1 to the next number; 0 of whole numbers."""
+    """The distance from 1 to the next number; 0 for integers."""
     smallest_normal: float = 0.0
     smallest: float = 0.0
-    """The least positive number."""
+    """The smallest positive number."""
     numbers: int = 1
-    """Numbers in one item of torch's tensor: 2 where a byte packs two along the last axis, the
-    first in the lower half."""
+    """Numbers in one item of torch's tensor: 2 if a byte packs two along the last axis, the first
+    in the lower half."""
     signed: bool = True
     infinite: bool = False
-    """Whether it has infinities; without them, what is too large becomes the largest number."""
+    """Whether it has infinities; otherwise larger values become the largest number."""
     nan: bool = False
     """Whether it has a NaN."""
     bias: int = 0
-    """Of a narrow dtype's exponent."""
+    """Exponent bias of a narrow dtype."""
     mantissa: int = 0
     """Bits of a narrow dtype's mantissa."""
     cuda: str = ""
     """CUDA's type of a narrow dtype's item, and its header."""
     triton: str = ""
-    """Triton's type of a narrow dtype's item; `tl.uint8`: it has none, a view of the bytes does."""
+    """Triton's type of a narrow dtype's item; `tl.uint8`: it has none, so its bytes are viewed."""
     metal: str | None = None
-    """Metal's type, where it has one."""
+    """Metal's type, if there is one."""
 
     @property
     def item_bytes(self) -> int:
@@ -63,7 +63,7 @@ class Dtype:
 
     @property
     def exact(self) -> bool:
-        """Whether it holds whole numbers, which are compared exactly."""
+        """Whether it holds integers, which are compared exactly."""
         return self.tolerance == "exact"
 
     @property
@@ -80,7 +80,7 @@ class Dtype:
 
     @property
     def layout(self) -> str:
-        """A narrow dtype's bits in words, for who has no type for them."""
+        """A narrow dtype's format in words, for languages without a type for it."""
         if not self.signed:
             return f"the number is 2^(byte - {self.bias}), 255 is NaN"
         exponent = self.bits - 1 - self.mantissa

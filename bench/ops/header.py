@@ -1,9 +1,9 @@
-"""The header of a kernel: the comment at the top of its source that says what it is.
+"""The header of a kernel: the comment at the top of its source that describes it.
 
-Fields of one form in every language, as `// Op: ...` or `# Op: ...`, each perhaps on further lines
-that are indented by two spaces. A generated kernel has `FIELDS`. A kernel of the library also has
-`PROVENANCE`, whose last field, `Digest`, is `Candidate.digest` of what follows it and an empty
-line: the source that was judged, which recordings, verdicts and bundles know by that digest.
+Fields have one form in every language, `// Op: ...` or `# Op: ...`; further lines of a field are
+indented by two spaces. A generated kernel has `FIELDS`. A kernel of the library also has
+`PROVENANCE`. Its last field, `Digest`, is `Candidate.digest` of the source after it and an empty
+line: the source that was judged, which recordings, verdicts and bundles refer to by that digest.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import re
 from patcher.bench.ops.contract import Contract
 
 FIELDS = ("Op", "Arguments", "Writes", "Needs", "Idea")
-"""What the author of a kernel knows: the contract in one sentence, the arguments with their dtypes
-and shapes, which of them are written, hardware and guards, and why it is fast."""
+"""Fields that the author writes: the contract in one sentence, the arguments with their dtypes and
+shapes, which of them are written, hardware and guards, and why it is fast."""
 
 PROVENANCE = ("Made by", "Figures", "Digest")
-"""What is known later: who or which run made it, what was measured, and which source that was."""
+"""Fields added later: who or which run made it, its measurements, and the digest of the source."""
 
 _FIELD = re.compile(rf"({'|'.join(FIELDS + PROVENANCE)}): ?(.*)")
 _DIGEST = re.compile("Digest: ([0-9a-f]{64})")
@@ -25,18 +25,18 @@ _WIDTH = 100
 
 
 def comment_mark(in_python: bool) -> str:
-    """What a line of a header begins with."""
+    """Prefix of a header's lines."""
     return "#" if in_python else "//"
 
 
 def read_header(source: str, mark: str) -> dict[str, str]:
-    """The fields of the comment that a source begins with, in order, runs of blanks as one.
+    """The fields of the comment at the top of a source, in order, with blanks collapsed.
 
     Args:
         mark: `comment_mark` of its language.
 
     Returns:
-        Field to text; empty where the source begins with anything else.
+        The text of each field; empty if the source begins with anything else.
     """
     found: dict[str, str] = {}
     name = None
@@ -52,13 +52,13 @@ def read_header(source: str, mark: str) -> dict[str, str]:
 
 
 def missing_fields(source: str, mark: str) -> list[str]:
-    """Which of `FIELDS` a source's header lacks or leaves empty."""
+    """Fields of `FIELDS` that a source's header lacks or leaves empty."""
     found = read_header(source, mark)
     return [name for name in FIELDS if not found.get(name)]
 
 
 def header_hint(source: str, mark: str) -> str | None:
-    """What to say of a source that is packaged without a whole header; None of one that has it."""
+    """A hint for a source that is packaged without a complete header, else None."""
     lacking = missing_fields(source, mark)
     if not lacking:
         return None
@@ -69,10 +69,9 @@ def header_hint(source: str, mark: str) -> str | None:
 
 
 def split_header(source: str, mark: str) -> tuple[str, str] | None:
-    """The digest that a header states, and what follows that line and the empty one after it.
+    """The digest that a header states, and the source after that line and an empty one.
 
-    Whoever relies on it compares the two: a digest that fits says that nothing was changed since
-    it was judged.
+    The caller must compare the two: if they match, nothing was changed since it was judged.
     """
     comment = _comment(source, mark)
     rest = source.split("\n")[len(comment) :]
@@ -83,7 +82,7 @@ def split_header(source: str, mark: str) -> tuple[str, str] | None:
 
 
 def header_form(contract: Contract, mark: str) -> str:
-    """A header with what the contract says filled in, for the author of a kernel."""
+    """A header with the contract's fields filled in, for the author of a kernel."""
     texts = {
         "Op": f"{contract.name}: what it computes, as a formula or one sentence.",
         "Arguments": arguments(contract),

@@ -1,4 +1,4 @@
-"""The languages that a candidate may be written in: ours, and those of others' toolchains."""
+"""The languages of candidates: built-in ones, and those of other packages' toolchains."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _TOOLCHAINS: Registry[Any] = Registry("toolchains")
 
 @dataclass(frozen=True)
 class LanguageTraits:
-    """What the rest of the project has to know of a language. A toolchain of another package has
-    it as its class attribute `traits`.
+    """Properties of a language. A toolchain of another package has them as its class attribute
+    `traits`.
     """
 
     suffix: str
-    """Of a source file, with its dot."""
+    """Suffix of a source file, with its dot."""
     tags: tuple[str, ...]
-    """Under which models write it in fenced blocks, the one that is asked for first."""
+    """Tags of fenced blocks in replies; prompts ask for the first one."""
     device: Literal["cpu", "cuda"] | None
-    """Where its kernels run; None: wherever their tensors are."""
+    """Device that its kernels run on; None: that of their tensors."""
     in_python: bool = False
-    """Whether a source is a Python file that is loaded as it is."""
+    """Whether a source is a Python file that is loaded unchanged."""
     compile_only: bool = False
-    """Whether the judge can only compile it: no device of its kind is driven here."""
+    """Whether the judge can only compile it, since it cannot run on a device of its kind."""
     compiles_late: bool = False
     """Whether the first call of a shape may compile."""
 
 
 class _WithPlugins(EnumMeta):
-    """Iterates over the languages of others, too."""
+    """Iterates over languages of other packages, too."""
 
     def __iter__(cls) -> Iterator[Any]:
         yield from super().__iter__()
@@ -57,7 +57,7 @@ class Language(StrEnum, metaclass=_WithPlugins):
 
     @classmethod
     def _missing_(cls, value: object) -> Language | None:
-        """The language of a toolchain that another package brings; one object for each name."""
+        """The language of a toolchain from another package; one object per name."""
         if not isinstance(value, str) or value not in _TOOLCHAINS:
             return None
         if value not in _OF_OTHERS:
@@ -76,12 +76,12 @@ class Language(StrEnum, metaclass=_WithPlugins):
 
     @property
     def in_python(self) -> bool:
-        """Whether a source is a Python file that is loaded as it is."""
+        """Whether a source is a Python file that is loaded unchanged."""
         return self.traits.in_python
 
     @property
     def compile_only(self) -> bool:
-        """Whether the judge can only compile it: no device of its kind is driven here."""
+        """Whether the judge can only compile it, since it cannot run on a device of its kind."""
         return self.traits.compile_only
 
 
@@ -139,11 +139,11 @@ _IMPORTS = {
 
 
 def guess_language(path: Path, source: str) -> Language:
-    """Tell the language by suffix; SYCL from C++ by its header, Triton and CuTe DSL from PyTorch
-    by their imports.
+    """Infer the language from the suffix; SYCL and C++ differ by headers, Triton, CuTe DSL and
+    PyTorch by imports.
 
     Raises:
-        UsageError: nothing has this suffix, or several languages of others do.
+        UsageError: no language has this suffix, or several of other packages do.
     """
     match path.suffix:
         case ".cu":
@@ -160,12 +160,12 @@ def guess_language(path: Path, source: str) -> Language:
     fitting, broken = _of_others(path.suffix)
     if len(fitting) == 1:
         return fitting[0]
-    hint = f"say it with --language {'|'.join(Language)}"
+    hint = f"choose it by --language {'|'.join(Language)}"
     raise UsageError(f"cannot tell the language of {path.name}", "; ".join([hint, *broken]))
 
 
 def _of_others(suffix: str) -> tuple[list[Language], list[str]]:
-    """Languages of others with that suffix, and why some cannot be asked."""
+    """Languages of other packages with that suffix, and why some could not be loaded."""
     fitting, broken = [], []
     for entry in _TOOLCHAINS.entries():
         try:

@@ -50,7 +50,9 @@ class Op:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of all that decides a verdict: contract, reference, inputs and baselines."""
+        """sha256 of everything that determines a verdict: contract, reference, inputs and
+        baselines.
+        """
         found = hashlib.sha256()
         for name in ("op.toml", "reference.py", "inputs.py", "baselines.py"):
             content = (self.folder / name).read_bytes()
@@ -65,8 +67,8 @@ class Op:
 
     @cached_property
     def kept(self) -> Callable[..., dict[str, Any]]:
-        """`kept(**inputs) -> {updated tensor: bool mask}`: elements whose bits a call must leave as
-        they were, of an op that updates a tensor in part; without it, none are held to that.
+        """`kept(**inputs) -> {updated tensor: bool mask}`: elements that a call must not change,
+        for an op that updates a tensor in part. Without it, no element is checked.
         """
         found: Callable[..., dict[str, Any]] | None = getattr(
             _load(self.folder / "reference.py"), "kept", None
@@ -75,23 +77,23 @@ class Op:
 
     @cached_property
     def control(self) -> Callable[..., dict[str, Any]]:
-        """The op in lower precision than the contract wants: the judge must reject it."""
+        """The op in lower precision than the contract requires, which the judge must reject."""
         function: Callable[..., dict[str, Any]] = _load(self.folder / "reference.py").control
         return function
 
     @cached_property
     def inputs(self) -> ModuleType:
         """`make(point, generator, regime) -> {tensor: value}` on the generator's device, and
-        `REGIMES`, of which `normal` is what is timed."""
+        `REGIMES`; `normal` is the one that is timed.
+        """
         return _load(self.folder / "inputs.py")
 
     @cached_property
     def baselines(self) -> dict[str, Callable[[str], Callable[..., Any]]]:
-        """Name to factory: `factory(device)` gives a callable or raises `ImportError` saying why
-        not here.
+        """Name to factory: `factory(device)` returns a callable, or raises `ImportError` with the
+        reason why it does not run on this machine.
 
-        A baseline writes in place, or returns a tuple of what the contract says is written, in
-        contract order.
+        A baseline writes in place, or returns a tuple of the written tensors in contract order.
         """
         found: dict[str, Callable[[str], Callable[..., Any]]] = _load(
             self.folder / "baselines.py"
@@ -100,7 +102,7 @@ class Op:
 
     @cached_property
     def accuracy_baseline(self) -> str:
-        """The baseline whose error against float64 a candidate's error is measured by.
+        """The baseline whose error against float64 limits a candidate's error.
 
         Raises:
             UsageError: `baselines.py` names none, or names it by the constant's former spelling.
@@ -113,15 +115,15 @@ class Op:
                 f"{self.folder / 'baselines.py'} names no ACCURACY_BASELINE",
                 "rename its constant HONEST to ACCURACY_BASELINE"
                 if former
-                else "set ACCURACY_BASELINE to the name in BASELINES whose error is the yardstick",
+                else "set ACCURACY_BASELINE to the name in BASELINES that sets the tolerance",
             )
         return name
 
     def sweep(self, device: str, name: str | None = None) -> Sweep:
-        """The sweep of that name, or the first for the device.
+        """The sweep of that name, or the first one for the device.
 
         Raises:
-            UsageError: there is none.
+            UsageError: there is no such sweep.
         """
         fitting = [sweep for sweep in self.contract.sweeps if sweep.device == device]
         if name is not None:
@@ -146,7 +148,7 @@ class Op:
 
 def _load(path: Path) -> ModuleType:
     """Import a file of the library by path; `kernels/` is data, not a package."""
-    # two libraries may have an op of one name
+    # two libraries may each have an op of the same name
     where = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
     name = f"_patcher_op_{path.parent.name}_{path.stem}_{where}"
     if name in sys.modules:
@@ -181,7 +183,7 @@ def library() -> Path:
 def load_ops() -> dict[str, Op]:
     """Every op by name: the library's, then those in the folders of `$PATCHER_OPS`.
 
-    Relative folders count from where this process runs now.
+    Relative folders count from the current folder.
 
     Raises:
         UsageError: a folder of `$PATCHER_OPS` does not exist, or an op's contract is not valid.
@@ -190,7 +192,7 @@ def load_ops() -> dict[str, Op]:
 
 
 def user_op_folders() -> str:
-    """`$PATCHER_OPS` with absolute folders, for a process that runs elsewhere."""
+    """`$PATCHER_OPS` with absolute folders, for a process with another current folder."""
     folders = os.environ.get("PATCHER_OPS", "").split(os.pathsep)
     return os.pathsep.join(os.path.abspath(folder) for folder in folders if folder)
 
@@ -211,7 +213,7 @@ def load_op(name: str) -> Op:
     """The op of that name.
 
     Raises:
-        UsageError: no such op.
+        UsageError: there is no such op.
     """
     try:
         return load_ops()[name]

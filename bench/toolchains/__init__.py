@@ -1,7 +1,7 @@
-"""From one source file to something callable: build it, and load what was built.
+"""Turn a source file into a callable: build it, and load the result.
 
-`build` runs compilers with a fixed argument list and a scrubbed environment and never loads
-anything; `load` is for the process that runs the kernel: the judge's runner, or a served engine
+`build` runs compilers with a fixed argument list and a scrubbed environment, and never loads
+anything. `load` is for the process that runs the kernel: the judge's runner, or a served engine
 once the kernel is accepted.
 """
 
@@ -24,21 +24,21 @@ from patcher.bench.records import Record
 from patcher.bench.runner import loading
 
 EXAMPLE_OP = "scaled_add"
-"""What every toolchain's one-shot example computes: `scaled_add(x, y, out, scale)`."""
+"""The op of every toolchain's one-shot example: `scaled_add(x, y, out, scale)`."""
 TOOLCHAINS: Registry[type[Toolchain]] = Registry("toolchains")
 """By language; a class of another package also has `traits`, its `LanguageTraits`."""
 _FENCED = re.compile(r"^```\w+\n(?P<source>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Built(Record):
-    """What a build made, ready for `load`. A failed build has `path` None and says why in `log`."""
+    """The result of a build, for `load`. A failed build has `path` None and the reason in `log`."""
 
     language: Language
     path: Path | None
     binding: str
-    """How the entry is reached: `tvm-ffi`, `torch` or `python`; `none`: it was compiled only."""
+    """How the entry is called: `tvm-ffi`, `torch` or `python`; `none`: it was compiled only."""
     command: str
-    """What was run, without paths of this machine."""
+    """The build command, without paths of this machine."""
     log: str
     seconds: float
     cached: bool
@@ -60,13 +60,13 @@ class Missing(Record):
 
 
 class Toolchain(Protocol):
-    """A programming model: what it needs here, how it builds, and what a model is told of it."""
+    """A programming model: its requirements, its build, and its hints for prompts."""
 
     language: Language
 
     @abstractmethod
     def missing(self) -> Missing | None:
-        """What keeps it from building here, or None where it is available."""
+        """What is missing to build on this machine; None if it is available."""
         ...
 
     @abstractmethod
@@ -74,20 +74,22 @@ class Toolchain(Protocol):
         """Compile into `folder`; nothing of the result is run.
 
         Raises:
-            MissingError: what it needs is not here.
+            MissingError: a requirement is missing.
         """
         ...
 
     def demand(self) -> None:
-        """Raises:
-        MissingError: it is not available here; the hint says what to install.
+        """Check that the toolchain is available.
+
+        Raises:
+            MissingError: it is not; the hint says what to install.
         """
         if missing := self.missing():
             raise MissingError(f"cannot build {self.language} here: {missing}", missing.fix)
 
     @property
     def hints(self) -> str:
-        """How a candidate is written, as a Jinja template over the contract: the file
+        """Hints on how to write a candidate, as a Jinja template over the contract: the file
         `hints/LANGUAGE.md.j2` of the package that has the class.
         """
         package = type(self).__module__.rpartition(".")[0] or type(self).__module__
@@ -96,13 +98,13 @@ class Toolchain(Protocol):
 
     @property
     def example(self) -> str:
-        """The one-shot example in the hints: a whole right source of `EXAMPLE_OP`."""
+        """The one-shot example in the hints: a complete, correct source of `EXAMPLE_OP`."""
         *_, last = _FENCED.finditer(self.hints)
         return last["source"]
 
 
 def toolchain(language: Language) -> Toolchain:
-    """The toolchain of a language: ours, or of the package that brings it.
+    """The toolchain of a language, built-in or from another package.
 
     Raises:
         MissingError: that package cannot be imported.
@@ -119,11 +121,11 @@ def cache_root() -> Path:
 
 
 def build(candidate: Candidate, contract: Contract, folder: Path | None = None) -> Built:
-    """Build a candidate, or find it built: the cache is keyed by source, flags and compiler.
+    """Build a candidate, or use its cached build, whose key is source, flags and compiler.
 
     Raises:
         UsageError: the cache folder cannot be written.
-        MissingError: the language has no compiler here.
+        MissingError: this machine has no compiler for the language.
     """
     root = folder or cache_root() / "build"
     try:
@@ -136,16 +138,15 @@ def build(candidate: Candidate, contract: Contract, folder: Path | None = None) 
 
 
 def load(built: Built, entry: str) -> Callable[..., Any]:
-    """The entry as a Python callable that takes torch tensors and scalars in the contract's
-    order.
+    """The entry as a Python callable that takes torch tensors and scalars in the contract's order.
 
     Raises:
-        UsageError: it is of a language that is only compiled.
+        UsageError: its language can only be compiled.
     """
     assert built.path is not None
     if built.binding == "none":
         raise UsageError(
-            f"a {built.language} kernel is only compiled: nothing here runs it",
+            f"a {built.language} kernel can only be compiled, not run",
             "write it in cpp, cuda, triton or cutedsl",
         )
     return loading.load(str(built.path), built.binding, entry)

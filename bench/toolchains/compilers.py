@@ -1,4 +1,4 @@
-"""Run a compiler in confinement, and keep what it made: the cache is keyed by content."""
+"""Run a compiler in a sandbox, and cache its result by content."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from patcher.bench.records import Record
 from patcher.bench.toolchains import Built, cache_root
 
 BUILD_TIMEOUT_S = 120.0
-"""Of one candidate; `$PATCHER_BUILD_TIMEOUT_S` says otherwise."""
+"""Time limit in seconds of one candidate's build, unless `$PATCHER_BUILD_TIMEOUT_S` is set."""
 LOG_LIMIT = 20_000
 
 
 class CompileJob(Record):
-    """One command that makes one file of a candidate, in a folder that holds only `files`."""
+    """One command that builds one file of a candidate, in a folder that holds only `files`."""
 
     files: dict[str, str]
-    """Besides the candidate's own."""
+    """Text by file name, besides the candidate's own."""
     command: tuple[str, ...]
     product: str
-    """The file that a success leaves."""
+    """The file that a successful command writes."""
     binding: str
     shown: str
-    """The command for people, without paths of this machine."""
+    """The command as shown to people, without paths of this machine."""
     version: str
-    """Of the compiler, as far as a result depends on it."""
+    """Version of the compiler, as far as the result depends on it."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """What the compiler is told besides its search path."""
+    """Further environment variables of the compiler, besides its search path."""
 
 
 def compiled(candidate: Candidate, job: CompileJob, folder: Path) -> Built:
-    """Run the job, or find its result in `folder` from another time."""
+    """Run the job, or use its earlier result in `folder`."""
     told = sorted(job.files.items()), sorted(job.environment.items())
     parts = [candidate.digest, repr(told), job.version, cpu_instructions(), *job.command]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
@@ -98,8 +98,8 @@ def run_compiler(
     timeout_s: float | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
-    """Run a compiler confined to a folder of its own: no network, no GPU, nothing of the user's
-    files, no inherited environment; killed with all that it started.
+    """Run a compiler that can access only a folder of its own: no network, no GPU, no user files,
+    no inherited environment. It is killed with its children.
     """
     # imported late: the sandbox hides the project, and so knows its packages
     from patcher.bench.sandbox import policy as sandbox
@@ -137,25 +137,25 @@ def run_compiler(
 
 
 def _prefix(compiler: str) -> Path:
-    """Where a compiler is installed, with what it needs beside it."""
+    """Where a compiler is installed, and what it needs besides."""
     found = find(compiler)
     return Path(os.path.realpath(found)).parent.parent if found else Path()
 
 
 def find(compiler: str) -> str | None:
-    """Its path, where it is installed."""
+    """Its path, if it is installed."""
     return shutil.which(compiler, path=search_path())
 
 
 def search_path() -> str:
-    """`PATH`, then where CUDA and ROCm put their compilers."""
+    """`PATH`, then the folders where CUDA and ROCm install their compilers."""
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda", os.environ.get("ROCM_PATH")]
     path = os.environ.get("PATH", os.defpath)
     return os.pathsep.join([path, *(f"{home}/bin" for home in [*homes, "/opt/rocm"] if home)])
 
 
 def version(compiler: str) -> str:
-    """What `--version` prints."""
+    """The output of `--version`."""
     result = subprocess.run(
         [compiler, "--version"],
         capture_output=True,
@@ -167,5 +167,5 @@ def version(compiler: str) -> str:
 
 
 def _without_paths(log: str, work: Path) -> str:
-    """Compiler messages as feedback: file names stay, folders of this machine go."""
+    """Compiler messages as feedback, without folders of this machine; file names stay."""
     return re.sub(r"(?:/[^\s:'\"]+)+/", "", log.replace(f"{work}/", ""))

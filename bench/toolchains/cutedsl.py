@@ -1,7 +1,7 @@
-"""CuTe DSL (nvidia-cutlass-dsl): a Python file whose kernels are compiled here without a GPU.
+"""CuTe DSL (nvidia-cutlass-dsl): a Python file whose kernels are compiled without a GPU.
 
-The compile check runs the file, so it runs in the compilers' confinement. What it says is worth as
-much as a compiler's word on hostile text: the judge's runner decides, on a GPU.
+The compile check runs the file, so it runs in the compilers' sandbox. Hostile source can forge its
+result, so only the judge's runner decides, on a GPU.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ class CuteDslToolchain(TorchToolchain):
             importlib.metadata.version(PACKAGE)  # `cutlass` alone may be another project's
         except importlib.metadata.PackageNotFoundError:
             return Missing(reason=f"{PACKAGE} is not installed", fix=f"pip install {PACKAGE}")
-        if importlib.util.find_spec("cutlass") is None:  # a .pth file of the package leads to it
+        if (
+            importlib.util.find_spec("cutlass") is None
+        ):  # a .pth file of the package makes it importable
             return Missing(
-                reason=f"{PACKAGE} is installed and `import cutlass` finds nothing",
+                reason=f"{PACKAGE} is installed, but `import cutlass` fails",
                 fix=f"pip install --force-reinstall {PACKAGE}",
             )
         return None
@@ -65,7 +67,7 @@ class CuteDslToolchain(TorchToolchain):
 
 
 def _cases(contract: Contract) -> str:
-    """The calls to try: for every choice of dtypes, the first size of the first sweep."""
+    """The calls to try: for each combination of dtypes, the first size of the first sweep."""
     sweep = next((each for each in contract.sweeps if each.device == "cuda"), contract.sweeps[0])
     axes = sweep.points()[0].axes
     cases = []

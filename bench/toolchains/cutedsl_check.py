@@ -1,11 +1,11 @@
-"""Compile a CuTe DSL candidate without a GPU; the build runs this file by itself, confined.
+"""Compile a CuTe DSL candidate without a GPU; the build runs this file by itself, sandboxed.
 
-The entry is called on tensors that hold no data. `cute.compile` does all its work, down to the
-machine's code, and what it returns is replaced by something that launches nothing. Exit code 1: a
-kernel does not compile, or the file cannot be imported. Host code that needs a GPU before it
-compiles leaves that case unchecked, which is said.
+The entry is called on tensors without data. `cute.compile` runs completely, down to machine code,
+and its result is replaced by a function that launches nothing. Exit code 1: a kernel does not
+compile, or the file cannot be imported. If host code needs a GPU before it compiles, that case is
+reported as unchecked.
 
-    python cutedsl_check.py CANDIDATE ENTRY    (cases.json lies beside it)
+    python cutedsl_check.py CANDIDATE ENTRY    (cases.json is beside it)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(file: str, entry: str) -> int:
 
         kind = type(importlib.import_module("cutlass.cute").compile)
         kind.__call__ = checked(kind.__call__)
-    except Exception as error:  # not the candidate's fault: the runner decides
+    except Exception as error:  # not the candidate's fault; the runner decides
         print(f"not checked: this CuTe DSL cannot be watched: {type(error).__name__}: {error}")
         return 0
     try:
@@ -62,7 +62,7 @@ def main(file: str, entry: str) -> int:
 
 
 def checked(compile_: Any) -> Any:
-    """`cute.compile` that tells what it did; its results launch nothing."""
+    """`cute.compile` with a record of its compilations; its results launch nothing."""
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
         try:

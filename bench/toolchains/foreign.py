@@ -1,7 +1,7 @@
-"""HIP, SYCL and Metal: compiled where their compiler is, and neither run nor timed.
+"""HIP, SYCL and Metal: compiled if their compiler is installed, but neither run nor timed.
 
-No device of theirs is driven here, so the judge can say only that a source compiles. The product is
-an object file that nothing loads.
+This project cannot run them on a device, so the judge can only say that a source compiles. The
+result is an object file that is never loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from patcher.bench.toolchains.compilers import CompileJob, compiled, find, run_c
 from patcher.bench.toolchains.native import FFI_UNIT, ffi_paths
 
 HIP_ARCH = "gfx90a"
-"""`$PATCHER_HIP_ARCH` says otherwise."""
+"""GPU architecture for HIP, unless `$PATCHER_HIP_ARCH` is set."""
 
 
 class _CompileOnly(Toolchain):
@@ -32,7 +32,7 @@ class _CompileOnly(Toolchain):
 
     @abstractmethod
     def compiler(self) -> list[str]:
-        """The compiler that is here and what chooses its language, or nothing."""
+        """The installed compiler with the options for its language, or nothing."""
         ...
 
     def missing(self) -> Missing | None:
@@ -71,7 +71,7 @@ class HipToolchain(_CompileOnly):
     )
     environment: ClassVar[dict[str, str]] = {
         "HIP_PLATFORM": "amd"
-    }  # beside a CUDA toolkit hipcc would take nvcc
+    }  # if a CUDA toolkit is installed, hipcc would use nvcc
 
     def compiler(self) -> list[str]:
         return ["hipcc"] if find("hipcc") else []
@@ -117,7 +117,9 @@ class MetalToolchain(_CompileOnly):
         return []
 
     def unit(self, candidate: Candidate, contract: Contract) -> str:
-        """The source once for every choice of dtypes, each symbol of the contract a macro."""
+        """The source once for each combination of dtypes, with each symbol of the contract as a
+        macro.
+        """
         parts = ["#include <metal_stdlib>"]
         for index, dtypes in enumerate(contract.dtype_choices()):
             known = {symbol: DTYPES[dtype].metal for symbol, dtype in dtypes.items()}
@@ -133,7 +135,7 @@ class MetalToolchain(_CompileOnly):
 
 @functools.cache
 def _has_sycl(clang: str) -> bool:
-    """Whether this clang++ finds SYCL's headers: the option alone is in every build of it."""
+    """Whether this clang++ finds SYCL's headers, since every build accepts the option."""
     with tempfile.TemporaryDirectory(prefix="patcher-sycl-") as folder:
         (Path(folder) / "probe.cpp").write_text("#include <sycl/sycl.hpp>\n", encoding="utf-8")
         code, _ = run_compiler([clang, "-fsycl", "-fsyntax-only", "probe.cpp"], Path(folder))

@@ -1,8 +1,8 @@
 """C++ and CUDA: one generated translation unit around the candidate's source.
 
 apache-tvm-ffi is the binding (flashinfer builds with it too): its headers compile in about two
-seconds on two cores, where PyTorch's take over twenty. A source that includes PyTorch's headers,
-which models like to write, is bound with pybind11; for C++ those headers are then precompiled once.
+seconds on two cores, PyTorch's in over twenty. A source that includes PyTorch's headers, as models
+often write, is bound with pybind11; for C++ those headers are then precompiled once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from patcher.bench.toolchains import Built, Missing, Toolchain, cache_root
 from patcher.bench.toolchains.compilers import CompileJob, compiled, find, run_compiler, version
 
 HEADER_TIMEOUT_S = 600.0
-"""Of PyTorch's headers, which are ours to compile."""
+"""Time limit in seconds to precompile PyTorch's headers, which are trusted code."""
 
 FFI_UNIT = """\
 #include <tvm/ffi/container/tensor.h>
@@ -48,7 +48,7 @@ def binds_with_torch(source: str) -> bool:
 
 
 class _Native(Toolchain):
-    """What C++ and CUDA share: unit and command."""
+    """Shared by C++ and CUDA: translation unit and command."""
 
     compiler: str
     suffix: str
@@ -134,7 +134,7 @@ class CudaToolchain(_Native):
 
 
 def cuda_capability() -> tuple[int, int]:
-    """What CUDA sources are compiled for: the GPU at hand; Hopper where no GPU is."""
+    """The architecture for CUDA sources: that of the local GPU, or Hopper if there is none."""
     import torch
 
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
@@ -155,8 +155,8 @@ def ffi_paths() -> tuple[list[str], list[str]]:
 
 
 def _torch_paths() -> tuple[list[str], list[str]]:
-    """Include folders and libraries; no rpath: the process that loads the result has PyTorch's
-    libraries already.
+    """Include folders and libraries, without rpath: the process that loads the result has already
+    loaded PyTorch's libraries.
     """
     import torch
 
@@ -172,7 +172,7 @@ def _torch_paths() -> tuple[list[str], list[str]]:
 
 
 def _precompiled_torch(compiler: str, flags: list[str]) -> Path:
-    """`torch/extension.h` precompiled for these flags; made once, in about half a minute."""
+    """Precompile `torch/extension.h` for these flags, once, in about half a minute."""
     import torch
 
     includes, _ = _torch_paths()

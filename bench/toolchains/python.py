@@ -1,4 +1,4 @@
-"""Triton and PyTorch: a Python file, checked here as text and loaded only where it may run."""
+"""Triton and PyTorch: a Python file, checked as text and loaded only in the runner."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TorchToolchain(Toolchain):
             if contract.name in {
                 node.name for node in tree.body if isinstance(node, ast.FunctionDef)
             }:
-                # Triton reads a kernel's source from its file, so it must be one
+                # Triton reads a kernel's source from its file, so it must be a file
                 made = folder / candidate.digest[:32]
                 made.mkdir(parents=True, exist_ok=True)
                 path = made / candidate.file_name

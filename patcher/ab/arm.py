@@ -1,8 +1,8 @@
 """One arm of an A/B as a process: commands on stdin, replies on stdout.
 
-It is `python -P -m patcher.ab.arm`. The environment says which patches are in, as in serving;
-see `arm_protocol.py` for what is said. What an engine prints goes to stderr. The process ends when
-its commands do.
+It runs as `python -P -m patcher.ab.arm`. Environment variables enable its patches, as in serving.
+`arm_protocol.py` defines the messages. The engine's own output goes to stderr. The process ends
+when stdin is closed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 
 
 class ArmServer:
-    """The engine, what is patched in it, and the window under way."""
+    """The engine, its patches and the current window."""
 
     def __init__(self, load: say.Load) -> None:
-        """Raises:
-        PatcherError: the engine does not load, or a patch cannot be put in.
+        """Load the engine and its patches.
+
+        Raises:
+            PatcherError: the engine does not load, or a patch cannot be installed.
         """
         self.workload: Workload = load.workload
         free = free_bytes(self.workload.device)
@@ -51,12 +53,14 @@ class ArmServer:
         self._delay = ExitStack()
 
     def answer(self, command: say.ArmCommand) -> say.ArmReply:
-        """Raises:
-        PatcherError: what is asked for cannot be done now.
+        """Execute a command and return its reply.
+
+        Raises:
+            PatcherError: the command cannot be executed in this state.
         """
         match command:
             case say.Load():
-                raise UsageError("the engine is loaded already")
+                raise UsageError("the engine is already loaded")
             case say.Prefill(seed=seed, shape=shape):
                 return self._prefill(seed, shape)
             case say.Decode(steps=steps):
@@ -97,7 +101,7 @@ class ArmServer:
 
     def _prefill(self, seed: int, shape: Shape | None) -> say.Done:
         if self._decoding is not None:
-            raise UsageError("a window is under way")
+            raise UsageError("a window is already open")
         workload = self.workload if shape is None else shape.of(self.workload)
         prompts = random_prompts(workload, self.engine.vocab_size, seed)
         gc.disable()
@@ -110,13 +114,13 @@ class ArmServer:
         self._decoding = None
         self.engine.release(decoding)
         gc.enable()
-        gc.collect()  # between windows, and not while one is waited for
+        gc.collect()  # between windows, and not while the client waits for one
         calls = self._total_calls() - self._calls
         return say.Ended(tokens=decoding.tokens().tolist(), kernel_calls=calls)
 
     def _window(self) -> Decoding:
         if self._decoding is None:
-            raise UsageError("no window is under way")
+            raise UsageError("no window is open")
         return self._decoding
 
     def _total_calls(self) -> int:
@@ -138,7 +142,7 @@ class ArmServer:
 
 
 def delay_of(engine: Any) -> StepDelay:
-    """How a step of this engine is made longer."""
+    """The function that delays each decode step of this engine."""
     from patcher.bench.ab.planted import model_delay, runner_delay
 
     return runner_delay(engine.runner) if hasattr(engine, "runner") else model_delay(engine.model)
@@ -147,8 +151,8 @@ def delay_of(engine: Any) -> StepDelay:
 def _logits_of(
     engine: Any, prompts: torch.Tensor, forced: torch.Tensor, reference: bool
 ) -> tuple[torch.Tensor, str]:
-    """[batch, steps + 1, vocabulary] over forced tokens, and how they were computed."""
-    if hasattr(engine, "served_logits"):  # one whose model is not called as a module
+    """Logits [batch, steps + 1, vocabulary] over forced tokens, and how they were computed."""
+    if hasattr(engine, "served_logits"):  # an engine whose model is not called as a module
         return engine.served_logits(prompts, forced), engine.how
     if not reference:
         from patcher.bench.ab.logits import served_logits
@@ -160,17 +164,17 @@ def _logits_of(
 
 
 def free_bytes(device: str) -> int:
-    """Of the GPU, or of the host, as it stands now."""
+    """Current memory use of the GPU, or of the host."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise UsageError("/proc/meminfo does not say what is free")
+    raise UsageError("/proc/meminfo has no MemAvailable")
 
 
 def serve(commands: IO[bytes], replies: IO[bytes]) -> int:
-    """Answer until told to close, or until there is nobody who asks."""
+    """Answer commands until `Close`, or until stdin is closed."""
     arm: ArmServer | None = None
     for line in commands:
         closed = False
@@ -184,9 +188,9 @@ def serve(commands: IO[bytes], replies: IO[bytes]) -> int:
                 arm = ArmServer(command)
                 reply = arm.loaded()
             else:
-                raise UsageError("the first command is to load")
+                raise UsageError("the first command must be load")
         except ValidationError as error:
-            reply = _failed(UsageError(f"not a command: {str(error).splitlines()[0]}"))
+            reply = _failed(UsageError(f"invalid command: {str(error).splitlines()[0]}"))
         except PatcherError as error:
             reply = _failed(error)
         replies.write(reply.model_dump_json().encode() + b"\n")
@@ -201,7 +205,7 @@ def _failed(error: PatcherError) -> say.Failed:
 
 
 def main() -> int:
-    # an engine's children and prints must not meet the pipe
+    # the engine's children and its output must not use the pipe
     commands, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -1,7 +1,7 @@
-"""The measuring side of an arm's process: start it, command it, read the clock, end it.
+"""The measuring side of an arm's process: start it, send commands, time it, end it.
 
-The clock is read here and tokens are counted here: nothing that runs in the process of a patched
-kernel times itself.
+Time is measured and tokens are counted here, since the process of a patched kernel must not time
+itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from patcher.integrate import Patch, Receipt, patch_environment
 LOAD_S = 900.0
 REPLY_S = 600.0
 CLOSE_S = 10.0
-"""What it measured is known by then; an engine that takes longer to end is killed."""
+"""Time limit in seconds to close; the process is then killed, since its results are known."""
 _TAIL = 1500
 _REPLY_LIMIT = 1 << 26
 
@@ -38,11 +38,12 @@ ReplyRecord = TypeVar("ReplyRecord", bound=Record)
 
 
 def arm_environment(folder: Path, patches: tuple[Patch, ...]) -> dict[str, str]:
-    """What switches just these patches on, in a store of their own; without keys.
+    """The environment variables that enable only these patches, in a separate store, without API
+    keys.
 
     Raises:
-        VerificationError: a bundle was changed, or does not fit here.
-        UsageError: two patches for one patch point.
+        VerificationError: a bundle was changed, or does not match this environment.
+        UsageError: two patches have the same patch point.
     """
     return engine_environment() | patch_environment(patches, folder / "home", folder / "receipts")
 
@@ -57,10 +58,10 @@ class ArmProcess:
         patches: tuple[Patch, ...] = (),
         load_s: float = LOAD_S,
     ) -> None:
-        """Start it and wait until it is loaded, so many seconds at most.
+        """Start the process and wait until it is loaded, at most the given number of seconds.
 
         Raises:
-            PatcherError: it does not load, or has other patches in than it should.
+            PatcherError: it does not load, or its patches are not those that were requested.
         """
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="patcher-arm-")
@@ -84,8 +85,8 @@ class ArmProcess:
             wanted = {patch.manifest.id: patch.digest for patch in patches}
             if loaded.patches != wanted:
                 raise PatcherError(
-                    f"the {name} process has {sorted(loaded.patches) or 'no patch'} in, "
-                    f"{sorted(wanted) or 'none'} was asked for"
+                    f"the {name} process has {sorted(loaded.patches) or 'no patch'} installed, "
+                    f"{sorted(wanted) or 'none'} was requested"
                 )
         except BaseException:
             self.kill()
@@ -100,7 +101,7 @@ class ArmProcess:
 
     @property
     def pid(self) -> int:
-        """Also the number of its process group."""
+        """The process id, which is also its process group."""
         return self._process.pid
 
     def side(self, shape: Shape | None = None) -> PipeSide:
@@ -118,14 +119,14 @@ class ArmProcess:
         return ProcessMemory(found.held, found.peak, found.free)
 
     def delay(self, seconds: float) -> None:
-        """Make each of its decode steps take so much longer from now on."""
+        """Delay each of its decode steps by this time from now on."""
         self.ask(say.PlantDelay(seconds=seconds), say.Done)
 
     def receipts(self) -> tuple[Receipt, ...]:
         return self.ask(say.AskReceipts(), say.Receipts).receipts
 
     def called_since_warm(self) -> dict[str, Receipt]:
-        """By patch id. An engine that starts calls kernels at shapes that it then never serves: it
+        """Receipts by patch id. A starting engine calls kernels at shapes that it never serves: it
         tries the largest batch, and captures a graph for each size.
         """
         return called_between(self._warm, self.receipts())
@@ -136,8 +137,8 @@ class ArmProcess:
         """Send a command and wait for its reply.
 
         Raises:
-            PatcherError: the process said what went wrong, or it died, hangs, or says something
-                else; then it is killed.
+            PatcherError: the process reported an error, or it died, hung, or sent an invalid reply;
+                then it is killed.
         """
         stdin = self._process.stdin
         if stdin is None or stdin.closed:
@@ -151,7 +152,7 @@ class ArmProcess:
         try:
             line = self._line(time.monotonic() + timeout_s)
         except KeyboardInterrupt:
-            self.kill()  # whatever it is at
+            self.kill()  # whatever it is doing
             raise
         try:
             reply = say.REPLY.validate_json(line)
@@ -164,29 +165,29 @@ class ArmProcess:
             raise relayed(reply.error)
         if not isinstance(reply, kind):
             self.kill()
-            raise PatcherError(f"the {self.name} process answered {reply.kind!r}, unasked")
+            raise PatcherError(f"the {self.name} process sent an unexpected reply: {reply.kind!r}")
         return reply
 
     def close(self) -> None:
-        """End it with all that it started. Once more is the same as once."""
+        """Close the process and kill its process group; idempotent."""
         if self._process.returncode is None:
-            # what it measured is known; one that does not close is killed
+            # its results are known, so it is killed if it does not close
             with suppress(PatcherError):
                 self.ask(say.Close(), say.Done, CLOSE_S)
             self.kill(CLOSE_S)
 
     def kill(self, patience_s: float = 0.0) -> None:
-        """All of its group, also what it left behind; it may end by itself first."""
+        """Kill its process group, with any children left; it may end by itself first."""
         if self._process.returncode is not None:
             return
-        # as long as nobody has waited for it, its number is nobody else's
+        # its process id is not reused until someone waits for it
         deadline = time.monotonic() + patience_s
         ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
         while os.waitid(os.P_PID, self._process.pid, ended) is None:
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.01)
-        with suppress(ProcessLookupError):  # nothing is left of it
+        with suppress(ProcessLookupError):  # the group has no process left
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -223,7 +224,7 @@ class ArmProcess:
 
 
 class PipeSide:
-    """A side whose engine is in a process of its own; see `patcher.bench.ab.windows.Side`."""
+    """A side whose engine has a separate process; see `patcher.bench.ab.windows.Side`."""
 
     def __init__(self, process: ArmProcess, shape: Shape | None = None) -> None:
         self._process, self._shape = process, shape
@@ -237,7 +238,7 @@ class PipeSide:
     def turn(self, steps: int) -> None:
         self._timed(say.Decode(steps=1))
         self._turns.append(self._timed(say.Decode(steps=steps - 1)))
-        # an engine that runs ahead of its client must not run into the other's turn
+        # an engine that runs ahead of its client must not run during the other side's turn
         self._timed(say.Settle())
 
     def end(self) -> Taken:

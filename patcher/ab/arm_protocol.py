@@ -1,7 +1,7 @@
-"""What the measuring process and an arm's process say to each other: one JSON line each way.
+"""Messages between the measuring process and an arm's process: one JSON line each way.
 
-A command is answered by one reply of the kind that belongs to it, or by an error. Both sides check
-what they read against these records; nothing else is ever read from the pipe.
+Each command has one kind of reply, or an error. Both sides validate what they read against these
+records; nothing else is read from the pipe.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Load(Record):
     do: Literal["load"] = "load"
     workload: Workload
     arguments: dict[str, JsonValue] = Field(default_factory=dict)
-    """Of the engine, over those that the workload asks for."""
+    """The engine's arguments, which override those of the workload."""
     memory_share: float = Field(gt=0, le=1)
-    """Of the device's memory, for engines that take theirs in advance."""
+    """Share of the device's memory, for engines that allocate theirs in advance."""
     room: tuple[Shape, ...] = ()
-    """Other traffic that windows will be asked for."""
+    """Other traffic that later windows will use."""
 
 
 class Prefill(Record):
@@ -33,18 +33,18 @@ class Prefill(Record):
     do: Literal["prefill"] = "prefill"
     seed: int
     shape: Shape | None = None
-    """Traffic; None: the workload's."""
+    """Traffic of the window; None: the workload's."""
 
 
 class Decode(Record):
-    """So many decode steps of the window. Reply: `Done`, once their tokens are there."""
+    """Run some decode steps of the window. Reply: `Done`, when their tokens have arrived."""
 
     do: Literal["decode"] = "decode"
     steps: int = Field(ge=0)
 
 
 class Settle(Record):
-    """Wait for what the device still does. Reply: `Done`."""
+    """Wait until the device is idle. Reply: `Done`."""
 
     do: Literal["settle"] = "settle"
 
@@ -56,21 +56,21 @@ class End(Record):
 
 
 class PlantDelay(Record):
-    """From now on each decode step takes so much longer: a planted loss. Reply: `Done`."""
+    """Delay each decode step from now on, to plant a loss. Reply: `Done`."""
 
     do: Literal["delay"] = "delay"
     seconds: float = Field(ge=0)
 
 
 class InSteps(Record):
-    """A window whose steps are timed one by one, by the arm. Reply: `StepSeconds`."""
+    """Run a window whose steps the arm times one by one. Reply: `StepSeconds`."""
 
     do: Literal["in_steps"] = "in_steps"
     seed: int
 
 
 class Generate(Record):
-    """Greedy tokens. Reply: `Generated`."""
+    """Generate greedy tokens. Reply: `Generated`."""
 
     do: Literal["generate"] = "generate"
     seed: int
@@ -78,21 +78,21 @@ class Generate(Record):
 
 
 class Logits(Record):
-    """Logits over forced tokens, into a file. Reply: `Wrote`."""
+    """Write logits over forced tokens to a file. Reply: `Wrote`."""
 
     do: Literal["logits"] = "logits"
     seed: int
-    """Of the prompts."""
+    """Seed of the prompts."""
     forced: list[list[int]]
-    """[batch][steps + 1], as `Generated` has them."""
+    """Tokens [batch][steps + 1], as in `Generated`."""
     path: str
-    """Float32 [positions, vocabulary], `numpy.save` without pickle."""
+    """Output file: float32 [positions, vocabulary], by `numpy.save` without pickle."""
     reference: bool = False
-    """In higher precision, where the engine can."""
+    """Whether to use higher precision, if the engine can."""
 
 
 class AskRouting(Record):
-    """How spread out the routing is. Reply: `Entropy`."""
+    """Measure the entropy of the routing. Reply: `Entropy`."""
 
     do: Literal["routing"] = "routing"
     seed: int
@@ -144,15 +144,15 @@ class Loaded(Record):
     kind: Literal["loaded"] = "loaded"
     vocab_size: int = Field(ge=1)
     patches: dict[str, str]
-    """What is in the engine: digests by id."""
+    """Digests of the installed patches, by id."""
 
 
 class Ended(Record):
     kind: Literal["ended"] = "ended"
     tokens: list[list[int]]
-    """[batch][1 + steps]: prefill's first."""
+    """Tokens [batch][1 + steps]; the first is prefill's."""
     kernel_calls: int = Field(ge=0)
-    """Of patched kernels, since the window began."""
+    """Calls of patched kernels since the window began."""
 
 
 class StepSeconds(Record):
@@ -168,7 +168,7 @@ class Generated(Record):
 class Wrote(Record):
     kind: Literal["wrote"] = "wrote"
     how: str
-    """How they were computed."""
+    """How the logits were computed."""
 
 
 class Entropy(Record):
@@ -191,7 +191,7 @@ class Receipts(Record):
 
 
 class Failed(Record):
-    """An expected error, as `PatcherError.as_dict` gives it; the process lives on."""
+    """An expected error, as `PatcherError.as_dict` gives it; the process continues."""
 
     kind: Literal["failed"] = "failed"
     error: dict[str, str]

@@ -1,4 +1,4 @@
-"""Several patches: each alone and together, and the best set by what was measured."""
+"""Find the best set of several patches from measurements of each alone and together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from patcher.bench.stats.compare import holm
 
 
 class Combination(Record):
-    """Some patches at once against the baseline without any."""
+    """Several patches together, compared with the unpatched baseline."""
 
     patches: tuple[str, ...] = Field(min_length=1)
     comparison: Comparison
@@ -23,23 +23,23 @@ class BestSet(Record):
 
     schema_version: int = SCHEMA_VERSION
     patches: tuple[str, ...]
-    """Sorted; empty: none is accepted."""
+    """Ids of the chosen patches, sorted; empty if no set is accepted."""
     reason: str
     combinations: tuple[Combination, ...]
-    """As measured, with the verdicts that hold among all of them (Holm)."""
+    """The comparisons, with verdicts corrected for all of them (Holm)."""
     missing: tuple[str, ...] = ()
-    """What was not measured, so that another set may be better."""
+    """Combinations that were not measured, so that another set may be better."""
 
 
 def best_set(combinations: Sequence[Combination], confidence_pct: float = 95.0) -> BestSet:
-    """The set with the largest gain; of those that are as good as far as can be told, the smallest.
+    """Choose the set with the largest gain, or a smaller part of it that is equally good.
 
-    Gains are never added up: a set counts by its own comparison only. A patch is kept in it when it
-    shows, so of a set and a part of it the part wins where the intervals allow that both are equal.
-    The winner's gain is the largest of several and so reads a little high: measure it once more.
+    Gains are never added: a set is judged only by its own comparison. If the intervals allow that a
+    set and a part of it have the same gain, the part is chosen, so every patch in the result
+    contributes. The largest of several gains is biased upwards, so measure the chosen set again.
 
     Raises:
-        UsageError: nothing given, a patch or a set twice, or a comparison without a p-value.
+        UsageError: there are no comparisons, a patch or set occurs twice, or a p-value is missing.
     """
     if not combinations:
         raise UsageError("no measured combination", "measure each patch alone, and all together")
@@ -47,7 +47,7 @@ def best_set(combinations: Sequence[Combination], confidence_pct: float = 95.0) 
     if any(len(one.patches) != len(own) for one, own in zip(combinations, sets, strict=True)):
         raise UsageError("a combination names a patch twice", "name each once")
     if len(set(sets)) != len(sets):
-        raise UsageError("a combination was given twice", "give the comparison that counts")
+        raise UsageError("a combination was given twice", "give one comparison of each set")
     corrected = holm([one.comparison for one in combinations], confidence_pct)
     judged = {
         own: one.model_copy(update={"comparison": found})
@@ -67,7 +67,10 @@ def _choose(
     judged: dict[frozenset[str], Combination], accepted: list[frozenset[str]]
 ) -> tuple[frozenset[str], str]:
     if not accepted:
-        return frozenset(), f"none of {len(judged)} combinations is accepted among all of them"
+        return (
+            frozenset(),
+            f"none of {len(judged)} combinations is accepted after Holm's correction",
+        )
     largest = max(accepted, key=lambda own: judged[own].comparison.gain_pct)
     chosen = min(
         (own for own in accepted if own <= largest and _as_good(judged[own], judged[largest])),
@@ -82,12 +85,12 @@ def _choose(
     rest = _named(largest - chosen)
     return chosen, (
         f"keep {_named(chosen)}: {gain}; with {rest} it is {judged[largest].comparison.figures}, "
-        "no more than the intervals allow for the same"
+        "which the intervals do not tell apart"
     )
 
 
 def _as_good(part: Combination, whole: Combination) -> bool:
-    """Whether the intervals allow that a part gains what the whole does."""
+    """Whether the intervals allow that a part has the same gain as the whole."""
     first, second = part.comparison, whole.comparison
     half = math.hypot(first.gain_high_pct - first.gain_pct, second.gain_pct - second.gain_low_pct)
     return second.gain_pct - first.gain_pct <= half

@@ -1,4 +1,4 @@
-"""The folder of an A/B in blocks: what it has, a second start need not take again."""
+"""The folder of an A/B in blocks, from which an interrupted measurement continues."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from patcher.integrate import Receipt
 
 
 class BlocksHeader(Record):
-    """What holds for all blocks of a folder."""
+    """What all blocks of a folder have in common."""
 
     schema_version: int = SCHEMA_VERSION
     fingerprint: str
-    """Of device, driver, libraries and threads."""
+    """Fingerprint of device, driver, libraries and threads."""
     arguments: dict[str, JsonValue]
-    """Of the engine, in every process."""
+    """The engine's arguments, in every process."""
     tuning: Tuning | None = None
 
 
 class BlockRecord(Record):
-    """One block, and what its processes were asked beside the windows; by name of a set."""
+    """One block, with the other measurements of its processes by name of a set."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
     schema_version: int = SCHEMA_VERSION
     block: Block = Field(validation_alias=AliasChoices("block", "wave"), serialization_alias="wave")
     greedy: dict[str, Tokens]
-    """`before` (first block: before any patched process was started), `again` (by its control),
-    `after` (by the baseline of a later block)."""
+    """Greedy tokens: `before` (first block: before any patched process started), `again` (from the
+    control), `after` (from the baseline of a later block)."""
     receipts: dict[str, dict[str, Receipt]]
-    """By patch, too: of windows and what else was timed."""
+    """Receipts of windows and other timed calls, by set and patch."""
     quality_receipts: dict[str, dict[str, Receipt]]
-    """Of the quality run; of sets that were in no block before."""
+    """Receipts of the quality run, for sets that were in no earlier block."""
     other_workloads: dict[str, tuple[tuple[Window, ...], ...]] = Field(
         validation_alias=AliasChoices("other_workloads", "elsewhere"),
         serialization_alias="elsewhere",
     )
-    """At each of the job's other workloads."""
+    """Windows at each of the job's other workloads."""
 
 
 class BlocksQuality(Record):
-    """Quality of every set, and what the reference said beside it."""
+    """Quality of every set, and the routing entropy of the reference."""
 
     schema_version: int = SCHEMA_VERSION
     routing_entropy_pct: float | None
@@ -59,9 +59,9 @@ class BlocksQuality(Record):
 
 
 class BlockFolder:
-    """Records, each whole or not there, and logits until they are compared.
+    """Records, written atomically, and logits until they are compared.
 
-    What is read raises `VerificationError` where it is damaged.
+    Reading a damaged record raises `VerificationError`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,7 +69,7 @@ class BlockFolder:
         path.mkdir(parents=True, exist_ok=True)
 
     def header(self, make: Callable[[], BlocksHeader]) -> BlocksHeader:
-        """What the folder begins with, else what is made now."""
+        """The folder's header; if there is none, `make` creates it."""
         return self._remembered("begun.json", BlocksHeader, make)
 
     def blocks(self) -> list[BlockRecord]:
@@ -82,7 +82,7 @@ class BlockFolder:
         write_record(self._block(record.block.number), record)
 
     def quality(self, make: Callable[[], BlocksQuality]) -> BlocksQuality:
-        """The logits are not kept any longer."""
+        """Delete the logits."""
         found = self._remembered("quality.json", BlocksQuality, make)
         for path in self.path.glob("*.npy"):
             path.unlink()
@@ -107,7 +107,7 @@ class BlockFolder:
     def _remembered(
         self, name: str, kind: type[RecordOfFile], make: Callable[[], RecordOfFile]
     ) -> RecordOfFile:
-        """What the file holds, else what is made now, which it holds from then on."""
+        """The record in the file; if there is none, `make` creates it and it is written."""
         path = self.path / name
         if not path.is_file():
             write_record(path, make())
@@ -118,4 +118,4 @@ class BlockFolder:
 
     @property
     def _hint(self) -> str:
-        return f"remove {self.path} to measure anew"
+        return f"remove {self.path} to measure again"

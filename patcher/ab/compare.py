@@ -1,7 +1,7 @@
-"""End-to-end A/B and quality of a patch, or of several at once, outside of this process.
+"""End-to-end A/B and quality of one or more patches, in a separate process.
 
-The patched kernel was written by a model: the process that runs it gets an environment by
-allow-list, so that no key is in its reach, and what comes back is schema-checked JSON.
+A language model wrote the patched kernel. So the process that runs it gets only allowed environment
+variables, without API keys, and its result is JSON that is validated against a schema.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from patcher.bench.sandbox.die_with_parent import die_with_parent
 from patcher.integrate import Patch
 
 RESULT: TypeAdapter[tuple[Measurement, ...]] = TypeAdapter(tuple[Measurement, ...])
-"""What the measuring process leaves."""
+"""The result file of the measuring process."""
 
 
 def compare_patch(job: ABJob, patch_folder: Path, progress: ABProgress) -> Measurement:
-    """As `compare_patches`, one patch."""
+    """Compare one patch; see `compare_patches`."""
     [measurement] = compare_patches(job, [patch_folder], progress)
     return measurement
 
@@ -38,13 +38,13 @@ def compare_patch(job: ABJob, patch_folder: Path, progress: ABProgress) -> Measu
 def compare_patches(
     job: ABJob, patch_folders: Sequence[Path], progress: ABProgress
 ) -> tuple[Measurement, ...]:
-    """Compare the model with these patches, all in together, and without any.
+    """Compare the model with these patches, all installed together, with the unpatched model.
 
-    Both arms run in one process without keys (`patcher.ab.one_process`), or each in one
-    (`ABJob.process_pairs`); killed as a group when interrupted.
+    Both arms run in one process without API keys (`patcher.ab.one_process`), or in separate
+    processes (`ABJob.process_pairs`). An interrupt kills the whole process group.
 
     Returns:
-        for each patch what was measured, with its own receipts.
+        The measurement of each patch, with its own receipts.
 
     Raises:
         PatcherError: the process failed; its last lines are in the message.
@@ -89,7 +89,7 @@ def compare_patches(
         try:
             return RESULT.validate_json(result.read_bytes())
         except ValidationError as error:
-            raise PatcherError(f"measuring gave no valid result: {error}") from error
+            raise PatcherError(f"the measurement gave no valid result: {error}") from error
 
 
 def _relay(line: bytes, progress: ABProgress) -> None:
@@ -97,5 +97,5 @@ def _relay(line: bytes, progress: ABProgress) -> None:
         phase, said, done, total = json.loads(line)
         phase = ABPhase(phase)
     except (ValueError, TypeError):
-        return  # something in the engine prints to stdout: not progress
+        return  # lines that the engine prints to stdout are not progress
     progress(phase, str(said), int(done), int(total))

@@ -14,13 +14,13 @@ from patcher.reconciling.reconcile import Reconciliation
 
 STRICTEST: tuple[Verdict, ...] = ("reject", "inconclusive", "accept")
 RULE_VERSION = 5
-"""3: pairs far out count as if less far; 4: what beginning a pair does is taken out, and a GPU at
-its power cap in over a quarter of the windows is judged in that state; 5: arms that differ in flags
-tell nothing unless a trial shows the patched arm's by themselves to be no faster."""
+"""3: outlier pairs are winsorised. 4: the order effect is removed, and a GPU at its power cap in
+over a quarter of the windows is judged in that state. 5: arms with different flags are inconclusive
+unless a trial shows that the patched arm's flags alone are no faster."""
 
 
 class Decision(Record):
-    """The rule's word, and why."""
+    """The verdict, and the reasons for it."""
 
     schema_version: int = SCHEMA_VERSION
     rule_version: int = RULE_VERSION
@@ -40,15 +40,15 @@ def decide(
 ) -> Decision:
     """Accept only what every piece of evidence supports.
 
-    A disqualified patch is rejected however fast it was; a session whose own control fails tells
-    nothing; otherwise the comparison's verdict stands. What was measured at other traffic takes an
-    accept back where it was worse, or may have been.
+    A disqualified patch is rejected however fast it was. A session with a failed control is
+    inconclusive. Otherwise the comparison's verdict holds. Losses, or possible losses, at other
+    traffic prevent an accept.
 
     Args:
-        evaluation: the judge's, of the kernel.
-        reconciliation: a gain that it does not explain is a reason beside the verdict and never
-            turns it.
-        proof: where the patched run was profiled, too, its receipts held against that.
+        evaluation: the judge's evaluation of the kernel.
+        reconciliation: if it does not explain the gain, that is added to the reasons; the verdict
+            stays.
+        proof: the comparison of receipts with a profile of the patched run, if there is one.
     """
     throughput, quality = measurement.throughput, measurement.quality
     receipt, others = measurement.receipt, measurement.other_workloads
@@ -77,8 +77,8 @@ def decide(
             + (", as far as two stock processes repeat it" if comparison.process_pairs else ""),
         ]
         if throughput.patched_arguments:
-            told = words(throughput.patched_arguments)
-            reasons.append(f"the patched arm runs with {told}, by itself no faster than the other")
+            flags = words(throughput.patched_arguments)
+            reasons.append(f"the patched arm runs with {flags}, which alone is no faster")
         if others is not None and others.unknown:
             verdict = "inconclusive" if verdict == "accept" else verdict
             reasons += others.unknown
@@ -97,8 +97,8 @@ def decide(
 
 
 def strictest(decisions: Mapping[str, Decision]) -> Decision:
-    """Of patches that were in together, by id: all are kept, or none. What is not said of every
-    patch names its own.
+    """The strictest decision on patches that were installed together, by id. Reasons that do not
+    apply to every patch name theirs.
     """
     found = min(decisions.values(), key=lambda one: STRICTEST.index(one.verdict))
     if len(decisions) == 1:
@@ -119,20 +119,22 @@ def _disqualified(measurement: Measurement, evaluation: Evaluation) -> list[str]
     if receipt.total_calls == 0:
         found.append("the receipt shows that the patched kernel never ran in the patched windows")
     elif quality_receipt.total_calls == 0:
-        found.append("the patched kernel never ran in the quality run: another model was compared")
+        found.append(
+            "the patched kernel never ran in the quality run, so another model was compared"
+        )
     else:
         found += _never_compared(receipt, quality_receipt)
     found += _where_it_ran(measurement.throughput.windows)
     if not measurement.quality.passed:
         found.append(f"it is no longer the same model: {measurement.quality.reason}")
     if not measurement.reverted_identical:
-        found.append("after the revert the greedy output is not what it was before")
+        found.append("after the revert the greedy output differs from before")
     return found
 
 
 def _never_compared(timed: Receipt, compared: Receipt) -> list[str]:
-    """Kernels and shape buckets that were timed and are not in the quality run; a graph's replays
-    are other code than an eager call of the same shape.
+    """Kernels and shape buckets that were timed, but are not in the quality run. A graph's replays
+    run other code than an eager call of the same shape.
     """
     found = []
     if missed := sorted(timed.calls.keys() - compared.calls.keys()):
@@ -146,7 +148,7 @@ def _never_compared(timed: Receipt, compared: Receipt) -> list[str]:
 
 
 def _where_it_ran(windows: Sequence[Window]) -> list[str]:
-    """The patched kernel belongs in patched windows, all of them and no others."""
+    """The patched kernel must run in every patched window and in no other."""
     found = []
     strayed = silent = 0
     for window in windows:
@@ -161,22 +163,22 @@ def _where_it_ran(windows: Sequence[Window]) -> list[str]:
 
 
 def _void(throughput: Throughput) -> list[str]:
-    """Why the session tells nothing: both sides of the control are the same program, and what is
-    not the patch's must not be booked as its gain.
+    """Why the session is inconclusive: the A/A control must show no gain, and the patched arm's
+    flags must not count as the patch's gain.
     """
     if (own := throughput.patched_arguments) and not _only_for_the_patch(throughput):
         return [
-            f"the patched arm runs with {words(own)}, and no trial shows that this is no faster by "
-            "itself than the baseline: see --tune-baseline"
+            f"the patched arm runs with {words(own)}, and no trial shows that this alone is no "
+            "faster than the baseline: see `patcher throughput compare --tune-baseline`"
         ]
     control = throughput.control
     if control is None or control.pairs < 2:
-        return ["no A/A control in the session"]
+        return ["the session has no A/A control"]
     margin = throughput.comparison.margin_pct
     if control.gain_low_pct > margin or control.gain_high_pct < -margin:
         return [
-            f"the A/A control of the same session shows {control.figures} where there is nothing: "
-            "nothing can be told"
+            f"the A/A control of the session shows {control.figures}, though both sides are the "
+            "same program"
         ]
     return []
 

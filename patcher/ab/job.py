@@ -1,4 +1,4 @@
-"""What an A/B is to measure."""
+"""The job of an A/B: what to measure."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class ABJob(Record):
     quality_steps: int = 32
     seed: int = 0
     lock_mhz: int | None = None
-    """SM clock to lock for the A/B; None: it is only watched."""
+    """SM clock in MHz to lock for the A/B; None: clocks are only monitored."""
     process_pairs: int = 0
-    """Of processes, one for each arm; 0: the patch comes and goes in one process."""
+    """Number of process pairs, one process per arm; 0: both arms run in one process."""
     pairs_each: int = Field(default=DEFAULT_PAIRS // DEFAULT_PROCESS_PAIRS, ge=2)
     """Pairs of windows in each process pair."""
     alone: bool = False
-    """Whether each process has the device to itself, as a served engine has, though two fit: an
-    idle one beside it may change how fast it is."""
+    """Whether only one process is loaded at a time, as in serving, even if two fit: an idle process
+    may change the speed of the other."""
     arguments: dict[str, JsonValue] = Field(default_factory=dict)
-    """Of the engine in both arms, beside what the workload asks for; with process pairs."""
+    """Further arguments of the engine in both arms; with process pairs."""
     tune: bool = False
-    """Whether the best stock configuration is looked for first; with process pairs."""
+    """Whether to search for the best stock configuration first; with process pairs."""
     tuned: Tuning | None = None
-    """What such a search found before, in place of another; with process pairs."""
+    """Result of an earlier search, which replaces a new one; with process pairs."""
     other_workloads: tuple[Shape, ...] = Field(
         default=(),
         validation_alias=AliasChoices("other_workloads", "elsewhere"),
         serialization_alias="elsewhere",
     )
-    """Other traffic at which nothing may be lost."""
+    """Other traffic at which the patch must not lose."""

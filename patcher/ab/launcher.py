@@ -1,4 +1,4 @@
-"""Starts the processes of an end-to-end A/B, each with the patches and arguments that are its."""
+"""Start the processes of an end-to-end A/B, each with its own patches and arguments."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from patcher.bench.machine.clocks import ClockMonitor
 from patcher.integrate import Patch, engine_wants
 
 TUNED_LOAD_S = 300.0
-"""A way to serve that takes longer to load, since it compiles, say, is not waited for."""
+"""Time limit in seconds to load; a configuration that takes longer (it may compile) fails."""
 STAGGER_S = 2.0
-"""From one start to the next, so that who starts first is the first to take memory."""
+"""Seconds between two starts, so that the first one to start allocates memory first."""
 
 
 class ArmLauncher:
     """Starts the arms of one job; see `patcher.bench.ab.processes.Launcher`."""
 
     def __init__(self, job: ABJob, sets: Mapping[str, Sequence[Patch]] | None = None) -> None:
-        """Args:
-        sets: the patches of each process that has some, by its name.
+        """Set up the launcher.
+
+        Args:
+            sets: the patches of each patched process, by its name.
         """
         self.job = job
         self.sets = {name: tuple(patches) for name, patches in (sets or {}).items()}
         self.arguments: dict[str, JsonValue] = dict(job.arguments)
-        """Of the engine, in every process, but for what patches want; see `arguments_of`."""
+        """The engine's arguments in every process, without those of patches; see `arguments_of`."""
 
     def start(self, name: str, memory_share: float) -> ArmProcess:
-        """The process of that name with its patches, loaded."""
+        """Start and load the process of that name with its patches."""
         patches = self.sets.get(name, ())
         return self.launch(name, self.arguments_of(patches), memory_share, patches)
 
@@ -47,7 +49,7 @@ class ArmLauncher:
         patches: tuple[Patch, ...] = (),
         load_s: float = LOAD_S,
     ) -> ArmProcess:
-        """A process with these arguments of the engine and these patches, loaded."""
+        """Start and load a process with these engine arguments and patches."""
         load = say.Load(
             workload=self.job.workload,
             arguments=arguments,
@@ -57,14 +59,15 @@ class ArmLauncher:
         return ArmProcess(name, load, patches, load_s)
 
     def arguments_of(self, patches: Iterable[Patch]) -> dict[str, JsonValue]:
-        """With what patches want where that is not the baseline: they replace what another
-        configuration never calls."""
+        """The arguments with those that the patches require: another configuration would never call
+        the code that they replace.
+        """
         names = [patch.manifest.target.point for patch in patches]
         wanted = engine_wants(self.job.workload.engine, names)
         return {**self.arguments, **overriding(wanted, self.arguments)}
 
     def tuning(self, progress: ABProgress) -> Tuning | None:
-        """The best stock configuration, looked for or told, where either was asked for."""
+        """The best stock configuration, searched for or given, if requested."""
         if self.job.tuned is not None:
             self.arguments |= self.job.tuned.chosen
             return self.job.tuned
@@ -73,7 +76,7 @@ class ArmLauncher:
     def tune(
         self, progress: ABProgress, tried_one: Callable[[ConfigTrial], None] | None = None
     ) -> Tuning:
-        """Look for the best stock configuration, which is all processes' from then on."""
+        """Search for the best stock configuration, and use it for all later processes."""
         with ClockMonitor(self.job.workload.device, self.job.lock_mhz) as clocks:
             found = tune(
                 lambda arguments, share: self.launch(
@@ -98,7 +101,7 @@ class ArmLauncher:
     def configured(
         self, throughput: Throughput, patches: Sequence[Patch], tuning: Tuning | None
     ) -> Throughput:
-        """With the engine's arguments in both arms, and how they were found."""
+        """The throughput, with the engine's arguments in both arms and the search for them."""
         return throughput.model_copy(
             update={
                 "engine_arguments": self.arguments,
@@ -109,26 +112,28 @@ class ArmLauncher:
 
 
 def refuse_other_engines(workload: Workload, patches: Iterable[Patch]) -> None:
-    """Raises:
-    UsageError: a patch is for another engine than the workload's.
+    """Check that all patches are for the workload's engine.
+
+    Raises:
+        UsageError: a patch is for another engine.
     """
     for patch in patches:
         target = patch.manifest.target.engine
         if target != workload.engine:
             raise UsageError(
                 f"{patch.manifest.id} is for {target}, not for {workload.engine}",
-                f"say --engine {target}",
+                f"use --engine {target}",
             )
 
 
 def loads_beside(job: ABJob) -> bool:
-    """Whether two may load at the same time: not while vLLM finds out what memory is left."""
+    """Whether two processes may load at the same time; not while vLLM measures free memory."""
     return job.workload.engine != "vllm" or "kv_cache_memory_bytes" in job.arguments
 
 
 def with_cache_size(job: ABJob) -> ABJob:
-    """With the size of vLLM's KV cache said: else it takes whatever its share leaves, and cannot
-    load beside another that does so, too.
+    """The arguments with a fixed size of vLLM's KV cache. By default, the cache takes all that its
+    share leaves, so two engines cannot load side by side.
     """
     if loads_beside(job):
         return job

@@ -1,4 +1,4 @@
-"""What an A/B of a patch measured."""
+"""The measurement of a patch in an A/B."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from patcher.integrate import Receipt
 
 
 class Measurement(Record):
-    """What was measured of one patch."""
+    """The measurement of one patch."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
@@ -20,7 +20,7 @@ class Measurement(Record):
     receipt: Receipt
     """Calls in the throughput's patched windows."""
     quality_receipt: Receipt
-    """Calls in the quality run: the same model must have been compared."""
+    """Calls in the quality run, which must have compared the patched model."""
     reverted_identical: bool
     """Greedy output after the revert is bit-identical to before the patch."""
     other_workloads: OtherWorkloads | None = Field(
@@ -28,4 +28,4 @@ class Measurement(Record):
         validation_alias=AliasChoices("other_workloads", "elsewhere"),
         serialization_alias="elsewhere",
     )
-    """At other traffic, where that was measured."""
+    """Measurements at other traffic, if any."""

@@ -1,4 +1,4 @@
-"""An end-to-end A/B in one process, whose engine the patches enter and leave.
+"""An end-to-end A/B in one process, whose engine is patched and unpatched in turn.
 
 `patcher.ab.compare` starts it as `python -P -m patcher.ab.one_process FOLDER PATCH...`.
 """
@@ -30,8 +30,8 @@ from patcher.integrate import CallCounters, Patch, Receipt, prepare
 def compare_here(
     job: ABJob, patches: Sequence[Patch], progress: ABProgress
 ) -> tuple[Measurement, ...]:
-    """The whole measurement in this process: A/B with control, quality, revert; for each of the
-    patches, which are in together, with its own receipts.
+    """Measure everything in this process: A/B with control, quality, revert. The patches are
+    installed together; each measurement has the patch's own receipts.
     """
     kernels = [patch.kernel() for patch in patches]
     progress(ABPhase.LOAD, "load the model", 0, 1)
@@ -99,7 +99,7 @@ def compare_here(
 
 
 def plant_gains(job: ABJob, progress: ABProgress) -> PlantedGains:
-    """Whether an A/B of this workload finds planted gains; in this process, as no patch runs."""
+    """Whether an A/B of this workload finds planted gains; in this process, since no patch runs."""
     progress(ABPhase.LOAD, "load the model", 0, 1)
     engine = open_engine(job.workload)
     with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
@@ -117,11 +117,11 @@ def plant_gains(job: ABJob, progress: ABProgress) -> PlantedGains:
 
 
 def main() -> None:
-    """Read `job.json` in the folder, leave `result.json` or `error.json` there."""
+    """Read `job.json` in the folder, and write `result.json` or `error.json` there."""
     folder, *patch_folders = map(Path, sys.argv[1:])
     job = ABJob.model_validate_json((folder / "job.json").read_text(encoding="utf-8"))
     channel = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what an engine prints goes to the log
+    os.dup2(2, 1)  # the engine's output goes to the log
 
     def progress(phase: ABPhase, said: str, done: int, total: int) -> None:
         channel.write(json.dumps([phase, said, done, total]) + "\n")

@@ -1,4 +1,4 @@
-"""What `patcher throughput` was asked for, as a measurement to make."""
+"""Turn the options of `patcher throughput` into a job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from patcher.bench.stats.compare import DEFAULT_PAIRS, MIN_PROCESS_PAIRS
 
 @dataclass(frozen=True)
 class ThroughputOptions:
-    """Options that a preset of traffic fills where they are not given.
+    """Options given by a traffic preset, as defaults.
 
     Raises:
         UsageError: no such preset.
@@ -47,9 +47,9 @@ class ThroughputOptions:
         )
 
     def plan(self, engine: str) -> ABPlan | None:
-        """Process pairs and pairs in each; None: one process for both arms.
+        """Number of process pairs and of pairs in each; None: one process for both arms.
 
-        `pairs` are those of the whole session, in either case.
+        `pairs` is the number for the whole session in either case.
         """
         planned = ABPlan() if self.preset is None else traffic(self.preset).plan()
         count = self.processes
@@ -70,27 +70,29 @@ def job_of(
     quality_steps: int,
     tuned: Tuning | None = None,
 ) -> ABJob:
-    """Raises:
-    UsageError: options that do not go together.
+    """Check that the options can be combined.
+
+    Raises:
+        UsageError: they cannot.
     """
     plan = asked.plan(workload.engine)
     if plan is None and not in_process(workload.engine):
         raise UsageError(
             f"{workload.engine} is patched when a process starts, not while it runs",
-            f"give each arm processes of its own: --processes {MIN_PROCESS_PAIRS}",
+            f"give each arm separate processes: --processes {MIN_PROCESS_PAIRS}",
         )
     if plan is not None and plan.process_pairs < MIN_PROCESS_PAIRS:
         raise UsageError(
-            f"{plan.process_pairs} process pairs do not show what processes differ by",
-            f"say --processes {MIN_PROCESS_PAIRS} or more",
+            f"{plan.process_pairs} process pairs cannot show the difference between processes",
+            f"use --processes {MIN_PROCESS_PAIRS} or more",
         )
     if in_process(workload.engine) and (tune or tuned or engine_args):
         raise UsageError(
-            f"{workload.engine} has no options of its own here",
-            "leave out --tune-baseline, --tuned and --engine-arg, or say --engine vllm",
+            f"{workload.engine} has no configuration to tune",
+            "omit --tune-baseline, --tuned and --engine-arg, or use --engine vllm",
         )
     if tune and tuned:
-        raise UsageError("a search, and what one found", "give --tune-baseline or --tuned")
+        raise UsageError("a search, and what one found", "give either --tune-baseline or --tuned")
     job = ABJob(
         workload=workload,
         margin_pct=margin_pct,
@@ -106,10 +108,10 @@ def job_of(
 
 
 def read_tuning(path: Path, workload: Workload) -> Tuning:
-    """What a search for the best stock configuration wrote, at whatever traffic.
+    """Read the result of a search for the best stock configuration, at any traffic.
 
     Raises:
-        UsageError: there is none in the file, or it is of another model, machine or library.
+        UsageError: the file holds none, or it is for another model, machine or library.
     """
     hint = "make one: patcher throughput tune MODEL --engine vllm --out FILE"
     try:
@@ -118,7 +120,7 @@ def read_tuning(path: Path, workload: Workload) -> Tuning:
         reason = "is no search" if isinstance(error, ValidationError) else "cannot be read"
         raise UsageError(f"{path} {reason}", hint) from error
     if found.workload is None or found.environment is None:
-        raise UsageError(f"{path} does not say what it is a search of", hint)
+        raise UsageError(f"{path} does not record which model and machine it is for", hint)
     of = found.workload.model_copy(
         update={name: getattr(workload, name) for name in ("batch", "input_len", "output_len")}
     )
@@ -139,14 +141,14 @@ def read_tuning(path: Path, workload: Workload) -> Tuning:
 
 
 def argument(text: str) -> tuple[str, JsonValue]:
-    """`NAME=VALUE`, the value as JSON, else as it stands.
+    """Parse `NAME=VALUE`, with the value as JSON or else as text.
 
     Raises:
-        UsageError: without a name or a value.
+        UsageError: the name or the value is missing.
     """
     name, separator, value = text.partition("=")
     if not (name and separator and value):
-        raise UsageError(f"--engine-arg {text!r}", "say NAME=VALUE, as moe_backend=marlin")
+        raise UsageError(f"--engine-arg {text!r}", "give NAME=VALUE, such as moe_backend=marlin")
     try:
         read: JsonValue = json.loads(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Windows at other batch sizes and context lengths, beside those of an A/B."""
+"""Windows at other batch sizes and context lengths, besides those of an A/B."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.stats.comparison import Arm
 
 RESIDENT_PAIRS = 12
-"""At each point where both arms are one process, without the warm-up pair."""
+"""Pairs at each point if both arms are one process, without the warm-up pair."""
 PROCESS_PAIRS = 4
-"""At each point in each block of processes, without the warm-up pair."""
+"""Pairs at each point in each block of processes, without the warm-up pair."""
 FIRST_PAIR = 1_000_000
-"""So that no pair here has the prompts of one of the workload's own."""
+"""Offset of pair numbers, so that no pair here has the prompts of one of the workload's."""
 BATCH_TIMES = 8
-"""The larger of the other batch sizes, as times the workload's; the smaller is one sequence."""
+"""The larger default batch size, as a multiple of the workload's; the smaller is one sequence."""
 CONTEXT_TIMES = (4, 8)
-"""Other contexts, as times the workload's."""
+"""Default contexts, as multiples of the workload's."""
 
 
 def shapes_of(
     workload: Workload, batches: Sequence[int] | None, contexts: Sequence[int] | None
 ) -> tuple[Shape, ...]:
-    """Each other batch at the workload's context and each other context at its batch; by default
-    one sequence, eight times the batch, and four and eight times the context.
+    """The other workloads: each other batch at the workload's context, and each other context at
+    its batch. By default: one sequence, eight times the batch, and four and eight times the
+    context.
     """
     if batches is None:
         batches = (1, BATCH_TIMES * workload.batch)
@@ -48,10 +49,10 @@ def shapes_of(
 def other_shapes(
     workload: Workload, default: bool, batches: str | None, contexts: str | None
 ) -> tuple[Shape, ...]:
-    """What the command line asks for: `--elsewhere`, `--also-batch 1,64`, `--also-context 4096`.
+    """Parse `--other-workloads`, `--also-batch 1,64` and `--also-context 4096`.
 
     Raises:
-        UsageError: no whole numbers.
+        UsageError: a value is not a whole number.
     """
     if batches is None and contexts is None:
         return shapes_of(workload, None, None) if default else ()
@@ -65,13 +66,13 @@ def other_shapes(
 def _numbers(text: str, option: str) -> list[int]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise UsageError(f"{option} {text!r}", f"say whole numbers with commas: {option} 1,64")
+        raise UsageError(f"{option} {text!r}", f"give whole numbers with commas: {option} 1,64")
     return [int(part) for part in parts]
 
 
 def planned(job: ABJob, block: int | None) -> Iterator[tuple[Shape, range, random.Random]]:
-    """Each point, the numbers of its pairs in that block, the first of them to warm up, and what
-    their orders are drawn with; None: both arms are one process.
+    """For each point: the numbers of its pairs in that block, of which the first warms up, and the
+    seed of their orders. None: both arms are one process.
     """
     count = 1 + (RESIDENT_PAIRS if block is None else PROCESS_PAIRS)
     for index, shape in enumerate(job.other_workloads):
@@ -80,17 +81,17 @@ def planned(job: ABJob, block: int | None) -> Iterator[tuple[Shape, range, rando
 
 
 class OtherWindows:
-    """What has been taken at each point."""
+    """The windows and memory figures of each point."""
 
     def __init__(self, shapes: Iterable[Shape]) -> None:
         self._windows: dict[Shape, list[Window]] = {shape: [] for shape in shapes}
 
     def add(self, shape: Shape, windows: Iterable[Window]) -> None:
-        """Windows that were taken at that point."""
+        """Add windows of that point."""
         self._windows[shape] += windows
 
     def found(self, memory: PeakMemory | None) -> OtherWorkloads | None:
-        """What was seen; None where nothing was."""
+        """The results; None if there are none."""
         if not self._windows and memory is None:
             return None
         points, unusable = [], []
@@ -118,10 +119,10 @@ def take_in_one_process(
     clocks: ClockMonitor,
     progress: ABProgress,
 ) -> OtherWindows:
-    """Pairs at every point, the first of them to warm up, where both arms are one process.
+    """Measure pairs at every point, of which the first warms up; both arms are one process.
 
     Args:
-        kernel_calls: how often the patched kernel has run so far.
+        kernel_calls: the number of calls of the patched kernel until now.
     """
     others = OtherWindows(job.other_workloads)
     for index, (shape, numbers, rng) in enumerate(planned(job, None)):
@@ -138,7 +139,7 @@ def take_in_one_process(
 
 
 def peak_memory(peak: Mapping[Arm, int], device: str) -> PeakMemory | None:
-    """Of the GPU alone: on a CPU a process's memory is mostly Python's own."""
+    """The memory of the GPU only; on a CPU a process's memory is mostly Python's own."""
     if device != "cuda" or not {"baseline", "patched"} <= peak.keys():
         return None
     return PeakMemory(baseline_bytes=peak["baseline"], patched_bytes=peak["patched"])

@@ -1,4 +1,4 @@
-"""What a patch must not cost elsewhere: other batch sizes and context lengths, and memory."""
+"""Losses that a patch may cause at other batch sizes and context lengths, and in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from patcher.bench import SCHEMA_VERSION, Comparison, Record, Shape, Window
 from patcher.bench.stats.compare import MIN_PAIRS
 
 LIMIT_PCT = 1.0
-"""Tokens per second that may be lost at another point."""
+"""Largest allowed loss of tokens per second at another point, in percent."""
 MEMORY_LIMIT_PCT = 2.0
 
 
@@ -17,9 +17,9 @@ class OtherPoint(Record):
 
     batch: int = Field(ge=1)
     context: int = Field(ge=1)
-    """Tokens of each sequence when its decode begins."""
+    """Context length in tokens of each sequence when decode begins."""
     comparison: Comparison
-    """Against a margin of what may be lost."""
+    """The comparison against a margin of the allowed loss."""
     windows: tuple[Window, ...] = ()
     """As measured."""
 
@@ -29,8 +29,8 @@ class OtherPoint(Record):
 
 
 class PeakMemory(Record):
-    """Of the GPU: what torch took in one batch of each arm; where each arm is a process, what it
-    reserved in all its windows (the median of the arm's processes).
+    """Peak memory of the GPU in each arm. With one process: what torch allocated in one batch. With
+    a process per arm: what the process reserved in all windows (the median of the arm's processes).
     """
 
     baseline_bytes: int = Field(gt=0)
@@ -42,23 +42,23 @@ class PeakMemory(Record):
 
 
 class OtherWorkloads(Record):
-    """All that was measured beside the workload of the verdict.
+    """All measurements besides the workload of the verdict.
 
-    That no point lost is a claim about each of them, so it needs no correction for their number:
-    each must hold on its own (an intersection-union test).
+    The claim that no point loses needs no correction for the number of points, since each must hold
+    on its own (an intersection-union test).
     """
 
     schema_version: int = SCHEMA_VERSION
     points: tuple[OtherPoint, ...] = ()
     memory: PeakMemory | None = None
     unusable: tuple[str, ...] = ()
-    """Points at which no pair could be used."""
+    """Points without a usable pair."""
     limit_pct: float = Field(default=LIMIT_PCT, ge=0)
     """Declared before."""
     memory_limit_pct: float = Field(default=MEMORY_LIMIT_PCT, ge=0)
 
     def standing(self, point: OtherPoint) -> str:
-        """`within`, `worse`, or `cannot be told`."""
+        """Verdict at a point: `within`, `worse`, or `cannot be told`."""
         found = point.comparison
         if found.pairs >= MIN_PAIRS and found.gain_low_pct >= -self.limit_pct:
             return "within"
@@ -68,10 +68,10 @@ class OtherWorkloads(Record):
 
     @property
     def failures(self) -> list[str]:
-        """What keeps the patch from being accepted."""
+        """Losses, for which the patch is rejected."""
         found = [
             f"it is slower at {point.label}: {point.comparison.figures}, "
-            f"{self.limit_pct:g} % may be lost"
+            f"where a loss of {self.limit_pct:g} % is allowed"
             for point in self.points
             if self.standing(point) == "worse"
         ]
@@ -84,17 +84,17 @@ class OtherWorkloads(Record):
 
     @property
     def unknown(self) -> list[str]:
-        """What keeps an accept from being given: it may be worse there."""
+        """Possible losses, which prevent an accept."""
         return [
-            f"at {point.label} it cannot be told whether more than {self.limit_pct:g} % is lost: "
+            f"at {point.label} a loss of over {self.limit_pct:g} % cannot be excluded: "
             f"{point.comparison.figures}, {point.comparison.pairs} pairs"
             for point in self.points
             if self.standing(point) == "cannot be told"
-        ] + [f"at {label} no pair can be used" for label in self.unusable]
+        ] + [f"at {label} no pair is usable" for label in self.unusable]
 
     @property
     def said(self) -> str:
-        """What holds, in a sentence; of use where nothing failed."""
+        """The result in one sentence, for when nothing failed."""
         worst = min((one.comparison.gain_low_pct for one in self.points), default=None)
         parts = []
         if worst is not None:
@@ -105,4 +105,4 @@ class OtherWorkloads(Record):
             )
         if self.memory is not None:
             parts.append(f"peak memory {self.memory.growth_pct:+.2f} %")
-        return "; ".join(parts) or "nothing was measured elsewhere"
+        return "; ".join(parts) or "no other traffic was measured"

@@ -1,4 +1,4 @@
-"""A profile of an engine with patches in it: the step that a report holds against the stock one."""
+"""Profile an engine with patches, to compare its step with that of the stock engine."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def capture_patched(
     scratch: Path,
     progress: Callable[[str], None],
 ) -> tuple[Profile, tuple[str, ...]]:
-    """Profile the workload with these patches switched on; see `patcher.hotspot.capture`.
+    """Profile the workload with these patches enabled; see `patcher.hotspot.capture`.
 
     Args:
-        folder: where the captured files stay, the receipts beside them.
+        folder: where the captured files stay, with the receipts.
         scratch: an empty folder for the patches' store.
 
     Returns:
-        the profile, and for each patch in words how often it ran; an engine that starts calls
-        kernels, too, and so the receipts count more than the profiled steps.
+        The profile, and for each patch its number of calls in words. A starting engine also calls
+        kernels, so receipts count more calls than the profiled steps.
 
     Raises:
-        UsageError: a patch is for another engine, or two are for one point.
-        VerificationError: a patch was changed, does not fit here, or did not run.
+        UsageError: a patch is for another engine, or two have the same patch point.
+        VerificationError: a patch was changed, does not match this environment, or did not run.
         PatcherError: as `patcher.hotspot.capture`.
     """
     refuse_other_engines(workload, patches)
@@ -44,7 +44,7 @@ def capture_patched(
     variables = patch_environment(patches, scratch, receipts)
     first = ""
     if workload.engine == "vllm":
-        # also from a checkout, where no entry point leads to the plugin
+        # needed in a checkout, where no entry point leads to the plugin
         first = "from patcher.integrate import await_engine; await_engine('vllm')"
     else:
         variables["PYTHONPATH"] = startup_python_path(engine_environment()["PYTHONPATH"])
@@ -57,7 +57,7 @@ def capture_patched(
 def ran(
     patch: Patch, receipts: Sequence[Receipt], gpu: Profile | None, together: Sequence[Patch]
 ) -> str:
-    """How often a patch ran, in words; `gpu`: the profile, where it shows kernels.
+    """The number of calls of a patch, in words; `gpu` is the profile if it shows kernels.
 
     Raises:
         VerificationError: it did not run, or not in the profiled steps.
@@ -66,7 +66,7 @@ def ran(
     own = [one for one in receipts if one.patch_id == name]
     calls = sum(one.total_calls for one in own)
     fallbacks = sum(sum(one.fallbacks.values()) for one in own)
-    told = f"{name} ran {calls:,} times since the engine began to start, {fallbacks:,} fell back"
+    told = f"{name} ran {calls:,} times since the engine's start, {fallbacks:,} calls fell back"
     launches = None
     if gpu is not None:
         rows = prove(receipts, gpu, patch, together=together).rows
@@ -74,7 +74,7 @@ def ran(
         told += f"; {launches:,} launches in the profiled steps"
     if not calls or launches == 0:
         raise VerificationError(
-            f"this profile is not of the patched engine: {told}",
-            "see `patcher verify`, and which shapes its guards take",
+            f"the patch did not run in this profile: {told}",
+            "see `patcher verify`, and the shapes that its guards allow",
         )
     return told

@@ -1,4 +1,4 @@
-"""Is the patched process still the same model? By greedy tokens, and by logits over them."""
+"""Is the patched process still the same model? Compares greedy tokens, and logits over them."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from patcher.integrate import Patch
 
 ROUTING_STEPS = 16
 REVERT_STEPS = 256
-"""Greedy tokens a sequence, at most, that must be the same before and after."""
+"""Most greedy tokens per sequence that must be the same before and after."""
 
 Tokens = list[list[int]]
 """[batch][tokens]"""
 
 
 class ReferenceLogits(NamedTuple):
-    """What higher precision or the engine without compilation says, of a process of its own."""
+    """Results of the reference process (higher precision, or the engine without compilation)."""
 
     logits: torch.Tensor
     """[positions, vocabulary]"""
     how: str
-    """How they were computed."""
+    """How the logits were computed."""
     entropy_pct: float | None
-    """How spread out the routing is."""
+    """Entropy of the routing, in percent."""
 
 
 class QualityCheck:
-    """Asks processes of one job for tokens and logits, and compares them."""
+    """Gets tokens and logits from the processes of one job, and compares them."""
 
     def __init__(self, launcher: ArmLauncher) -> None:
         self.launcher, self.job = launcher, launcher.job
         self._references: dict[str, ReferenceLogits] = {}
         self._unpatched: dict[str, torch.Tensor] = {}
-        """By arguments, as JSON; of the tokens that were first asked for."""
+        """By arguments, as JSON; for the first tokens that were requested."""
 
     def greedy(self, process: ArmProcess) -> Tokens:
         steps = max(min(self.job.workload.output_len, REVERT_STEPS), self.job.quality_steps)
@@ -59,7 +59,9 @@ class QualityCheck:
     def logits(
         self, process: ArmProcess, tokens: Tokens, reference: bool = False
     ) -> tuple[torch.Tensor, str]:
-        """[positions, vocabulary] over such tokens, as many as quality is measured by; and how."""
+        """Logits [positions, vocabulary] over the leading tokens, as many as quality uses, and how
+        they were computed.
+        """
         forced = [row[: self.job.quality_steps + 1] for row in tokens]
         with tempfile.TemporaryDirectory(prefix="patcher-logits-") as folder:
             path = Path(folder) / "logits.npy"
@@ -72,7 +74,7 @@ class QualityCheck:
             return torch.from_numpy(np.load(path, allow_pickle=False)), wrote.how
 
     def reference(self, tokens: Tokens, arguments: Mapping[str, JsonValue]) -> ReferenceLogits:
-        """The reference over these tokens; takes a process of its own."""
+        """The reference over these tokens; it starts a further process."""
         engine = ENGINES.load(self.job.workload.engine)
         plain = {**arguments, **getattr(engine, "reference_arguments", {})}
         with self.launcher.launch("reference", plain, SHARE_ALONE) as process:
@@ -88,12 +90,12 @@ class QualityCheck:
         baseline: tuple[torch.Tensor, torch.Tensor],
         tokens: Tokens,
     ) -> tuple[Quality, float | None]:
-        """By logits over these tokens of a process with these patches and of two baselines; and the
-        routing's entropy. Takes a process more.
+        """Compare the logits of a process with these patches with those of two baselines. Also
+        returns the routing's entropy. It starts a further process.
 
-        Where the patches' arm has another configuration than the baseline, what they replace is
-        that configuration: then they are held against it, without them, in one process more still,
-        since the baseline may differ from it by more than a patch may.
+        If the patched arm has another configuration than the baseline, its patches replace code of
+        that configuration. Then they are compared with it, unpatched, in one more process, since
+        the two configurations may differ by more than a patch may.
         """
         common, arguments = self.launcher.arguments, self.launcher.arguments_of(patches)
         key = json.dumps(arguments, sort_keys=True)
@@ -109,13 +111,13 @@ class QualityCheck:
             how += f", all with {words(overriding(arguments, common))}"
         quality = compare_logits(*baseline, patched, reference.logits, how)
         refusal = cloze.refusal(self.job.workload)
-        told = {"task_refusal": refusal or "it is not taken where each arm is a process"}
+        told = {"task_refusal": refusal or "not measured if each arm is a process"}
         return quality.model_copy(update=told), reference.entropy_pct
 
 
 def identical(before: Tokens, again: Tokens, after: Tokens) -> bool:
-    """Whether `after` is `before` [batch][tokens], up to where `again` leaves it: an engine that
-    does not repeat itself from process to process cannot show more. False where that is nowhere.
+    """Whether `after` equals `before` [batch][tokens] up to where `again` differs from it, since
+    some engines do not repeat themselves between processes. False if `again` differs at once.
     """
     if not len(before) == len(again) == len(after):
         return False

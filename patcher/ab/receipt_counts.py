@@ -1,4 +1,4 @@
-"""Sums and differences of receipts: what a patch was called for in between, and in all."""
+"""Sums and differences of receipts, to count the calls of a patch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COUNTS = ("calls", "replayed", "fallbacks")
 
 
 def merged(receipts: Sequence[Receipt]) -> Receipt:
-    """Of one patch in several processes: all their calls."""
+    """The sum of one patch's receipts in several processes."""
     last = receipts[-1]
     sums = {
         field: dict(sum((Counter(getattr(one, field)) for one in receipts), Counter[str]()))
@@ -22,7 +22,7 @@ def merged(receipts: Sequence[Receipt]) -> Receipt:
 
 
 def difference(later: Receipt, earlier: Receipt) -> Receipt:
-    """What was called in between."""
+    """The calls between two receipts."""
     counts = {
         field: dict(Counter(getattr(later, field)) - Counter(getattr(earlier, field)))
         for field in COUNTS
@@ -31,7 +31,7 @@ def difference(later: Receipt, earlier: Receipt) -> Receipt:
 
 
 def called_between(earlier: Sequence[Receipt], later: Sequence[Receipt]) -> dict[str, Receipt]:
-    """By patch id."""
+    """Receipts by patch id."""
     known = {one.patch_id: one for one in earlier}
     return {
         one.patch_id: difference(one, known[one.patch_id]) if one.patch_id in known else one

@@ -1,4 +1,4 @@
-"""Records that an A/B keeps in files: whole or not there, and refused where they are damaged."""
+"""Files of records for an A/B, written atomically; damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ RecordOfFile = TypeVar("RecordOfFile", bound=Record)
 
 
 def read_record(path: Path, kind: type[RecordOfFile], hint: str) -> RecordOfFile:
-    """Raises:
-    VerificationError: it is damaged; with that hint.
+    """Read a record.
+
+    Raises:
+        VerificationError: it is damaged; the error has that hint.
     """
     try:
         return kind.model_validate_json(path.read_bytes())

@@ -18,22 +18,22 @@ from patcher.reconciling.reconcile import Reconciliation
 
 
 class ABResult(Record):
-    """Patches that were in together: what was measured, and the rule's word on each."""
+    """Patches that were installed together: their measurements, and the decision on each."""
 
     schema_version: int = SCHEMA_VERSION
     patches: tuple[str, ...] = Field(min_length=1)
     """By their ids."""
     measured: tuple[Measurement, ...]
-    """For each of them, with its own receipts; all else they share, and a file holds it once."""
+    """The measurement of each patch; in the file, fields that they share are written once."""
     reconciliation: Reconciliation | None = None
-    """Of all of them."""
+    """The reconciliation of all patches together."""
     decisions: tuple[Decision, ...]
     command: str = ""
     """That measured it."""
     created: str = ""
     """When: ISO 8601, UTC."""
     took_s: dict[str, float] = Field(default_factory=dict)
-    """Seconds that it took, by what they went for; see `patcher.bench.ab.phases.ABPhase`."""
+    """Seconds by phase; see `patcher.bench.ab.phases.ABPhase`."""
 
     @model_serializer(mode="wrap")
     def _shared_once(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -54,5 +54,5 @@ class ABResult(Record):
 
     @property
     def decision(self) -> Decision:
-        """Of all of them: all are kept, or none."""
+        """The decision on all patches together."""
         return strictest(dict(zip(self.patches, self.decisions, strict=True)))

@@ -1,11 +1,11 @@
-"""End-to-end A/B of patches with a process for each arm: vLLM, and any engine that way.
+"""End-to-end A/B of patches with a process for each arm; vLLM needs it, any engine may use it.
 
-What is asked of the processes beside their windows (see `patcher.bench.ab.blocks`) is here: tokens,
-logits, receipts, other traffic. One process more than the blocks take, the *reference*, gives what
-higher precision or the engine without compilation says, and how spread out the routing is.
+Besides the windows (see `patcher.bench.ab.blocks`), processes give tokens, logits, receipts and
+windows at other traffic. One further process, the *reference*, gives logits in higher precision or
+without compilation, and the routing's entropy.
 
-What a block gave is a file of a folder, so that a second start goes on after the last whole block.
-Logits lie beside it until quality is known.
+Each block is saved in a folder, so that a second start continues after the last complete block.
+Logits are saved beside it until quality is known.
 """
 
 from __future__ import annotations
@@ -47,47 +47,46 @@ from patcher.bench.machine.environment import fingerprint
 from patcher.integrate import Patch, Receipt
 
 PATCHED = "patched"
-"""Name of the process with the patches, where there is one set of them."""
+"""Name of the patched process if there is one set of patches."""
 
 
 def compare_in_pairs(
     job: ABJob, patches: Sequence[Patch], progress: ABProgress
 ) -> tuple[Measurement, ...]:
-    """The whole measurement of one set of patches, in process pairs: best stock configuration, A/B
-    with control, quality, revert.
+    """Measure one set of patches in process pairs: best stock configuration, A/B with control,
+    quality, revert.
 
     Returns:
-        for each of the patches, which are in together, what was measured, with its own receipts.
+        The measurement of each patch, with its own receipts; the patches are installed together.
 
     Raises:
         UsageError: a patch is for another engine, a window is too short to time, or there are too
             few process pairs.
-        PatcherError: a process died, an engine gave other tokens than asked for, or every pair was
-            unfit.
+        PatcherError: a process died, an engine gave unexpected tokens, or no pair was usable.
     """
     plan = _plan(job, shared=False)
     with tempfile.TemporaryDirectory(prefix="patcher-blocks-") as folder:
         found = _compare(job, {PATCHED: patches}, Path(folder), plan, progress)
-    assert found is not None, "a process pair needs no more room than one process"
+    assert found is not None, "one process at a time always fits"
     return found[PATCHED]
 
 
 def compare_sets(
     job: ABJob, sets: Mapping[str, Sequence[Patch]], folder: Path, progress: ABProgress
 ) -> dict[str, tuple[Measurement, ...]] | None:
-    """The same of several sets of patches, by name, which share baselines.
+    """Measure several sets of patches, by name, against shared baselines.
 
     Args:
-        folder: where blocks are kept; what it has is not taken again.
+        folder: where blocks are saved; those in it are not measured again.
 
     Returns:
-        for each set what was measured for each of its patches; None where fewer processes fit side
-        by side than a block needs (`patcher.bench.ab.block_session.MIN_ROOM`).
+        The measurements of each set's patches; None if fewer processes fit side by side than a
+        block needs (`patcher.bench.ab.block_session.MIN_ROOM`).
 
     Raises:
-        UsageError: as `compare_in_pairs`, or the folder's blocks are of another machine.
-        VerificationError: a patch was changed or does not fit here; a file of the folder is
-            damaged.
+        UsageError: as `compare_in_pairs`, or the folder's blocks are from another machine.
+        VerificationError: a patch was changed or does not match this environment, or a file of the
+            folder is damaged.
         PatcherError: as `compare_in_pairs`.
     """
     for patches in sets.values():
@@ -128,11 +127,11 @@ def _compare(
 
 
 class PatchSession:
-    """Takes the blocks of an A/B of sets of patches, and asks their processes for the rest.
+    """Takes the blocks of an A/B of sets of patches, and the further measurements.
 
-    The first baseline of all gives its greedy tokens before any patched process is started, which
-    all are later forced to decode for the logits; the control gives the A/A floor. A baseline that
-    was started after a block with a set in it shows what the revert of that set leaves.
+    The first baseline generates greedy tokens before any patched process starts; later processes
+    are forced to decode these tokens for the logits. The control gives the A/A floor. A baseline
+    that starts after a block with a set shows the state after that set's revert.
     """
 
     def __init__(self, job: ABJob, sets: Mapping[str, Sequence[Patch]], folder: Path) -> None:
@@ -146,14 +145,14 @@ class PatchSession:
         self._begin_block()
 
     def _begin_block(self) -> None:
-        """Forget what an interrupted block left."""
+        """Delete the files of an interrupted block."""
         self._greedy: dict[str, Tokens] = {}
         self._receipts: dict[str, dict[str, Receipt]] = {}
         self._quality: dict[str, dict[str, Receipt]] = {}
         self._others: dict[str, list[list[Window]]] = {}
 
     def open(self, progress: ABProgress) -> None:
-        """Read what the folder has, or begin it: tuned, where that was asked for."""
+        """Read the folder's header, or create it; this tunes the baseline if requested."""
         workload = self.job.workload
         here = fingerprint(workload.device, workload.threads)
 
@@ -164,14 +163,14 @@ class PatchSession:
         header = self.folder.header(begin)
         if header.fingerprint != here:
             raise UsageError(
-                f"the blocks in {self.folder.path} are of another machine, or of other libraries",
-                "go on there, or remove that folder to measure anew",
+                f"the blocks in {self.folder.path} are from another machine or other libraries",
+                "continue there, or remove that folder to measure again",
             )
         self.launcher.arguments, self._tuning = dict(header.arguments), header.tuning
         self.taken = self.folder.blocks()
 
     def take(self, plan: ABPlan, clocks: ClockMonitor, progress: ABProgress) -> bool:
-        """Take the blocks that are missing; False where too few processes fit."""
+        """Take the missing blocks; False if too few processes fit."""
         with BlockSession(
             launcher=self.launcher,
             variants=tuple(self.sets),
@@ -185,7 +184,9 @@ class PatchSession:
             for block in session.blocks_left():
                 self._begin_block()
                 if block.number == 0 and block.swapped:
-                    assert session.pool.baseline is not None, "it showed how many fit"
+                    assert session.pool.baseline is not None, (
+                        "the memory of one process showed how many fit"
+                    )
                     self._greedy["before"] = self.check.greedy(session.pool.baseline)
                 for processes in block.loaded():
                     block.take(processes)
@@ -202,8 +203,8 @@ class PatchSession:
         return True
 
     def ask(self, number: int, name: str, process: ArmProcess) -> None:
-        """What else is wanted of a process of that block, after its windows; no call that no window
-        is of is in what its receipts are then.
+        """Take the further measurements of a process after its windows. Its receipts are read
+        first, so they count only calls in windows.
         """
         if name == BASELINE and number > 0:
             self._greedy["after"] = self.check.greedy(process)
@@ -224,7 +225,7 @@ class PatchSession:
     def _take_other_workloads(
         self, block: OpenBlock[ArmProcess], processes: Mapping[str, ArmProcess]
     ) -> None:
-        """Windows at other traffic, of what is loaded but the control."""
+        """Windows at other traffic, of the loaded processes without the control."""
         if not block.swapped:
             return
         session, job = block.session, self.job
@@ -244,7 +245,7 @@ class PatchSession:
                     points[index] += windows
 
     def keep(self, block: Block) -> None:
-        """A whole block, with all that was asked in it."""
+        """A complete block, with its further measurements."""
         record = BlockRecord(
             block=block,
             greedy=self._greedy,
@@ -258,13 +259,13 @@ class PatchSession:
         self.taken.append(record)
 
     def compare(self) -> BlocksQuality:
-        """Quality of all sets, with the help of one more process."""
+        """The quality of all sets; it needs one more process."""
         return self.folder.quality(self._compared)
 
     def measurements(
         self, name: str, compared: BlocksQuality, clocks: ClockMonitor
     ) -> tuple[Measurement, ...]:
-        """For each patch of the set."""
+        """The measurement of each patch of the set."""
         job, own = self.job, [one for one in self.taken if name in one.block.swapped]
         patches = self.sets[name]
         throughput = throughput_of(
@@ -296,7 +297,7 @@ class PatchSession:
         )
 
     def other_windows(self, name: str) -> OtherWindows:
-        """That set's windows at other traffic."""
+        """The set's windows at other traffic."""
         found = OtherWindows(self.job.other_workloads)
         for one in self.taken:
             for shape, windows in zip(
@@ -306,8 +307,8 @@ class PatchSession:
         return found
 
     def reverted_identical(self, name: str) -> bool:
-        """Whether a baseline started after that set's processes gives the tokens of one started
-        before, as far as two processes of the control do.
+        """Whether a baseline that started after that set's processes gives the tokens of one that
+        started before, as far as two processes of the control agree.
         """
         first = self.taken[0].greedy
         after = [one.greedy.get("after", []) for one in self.taken if name in one.block.swapped]

@@ -1,13 +1,12 @@
-"""Several patches: each alone and all together, measured; the best set by what was measured.
+"""Measure several patches, each alone and all together, and choose the best set.
 
-Where each arm is a process, all combinations are taken in blocks against one baseline, as many at
-once as fit (`session.py`), else each is an A/B of its own, as `compare.py` takes it. What was taken
-lies in a folder: a second start goes on where the first one stopped.
+If each arm is a process, all combinations are measured in blocks against a shared baseline, as many
+at once as fit (`session.py`). Otherwise each is a separate A/B (`compare.py`). Results are saved in
+a folder, so that a second start continues where the first one stopped.
 
-In a block the combinations share the baseline's windows, and so their comparisons are dependent.
-Holm's correction over them holds for any dependence. That a part of the best set is as good is told
-as if both were independent (`best_set._as_good`), which with windows in common errs towards the
-smaller set.
+In a block the combinations share the baseline's windows, so their comparisons are dependent. Holm's
+correction allows any dependence. The test whether a part of the best set is equally good assumes
+independence (`best_set._as_good`); with shared windows it errs towards the smaller set.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ CompareSets = Callable[
 
 
 class SetSearch(Record):
-    """All that was measured, and the best of it."""
+    """All measurements, and the best set."""
 
     schema_version: int = SCHEMA_VERSION
     best: BestSet
@@ -48,7 +47,7 @@ class SetSearch(Record):
 
 
 def combination_of(result: ABResult) -> Combination:
-    """With the rule's word in place of the comparison's where the rule is the stricter."""
+    """The comparison, with the rule's verdict if that is stricter."""
     comparison = result.measured[0].throughput.comparison
     decision = result.decision
     if comparison.verdict == "accept" and decision.verdict != "accept":
@@ -65,14 +64,14 @@ def find_best_set(
     compare_one: CompareOne = compare_patches,
     compare_shared: CompareSets = compare_sets,
 ) -> SetSearch:
-    """Measure each patch alone and all together; where together is no better than the best one
-    alone, all but one each, too. What `keep` has already is not measured again.
+    """Measure each patch alone and all together. If all together are no better than the best one
+    alone, also all but one each. What `keep` already holds is not measured again.
 
     Raises:
-        UsageError: fewer than two patches, one twice, or two for one patch point.
+        UsageError: there are fewer than two patches, one occurs twice, or two have the same patch
+            point.
         VerificationError: a file of `keep` is damaged.
-        PatcherError: as `patcher.ab.compare.compare_patches` and
-            `patcher.ab.session.compare_sets`.
+        PatcherError: as `patcher.ab.compare.compare_patches` and `patcher.ab.session.compare_sets`.
     """
     patches = [Patch.load(folder) for folder in folders]
     if len(patches) < 2:
@@ -90,14 +89,14 @@ def find_best_set(
 
 
 def reported(found: SetSearch) -> ABResult:
-    """What a report is about: the best set, or all at once where none is accepted."""
+    """The subject of a report: the best set, or all patches if none is accepted."""
     by_set = {frozenset(one.patches): one for one in found.measured}
     best = by_set.get(frozenset(found.best.patches))
     return best or max(found.measured, key=lambda one: len(one.patches))
 
 
 def folder_name(job: ABJob, folders: Sequence[Path]) -> str:
-    """Of a folder for these patches measured this way."""
+    """The key of a folder for these patches and this job."""
     digests = sorted(Patch.load(folder).digest for folder in folders)
     text = job.model_dump_json() + ",".join(digests)
     return f"best-set-{_digest(text)}"
@@ -105,7 +104,7 @@ def folder_name(job: ABJob, folders: Sequence[Path]) -> str:
 
 @dataclass
 class _Search:
-    """What has been measured, of what was asked for."""
+    """The measured combinations, of those requested."""
 
     job: ABJob
     of_id: dict[str, Path]
@@ -117,11 +116,11 @@ class _Search:
     one_by_one: bool = False
 
     def measure(self, plan: Sequence[tuple[str, ...]]) -> None:
-        """Each of the combinations: what the folder has of it, else what is measured now."""
+        """The measurement of each combination, from the folder or measured now."""
         for chosen in plan:
             path = self._path(chosen)
             if path.is_file():
-                hint = "remove it: that combination is then measured again"
+                hint = "remove it to measure that combination again"
                 self.done[frozenset(chosen)] = read_record(path, ABResult, hint)
         missing = [chosen for chosen in plan if frozenset(chosen) not in self.done]
         if missing and self.job.process_pairs and not self.one_by_one:
@@ -161,7 +160,7 @@ class _Search:
 
 
 def _named(chosen: Sequence[str]) -> str:
-    """As `Throughput.patch` names patches that are in together."""
+    """The name of patches that are installed together, as in `Throughput.patch`."""
     return " + ".join(chosen)
 
 
@@ -170,7 +169,7 @@ def _digest(text: str) -> str:
 
 
 def _worse_together(done: dict[frozenset[str], ABResult], names: Sequence[str]) -> bool:
-    """Whether all at once is not accepted, or gains less than the best one alone."""
+    """Whether all together are not accepted, or gain less than the best one alone."""
     whole = combination_of(done[frozenset(names)]).comparison
     alone = [combination_of(done[frozenset({name})]).comparison for name in names]
     accepted = [one.gain_pct for one in alone if one.verdict == "accept"]

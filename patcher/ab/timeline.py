@@ -1,4 +1,4 @@
-"""Where the time of a measurement goes, by the phases that it reports."""
+"""The time of a measurement by phase."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from patcher.bench.ab.phases import ABPhase
 
 
 class Timeline:
-    """A `patcher.bench.ab.phases.ABProgress` that passes on what is told; until the next word time
-    is the phase's.
+    """A `patcher.bench.ab.phases.ABProgress` that forwards progress and adds up the time of each
+    phase, which lasts until the next call.
     """
 
     def __init__(
@@ -18,9 +18,11 @@ class Timeline:
         report: Callable[[str, int, int], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        report: called with what is done in words, how much is done, and of how much.
-        clock: seconds.
+        """Start in the first phase.
+
+        Args:
+            report: called with the current step in words, the amount done, and the total.
+            clock: returns seconds.
         """
         self._report, self._clock = report, clock
         self._spent: dict[ABPhase, float] = {}

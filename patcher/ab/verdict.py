@@ -1,4 +1,4 @@
-"""Patches measured, held against their micro gains, and decided on by their own evidence."""
+"""Measure patches, reconcile the gain with micro gains, and decide."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def compare_and_decide(
     before: Profile | None = None,
     after: Profile | None = None,
 ) -> ABResult:
-    """Measure bundles, all in together, and decide on each by its own evidence.
+    """Measure bundles, all installed together, and decide on each by its own evidence.
 
     Args:
-        before: a profile of the engine as it comes.
-        after: of the patched one; how often a kernel is launched is read off it.
+        before: a profile of the stock engine.
+        after: a profile of the patched one, which shows how often a kernel is launched.
 
     Raises:
-        UsageError: two bundles for one patch point, or one twice.
-        VerificationError: a bundle was changed, or does not fit this environment.
+        UsageError: two bundles have the same patch point, or one occurs twice.
+        VerificationError: a bundle was changed, or does not match this environment.
     """
     patches = [Patch.load(folder) for folder in patch_folders]
     refuse_one_point_twice(patches)
@@ -50,8 +50,9 @@ def result_of(
     before: Profile | None = None,
     after: Profile | None = None,
 ) -> ABResult:
-    """Patches that were in together, each decided on by its own evidence; see
-    `compare_and_decide`."""
+    """Decide on each of several patches that were installed together, by its own evidence; see
+    `compare_and_decide`.
+    """
     kernels = [
         _kernel(
             one,
@@ -75,21 +76,21 @@ def result_of(
 
 
 def read_result(file: Path) -> ABResult:
-    """What was measured once.
+    """Read the result of a measurement.
 
     Args:
         file: an `ABResult` as JSON, as `patcher throughput compare --out` writes it; it may be
             compressed by xz.
 
     Raises:
-        UsageError: the file is none.
+        UsageError: the file holds no such result.
     """
     try:
         return ABResult.model_validate_json(content(file))
     except (OSError, ValidationError) as error:
         raise UsageError(
             f"{file} holds no verdict on patches",
-            "give the file that `patcher throughput compare --out FILE` wrote, of one verdict",
+            "give a file with one verdict, from `patcher throughput compare --out FILE`",
         ) from error
 
 
@@ -99,26 +100,26 @@ def decide_again(
     before: Profile | None = None,
     after: Profile | None = None,
 ) -> ABResult:
-    """What was measured once, held against the micro gains and decided on anew.
+    """Reconcile and decide again on the result of a measurement.
 
     Args:
         file: see `read_result`.
 
     Raises:
-        UsageError: the file is none, or of other patches.
+        UsageError: the file holds no result, or one of other patches.
     """
     kept = read_result(file)
     names = tuple(patch.manifest.id for patch in patches)
     if names != kept.patches:
         raise UsageError(
-            f"{file} is of {', '.join(kept.patches)}, not of {', '.join(names)}",
+            f"{file} is for {', '.join(kept.patches)}, not for {', '.join(names)}",
             "give those bundles, in that order",
         )
     for patch, one in zip(patches, kept.measured, strict=True):
         if patch.digest != one.receipt.digest:
             raise UsageError(
-                f"another bundle of the name {patch.manifest.id} was measured",
-                "give that one: its evidence and guards are part of the verdict",
+                f"another bundle named {patch.manifest.id} was measured",
+                "give that bundle, since its evidence and guards are part of the verdict",
             )
     again = result_of(patches, kept.measured, before, after)
     told = {"command": kept.command, "created": kept.created, "took_s": kept.took_s}
@@ -126,8 +127,10 @@ def decide_again(
 
 
 def refuse_one_point_twice(patches: Sequence[Patch]) -> None:
-    """Raises:
-    UsageError: two are for one patch point, one was given twice, or one would never run.
+    """Check that the patches can be installed together.
+
+    Raises:
+        UsageError: two have the same patch point, one occurs twice, or one would never run.
     """
     points: dict[tuple[str, str], str] = {}
     for patch in patches:
@@ -135,8 +138,8 @@ def refuse_one_point_twice(patches: Sequence[Patch]) -> None:
         other = points.setdefault((target.engine, target.point), patch.manifest.id)
         if other != patch.manifest.id:
             raise UsageError(
-                f"{other} and {patch.manifest.id} are for one patch point, {target.point}",
-                "compare them one by one; only one can be in",
+                f"{other} and {patch.manifest.id} have the same patch point, {target.point}",
+                "compare them one by one, since only one can be installed",
             )
     if len(points) < len(patches):
         raise UsageError("a patch was given twice", "name each once")
@@ -153,7 +156,7 @@ def explain(
     after: Profile | None = None,
     seen_per_step: float | None = None,
 ) -> Reconciliation:
-    """Whether one kernel's own gain explains what was measured; see `patched_kernel`."""
+    """Whether one kernel's own gain explains the measured gain; see `patched_kernel`."""
     kernel = _kernel(measurement, patch, before, seen_per_step)
     return reconcile([kernel], measurement.throughput, before, after)
 

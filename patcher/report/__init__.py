@@ -1,4 +1,4 @@
-"""What a run found, for a person (HTML), a pull request (Markdown) and a machine (JSON)."""
+"""The results of a run: HTML for a person, Markdown for a pull request, JSON for a program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def render_json(report: Report) -> str:
-    """The record as JSON, indented; `Report.model_validate_json` reads it back."""
+    """The record as indented JSON, for `Report.model_validate_json`."""
     return report.model_dump_json(indent=2) + "\n"
 
 
@@ -39,14 +39,14 @@ def write(
     formats: Sequence[str] = ("html", "md", "json"),
     beside: str = "",
 ) -> list[Path]:
-    """Write `report.<format>` into the folder, made where it is missing; the paths in that order.
-    Who looks on meanwhile sees the old one or the new one.
+    """Write `report.<format>` into the folder, which is created if missing; returns the paths in
+    that order. Each file is replaced atomically.
 
     Args:
-        beside: tells apart the temporary files of several who write at a time.
+        beside: distinguishes the temporary files of concurrent writers.
 
     Raises:
-        UsageError: an unknown format, or the folder cannot be written.
+        UsageError: a format is unknown, or the folder cannot be written.
     """
     unknown = [name for name in formats if name not in FORMATS]
     if unknown:
@@ -66,6 +66,6 @@ def write(
     except OSError as error:
         raise UsageError(
             f"cannot write the report into {folder}: {error.strerror}",
-            "choose a folder that can be written",
+            "choose a writable folder",
         ) from error
     return written

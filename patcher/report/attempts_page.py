@@ -1,4 +1,4 @@
-"""`ops/<op>/attempts.md`: the candidates of a run as a page of links, for who opens its folder."""
+"""`ops/<op>/attempts.md`: the candidates of a run as a page of links."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from patcher.status import best_of
 
 
 class AttemptsPage:
-    """Kept up to date as the loop goes."""
+    """Write the page; the loop updates it as it goes."""
 
     def __init__(self, run: Run, op: str) -> None:
         self._run, self._op = run, op
@@ -29,7 +29,7 @@ class AttemptsPage:
 
 
 def attempts_page(op: str, attempts: Sequence[Attempt], folder: Path) -> str:
-    """GitHub Markdown, links relative to `folder`, where the iterations' folders lie."""
+    """GitHub Markdown with links relative to `folder`, which holds the iterations' folders."""
     best, total = best_of(attempts), Usage()
     rows = []
     for attempt in attempts:
@@ -59,7 +59,7 @@ def _parents(attempt: Attempt) -> str:
 
 
 def _files(folder: Path) -> str:
-    """Links to what was asked, answered, built and said, in the order of their making."""
+    """Links to prompt, reply, build and verdict, in the order of their creation."""
     wanted = ("analyse", "diagnose", "generate", "candidate", "evaluation")
     names = [path.name for path in folder.iterdir() if path.is_file() and path.name[0] != "."]
     ordered = [

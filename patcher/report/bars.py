@@ -1,4 +1,4 @@
-"""Hotspots as ranked bars: how long, what to do about it, and how much there is to win."""
+"""Hotspots as ranked bars: their time, what to do about them, and the possible gain."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _NO_KERNEL = ("idle", "memory")
 
 MOST = 16
 _LEAST_PCT = 0.05
-"""What rounds to nothing gets no bar."""
+"""A smaller share gets no bar."""
 
 
 def bars(rows: Sequence[HotspotRow], width: float) -> Canvas:
-    """A bar for each row, as long as its share; the word beside it says the triage."""
+    """A bar for each row, as long as its share; the triage is beside it."""
     rows = [row for row in rows[:MOST] if row.length_pct >= _LEAST_PCT] or rows[:1]
     narrow = width < 500
     entries = _entries(rows)
@@ -62,7 +62,7 @@ def bars(rows: Sequence[HotspotRow], width: float) -> Canvas:
 
 
 def _columns(narrow: bool, width: float) -> tuple[float, ...]:
-    """Where the figures end; the triage's word begins behind the last."""
+    """The right edge of the figures; the triage follows the last one."""
     return (170.0, 238.0) if narrow else (width - 330, width - 236, width - 134)
 
 

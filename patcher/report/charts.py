@@ -1,4 +1,4 @@
-"""The report's charts, each drawn for a given width: a phone gets its own, not a shrunk one."""
+"""The report's charts, each drawn for a given width, so that a phone gets its own layout."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def sweep_speedups(rows: Sequence[SweepRow], axis: str, width: float) -> Canvas:
 
 
 def attempts(rows: Sequence[AttemptRow], width: float) -> Canvas:
-    """Speedup by iteration, the best so far as a step line; a failed one is a cross below."""
+    """Speedup by iteration, with the best so far as a step line; failures are crosses below."""
     height, left, right, top, lane = 230.0, 58.0, 12.0, 26.0, 54.0
     canvas = Canvas(width, height)
     floor = height - lane

@@ -1,4 +1,4 @@
-"""Reconciliation, other traffic, sets of patches and a person's word in Markdown."""
+"""Reconciliation, other traffic, sets of patches and human verdicts in Markdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MOST = 16
 
 
 def person(report: Report) -> str:
-    """What people decided, beside the verdict of the rule."""
+    """Human verdicts, besides the verdict of the rule."""
     return "\n".join(
         f"> **{wording.moment(word.time)}:** {plain(wording.sentence(word.told))}"
         for word in report.words
@@ -18,7 +18,7 @@ def person(report: Report) -> str:
 
 
 def reconciliation(report: Report) -> str:
-    """The table of what should be saved in a step, its sum, and what was."""
+    """The table of expected savings in a step, their sum, and the measured saving."""
     found = report.reconciliation
     if found is None:
         return "Kernel gain and end-to-end gain were not reconciled."

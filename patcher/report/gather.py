@@ -1,4 +1,4 @@
-"""From a run's journal and artefacts to its report, as far as the run has come."""
+"""Build a run's report from its journal and artefacts, complete or not."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 def write_report(run: Run, formats: tuple[str, ...], after: Profile | None = None) -> list[Path]:
-    """Write the report of a run into its folder; also of one that is still going on.
+    """Write the report of a run into its folder, even if the run has not ended.
 
     Args:
-        after: a profile of the patched engine, to be held against the run's.
+        after: a profile of the patched engine, to compare with the run's.
 
     Raises:
-        UsageError: unknown format.
+        UsageError: the format is unknown.
     """
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
         raise UsageError(
             f"unknown report format {', '.join(unknown)}", f"formats are: {', '.join(FORMATS)}"
         )
-    # the process that works on the run may be writing its own just now
+    # the process that works on the run may be writing its own report now
     beside = f".{os.getpid()}" if run.read_only else ""
     return write(gather(run, after), run.path, formats, beside)
 
 
 def gather(run: Run, after: Profile | None = None) -> Report:
-    """Everything that the run has so far; what is not there yet is None.
+    """Everything that the run has so far; missing parts are None.
 
     Args:
         after: a profile of the patched engine.
@@ -119,7 +119,7 @@ def _reconciled(
     before: Profile | None,
     after: Profile | None,
 ) -> Reconciliation | None:
-    """As the run recorded it; with a profile of the patched engine it is made anew."""
+    """The reconciliation that the run recorded, or a new one if there is a patched profile."""
     if after is None and run.done("reconcile"):
         return run.load("reconcile", Reconciliation)
     if measured is None:
@@ -130,7 +130,7 @@ def _reconciled(
 
 
 def _stopped(run: Run, plan: RunPlan) -> str | None:
-    """Why there is no more to show, or None where this is all."""
+    """Why the report is incomplete, or None if it is complete."""
     now = status(run)
     if run.read_only and now.state == "running":
         where = f"in its step {now.step}" if now.step else "between two steps"

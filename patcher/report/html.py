@@ -1,7 +1,7 @@
 """The report as one HTML file: no script, no network, no asset; charts are inline SVG.
 
-A content security policy in the page forbids loading and running anything, whatever a hostile name
-or source says.
+A content security policy in the page forbids loading and running anything, whatever hostile names
+or sources contain.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TEXT_LIMIT = 4000
 
 
 def render_html(report: Report) -> str:
-    """One self-contained page; every part that the report lacks says so."""
+    """One self-contained page; it says which parts the report lacks."""
     hotspots = views.hotspot_rows(report.profile)
     step, step_after = read_step(report.profile), read_step(report.profile_after)
     span = max(one.wall_us for one in (step, step_after) if one) if step or step_after else None
@@ -116,7 +116,7 @@ def _template() -> Template:
 
 
 def _shown(value: object) -> object:
-    """Whatever a record says is shown, never obeyed; autoescape comes after this."""
+    """Show text of a record without interpreting it; autoescape comes after this."""
     return visible(wording.clip(value, TEXT_LIMIT)) if type(value) is str else value
 
 

@@ -22,14 +22,14 @@ def report_of(
     *,
     best_set: BestSet | None = None,
 ) -> Report:
-    """Everything that a verdict rests on, with what the bundles bring: evaluation and source.
+    """Everything that a verdict is based on, including evaluation and source from the bundles.
 
     Args:
         patches: in the order of `judged.patches`.
         created: ISO 8601, UTC.
-        before: a profile of the engine as it comes.
-        after: of the patched one.
-        best_set: the combinations that this one was the best of.
+        before: a profile of the stock engine.
+        after: a profile of the patched one.
+        best_set: the combinations of which this one was the best.
     """
     measured = judged.measured[0]
     throughput = measured.throughput
@@ -83,12 +83,12 @@ def _of_each(patches: Sequence[Patch], judged: ABResult) -> tuple[PatchReceipts,
 
 
 def _headed(patch_id: str, candidate: Candidate) -> str:
-    """Its source, below a line that says whose it is."""
+    """Its source, below a line with the patch's id and language."""
     return f"==> {patch_id} ({candidate.language})\n{candidate.source}"
 
 
 def _together(patches: Sequence[Patch], receipts: Sequence[Receipt]) -> ReceiptRow:
-    """Of one patch as it is; of several each count with its op."""
+    """The receipt of one patch; for several, counts are prefixed by their op."""
     if len(patches) == 1:
         return receipt_of(receipts[0])
     own = [(patch.manifest.op, each) for patch, each in zip(patches, receipts, strict=True)]

@@ -1,4 +1,4 @@
-"""One decode step, drawn: a lane for each operation, and two layers of it at readable scale."""
+"""One decode step as a drawing: a lane for each operation, and two layers at a larger scale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from patcher.report.step import Launch, Span, Step, StepWindow, short, window
 from patcher.report.svg import Canvas, Scale, linear, ticks
 
 COLOURS = 6
-"""Colours that chains have; a seventh chain takes the first again."""
+"""Number of colours for chains; a seventh chain has the first colour again."""
 _SANS, _SMALL = 6.9, 6.5
 """Width of a character in labels and in names on a launch, in the widest of the usual fonts."""
 _THIN = 0.5
@@ -20,7 +20,7 @@ _TIP = 90
 
 
 class _Frame:
-    """Where lanes and their labels lie: beside the lanes, or on a narrow screen above them."""
+    """Position of lanes and labels: side by side, or on a narrow screen one above the other."""
 
     def __init__(self, width: float) -> None:
         self.narrow = width < 500
@@ -41,10 +41,10 @@ class _Frame:
 
 
 def lanes(step: Step, width: float, span_us: float | None = None) -> Canvas:
-    """The whole step above, some layers of it below; the band says where they lie.
+    """The whole step above, some layers of it below; the band marks their position.
 
     Args:
-        span_us: how much time the width stands for, where two steps are to be compared.
+        span_us: time that the width represents, to compare two steps.
     """
     span = max(span_us or 0.0, step.wall_us)
     frame = _Frame(width)
@@ -96,7 +96,7 @@ def _title(canvas: Canvas, step: Step, width: float) -> None:
 
 
 def _whole(canvas: Canvas, frame: _Frame, step: Step, x: Scale, top: float) -> None:
-    """All launches; what is thinner than half a pixel joins its neighbours."""
+    """All launches; those thinner than half a pixel join their neighbours."""
     for name, time, lane in _rows(step, None):
         y = top + frame.drop + 1
         frame.label(canvas, top, name, _share(time, step), wording.microseconds(time))
@@ -121,7 +121,7 @@ def _whole(canvas: Canvas, frame: _Frame, step: Step, x: Scale, top: float) -> N
 def _part(
     canvas: Canvas, frame: _Frame, step: Step, view: StepWindow, x: Scale, top: float
 ) -> None:
-    """The launches of a window, each with its name where there is room in it or behind it."""
+    """The launches of a window, with names where there is room in or behind them."""
     left, right = frame.left, frame.right
 
     def clipped(start: float, end: float) -> Span:
@@ -191,8 +191,8 @@ def _rows(step: Step, view: StepWindow | None) -> Iterator[tuple[str, float, _La
 def joined(launches: Sequence[Launch], scale: float) -> list[list[Launch]]:
     """Launches by the mark that draws them, `scale` pixels to a microsecond.
 
-    A mark is as wide as its launches together and no longer than a pixel if it has several, so
-    that no time is lost and none is moved by more than that.
+    A mark is as wide as the sum of its launches, and at most a pixel if it has several. So the
+    drawn time is exact, and no launch moves by more than a pixel.
     """
     groups: list[list[Launch]] = []
     for launch in launches:
@@ -210,8 +210,9 @@ def joined(launches: Sequence[Launch], scale: float) -> list[list[Launch]]:
 
 
 def _density(canvas: Canvas, frame: _Frame, gaps: Sequence[Span], x: Scale, y: float) -> None:
-    """Idle time in columns of two pixels, each as high as its idle share: gaps alone are too thin
-    to be seen."""
+    """Idle time in columns of two pixels, each as high as its idle share, since single gaps are too
+    thin to see.
+    """
     columns = int((frame.right - frame.left) / 2)
     idle = [0.0] * (columns + 1)
     for start, end in gaps:

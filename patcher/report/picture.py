@@ -1,4 +1,4 @@
-"""Charts that stand alone: each is one SVG document, light or dark as its reader prefers."""
+"""Charts as files: each is one SVG document, light or dark by the reader's preference."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plot_evaluation(evaluation: Evaluation, *, width: float = charts.WIDE) -> st
     """An evaluation: time and speedup of the candidate over the sweep of sizes.
 
     Args:
-        evaluation: what the judge said; without timings the picture says the outcome.
+        evaluation: the judge's result; without timings the picture shows the outcome.
         width: as for `plot`.
 
     Returns:
@@ -88,7 +88,7 @@ def plot_throughput(throughput: Throughput, *, width: float = charts.WIDE) -> st
     """An end-to-end A/B: the gain's interval against the margin, and the gain of each pair.
 
     Args:
-        throughput: what was measured.
+        throughput: the result of the A/B.
         width: as for `plot`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The hotspots of a profile in Markdown: where a step goes, and what to do about each row."""
+"""The hotspots of a profile in Markdown: the time of a step, and the triage of each row."""
 
 from __future__ import annotations
 

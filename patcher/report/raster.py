@@ -1,5 +1,6 @@
-"""An SVG drawing as a PNG file, for models that see: drawn by the Chromium of this machine, which
-is the only reader of our style sheets that many machines have."""
+"""Convert an SVG drawing to PNG by Chromium, for vision models; few other programs support our
+style sheets.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ LIMIT_S = 60.0
 
 
 def to_png(svg: str, target: Path) -> str | None:
-    """Write the drawing; returns None, or why it could not be done here."""
+    """Write the PNG file; returns None, or the reason why that failed."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        return "no Chromium here to draw a picture: apt install chromium"
+        return "Chromium, which draws the picture, is not installed: apt install chromium"
     size = re.search(r'<svg[^>]* width="([\d.]+)" height="([\d.]+)"', svg)
     if size is None:
         return "the drawing has no size"
@@ -49,7 +50,7 @@ def to_png(svg: str, target: Path) -> str | None:
 
 
 def _run(command: list[str], folder: Path) -> str | None:
-    """In a session of its own, so that no child of it stays; without this process's environment."""
+    """Run in a separate session, so that no child stays; without this process's environment."""
     environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(folder)}
     process = subprocess.Popen(
         command,
@@ -64,7 +65,7 @@ def _run(command: list[str], folder: Path) -> str | None:
     except subprocess.TimeoutExpired:
         return f"Chromium took longer than {LIMIT_S:.0f} s"
     finally:
-        with contextlib.suppress(ProcessLookupError):  # all of it has ended, as it should
+        with contextlib.suppress(ProcessLookupError):  # all of it ended, as expected
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return None if code == 0 else f"Chromium failed with exit code {code}"

@@ -1,4 +1,4 @@
-"""Receipts as a report shows them: a row for each patch."""
+"""Receipts in a report: one row per patch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from patcher.report.record import ReceiptRow, Report
 
 @dataclass(frozen=True)
 class ReceiptTotals:
-    """One patch: how often its kernel ran, and how often the original ran instead of it."""
+    """One patch: calls of its kernel, and calls of the original instead."""
 
     patch: str
     calls: int

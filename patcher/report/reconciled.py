@@ -1,4 +1,4 @@
-"""The reconciliation as bars: what should be saved in a step, row by row, beside what was."""
+"""The reconciliation as bars: expected savings of a step, row by row, and the measured one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Bar:
 
 
 def bars_of(found: Reconciliation) -> list[Bar]:
-    """Counted rows, the smaller ones as one; their sum; what was measured."""
+    """Counted rows, with the smaller ones combined; their sum; the measured saving."""
     counted = [row for row in found.rows if row.counted and row.saved_us is not None]
     shown, rest = counted[:MOST_ROWS], counted[MOST_ROWS:]
     bars = [

@@ -1,4 +1,4 @@
-"""What a report shows: everything about one run, any part of which may be absent."""
+"""The contents of a report: everything about one run, any part of which may be absent."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from patcher.verdicts.human_verdict import HumanVerdict
 
 
 class ReceiptRow(Record):
-    """Calls of the patched kernel by shape, and calls that went to the original by reason."""
+    """Calls of the patched kernel by shape, and calls of the original by reason."""
 
     calls: dict[str, int] = Field(default_factory=dict)
     fallbacks: dict[str, int] = Field(default_factory=dict)
 
 
 class PatchReceipts(Record):
-    """What one of several patches ran."""
+    """The calls of one of several patches."""
 
     patch_id: str
     op: str
@@ -42,7 +42,7 @@ class PatchReceipts(Record):
 
 
 class Report(Record):
-    """One run, ready to be shown; what the run did not reach is None or empty, and is said."""
+    """One run; parts that it did not reach are None or empty, and the report says so."""
 
     schema_version: int = SCHEMA_VERSION
     run_id: str
@@ -50,7 +50,7 @@ class Report(Record):
     """ISO 8601, UTC."""
     title: str
     commands: tuple[str, ...] = ()
-    """The exact command lines behind the figures, in order."""
+    """The exact commands behind the figures, in order."""
     model: str | None = None
     workload: Workload | None = None
     stopped: str | None = None
@@ -60,12 +60,12 @@ class Report(Record):
     recorded_note: str | None = None
     """Where the recording comes from."""
     profile: Profile | None = None
-    """Of the unpatched engine."""
+    """Profile of the unpatched engine."""
     profile_after: Profile | None = None
-    """Of the patched one."""
+    """Profile of the patched engine."""
     attempts: tuple[Attempt, ...] = ()
     loop_ended: Stopped | None = None
-    """Why no further candidate was asked for."""
+    """Why the loop ended."""
     best: Evaluation | None = None
     candidate_source: str | None = None
     candidate_language: str | None = None
@@ -75,27 +75,27 @@ class Report(Record):
     receipt: ReceiptRow | None = None
     """Of the A/B."""
     quality_receipt: ReceiptRow | None = None
-    """Of the quality run, which must cover the shapes of the A/B."""
+    """Receipt of the quality run, which must cover the shapes of the A/B."""
     receipts: tuple[PatchReceipts, ...] = ()
-    """Of several patches: what each of them ran; the two above are their sums."""
+    """The calls of each of several patches; the two receipts above are their sums."""
     reconciliation: Reconciliation | None = None
     """Whether the kernel's own gain explains the measured one."""
     elsewhere: OtherWorkloads | None = None
-    """Other traffic and memory."""
+    """Results at other traffic, and memory."""
     best_set: BestSet | None = None
     """Several patches: each alone and together."""
     decision: Decision | None = None
     """The rule's."""
     words: tuple[HumanVerdict, ...] = ()
-    """What persons said, oldest first; the rule's decision stays what it is."""
+    """Human verdicts, oldest first; they do not change the rule's decision."""
     reverted_identical: bool | None = None
-    """Whether greedy output after the revert is bit-identical to before; None when not tried."""
+    """Whether greedy output after the revert is bit-identical to before; None if not tested."""
     environment: Environment | None = None
 
     @field_validator("profile", "profile_after", mode="before")
     @classmethod
     def _older(cls, value: Any) -> Any:
-        """Reports of earlier versions hold profiles with fewer fields, or with others."""
+        """Read reports of earlier versions, whose profiles have fewer or other fields."""
         return _profile_of_old(value) if isinstance(value, dict) else value
 
 
@@ -103,7 +103,7 @@ _KINDS: tuple[Any, ...] = get_args(Hotspot.model_fields["kind"].annotation)
 
 
 def _profile_of_old(profile: dict[str, Any]) -> dict[str, Any]:
-    """With what a hotspot does not say taken from the kernel of its name."""
+    """Fill in what a hotspot lacks from the kernel of its name."""
     listed = [_known(kernel, KernelStat) for kernel in profile.get("kernels") or ()]
     kernels = {kernel.get("name"): kernel for kernel in listed}
     hotspots = []

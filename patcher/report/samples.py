@@ -1,4 +1,4 @@
-"""Every window of the A/B as it was taken: both arms, process pair by process pair."""
+"""Every window of the A/B: both arms, process pair by process pair."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def samples(rows: Sequence[PairRow], width: float) -> Canvas:
 
 
 def pair_scale(count: int, left: float, right: float) -> Scale:
-    """Where the pairs lie: one alone in the middle of nothing is at the left."""
+    """Positions of the pairs; a single one is at the left."""
     return linear(0, max(count - 1, 1), left + 8, right - 8)
 
 
@@ -68,7 +68,7 @@ def process_bands(
     top: float,
     bottom: float,
 ) -> None:
-    """Every other process pair on a band, each with its number; nothing where none is named."""
+    """A band for every other process pair, each with its number; none without process numbers."""
     runs = process_runs(rows)
     if all(process is None for process, *_ in runs):
         return

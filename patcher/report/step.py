@@ -1,4 +1,4 @@
-"""The decode step that a profile holds, as its picture needs it: lanes, gaps, chains, a window."""
+"""The decode step of a profile, for its picture: lanes, gaps, chains, a window."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from itertools import pairwise
 from patcher.hotspot import Profile
 
 MOST_LANES = 12
-"""Operations with a lane of their own; the shortest of the others share one."""
+"""Most operations with their own lanes; the shorter ones share one."""
 _ENOUGH = 3
-"""Repeats from which on a launch or a chain marks a layer."""
+"""Number of repeats from which a launch or a chain marks a layer."""
 _WRAPPERS = re.compile(r"^(?:[Kk]ernel2?|device_kernel|(?:\w+_)?elementwise_kernel)$")
 _NOISE = re.compile(r"^(?:void|int|float|double|bool) |(?:\(anonymous namespace\)|<unnamed>)::")
 _CARRIERS = ("enable_", "gpu_kernel_impl")
@@ -52,7 +52,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class StepWindow:
-    """The part of the step that is shown at a larger scale."""
+    """The part of the step to show at a larger scale."""
 
     start_us: float
     end_us: float
@@ -63,11 +63,11 @@ class StepWindow:
 class Step:
     launches: tuple[Launch, ...]
     lanes: tuple[Lane, ...]
-    """The operation that takes longest first."""
+    """Lanes in descending order of time."""
     chains: dict[int, str]
     """Names of the fusion chains that run in it, by number."""
     runs: tuple[tuple[int, Span], ...]
-    """Each time a chain runs: its number, from its first launch to the end of its last."""
+    """Each run of a chain: its number, from its first launch to the end of its last."""
     gaps: tuple[Span, ...]
     """When no kernel runs."""
     wall_us: float
@@ -87,7 +87,7 @@ def chain_numbers(profile: Profile) -> dict[int, int]:
 
 
 def read_step(profile: Profile | None) -> Step | None:
-    """None where the profile has no launches to draw; `why_not` says why."""
+    """The step; None if the profile has no launches to draw (see `why_not`)."""
     if profile is None or not profile.step:
         return None
     number = chain_numbers(profile)
@@ -120,7 +120,7 @@ def read_step(profile: Profile | None) -> Step | None:
 
 
 def why_not(profile: Profile) -> str:
-    """Why there is no step to draw, and what would help."""
+    """Why there is no step to draw, and the remedy."""
     if profile.busy_ns is None:
         return (
             "The source adds launches up and has no times of single ones, so no step is drawn: "
@@ -132,7 +132,7 @@ def why_not(profile: Profile) -> str:
 
 
 def window(step: Step, layers: int) -> StepWindow:
-    """That many layers from the middle of the step, told by what repeats once a layer."""
+    """Some layers from the middle of the step, found by what repeats once per layer."""
     starts = _marks(step)
     if len(starts) > layers:
         first = (len(starts) - 1 - layers) // 2
@@ -144,9 +144,9 @@ def window(step: Step, layers: int) -> StepWindow:
 
 
 def short(name: str) -> str:
-    """What a person calls a kernel: no arguments, templates or namespaces.
+    """Short name of a kernel: no arguments, templates or namespaces.
 
-    A wrapper that runs whatever it is given (`device_kernel<F>`) goes by what it is given.
+    A wrapper that runs its argument (`device_kernel<F>`) is named after the argument.
     """
     text = _NOISE.sub("", name.strip())
     called = _CALLED.findall(text[:400])
@@ -162,7 +162,7 @@ def _last(name: str) -> str:
 
 
 def _marks(step: Step) -> list[float]:
-    """Starts of what runs once a layer: the chain that runs most often, else a kernel."""
+    """Starts of what runs once per layer: the most frequent chain, else a kernel."""
     often = Counter(number for number, _ in step.runs)  # the first to run comes first
     wanted = step.layers
     chain = min(often, key=lambda number: _off(often[number], wanted), default=None)

@@ -1,4 +1,4 @@
-"""What each section shows, worked out of the record: rows, stages, the verdict in words."""
+"""The contents of each section, computed from the record: rows, stages, the verdict in words."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class HotspotRow:
     triage: str | None = None
     reason: str = ""
     chain: int | None = None
-    """Of a chain: its number among the chains, which gives it its colour."""
+    """For a chain: its number among the chains, which determines its colour."""
     members: tuple[str, ...] = ()
     """Of a chain: its kernels."""
     gap_us: float | None = None
@@ -57,7 +57,7 @@ class HotspotRow:
 
     @property
     def length_pct(self) -> float:
-        """What its bar shows: of the wall time, where that is known."""
+        """Share that its bar shows: of the wall time, if that is known."""
         return self.share_pct if self.wall_pct is None else self.wall_pct
 
 
@@ -113,7 +113,7 @@ class AttemptRow:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the path and how far the run got in it."""
+    """One stage of the path, and its state in the run."""
 
     label: str
     state: Literal["done", "failed", "missing"]
@@ -123,7 +123,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Headline:
-    """The verdict on top; `verdict` is None when the run reached none."""
+    """The verdict at the top; `verdict` is None if the run reached none."""
 
     verdict: Verdict | None
     gain_pct: float | None
@@ -188,7 +188,7 @@ def _gap_us(chain: Hotspot) -> float | None:
 
 
 def sweep_groups(timings: Sequence[Timing]) -> list[SweepGroup]:
-    """Timings in runs along one axis: a point seen before begins the next (another dtype, say)."""
+    """Timings in runs along one axis: a repeated point begins the next run (another dtype)."""
     runs: list[list[Timing]] = []
     for timing in timings:
         if not runs or any(timing.axes == other.axes for other in runs[-1]):
@@ -235,7 +235,7 @@ def attempt_rows(attempts: Sequence[Attempt]) -> list[AttemptRow]:
 
 
 def _asked_for(attempt: Attempt) -> str | None:
-    """What the advice was, and what was expected of it."""
+    """The advice, and its expected speedup."""
     if advice := attempt.recommendation:
         expected = advice.expected_speedup
         return advice.change + ("" if expected is None else f" (expected {expected:.3g}x)")
@@ -269,7 +269,7 @@ def title(report: Report) -> str:
 
 
 def subject(report: Report) -> str:
-    """Whose report it is: the run, or the patches that were measured outside of one."""
+    """The subject of a report: the run, or the patches that were measured outside of one."""
     return f"{len(report.receipts)} patches together" if report.receipts else report.run_id
 
 
@@ -302,7 +302,7 @@ def stages(report: Report) -> list[Stage]:
 
 
 def clock_facts(throughput: Throughput | None) -> list[tuple[str, str]]:
-    """What the windows saw of the device's clock and temperature, where anybody looked."""
+    """Clock and temperature of the device in the windows, if they were recorded."""
     windows = throughput.windows if throughput else ()
     facts = []
     for name, unit, values in (

@@ -1,4 +1,4 @@
-"""Numbers and hostile text as a person reads them; shared by HTML, SVG and Markdown."""
+"""Format numbers and hostile text for people; shared by HTML, SVG and Markdown."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ TRIAGES = {
     "closed": "no source: replace the call",
     "leave": "leave",
 }
-"""What to do about a hotspot, in the order of the legend; the key is the record's word."""
+"""What to do about a hotspot, in the order of the legend; the key is the record's triage."""
 
 
 def clip(text: str, limit: int) -> str:
-    """At most `limit` characters: the middle goes, since names differ at both ends."""
+    """At most `limit` characters, without the middle, since names differ at both ends."""
     if len(text) <= limit:
         return text
     tail = max(0, (limit - 1) // 3)
@@ -101,7 +101,7 @@ def times(value: float | None) -> str:
 
 
 def ceiling(value: float | None, digits: int = 1) -> str:
-    """A gain that has no sensible upper end: the rest of the run takes next to no time."""
+    """A gain without a meaningful upper end: the rest of the run takes almost no time."""
     if value is not None and value >= 1000:
         return f"> +999{_GAP}%"
     return signed_percent(value, digits)
@@ -128,7 +128,7 @@ def tick_times(value: float) -> str:
 
 
 def moment(iso: str) -> str:
-    """`2026-11-21 07:19 UTC` of an ISO 8601 time; what is none stays as it is."""
+    """`2026-11-21 07:19 UTC` from an ISO 8601 time; other text stays unchanged."""
     try:
         when = datetime.fromisoformat(iso)
     except ValueError:
@@ -139,7 +139,7 @@ def moment(iso: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """With a capital and a full stop, so that phrases from elsewhere read as prose."""
+    """With a capital and a full stop, so that phrases read as sentences."""
     text = text.strip()
     if not text:
         return ""

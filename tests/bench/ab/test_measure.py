@@ -284,7 +284,7 @@ WRONG = Evaluation(op="op", language="cpp", digest="d", outcome=Outcome.MISMATCH
         (
             {"throughput": in_another_configuration(99.0)},
             "accept",
-            "the patched arm runs with moe_backend=triton, by itself no faster",
+            "the patched arm runs with moe_backend=triton, which alone is no faster",
         ),
         ({"throughput": in_another_configuration(101.0)}, "inconclusive", "no trial shows"),
         ({"throughput": in_another_configuration(None)}, "inconclusive", "no trial shows"),

@@ -273,8 +273,8 @@ def test_races_are_set_aside_where_a_right_hand_over_is_reported_too(
     assert said.outcome is None
     assert said.set_aside
     assert said.detail == (
-        "memcheck, initcheck found nothing in 5 calls; 1 reports of racecheck set aside: below it "
-        "a hand-over by mbarriers that is right is reported, too; compute-sanitizer 2025.3.1.0"
+        "memcheck, initcheck found nothing in 5 calls; 1 reports of racecheck set aside, since it "
+        "also reports a correct hand-over by mbarriers; compute-sanitizer 2025.3.1.0"
     )
     assert "block.cu:41" in said.log
     plain = sanitized(FINE)

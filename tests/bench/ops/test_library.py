@@ -205,7 +205,7 @@ def test_what_an_update_leaves_alone_is_held_to_its_bits() -> None:
     assert wrong_with(op, case, kernel) is None
     said = wrong_with(op, case, careless)
     assert said is not None
-    assert "changed what must stay as it was at 1 of" in said
+    assert "changed elements that must stay unchanged at 1 of" in said
 
 
 def test_not_a_number_that_stays_has_stayed() -> None:

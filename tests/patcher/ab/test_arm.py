@@ -202,12 +202,12 @@ def test_what_is_no_command_is_refused_and_the_process_lives(
         do: str = "run"
         code: str = "print(1)"
 
-    with pytest.raises(bench.UsageError, match="not a command"):
+    with pytest.raises(bench.UsageError, match="invalid command"):
         process.ask(Odd(), say.Done)
-    with pytest.raises(bench.UsageError, match="no window is under way"):
+    with pytest.raises(bench.UsageError, match="no window is open"):
         process.ask(say.Decode(steps=1), say.Done)
     process.ask(say.Prefill(seed=1, shape=bench.Shape(batch=1, context=3)), say.Done)
-    with pytest.raises(bench.UsageError, match="a window is under way"):
+    with pytest.raises(bench.UsageError, match="a window is already open"):
         process.ask(say.Prefill(seed=1), say.Done)
     process.ask(say.End(), say.Ended)
 

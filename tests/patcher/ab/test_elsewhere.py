@@ -20,7 +20,7 @@ from patcher.bench import Comparison, UsageError
         (at(0.1), "accept", "no loss above 1 % at 1 other point (lowest end -0.20 %)"),
         (at(-0.6), "accept", "lowest end -0.90 %"),
         (at(-1.5), "reject", "it is slower at batch 64, context 4,096: -1.50 % [-1.80, -1.20]"),
-        (at(-0.9), "inconclusive", "cannot be told whether more than 1 % is lost"),
+        (at(-0.9), "inconclusive", "a loss of over 1 % cannot be excluded"),
         (at(0.1, pairs=4), "inconclusive", "4 pairs"),
         (at(-5.0, pairs=4), "inconclusive", "4 pairs"),
     ],

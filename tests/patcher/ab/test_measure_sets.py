@@ -144,7 +144,7 @@ def test_what_is_no_set_is_refused(bundles: list[Path], tmp_path: Path) -> None:
     for folders, said in (
         (bundles[:1], "one patch is no set"),
         ([bundles[0], bundles[0]], "given twice"),
-        ([bundles[0], other.folder], "given twice|one patch point"),
+        ([bundles[0], other.folder], "given twice|same patch point"),
     ):
         with pytest.raises(bench.UsageError, match=said):
             find_best_set(JOB, folders, tmp_path, silent, machine)

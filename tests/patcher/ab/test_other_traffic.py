@@ -149,7 +149,7 @@ def test_points_without_a_usable_pair_keep_an_accept_back() -> None:
     found = take_in_one_process(JOB, engine, arms, None, Hot("cpu"), silent).found(None)
     assert found is not None
     assert not found.points
-    assert found.unknown[0] == "at batch 1, context 4 no pair can be used"
+    assert found.unknown[0] == "at batch 1, context 4 no pair is usable"
     assert decided(**evidence(), other_workloads=found).verdict == "inconclusive"
 
 

@@ -294,8 +294,8 @@ def test_what_does_not_go_together_is_refused() -> None:
         ({"processes": 0}, vllm, False, [], "when a process starts"),
         ({"processes": 2}, vllm, False, [], "2 process pairs"),
         ({}, vllm, False, ["moe_backend"], "--engine-arg"),
-        ({}, WORKLOAD, True, [], "no options of its own"),
-        ({}, WORKLOAD, False, ["a=b"], "no options of its own"),
+        ({}, WORKLOAD, True, [], "no configuration to tune"),
+        ({}, WORKLOAD, False, ["a=b"], "no configuration to tune"),
     ):
         with pytest.raises(bench.UsageError, match=said):
             job_of(asked(**given), workload, tune_it, args, 0.5, 32)
@@ -303,7 +303,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     assert job_of(asked(), vllm, False, [], 0.5, 32, found).tuned == found
     with pytest.raises(bench.UsageError, match="a search, and what one found"):
         job_of(asked(), vllm, True, [], 0.5, 32, found)
-    with pytest.raises(bench.UsageError, match="no options of its own"):
+    with pytest.raises(bench.UsageError, match="no configuration to tune"):
         job_of(asked(), WORKLOAD, False, [], 0.5, 32, found)
 
 
@@ -320,7 +320,7 @@ def test_a_search_that_was_made_before_is_read(tmp_path: Path) -> None:
     with pytest.raises(bench.UsageError, match="with other device, libraries"):
         read_tuning(file, WORKLOAD)
     file.write_text(found.model_copy(update={"workload": None}).model_dump_json())
-    with pytest.raises(bench.UsageError, match="does not say what it is a search of"):
+    with pytest.raises(bench.UsageError, match="does not record which model and machine"):
         read_tuning(file, WORKLOAD)
     file.write_text('{"chosen": {}}')
     with pytest.raises(bench.UsageError, match="is no search"):

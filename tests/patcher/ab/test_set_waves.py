@@ -274,7 +274,7 @@ def test_a_damaged_block_and_one_of_elsewhere_are_told(
     wave.write_text(whole)
     began = wave.with_name("begun.json")
     began.write_text(began.read_text().replace('"fingerprint":"', '"fingerprint":"0'))
-    with pytest.raises(bench.UsageError, match="of another machine"):
+    with pytest.raises(bench.UsageError, match="from another machine"):
         measure(bundles, tmp_path)
 
 

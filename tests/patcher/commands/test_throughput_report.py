@@ -119,10 +119,10 @@ def test_several_patches_are_in_together_and_have_one_verdict(bundle: Path) -> N
         ).model_dump_json()
     )
     refused = patcher(*again[:3], "other.json", "--json", *both, cwd=home)
-    assert f"another bundle of the name {ids[0]} was measured" in refused.stdout
+    assert f"another bundle named {ids[0]} was measured" in refused.stdout
     other = patcher(*again, "--patch", "rope", cwd=home)
     assert other.returncode == 2
-    assert f"both.json is of {ids[0]}, {ids[1]}, not of {ids[1]}" in other.stdout
+    assert f"both.json is for {ids[0]}, {ids[1]}, not for {ids[1]}" in other.stdout
     twice = patcher(*words, "--patch", "patch", "--patch", "patch", cwd=home)
     assert twice.returncode == 2
     assert "a patch was given twice" in twice.stderr
@@ -137,7 +137,7 @@ def test_the_patched_engine_is_profiled(bundle: Path) -> None:
     assert done.returncode == 0, done.stderr
     name = Patch.load(bundle).manifest.id
     said = done.stderr.replace("\n", " ")
-    [told] = re.findall(rf"{name} ran (\S+) times since the engine began to start", said)
+    [told] = re.findall(rf"{name} ran (\S+) times since the engine.s start", said)
     [receipt] = read_receipts(home / "kept/receipts")
     assert receipt.patch_id == name
     assert receipt.total_calls == int(told.replace(",", "")) > 0

@@ -166,9 +166,9 @@ def test_a_capture_without_the_kernel_in_its_steps_is_not_of_the_patched_engine(
     patched: Profile, stock: Profile, patch: Patch
 ) -> None:
     told = ran(patch, [claims(patch, 10**6)], patched, [patch])
-    assert "ran 1,000,000 times since the engine began to start, 0 fell back; " in told
+    assert "ran 1,000,000 times since the engine's start, 0 calls fell back; " in told
     assert "launches in the profiled steps" in told
-    with pytest.raises(VerificationError, match=r"not of the patched engine.*; 0 launches in the"):
+    with pytest.raises(VerificationError, match=r"not run in this profile.*; 0 launches in the"):
         ran(patch, [claims(patch, 10**6)], stock, [patch])
     with pytest.raises(VerificationError, match="ran 0 times"):
         ran(patch, [], None, [patch])

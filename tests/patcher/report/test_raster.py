@@ -44,5 +44,5 @@ def test_what_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.Mon
 def test_without_a_browser_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     why = to_png('<svg width="10" height="10"></svg>', tmp_path / "no.png")
-    assert why == "no Chromium here to draw a picture: apt install chromium"
+    assert why == "Chromium, which draws the picture, is not installed: apt install chromium"
     assert not list(tmp_path.iterdir())
