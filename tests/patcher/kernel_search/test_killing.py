@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 KILLING = Path(__file__).parents[2] / "support" / "killing.py"
 EFFECT = r"(ask-\w+|evaluate|profile|measure)"
 LOST = re.compile(
