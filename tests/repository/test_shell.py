@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from functools import cache
@@ -104,7 +105,7 @@ def test_an_argument_that_is_no_text_is_refused_in_one_sentence(command: str) ->
 
 def test_a_real_process_does_as_its_fork() -> None:
     """The forks stand for processes that a shell starts: here is one of each kind."""
-    patcher = f"{sys.executable} -P -m patcher"
+    patcher = f"{shlex.quote(sys.executable)} -P -m patcher"
     for line, code, said in (
         (f"{patcher} ops >/dev/full", 2, "cannot write the result to stdout"),
         (f"{patcher} ops --json >/dev/full", 2, "cannot write the result to stdout"),
