@@ -40,7 +40,7 @@ from patcher.bench.toolchains import build
 from patcher.hotspot import Profile, capture, read
 from patcher.hotspot.capture import require_room
 from patcher.integrate import Patch, specs_of
-from patcher.integrate.patch import engine_version
+from patcher.integrate.patch import engine_version, patch_point
 from patcher.judges import LOCAL, exchange_folder
 from patcher.judges.languages import judge_device_kind, require_here, require_sense
 from patcher.kernel_search.context import MACHINE_INDEPENDENT, run_levers
@@ -121,11 +121,8 @@ def _require_start(
         return
     op = load_op(op_name)
     op.sweep(kind, plan.sweep)
-    if workload is not None and not specs_of(op, workload.engine):
-        raise UsageError(
-            f"{op.name} has no patch point in {workload.engine}",
-            f"see `patcher ops show {op.name}`",
-        )
+    if workload is not None:
+        patch_point(op, workload.engine)
 
 
 def _language(plan: RunPlan, workload: Workload | None) -> Language:
