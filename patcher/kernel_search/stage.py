@@ -80,7 +80,6 @@ def search_kernel(
     }
     rules = {name: settings[name] for name in ("sol_pct", "patience") if name in settings}
     model = resolve_model(settings["model"], run.path)
-    shares = [spot.share_pct for spot in profile.hotspots if spot.op == op.name] if profile else []
     pictures: tuple[str, ...] = ()
     if profile is not None and sees_images(models["analyst"] or model):
         drawn = run.step("picture", lambda: _drawn(run, profile), ProfilePicture)
@@ -115,7 +114,7 @@ def search_kernel(
             rules=StopRules(
                 **rules,
                 margin_pct=settings["margin_pct"],
-                share_pct=sum(shares) if shares else None,
+                share_pct=op_share_pct(profile, op.name) if profile else None,
             ),
             sweep=op.sweep(kind, judge_settings.sweep),
             prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
@@ -133,6 +132,12 @@ def search_kernel(
     say(f"the loop ended ({found.stopped}): {found.stopped_detail}")
     carried.learn(found, say)
     return found
+
+
+def op_share_pct(profile: Profile, op: str) -> float | None:
+    """The op's share of the profile in percent; None where no hotspot is of it."""
+    shares = [spot.share_pct for spot in profile.hotspots if spot.op == op]
+    return sum(shares) if shares else None
 
 
 def _drawn(run: Run, profile: Profile) -> ProfilePicture:
