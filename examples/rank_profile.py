@@ -11,11 +11,10 @@ p = patcher.profile(sys.argv[1] if len(sys.argv) > 1 else SAMPLE, model="gpt-oss
 for warning in p.warnings:
     print(f"{warning.kind}: {warning.message}")
 
-frame = p.to_pandas()
-shown = frame[["rank", "share_pct", "mean_ns", "ceiling_pct", "triage", "name"]].head(10)
-print(shown.assign(name=shown["name"].str.slice(0, 60)).to_string(index=False))
+print(p)
 
 # where does an op of the kernel library cover a hotspot?
+frame = p.to_pandas()
 covered = frame.dropna(subset="op").groupby("op")["share_pct"].sum()
 print(covered.sort_values(ascending=False))
 

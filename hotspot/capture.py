@@ -69,13 +69,7 @@ def capture(
         PatcherError: the profiled program failed; the message holds its last lines.
     """
     say = progress or (lambda stage: None)
-    preset = presets().get(workload.model)
-    if workload.device == "cpu" and preset is not None and not preset.fits_cpu:
-        raise MissingError(
-            f"no GPU here, and {preset.name} ({preset.parameters_b:g} billion parameters) does not "
-            "fit a CPU",
-            "read a profile with --from FILE, or try `patcher demo`",
-        )
+    require_room(workload)
     program = _Program(workload, steps, variables or {}, first)
     if workload.device == "cuda":
         nsys = find_nsys()
@@ -89,6 +83,21 @@ def capture(
     message = "no GPU: the rows are PyTorch operators on the CPU by self time, not kernels"
     warning = ProfileWarning(kind="cpu_operators", message=message)
     return _with_torch(program, folder, say, (warning,))
+
+
+def require_room(workload: Workload) -> None:
+    """Refuse a preset that fits no device of this machine.
+
+    Raises:
+        MissingError: it would run on the CPU and is too large.
+    """
+    preset = presets().get(workload.model)
+    if workload.device == "cpu" and preset is not None and not preset.fits_cpu:
+        raise MissingError(
+            f"no GPU here, and {preset.name} ({preset.parameters_b:g} billion parameters) does not "
+            "fit a CPU",
+            "read a profile with --from FILE, or try `patcher demo`",
+        )
 
 
 @dataclass(frozen=True)

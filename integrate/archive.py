@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from patcher.bench import UsageError, VerificationError
-from patcher.integrate.patch import MANIFEST, Patch
+from patcher.integrate.patch import MANIFEST, Patch, require_free
 
 SUFFIX = ".zip"
 _DATE = (1980, 1, 1, 0, 0, 0)
@@ -25,6 +25,18 @@ _AGAIN = "get the patch again from its source"
 def is_archive(path: Path) -> bool:
     """Whether the path names a bundle in one `.zip` file."""
     return path.suffix == SUFFIX
+
+
+def require_target(path: Path) -> None:
+    """Refuse to write a bundle, a folder or one file, over something else.
+
+    Raises:
+        UsageError: the path exists and is not a patch.
+    """
+    if not is_archive(path):
+        require_free(path)
+    elif path.exists() and not _holds_a_patch(path):
+        raise UsageError(f"{path} exists and is not a patch", "choose another file")
 
 
 def pack(patch: Patch, path: Path) -> None:
@@ -40,8 +52,7 @@ def pack(patch: Patch, path: Path) -> None:
     Raises:
         UsageError: the file exists and is not a patch, or it cannot be written.
     """
-    if path.exists() and not _holds_a_patch(path):
-        raise UsageError(f"{path} exists and is not a patch", "choose another file")
+    require_target(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".patch-") as scratch:

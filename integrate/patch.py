@@ -92,15 +92,10 @@ class Patch:
                     f"only a candidate judged correct becomes a patch, this is {one.outcome}",
                     "see `patcher evaluate`",
                 )
-        from patcher.integrate.points import naming, specs_of
+        from patcher.integrate.points import naming
 
-        points = specs_of(op, engine)
+        point = patch_point(op, engine)
         capability = evaluation.environment and evaluation.environment.capability
-        if not points:
-            raise UsageError(
-                f"{op.name} has no patch point in {engine}", f"see `patcher ops show {op.name}`"
-            )
-        point = points[0]
         on_gpu = evaluation.environment and evaluation.environment.device_kind == "cuda"
         device: DeviceKind = "cuda" if on_gpu else "cpu"
         source = f"sources/{candidate.file_name}"
@@ -148,8 +143,7 @@ class Patch:
                 patcher_version=importlib.metadata.version("patcher"),
             ),
         )
-        if folder.exists() and not (folder / MANIFEST).is_file():
-            raise UsageError(f"{folder} exists and is not a patch", "choose another folder")
+        require_free(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".patch-") as scratch:
             staged = Path(scratch) / "patch"
@@ -319,6 +313,32 @@ class Patch:
 
 _WORDS = {"changed": "changed", "gone": "is gone", "new": "is relied on now"}
 _AGAIN = "get the patch again from its source"
+
+
+def patch_point(op: Op, engine: str) -> PatchPointSpec:
+    """Where the op goes in an engine.
+
+    Raises:
+        UsageError: nowhere.
+    """
+    from patcher.integrate.points import specs_of
+
+    points = specs_of(op, engine)
+    if not points:
+        raise UsageError(
+            f"{op.name} has no patch point in {engine}", f"see `patcher ops show {op.name}`"
+        )
+    return points[0]
+
+
+def require_free(folder: Path) -> None:
+    """Refuse to write a patch over something else.
+
+    Raises:
+        UsageError: the folder exists and is not a patch.
+    """
+    if folder.exists() and not (folder / MANIFEST).is_file():
+        raise UsageError(f"{folder} exists and is not a patch", "choose another folder")
 
 
 def engine_version(engine: str) -> str:

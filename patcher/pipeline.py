@@ -24,6 +24,7 @@ from patcher.attempts import Progress as LoopProgress
 from patcher.bench import (
     Evaluation,
     Language,
+    MissingError,
     UsageError,
     Workload,
     comment_mark,
@@ -36,16 +37,18 @@ from patcher.bench.machine.environment import describe
 from patcher.bench.machine.environment import facts as machine_facts
 from patcher.bench.stats.compare import DEFAULT_PROCESS_PAIRS
 from patcher.bench.toolchains import build
-from patcher.hotspot import Profile, capture
+from patcher.hotspot import Profile, capture, read
+from patcher.hotspot.capture import require_room
 from patcher.integrate import Patch, specs_of
-from patcher.judges import LOCAL
-from patcher.judges.languages import require_sense
+from patcher.integrate.patch import engine_version, patch_point
+from patcher.judges import LOCAL, exchange_folder
+from patcher.judges.languages import judge_device_kind, require_here, require_sense
 from patcher.kernel_search.context import MACHINE_INDEPENDENT, run_levers
-from patcher.kernel_search.stage import search_kernel
+from patcher.kernel_search.stage import require_models, search_kernel
 from patcher.levers.load import load_levers
 from patcher.plan import DEMO as DEMO
+from patcher.plan import ProfileFromFile, RunResult
 from patcher.plan import RunPlan as RunPlan
-from patcher.plan import RunResult
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.runs.machine import same_machine
 from patcher.runs.patch import RunPatch
@@ -59,16 +62,31 @@ OnProgress = Callable[[LoopProgress], None]
 
 
 def start(
-    settings: Settings, command: str, model: str | None, workload: Workload | None, plan: RunPlan
+    settings: Settings,
+    command: str,
+    model: str | None,
+    workload: Workload | None,
+    plan: RunPlan,
+    profile_file: Path | None = None,
 ) -> Run:
-    """Make the run's folder; `execute` then does the work.
+    """Check every input, then make the run's folder; `execute` does the work.
+
+    Args:
+        profile_file: the profile to start from. The run keeps what was read.
 
     Raises:
-        UsageError: the plan asks for what its language cannot have, or a file that the settings
-        name cannot be read.
+        UsageError: the plan asks for what its language, op or engine cannot have, or a file that
+            the settings name cannot be read.
+        MissingError: a key, a compiler, a device or the engine is not here.
     """
     require_sense(plan.language, whole=plan.whole, sweep=plan.sweep)
-    load_levers(settings.for_run())  # before there is a run
+    load_levers(settings.for_run())
+    require_models(settings.model_dump())
+    profile: Profile | None = None
+    if profile_file is not None and workload is not None:
+        profile = read(profile_file, workload.model)
+        plan = plan.model_copy(update={"profile_file": profile_file.name})
+    _require_start(plan, workload, settings.judge, profile)
     run = Run.create(
         settings.runs_dir,
         command=command,
@@ -79,14 +97,43 @@ def start(
         machine=machine_facts(plan.measured_on(workload)),
     )
     run_levers(run)
+    if profile is not None:
+        given = ProfileFromFile.model_validate(profile.model_dump())
+        run.step("profile", lambda: given, ProfileFromFile)
     return run
+
+
+def _require_start(
+    plan: RunPlan, workload: Workload | None, where: str, profile: Profile | None
+) -> None:
+    """Refuse what no step could begin with on this machine."""
+    op_name, language = plan.op, _language(plan, workload)
+    if workload is not None:
+        engine_version(workload.engine)
+        if profile is None:
+            require_room(workload)
+        elif op_name is None:
+            op_name = _first_covered(profile, workload.engine)
+    if exchange_folder(where) is None:
+        require_here(language)
+    kind = judge_device_kind(where, language)
+    if op_name is None:
+        return
+    op = load_op(op_name)
+    op.sweep(kind, plan.sweep)
+    if workload is not None:
+        patch_point(op, workload.engine)
+
+
+def _language(plan: RunPlan, workload: Workload | None) -> Language:
+    on_gpu = workload is not None and workload.device == "cuda"
+    return plan.language or (Language.CUDA if on_gpu else Language.CPP)
 
 
 def execute(
     run: Run,
     report: Report,
     say: Say,
-    profile_file: Path | None = None,
     *,
     judge: str | None = None,
     machine_changed: bool = False,
@@ -107,6 +154,11 @@ def execute(
     plan = RunPlan.model_validate(settings["plan"])
     workload = run.config.workload
     where: str = judge or settings.get("judge", LOCAL)
+    try:
+        require_models(settings)
+    except MissingError as error:
+        hint = f"put that right, then: patcher resume {run.id}"
+        raise MissingError(error.message, hint) from None
     if plan.whole or where == LOCAL:  # else no figure is made here
         for change in same_machine(
             run, plan.measured_on(workload), MACHINE_INDEPENDENT, machine_changed
@@ -116,9 +168,7 @@ def execute(
     profile: Profile | None = None
     if plan.whole:
         assert workload is not None
-        profile = run.step(
-            "profile", lambda: _profile(run, workload, report, profile_file), Profile
-        )
+        profile = run.step("profile", lambda: _profile(run, plan, workload, report), Profile)
         op_name = op_name or _first_covered(profile, workload.engine)
         spot = next((spot for spot in profile.hotspots if spot.op == op_name), None)
         share = f"{spot.share_pct:.1f} % of the profile" if spot else "not in the profile"
@@ -126,11 +176,10 @@ def execute(
     if op_name is None:
         raise UsageError("no op was named", "name one, or run the whole path of a model")
 
-    on_gpu = workload is not None and workload.device == "cuda"
     search = search_kernel(
         run,
         load_op(op_name),
-        plan.language or (Language.CUDA if on_gpu else Language.CPP),
+        _language(plan, workload),
         plan.search,
         JudgeSettings(sweep=plan.sweep, threads=plan.threads, pairs=plan.judge_pairs),
         where,
@@ -149,8 +198,6 @@ def execute(
         assert workload is not None
         made = run.step("patch", lambda: make_patch(run, search, workload), RunPatch)
         say(f"patch {made.id} in {made.folder}/")
-        if hint := _header_hint(run, search):
-            say(hint)
         job = ABJob(
             workload=workload,
             margin_pct=settings["margin_pct"],
@@ -173,14 +220,17 @@ def execute(
         decision = run.step(
             "decision", lambda: decide(measured, evaluation, reconciliation), Decision
         )
+    elif hint := _header_hint(run, search):
+        say(hint)
     return RunResult(run=run.id, op=op_name, optimisation=search, patch=made, decision=decision)
 
 
-def _profile(run: Run, workload: Workload, report: Report, profile_file: Path | None) -> Profile:
-    if profile_file is not None:
-        from patcher.hotspot import read
-
-        return read(profile_file, workload.model)
+def _profile(run: Run, plan: RunPlan, workload: Workload, report: Report) -> Profile:
+    if plan.profile_file is not None:  # killed before the run had its copy
+        raise UsageError(
+            f"run {run.id} has no copy of the profile {plan.profile_file} that it starts from",
+            "start a new run with --from",
+        )
     report("profile", 0, 1)
     # a report of nsys names the host and its folders: only what is ranked goes into the run
     with tempfile.TemporaryDirectory() as scratch:

@@ -8,11 +8,16 @@ from patcher.ab.decision import Decision
 from patcher.attempts import LoopResult
 from patcher.bench import SCHEMA_VERSION, Language, Record, Workload
 from patcher.bench.stats.compare import DEFAULT_PAIRS
+from patcher.hotspot import Profile
 from patcher.runs.patch import RunPatch
 from patcher.strategies.search import Search
 
 DEMO = "replay:demo"
 """The language model of `patcher demo`: the recorded conversation that ships with patcher."""
+
+
+class ProfileFromFile(Profile):
+    """A profile that the user gave: the run keeps a copy, which holds on every machine."""
 
 
 class RunPlan(Record):
@@ -33,6 +38,9 @@ class RunPlan(Record):
     search: Search = Search()
     counters: bool = True
     """Whether the analyst reads hardware counters, where ncu works."""
+
+    profile_file: str | None = None
+    """Name of the file that the profile was read from; None: it is captured on this machine."""
 
     def measured_on(self, workload: Workload | None) -> Literal["cpu", "cuda"]:
         """The kind of device whose figures the run is about."""

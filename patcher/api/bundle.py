@@ -9,6 +9,8 @@ from pathlib import Path
 from patcher.bench import Candidate, Evaluation, Language, load_op
 from patcher.extras import names_its_extra
 from patcher.integrate import Manifest, Patch, is_archive, pack
+from patcher.integrate.archive import require_target
+from patcher.integrate.patch import engine_version, patch_point
 
 
 @names_its_extra
@@ -57,6 +59,18 @@ def bundle(
     return Path(target)
 
 
+def require_bundle(target: Path, op: str, engine: str) -> None:
+    """Refuse a bundle that cannot be written, before its kernel is built or judged.
+
+    Raises:
+        UsageError: the op has no patch point in the engine, or the target holds something else.
+        MissingError: the engine is not installed.
+    """
+    require_target(target)
+    patch_point(load_op(op), engine)
+    engine_version(engine)
+
+
 def make_bundle(
     target: Path,
     candidate: Candidate,
@@ -69,6 +83,7 @@ def make_bundle(
     """Write it with its prebuilt binary; see `Patch.create` for what is raised."""
     from patcher.bench.toolchains import build
 
+    require_bundle(target, candidate.op, engine)
     op = load_op(candidate.op)
     built = build(candidate, op.contract)
     with tempfile.TemporaryDirectory() as scratch:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _NESTED = {"variants"}
 _SHOWN = 10
-"""Rows of the ranking that a notebook shows."""
+"""Rows of the ranking that a notebook and `print` show."""
 
 
 class ProfileResult(Profile):
@@ -69,7 +69,11 @@ class ProfileResult(Profile):
             f"kernels, {self.total_kernel_ns / 1e6:.3f} ms{first}>"
         )
 
-    __str__ = __repr__
+    def __str__(self) -> str:
+        """The ranking's first rows as a table of plain text."""
+        from patcher.show.profile import ranking_text
+
+        return ranking_text(self, _SHOWN)
 
     def _repr_html_(self) -> str:
         rows = [
@@ -137,7 +141,7 @@ def profile(
             called with (stage, done, total).
 
     Returns:
-        The profile. In a notebook it shows its ranking.
+        The profile. `print` and a notebook show its ranking.
 
     Raises:
         UsageError: a file that cannot be read or hides kernels, or arguments that do not go
@@ -147,6 +151,7 @@ def profile(
 
     Examples:
         >>> p = patcher.profile("decode.nsys-rep")
+        >>> print(p)
         >>> p.hotspots[0].name
         >>> p.to_pandas().sort_values("ceiling_pct")
         >>> p.plot().save("decode.svg")

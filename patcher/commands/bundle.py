@@ -64,13 +64,14 @@ def bundle(
     kernel must be faster on the first sweep, which the patch is known by. On a further sweep it may
     be slower at some sizes, but not at all of them.
     """
-    from patcher.api.bundle import make_bundle
+    from patcher.api.bundle import make_bundle, require_bundle
     from patcher.bench import judge
     from patcher.settings import resolve
     from patcher.show.evaluation import print_evaluation
 
     workers = worker_counts(tensor_parallel)
     candidate = Candidate.from_file(load_op(op).name, source, language)
+    require_bundle(target, candidate.op, engine)
     output = Output(as_json)
     if judged:
         evaluations = [verdict_on(candidate, path) for path in judged]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from rich.text import Text
@@ -14,7 +13,6 @@ from patcher.commands.console import Output
 def execute_run(
     run: Any,
     output: Output,
-    profile_file: Path | None = None,
     judge: str | None = None,
     machine_changed: bool = False,
 ) -> int:
@@ -35,7 +33,6 @@ def execute_run(
                     run,
                     watch,
                     watch.say,
-                    profile_file,
                     judge=judge,
                     machine_changed=machine_changed,
                     on_progress=watch.hear,

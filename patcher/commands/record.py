@@ -17,7 +17,7 @@ from patcher.commands.console import Json, Output, app, examples, runs_dir
 @app.command()
 @examples("patcher record latest recordings/moe_finalize-cpp", "patcher record 20261121-1203 rec")
 def record(
-    run: Annotated[str, typer.Argument(help="An `optimize` run: its id, its folder or `latest`.")],
+    run: Annotated[str, typer.Argument(help="A run: its id, its folder or `latest`.")],
     folder: Annotated[Path, typer.Argument(help="A new folder.")],
     as_json: Json = False,
 ) -> int:

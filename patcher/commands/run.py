@@ -105,8 +105,8 @@ def run(
         threads=threads,
         search=Search.of(load_op(op) if op else None, language, strategy, width=width),
     )
-    begun = pipeline.start(settings, "run", served, workload, plan)
-    return execute_run(begun, Output(as_json), source)
+    begun = pipeline.start(settings, "run", served, workload, plan, source)
+    return execute_run(begun, Output(as_json))
 
 
 @app.command()

@@ -48,7 +48,7 @@ def require_here(language: Language) -> None:
     if not torch.cuda.is_available():
         raise MissingError(
             f"a {language} candidate needs a CUDA device and this machine has none",
-            "go on with `patcher resume` on a GPU host, or write it in cpp",
+            "use a GPU host, judge with --judge exchange:DIR, or write it in cpp",
         )
 
 

@@ -14,9 +14,10 @@ from patcher.levers.load import Levers, load_levers
 from patcher.levers.scoring import Scorer
 from patcher.memory import MemoryText, open_memory
 from patcher.models import ModelCall, Role
+from patcher.plan import ProfileFromFile
 from patcher.runs.run import Run
 
-MACHINE_INDEPENDENT = (ModelCall, RequestRound, Levers, MemoryText)
+MACHINE_INDEPENDENT = (ModelCall, RequestRound, Levers, MemoryText, ProfileFromFile)
 """The records of a run that do not depend on its machine: questions, the replies that were paid
 for, and what the user and earlier runs gave the run to begin with."""
 

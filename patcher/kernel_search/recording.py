@@ -36,7 +36,8 @@ from patcher.bench import (
     VerificationError,
     load_op,
 )
-from patcher.kernel_search.stage import Hardware
+from patcher.hotspot import Profile
+from patcher.kernel_search.stage import Hardware, op_share_pct
 from patcher.models import PROMPT_TOKENS, ModelCall
 from patcher.models.replay import ReplayModel, export_recording
 from patcher.prompting.room import CHARACTERS_PER_TOKEN
@@ -77,18 +78,19 @@ class LoopRecording(Record):
 
 
 def record(run_dir: Path, folder: Path) -> LoopRecording:
-    """Write the recording of a finished `optimize`.
+    """Write the recording of a finished loop.
 
     Raises:
-        UsageError: not such a run, it is not finished, or the folder is there.
+        UsageError: not a run, its loop is not finished, or the folder is there.
         VerificationError: the run was changed.
     """
     run = Run.open(run_dir, read_only=True)
     plan = run.config.settings.get("plan") or {}
-    op = load_op(plan.get("op") or "")
-    path = run.path / "ops" / op.name / "optimisation.json"
-    if not path.is_file():
-        raise UsageError(f"run {run.id} is not finished", f"patcher resume {run.id}")
+    found_in = sorted(run.path.glob(f"ops/{plan.get('op') or '*'}/optimisation.json"))
+    if not found_in:
+        raise UsageError(f"the loop of run {run.id} is not finished", f"patcher resume {run.id}")
+    path = found_in[0]  # a run searches one op
+    op = load_op(path.parent.name)
     if folder.exists():
         raise UsageError(f"{folder} is there", "name a new folder")
     result = LoopResult.model_validate_json(path.read_text(encoding="utf-8"))
@@ -102,6 +104,8 @@ def record(run_dir: Path, folder: Path) -> LoopRecording:
         raise UsageError(f"run {run.id} holds no verdict", "record a run that judged something")
     settings = run.config.settings
     given = {name: settings.get(name) for name in StopRules.model_fields}
+    if run.done("profile"):
+        given["share_pct"] = op_share_pct(run.load("profile", Profile), op.name)
     rules = {name: value for name, value in given.items() if value is not None}
     made = LoopRecording(
         op=op.name,

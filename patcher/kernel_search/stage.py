@@ -3,9 +3,12 @@ settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import resources
+from pathlib import Path
+from typing import Any
 
 from patcher.agent import StopRules, run_loop
 from patcher.attempts import LoopResult, Progress
@@ -72,12 +75,11 @@ def search_kernel(
     carried = RunContext(run, op, language, kind if where == LOCAL else None)
     judge_settings = replace(judge_settings, policy=carried.policy)
     models = {
-        role: resolve_model(settings[role], run) if settings.get(role) else None
+        role: resolve_model(settings[role], run.path) if settings.get(role) else None
         for role in ("analyst", "diagnoser")
     }
     rules = {name: settings[name] for name in ("sol_pct", "patience") if name in settings}
-    model = resolve_model(settings["model"], run)
-    shares = [spot.share_pct for spot in profile.hotspots if spot.op == op.name] if profile else []
+    model = resolve_model(settings["model"], run.path)
     pictures: tuple[str, ...] = ()
     if profile is not None and sees_images(models["analyst"] or model):
         drawn = run.step("picture", lambda: _drawn(run, profile), ProfilePicture)
@@ -112,7 +114,7 @@ def search_kernel(
             rules=StopRules(
                 **rules,
                 margin_pct=settings["margin_pct"],
-                share_pct=sum(shares) if shares else None,
+                share_pct=op_share_pct(profile, op.name) if profile else None,
             ),
             sweep=op.sweep(kind, judge_settings.sweep),
             prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
@@ -132,17 +134,36 @@ def search_kernel(
     return found
 
 
+def op_share_pct(profile: Profile, op: str) -> float | None:
+    """The op's share of the profile in percent; None where no hotspot is of it."""
+    shares = [spot.share_pct for spot in profile.hotspots if spot.op == op]
+    return sum(shares) if shares else None
+
+
 def _drawn(run: Run, profile: Profile) -> ProfilePicture:
     file = "profile.png"
     why = to_png(plot(profile), run.path / file)
     return ProfilePicture(why=why) if why else ProfilePicture(file=file)
 
 
-def resolve_model(spec: str, run: Run) -> Model:
+def require_models(settings: Mapping[str, Any]) -> None:
+    """Refuse models that cannot be asked, before anything is paid or measured for them.
+
+    Raises:
+        UsageError: no such provider, or an unreadable recording.
+        MissingError: no API key.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        for role in ("model", "analyst", "diagnoser"):
+            if settings.get(role):
+                resolve_model(settings[role], Path(scratch))
+
+
+def resolve_model(spec: str, run_dir: Path) -> Model:
     """`open_model`, with `replay:demo` for the recording that ships."""
     if spec == DEMO:
         file = resources.files("patcher.kernel_search").joinpath("demo.jsonl.xz")
         with resources.as_file(file) as path:
-            return open_model(f"replay:{path}", run.path)
+            return open_model(f"replay:{path}", run_dir)
     # where servers are is this machine's business, so it is looked up now, not kept in the run
-    return open_model(spec, run.path, resolve().models)
+    return open_model(spec, run_dir, resolve().models)

@@ -166,13 +166,13 @@ class ApiModel(ABC):
         if words & _AUTHENTICATION or status == 401:
             return MissingError(
                 f"{server} refused the key: {said}",
-                f"set a valid {self.entry.key_name or 'key_variable in [models.NAME]'}",
+                f"set a valid {self.entry.key_name or 'key_variable in [models.NAME]'}; {_RESUME}",
             )
         if words & _QUOTA or status == 402 or "credit balance" in said.lower():
             return BudgetError(f"the account cannot pay: {said}", f"add credit; {_RESUME}")
         if kind == "permission_error" or status == 403:
             return MissingError(
-                f"the key may not do this: {said}", "use a key that may, or another --model"
+                f"the key may not do this: {said}", f"use a key that may; {_RESUME}"
             )
         if kind == "not_found_error" or status == 404:
             return UsageError(

@@ -72,10 +72,31 @@ def _ranking(profile: Profile, shown: list[Hotspot]) -> Table:
     return table
 
 
-def _short(name: str) -> str:
+def ranking_text(profile: Profile, top: int) -> str:
+    """The first rows as plain lines for a pipe or a narrow window, at most 100 columns wide."""
+    busy = "share" if profile.busy_ns is None else "busy"
+    lines = [f"{'#':>3} {busy:>6} {'mean us':>9} {'ceiling':>8}  {'do':13}  kernel, chain"]
+    for spot in profile.hotspots[:top]:
+        shared = spot.kind in ("kernel", "chain")
+        cells = (
+            f"{spot.rank:>3}",
+            f"{f'{spot.share_pct:.1f}%' if shared else '':>6}",
+            f"{f'{spot.mean_ns / 1e3:.2f}' if shared else '':>9}",
+            f"{f'+{spot.ceiling_pct:.1f}%':>8}",
+            f" {spot.triage:13}",
+        )
+        name = ("chain: " if spot.kind == "chain" else "") + _short(spot.name, "...")
+        lines.append(f"{' '.join(cells)}  {name}")
+    left = len(profile.hotspots) - top
+    if left > 0:
+        lines.append(f"{left} smaller rows are in to_pandas()")
+    return "\n".join(lines)
+
+
+def _short(name: str, cut: str = "\N{HORIZONTAL ELLIPSIS}") -> str:
     """As much as tells it apart; the whole name is in the JSON."""
     name = name.removeprefix("void ")
-    return name if len(name) <= _WIDEST else name[: _WIDEST - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    return name if len(name) <= _WIDEST else name[: _WIDEST - len(cut)] + cut
 
 
 def _layers(per_layer: float | None) -> str:

@@ -121,7 +121,14 @@ class TestProfile:
     def test_it_shows_itself(self, tmp_path: Path) -> None:
         found = patcher.profile(SQLITE, "gpt-oss-20b")
         assert len(repr(found)) < 200
-        assert str(found) == repr(found)
+        table = str(found).splitlines()
+        assert table[0].split() == ["#", "busy", "mean", "us", "ceiling", "do", "kernel,", "chain"]
+        assert len(table) == 12
+        assert max(map(len, table)) <= 100
+        first = found.hotspots[0]
+        assert table[1].split()[:2] == ["1", f"{first.share_pct:.1f}%"]
+        assert first.triage in table[1]
+        assert first.name[:40] in table[1]
         assert found.hotspots[0].name in found._repr_html_()
         chart = found.plot()
         assert chart._repr_svg_().startswith("<svg")

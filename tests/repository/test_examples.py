@@ -18,7 +18,7 @@ PRINTS = {
     "evaluate_kernel": r"<EvaluationResult fused_add_rms_norm \(cpp\): (correct|guard_violation)",
     "patch_transformers": r"\d+ calls, 0 fallbacks>[\s\S]*same tokens with the patch: True",
     "plug_in_strategy": r"<RunReport [\w-]+: \d candidates[\s\S]*it ended: (?!not yet)",
-    "rank_profile": r"\bmoe_matmul_swiglu +27\.77",
+    "rank_profile": r"\b1 +27\.8% +37\.07 [\s\S]*\bmoe_matmul_swiglu +27\.77",
     "read_run": r"\b0 +(correct|too_slow|guard_violation)\b",
     "replay_loop": r"<RunReport [\w-]+: 1 candidates",
     "write_op": r"wrong\.cpp: mismatch[\s\S]*relu_squared\.cpp: (correct|guard_violation)",

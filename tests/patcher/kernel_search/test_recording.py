@@ -7,12 +7,18 @@ import json
 import shutil
 import tarfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from agent_sample import verdict
 from command_line import ROOT, patcher
 
-from patcher.bench import UsageError, VerificationError, load_ops
+from patcher import pipeline
+from patcher.bench import Candidate, Evaluation, UsageError, VerificationError, load_ops
+from patcher.bench.machine.environment import describe
+from patcher.kernel_search import stage
 from patcher.kernel_search.recording import (
     ABOUT,
     EVALUATIONS,
@@ -25,6 +31,9 @@ from patcher.kernel_search.recording import (
     replay,
     table,
 )
+from patcher.plan import RunPlan
+from patcher.settings import resolve
+from patcher.workloads import workload_for
 
 ARCHIVE = ROOT / "bench" / "results" / "loop" / "recordings.tar.xz"
 with tarfile.open(ARCHIVE) as archive:
@@ -70,6 +79,35 @@ def test_it_replays_to_the_same_end(recorded: Path) -> None:
     assert done.returncode == 0
     [one] = json.loads(done.stdout)["recordings"]
     assert one == {"folder": "rec", "differences": []}
+
+
+def test_a_whole_run_is_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its op and what that op can be worth come from its profile."""
+
+    def no_patch(*_: object) -> None:
+        raise UsageError("the loop is over", "stop here")
+
+    def judged(candidates: list[Candidate]) -> list[Evaluation]:
+        place = {"environment": describe("cpu")}
+        return [verdict(one, 2.0).model_copy(update=place) for one in candidates]
+
+    judges = SimpleNamespace(evaluate=judged, prepare=None)
+    monkeypatch.setattr(stage, "open_judges", lambda *_, **__: nullcontext(judges))
+    monkeypatch.setattr(pipeline, "make_patch", no_patch)
+    monkeypatch.setattr(pipeline, "_first_covered", lambda *_: "fused_add_rms_norm")
+    monkeypatch.chdir(tmp_path)
+    settings = resolve({"model": "replay:demo", "iterations": 2, "memory": "off"})
+    workload, plan = workload_for("gpt-oss-tiny", "cpu"), RunPlan(threads=1)
+    trace = ROOT / "tests/data/nsys/decode.sqlite"
+    with pipeline.start(settings, "run", "gpt-oss-tiny", workload, plan, trace) as run:
+        with pytest.raises(UsageError, match="is not finished"):
+            record(run.path, tmp_path / "early")
+        with pytest.raises(UsageError, match="the loop is over"):
+            pipeline.execute(run, lambda *_: None, lambda _: None)
+    made = record(run.path, tmp_path / "rec")
+    assert made.op == "fused_add_rms_norm"
+    assert made.rules.share_pct is not None
+    assert replay(tmp_path / "rec") == []
 
 
 def test_a_person_can_read_it(recorded: Path) -> None:
