@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from patcher.bench import UsageError
+from patcher.bench.arguments import Count, FilePath, check_arguments
 from patcher.hotspot.profile import Profile, ProfileWarning
 from patcher.hotspot.rank import build_profile
 from patcher.hotspot.readers import read_recording
@@ -20,15 +21,16 @@ UNNAMED = "model"
 """The model's name if the caller gives none."""
 
 
+@check_arguments
 def read(
-    path: str | Path,
+    path: FilePath,
     model: str = UNNAMED,
     *,
     window: str | None = None,
-    minus: str | Path | None = None,
-    ncu: str | Path | None = None,
-    batch: int | None = None,
-    steps: int | None = None,
+    minus: FilePath | None = None,
+    ncu: FilePath | None = None,
+    batch: Count | None = None,
+    steps: Count | None = None,
     force: bool = False,
 ) -> Profile:
     """Read and rank a profile.

@@ -5,26 +5,28 @@ from __future__ import annotations
 from typing import Any, Literal, cast
 
 from patcher.bench import UsageError, Workload, pick_device, preset, presets
+from patcher.bench.arguments import Count, Threads, check_arguments
 from patcher.bench.engines import ENGINES
 
 Device = Literal["cpu", "cuda"]
 WEIGHTS = ("random", "hub", "local")
 
 
+@check_arguments
 def workload_of(
     model: str,
     device: str | None,
     engine: str,
-    batch: int | None,
-    input_len: int | None,
-    output_len: int | None,
+    batch: Count | None,
+    input_len: Count | None,
+    output_len: Count | None,
     weights: str,
-    threads: int | None = None,
+    threads: Threads | None = None,
 ) -> Workload:
     """A workload from options, each of which may be wrong.
 
     Raises:
-        UsageError: an unknown engine, device, preset or kind of weights.
+        UsageError: a size out of bounds, an unknown engine, device, preset or kind of weights.
     """
     if engine not in ENGINES:
         raise UsageError(f"engine {engine!r} is not supported", f"engines: {ENGINES.listing()}")
