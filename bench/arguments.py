@@ -18,9 +18,11 @@ R = TypeVar("R")
 Item = TypeVar("Item")
 
 
-def _without_nul(path: str | Path) -> str | Path:
+def _possible(path: str | Path) -> str | Path:
     if "\0" in str(path):
         raise ValueError("a path without NUL characters")
+    if path == "":
+        raise ValueError("a path that is not empty")
     return path
 
 
@@ -29,7 +31,7 @@ Threads = Annotated[int, Field(ge=1, le=4096)]
 """CPU threads."""
 Timeout = Annotated[float, Field(ge=0.1, le=86_400, allow_inf_nan=False)]
 """Seconds, a day at most."""
-FilePath = Annotated[str | Path, AfterValidator(_without_nul)]
+FilePath = Annotated[str | Path, AfterValidator(_possible)]
 FilePaths = FilePath | Sequence[FilePath]
 """One path, or several; see `as_tuple`."""
 
@@ -38,7 +40,7 @@ def as_tuple(value: Item | Sequence[Item]) -> tuple[Item, ...]:
     """A single item as a tuple of one; a string is a single item."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(value)
-    return (value,)  # type: ignore[return-value]
+    return (value,)
 
 
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:

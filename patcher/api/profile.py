@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
-from patcher.bench import UsageError, Workload
+from patcher.bench import UsageError, Workload, presets
 from patcher.bench.arguments import (
     Count,
     FilePath,
@@ -173,6 +173,11 @@ def profile(
             if wrong := [name for name, value in captures.items() if value is not None]:
                 raise UsageError(
                     f"{wrong[0]} applies only to a capture", "leave it out, or leave source out"
+                )
+            if str(source) in presets() and not Path(source).exists():
+                raise UsageError(
+                    f"there is no file {source}, but a model of that name",
+                    f'to capture it: profile(model="{source}")',
                 )
             report(f"read {Path(source).name}", 0, 1)
             found = read(

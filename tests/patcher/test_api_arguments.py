@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import patcher
 from patcher.api.display import Chart
 from patcher.api.judge_request import JudgeRequest
+from patcher.bench import Candidate, content, read_samples
+from patcher.bench.records import MOST_SOURCE
 
 DATA = Path(__file__).parents[1] / "data"
 CSV = DATA / "nsys" / "cuda_gpu_kern_sum.csv"
@@ -103,3 +106,38 @@ def test_no_model_and_no_evaluation() -> None:
         patcher.bundle("rope", "kernel.cpp", "x.zip")  # type: ignore[arg-type]
     with pytest.raises(patcher.UsageError, match="no evaluation"):
         patcher.bundle([], "kernel.cpp", "x.zip")
+    with pytest.raises(patcher.UsageError, match="source should be a path that is not empty"):
+        patcher.profile("")
+
+
+def test_a_model_instead_of_a_file() -> None:
+    with pytest.raises(patcher.UsageError, match="a model of that name") as caught:
+        patcher.profile("gpt-oss-tiny")
+    assert 'model="gpt-oss-tiny"' in caught.value.hint
+
+
+def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        for call in (
+            lambda: patcher.profile(path),  # noqa: B023
+            lambda: patcher.profile(CSV, ncu=path),  # noqa: B023
+            lambda: patcher.profile(CSV, minus=path),  # noqa: B023
+            lambda: patcher.evaluate(OP, path, language="cpp"),  # noqa: B023
+            lambda: content(path),  # noqa: B023
+            lambda: read_samples(path),  # noqa: B023
+        ):
+            with pytest.raises(patcher.UsageError, match="pipe or a device"):
+                call()
+
+
+def test_a_source_has_a_largest_size(source: Path) -> None:
+    source.write_bytes(b"// " + b"x" * MOST_SOURCE)
+    with pytest.raises(patcher.UsageError, match="larger than 4 MiB"):
+        patcher.evaluate(OP, source)
+
+
+def test_line_ends_of_a_source_become_newlines(source: Path) -> None:
+    source.write_bytes(b"int a;\r\nint b;\r")
+    assert Candidate.from_file(OP, source).source == "int a;\nint b;\n"
