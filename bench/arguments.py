@@ -15,7 +15,6 @@ from patcher.bench.errors import UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Item = TypeVar("Item")
 
 
 def _possible(path: str | Path) -> str | Path:
@@ -33,14 +32,12 @@ Timeout = Annotated[float, Field(ge=0.1, le=86_400, allow_inf_nan=False)]
 """Seconds, a day at most."""
 FilePath = Annotated[str | Path, AfterValidator(_possible)]
 FilePaths = FilePath | Sequence[FilePath]
-"""One path, or several; see `as_tuple`."""
+"""One path, or several; see `as_paths`."""
 
 
-def as_tuple(value: Item | Sequence[Item]) -> tuple[Item, ...]:
-    """A single item as a tuple of one; a string is a single item."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(value)
-    return (value,)
+def as_paths(value: FilePaths) -> tuple[str | Path, ...]:
+    """One path or several as a tuple; a string is one path."""
+    return (value,) if isinstance(value, (str, Path)) else tuple(value)
 
 
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from patcher.bench import Candidate, Evaluation, Language, UsageError, load_op
-from patcher.bench.arguments import Count, FilePath, as_tuple, check_arguments
+from patcher.bench.arguments import Count, FilePath, check_arguments
 from patcher.extras import names_its_extra
 from patcher.integrate import Manifest, Patch, is_archive, pack
 
@@ -45,7 +45,7 @@ def bundle(
         >>> v = patcher.evaluate("fused_add_rms_norm", "kernel.cpp")
         >>> patcher.bundle(v, "kernel.cpp", "norm.zip")
     """
-    evaluations = as_tuple(evaluation)
+    evaluations = [evaluation] if isinstance(evaluation, Evaluation) else list(evaluation)
     if not evaluations:
         raise UsageError("no evaluation was given", "give what `patcher.evaluate` returned")
     first = evaluations[0]

@@ -15,7 +15,7 @@ from patcher.bench.arguments import (
     FilePath,
     FilePaths,
     Threads,
-    as_tuple,
+    as_paths,
     check_arguments,
 )
 from patcher.extras import names_its_extra
@@ -192,7 +192,7 @@ def optimize(
         known,
         chosen,
         strategy,
-        tuple(map(str, as_tuple(from_solutions))),
+        tuple(map(str, as_paths(from_solutions))),
         width=width,
         islands=islands,
         seed=seed,

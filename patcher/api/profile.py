@@ -15,7 +15,7 @@ from patcher.bench.arguments import (
     FilePath,
     FilePaths,
     Threads,
-    as_tuple,
+    as_paths,
     check_arguments,
 )
 from patcher.extras import names_its_extra
@@ -201,7 +201,7 @@ def profile(
             model, device, engine, batch, input_len, output_len, weights, threads
         )
         folder = None if keep is None else Path(keep)
-        found, _ = capture_here(workload, folder, [Path(one) for one in as_tuple(patches)], report)
+        found, _ = capture_here(workload, folder, [Path(one) for one in as_paths(patches)], report)
         return _result(found)
 
 

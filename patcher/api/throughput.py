@@ -11,7 +11,7 @@ from pydantic import Field
 from patcher.ab.result import ABResult
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
 from patcher.bench import Throughput, UsageError
-from patcher.bench.arguments import Count, FilePaths, Threads, as_tuple, check_arguments
+from patcher.bench.arguments import Count, FilePaths, Threads, as_paths, check_arguments
 from patcher.extras import names_its_extra
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def throughput(
     margin = resolve({"margin_pct": margin_pct}).margin_pct
     job = job_of(asked, workload, False, arguments, margin, quality_steps)
     with ExitStack() as stack:
-        folders = [stack.enter_context(open_bundle(one)).folder for one in as_tuple(patches)]
+        folders = [stack.enter_context(open_bundle(one)).folder for one in as_paths(patches)]
         report = stack.enter_context(progress_bar(progress))
         found = compare_and_decide(job, folders, Timeline(report))
     fields: dict[str, Any] = dict(found)
