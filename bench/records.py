@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import lzma
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +17,9 @@ from patcher.bench.errors import UsageError
 SCHEMA_VERSION = 1
 """Schema version of everything patcher writes to disk or prints as JSON."""
 MOST_BYTES = 256 << 20
-"""Size limit in bytes of a compressed file of records after decompression."""
+"""Size limit in bytes of a file of records, after decompression."""
+MOST_SOURCE = 4 << 20
+"""Size limit in bytes of a source file."""
 
 
 class Record(BaseModel):
@@ -45,6 +49,40 @@ def remembered(path: Path, kind: type[AnyRecord], measure: Callable[[], AnyRecor
     return record
 
 
+def require_file(path: Path) -> None:
+    """Refuse pipes and devices, which may never end; a folder is left to the reader's own error.
+
+    Raises:
+        OSError: there is no such path.
+        UsageError: the path is a pipe, a device or a socket.
+    """
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise UsageError(
+            f"{path} is a pipe or a device, not a file", "write its content to a file first"
+        )
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """Read a regular file of at most `limit` bytes.
+
+    Raises:
+        OSError: the file cannot be read.
+        UsageError: it is no regular file, or it is larger.
+    """
+    require_file(path)
+    with path.open("rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise UsageError(f"{path} is larger than {limit >> 20} MiB", "give a smaller file")
+    return data
+
+
+def read_source(path: Path, limit: int = MOST_SOURCE) -> str:
+    """Read a regular UTF-8 text file; line ends become newlines. See `read_file`."""
+    return io.TextIOWrapper(io.BytesIO(read_file(path, limit)), encoding="utf-8").read()
+
+
 def content(path: Path) -> bytes:
     """Read a file of records, decompressing it if it is named `*.xz`.
 
@@ -56,10 +94,12 @@ def content(path: Path) -> bytes:
 
     Raises:
         OSError: the file cannot be read.
-        UsageError: an xz file is damaged or truncated, or unpacks to more than `MOST_BYTES`.
+        UsageError: no regular file, one of more than `MOST_BYTES`, unpacked where it is an xz file,
+            or an xz file that is damaged or truncated.
     """
     if path.suffix != ".xz":
-        return path.read_bytes()
+        return read_file(path, MOST_BYTES)
+    require_file(path)
     try:
         with lzma.open(path) as file:
             data = file.read(MOST_BYTES + 1)

@@ -55,6 +55,23 @@ class Shape(Record):
         return workload.model_copy(update={"batch": self.batch, "input_len": self.context})
 
 
+def fit_context(workload: Workload, longest: int | None) -> None:
+    """Check that the model takes a prompt and a token after it.
+
+    Args:
+        longest: the model's context in tokens; None: unknown.
+
+    Raises:
+        UsageError: the prompt leaves no room for a token.
+    """
+    if longest is not None and workload.input_len >= longest:
+        raise UsageError(
+            f"{workload.input_len:,} prompt tokens leave no room in {workload.model}, whose "
+            f"context has {longest:,}",
+            f"give at most {longest - 1:,} prompt tokens",
+        )
+
+
 def weights_id(workload: Workload) -> str:
     """Hugging Face id or folder of the workload's weights.
 

@@ -1,4 +1,8 @@
-"""Profile a workload: under nsys on a GPU, else with torch.profiler."""
+"""Profile a workload: under nsys on a GPU, else with torch.profiler.
+
+What ranks a recording needs numpy. It is imported when it is used, so that this package can be
+imported without it.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from patcher.bench import MissingError, PatcherError, Workload, presets, relayed
+from patcher.bench.child_errors import child_failed
 from patcher.bench.machine.environment import engine_environment
 from patcher.bench.sandbox.die_with_parent import die_with_parent
 from patcher.hotspot.nsys import export_sqlite, find_nsys, missing_libraries, nsys_environment
 from patcher.hotspot.profile import Profile, ProfileWarning
-from patcher.hotspot.rank import build_profile
-from patcher.hotspot.readers.kineto import read_kineto
-from patcher.hotspot.readers.sqlite import read_sqlite
-from patcher.hotspot.recording import Recording, SummaryRow
 from patcher.hotspot.roofline import ServedModel
 
 STEPS = 16
@@ -66,7 +67,8 @@ def capture(
 
     Raises:
         MissingError: the model fits no device of this machine.
-        PatcherError: the profiled program failed; the message holds its last lines.
+        UsageError: the model cannot be loaded, or it needs more memory than there is.
+        PatcherError: the profiled program failed; the hint names the log file.
     """
     say = progress or (lambda stage: None)
     require_room(workload)
@@ -126,6 +128,9 @@ def _under_nsys(
     folder: Path,
     say: Callable[[str], None],
 ) -> Profile:
+    from patcher.hotspot.rank import build_profile
+    from patcher.hotspot.readers.sqlite import read_sqlite
+
     say("profile under nsys")
     report = folder / "decode.nsys-rep"
     command = [str(nsys), "profile", *NSYS_OPTIONS, "-o", str(report)]
@@ -146,6 +151,10 @@ def _with_torch(
     say: Callable[[str], None],
     warnings: tuple[ProfileWarning, ...],
 ) -> Profile:
+    from patcher.hotspot.rank import build_profile
+    from patcher.hotspot.readers.kineto import read_kineto
+    from patcher.hotspot.recording import Recording, SummaryRow
+
     say("profile with torch.profiler")
     out = folder / "torch.json"
     _run(program.command(out, "torch"), {**engine_environment(), **program.variables})
@@ -182,8 +191,7 @@ def _run(command: list[str], environment: dict[str, str]) -> None:
         raise
     if process.returncode != 0:
         _raise_expected(output.decode("utf-8", "replace"))
-        tail = output.decode("utf-8", "replace").strip()[-1500:]
-        raise PatcherError(f"the profiled program failed (exit code {process.returncode}): {tail}")
+        raise child_failed("the profiled program", process.returncode, output)
 
 
 def _raise_expected(output: str) -> None:

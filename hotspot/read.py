@@ -1,34 +1,36 @@
-"""Read a profile from a file, check that it hides no kernels, and rank it."""
+"""Read a profile from a file, check that it hides no kernels, and rank it.
+
+What reads and ranks needs numpy; it is imported when it is used, as in `patcher.hotspot.capture`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from patcher.bench import UsageError
+from patcher.bench.arguments import Count, FilePath, check_arguments
 from patcher.hotspot.profile import Profile, ProfileWarning
-from patcher.hotspot.rank import build_profile
-from patcher.hotspot.readers import read_recording
-from patcher.hotspot.readers.ncu import MatchedCounters, attach, read_ncu
-from patcher.hotspot.readers.sqlite import NODE_LEVEL
-from patcher.hotspot.recording import Recording
 from patcher.hotspot.roofline import ServedModel
-from patcher.hotspot.stats import EVERYTHING
-from patcher.hotspot.subtract import subtract
+
+if TYPE_CHECKING:
+    from patcher.hotspot.recording import Recording
 
 UNNAMED = "model"
 """The model's name if the caller gives none."""
 
 
+@check_arguments
 def read(
-    path: str | Path,
+    path: FilePath,
     model: str = UNNAMED,
     *,
     window: str | None = None,
-    minus: str | Path | None = None,
-    ncu: str | Path | None = None,
-    batch: int | None = None,
-    steps: int | None = None,
+    minus: FilePath | None = None,
+    ncu: FilePath | None = None,
+    batch: Count | None = None,
+    steps: Count | None = None,
     force: bool = False,
 ) -> Profile:
     """Read and rank a profile.
@@ -52,6 +54,11 @@ def read(
             kind of report.
         MissingError: a report needs nsys or ncu, which is not installed.
     """
+    from patcher.hotspot.rank import build_profile
+    from patcher.hotspot.readers.ncu import MatchedCounters, attach, read_ncu
+    from patcher.hotspot.stats import EVERYTHING
+    from patcher.hotspot.subtract import subtract
+
     chosen = None if window == EVERYTHING else window
     served = ServedModel.of(model, batch)
     recording = _checked(Path(path), chosen, served, force)
@@ -71,6 +78,9 @@ def _checked(path: Path, window: str | None, served: ServedModel, force: bool) -
     Raises:
         UsageError: the source says or its counts show that graphs were traced as a whole.
     """
+    from patcher.hotspot.readers import read_recording
+    from patcher.hotspot.readers.sqlite import NODE_LEVEL
+
     recording = read_recording(path, window)
     hidden = recording.hidden or _suspicion(recording, served)
     if hidden is None:

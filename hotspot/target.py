@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from patcher.bench import MissingError, PatcherError, Workload
+from patcher.bench.child_errors import memory_errors
 from patcher.bench.engines import Decoder, Decoding, open_decoder
 from patcher.hotspot.capture import ERROR
 from patcher.hotspot.names import MODULE, is_whole, row_name
@@ -33,11 +34,17 @@ def main() -> int:
     workload = Workload.model_validate_json(sys.argv[1])
     out, steps, mode = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     try:
-        push, pop = nvtx_ranges()
-        engine = open_decoder(workload)
+        with memory_errors(workload):
+            _profile(workload, out, steps, mode)
     except PatcherError as error:
         print(ERROR + json.dumps(error.as_dict()), file=sys.stderr, flush=True)
         return error.exit_code
+    return 0
+
+
+def _profile(workload: Workload, out: Path, steps: int, mode: str) -> None:
+    push, pop = nvtx_ranges()
+    engine = open_decoder(workload)
     decoding = engine.prefill(engine.prompts(workload.seed))
     engine.decode(decoding, WARM_UP_STEPS)
     if mode == "nsys":
@@ -46,7 +53,6 @@ def main() -> int:
             torch.cuda.synchronize()
     else:
         with_torch_profiler(engine, decoding, steps, out)
-    return 0
 
 
 def nvtx_ranges() -> tuple[Callable[[str], Any], Callable[[], Any]]:

@@ -14,6 +14,7 @@ from patcher.bench import Language, MissingError, PatcherError, Plugin, Record
 from patcher.bench.machine.installed import compute_sanitizer_finding
 from patcher.bench.sandbox.policy import sandbox_description
 from patcher.bench.toolchains import cache_root, toolchain
+from patcher.extras import missing_of, missing_package
 from patcher.hotspot import ncu_finding, nsys_finding
 from patcher.integrate import Switches, home_store
 from patcher.models.registry import list_models
@@ -97,6 +98,7 @@ def examine() -> list[Finding]:
         _nsys,
         _ncu,
         _sanitizer,
+        *(_extra(name) for name in EXTRAS),
         *(_package(*engine) for engine in ENGINES),
         _key,
         _sandbox,
@@ -109,6 +111,8 @@ def examine() -> list[Finding]:
     return [one.model_copy(update={"likely": machine.wants(one.name)}) for one in found]
 
 
+EXTRAS = ("profile", "report", "agent")
+"""Extras of patcher that commands need."""
 ENGINES = (
     ("engine transformers", "transformers", "pip install 'transformers>=5.17'", True),
     ("engine vllm", "vllm", "pip install vllm", False),
@@ -164,8 +168,11 @@ def _cuda_works() -> bool:
 
 def _clocks() -> Finding:
     """Whether clocks may be locked: NVML wants root. Nothing is locked to find out."""
-    import pynvml
-
+    try:
+        import pynvml
+    except ImportError as error:
+        lacks = missing_package(error)
+        return Finding(name="clocks", status="warn", detail=lacks.message, fix=lacks.hint)
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -230,6 +237,18 @@ def _ncu() -> Finding:
 def _sanitizer() -> Finding:
     status, message, fix = compute_sanitizer_finding()
     return Finding(name="compute-sanitizer", status=status, detail=message, fix=fix)
+
+
+def _extra(extra: str) -> Callable[[], Finding]:
+    def check() -> Finding:
+        name = f"extra {extra}"
+        if missing := missing_of(extra):
+            detail = f"not installed: {', '.join(missing)}"
+            fix = f"pip install 'patcher[{extra}]'"
+            return Finding(name=name, status="warn", detail=detail, fix=fix)
+        return Finding(name=name, status="ok", detail="installed")
+
+    return check
 
 
 def _package(name: str, package: str, fix: str, needed: bool) -> Callable[[], Finding]:

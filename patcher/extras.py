@@ -18,6 +18,8 @@ COMMANDS = {
     "demo": "all",
     "optimize": "agent",
     "read_run": "report",
+    "record": "agent",
+    "replay": "agent",
     "resume": "all",
     "run": "all",
     "throughput": "profile",
@@ -45,20 +47,32 @@ def missing_package(error: ImportError, command: str = "") -> MissingError:
 
 def extra_of(package: str, command: str = "") -> str | None:
     """The extra that brings a package: the command's own, else the smallest; None: none does."""
-    try:
-        lines = importlib.metadata.requires("patcher") or []
-    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
-        return None
-    direct: dict[str, list[Requirement]] = {}
-    for requirement in map(Requirement, lines):
-        for extra in _extras(requirement):
-            direct.setdefault(extra, []).append(requirement)
+    direct = _direct()
     whole = {extra: set(_closure(extra, direct)) for extra in direct}
     holding = [extra for extra, packages in whole.items() if package in packages]
     own = COMMANDS.get(command, command)
     if own in holding:
         return own
     return min(holding, key=lambda extra: len(whole[extra]), default=None)
+
+
+def missing_of(extra: str) -> list[str]:
+    """The packages of an extra that are not installed, sorted."""
+    installed = {canonicalize_name(one.name) for one in importlib.metadata.distributions()}
+    return sorted(set(_closure(extra, _direct())) - installed)
+
+
+def _direct() -> dict[str, list[Requirement]]:
+    """Requirements by extra; none in a checkout that is not installed."""
+    try:
+        lines = importlib.metadata.requires("patcher") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    direct: dict[str, list[Requirement]] = {}
+    for requirement in map(Requirement, lines):
+        for extra in _extras(requirement):
+            direct.setdefault(extra, []).append(requirement)
+    return direct
 
 
 def _extras(requirement: Requirement) -> Iterator[str]:

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from patcher.bench import UsageError, Workload, pick_device, preset, presets
+from patcher.bench.arguments import Count, Threads, check_arguments
 from patcher.bench.engines import ENGINES
+from patcher.bench.workload import fit_context
 
 Device = Literal["cpu", "cuda"]
 WEIGHTS = ("random", "hub", "local")
 
 
+@check_arguments
 def workload_of(
     model: str,
     device: str | None,
     engine: str,
-    batch: int | None,
-    input_len: int | None,
-    output_len: int | None,
+    batch: Count | None,
+    input_len: Count | None,
+    output_len: Count | None,
     weights: str,
-    threads: int | None = None,
+    threads: Threads | None = None,
 ) -> Workload:
     """A workload from options, each of which may be wrong.
 
     Raises:
-        UsageError: an unknown engine, device, preset or kind of weights.
+        UsageError: a size out of bounds, an unknown engine, device, preset or kind of weights.
     """
     if engine not in ENGINES:
         raise UsageError(f"engine {engine!r} is not supported", f"engines: {ENGINES.listing()}")
@@ -62,7 +66,8 @@ def workload_for(
     """The preset's traffic with what was asked for instead.
 
     Raises:
-        UsageError: unknown preset (a folder or hub id needs --weights hub or local).
+        UsageError: unknown preset (a folder or hub id needs --weights hub or local), a folder
+            without a model, or a prompt that fills the model's context.
     """
     if model in presets() or weights == "random":
         known = preset(model)
@@ -77,6 +82,14 @@ def workload_for(
         defaults = {"dtype": dtype, "batch": 8, "input_len": 128, "output_len": 64}
     asked = {"batch": batch, "input_len": input_len, "output_len": output_len}
     chosen = {**defaults, **{name: size for name, size in asked.items() if size is not None}}
-    return Workload(
+    workload = Workload(
         model=model, engine=engine, device=device, weights=weights, threads=threads, **chosen
     )
+    if model in presets():
+        fit_context(workload, presets()[model].config.get("max_position_embeddings"))
+    elif Path(model).is_dir() and not Path(model, "config.json").is_file():
+        raise UsageError(
+            f"the folder {model} has no config.json, so it holds no model",
+            "give a folder that `save_pretrained` wrote, or a Hugging Face id",
+        )
+    return workload

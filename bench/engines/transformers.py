@@ -23,7 +23,7 @@ from patcher.bench.engines.architecture import configuration
 from patcher.bench.engines.random_weights import spread_of
 from patcher.bench.errors import MissingError, UsageError
 from patcher.bench.presets import presets
-from patcher.bench.workload import Workload, weights_id
+from patcher.bench.workload import Workload, fit_context, weights_id
 
 OLDEST = Version("5.17")
 
@@ -41,6 +41,7 @@ class TransformersEngine:
             torch.set_num_threads(workload.threads)
         self.model = _load_model(workload)
         self.vocab_size: int = self.model.config.vocab_size
+        fit_context(workload, getattr(self.model.config, "max_position_embeddings", None))
 
     def prompts(self, seed: int) -> torch.Tensor:
         return random_prompts(self.workload, self.vocab_size, seed)
@@ -184,7 +185,7 @@ def _load_model(workload: Workload) -> Any:
         try:
             model = auto.from_pretrained(name, dtype=dtype, local_files_only=local)
             model = model.to(workload.device)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise UsageError(
                 f"cannot load weights of {name}: {str(error).splitlines()[0]}",
                 "check the id or folder, or use --weights random",

@@ -8,7 +8,7 @@ from pathlib import Path
 from patcher.bench.errors import UsageError
 from patcher.bench.ops.header import comment_mark, split_header
 from patcher.bench.ops.language import Language, guess_language
-from patcher.bench.records import Record
+from patcher.bench.records import Record, read_source
 
 
 class Candidate(Record):
@@ -39,10 +39,11 @@ class Candidate(Record):
         another source than the one that was judged.
 
         Raises:
-            UsageError: the file cannot be read as text, or its language is unknown.
+            UsageError: the file is no regular file, is larger than 4 MiB, cannot be read as text,
+                or its language is unknown.
         """
         try:
-            source = path.read_text(encoding="utf-8")
+            source = read_source(path)
         except OSError as error:
             raise UsageError(
                 f"cannot read {path}: {error.strerror}", "give the path of a source file"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from patcher.bench.errors import UsageError
+from patcher.bench.records import MOST_BYTES, read_source
 from patcher.bench.stats.adjust import winsorised, without_order
 from patcher.bench.stats.comparison import Comparison, Sample, Verdict, Window
 from patcher.bench.stats.intervals import (
@@ -236,7 +237,7 @@ def read_samples(path: Path) -> list[Sample]:
     """
     hint = 'write one JSON object per line: {"pair": 0, "arm": "baseline", "tokens_per_s": 1610.2}'
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_source(path, MOST_BYTES).splitlines()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", hint) from error
     except UnicodeDecodeError as error:

@@ -7,6 +7,7 @@ import zlib
 from pathlib import Path
 
 from patcher.bench import UsageError
+from patcher.bench.records import require_file
 from patcher.hotspot.nsys import export_sqlite
 from patcher.hotspot.readers.content import GZIP_MAGIC, read_text
 from patcher.hotspot.readers.kineto import read_kineto
@@ -42,6 +43,7 @@ def read_recording(path: Path, window: str | None = None) -> Recording:
     try:
         if path.is_dir():
             return read_parquet(path, window)
+        require_file(path)
         with path.open("rb") as file:
             head = file.read(1 << 16)
     except OSError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from patcher.bench import UsageError
+from patcher.bench.records import require_file
 from patcher.hotspot.names import printable
 
 GZIP_MAGIC = b"\x1f\x8b"
@@ -24,9 +25,11 @@ def read_text(path: Path, limit: int, fix: str) -> str:
         fix: how to write the file again; the next step of an error.
 
     Raises:
-        UsageError: the file is missing, a folder, empty, binary, truncated, or larger than `limit`.
+        UsageError: the file is missing, a folder, a pipe, a device, empty, binary, truncated, or
+            larger than `limit`.
     """
     try:
+        require_file(path)
         with path.open("rb") as file:
             head = file.read(2)
             file.seek(0)
@@ -38,8 +41,8 @@ def read_text(path: Path, limit: int, fix: str) -> str:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", "give a profile") from error
     if raw is None:
-        size = f"{limit >> 20} MB"
-        raise UsageError(f"{path.name} is larger than {size} after decompression", fix)
+        unpacked = " after decompression" if head == GZIP_MAGIC else ""
+        raise UsageError(f"{path.name} is larger than {limit >> 20} MB{unpacked}", fix)
     if not raw.strip():
         raise UsageError(f"{path.name} is empty", fix)
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # PowerShell's `>`

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from patcher.bench import UsageError
+from patcher.bench.records import require_file
 from patcher.hotspot.names import match_key, printable
 from patcher.hotspot.ncu import raw_page
 from patcher.hotspot.profile import Counters, ProfileWarning
@@ -131,6 +132,7 @@ def _some(names: list[str]) -> str:
 
 def _head(path: Path) -> bytes:
     try:
+        require_file(path)
         with path.open("rb") as file:
             return file.read(4)
     except OSError:

@@ -32,7 +32,9 @@ def read_parquet(folder: Path, window: str | None = None) -> Recording:
         MissingError: pyarrow is not installed.
     """
     if not (folder / f"{KERNELS}.parquet").is_file():
-        raise UsageError(f"{folder.name} is a folder without {KERNELS}.parquet", f"give {HINT}")
+        raise UsageError(
+            f"{folder.name or folder} is a folder without {KERNELS}.parquet", f"give {HINT}"
+        )
     try:
         import pyarrow  # noqa: F401
     except ImportError as error:

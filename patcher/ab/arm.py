@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from patcher.ab import arm_protocol as say
 from patcher.bench import PatcherError, Shape, UsageError, Workload
 from patcher.bench.ab.latency import in_steps
+from patcher.bench.child_errors import memory_errors
 from patcher.bench.engines import Decoding, Measurable, open_measurable, random_prompts
 from patcher.integrate import Receipt, activated, await_engine
 
@@ -182,11 +183,13 @@ def serve(commands: IO[bytes], replies: IO[bytes]) -> int:
             command = say.COMMAND.validate_json(line)
             reply: say.ArmReply
             if arm is not None:
-                reply = arm.answer(command)
+                with memory_errors(arm.workload):
+                    reply = arm.answer(command)
                 closed = isinstance(command, say.Close)
             elif isinstance(command, say.Load):
-                arm = ArmServer(command)
-                reply = arm.loaded()
+                with memory_errors(command.workload):
+                    arm = ArmServer(command)
+                    reply = arm.loaded()
             else:
                 raise UsageError("the first command must be load")
         except ValidationError as error:

@@ -21,6 +21,7 @@ from patcher.ab.job import ABJob
 from patcher.ab.measurement import Measurement
 from patcher.bench import PatcherError, relayed
 from patcher.bench.ab.phases import ABPhase, ABProgress
+from patcher.bench.child_errors import child_failed
 from patcher.bench.machine.environment import engine_environment
 from patcher.bench.sandbox.die_with_parent import die_with_parent
 from patcher.integrate import Patch
@@ -47,7 +48,7 @@ def compare_patches(
         The measurement of each patch, with its own receipts.
 
     Raises:
-        PatcherError: the process failed; its last lines are in the message.
+        PatcherError: the process failed; the hint names its log file.
     """
     patches = [Patch.load(folder) for folder in patch_folders]
     for patch in patches:
@@ -84,8 +85,7 @@ def compare_patches(
             error = folder / "error.json"
             if error.is_file():
                 raise relayed(json.loads(error.read_text(encoding="utf-8")))
-            tail = (folder / "log").read_text(encoding="utf-8", errors="replace")[-1500:]
-            raise PatcherError(f"measuring failed (exit code {code}): {tail.strip()}")
+            raise child_failed("measuring", code, (folder / "log").read_bytes())
         try:
             return RESULT.validate_json(result.read_bytes())
         except ValidationError as error:

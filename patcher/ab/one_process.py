@@ -22,6 +22,7 @@ from patcher.bench.ab.planted import PlantedGains, model_delay, plant
 from patcher.bench.ab.quality import assess, greedy_identical
 from patcher.bench.ab.throughput import compare_in_one_process
 from patcher.bench.ab.windows import Arms
+from patcher.bench.child_errors import memory_errors
 from patcher.bench.engines import open_engine
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.integrate import CallCounters, Patch, Receipt, prepare
@@ -127,7 +128,8 @@ def main() -> None:
         channel.write(json.dumps([phase, said, done, total]) + "\n")
 
     try:
-        measured = compare_here(job, [Patch.load(each) for each in patch_folders], progress)
+        with memory_errors(job.workload):
+            measured = compare_here(job, [Patch.load(each) for each in patch_folders], progress)
     except PatcherError as error:
         (folder / "error.json").write_text(json.dumps(error.as_dict()), encoding="utf-8")
         sys.exit(error.exit_code)

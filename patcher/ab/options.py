@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import JsonValue, ValidationError
 
 from patcher.ab.job import ABJob
-from patcher.bench import UsageError, Workload
+from patcher.bench import UsageError, Workload, content
 from patcher.bench.ab.engine_config import Tuning
 from patcher.bench.ab.processes import ABPlan
 from patcher.bench.ab.traffic import traffic
@@ -115,7 +115,7 @@ def read_tuning(path: Path, workload: Workload) -> Tuning:
     """
     hint = "make one: patcher throughput tune MODEL --engine vllm --out FILE"
     try:
-        found = Tuning.model_validate_json(path.read_bytes())
+        found = Tuning.model_validate_json(content(path))
     except (OSError, ValidationError) as error:
         reason = "is no search" if isinstance(error, ValidationError) else "cannot be read"
         raise UsageError(f"{path} {reason}", hint) from error

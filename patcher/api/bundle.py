@@ -6,7 +6,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from patcher.bench import Candidate, Evaluation, Language, load_op
+from patcher.bench import Candidate, Evaluation, Language, UsageError, load_op
+from patcher.bench.arguments import Count, FilePath, check_arguments
 from patcher.extras import names_its_extra
 from patcher.integrate import Manifest, Patch, is_archive, pack
 from patcher.integrate.archive import require_target
@@ -14,13 +15,14 @@ from patcher.integrate.patch import engine_version, patch_point
 
 
 @names_its_extra
+@check_arguments
 def bundle(
     evaluation: Evaluation | Sequence[Evaluation],
-    source: str | Path,
-    target: str | Path,
+    source: FilePath,
+    target: FilePath,
     *,
     engine: str = "transformers",
-    tensor_parallel: Sequence[int] = (),
+    tensor_parallel: Sequence[Count] = (),
 ) -> Path:
     """Package a judged kernel as a patch, guarded to the sizes at which it is not slower.
 
@@ -46,6 +48,8 @@ def bundle(
         >>> patcher.bundle(v, "kernel.cpp", "norm.zip")
     """
     evaluations = [evaluation] if isinstance(evaluation, Evaluation) else list(evaluation)
+    if not evaluations:
+        raise UsageError("no evaluation was given", "give what `patcher.evaluate` returned")
     first = evaluations[0]
     candidate = Candidate.from_file(first.op, Path(source), Language(first.language))
     make_bundle(

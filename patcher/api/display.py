@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patcher.bench import MissingError, UsageError
+from patcher.bench.arguments import FilePath, check_arguments
 from patcher.extras import missing_package
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class Chart:
     svg: str
     """The whole document, with its style sheet, for light and dark pages."""
 
-    def save(self, path: str | Path) -> Path:
+    @check_arguments
+    def save(self, path: FilePath) -> Path:
         """Write the chart to a file.
 
         Args:

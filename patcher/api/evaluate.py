@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
 from patcher.api.judge_request import JudgeRequest
 from patcher.bench import Evaluation, Language, Timing, UsageError, WaitingError
+from patcher.bench.arguments import FilePath, Threads, Timeout, check_arguments
 from patcher.extras import names_its_extra
 
 if TYPE_CHECKING:
@@ -76,17 +77,18 @@ class EvaluationResult(Evaluation):
 
 
 @names_its_extra
+@check_arguments
 def evaluate(
     op: str,
-    source: str | Path,
+    source: FilePath,
     *,
     language: str | None = None,
     baseline: str | None = None,
     sweep: str | None = None,
     device: str | None = None,
     pairs: int = 12,
-    timeout_s: float = 30.0,
-    threads: int | None = None,
+    timeout_s: Timeout = 30.0,
+    threads: Threads | None = None,
     tripwires: bool = True,
     sanitize: bool = False,
     counters: bool = False,
@@ -103,7 +105,7 @@ def evaluate(
         sweep: which sweep of the op is timed; by default the first for the device.
         device: `cpu` or `cuda`; by default a C++ candidate on the CPU, others on CUDA.
         pairs: pairs of timed blocks at each size, at least 3.
-        timeout_s: seconds that one call may take.
+        timeout_s: seconds that one call may take, at least 0.1.
         threads: CPU threads of both sides; one by default.
         tripwires: whether the source is looked at for what a kernel must not do.
         sanitize: CUDA: whether it must pass compute-sanitizer, too.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patcher.bench import Candidate, Evaluation, Language, UsageError, load_op, pick_device
+from patcher.bench.arguments import Threads, Timeout, check_arguments
 from patcher.bench.judge import JudgeSettings, Progress
 from patcher.judges import LOCAL, open_judges
 from patcher.settings import resolve
@@ -26,6 +27,7 @@ class JudgeRequest:
     """Whether the kernels of a right candidate are profiled with Nsight Compute."""
 
     @classmethod
+    @check_arguments
     def of(
         cls,
         op: str,
@@ -37,8 +39,8 @@ class JudgeRequest:
         sweep: str | None = None,
         device: str | None = None,
         pairs: int = 12,
-        timeout_s: float = 30.0,
-        threads: int | None = None,
+        timeout_s: Timeout = 30.0,
+        threads: Threads | None = None,
         tripwires: bool = True,
         sanitize: bool = False,
         counters: bool = False,

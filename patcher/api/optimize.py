@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
 from patcher.api.evaluate import language_of
 from patcher.bench import WaitingError, load_op
+from patcher.bench.arguments import (
+    Count,
+    FilePath,
+    FilePaths,
+    Threads,
+    as_paths,
+    check_arguments,
+)
 from patcher.extras import names_its_extra
 from patcher.report import Report
+from patcher.strategies import MOST_ISLANDS
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -89,6 +99,7 @@ class RunReport(Report):
 
 
 @names_its_extra
+@check_arguments
 def optimize(
     op: str,
     *,
@@ -97,11 +108,11 @@ def optimize(
     analyst: str | None = None,
     diagnoser: str | None = None,
     strategy: str = "refine",
-    width: int | None = None,
-    islands: int | None = None,
+    width: Count | None = None,
+    islands: Annotated[int, Field(ge=1, le=MOST_ISLANDS)] | None = None,
     seed: int | None = None,
-    from_solutions: Sequence[str] = (),
-    iterations: int | None = None,
+    from_solutions: FilePaths = (),
+    iterations: Count | None = None,
     budget_usd: float | None = None,
     budget_tokens: int | None = None,
     budget_minutes: float | None = None,
@@ -109,8 +120,8 @@ def optimize(
     judge: str | None = None,
     sweep: str | None = None,
     counters: bool = True,
-    threads: int | None = None,
-    runs_dir: str | Path | None = None,
+    threads: Threads | None = None,
+    runs_dir: FilePath | None = None,
     progress: bool | StageReport = True,
 ) -> RunReport:
     """Run the agent loop on one op: a model writes kernels under the judge's feedback.
@@ -126,9 +137,9 @@ def optimize(
         diagnoser: another model to judge failures before a repair.
         strategy: `refine`, `single`, `sample`, `beam`, `evolve` or `translate`.
         width: candidates in a round, of strategies that ask for several together.
-        islands: populations of `evolve`.
+        islands: populations of `evolve`, at most 64.
         seed: of a strategy's draws; drawn and recorded if None.
-        from_solutions: kernels to begin from: names of solutions, or files.
+        from_solutions: a kernel, or several, to begin from: names of solutions, or files.
         iterations: candidates at most.
         budget_usd: ceiling on what models may cost, in US dollars.
         budget_tokens: ceiling on tokens, in and out.
@@ -143,7 +154,7 @@ def optimize(
             called with (stage, done, total).
 
     Returns:
-        What the run found. It is on disk, too: `patcher show` and `patcher resume` know it.
+        What the run found. It is on disk, too: `patcher report` and `patcher resume` know it.
 
     Raises:
         UsageError: unknown op, language, model or strategy, or settings that do not fit.
@@ -178,7 +189,13 @@ def optimize(
     )
     known, chosen = load_op(op), language_of(language)
     search = Search.of(
-        known, chosen, strategy, tuple(from_solutions), width=width, islands=islands, seed=seed
+        known,
+        chosen,
+        strategy,
+        tuple(map(str, as_paths(from_solutions))),
+        width=width,
+        islands=islands,
+        seed=seed,
     )
     plan = pipeline.RunPlan(
         op=known.name,
@@ -202,7 +219,8 @@ def optimize(
 
 
 @names_its_extra
-def read_run(run: str | Path = "latest", *, runs_dir: str | Path | None = None) -> RunReport:
+@check_arguments
+def read_run(run: FilePath = "latest", *, runs_dir: FilePath | None = None) -> RunReport:
     """What a run has found so far; it may still be going on.
 
     Args:

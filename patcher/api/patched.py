@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patcher.api.display import data_frame, html_table
 from patcher.bench import UsageError
+from patcher.bench.arguments import FilePath, check_arguments
 from patcher.integrate import Receipt, open_bundle
 
 if TYPE_CHECKING:
@@ -79,8 +79,9 @@ class PatchReceipt:
         return html_table(caption, ("what", "kernel and shape, or reason", "count"), rows)
 
 
+@check_arguments
 @contextmanager
-def patched(model: Any, patch: str | Path, *, strict: bool = True) -> Iterator[PatchReceipt]:
+def patched(model: Any, patch: FilePath, *, strict: bool = True) -> Iterator[PatchReceipt]:
     """Run a transformers model with a patch in it, and take the patch out again.
 
     The model is as it was when the block ends, also after an exception. Blocks may be nested, for
@@ -96,7 +97,8 @@ def patched(model: Any, patch: str | Path, *, strict: bool = True) -> Iterator[P
         The receipt: calls of the patched kernel and calls that fell back, while they happen.
 
     Raises:
-        UsageError: no such bundle, a patch for another engine, or one that is in already.
+        UsageError: no model, no such bundle, a patch for another engine, or one that is in
+            already.
         MissingError: transformers or the patch's compiler is not here.
         VerificationError: the bundle is damaged, or the installed transformers or the model is not
             what the patch replaces.
@@ -106,6 +108,8 @@ def patched(model: Any, patch: str | Path, *, strict: bool = True) -> Iterator[P
         ...     output = model.generate(**inputs)
         >>> receipt.calls, receipt.fallbacks
     """
+    if model is None:
+        raise UsageError("no model to patch", "give a built transformers model")
     with ExitStack() as stack:
         bundle = stack.enter_context(open_bundle(patch))
         target = bundle.manifest.target

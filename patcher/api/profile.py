@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
-from patcher.bench import UsageError, Workload
+from patcher.bench import UsageError, Workload, presets
+from patcher.bench.arguments import (
+    Count,
+    FilePath,
+    FilePaths,
+    Threads,
+    as_paths,
+    check_arguments,
+)
 from patcher.extras import names_its_extra
 from patcher.hotspot import Hotspot, KernelStat, Profile, capture, read
 from patcher.hotspot.read import UNNAMED
@@ -95,24 +103,25 @@ class ProfileResult(Profile):
 
 
 @names_its_extra
+@check_arguments
 def profile(
-    source: str | Path | None = None,
+    source: FilePath | None = None,
     model: str | None = None,
     *,
     window: str | None = None,
-    minus: str | Path | None = None,
-    ncu: str | Path | None = None,
-    steps: int | None = None,
+    minus: FilePath | None = None,
+    ncu: FilePath | None = None,
+    steps: Count | None = None,
     force: bool = False,
     engine: str = "transformers",
     device: str | None = None,
-    batch: int | None = None,
-    input_len: int | None = None,
-    output_len: int | None = None,
+    batch: Count | None = None,
+    input_len: Count | None = None,
+    output_len: Count | None = None,
     weights: str = "random",
-    threads: int | None = None,
-    patches: Sequence[str | Path] = (),
-    keep: str | Path | None = None,
+    threads: Threads | None = None,
+    patches: FilePaths = (),
+    keep: FilePath | None = None,
     progress: bool | StageReport = True,
 ) -> ProfileResult:
     """Read a profile and rank it; without a file, capture one of `model` on this machine.
@@ -135,7 +144,7 @@ def profile(
         output_len: decode steps, to capture.
         weights: `random`, `hub` or `local`, to capture.
         threads: CPU threads, to capture.
-        patches: bundles that are in while it is captured.
+        patches: a bundle, or several, that are in while it is captured.
         keep: folder for the captured files, which name the host and its folders.
         progress: whether a bar is shown on a terminal or in a notebook, or a function that is
             called with (stage, done, total).
@@ -170,6 +179,11 @@ def profile(
                 raise UsageError(
                     f"{wrong[0]} applies only to a capture", "leave it out, or leave source out"
                 )
+            if str(source) in presets() and not Path(source).exists():
+                raise UsageError(
+                    f"there is no file {source}, but a model of that name",
+                    f'to capture it: profile(model="{source}")',
+                )
             report(f"read {Path(source).name}", 0, 1)
             found = read(
                 source,
@@ -192,7 +206,7 @@ def profile(
             model, device, engine, batch, input_len, output_len, weights, threads
         )
         folder = None if keep is None else Path(keep)
-        found, _ = capture_here(workload, folder, [Path(one) for one in patches], report)
+        found, _ = capture_here(workload, folder, [Path(one) for one in as_paths(patches)], report)
         return _result(found)
 
 

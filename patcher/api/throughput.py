@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from patcher.ab.result import ABResult
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
 from patcher.bench import Throughput, UsageError
+from patcher.bench.arguments import Count, FilePaths, Threads, as_paths, check_arguments
 from patcher.extras import names_its_extra
 
 if TYPE_CHECKING:
@@ -82,30 +84,32 @@ class ThroughputResult(ABResult):
 
 
 @names_its_extra
+@check_arguments
 def throughput(
     model: str,
-    patches: Sequence[str | Path],
+    patches: FilePaths,
     *,
     engine: str = "transformers",
     device: str | None = None,
-    batch: int | None = None,
-    input_len: int | None = None,
-    output_len: int | None = None,
+    batch: Count | None = None,
+    input_len: Count | None = None,
+    output_len: Count | None = None,
     weights: str = "random",
     preset: str | None = None,
     pairs: int | None = None,
-    processes: int | None = None,
-    margin_pct: float | None = None,
-    quality_steps: int = 32,
+    processes: Annotated[int, Field(ge=0)] | None = None,
+    margin_pct: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None,
+    quality_steps: Count = 32,
     engine_args: Mapping[str, Any] | None = None,
-    threads: int | None = None,
+    threads: Threads | None = None,
     progress: bool | StageReport = True,
 ) -> ThroughputResult:
     """Measure patches end to end: interleaved A/B with an A/A control, quality, and a verdict.
 
     Args:
         model: a preset, a Hugging Face id or a folder.
-        patches: bundles (folders or `.zip` files) or ids of applied patches, all in together.
+        patches: a bundle (folder or `.zip` file) or the id of an applied patch; or several, which
+            are in together.
         engine: `transformers` or `vllm`.
         device: `cpu` or `cuda`; by default CUDA where there is one.
         batch: sequences decoded together.
@@ -154,7 +158,7 @@ def throughput(
     margin = resolve({"margin_pct": margin_pct}).margin_pct
     job = job_of(asked, workload, False, arguments, margin, quality_steps)
     with ExitStack() as stack:
-        folders = [stack.enter_context(open_bundle(one)).folder for one in patches]
+        folders = [stack.enter_context(open_bundle(one)).folder for one in as_paths(patches)]
         report = stack.enter_context(progress_bar(progress))
         found = compare_and_decide(job, folders, Timeline(report))
     fields: dict[str, Any] = dict(found)

@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from patcher.bench import SCHEMA_VERSION, UsageError
+from patcher.bench.records import read_source
 from patcher.commands.console import Json, Output, app, examples
 
 trtllm = typer.Typer(
@@ -87,7 +88,7 @@ def diff(
     if kernel not in SEAMS:
         raise UsageError(f"no patchable kernel {kernel!r}", f"there are: {', '.join(SEAMS)}")
     try:
-        text = source.read_text(encoding="utf-8")
+        text = read_source(source)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {source}: {error}", "give a C++ source file") from error
     recipe = write_recipe(out, make_diff(tree, SEAMS[kernel], text), architecture)

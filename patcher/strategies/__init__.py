@@ -27,6 +27,7 @@ STRATEGIES = {
     "translate": "refine, beginning from a kernel that works elsewhere (--from-solution)",
 }
 WIDTH, ISLANDS = 4, 2
+MOST_ISLANDS = 64
 OF_PACKAGES: Registry[Callable[..., Strategy]] = Registry("strategies")
 """By name: ours, which `open_strategy` makes, and those of other packages, which are called with
 `width`, `islands` (None where they are not said) and `seed`, and return a `Strategy`."""
@@ -76,6 +77,7 @@ def open_strategy(
 
 
 __all__ = [
+    "MOST_ISLANDS",
     "STRATEGIES",
     "Beam",
     "Evolve",

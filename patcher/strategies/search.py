@@ -6,12 +6,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, InstanceOf
 
 from patcher.attempts import KnownKernel
 from patcher.bench import Candidate, Language, Op, Record, UsageError
-from patcher.strategies import Strategy, open_strategy
+from patcher.bench.arguments import Count, check_arguments
+from patcher.strategies import MOST_ISLANDS, Strategy, open_strategy
 
 
 class Search(Record):
@@ -29,15 +31,16 @@ class Search(Record):
     """Kernels to begin from, which work in another language or on another device."""
 
     @classmethod
+    @check_arguments
     def of(
         cls,
-        op: Op | None,
+        op: InstanceOf[Op] | None,
         language: Language | None,
         strategy: str,
         from_solutions: Sequence[str] = (),
         *,
-        width: int | None = None,
-        islands: int | None = None,
+        width: Count | None = None,
+        islands: Annotated[int, Field(ge=1, le=MOST_ISLANDS)] | None = None,
         seed: int | None = None,
     ) -> Search:
         """What a command line asks for; a seed that is not given is drawn. The op is None while a

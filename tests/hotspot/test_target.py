@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nvtx
 import pytest
+import torch
 from patch_sample import TINY
 
 from patcher.hotspot import target
@@ -52,6 +53,40 @@ def test_a_cpu_profile_is_marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert rows["steps"] == 3
     [norm] = [row for row in rows["rows"] if "GptOssRMSNorm" in row["name"]]
     assert norm["instances"] == len(norms)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB."),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_too_little_memory_is_one_sentence(
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(target, "open_decoder", fail)
+    assert run(monkeypatch, tmp_path / "rows.json", 1) == 2
+    told = json.loads(capsys.readouterr().err.splitlines()[-1].removeprefix(ERROR))
+    assert "needs more memory" in told["message"]
+    assert "smaller batch" in told["hint"]
+
+
+def test_another_error_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(target, "open_decoder", fail)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        run(monkeypatch, tmp_path / "rows.json", 1)
 
 
 def test_ranges_need_no_profiler() -> None:

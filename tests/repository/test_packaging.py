@@ -272,6 +272,13 @@ class TestTheCoreAlone:
         assert in_core.patcher("--version").stdout.strip() == PROJECT["version"]
         assert in_core.patcher("--help").returncode == 0
 
+    def test_the_doctor_says_what_is_missing(self, in_core: Session) -> None:
+        done = in_core.patcher("doctor", "--all", "--json")
+        found = {one["name"]: one for one in json.loads(done.stdout)["findings"]}
+        assert "numpy" in found["extra profile"]["detail"]
+        assert found["extra profile"]["fix"] == "pip install 'patcher[profile]'"
+        assert found["clocks"]["detail"] == "pynvml is not installed"
+
     def test_the_api_names_the_extra_that_it_lacks(self, in_core: Session) -> None:
         code = "import patcher\ntry: patcher.profile('x.sqlite')\n"
         code += "except patcher.MissingError as error: print(error.hint)"

@@ -1,0 +1,36 @@
+"""What a failed program printed becomes one sentence and a log file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from patcher.bench.child_errors import child_failed
+
+TRACEBACK = b"""loading
+Traceback (most recent call last):
+  File "x.py", line 1, in <module>
+torch.cuda.CudaError: no kernel image
+The target application returned non-zero exit code 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        (TRACEBACK, "torch.cuda.CudaError: no kernel image"),
+        (b"first\nlast\n\n", "last"),
+        (b"", "it printed nothing"),
+        (b"\xff" + b"x" * 1000, "\ufffd" + "x" * 299),
+    ],
+)
+def test_the_exception_is_the_sentence(
+    output: bytes, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    error = child_failed("the program", 1, output)
+    assert error.message == f"the program failed (exit code 1): {said}"
+    [log] = tmp_path.iterdir()
+    assert error.hint == f"its whole output is in {log}"
+    assert log.read_bytes() == output
