@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from patcher.bench.errors import (
     BudgetError,
     BusyError,
+    Interrupted,
     MissingError,
     PatcherError,
     UsageError,
@@ -78,6 +79,7 @@ __all__ = [
     "Dtype",
     "Environment",
     "Evaluation",
+    "Interrupted",
     "KernelCounters",
     "Language",
     "MissingError",
