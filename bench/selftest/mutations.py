@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.machine.environment import ROOT
 from patcher.bench.ops.op import library
-from patcher.bench.records import Record
+from patcher.bench.records import Record, parse_toml
 from patcher.bench.selftest.scorecard import Progress, corpus_folder, run_corpus
 
 
@@ -55,7 +54,7 @@ def mutations(folder: Path | None = None) -> list[Mutation]:
     """
     path = corpus_folder(folder) / "mutations.toml"
     root = ROOT / "patcher" / "bench"
-    entries = [Mutation(**each) for each in tomllib.loads(path.read_text("utf-8"))["mutation"]]
+    entries = [Mutation(**each) for each in parse_toml(path.read_text("utf-8"))["mutation"]]
     for each in entries:
         count = (root / each.file).read_text(encoding="utf-8").count(each.old)
         if count != 1:

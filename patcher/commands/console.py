@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -36,11 +37,23 @@ app = typer.Typer(
 BUDGET, SEARCH, WORKLOAD = "Budget", "Search", "Workload"
 """Panels of options in the help of a command."""
 
+
+def finite(value: float | None) -> float | None:
+    """Refuse `inf` and `nan` as the value of an option."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 BudgetUsd = Annotated[
     float | None,
     typer.Option(
-        "--budget-usd", help="Ceiling on the cost of model calls.", min=0, rich_help_panel=BUDGET
+        "--budget-usd",
+        help="Ceiling on the cost of model calls.",
+        min=0,
+        callback=finite,
+        rich_help_panel=BUDGET,
     ),
 ]
 BudgetTokens = Annotated[
@@ -58,6 +71,7 @@ BudgetMinutes = Annotated[
         "--budget-minutes",
         help="Ceiling on the minutes spent asking and judging.",
         min=0,
+        callback=finite,
         rich_help_panel=BUDGET,
     ),
 ]
@@ -67,13 +81,14 @@ BudgetGpuMinutes = Annotated[
         "--budget-gpu-minutes",
         help="Ceiling on the judge's GPU minutes.",
         min=0,
+        callback=finite,
         rich_help_panel=BUDGET,
     ),
 ]
 Device = Annotated[
     str | None, typer.Option(help="cpu or cuda; default: cuda where there is a GPU.")
 ]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1)]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1, max=1024)]
 Iterations = Annotated[
     int | None, typer.Option(help="Maximum number of candidates.", min=1, rich_help_panel=SEARCH)
 ]
@@ -83,6 +98,7 @@ MarginPct = Annotated[
         "--margin-pct",
         help="Gain in percent that the whole interval must exceed.",
         min=0,
+        callback=finite,
     ),
 ]
 JudgeSpec = Annotated[
