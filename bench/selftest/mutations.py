@@ -15,6 +15,7 @@ from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.machine.environment import ROOT
 from patcher.bench.ops.op import library
 from patcher.bench.records import Record, parse_toml
+from patcher.bench.selftest.corpus import matching
 from patcher.bench.selftest.scorecard import Progress, corpus_folder, run_corpus
 
 
@@ -73,10 +74,19 @@ def survived(
         report: called with (stage, done, total).
         only: text that the guard's description must contain.
         folder: folder of the corpus; None: that of this checkout.
+
+    Raises:
+        UsageError: no guard matches `only`, or no case that of a guard.
     """
     folder = corpus_folder(folder)
     root = ROOT / "patcher" / "bench"
     chosen = [each for each in mutations(folder) if each.device == device and only in each.guard]
+    if not chosen:
+        raise UsageError(
+            f"no guard on {device} has {only!r} in its description", "leave --only out"
+        )
+    for each in chosen:
+        matching(folder, device, each.only)  # else its guard would seem noticed
     for index, each in enumerate(chosen):
         report("mutations", index, len(chosen))
         with tempfile.TemporaryDirectory(prefix="patcher-mutant-") as scratch:

@@ -6,6 +6,7 @@ import importlib.metadata
 import inspect
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -142,7 +143,7 @@ FromSolution = Annotated[
 ]
 
 
-def _in_a_folder(out: Path | None) -> Path | None:
+def in_a_folder(out: Path | None) -> Path | None:
     """Before the work, which may take hours, not after it."""
     if out is not None and not out.absolute().parent.is_dir():
         raise UsageError(f"{out.parent} is no folder", "create it, or give another --out")
@@ -152,21 +153,31 @@ def _in_a_folder(out: Path | None) -> Path | None:
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out", help="Also write the whole result to this file, as JSON.", callback=_in_a_folder
+        "--out", help="Also write the whole result to this file, as JSON.", callback=in_a_folder
     ),
 ]
 
 
 def write_out(out: Path | None, record: BaseModel) -> None:
-    """What `--out` asks for.
+    """Write the whole file that `--out` asks for, or none of it.
 
     Raises:
         UsageError: it cannot be written.
     """
     if out is None:
         return
+    text = record.model_dump_json(indent=1) + "\n"
     try:
-        out.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        if out.exists() and not out.is_file():  # a device or a pipe cannot be replaced
+            out.write_text(text, encoding="utf-8")
+            return
+        target = out.resolve()  # a link stays a link
+        staged = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            staged.write_text(text, encoding="utf-8")
+            staged.replace(target)
+        finally:
+            staged.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(
             f"cannot write {out}: {error.strerror}", "give a file that can be written"
