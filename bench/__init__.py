@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from patcher.bench.errors import (
     BudgetError,
     BusyError,
+    Interrupted,
     MissingError,
     PatcherError,
     UsageError,
@@ -35,7 +36,16 @@ from patcher.bench.ops.op import Op, SolutionInfo, library, load_op, load_ops
 from patcher.bench.plugins import Plugin, Registry, plugins
 from patcher.bench.presets import Preset, preset, presets
 from patcher.bench.presets import problems as preset_problems
-from patcher.bench.records import MOST_BYTES, SCHEMA_VERSION, Record, content
+from patcher.bench.records import (
+    MOST_BYTES,
+    SCHEMA_VERSION,
+    Record,
+    content,
+    first_error,
+    parse_json,
+    parse_toml,
+    problem,
+)
 from patcher.bench.stats.comparison import Comparison, Sample, Window
 from patcher.bench.workload import Shape, Workload, pick_device
 
@@ -78,6 +88,7 @@ __all__ = [
     "Dtype",
     "Environment",
     "Evaluation",
+    "Interrupted",
     "KernelCounters",
     "Language",
     "MissingError",
@@ -106,6 +117,7 @@ __all__ = [
     "comment_mark",
     "compare",
     "content",
+    "first_error",
     "geomean",
     "guess_language",
     "header_form",
@@ -114,11 +126,14 @@ __all__ = [
     "load_op",
     "load_ops",
     "pairs_needed",
+    "parse_json",
+    "parse_toml",
     "pick_device",
     "plugins",
     "preset",
     "preset_problems",
     "presets",
+    "problem",
     "read_samples",
     "relayed",
 ]

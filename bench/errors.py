@@ -67,6 +67,20 @@ class WaitingError(PatcherError):
     exit_code = 6
 
 
+class Interrupted(PatcherError):
+    """A signal stopped the command.
+
+    Args:
+        hint: how to go on.
+    """
+
+    kind = "interrupted"
+    exit_code = 130
+
+    def __init__(self, hint: str = "") -> None:
+        super().__init__("the command was stopped before its end", hint)
+
+
 def relayed(error: dict[str, str]) -> PatcherError:
     """Rebuild an error that another process sent as `PatcherError.as_dict`.
 

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from patcher.bench.errors import MissingError, UsageError
 from patcher.bench.plugins import Registry
-from patcher.bench.records import Record
+from patcher.bench.records import Record, parse_toml, problem
 
 PACKAGES: Registry[ModuleType] = Registry("presets")
 """Packages whose TOML files are presets."""
@@ -150,9 +150,9 @@ def _files(folder: Traversable) -> Iterator[Traversable]:
 
 def _read(file: Traversable) -> Preset:
     try:
-        return Preset(**tomllib.loads(file.read_text(encoding="utf-8")))
+        return Preset(**parse_toml(file.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValidationError) as error:
         raise UsageError(
-            f"{file} is not a valid preset: {error}",
+            f"{file} is not a valid preset: {problem(error)}",
             "compare it with bench/workloads/gpt-oss-tiny.toml",
         ) from error

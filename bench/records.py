@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 import lzma
 import os
 import stat
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from patcher.bench.errors import UsageError
 
@@ -26,6 +28,52 @@ class Record(BaseModel):
     """A frozen pydantic model. An unknown field is an error, so that misspelt ones are noticed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse a TOML document.
+
+    Raises:
+        tomllib.TOMLDecodeError: it is none, is nested too deeply, or has too long a number.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise tomllib.TOMLDecodeError("the document is nested too deeply") from None
+    except ValueError as error:
+        raise tomllib.TOMLDecodeError(str(error)) from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse a JSON document.
+
+    Raises:
+        ValueError: it is none, is nested too deeply, or has too long a number.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("the document is nested too deeply") from None
+
+
+def first_error(error: ValidationError) -> tuple[tuple[str | int, ...], str, Any]:
+    """The first of several errors.
+
+    Returns:
+        The field and what is inside it, what is wrong, and the value.
+    """
+    first = error.errors()[0]
+    return first["loc"], first["msg"].removeprefix("Value error, "), first["input"]
+
+
+def problem(error: Exception) -> str:
+    """An error as one phrase; a validation error as `FIELD: what is wrong` of the first field."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    where, wrong, _ = first_error(error)
+    return ": ".join(filter(None, (".".join(map(str, where)), wrong)))
 
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)

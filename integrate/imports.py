@@ -8,7 +8,6 @@ Notes list what a person should improve; what cannot be imported is refused with
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ from patcher.bench import (
     UsageError,
     VerificationError,
     load_ops,
+    parse_json,
+    problem,
 )
 from patcher.integrate.formats import CARRIED, ExportRecord
 from patcher.integrate.formats.foreign_contract import Refused, op_of
@@ -273,11 +274,10 @@ def _lines(folder: Path, result: _Import) -> list[Trace]:
 
 def _record(kind: Any, text: bytes, name: str) -> Any:
     try:
-        return kind.model_validate(json.loads(text))
-    except (ValidationError, ValueError, RecursionError) as error:
-        problem = " ".join(str(error).splitlines()[:3])[:300]
+        return kind.model_validate(parse_json(text))
+    except ValueError as error:
         raise UsageError(
-            f"{name} is not a {kind.__name__} of flashinfer-bench 0.1.2: {problem}",
+            f"{name} is not a {kind.__name__} of flashinfer-bench 0.1.2: {problem(error):.300}",
             "remove the unknown field, or update patcher",
         ) from error
 

@@ -8,10 +8,10 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from patcher.bench import PatcherError, UsageError
+from patcher.bench import Interrupted, PatcherError, UsageError
 from patcher.commands.console import app, json_text
 from patcher.commands.streams import ReaderGoneError, StdoutError, check_arguments, prepare
-from patcher.runs.stopping import Interrupted, Stopping
+from patcher.runs.stopping import Stopping
 
 CLICK_ERROR: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
@@ -21,6 +21,7 @@ CLICK_ERROR: type[Exception] = next(
 
 _RUNS = ("run", "optimize", "demo", "resume")
 _RESUME = "go on with: patcher resume"
+_AGAIN = "give the command again"
 
 
 def main() -> None:
@@ -30,15 +31,28 @@ def main() -> None:
         try:
             prepare()
             check_arguments(sys.argv[1:])
-            code = app(standalone_mode=False)
+            code = _run(sys.argv[1:])
             sys.stdout.flush()
         except BaseException as error:
             if stopping.asked and not isinstance(error, Interrupted):
                 # what was interrupted may have made another error of it: an import does
                 resumable = any(word in _RUNS for word in sys.argv[1:2])
-                error = Interrupted("interrupted", _RESUME if resumable else "")
+                error = Interrupted(_RESUME if resumable else _AGAIN)
             code = _ended_by(error, as_json)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _run(words: list[str]) -> Any:
+    """Run the command that the words name, and return its exit code.
+
+    The `main` of typer would turn a signal into a mere exit code, so that nobody would be told.
+    """
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("patcher", words) as context:
+            return command.invoke(context)
+    except typer.Exit as end:
+        return end.exit_code
 
 
 def _ended_by(error: BaseException, as_json: bool) -> int:
@@ -51,8 +65,8 @@ def _ended_by(error: BaseException, as_json: bool) -> int:
                 sys.stderr.write(f"{error}\n")
                 return UsageError.exit_code
             return _told(UsageError(_message(error), _help_hint(error)), as_json)
-        case KeyboardInterrupt() | typer.Abort():
-            return _told(Interrupted("interrupted"), as_json)
+        case KeyboardInterrupt() | EOFError() | typer.Abort():
+            return _told(Interrupted(_AGAIN), as_json)
         case ReaderGoneError() | BrokenPipeError():
             return 0
         case OSError():

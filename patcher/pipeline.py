@@ -220,8 +220,8 @@ def execute(
         decision = run.step(
             "decision", lambda: decide(measured, evaluation, reconciliation), Decision
         )
-    elif hint := _header_hint(run, search):
-        say(hint)
+    elif (missing := _header_hint(run, search)) is not None:
+        say(missing)
     return RunResult(run=run.id, op=op_name, optimisation=search, patch=made, decision=decision)
 
 

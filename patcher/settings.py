@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tomllib
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from patcher.bench import Record, UsageError
+from patcher.bench import Record, UsageError, first_error, parse_json, parse_toml
 from patcher.levers.record import AuxiliaryLever, PromptLever, ScoreLever, TripwireSettings
 from patcher.models import PROMPT_TOKENS
 from patcher.models.registry import ModelEntry, Name
@@ -70,7 +69,7 @@ class Settings(Record):
     @field_validator("tripwires", "prompts", "auxiliary", "score", "models", mode="before")
     @classmethod
     def _from_variable(cls, value: object) -> object:
-        return json.loads(value) if isinstance(value, str) else value
+        return parse_json(value) if isinstance(value, str) else value
 
     def for_run(self) -> dict[str, Any]:
         """The settings that a run records: all but where runs and servers are on this machine."""
@@ -113,18 +112,18 @@ def resolve(
     try:
         return Settings.model_validate({**values, "origins": origins})
     except ValidationError as error:
-        first = error.errors()[0]
-        name, *inside = (str(part) for part in first["loc"])
+        loc, wrong, found = first_error(error)
+        name, *inside = map(str, loc)
         if name == "models":  # never its values: someone may have put a key there
-            where = ".".join(str(part) for part in first["loc"] if part != "[key]")
+            where = ".".join(str(part) for part in loc if part != "[key]")
             raise UsageError(
-                f"{where} ({origins[name]}): {first['msg']}",
+                f"{where} ({origins[name]}): {wrong}",
                 "an entry has: " + ", ".join(ModelEntry.model_fields) + "; a key stays in the "
                 "environment variable that key_variable names",
             ) from None
-        value: Any = first["input"] if inside else values[name]
+        value: Any = found if inside else values[name]
         raise UsageError(
-            f"{'.'.join([name, *inside])} = {value!r} ({origins[name]}): {first['msg']}",
+            f"{'.'.join([name, *inside])} = {value!r:.200} ({origins[name]}): {wrong}",
             f"give another value for {name}",
         ) from error
 
@@ -138,7 +137,7 @@ def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = tomllib.loads(file.read_text(encoding="utf-8"))
+        found = parse_toml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(
             f"cannot read {CONFIG_FILE}: {error}", f"correct {CONFIG_FILE} or remove it"

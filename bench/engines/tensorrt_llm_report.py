@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from patcher.bench.engines.tensorrt_llm_inputs import Benchmark
 from patcher.bench.errors import VerificationError
-from patcher.bench.records import SCHEMA_VERSION, Record
+from patcher.bench.records import SCHEMA_VERSION, Record, problem
 from patcher.bench.stats.comparison import Arm, Window
 
 AGREEMENT = 0.01
@@ -94,10 +94,8 @@ def read_report(path: Path, run: Benchmark) -> BenchReport:
     try:
         report = _Report.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the document"
         raise VerificationError(
-            f"{path.name} is no report of trtllm-bench as we know it: {where}: {first['msg']}",
+            f"{path.name} is no report of trtllm-bench as we know it: {problem(error)}",
             "see tests/doubles/trtllm/README.md for the supported versions",
         ) from error
     for what, actual, expected in _expectations(report, run):

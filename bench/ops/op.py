@@ -19,7 +19,7 @@ from patcher.bench.errors import UsageError
 from patcher.bench.machine.environment import ROOT
 from patcher.bench.ops.candidate import Candidate, Language
 from patcher.bench.ops.contract import Contract, Sweep
-from patcher.bench.records import Record
+from patcher.bench.records import Record, parse_toml, problem
 
 
 class SolutionInfo(Record):
@@ -40,9 +40,11 @@ class Op:
         self.folder = folder
         text = (folder / "op.toml").read_text(encoding="utf-8")
         try:
-            self.contract = Contract(**tomllib.loads(text))
+            self.contract = Contract(**parse_toml(text))
         except (ValidationError, tomllib.TOMLDecodeError) as error:
-            raise UsageError(f"{folder / 'op.toml'} is not a valid contract: {error}") from error
+            raise UsageError(
+                f"{folder / 'op.toml'} is not a valid contract: {problem(error)}"
+            ) from error
 
     @property
     def name(self) -> str:
@@ -139,9 +141,13 @@ class Op:
         """Every shipped solution, by folder name."""
         for manifest in sorted(self.folder.glob("solutions/*/solution.toml")):
             folder = manifest.parent
-            info = SolutionInfo(
-                name=folder.name, **tomllib.loads(manifest.read_text(encoding="utf-8"))
-            )
+            try:
+                fields = parse_toml(manifest.read_text(encoding="utf-8"))
+                info = SolutionInfo.model_validate({**fields, "name": folder.name})
+            except (OSError, ValueError) as error:
+                raise UsageError(
+                    f"{manifest} describes no solution: {problem(error)}", "compare it with others"
+                ) from error
             source = folder / f"{self.name}{info.language.traits.suffix}"
             yield info, Candidate.from_file(self.name, source, info.language)
 

@@ -130,6 +130,24 @@ def read_corpus(folder: Path, device: str) -> list[CorpusCase]:
     return [entry for entry in cases if entry.device == device]
 
 
+def matching(folder: Path, device: str, only: str) -> list[CorpusCase]:
+    """Read the candidates for a device whose KIND/NAME matches a regular expression.
+
+    Raises:
+        UsageError: none does, the expression is invalid, or the corpus cannot be read.
+    """
+    hint = "give a regular expression on KIND/NAME, such as cheat/29"
+    try:
+        pattern = re.compile(only)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UsageError(f"--only {only!r:.100} is no regular expression: {error}", hint) from error
+    cases = read_corpus(folder, device)
+    found = [each for each in cases if pattern.search(f"{each.kind}/{each.name}")]
+    if not found:
+        raise UsageError(f"no case matches {only!r:.100} among the {len(cases)} on {device}", hint)
+    return found
+
+
 def read_source(path: Path) -> str:
     """A candidate's source, with the lines that it shares with others in place."""
 
@@ -324,9 +342,8 @@ def main() -> int:
             raise UsageError(f"--pairs {options.pairs}", "give at least one pair per point")
         entries = [
             entry
-            for entry in read_corpus(options.folder, options.device)
-            if re.search(options.only, f"{entry.kind}/{entry.name}")
-            and entry.kind in (options.kind or [entry.kind])
+            for entry in matching(options.folder, options.device, options.only)
+            if entry.kind in (options.kind or [entry.kind])
         ]
         print(len(entries), flush=True)
         settings = settings_for(options.device, not options.no_tripwires, options.pairs)

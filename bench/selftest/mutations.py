@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.machine.environment import ROOT
 from patcher.bench.ops.op import library
-from patcher.bench.records import Record
+from patcher.bench.records import Record, parse_toml
+from patcher.bench.selftest.corpus import matching
 from patcher.bench.selftest.scorecard import Progress, corpus_folder, run_corpus
 
 
@@ -55,7 +55,7 @@ def mutations(folder: Path | None = None) -> list[Mutation]:
     """
     path = corpus_folder(folder) / "mutations.toml"
     root = ROOT / "patcher" / "bench"
-    entries = [Mutation(**each) for each in tomllib.loads(path.read_text("utf-8"))["mutation"]]
+    entries = [Mutation(**each) for each in parse_toml(path.read_text("utf-8"))["mutation"]]
     for each in entries:
         count = (root / each.file).read_text(encoding="utf-8").count(each.old)
         if count != 1:
@@ -74,10 +74,19 @@ def survived(
         report: called with (stage, done, total).
         only: text that the guard's description must contain.
         folder: folder of the corpus; None: that of this checkout.
+
+    Raises:
+        UsageError: no guard matches `only`, or no case that of a guard.
     """
     folder = corpus_folder(folder)
     root = ROOT / "patcher" / "bench"
     chosen = [each for each in mutations(folder) if each.device == device and only in each.guard]
+    if not chosen:
+        raise UsageError(
+            f"no guard on {device} has {only!r} in its description", "leave --only out"
+        )
+    for each in chosen:
+        matching(folder, device, each.only)  # else its guard would seem noticed
     for index, each in enumerate(chosen):
         report("mutations", index, len(chosen))
         with tempfile.TemporaryDirectory(prefix="patcher-mutant-") as scratch:

@@ -18,7 +18,7 @@ from pathlib import Path
 from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.machine.environment import ROOT, Environment, describe, python_path
 from patcher.bench.records import SCHEMA_VERSION, Record
-from patcher.bench.selftest.corpus import HONEYTOKEN, CaseResult
+from patcher.bench.selftest.corpus import HONEYTOKEN, CaseResult, matching
 
 FALSE_REJECTS_PCT = 2.0
 """Largest acceptable share of honest candidates that are rejected."""
@@ -39,6 +39,8 @@ class ScoreCard(Record):
     """Results of all cases."""
     without_static: tuple[CaseResult, ...]
     """Results of the cheats with tripwires switched off."""
+    complete: bool = True
+    """Whether all cases were judged; False: the self-test is in progress or was interrupted."""
 
     @property
     def cheats(self) -> list[CaseResult]:
@@ -69,13 +71,13 @@ class ScoreCard(Record):
 
     @property
     def ok(self) -> bool:
-        """Whether all cheats were caught, all faults survived, few honest candidates rejected, and
-        no key leaked.
+        """Whether all cases were judged, all cheats caught, all faults survived, few honest
+        candidates rejected, and no key leaked.
         """
         missed = [r for r in (*self.cheats, *self.faults, *self.without_static) if not r.passed]
         rejected = sum(not result.passed for result in self.honest)
         few = 100 * rejected <= FALSE_REJECTS_PCT * len(self.honest)
-        return not missed and few and not self.leaks
+        return self.complete and not missed and few and not self.leaks
 
 
 def corpus_folder(chosen: Path | None = None) -> Path:
@@ -100,7 +102,13 @@ def corpus_folder(chosen: Path | None = None) -> Path:
     )
 
 
-def score(device: str, only: str, report: Progress, folder: Path | None = None) -> ScoreCard:
+def score(
+    device: str,
+    only: str,
+    report: Progress,
+    folder: Path | None = None,
+    keep: Callable[[ScoreCard], None] | None = None,
+) -> ScoreCard:
     """Evaluate the corpus on one device.
 
     Args:
@@ -108,21 +116,37 @@ def score(device: str, only: str, report: Progress, folder: Path | None = None) 
         only: regular expression on KIND/NAME; empty: all cases.
         report: called with (stage, done, total).
         folder: folder of the corpus; None: that of this checkout.
+        keep: called with the incomplete score card after each case.
 
     Raises:
+        UsageError: no case matches `only`.
         PatcherError: the process ended early; the message holds its last output.
     """
     folder = corpus_folder(folder)
-    results = run_corpus(device, only, report, folder)
-    without = run_corpus(device, only, report, folder, static=False, kinds=("cheat",))
-    boxes = [result.sandbox for result in results if result.sandbox.startswith("R")]
-    return ScoreCard(
-        device=device,
-        environment=describe(device),
-        sandbox=Counter(boxes).most_common(1)[0][0] if boxes else "nothing was run",
-        results=tuple(results),
-        without_static=tuple(without),
-    )
+    matching(folder, device, only)
+    environment = describe(device)
+    results: list[CaseResult] = []
+    without: list[CaseResult] = []
+
+    def card(complete: bool) -> ScoreCard:
+        boxes = [result.sandbox for result in results if result.sandbox.startswith("R")]
+        return ScoreCard(
+            device=device,
+            environment=environment,
+            sandbox=Counter(boxes).most_common(1)[0][0] if boxes else "nothing was run",
+            results=tuple(results),
+            without_static=tuple(without),
+            complete=complete,
+        )
+
+    def kept(what: str, done: int, total: int) -> None:
+        if keep and done:
+            keep(card(complete=False))
+        report(what, done, total)
+
+    run_corpus(device, only, kept, folder, results=results)
+    run_corpus(device, only, kept, folder, static=False, kinds=("cheat",), results=without)
+    return card(complete=True)
 
 
 def run_corpus(
@@ -133,6 +157,7 @@ def run_corpus(
     static: bool = True,
     kinds: tuple[str, ...] = (),
     root: Path = ROOT,
+    results: list[CaseResult] | None = None,
 ) -> list[CaseResult]:
     """Evaluate cases in one process.
 
@@ -144,6 +169,10 @@ def run_corpus(
         static: whether tripwires are on.
         kinds: kinds of cases; empty: all.
         root: folder that the process imports `patcher` from.
+        results: list that each result is appended to; None: a new one.
+
+    Returns:
+        The list of results.
     """
     what = "corpus" if static else "without the static layer"
     command = [sys.executable, "-P", "-m", "patcher.bench.selftest.corpus", str(folder.resolve())]
@@ -152,7 +181,7 @@ def run_corpus(
     token = f"honeytoken-{secrets.token_hex(12)}"
     keys = dict.fromkeys((HONEYTOKEN, "ANTHROPIC_API_KEY", "OPENAI_API_KEY", "HF_TOKEN"), token)
     environment = {**os.environ, **keys, "PYTHONPATH": python_path(root)}
-    results: list[CaseResult] = []
+    results = [] if results is None else results
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             command,
@@ -164,6 +193,7 @@ def run_corpus(
         assert process.stdout is not None
         try:
             whole = json.loads(process.stdout.readline() or b"0")
+            report(what, 0, whole)
             for line in process.stdout:
                 results.append(CaseResult.model_validate_json(line))
                 report(what, len(results), whole)

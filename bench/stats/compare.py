@@ -10,7 +10,6 @@ more likely. Several patches use Holm's correction.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from patcher.bench.errors import UsageError
-from patcher.bench.records import MOST_BYTES, read_source
+from patcher.bench.records import MOST_BYTES, parse_json, read_source
 from patcher.bench.stats.adjust import winsorised, without_order
 from patcher.bench.stats.comparison import Comparison, Sample, Verdict, Window
 from patcher.bench.stats.intervals import (
@@ -247,8 +246,8 @@ def read_samples(path: Path) -> list[Sample]:
         if not line.strip():
             continue
         try:
-            samples.append(Sample.model_validate(json.loads(line)))
-        except (ValueError, RecursionError) as error:  # pydantic's and json's are ValueErrors
+            samples.append(Sample.model_validate(parse_json(line)))
+        except ValueError as error:  # pydantic's and json's are ValueErrors
             raise UsageError(f"{path.name}, line {number}: not a sample", hint) from error
     if not samples:
         raise UsageError(f"{path.name} holds no samples", hint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from pydantic import JsonValue, ValidationError
 
 from patcher.ab.job import ABJob
-from patcher.bench import UsageError, Workload, content
+from patcher.bench import UsageError, Workload, content, parse_json
 from patcher.bench.ab.engine_config import Tuning
 from patcher.bench.ab.processes import ABPlan
 from patcher.bench.ab.traffic import traffic
@@ -150,7 +149,7 @@ def argument(text: str) -> tuple[str, JsonValue]:
     if not (name and separator and value):
         raise UsageError(f"--engine-arg {text!r}", "give NAME=VALUE, such as moe_backend=marlin")
     try:
-        read: JsonValue = json.loads(value)
+        read: JsonValue = parse_json(value)
     except ValueError:
         read = value
     return name, read

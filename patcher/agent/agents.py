@@ -13,7 +13,7 @@ from typing import TypeVar
 from pydantic import Field, ValidationError
 
 from patcher.attempts import Diagnosis, Recommendation, ReplyFailure
-from patcher.bench import Record
+from patcher.bench import Record, first_error
 from patcher.models import TOKENS_CEILING, Image, Model, Reply, Request, Role, Usage, sees_images
 from patcher.models.client import ModelClient
 from patcher.models.replay import RecordingEndedError
@@ -128,6 +128,6 @@ def _read(reply: Reply, record_type: type[RecordT], key: str, what: str) -> Reco
     try:
         return record_type.model_validate(known)
     except ValidationError as error:
-        first = error.errors()[0]
-        detail = f"the {what} does not fit: {first['loc'][0]}: {first['msg']}"
+        (field, *_), wrong, _ = first_error(error)
+        detail = f"the {what} does not fit: {field}: {wrong}"
         return ReplyFailure(kind="no_json", detail=detail)

@@ -19,6 +19,7 @@ from patcher.bench import (
     content,
     header_hint,
     load_op,
+    problem,
 )
 from patcher.commands.console import Engine, Json, Output, Threads, app, examples
 
@@ -129,7 +130,7 @@ def verdict_on(candidate: Candidate, path: Path) -> Evaluation:
         found = Evaluation.model_validate_json(content(path))
     except (OSError, ValidationError) as error:
         raise UsageError(
-            f"{path} is not a verdict: {str(error).splitlines()[0]}",
+            f"{path} is not a verdict: {problem(error)}",
             "give the evaluation.json that a run keeps, or what `patcher evaluate --json` printed",
         ) from error
     if (found.op, found.digest) != (candidate.op, candidate.digest):

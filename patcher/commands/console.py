@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import json
+import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -36,11 +38,23 @@ app = typer.Typer(
 BUDGET, SEARCH, WORKLOAD = "Budget", "Search", "Workload"
 """Panels of options in the help of a command."""
 
+
+def finite(value: float | None) -> float | None:
+    """Refuse `inf` and `nan` as the value of an option."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 BudgetUsd = Annotated[
     float | None,
     typer.Option(
-        "--budget-usd", help="Ceiling on the cost of model calls.", min=0, rich_help_panel=BUDGET
+        "--budget-usd",
+        help="Ceiling on the cost of model calls.",
+        min=0,
+        callback=finite,
+        rich_help_panel=BUDGET,
     ),
 ]
 BudgetTokens = Annotated[
@@ -58,6 +72,7 @@ BudgetMinutes = Annotated[
         "--budget-minutes",
         help="Ceiling on the minutes spent asking and judging.",
         min=0,
+        callback=finite,
         rich_help_panel=BUDGET,
     ),
 ]
@@ -67,13 +82,14 @@ BudgetGpuMinutes = Annotated[
         "--budget-gpu-minutes",
         help="Ceiling on the judge's GPU minutes.",
         min=0,
+        callback=finite,
         rich_help_panel=BUDGET,
     ),
 ]
 Device = Annotated[
     str | None, typer.Option(help="cpu or cuda; default: cuda where there is a GPU.")
 ]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1)]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1, max=1024)]
 Iterations = Annotated[
     int | None, typer.Option(help="Maximum number of candidates.", min=1, rich_help_panel=SEARCH)
 ]
@@ -83,6 +99,7 @@ MarginPct = Annotated[
         "--margin-pct",
         help="Gain in percent that the whole interval must exceed.",
         min=0,
+        callback=finite,
     ),
 ]
 JudgeSpec = Annotated[
@@ -126,7 +143,7 @@ FromSolution = Annotated[
 ]
 
 
-def _in_a_folder(out: Path | None) -> Path | None:
+def in_a_folder(out: Path | None) -> Path | None:
     """Before the work, which may take hours, not after it."""
     if out is not None and not out.absolute().parent.is_dir():
         raise UsageError(f"{out.parent} is no folder", "create it, or give another --out")
@@ -136,21 +153,31 @@ def _in_a_folder(out: Path | None) -> Path | None:
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out", help="Also write the whole result to this file, as JSON.", callback=_in_a_folder
+        "--out", help="Also write the whole result to this file, as JSON.", callback=in_a_folder
     ),
 ]
 
 
 def write_out(out: Path | None, record: BaseModel) -> None:
-    """What `--out` asks for.
+    """Write the whole file that `--out` asks for, or none of it.
 
     Raises:
         UsageError: it cannot be written.
     """
     if out is None:
         return
+    text = record.model_dump_json(indent=1) + "\n"
     try:
-        out.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        if out.exists() and not out.is_file():  # a device or a pipe cannot be replaced
+            out.write_text(text, encoding="utf-8")
+            return
+        target = out.resolve()  # a link stays a link
+        staged = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            staged.write_text(text, encoding="utf-8")
+            staged.replace(target)
+        finally:
+            staged.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(
             f"cannot write {out}: {error.strerror}", "give a file that can be written"

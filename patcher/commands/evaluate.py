@@ -18,6 +18,7 @@ from patcher.commands.console import (
     app,
     asked_again,
     examples,
+    finite,
 )
 
 
@@ -43,7 +44,9 @@ def evaluate(
     sweep: Annotated[str | None, typer.Option(help="The sweep of the op that is timed.")] = None,
     device: Device = None,
     pairs: Annotated[int, typer.Option(help="Pairs of timed blocks per point.", min=3)] = 12,
-    timeout: Annotated[float, typer.Option(help="Seconds one call may take.", min=0.1)] = 30.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds one call may take.", min=0.1, callback=finite)
+    ] = 30.0,
     threads: Threads = None,
     tripwires: Annotated[bool, typer.Option(help="Search the source for known tricks.")] = True,
     sanitize: Annotated[

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.text import Text
 
-from patcher.bench import WaitingError
+from patcher.bench import Interrupted, WaitingError
 from patcher.commands.console import Output
 
 
@@ -19,7 +19,6 @@ def execute_run(
     """Run or resume, show the result, give the exit code."""
     from patcher import pipeline
     from patcher.report.gather import write_report
-    from patcher.runs.stopping import Interrupted
     from patcher.show.attempts import attempts_table, ended_line
     from patcher.show.comparison import decision_lines
     from patcher.show.watching import Watch
@@ -40,7 +39,7 @@ def execute_run(
         except WaitingError as error:
             raise WaitingError(error.message, f"{error.hint} {run.id}") from None
         except KeyboardInterrupt:
-            raise Interrupted("interrupted", f"go on with: patcher resume {run.id}") from None
+            raise Interrupted(f"go on with: patcher resume {run.id}") from None
         files = write_report(run, ("html", "md", "json"))
         result = result.model_copy(update={"reports": tuple(path.name for path in files)})
     shown: list[Any] = []

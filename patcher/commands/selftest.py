@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,12 +14,15 @@ from patcher.bench import UsageError, pick_device
 from patcher.commands.console import (
     Device,
     Json,
-    Out,
     Output,
     app,
     examples,
+    in_a_folder,
     write_out,
 )
+
+EVERY = 20
+"""Number of cases per line of progress where there is no terminal."""
 
 if TYPE_CHECKING:  # every other command starts without the judge
     from patcher.bench.selftest.corpus import CaseResult
@@ -49,32 +53,47 @@ def selftest(
     mutations: Annotated[
         bool, typer.Option(help="Remove each guard in turn; the cases must then fail.")
     ] = False,
-    out: Out = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            help="Also write the score card to this file, as JSON. It is written after each case, "
+            'with "complete": false until the end, so that it survives an interruption.',
+            callback=in_a_folder,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Test the judge on this machine with cheats, honest kernels, faults and planted keys.
 
     It must catch the cheats, accept the honest kernels, survive the faults, and leak no key. Exit
-    code 0: it does; 5: it does not.
+    code 0: it does; 5: it does not. An interruption leaves what was judged in the file of --out.
     """
     if mutations and out is not None:
         raise UsageError("--mutations makes no score card for --out", "leave one of them out")
     output = Output(as_json)
     chosen = pick_device(device)
     with output.progress() as bar:
+        report = bar if output.err.is_terminal else partial(_lines, output)
         if mutations:
             from patcher.bench.selftest.mutations import survived
 
-            killed = list(survived(chosen, bar, only, corpus))
+            killed = list(survived(chosen, report, only, corpus))
             document = {"mutations": [each.model_dump(mode="json") for each in killed]}
             output.emit(document, mutation_table(killed))
             return 0 if killed and all(each.killed for each in killed) else 5
         from patcher.bench.selftest.scorecard import score
 
-        card = score(chosen, only, bar, corpus)
+        card = score(chosen, only, report, corpus, partial(write_out, out))
     write_out(out, card)
     output.emit(card, *shown(card))
     return 0 if card.ok else 5
+
+
+def _lines(output: Output, stage: str, done: int, total: int) -> None:
+    """Progress where there is no terminal for a bar."""
+    if done % EVERY == 0 or done == total:
+        output.err.print(f"{stage}: {done}/{total}", highlight=False)
 
 
 def shown(card: ScoreCard) -> list[Table | Text]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from patcher.bench import SCHEMA_VERSION, UsageError
+from patcher.bench import SCHEMA_VERSION, UsageError, problem
 from patcher.bench.records import read_source
 from patcher.commands.console import Json, Output, app, examples
 
@@ -145,9 +145,7 @@ def bench(
             seed=seed,
         )
     except ValidationError as error:
-        wrong = error.errors()[0]
-        name = "-".join(str(part) for part in wrong["loc"])
-        raise UsageError(f"{name}: {wrong['msg']}", "see --help") from error
+        raise UsageError(problem(error), "see: patcher trtllm --help") from error
     output = Output(as_json)
     if dry_run:
         write_inputs(run, folder)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from patcher.commands.console import Json, Output, app, examples
+from patcher.commands.console import Json, Output, app, examples, finite
 
 COLOURS = {"correct": "green", "refused": "red", "failed": "red", "left": "yellow"}
 
@@ -28,7 +28,13 @@ def worker(
     ] = False,
     poll_s: Annotated[
         float,
-        typer.Option("--poll", help="Seconds between checks for new jobs.", min=0.05, max=3600),
+        typer.Option(
+            "--poll",
+            help="Seconds between checks for new jobs.",
+            min=0.05,
+            max=3600,
+            callback=finite,
+        ),
     ] = 1.0,
     as_json: Json = False,
 ) -> int:

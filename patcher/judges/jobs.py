@@ -31,6 +31,7 @@ from patcher.bench import (
     UsageError,
     VerificationError,
     load_op,
+    problem,
     relayed,
 )
 from patcher.bench.judge import JudgeSettings, TripwirePolicy
@@ -171,7 +172,7 @@ def post(
             counters=counters,
         )
     except ValidationError as error:
-        raise UsageError(f"this job is not valid: {_first(error)}", "give another value") from None
+        raise UsageError(f"this job is not valid: {problem(error)}", "give another value") from None
     files = job.files(candidate)
     if sum(len(text.encode()) for text in files.values()) > MOST_JOB_BYTES:
         raise UsageError(f"a job holds {MOST_JOB_BYTES:,} bytes at most", "shorten the source")
@@ -239,13 +240,7 @@ def _record(sealed: SealedFolder, file: str, kind: type[RecordT], name: str) -> 
     except KeyError:
         raise VerificationError(f"{name} holds no {file}", _MADE_AGAIN) from None
     except ValidationError as error:
-        raise VerificationError(f"{file} of {name}: {_first(error)}", _MADE_AGAIN) from None
-
-
-def _first(error: ValidationError) -> str:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}" if where else str(first["msg"])
+        raise VerificationError(f"{file} of {name}: {problem(error)}", _MADE_AGAIN) from None
 
 
 def _line(record: Record) -> str:

@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, ValidationError
 
-from patcher.bench import Record, VerificationError
+from patcher.bench import Record, VerificationError, problem
 from patcher.runs.durable import sync_folder
 
 MANIFEST = "manifest.json"
@@ -105,9 +105,7 @@ def _read_folder(handle: int, name: str, most_bytes: int) -> SealedFolder | None
     try:
         manifest = _Manifest.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "manifest"
-        raise VerificationError(f"the manifest of {name}: {where}: {first['msg']}", _HINT) from None
+        raise VerificationError(f"the manifest of {name}: {problem(error)}", _HINT) from None
     if sum(entry.size for entry in manifest.files.values()) > most_bytes:
         raise VerificationError(f"{name} is larger than {most_bytes:,} bytes", _HINT)
     files = {}

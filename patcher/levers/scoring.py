@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from pydantic import Field, ValidationError
 
-from patcher.bench import SCHEMA_VERSION, Evaluation, Record, UsageError, VerificationError
+from patcher.bench import SCHEMA_VERSION, Evaluation, Record, UsageError, VerificationError, problem
 from patcher.bench.machine.environment import engine_environment
 from patcher.levers.record import ScoreLever
 from patcher.runs.run import Run
@@ -97,11 +97,8 @@ class Scorer:
         try:
             answer = ScriptAnswer.model_validate_json(printed)
         except ValidationError as error:
-            wrong = error.errors()[0]
-            where = ".".join(map(str, wrong["loc"]))
             raise UsageError(
-                f"the score script {name} printed no score: {where}{': ' * bool(where)}"
-                f"{wrong['msg']}",
+                f"the score script {name} printed no score: {problem(error)}",
                 'it must print one JSON object: {"score": NUMBER}',
             ) from error
         if first:

@@ -15,7 +15,7 @@ import tomlkit
 from pydantic import ValidationError
 from tomlkit.items import AoT
 
-from patcher.bench import UsageError
+from patcher.bench import UsageError, first_error, parse_toml
 from patcher.memory.entries import Gain, MemoryRule
 from patcher.runs import durable
 
@@ -78,7 +78,7 @@ class TomlStore:
 
     def _parse(self, text: str, kind: type[EntryT]) -> list[EntryT]:
         try:
-            found = tomllib.loads(text)
+            found = parse_toml(text)
         except tomllib.TOMLDecodeError as error:
             raise UsageError(f"{self.path}: {error}", _mend(self.path)) from error
         if unknown := sorted(set(found) - {self.table}):
@@ -94,10 +94,10 @@ class TomlStore:
             try:
                 entry = kind.model_validate(values)
             except ValidationError as error:
-                first = error.errors()[0]
-                field = str(first["loc"][0]) if first["loc"] else ""
+                where, wrong, _ = first_error(error)
+                field = str(where[0]) if where else ""
                 line = self._line_of(text, number, field)
-                raise self._wrong(line, f"{field}: {first['msg']}".lstrip(": ")) from error
+                raise self._wrong(line, f"{field}: {wrong}".lstrip(": ")) from error
             if any(entry.id == other.id for other in entries):
                 raise self._wrong(
                     self._line_of(text, number, "id"), f"the id {entry.id!r} is there twice"

@@ -76,6 +76,17 @@ def test_a_wrong_file_is_one_clear_error(tmp_path: Path, content: bytes) -> None
     assert "\n" not in caught.value.hint
 
 
+def test_values_nested_too_deeply_are_one_short_error(tmp_path: Path) -> None:
+    deep = "[" * 50_000
+    for name in ("models", "score", "tripwires"):
+        with pytest.raises(UsageError, match="nested too deeply") as caught:
+            resolve(environ={f"PATCHER_{name.upper()}": deep}, folder=tmp_path)
+        assert len(caught.value.message) < 400
+    (tmp_path / "patcher.toml").write_text(f"models = {deep}")
+    with pytest.raises(UsageError, match="nested too deeply"):
+        resolve(environ={}, folder=tmp_path)
+
+
 def test_an_unknown_flag_is_our_own_mistake(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="modle"):
         resolve({"modle": "x"}, environ={}, folder=tmp_path)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import patcher
+from command_line import error_of, patcher
+from stopping_sample import Stage
 
 from patcher import bench
 from patcher.bench.judge.evaluation import Outcome
@@ -143,3 +145,23 @@ def test_selftest_prints_a_card(tmp_path: Path) -> None:
     assert [(r.kind, r.passed) for r in found.results] == [("cheat", True), ("twin", True)]
     assert found.results[0].outcome is Outcome.MISMATCH
     assert json.loads(out.read_text(encoding="utf-8"))["schema_version"] == 1
+
+
+def test_no_case_that_matches_is_no_self_test(tmp_path: Path) -> None:
+    for words in (("zzz",), ("(",), ("zzz", "--mutations")):
+        done = patcher("selftest", "--device", "cpu", "--json", "--only", *words, cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert error_of(done)["kind"] == "usage"
+
+
+def test_an_interrupted_self_test_leaves_what_was_judged(tmp_path: Path) -> None:
+    out = tmp_path / "card.json"
+    words = ("selftest", "--device", "cpu", "--only", "/6[0-9]_", "--out", str(out))
+    stage = Stage(tmp_path, *words)
+    stage.until(out.exists)
+    stage.stop(signal.SIGINT, "alone")
+    found = ScoreCard.model_validate_json(out.read_text(encoding="utf-8"))
+    assert found.results
+    assert not found.complete
+    assert not found.ok
+    assert list(tmp_path.iterdir()) == [out]

@@ -62,6 +62,39 @@ def test_help_has_a_sentence_and_an_example(words: str, command: Any) -> None:
     assert text.strip()[0].isupper()
 
 
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf", "1e400"])
+def test_no_option_takes_a_number_that_is_not_finite(value: str) -> None:
+    """Neither a limit nor a share may be one."""
+    tried = 0
+    for _, command in every_command():
+        with command.make_context("patcher", [], resilient_parsing=True) as context:
+            for option in command.params:
+                if isinstance(_taken(option, context, "1.5"), float):
+                    tried += 1
+                    assert isinstance(_taken(option, context, value), typer.BadParameter), option
+    assert tried > 10
+
+
+def test_threads_are_bounded() -> None:
+    for _, command in every_command():
+        with command.make_context("patcher", [], resilient_parsing=True) as context:
+            for option in command.params:
+                if option.name == "threads":
+                    wrong = _taken(option, context, "99999999999999999")
+                    assert isinstance(wrong, typer.BadParameter)
+                    assert _taken(option, context, "64") == 64
+
+
+def _taken(option: Any, context: Any, value: str) -> object:
+    """What a command gets for an option of that value, or the error."""
+    if getattr(option, "is_flag", False) or option.multiple:
+        return None
+    try:
+        return option.process_value(context, value)
+    except typer.BadParameter as error:
+        return error
+
+
 def test_help_of_all_imports_no_command() -> None:
     told = subprocess.run(
         [sys.executable, "-P", "-c", _WHOLE_HELP], capture_output=True, text=True, check=True

@@ -104,6 +104,25 @@ def test_stopped_while_a_model_is_asked(
     resumable(tmp_path, f"{OP}/0/ask-generate", said)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_stopped_in_its_imports(tmp_path: Path, number: signal.Signals) -> None:
+    stage = Stage(tmp_path, "ops")
+    libraries = Path(f"/proc/{stage.process.pid}/maps")
+    stage.until(lambda: "pydantic_core" in libraries.read_text())
+    assert stage.stop(number, "alone")["message"] == "the command was stopped before its end"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_stopped_without_a_run(
+    tmp_path: Path, orphans: Callable[[], set[int]], number: signal.Signals
+) -> None:
+    (tmp_path / "slow.cpp").write_text(SLOW_TO_BUILD + GOOD)
+    stage = Stage(tmp_path, "evaluate", OP, "slow.cpp")
+    stage.until(lambda: stage.runs("cc1plus"))
+    assert stage.stop(number, "alone")["hint"] == "give the command again"
+    nothing_left(orphans)
+
+
 def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
     """Somebody's cleaning up hangs: the second Ctrl-C ends the process all the same."""
     code = (
