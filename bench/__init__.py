@@ -7,6 +7,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from patcher.bench.arguments import (
+    Count,
+    FilePath,
+    FilePaths,
+    Threads,
+    Timeout,
+    as_paths,
+    check_arguments,
+)
 from patcher.bench.errors import (
     BudgetError,
     BusyError,
@@ -35,9 +44,16 @@ from patcher.bench.ops.op import Op, SolutionInfo, library, load_op, load_ops
 from patcher.bench.plugins import Plugin, Registry, plugins
 from patcher.bench.presets import Preset, preset, presets
 from patcher.bench.presets import problems as preset_problems
-from patcher.bench.records import MOST_BYTES, SCHEMA_VERSION, Record, content
+from patcher.bench.records import (
+    MOST_BYTES,
+    SCHEMA_VERSION,
+    Record,
+    content,
+    read_source,
+    require_file,
+)
 from patcher.bench.stats.comparison import Comparison, Sample, Window
-from patcher.bench.workload import Shape, Workload, pick_device
+from patcher.bench.workload import Shape, Workload, fit_context, pick_device
 
 if TYPE_CHECKING:
     from patcher.bench.ab.records import Quality, Throughput
@@ -75,9 +91,12 @@ __all__ = [
     "Check",
     "Comparison",
     "Contract",
+    "Count",
     "Dtype",
     "Environment",
     "Evaluation",
+    "FilePath",
+    "FilePaths",
     "KernelCounters",
     "Language",
     "MissingError",
@@ -96,16 +115,21 @@ __all__ = [
     "SolutionInfo",
     "Sweep",
     "TensorSpec",
+    "Threads",
     "Throughput",
+    "Timeout",
     "Timing",
     "UsageError",
     "VerificationError",
     "WaitingError",
     "Window",
     "Workload",
+    "as_paths",
+    "check_arguments",
     "comment_mark",
     "compare",
     "content",
+    "fit_context",
     "geomean",
     "guess_language",
     "header_form",
@@ -120,5 +144,7 @@ __all__ = [
     "preset_problems",
     "presets",
     "read_samples",
+    "read_source",
     "relayed",
+    "require_file",
 ]
