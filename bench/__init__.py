@@ -7,6 +7,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from patcher.bench.arguments import (
+    Count,
+    FilePath,
+    FilePaths,
+    Threads,
+    Timeout,
+    as_paths,
+    check_arguments,
+)
 from patcher.bench.errors import (
     BudgetError,
     BusyError,
@@ -45,9 +54,11 @@ from patcher.bench.records import (
     parse_json,
     parse_toml,
     problem,
+    read_source,
+    require_file,
 )
 from patcher.bench.stats.comparison import Comparison, Sample, Window
-from patcher.bench.workload import Shape, Workload, pick_device
+from patcher.bench.workload import Shape, Workload, fit_context, pick_device
 
 if TYPE_CHECKING:
     from patcher.bench.ab.records import Quality, Throughput
@@ -85,9 +96,12 @@ __all__ = [
     "Check",
     "Comparison",
     "Contract",
+    "Count",
     "Dtype",
     "Environment",
     "Evaluation",
+    "FilePath",
+    "FilePaths",
     "Interrupted",
     "KernelCounters",
     "Language",
@@ -107,17 +121,22 @@ __all__ = [
     "SolutionInfo",
     "Sweep",
     "TensorSpec",
+    "Threads",
     "Throughput",
+    "Timeout",
     "Timing",
     "UsageError",
     "VerificationError",
     "WaitingError",
     "Window",
     "Workload",
+    "as_paths",
+    "check_arguments",
     "comment_mark",
     "compare",
     "content",
     "first_error",
+    "fit_context",
     "geomean",
     "guess_language",
     "header_form",
@@ -135,5 +154,7 @@ __all__ = [
     "presets",
     "problem",
     "read_samples",
+    "read_source",
     "relayed",
+    "require_file",
 ]

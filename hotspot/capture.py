@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from patcher.bench import MissingError, PatcherError, Workload, presets, relayed
-from patcher.bench.child_errors import child_failed
+from patcher.bench.engines.child_errors import child_failed
 from patcher.bench.machine.environment import engine_environment
 from patcher.bench.sandbox.die_with_parent import die_with_parent
 from patcher.hotspot.nsys import export_sqlite, find_nsys, missing_libraries, nsys_environment

@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from patcher.bench import UsageError
-from patcher.bench.arguments import Count, FilePath, check_arguments
+from patcher.bench import Count, FilePath, UsageError, check_arguments
 from patcher.hotspot.profile import Profile, ProfileWarning
 from patcher.hotspot.roofline import ServedModel
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from patcher.bench import MissingError, PatcherError, Workload
-from patcher.bench.child_errors import memory_errors
 from patcher.bench.engines import Decoder, Decoding, open_decoder
+from patcher.bench.engines.child_errors import memory_errors
 from patcher.hotspot.capture import ERROR
 from patcher.hotspot.names import MODULE, is_whole, row_name
 

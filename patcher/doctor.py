@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from patcher.bench import Language, MissingError, PatcherError, Plugin, Record
+from patcher.bench.machine.clock_finding import clocks_finding
 from patcher.bench.machine.installed import compute_sanitizer_finding
 from patcher.bench.sandbox.policy import sandbox_description
 from patcher.bench.toolchains import cache_root, toolchain
@@ -167,34 +168,12 @@ def _cuda_works() -> bool:
 
 
 def _clocks() -> Finding:
-    """Whether clocks may be locked: NVML wants root. Nothing is locked to find out."""
     try:
-        import pynvml
+        status, message, fix = clocks_finding()
     except ImportError as error:
         lacks = missing_package(error)
         return Finding(name="clocks", status="warn", detail=lacks.message, fix=lacks.hint)
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        fix = "needed to read and lock a GPU's clocks: install NVIDIA's driver"
-        return Finding(name="clocks", status="warn", detail=f"not available: {error}", fix=fix)
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        now = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
-        if os.geteuid() == 0:
-            detail = f"SM at {now} MHz; locking is permitted to root, where the host allows it"
-            return Finding(name="clocks", status="ok", detail=detail)
-        return Finding(
-            name="clocks",
-            status="warn",
-            detail=f"SM at {now} MHz; monitored only",
-            fix="locking needs root (nvidia-smi -lgc)",
-        )
-    except pynvml.NVMLError as error:
-        fix = "see nvidia-smi -q -d CLOCK; results then say that no clock was read"
-        return Finding(name="clocks", status="warn", detail=f"not readable: {error}", fix=fix)
-    finally:
-        pynvml.nvmlShutdown()
+    return Finding(name="clocks", status=status, detail=message, fix=fix)
 
 
 def _compiler(language: Language) -> Callable[[], Finding]:

@@ -5,10 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from patcher.bench import UsageError, Workload, pick_device, preset, presets
-from patcher.bench.arguments import Count, Threads, check_arguments
+from patcher.bench import (
+    Count,
+    Threads,
+    UsageError,
+    Workload,
+    check_arguments,
+    fit_context,
+    pick_device,
+    preset,
+    presets,
+)
 from patcher.bench.engines import ENGINES
-from patcher.bench.workload import fit_context
 
 Device = Literal["cpu", "cuda"]
 WEIGHTS = ("random", "hub", "local")

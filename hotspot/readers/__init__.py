@@ -6,8 +6,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
-from patcher.bench import UsageError
-from patcher.bench.records import require_file
+from patcher.bench import UsageError, require_file
 from patcher.hotspot.nsys import export_sqlite
 from patcher.hotspot.readers.content import GZIP_MAGIC, read_text
 from patcher.hotspot.readers.kineto import read_kineto

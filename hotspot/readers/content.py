@@ -8,8 +8,7 @@ import zlib
 from pathlib import Path
 from typing import BinaryIO
 
-from patcher.bench import UsageError
-from patcher.bench.records import require_file
+from patcher.bench import UsageError, require_file
 from patcher.hotspot.names import printable
 
 GZIP_MAGIC = b"\x1f\x8b"

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from patcher.bench import UsageError
-from patcher.bench.records import require_file
+from patcher.bench import UsageError, require_file
 from patcher.hotspot.names import match_key, printable
 from patcher.hotspot.ncu import raw_page
 from patcher.hotspot.profile import Counters, ProfileWarning

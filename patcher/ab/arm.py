@@ -21,8 +21,8 @@ from pydantic import ValidationError
 from patcher.ab import arm_protocol as say
 from patcher.bench import PatcherError, Shape, UsageError, Workload
 from patcher.bench.ab.latency import in_steps
-from patcher.bench.child_errors import memory_errors
 from patcher.bench.engines import Decoding, Measurable, open_measurable, random_prompts
+from patcher.bench.engines.child_errors import memory_errors
 from patcher.integrate import Receipt, activated, await_engine
 
 if TYPE_CHECKING:

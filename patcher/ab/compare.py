@@ -21,7 +21,7 @@ from patcher.ab.job import ABJob
 from patcher.ab.measurement import Measurement
 from patcher.bench import PatcherError, relayed
 from patcher.bench.ab.phases import ABPhase, ABProgress
-from patcher.bench.child_errors import child_failed
+from patcher.bench.engines.child_errors import child_failed
 from patcher.bench.machine.environment import engine_environment
 from patcher.bench.sandbox.die_with_parent import die_with_parent
 from patcher.integrate import Patch

@@ -22,8 +22,8 @@ from patcher.bench.ab.planted import PlantedGains, model_delay, plant
 from patcher.bench.ab.quality import assess, greedy_identical
 from patcher.bench.ab.throughput import compare_in_one_process
 from patcher.bench.ab.windows import Arms
-from patcher.bench.child_errors import memory_errors
 from patcher.bench.engines import open_engine
+from patcher.bench.engines.child_errors import memory_errors
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.integrate import CallCounters, Patch, Receipt, prepare
 

@@ -6,8 +6,16 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from patcher.bench import Candidate, Evaluation, Language, UsageError, load_op
-from patcher.bench.arguments import Count, FilePath, check_arguments
+from patcher.bench import (
+    Candidate,
+    Count,
+    Evaluation,
+    FilePath,
+    Language,
+    UsageError,
+    check_arguments,
+    load_op,
+)
 from patcher.extras import names_its_extra
 from patcher.integrate import Manifest, Patch, is_archive, pack
 from patcher.integrate.archive import require_target

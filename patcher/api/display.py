@@ -11,8 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from patcher.bench import MissingError, UsageError
-from patcher.bench.arguments import FilePath, check_arguments
+from patcher.bench import FilePath, MissingError, UsageError, check_arguments
 from patcher.extras import missing_package
 
 if TYPE_CHECKING:

@@ -7,8 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
 from patcher.api.judge_request import JudgeRequest
-from patcher.bench import Evaluation, Language, Timing, UsageError, WaitingError
-from patcher.bench.arguments import FilePath, Threads, Timeout, check_arguments
+from patcher.bench import (
+    Evaluation,
+    FilePath,
+    Language,
+    Threads,
+    Timeout,
+    Timing,
+    UsageError,
+    WaitingError,
+    check_arguments,
+)
 from patcher.extras import names_its_extra
 
 if TYPE_CHECKING:

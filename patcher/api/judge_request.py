@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from patcher.bench import Candidate, Evaluation, Language, UsageError, load_op, pick_device
-from patcher.bench.arguments import Threads, Timeout, check_arguments
+from patcher.bench import (
+    Candidate,
+    Evaluation,
+    Language,
+    Threads,
+    Timeout,
+    UsageError,
+    check_arguments,
+    load_op,
+    pick_device,
+)
 from patcher.bench.judge import JudgeSettings, Progress
 from patcher.judges import LOCAL, open_judges
 from patcher.settings import resolve

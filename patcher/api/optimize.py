@@ -9,14 +9,15 @@ from pydantic import Field
 
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
 from patcher.api.evaluate import language_of
-from patcher.bench import WaitingError, load_op
-from patcher.bench.arguments import (
+from patcher.bench import (
     Count,
     FilePath,
     FilePaths,
     Threads,
+    WaitingError,
     as_paths,
     check_arguments,
+    load_op,
 )
 from patcher.extras import names_its_extra
 from patcher.report import Report

@@ -7,8 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from patcher.api.display import data_frame, html_table
-from patcher.bench import UsageError
-from patcher.bench.arguments import FilePath, check_arguments
+from patcher.bench import FilePath, UsageError, check_arguments
 from patcher.integrate import Receipt, open_bundle
 
 if TYPE_CHECKING:

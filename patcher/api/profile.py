@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
-from patcher.bench import UsageError, Workload, presets
-from patcher.bench.arguments import (
+from patcher.bench import (
     Count,
     FilePath,
     FilePaths,
     Threads,
+    UsageError,
+    Workload,
     as_paths,
     check_arguments,
+    presets,
 )
 from patcher.extras import names_its_extra
 from patcher.hotspot import Hotspot, KernelStat, Profile, capture, read

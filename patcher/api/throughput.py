@@ -10,8 +10,15 @@ from pydantic import Field
 
 from patcher.ab.result import ABResult
 from patcher.api.display import Chart, StageReport, data_frame, html_table, progress_bar
-from patcher.bench import Throughput, UsageError
-from patcher.bench.arguments import Count, FilePaths, Threads, as_paths, check_arguments
+from patcher.bench import (
+    Count,
+    FilePaths,
+    Threads,
+    Throughput,
+    UsageError,
+    as_paths,
+    check_arguments,
+)
 from patcher.extras import names_its_extra
 
 if TYPE_CHECKING:

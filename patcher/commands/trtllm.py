@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from patcher.bench import SCHEMA_VERSION, UsageError, problem
-from patcher.bench.records import read_source
+from patcher.bench import SCHEMA_VERSION, UsageError, problem, read_source
 from patcher.commands.console import Json, Output, app, examples
 
 trtllm = typer.Typer(

@@ -11,8 +11,7 @@ from typing import Annotated
 from pydantic import AliasChoices, Field, InstanceOf
 
 from patcher.attempts import KnownKernel
-from patcher.bench import Candidate, Language, Op, Record, UsageError
-from patcher.bench.arguments import Count, check_arguments
+from patcher.bench import Candidate, Count, Language, Op, Record, UsageError, check_arguments
 from patcher.strategies import MOST_ISLANDS, Strategy, open_strategy
 
 

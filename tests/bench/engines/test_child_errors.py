@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from patcher.bench.child_errors import child_failed
+from patcher.bench.engines.child_errors import child_failed
 
 TRACEBACK = b"""loading
 Traceback (most recent call last):
