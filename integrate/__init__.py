@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from patcher.integrate.archive import is_archive, pack, unpacked
+from patcher.integrate.archive import is_archive, pack, require_target, unpacked
 from patcher.integrate.bundle import open_bundle
 from patcher.integrate.changes import Change
+from patcher.integrate.engine import engine_version, patch_point
 from patcher.integrate.manifest import Manifest
 from patcher.integrate.patch import Patch
 from patcher.integrate.receipts import Receipt, read_receipts
@@ -73,6 +74,7 @@ __all__ = [
     "activated",
     "await_engine",
     "check_workers",
+    "engine_version",
     "engine_wants",
     "export_patch",
     "home_store",
@@ -83,8 +85,10 @@ __all__ = [
     "open_bundle",
     "pack",
     "patch_environment",
+    "patch_point",
     "prepare",
     "read_receipts",
+    "require_target",
     "specs_of",
     "startup_python_path",
     "unpacked",

@@ -20,7 +20,6 @@ from patcher.bench import (
     Candidate,
     Contract,
     Evaluation,
-    MissingError,
     Op,
     Outcome,
     PatchPointSpec,
@@ -29,6 +28,7 @@ from patcher.bench import (
 )
 from patcher.integrate.binaries import describe_binary, load_kernel
 from patcher.integrate.changes import SourceChangedError, replaced, what_changed
+from patcher.integrate.engine import engine_version, patch_point
 from patcher.integrate.manifest import DeviceKind, Manifest, PatchGuards, Provenance, Target
 from patcher.integrate.narrow import worth_calling
 
@@ -315,22 +315,6 @@ _WORDS = {"changed": "changed", "gone": "is gone", "new": "is relied on now"}
 _AGAIN = "get the patch again from its source"
 
 
-def patch_point(op: Op, engine: str) -> PatchPointSpec:
-    """Where the op goes in an engine.
-
-    Raises:
-        UsageError: nowhere.
-    """
-    from patcher.integrate.points import specs_of
-
-    points = specs_of(op, engine)
-    if not points:
-        raise UsageError(
-            f"{op.name} has no patch point in {engine}", f"see `patcher ops show {op.name}`"
-        )
-    return points[0]
-
-
 def require_free(folder: Path) -> None:
     """Refuse to write a patch over something else.
 
@@ -339,18 +323,6 @@ def require_free(folder: Path) -> None:
     """
     if folder.exists() and not (folder / MANIFEST).is_file():
         raise UsageError(f"{folder} exists and is not a patch", "choose another folder")
-
-
-def engine_version(engine: str) -> str:
-    """The engine's installed version.
-
-    Raises:
-        MissingError: the engine is not installed.
-    """
-    try:
-        return importlib.metadata.version(engine)
-    except importlib.metadata.PackageNotFoundError:
-        raise MissingError(f"{engine} is not installed", f"pip install {engine}") from None
 
 
 def _fingerprint(engine: str, point: str) -> str:

@@ -39,8 +39,7 @@ from patcher.bench.stats.compare import DEFAULT_PROCESS_PAIRS
 from patcher.bench.toolchains import build
 from patcher.hotspot import Profile, capture, read
 from patcher.hotspot.capture import require_room
-from patcher.integrate import Patch, specs_of
-from patcher.integrate.patch import engine_version, patch_point
+from patcher.integrate import Patch, engine_version, patch_point, specs_of
 from patcher.judges import LOCAL, exchange_folder
 from patcher.judges.languages import judge_device_kind, require_here, require_sense
 from patcher.kernel_search.context import MACHINE_INDEPENDENT, run_levers

@@ -15,7 +15,7 @@ from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.machine.environment import ROOT
 from patcher.bench.ops.op import library
 from patcher.bench.records import Record, parse_toml
-from patcher.bench.selftest.corpus import matching
+from patcher.bench.selftest.cases import matching
 from patcher.bench.selftest.scorecard import Progress, corpus_folder, run_corpus
 
 

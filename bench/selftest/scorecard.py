@@ -18,7 +18,8 @@ from pathlib import Path
 from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.machine.environment import ROOT, Environment, describe, python_path
 from patcher.bench.records import SCHEMA_VERSION, Record
-from patcher.bench.selftest.corpus import HONEYTOKEN, CaseResult, matching
+from patcher.bench.selftest.cases import matching
+from patcher.bench.selftest.corpus import HONEYTOKEN, CaseResult
 
 FALSE_REJECTS_PCT = 2.0
 """Largest acceptable share of honest candidates that are rejected."""

@@ -17,9 +17,15 @@ from patcher.bench import (
     load_op,
 )
 from patcher.extras import names_its_extra
-from patcher.integrate import Manifest, Patch, is_archive, pack
-from patcher.integrate.archive import require_target
-from patcher.integrate.patch import engine_version, patch_point
+from patcher.integrate import (
+    Manifest,
+    Patch,
+    engine_version,
+    is_archive,
+    pack,
+    patch_point,
+    require_target,
+)
 
 
 @names_its_extra

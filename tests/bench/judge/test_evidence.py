@@ -26,7 +26,7 @@ from patcher.bench.judge.counters import counters, metrics, read
 from patcher.bench.judge.sanitizer import Sanitized, _control, _options, sanitize
 from patcher.bench.judge.sanitizer_text import parse
 from patcher.bench.judge.trial import Trial
-from patcher.bench.selftest.corpus import read_source
+from patcher.bench.selftest.cases import read_source
 from patcher.bench.toolchains import Built, build, toolchain
 
 OP = bench.load_op("fused_add_rms_norm")

@@ -16,7 +16,7 @@ from patcher.bench import Candidate, Language, Outcome, UsageError, guess_langua
 from patcher.bench.judge import JudgeSettings, TripwirePolicy, evaluate, stripping
 from patcher.bench.judge.stripping import Views, views
 from patcher.bench.judge.tripwires import LONGEST, TripwireRule, Tripwires, look, rules
-from patcher.bench.selftest.corpus import read_source
+from patcher.bench.selftest.cases import read_source
 from patcher.levers import record as levers
 from patcher.settings import resolve
 

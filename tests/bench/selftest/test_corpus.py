@@ -15,7 +15,8 @@ from stopping_sample import Stage
 from patcher import bench
 from patcher.bench.judge.evaluation import Outcome
 from patcher.bench.machine.environment import describe
-from patcher.bench.selftest.corpus import CaseResult, read_corpus
+from patcher.bench.selftest.cases import read_corpus
+from patcher.bench.selftest.corpus import CaseResult
 from patcher.bench.selftest.mutations import mutations
 from patcher.bench.selftest.scorecard import ScoreCard, corpus_folder, run_corpus
 
