@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 from patcher.runs.stopping import EXIT_CODE, Stopping
@@ -31,7 +32,10 @@ def _stopped_early() -> None:
         print(json.dumps({"error": error}))
     else:
         print(f"interrupted: {message}\nnext: {hint}", file=sys.stderr)
-    sys.exit(EXIT_CODE)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Where a library ran Python code as it was imported, CPython would end with SIGINT all the same
+    os._exit(EXIT_CODE)
 
 
 if __name__ == "__main__":
