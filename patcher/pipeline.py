@@ -37,6 +37,7 @@ from patcher.bench.machine.environment import describe
 from patcher.bench.machine.environment import facts as machine_facts
 from patcher.bench.stats.compare import DEFAULT_PROCESS_PAIRS
 from patcher.bench.toolchains import build
+from patcher.extras import missing_package
 from patcher.hotspot import Profile, capture, read
 from patcher.hotspot.capture import require_room
 from patcher.integrate import Patch, engine_version, patch_point, specs_of
@@ -108,7 +109,10 @@ def _require_start(
     """Refuse what no step could begin with on this machine."""
     op_name, language = plan.op, _language(plan, workload)
     if workload is not None:
-        engine_version(workload.engine)
+        try:
+            engine_version(workload.engine)
+        except MissingError:
+            raise missing_package(ModuleNotFoundError(name=workload.engine), "run") from None
         if profile is None:
             require_room(workload)
         elif op_name is None:

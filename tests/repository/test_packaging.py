@@ -253,7 +253,6 @@ class TestTheCoreAlone:
             (("evaluate", OP.name, "kernel.cpp"), "profile"),
             (("optimize", OP.name, "--model", "replay:demo"), "agent"),
             (("demo",), "all"),
-            (("report",), "report"),
         ],
         ids=lambda value: " ".join(value[:1]) if isinstance(value, tuple) else value,
     )
