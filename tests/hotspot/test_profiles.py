@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patch_sample import TINY
 
 import patcher.hotspot.nsys
 from patcher import bench
-from patcher.bench import Workload
 from patcher.hotspot import capture, find_nsys, nsys_finding, read
 from patcher.hotspot.timeline import busy_time
 
@@ -208,22 +208,13 @@ def test_a_library_that_the_importer_lacks_is_named(
 
 
 def test_a_cpu_is_profiled_by_operators(tmp_path: Path) -> None:
-    workload = Workload(
-        model="gpt-oss-tiny",
-        device="cpu",
-        dtype="float32",
-        batch=2,
-        input_len=8,
-        output_len=4,
-        threads=1,
-    )
-    profile = capture(workload, tmp_path, steps=3)
+    profile = capture(TINY, tmp_path, steps=3)
     assert [warning.kind for warning in profile.warnings] == ["cpu_operators"]
     norms = {spot.name: spot for spot in profile.hotspots}["module::GptOssRMSNorm"]
     assert norms.op == "fused_add_rms_norm"
     assert norms.per_step == 2 * bench.preset("gpt-oss-tiny").layers + 1
     with pytest.raises(bench.MissingError, match="does not fit a CPU"):
-        capture(workload.model_copy(update={"model": "gpt-oss-20b"}), tmp_path)
+        capture(TINY.model_copy(update={"model": "gpt-oss-20b"}), tmp_path)
 
 
 def test_keys_do_not_reach_what_is_profiled(monkeypatch: pytest.MonkeyPatch) -> None:

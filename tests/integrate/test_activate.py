@@ -38,14 +38,6 @@ def made(folder: Path, source: str = SOURCE) -> Patch:
     )
 
 
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    monkeypatch.setenv("PATCHER_HOME", str(tmp_path / "home"))
-    for name in ("PATCHES", "STRICT", "RECEIPTS"):
-        monkeypatch.delenv(f"PATCHER_{name}", raising=False)
-    return Store()
-
-
 def test_nothing_happens_unless_it_is_switched_on(engine: Engine, store: Store) -> None:
     store.apply(made(store.root.parent / "patch").folder)
     clean = state(engine.model)

@@ -57,14 +57,6 @@ PROGRAM = """
 """
 
 
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    monkeypatch.setenv("PATCHER_HOME", str(tmp_path / "home"))
-    for name in ("PATCHES", "STRICT", "RECEIPTS"):
-        monkeypatch.delenv(f"PATCHER_{name}", raising=False)
-    return Store()
-
-
 def bundle(folder: Path, point: str) -> Patch:
     op = bench.load_op(POINTS[point].op)
     file = op.folder / "solutions" / "cpu_torch" / f"{op.name}.py"

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from op_judging import tells_right_from_wrong
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from patcher import bench
-from patcher.bench import Candidate, Evaluation, Language, Outcome
+from patcher.bench import Language
 from patcher.bench.judge import JudgeSettings, open_judge
 from patcher.bench.judge.accuracy import explain_touched
 from patcher.bench.judge.cases import (
@@ -30,6 +31,7 @@ from patcher.bench.judge.cases import (
     tensors_of,
     value_problem,
 )
+from patcher.bench.judge.judge import Judge
 from patcher.bench.judge.regimes import regimes_of
 from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op
@@ -253,29 +255,16 @@ WRONG = {
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Callable[[str, str], Evaluation]]:
+def judge() -> Iterator[Judge]:
     with open_judge(SETTINGS) as opened:
-
-        def judged(name: str, source: str) -> Evaluation:
-            candidate = Candidate(op=name, language=Language.TORCH, source=source)
-            return opened.evaluate(candidate, lambda *_: None)
-
-        yield judged
+        yield opened
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_judge_takes_the_right_one_and_says_what_is_wrong_with_another(
-    name: str, judge: Callable[[str, str], Evaluation]
+    name: str, judge: Judge
 ) -> None:
-    right = SOLUTIONS[name, "cpu_torch"][0].source
-    evaluation = judge(name, right)
-    assert evaluation.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW), evaluation.log
-    old, new = WRONG[name]
-    assert old in right
-    evaluation = judge(name, right.replace(old, new))
-    assert evaluation.outcome is Outcome.MISMATCH, evaluation.log
-    [failed] = [check for check in evaluation.checks if not check.passed]
-    assert failed.name == "values"
+    tells_right_from_wrong(judge, name, SOLUTIONS[name, "cpu_torch"][0].source, WRONG[name])
 
 
 TRITON = [key for key, (found, _) in SOLUTIONS.items() if found.language is Language.TRITON]
