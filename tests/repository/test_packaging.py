@@ -26,6 +26,7 @@ from patch_sample import OP, evaluation
 
 from patcher.extras import extra_of, missing_package
 from patcher.integrate import Patch, read_receipts
+from patcher.runs.run import Run
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CORE = [Requirement(line) for line in PROJECT["dependencies"]]
@@ -244,6 +245,16 @@ class TestTheCoreAlone:
     def test_the_plugin_of_vllm_loads(self, in_core: Session) -> None:
         done = in_core("-c", PLUGIN)
         assert done.stdout.split() == ["patcher.integrate.vllm:register", "False"], done.stderr
+
+    def test_the_report_of_a_run_names_its_extra(self, in_core: Session) -> None:
+        with Run.create(in_core.folder / "patcher-runs", command="optimize"):
+            pass
+        plain = in_core.patcher("report")  # torch brings jinja2
+        assert plain.returncode == 0, plain.stderr
+        done = in_core.patcher("report", "--patched-profile", str(SQLITE))
+        assert done.returncode == 3, done.stderr
+        assert "pip install 'patcher[report]'" in " ".join(done.stderr.split())
+        assert "Traceback" not in done.stderr
 
     @pytest.mark.parametrize(
         ("arguments", "extra"),
