@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from patcher.bench.arguments import (
+    MOST_THREADS,
     Count,
     FilePath,
     FilePaths,
@@ -87,6 +88,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "DTYPES",
     "MOST_BYTES",
+    "MOST_THREADS",
     "SCHEMA_VERSION",
     "AxisGuard",
     "BaselineTime",

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from patcher.bench.errors import UsageError
+from patcher.bench.records import first_error
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,7 +27,8 @@ def _possible(path: str | Path) -> str | Path:
 
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-Threads = Annotated[int, Field(ge=1, le=4096)]
+MOST_THREADS = 1024
+Threads = Annotated[int, Field(ge=1, le=MOST_THREADS)]
 """CPU threads."""
 Timeout = Annotated[float, Field(ge=0.1, le=86_400, allow_inf_nan=False)]
 """Seconds, a day at most."""
@@ -71,9 +73,8 @@ def _valid(name: str, value: object, check: TypeAdapter[Any]) -> Any:
     try:
         return check.validate_python(value)
     except ValidationError as error:
-        said = error.errors()[0]["msg"]
-    said = said.removeprefix("Value error, ").removeprefix("Input should be ")
-    wanted = said.partition(", ")[0]
+        _, wrong, _ = first_error(error)
+    wanted = wrong.removeprefix("Input should be ").partition(", ")[0]
     raise UsageError(
         f"{name} should be {wanted}, not {reprlib.repr(value)}", f"give another value for {name}"
     )

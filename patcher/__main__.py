@@ -29,11 +29,9 @@ def _stopped_early() -> None:
     message, hint = "the command was stopped before its end", "give the command again"
     error = {"kind": "interrupted", "message": message, "hint": hint}
     if "--json" in sys.argv[1:]:
-        print(json.dumps({"error": error}))
+        print(json.dumps({"error": error}), flush=True)
     else:
-        print(f"interrupted: {message}\nnext: {hint}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+        print(f"interrupted: {message}\nnext: {hint}", file=sys.stderr, flush=True)
     # Where a library ran Python code as it was imported, CPython would end with SIGINT all the same
     os._exit(EXIT_CODE)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from patcher.bench import Interrupted, PatcherError, UsageError
 from patcher.commands.console import app, json_text
-from patcher.commands.streams import ReaderGoneError, StdoutError, check_arguments, prepare
+from patcher.commands.streams import ReaderGoneError, StdoutError, prepare, require_text
 from patcher.runs.stopping import Stopping
 
 CLICK_ERROR: type[Exception] = next(
@@ -30,7 +30,7 @@ def main() -> None:
     with Stopping() as stopping:
         try:
             prepare()
-            check_arguments(sys.argv[1:])
+            require_text(sys.argv[1:])
             code = _run(sys.argv[1:])
             sys.stdout.flush()
         except BaseException as error:

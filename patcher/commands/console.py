@@ -18,7 +18,7 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console
 
-from patcher.bench import UsageError, WaitingError
+from patcher.bench import MOST_THREADS, UsageError, WaitingError
 from patcher.commands.index import CommandIndex
 
 app = typer.Typer(
@@ -89,7 +89,7 @@ BudgetGpuMinutes = Annotated[
 Device = Annotated[
     str | None, typer.Option(help="cpu or cuda; default: cuda where there is a GPU.")
 ]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1, max=1024)]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1, max=MOST_THREADS)]
 Iterations = Annotated[
     int | None, typer.Option(help="Maximum number of candidates.", min=1, rich_help_panel=SEARCH)
 ]

@@ -84,7 +84,8 @@ def selftest(
             return 0 if killed and all(each.killed for each in killed) else 5
         from patcher.bench.selftest.scorecard import score
 
-        card = score(chosen, only, report, corpus, partial(write_out, out))
+        keep = None if out is None else partial(write_out, out)
+        card = score(chosen, only, report, corpus, keep)
     write_out(out, card)
     output.emit(card, *shown(card))
     return 0 if card.ok else 5

@@ -98,7 +98,7 @@ def _parts(stream: TextIO | None, number: int) -> tuple[BinaryIO, str, str]:
     return stream.buffer, stream.encoding, "backslashreplace"
 
 
-def check_arguments(words: list[str]) -> None:
+def require_text(words: list[str]) -> None:
     """Refuse words that are no text, before anything is made of them.
 
     Raises:

@@ -28,6 +28,7 @@ from patcher.bench import (
     Op,
     PatcherError,
     Record,
+    Threads,
     UsageError,
     VerificationError,
     load_op,
@@ -58,7 +59,7 @@ class JobSettings(Record):
     timeout_s: float = Field(gt=0, le=600)
     load_timeout_s: float = Field(gt=0, le=3600)
     memory_bytes: int = Field(gt=0, le=1 << 40)
-    threads: int | None = Field(ge=1, le=1024)
+    threads: Threads | None
     tripwires: bool
     policy: TripwirePolicy
     sanitize: bool
