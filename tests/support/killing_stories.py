@@ -104,7 +104,11 @@ def whole(root: Path, effect: Effect) -> None:
         "command": "run",
         "model": "gpt-oss-tiny",
         "workload": workload_for("gpt-oss-tiny", "cpu"),
-        "settings": {"margin_pct": 0.5, "model": "scripted", "plan": plan.model_dump(mode="json")},
+        "settings": {
+            "margin_pct": 0.5,
+            "model": pipeline.DEMO,
+            "plan": plan.model_dump(mode="json"),
+        },
     }
     with begun(root, **asked) as run:
         pipeline.execute(run, lambda *_: None, lambda *_: None)

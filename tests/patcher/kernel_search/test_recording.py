@@ -56,6 +56,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--iterations", "2"),
         cwd=folder,
     )
+    for _ in range(3):  # what other programs disturbed is judged again
+        if "this machine is too busy" in done.stderr:
+            done = patcher("resume", "latest", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert patcher("record", "latest", "rec", cwd=folder).returncode == 0
     return folder / "rec"
