@@ -38,7 +38,7 @@ def _children_hear_signals() -> None:
 
 @pytest.fixture(autouse=True)
 def _quick_collections() -> Iterator[None]:
-    """A sitting collects garbage before every pair; what all tests loaded is not looked through."""
+    """A session collects garbage before every pair; what all tests loaded is not looked through."""
     gc.freeze()
     yield
     gc.unfreeze()

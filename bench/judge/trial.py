@@ -184,7 +184,7 @@ class Trial:
             half_width=settings.precision_pct / 100,
         )
         best = ceilings(device, settings.threads)
-        sitting = TimingSession(
+        session = TimingSession(
             self.op,
             device,
             self.runner,
@@ -200,22 +200,22 @@ class Trial:
         for index, point in enumerate(points):
             report("time", index, len(points))
             with self._timed_at(point.label()):
-                timings.append(sitting.compare(point, settings.load_timeout_s))
+                timings.append(session.compare(point, settings.load_timeout_s))
         if device == "cuda":
             with self._timed_at("behind another kernel"):
-                self.followed = sitting.followed(points, settings.load_timeout_s)
+                self.followed = session.followed(points, settings.load_timeout_s)
             with self._timed_at("under CUPTI"):
-                seen = sitting.traced(points, settings.load_timeout_s)
+                seen = session.traced(points, settings.load_timeout_s)
             self.traced = seen.said
             self.state.tripwires += tuple(
                 f"library: {share:.0f} % of its time on the GPU is {name}'s, by CUPTI"
                 for name, share in seen.libraries.items()
             )
         report("time", len(points), len(points))
-        self.calls = self.timed_calls = sitting.calls
+        self.calls = self.timed_calls = session.calls
         return {
             "timings": tuple(timings),
-            "timing_method": sitting.method,
+            "timing_method": session.method,
             "environment": describe(device, settings.threads, clocks.description),
         }
 

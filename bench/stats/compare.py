@@ -141,8 +141,8 @@ def judge(
     low, high = _percent(mean.value - half), _percent(mean.value + half)
     verdict, reason = _verdict(ratios, mean, low, high, margin_pct)
     if outlying:
-        words = "pair lies far out and counts" if outlying == 1 else "pairs lie far out and count"
-        reason += f"; {outlying} {words} as if less far"
+        words = "outlier pair was" if outlying == 1 else "outlier pairs were"
+        reason += f"; {outlying} {words} winsorised"
     return Judgement(
         gain_pct=_percent(mean.value),
         low_pct=low,

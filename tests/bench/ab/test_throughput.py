@@ -109,7 +109,7 @@ def test_a_clock_within_two_percent_is_kept() -> None:
     assert unfit_pairs(list(found.windows)) == frozenset()
 
 
-def test_a_sitting_that_throttles_throughout_says_so() -> None:
+def test_a_session_that_throttles_throughout_says_so() -> None:
     with pytest.raises(bench.PatcherError, match=r"none of 1\d pairs") as caught:
         run(ScriptedEngine(3.0), ScriptedClocks([1980], ("hardware thermal slowdown",)))
     assert "cool" in caught.value.hint
@@ -136,7 +136,7 @@ def test_a_window_of_one_step_is_refused() -> None:
         run(ScriptedEngine(3.0), workload=WORKLOAD.model_copy(update={"output_len": 1}))
 
 
-def test_the_sitting_stops_when_a_look_decides() -> None:
+def test_the_session_stops_when_a_look_decides() -> None:
     clear = run(ScriptedEngine(5.0), max_pairs=40, looks=4)
     assert clear.comparison.verdict == "accept"
     assert clear.comparison.pairs < 40

@@ -123,7 +123,7 @@ def test_no_trial_of_a_against_a_is_accepted_and_what_is_planted_is_found(tmp_pa
 
 
 def test_intervals_hold_the_truth_about_as_often_as_they_say(tmp_path: Path) -> None:
-    """In one sitting trials share their six processes, so that a bad draw is in many of them."""
+    """In one session trials share their six processes, so that a bad draw is in many of them."""
     covered = 0
     for seed in range(8):
         folder = Folder(tmp_path / str(seed), ASKED.model_copy(update={"seed": seed}))

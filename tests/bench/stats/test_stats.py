@@ -53,7 +53,7 @@ def test_an_a_a_is_accepted_at_most_once_in_a_hundred(kind: str) -> None:
 
 
 def test_looking_three_times_is_paid_for() -> None:
-    """At the margin itself an accept is false: 2.5 % of sittings at most, however often we look."""
+    """At the margin itself an accept is false: 2.5 % of sessions at most, however often we look."""
     rng = random.Random(5)
     levels = look_confidences(3)
     spent = naive = 0
@@ -333,7 +333,7 @@ def test_a_stall_of_either_arm_counts_as_if_it_were_short_and_is_told() -> None:
         struck = [one * (factor if index in (7, 23) else 1) for index, one in enumerate(quiet)]
         found = compare(pairs(struck))
         assert (found.verdict, found.outlying_pairs) == ("accept", 2)
-        assert "2 pairs lie far out" in found.reason
+        assert "2 outlier pairs were winsorised" in found.reason
         assert found.gain_pct == pytest.approx(compare(pairs(quiet)).gain_pct, abs=0.06)
         assert found.pair_sd_pct > 1.2, "the SD is of all pairs as they are"
     assert compare(pairs(quiet)).outlying_pairs == 0

@@ -115,7 +115,7 @@ def test_receipts_of_graphs_cover_what_graphs_replayed() -> None:
         (0.0, 1, "inconclusive"),
     ],
 )
-def test_a_control_that_shows_a_difference_voids_the_sitting(
+def test_a_control_that_shows_a_difference_voids_the_session(
     gain: float, pairs: int, verdict: str
 ) -> None:
     control = comparison("inconclusive", gain).model_copy(update={"pairs": pairs})
