@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from patcher.integrate.export import export_patch
     from patcher.integrate.imports import import_kernel
     from patcher.integrate.measuring import activated, await_engine
-    from patcher.integrate.points import engine_wants, names_taken, specs_of
+    from patcher.integrate.points import all_specs, engine_wants, names_taken, specs_of
     from patcher.integrate.tensorrt_llm import check_workers, write_module
     from patcher.integrate.tensorrt_llm_recipe import write_recipe
     from patcher.integrate.tensorrt_llm_source import SEAMS, make_diff
@@ -32,6 +32,7 @@ _LAZY = {
     "make_diff": "patcher.integrate.tensorrt_llm_source",
     "write_module": "patcher.integrate.tensorrt_llm",
     "write_recipe": "patcher.integrate.tensorrt_llm_recipe",
+    "all_specs": "patcher.integrate.points",
     "Activation": "patcher.integrate.activation",
     "CallCounters": "patcher.integrate.counts",
     "GraphWatch": "patcher.integrate.counts",
@@ -72,6 +73,7 @@ __all__ = [
     "Switches",
     "activate",
     "activated",
+    "all_specs",
     "await_engine",
     "check_workers",
     "engine_version",

@@ -141,6 +141,21 @@ def specs_of(op: Op, engine: str) -> list[PatchPointSpec]:
     return [point.spec for point in brought if point.op == op.name and hasattr(point, "spec")]
 
 
+def all_specs(op: Op) -> list[PatchPointSpec]:
+    """Patch points of the op in every engine: its contract's, and those of other packages. A
+    package that cannot be imported is logged."""
+    found = list(op.contract.patch_points)
+    for entry in POINTS.entries():
+        try:
+            points = POINTS.load_entry(entry).values()
+        except MissingError as error:
+            log.warning("%s", error.message)
+            continue
+        specs = [getattr(point, "spec", None) for point in points if point.op == op.name]
+        found += [spec for spec in specs if spec is not None]
+    return found
+
+
 def naming(contract: Contract, spec: PatchPointSpec) -> Contract:
     """The contract, extended by that patch point."""
     if spec in contract.patch_points:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from patcher.bench import SCHEMA_VERSION, load_op, load_ops
+from patcher.bench import SCHEMA_VERSION, Contract, Op, load_op, load_ops
 from patcher.commands.console import Json, Output, app, examples
 
 ops_app = typer.Typer(invoke_without_command=True)
@@ -22,9 +22,10 @@ def ops(context: typer.Context, as_json: Json = False) -> None:
 
     if context.invoked_subcommand is None:
         library = load_ops()
-        contracts = [op.contract.model_dump(mode="json") for op in library.values()]
-        document = {"schema_version": SCHEMA_VERSION, "ops": contracts}
-        Output(as_json).emit(document, ops_table(library))
+        contracts = [_whole_contract(op) for op in library.values()]
+        ops = [contract.model_dump(mode="json") for contract in contracts]
+        document = {"schema_version": SCHEMA_VERSION, "ops": ops}
+        Output(as_json).emit(document, ops_table(library, contracts))
 
 
 @ops_app.command("show")
@@ -33,6 +34,18 @@ def ops_show(name: Annotated[str, typer.Argument(help="An op.")], as_json: Json 
     """Print the contract of one op."""
     op = load_op(name)
     solutions = [{"name": info.name, "summary": info.summary} for info, _ in op.solutions()]
-    document = {**op.contract.model_dump(mode="json"), "solutions": solutions}
-    Output(as_json).emit(document, Text((op.folder / "op.toml").read_text(encoding="utf-8")))
+    whole = _whole_contract(op)
+    text = (op.folder / "op.toml").read_text(encoding="utf-8")
+    if others := whole.patch_points[len(op.contract.patch_points) :]:
+        lines = [f"#   {each.engine} {each.versions}: {each.point}\n" for each in others]
+        text += "".join(["\n# Patch points of other packages:\n", *lines])
+    document = {**whole.model_dump(mode="json"), "solutions": solutions}
+    Output(as_json).emit(document, Text(text))
     return 0
+
+
+def _whole_contract(op: Op) -> Contract:
+    """The op's contract with the patch points of other packages after its own."""
+    from patcher.integrate import all_specs
+
+    return op.contract.model_copy(update={"patch_points": tuple(all_specs(op))})

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.table import Table
 
-from patcher.bench import Op
+from patcher.bench import Contract, Op
 
 
-def ops_table(ops: dict[str, Op]) -> Table:
+def ops_table(ops: dict[str, Op], contracts: Iterable[Contract]) -> Table:
+    """One row for each op; its contract names its patch points."""
     table = Table(title="kernel library")
     for name in ("op", "operation", "baselines", "solutions", "patch points"):
         table.add_column(name)
-    for op in ops.values():
-        points = (f"{p.engine} {p.versions}: {p.point}" for p in op.contract.patch_points)
+    for op, contract in zip(ops.values(), contracts, strict=True):
+        points = (f"{p.engine} {p.versions}: {p.point}" for p in contract.patch_points)
         table.add_row(
             op.name,
             op.contract.operation,

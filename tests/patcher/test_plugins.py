@@ -31,8 +31,9 @@ from patcher.bench import (
 from patcher.bench.engines import ENGINES, in_process, open_engine
 from patcher.bench.toolchains import TOOLCHAINS, toolchain
 from patcher.bench.workload import Workload
+from patcher.cli import main
 from patcher.doctor import examine
-from patcher.integrate.points import POINTS, engine_wants, find_point, specs_of
+from patcher.integrate.points import POINTS, all_specs, engine_wants, find_point, specs_of
 from patcher.models import MODELS, open_model
 from patcher.plugins import found_plugins
 from patcher.strategies import STRATEGIES, open_strategy
@@ -428,8 +429,14 @@ def test_two_packages_with_one_name_are_both_named(distribution: Distribution) -
 
 
 POINT = """
+from patcher.bench import PatchPointSpec
+
+
 class Point:
-    engine, name, op, spec = "transformers", "{name}", "fused_add_rms_norm", None
+    engine, name, op = "transformers", "{name}", "fused_add_rms_norm"
+    spec = PatchPointSpec(
+        engine=engine, versions=">=5", point=name, summary="mine", calls_per_layer=2
+    )
 
     def __init__(self, target=None): ...
 
@@ -448,6 +455,27 @@ def test_a_package_adds_a_point_to_an_engine_of_ours(distribution: Distribution)
     with pytest.raises(UsageError, match="no patch point theirs in transformers") as caught:
         find_point("transformers", "theirs")
     assert "gpt_oss.router, mine" in caught.value.message
+    listed = [spec.point for spec in all_specs(load_op("fused_add_rms_norm"))]
+    assert listed[-1] == "mine"
+    assert "gpt_oss.decoder_layer" in listed
+
+
+def test_the_table_of_ops_lists_points_of_packages(
+    distribution: Distribution, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = POINT.format(name="mine")
+    distribution("more", "patch_points", "transformers.more", "more_module:POINTS", source)
+    monkeypatch.setenv("COLUMNS", "200")
+    for words, said in (
+        (("ops",), "transformers >=5: mine"),
+        (("ops", "show", "fused_add_rms_norm"), "#   transformers >=5: mine"),
+        (("ops", "show", "fused_add_rms_norm", "--json"), '"mine"'),
+    ):
+        monkeypatch.setattr("sys.argv", ["patcher", *words])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == 0
+        assert said in capsys.readouterr().out
 
 
 def test_a_package_takes_no_point_of_ours(distribution: Distribution) -> None:
