@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from patcher.bench.errors import MissingError, UsageError
 from patcher.bench.plugins import Registry
-from patcher.bench.records import Record, parse_toml, problem
+from patcher.bench.records import Record, obstacle, parse_toml, problem
 
 PACKAGES: Registry[ModuleType] = Registry("presets")
 """Packages whose TOML files are presets."""
@@ -101,7 +101,7 @@ def preset_folders() -> str:
     runs elsewhere.
 
     Raises:
-        UsageError: one that `PATCHER_PRESETS` names is no folder.
+        UsageError: one that `PATCHER_PRESETS` names is no folder, or `PATCHER_HOME` a file.
     """
     named = [each for each in os.environ.get("PATCHER_PRESETS", "").split(os.pathsep) if each]
     for folder in named:
@@ -111,6 +111,10 @@ def preset_folders() -> str:
                 "fix or unset PATCHER_PRESETS",
             )
     home = Path(os.environ.get("PATCHER_HOME") or Path.home() / ".patcher") / "presets"
+    if file := obstacle(home):
+        raise UsageError(
+            f"{file} is a file, where presets need a folder", "set PATCHER_HOME to a folder"
+        )
     folders = [*named, *([str(home)] if home.is_dir() else [])]
     return os.pathsep.join(dict.fromkeys(os.path.abspath(folder) for folder in folders))
 

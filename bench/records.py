@@ -76,6 +76,13 @@ def problem(error: Exception) -> str:
     return ": ".join(filter(None, (".".join(map(str, where)), wrong)))
 
 
+def obstacle(folder: Path) -> Path | None:
+    """Return the file in the place of a folder or of one of its parents, or None."""
+    whole = folder.absolute()
+    there = next(each for each in (whole, *whole.parents) if os.path.exists(each))
+    return None if os.path.isdir(there) else there
+
+
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 

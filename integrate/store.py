@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from patcher.bench import SCHEMA_VERSION, Record, UsageError, VerificationError
+from patcher.bench import SCHEMA_VERSION, Record, UsageError, VerificationError, obstacle
 from patcher.integrate.manifest import PatchId
 from patcher.integrate.patch import Patch
 
@@ -32,6 +32,8 @@ class Applied(Record):
 class _Index(Record):
     schema_version: int = SCHEMA_VERSION
     applied: tuple[Applied, ...] = ()
+    reverted: tuple[PatchId, ...] = ()
+    """Patches that were applied once, so that a mistyped id is told from theirs."""
 
 
 class Store:
@@ -49,13 +51,30 @@ class Store:
         """The applied patches, oldest first.
 
         Raises:
+            UsageError: the store is a file.
             VerificationError: the list is damaged.
         """
+        return self._index().applied
+
+    def check(self) -> None:
+        """Check that the store is a folder, or can become one.
+
+        Raises:
+            UsageError: a file is in its place.
+        """
+        if file := obstacle(self.root):
+            raise UsageError(
+                f"{file} is a file, where patches and memory need a folder",
+                "set PATCHER_HOME to a folder",
+            )
+
+    def _index(self) -> _Index:
+        self.check()
         path = self.root / "applied.json"
         if not path.is_file():
-            return ()
+            return _Index()
         try:
-            return _Index.model_validate_json(path.read_text(encoding="utf-8")).applied
+            return _Index.model_validate_json(path.read_text(encoding="utf-8"))
         except (ValidationError, UnicodeDecodeError) as error:
             raise VerificationError(
                 f"the list of applied patches in {self.root} is damaged",
@@ -86,7 +105,8 @@ class Store:
             point=target.point,
             op=patch.manifest.op,
         )
-        others = [known for known in self.applied() if known.id != entry.id]
+        index = self._index()
+        others = [known for known in index.applied if known.id != entry.id]
         for known in others:
             if (known.engine, known.point) == (entry.engine, entry.point):
                 raise UsageError(
@@ -103,7 +123,7 @@ class Store:
                 target_folder.parent.mkdir(exist_ok=True)
                 shutil.rmtree(target_folder, ignore_errors=True)
                 staged.rename(target_folder)
-            self._write((*others, entry))
+            self._write(index.model_copy(update={"applied": (*others, entry)}))
         except OSError as error:
             raise UsageError(
                 f"cannot write {self.root}: {error.strerror}", "set PATCHER_HOME to another folder"
@@ -114,17 +134,23 @@ class Store:
         """Remove an applied patch from the store.
 
         Returns:
-            Whether the patch was applied.
+            Whether the patch was applied until now.
 
         Raises:
-            UsageError: the store cannot be written.
+            UsageError: no patch of that id was ever applied, or the store cannot be written.
         """
-        known = self.applied()
-        left = tuple(entry for entry in known if entry.id != patch_id)
-        if len(left) == len(known):
-            return False
+        index = self._index()
+        left = tuple(entry for entry in index.applied if entry.id != patch_id)
+        if len(left) == len(index.applied):
+            if patch_id in index.reverted:
+                return False
+            names = ", ".join(entry.id for entry in left) or "none"
+            raise UsageError(
+                f"no patch {patch_id!r} was ever applied here", f"applied patches: {names}"
+            )
+        reverted = tuple(dict.fromkeys((*index.reverted, patch_id)))
         try:
-            self._write(left)
+            self._write(index.model_copy(update={"applied": left, "reverted": reverted}))
         except OSError as error:
             raise UsageError(
                 f"cannot write {self.root}: {error.strerror}", "set PATCHER_HOME to another folder"
@@ -145,9 +171,9 @@ class Store:
             )
         return patch
 
-    def _write(self, entries: tuple[Applied, ...]) -> None:
+    def _write(self, index: _Index) -> None:
         path = self.root / "applied.json"
         temporary = path.with_name(".applied.json.tmp")
-        text = json.dumps(_Index(applied=entries).model_dump(mode="json"), indent=1)
+        text = json.dumps(index.model_dump(mode="json"), indent=1)
         temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(path)

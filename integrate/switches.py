@@ -103,6 +103,12 @@ def startup_python_path(python_path: str) -> str:
 
 
 def home_store() -> Store:
-    """The store in `PATCHER_HOME`, else in `~/.patcher`."""
+    """Open the store in `PATCHER_HOME`, else in `~/.patcher`.
+
+    Raises:
+        UsageError: a file is in its place.
+    """
     home = variable("HOME")
-    return Store(Path(home) if home else None)
+    store = Store(Path(home) if home else None)
+    store.check()
+    return store

@@ -303,8 +303,8 @@ def _cache() -> Finding:
 
 
 def _store() -> Finding:
-    store = home_store()
     try:
+        store = home_store()
         count = len(store.applied())
     except PatcherError as error:
         return Finding(name="patch store", status="fail", detail=error.message, fix=error.hint)

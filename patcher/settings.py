@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from patcher.bench import Record, UsageError, first_error, parse_json, parse_toml
+from patcher.bench import Record, UsageError, first_error, obstacle, parse_json, parse_toml
 from patcher.levers.record import AuxiliaryLever, PromptLever, ScoreLever, TripwireSettings
 from patcher.models import PROMPT_TOKENS
 from patcher.models.registry import ModelEntry, Name
@@ -70,6 +70,13 @@ class Settings(Record):
     @classmethod
     def _from_variable(cls, value: object) -> object:
         return parse_json(value) if isinstance(value, str) else value
+
+    @field_validator("runs_dir")
+    @classmethod
+    def _folder(cls, value: Path) -> Path:
+        if file := obstacle(value):
+            raise ValueError(f"{file} is a file, where runs need a folder")
+        return value
 
     def for_run(self) -> dict[str, Any]:
         """The settings that a run records: all but where runs and servers are on this machine."""

@@ -74,8 +74,8 @@ def workload_for(
     """The preset's traffic with what was asked for instead.
 
     Raises:
-        UsageError: unknown preset (a folder or hub id needs --weights hub or local), a folder
-            without a model, or a prompt that fills the model's context.
+        UsageError: unknown preset (a folder or hub id needs --weights hub or local), no such
+            folder, a folder without a model, or a prompt that fills the model's context.
     """
     if model in presets() or weights == "random":
         known = preset(model)
@@ -95,6 +95,10 @@ def workload_for(
     )
     if model in presets():
         fit_context(workload, presets()[model].config.get("max_position_embeddings"))
+    elif weights == "local" and not Path(model).is_dir():
+        raise UsageError(
+            f"there is no folder {model}", "give the model's folder, or use --weights hub"
+        )
     elif Path(model).is_dir() and not Path(model, "config.json").is_file():
         raise UsageError(
             f"the folder {model} has no config.json, so it holds no model",

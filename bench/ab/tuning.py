@@ -53,7 +53,7 @@ def options_of(engine: str) -> Sequence[Sequence[Arguments]]:
     options: Sequence[Sequence[Arguments]] = getattr(ENGINES.load(engine), "options", ())
     if options:
         return options
-    raise UsageError(f"{engine} has no options to tune here", "omit --tune-baseline")
+    raise UsageError(f"{engine} has no options to tune here", "choose another --engine: vllm")
 
 
 def tune(

@@ -85,10 +85,12 @@ def job_of(
             f"{plan.process_pairs} process pairs cannot show the difference between processes",
             f"use --processes {MIN_PROCESS_PAIRS} or more",
         )
-    if in_process(workload.engine) and (tune or tuned or engine_args):
+    given = {"--tune-baseline": tune, "--tuned": tuned, "--engine-arg": engine_args}
+    names = [name for name, value in given.items() if value]
+    if in_process(workload.engine) and names:
         raise UsageError(
             f"{workload.engine} has no configuration to tune",
-            "omit --tune-baseline, --tuned and --engine-arg, or use --engine vllm",
+            f"omit {' and '.join(names)}, or use --engine vllm",
         )
     if tune and tuned:
         raise UsageError("a search, and what one found", "give either --tune-baseline or --tuned")

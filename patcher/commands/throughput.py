@@ -138,9 +138,11 @@ def tune(
     """
     from patcher.ab.launcher import ArmLauncher, with_cache_size
     from patcher.ab.timeline import Timeline
+    from patcher.bench.ab.tuning import options_of
     from patcher.show.throughput import trial_line, tuning_lines
 
     output = Output(as_json)
+    options_of(workload.engine)
     searched = BaselineChoice(tune_baseline=True)
     job = with_cache_size(job_for(model, workload, engine, baseline=searched, others=others))
     with output.progress() as bar:

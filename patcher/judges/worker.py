@@ -83,8 +83,13 @@ class Worker:
 
     def __enter__(self) -> Self:
         """Raises:
-        UsageError: the folder cannot be written.
+        UsageError: the folder does not exist, or cannot be written.
         """
+        if not self.root.is_dir():
+            raise UsageError(
+                f"{self.root} is no folder",
+                "give the DIR of --judge exchange:DIR, or create it if its jobs come later",
+            )
         try:
             for name in ("jobs", "results", "claims", "machines"):
                 folder = self.root / name

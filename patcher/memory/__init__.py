@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from patcher.bench import Contract, Language, Record, UsageError
+from patcher.bench import Contract, Language, Record, UsageError, obstacle
 from patcher.integrate import home_store
 from patcher.memory.entries import PROMOTED, Gain, MemoryRule, Observation
 from patcher.memory.files import TomlStore
@@ -110,13 +110,23 @@ class Memory:
 
 def open_memory(setting: str) -> Memory | None:
     """The memory that the setting `memory` names: `on` (the user's own), `off` (None), or a
-    folder."""
+    folder.
+
+    Raises:
+        UsageError: it is a file.
+    """
     match setting:
         case "off":
             return None
         case "on":
             return Memory(home_store().root / "memory")
-    return Memory(Path(setting).expanduser())
+    folder = Path(setting).expanduser()
+    if file := obstacle(folder):
+        raise UsageError(
+            f"{file} is a file, where memory needs a folder",
+            'set memory = "on", "off" or a folder in patcher.toml',
+        )
+    return Memory(folder)
 
 
 __all__ = [

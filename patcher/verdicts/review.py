@@ -20,6 +20,7 @@ from patcher.integrate import Patch, home_store, unpacked
 from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
 from patcher.verdicts.human_verdict import HumanVerdict, HumanWord
+from patcher.visible import visible
 
 _NOTE = "review"
 _FILE = "reviews.jsonl"
@@ -117,8 +118,12 @@ def say(
     """Record a word.
 
     Raises:
-        UsageError: no reason where one is needed, nothing there to accept, or nowhere to write.
+        UsageError: no reason where one is needed, nothing there to accept, a control character in
+            a text, or nowhere to write.
     """
+    for name, text in (("reason", reason or ""), ("by", by or "")):
+        if visible(text) != text or (name == "by" and {"\n", "\t"} & set(text)):
+            raise UsageError(f"--{name} {text!r} has control characters", "leave them out")
     rule = subject.decision.verdict if subject.decision else None
     if word == "accept" and subject.bundle is None:
         raise UsageError(f"{subject.name} has no patch to accept", "see `patcher report`")

@@ -186,6 +186,33 @@ def test_apply_says_how_it_runs_and_patches_whether_it_does(
     assert cli("revert", name, "--json") == (0, {"id": name, "reverted": False})
 
 
+def test_a_mistyped_id_is_not_reverted(cli: Cli, patch: Patch) -> None:
+    code, said = cli("revert", "typo")
+    assert (code, "no patch 'typo' was ever applied" in said) == (2, True)
+    cli("apply", "patch", "--yes")
+    code, said = cli("revert", "typo")
+    assert code == 2
+    assert f"applied patches: {patch.manifest.id}" in " ".join(said.split())
+
+
+@pytest.mark.parametrize("place", ["home", "home/in"])
+def test_a_file_in_the_place_of_the_store_is_one_sentence(
+    cli: Cli, patch: Patch, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    Path("home").write_text("a file")
+    monkeypatch.setenv("PATCHER_HOME", place)
+    for words in (("patches",), ("apply", "patch", "--yes"), ("revert", "x"), ("ops",)):
+        code, said = cli(*words)
+        if words == ("ops",):
+            assert code == 0
+            continue
+        assert code == 2, words
+        assert "is a file, where" in said
+        assert "set PATCHER_HOME to a folder" in " ".join(said.split())
+    found = {each["name"]: each for each in cli("doctor", "--json")[1]["findings"]}
+    assert "is a file, where" in str(found)
+
+
 def test_doctor_tells_the_store_and_the_switches(
     cli: Cli, patch: Patch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +234,8 @@ def test_doctor_tells_the_store_and_the_switches(
     Path("home/applied.json").write_text("{")
     assert told()[0] == "fail"
     monkeypatch.setenv("PATCHER_HOME", "patch/manifest.json/home")
-    assert told()[:2] == ("fail", "0 applied, not writable")
+    assert told()[0] == "fail"
+    assert told()[1].endswith("manifest.json is a file, where patches and memory need a folder")
     found = {item.name for item in doctor.examine()}
     assert {"patch store", "patch switches"} <= found
 

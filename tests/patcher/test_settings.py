@@ -76,6 +76,12 @@ def test_a_wrong_file_is_one_clear_error(tmp_path: Path, content: bytes) -> None
     assert "\n" not in caught.value.hint
 
 
+def test_a_file_in_the_place_of_the_runs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is a file, where runs need a folder"):
+        resolve(environ={"PATCHER_RUNS_DIR": str(tmp_path / "file/runs")}, folder=tmp_path)
+
+
 def test_values_nested_too_deeply_are_one_short_error(tmp_path: Path) -> None:
     deep = "[" * 50_000
     for name in ("models", "score", "tripwires"):

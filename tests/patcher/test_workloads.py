@@ -18,6 +18,11 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
     assert found.model == str(tmp_path)
 
 
+def test_local_weights_need_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no folder"):
+        workload_of(str(tmp_path / "typo"), "cpu", "transformers", None, None, None, "local")
+
+
 def test_a_prompt_leaves_room_for_a_token() -> None:
     def ask(prompt: int) -> int:
         return workload_of(

@@ -14,6 +14,7 @@ from command_line import patcher
 from typer.testing import CliRunner
 
 from patcher.bench import UsageError
+from patcher.commands.console import app
 from patcher.commands.option_groups import OptionGroup, grouped
 from patcher.commands.throughput import throughput_app
 from patcher.commands.throughput_spelling import new_spelling
@@ -72,6 +73,17 @@ def test_the_old_spelling_is_understood(old: str, new: str) -> None:
 def test_what_could_not_be_asked_still_cannot(old: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         new_spelling(old.split(), options_of)
+
+
+def test_a_hint_names_only_what_was_given(tmp_path: Path) -> None:
+    where = ("gpt-oss-tiny", "--engine", "transformers", "--device", "cpu")
+    found = CliRunner().invoke(app, ["throughput", "tune", *where])
+    assert isinstance(found.exception, UsageError)
+    assert found.exception.hint == "choose another --engine: vllm"
+    more = ("--engine-arg", "max_num_seqs=8")
+    found = CliRunner().invoke(app, ["throughput", "self-test", *where, *more])
+    assert isinstance(found.exception, UsageError)
+    assert "--tuned" not in found.exception.hint
 
 
 def test_every_option_of_before_is_known_to_its_command() -> None:

@@ -650,6 +650,13 @@ def test_the_agents_are_told_of_the_machine_that_was_seen_last(
         judge_hardware("elsewhere", Language.CPP)
 
 
+def test_a_mistyped_folder_is_not_made(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["worker", str(tmp_path / "typo"), "--once"])
+    assert isinstance(found.exception, UsageError)
+    assert "is no folder" in str(found.exception)
+    assert not (tmp_path / "typo").exists()
+
+
 def test_help_has_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     for name in ("worker", "workspace", "attempt", "evaluate"):

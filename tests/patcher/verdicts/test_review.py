@@ -125,6 +125,17 @@ def test_words_on_a_bundle_without_a_run_are_kept_by_its_digest(tmp_path: Path, 
         words(subject)
 
 
+@pytest.mark.parametrize(
+    ("reason", "by"), [("so\x1b[2Jhe said", "Ann"), ("so", "Ann\nBob"), ("so", "Ann\tBob")]
+)
+def test_words_hold_no_control_characters(reason: str, by: str, tmp_path: Path) -> None:
+    make_patch(tmp_path / "patch")
+    subject = find_subject(tmp_path, str(tmp_path / "patch"))
+    with pytest.raises(UsageError, match="control characters"):
+        say(subject, "accept", reason, by=by)
+    assert words(subject) == ()
+
+
 def test_what_has_no_patch_cannot_be_accepted(tmp_path: Path) -> None:
     decided(tmp_path, "reject", patch=False)
     subject = find_subject(tmp_path, "latest")
