@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from patcher.bench import DTYPES, AxisGuard, Contract, Evaluation, Language, Outcome, Record
+from patcher.integrate.points import present_name
 
 PatchId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,99}$")]
 """Pattern of ids, which name folders of the store and so cannot be paths."""
@@ -47,6 +48,11 @@ class Target(Record):
     """The engine's version when the patch was made."""
     replaced: tuple[Replaced, ...] = ()
     """Parts of the fingerprint, if the adapter uses `source_digest`."""
+
+    @field_validator("point")
+    @classmethod
+    def _present(cls, point: str, info: ValidationInfo) -> str:
+        return present_name(info.data.get("engine", ""), point)
 
 
 class PatchGuards(Record):
@@ -124,6 +130,23 @@ class Manifest(Record):
             if guard.maximum != full.maximum:
                 found.append(f"{axis} above {guard.maximum}")
         return found
+
+    @field_validator("contract")
+    @classmethod
+    def _present(cls, contract: Contract) -> Contract:
+        """The contract with the present names of its patch points, which may be former ones."""
+        specs = tuple(
+            spec.model_copy(
+                update={
+                    "point": present_name(spec.engine, spec.point),
+                    "takes": {
+                        present_name(spec.engine, name): calls for name, calls in spec.takes.items()
+                    },
+                }
+            )
+            for spec in contract.patch_points
+        )
+        return contract.model_copy(update={"patch_points": specs})
 
     @model_validator(mode="after")
     def _about_one_thing(self) -> Manifest:

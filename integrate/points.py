@@ -33,6 +33,22 @@ engine's name, or it with a dot and a suffix (`vllm.mine`); they are imported wh
 engine."""
 
 
+FORMER: Mapping[str, Mapping[str, str]] = {
+    "vllm": {
+        "layernorm.rms_norm": "add_norm",
+        "linear.unquantized": "linear",
+        "gpt_oss.attention": "rope_kv",
+        "gpt_oss.experts_to_norm": "experts_to_norm",
+        "triton_kernels.routing.routing": "router.oai",
+        "triton_kernels.matmul_ogs.gate_up": "experts.gate_up.mxfp4",
+        "triton_kernels.matmul_ogs.down": "experts.down.mxfp4",
+        "triton_kernels.matmul_ogs.reduce_grouped": "experts.sum.oai",
+    }
+}
+"""By engine, the present name of each patch point that was renamed, so that older bundles, stores
+and results still name it."""
+
+
 log = logging.getLogger("patcher")
 _READING = threading.Lock()
 
@@ -87,15 +103,24 @@ class PatchPoint(Protocol):
         ...
 
 
+def present_name(engine: str, name: str) -> str:
+    """The present name of a patch point that may be named as in an earlier version."""
+    return FORMER.get(engine, {}).get(name, name)
+
+
 def find_point(engine: str, name: str) -> type[PatchPoint]:
     """The adapter of a patch point; built-in ones take precedence over other packages'.
+
+    Args:
+        engine: the engine's name.
+        name: the point's name, present or former.
 
     Raises:
         UsageError: there is none, or two packages have one of that name.
         MissingError: its engine is not installed, or a package that adds points to it cannot be
             imported.
     """
-    ours = _ours(engine)
+    ours, name = _ours(engine), present_name(engine, name)
     if name in ours:
         return ours[name]
     found: dict[str, type[PatchPoint]] = {}

@@ -8,11 +8,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import ValidationError, ValidationInfo, field_validator
 
 from patcher.bench import SCHEMA_VERSION, Record, UsageError, VerificationError, obstacle
 from patcher.integrate.manifest import PatchId
 from patcher.integrate.patch import Patch
+from patcher.integrate.points import present_name
 
 
 class Applied(Record):
@@ -27,6 +28,11 @@ class Applied(Record):
     """The patch point in that engine."""
     op: str
     """The op that its kernel implements."""
+
+    @field_validator("point")
+    @classmethod
+    def _present(cls, point: str, info: ValidationInfo) -> str:
+        return present_name(info.data.get("engine", ""), point)
 
 
 class _Index(Record):

@@ -40,3 +40,30 @@ class VllmPoint(ABC):
     def remove(self) -> None:
         swaps, self._swaps = self._swaps, []
         remove_all(swaps)
+
+
+TRITON: Mapping[str, str] = {"moe_backend": "triton"}
+"""The backend of vLLM's Triton experts; on compute capability 9.0 it is the default, too."""
+
+
+class TritonFunction(VllmPoint):
+    """A patch point at one function of Triton experts, which they look up at every call."""
+
+    module: ClassVar[str]
+    function: ClassVar[str]
+    wants: ClassVar[Mapping[str, str]] = TRITON
+
+    def find(self) -> str:
+        sources.must_be_as_read(self.name, self.parts)
+        AttributePatch(sources.module(self.module), self.function).must_be_the_engines()
+        return f"{self.module}.{self.function}"
+
+    def install(self, kernel: Dispatcher) -> None:
+        self.find()
+        swap = AttributePatch(sources.module(self.module), self.function)
+        swap.install(self._replacement(kernel, swap.original))
+        self._swaps = [swap]
+
+    @abstractmethod
+    def _replacement(self, kernel: Dispatcher, original: Any) -> Any:
+        """The replacement of the function."""

@@ -6,13 +6,14 @@ import json
 
 from patcher.bench import VerificationError
 from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.experts_to_norm import ExpertsToNorm
-from patcher.integrate.vllm.linear import Linear
-from patcher.integrate.vllm.matmul import Down, GateUp
-from patcher.integrate.vllm.moe import Reduce, Routing
-from patcher.integrate.vllm.norm import AddRmsNorm
 from patcher.integrate.vllm.point import VllmPoint
-from patcher.integrate.vllm.rope import RopeKvUpdate
+from patcher.integrate.vllm.roles.add_norm import AddRmsNorm
+from patcher.integrate.vllm.roles.experts import Down, GateUp
+from patcher.integrate.vllm.roles.experts_sum import Reduce
+from patcher.integrate.vllm.roles.experts_to_norm import ExpertsToNorm
+from patcher.integrate.vllm.roles.linear import Linear
+from patcher.integrate.vllm.roles.rope_kv import RopeKvUpdate
+from patcher.integrate.vllm.roles.router import Routing
 
 POINTS: dict[str, type[VllmPoint]] = {
     point.name: point

@@ -22,7 +22,7 @@ from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.measuring import activated
 from patcher.integrate.receipts import Receipt
 from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.moe import Reduce
+from patcher.integrate.vllm.roles.experts_sum import Reduce
 
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},

@@ -70,7 +70,7 @@ def test_every_row_says_what_to_do_and_why(profile: Profile) -> None:
     assert (norm.triage, norm.op) == ("replace", "fused_add_rms_norm")
     assert norm.patch_points == (
         "transformers: gpt_oss.decoder_layer",
-        "vllm: layernorm.rms_norm",
+        "vllm: add_norm",
         "tensorrt_llm: flashinfer_fused_add_rmsnorm",
     )
     routing, small = by_name["_topk_forward"], by_name["triton_poi_fused_2"]

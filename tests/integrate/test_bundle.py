@@ -20,6 +20,8 @@ from patcher.bench.toolchains import Built, build, toolchain
 from patcher.bench.toolchains.native import cuda_arch
 from patcher.integrate import Patch, pack, unpacked, verify
 from patcher.integrate.binaries import describe_binary
+from patcher.integrate.points import FORMER, find_point, present_name
+from patcher.integrate.store import Applied
 
 DATE = (1980, 1, 1, 0, 0, 0)
 
@@ -358,3 +360,36 @@ def test_a_cuda_binary_is_for_what_it_was_compiled_for(made: tuple[Candidate, Bu
     binary = describe_binary("unit", made[1], "cuda")
     assert cuda_arch().rstrip("a") == f"sm_{binary.processor.replace('.', '')}"
     assert binary.file.endswith(f"-{binary.processor}/unit.so")
+
+
+BUNDLES = Path(bench.__file__).resolve().parent / "results/h200-vllm/bundles/together"
+
+
+@pytest.mark.parametrize("path", sorted(BUNDLES.glob("*.zip")), ids=lambda path: path.stem)
+def test_a_bundle_with_the_former_name_of_its_point_resolves(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        [name] = [each for each in archive.namelist() if each.endswith("manifest.json")]
+        written = json.loads(archive.read(name))["target"]["point"]
+    patch = opened(path)
+    point = find_point("vllm", written)
+    assert point.name == patch.manifest.target.point == FORMER["vllm"][written] != ""
+    assert point.op == patch.manifest.op
+    assert patch.point is not None
+    assert patch.point.point == point.name
+    applied = {"id": "a", "digest": "b", "engine": "vllm", "point": written, "op": point.op}
+    assert Applied.model_validate(applied).point == point.name
+
+
+def test_calls_taken_over_are_known_by_former_names() -> None:
+    def op(name: str) -> Patch:
+        [path] = BUNDLES.glob(f"{name}-*.zip")
+        return opened(path)
+
+    norm, both = op("fused_add_rms_norm"), op("reduce_add_rms_norm")
+    assert norm.calls_per_layer() == 2
+    assert norm.calls_per_layer((norm, both)) == 1
+
+
+def test_former_names_are_of_the_engine_alone() -> None:
+    assert present_name("transformers", "gpt_oss.attention") == "gpt_oss.attention"
+    assert present_name("vllm", "add_norm") == "add_norm"

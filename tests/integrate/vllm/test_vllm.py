@@ -133,18 +133,18 @@ def test_a_narrowed_op_differs_in_its_guards_alone() -> None:
 
 
 PLACES = {
-    "layernorm.rms_norm": ["vllm.model_executor.layers.layernorm:RMSNorm.forward"],
-    "linear.unquantized": ["vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply"],
-    "gpt_oss.attention": [
+    "add_norm": ["vllm.model_executor.layers.layernorm:RMSNorm.forward"],
+    "linear": ["vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply"],
+    "rope_kv": [
         "vllm.model_executor.models.gpt_oss:OAIAttention.__init__",
         "vllm.model_executor.models.gpt_oss:OAIAttention.forward",
         "vllm.compilation.backends:should_split",
     ],
-    "triton_kernels.routing.routing": ["triton_kernels.routing:routing"],
-    "triton_kernels.matmul_ogs.reduce_grouped": ["triton_kernels.matmul_ogs:reduce_grouped"],
-    "triton_kernels.matmul_ogs.gate_up": [f"{EXPERTS}:matmul_ogs", f"{EXPERTS}:make_routing_data"],
-    "gpt_oss.experts_to_norm": ["vllm.model_executor.models.gpt_oss:GptOssModel.forward"],
-    "triton_kernels.matmul_ogs.down": [f"{EXPERTS}:matmul_ogs", f"{EXPERTS}:make_routing_data"],
+    "router.oai": ["triton_kernels.routing:routing"],
+    "experts.sum.oai": ["triton_kernels.matmul_ogs:reduce_grouped"],
+    "experts.gate_up.mxfp4": [f"{EXPERTS}:matmul_ogs", f"{EXPERTS}:make_routing_data"],
+    "experts_to_norm": ["vllm.model_executor.models.gpt_oss:GptOssModel.forward"],
+    "experts.down.mxfp4": [f"{EXPERTS}:matmul_ogs", f"{EXPERTS}:make_routing_data"],
 }
 
 
@@ -194,7 +194,7 @@ def test_code_that_is_not_as_it_was_read_is_refused_by_name(
         sources, "text", lambda name: real(name) + "# new" * name.endswith(":RMSNorm")
     )
     with pytest.raises(bench.VerificationError, match=r"layernorm:RMSNorm of vLLM 0\.25\.1 differ"):
-        POINTS["layernorm.rms_norm"]().find()
+        POINTS["add_norm"]().find()
     with pytest.raises(bench.VerificationError, match=r"no module vllm\.ir\.gone"):
         sources.module("vllm.ir.gone")
 
@@ -208,7 +208,7 @@ def test_the_norm_runs_the_kernel_in_place_and_falls_back_to_the_engines_own(con
     x, residual = torch.randn(3, 64), torch.randn(3, 64)
     expected = norm(x.clone(), residual.clone())
     kernel = dispatcher(OP.name, add_norm, add_norm_guards())
-    point = POINTS["layernorm.rms_norm"]()
+    point = POINTS["add_norm"]()
     point.install(kernel)
     try:
         mine = x.clone(), residual.clone()
@@ -255,7 +255,7 @@ def test_a_linear_layer_runs_the_kernel_and_many_rows_run_the_engines_own(
     served = bench.load_op("linear").contract.guards.axes
     guards = replace(guards_of("linear", T=torch.float32), axes=served)
     kernel = dispatcher("linear", _linear_kernel, guards)
-    point = POINTS["linear.unquantized"]()
+    point = POINTS["linear"]()
     point.install(kernel)
 
     def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -306,7 +306,7 @@ def test_compilers_leave_the_norm_whole(backend: str, config: Any) -> None:
     x = torch.randn(5, 64)
     expected = block(x)
     kernel = dispatcher(OP.name, add_norm, add_norm_guards())
-    point = POINTS["layernorm.rms_norm"]()
+    point = POINTS["add_norm"]()
     point.install(kernel)
     try:
         compiled = torch.compile(block, fullgraph=True, backend=backend, dynamic=True)
@@ -345,7 +345,7 @@ def test_routing_gives_vllm_what_it_reads() -> None:
     guards = guards_of("moe_route", T=torch.float32, I=torch.int32)
     dispatch = dispatcher("moe_route", kernel, guards)
     asked: list[Any] = []
-    point = POINTS["triton_kernels.routing.routing"]()
+    point = POINTS["router.oai"]()
     routing = point._replacement(dispatch, lambda *args: asked.append(args))  # type: ignore[attr-defined]
     data, gather, scatter = routing(logits, top_k, sm_first=False)
     assert (data.n_expts_tot, data.n_expts_act) == (experts, top_k)
@@ -385,7 +385,7 @@ def test_the_sum_over_experts_is_the_kernels_unless_it_is_more_than_a_sum() -> N
     guards = guards_of("moe_reduce", I=torch.int32, **float32)
     dispatch = dispatcher("moe_reduce", kernel, guards)
     asked: list[Any] = []
-    point = POINTS["triton_kernels.matmul_ogs.reduce_grouped"]()
+    point = POINTS["experts.sum.oai"]()
     reduce = point._replacement(dispatch, lambda *args, **more: asked.append(args))  # type: ignore[attr-defined]
     plain = matmul["FusedActivation"]()
     epilogue = matmul["Epilogue"](matmul["FnSpecs"].default(), (), (), False)

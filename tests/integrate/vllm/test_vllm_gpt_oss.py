@@ -132,7 +132,7 @@ def test_rotation_and_write_are_one_call(backend: str | None, config: Any, atten
     expected = step(config, stock, hidden, slots)
     written = stock.attn.kv_cache.clone()
     kernel = dispatcher("rope_kv_update", rope_kernel, rope_guards())
-    point = POINTS["gpt_oss.attention"]()
+    point = POINTS["rope_kv"]()
     point.install(kernel)
     try:
         layer = attention("model.layers.1.attn")
@@ -170,7 +170,7 @@ def test_layers_that_the_contract_is_not_about_are_left_alone(
     from vllm.model_executor.models.gpt_oss import OAIAttention
 
     kernel = dispatcher("rope_kv_update", rope_kernel, rope_guards())
-    point = POINTS["gpt_oss.attention"]()
+    point = POINTS["rope_kv"]()
     point.install(kernel)
     try:
         monkeypatch.setattr(OAIAttention, "rope_is_neox_style", False)
@@ -189,7 +189,7 @@ def test_graphs_are_cut_at_the_operator_where_vllm_cuts_at_the_write(
     from vllm.compilation import backends
 
     kernel = dispatcher("rope_kv_update", rope_kernel, rope_guards())
-    point = POINTS["gpt_oss.attention"]()
+    point = POINTS["rope_kv"]()
     point.install(kernel)
     try:
         layer = attention("model.layers.3.attn")
@@ -351,8 +351,8 @@ def test_experts_and_the_norm_after_them_are_one_call(
     guards = guards_of("reduce_add_rms_norm", I=torch.int32, T=torch.float32, W=torch.float32)
     guards = replace(guards, scalars=(("epsilon", float),))
     kernel = dispatcher("reduce_add_rms_norm", reduce_add_norm, guards)
-    monkeypatch.setattr(POINTS["gpt_oss.experts_to_norm"], "find", lambda self: "")
-    point = POINTS["gpt_oss.experts_to_norm"]()
+    monkeypatch.setattr(POINTS["experts_to_norm"], "find", lambda self: "")
+    point = POINTS["experts_to_norm"]()
     point.install(kernel)
     forward = model.forward
     if backend is not None:
@@ -396,7 +396,7 @@ def test_the_model_as_vllm_compiles_it_runs_the_one_call(
     guards = guards_of("reduce_add_rms_norm", I=torch.int32, T=torch.float32, W=torch.float32)
     guards = replace(guards, scalars=(("epsilon", float),))
     kernel = dispatcher("reduce_add_rms_norm", reduce_add_norm, guards)
-    point = POINTS["gpt_oss.experts_to_norm"]()
+    point = POINTS["experts_to_norm"]()
     point.install(kernel)
     try:
         model = gpt_oss(False)
@@ -420,7 +420,7 @@ def test_a_model_whose_layers_are_looked_at_is_left_alone(
     model = gpt_oss(False)
     guards = guards_of("reduce_add_rms_norm", I=torch.int32, T=torch.float32, W=torch.float32)
     kernel = dispatcher("reduce_add_rms_norm", nothing, guards)
-    point = POINTS["gpt_oss.experts_to_norm"]()
+    point = POINTS["experts_to_norm"]()
     point.install(kernel)
     try:
         model.aux_hidden_state_layers = (1,)

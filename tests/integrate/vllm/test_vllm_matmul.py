@@ -21,8 +21,8 @@ from patcher.integrate.vllm.points import POINTS
 
 pytestmark = needs_vllm
 
-GATE_UP, DOWN = "triton_kernels.matmul_ogs.gate_up", "triton_kernels.matmul_ogs.down"
-REDUCE = "triton_kernels.matmul_ogs.reduce_grouped"
+GATE_UP, DOWN = "experts.gate_up.mxfp4", "experts.down.mxfp4"
+REDUCE = "experts.sum.oai"
 TOKENS, TOP_K, N_EXPERTS, HIDDEN, INNER = 9, 2, 4, 128, 192
 DTYPES = {
     **dict.fromkeys("TXS", torch.bfloat16),

@@ -338,7 +338,7 @@ def patch_of(point: str) -> Any:
     return SimpleNamespace(manifest=SimpleNamespace(target=SimpleNamespace(point=point)))
 
 
-ROUTE, NORM = patch_of("triton_kernels.routing.routing"), patch_of("layernorm.rms_norm")
+ROUTE, NORM = patch_of("router.oai"), patch_of("add_norm")
 
 
 def test_a_patch_is_held_against_the_configuration_that_it_is_for(

@@ -16,8 +16,8 @@ import torch
 from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.moe import TRITON, summed
-from patcher.integrate.vllm.point import VllmPoint
+from patcher.integrate.vllm.point import TRITON, VllmPoint
+from patcher.integrate.vllm.roles.experts_sum import summed
 from patcher.integrate.vllm.swap import AttributePatch, remove_all
 
 _MATMUL = "triton_kernels.matmul_ogs"
@@ -77,14 +77,14 @@ class _Matmul(VllmPoint):
 class GateUp(_Matmul):
     """The first call: gather, matmul, SwiGLU."""
 
-    name: ClassVar[str] = "triton_kernels.matmul_ogs.gate_up"
+    name: ClassVar[str] = "experts.gate_up.mxfp4"
     op: ClassVar[str] = "moe_matmul_swiglu"
 
 
 class Down(_Matmul):
     """The second call: matmul and routing weights, then the engine's sum over a token's experts."""
 
-    name: ClassVar[str] = "triton_kernels.matmul_ogs.down"
+    name: ClassVar[str] = "experts.down.mxfp4"
     op: ClassVar[str] = "moe_matmul_down"
 
 

@@ -26,7 +26,7 @@ _LAYERNORM = "vllm.model_executor.layers.layernorm"
 class AddRmsNorm(VllmPoint):
     """Every `RMSNorm` with a residual, a weight, and a mean over the whole row."""
 
-    name: ClassVar[str] = "layernorm.rms_norm"
+    name: ClassVar[str] = "add_norm"
     op: ClassVar[str] = "fused_add_rms_norm"
     parts: ClassVar[tuple[str, ...]] = (
         f"{_LAYERNORM}:RMSNorm",

@@ -25,7 +25,7 @@ _UTILS = "vllm.model_executor.layers.utils"
 class Linear(VllmPoint):
     """Every linear layer with bias whose weight is a plain matrix."""
 
-    name: ClassVar[str] = "linear.unquantized"
+    name: ClassVar[str] = "linear"
     op: ClassVar[str] = "linear"
     parts: ClassVar[tuple[str, ...]] = (
         f"{_LINEAR}:UnquantizedLinearMethod",

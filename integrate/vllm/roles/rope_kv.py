@@ -34,7 +34,7 @@ _WRITE = "vllm::unified_kv_cache_update"
 class RopeKvUpdate(VllmPoint):
     """Layers of `OAIAttention` built while it is installed, with FlashAttention's own cache."""
 
-    name: ClassVar[str] = "gpt_oss.attention"
+    name: ClassVar[str] = "rope_kv"
     op: ClassVar[str] = "rope_kv_update"
     parts: ClassVar[tuple[str, ...]] = (
         f"{_MODEL}:OAIAttention",

@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 import torch
 
 from patcher.integrate.dispatch import Dispatcher
-from patcher.integrate.vllm import norm, sources
-from patcher.integrate.vllm.moe import TRITON, does_more, summed
-from patcher.integrate.vllm.point import VllmPoint
+from patcher.integrate.vllm import sources
+from patcher.integrate.vllm.point import TRITON, VllmPoint
+from patcher.integrate.vllm.roles import add_norm
+from patcher.integrate.vllm.roles.experts_sum import does_more, summed
 from patcher.integrate.vllm.swap import AttributePatch
 
 _MODEL = "vllm.model_executor.models.gpt_oss"
@@ -34,7 +35,7 @@ none."""
 class ExpertsToNorm(VllmPoint):
     """Every layer's experts, and the norm of the layer after it or of the model."""
 
-    name: ClassVar[str] = "gpt_oss.experts_to_norm"
+    name: ClassVar[str] = "experts_to_norm"
     op: ClassVar[str] = "reduce_add_rms_norm"
     wants: ClassVar[Mapping[str, str]] = TRITON
     parts: ClassVar[tuple[str, ...]] = (
@@ -47,7 +48,7 @@ class ExpertsToNorm(VllmPoint):
         f"{_RUNNER}:MoERunner._maybe_reduce_final_output",
         f"{_RUNNER}:_moe_forward",
         f"{_RUNNER}:get_layer_from_name",
-        *norm.AddRmsNorm.parts,
+        *add_norm.AddRmsNorm.parts,
         f"{_MATMUL}:reduce_grouped",
         f"{_MATMUL}:matmul_ogs",
         f"{_MATMUL}:init_allocation",
@@ -135,7 +136,7 @@ def _plain(model: Any, engine: Any, zero: type) -> bool:
         return False
     layers = model.layers[model.start_layer : model.end_layer]
     norms = [*(layer.input_layernorm for layer in layers), model.norm]
-    if not layers or not all(norm.is_plain(each, engine.RMSNorm) for each in norms):
+    if not layers or not all(add_norm.is_plain(each, engine.RMSNorm) for each in norms):
         return False
     for layer in layers:
         if type(layer) is not engine.TransformerBlock or type(layer.mlp) is not engine.MLPBlock:
@@ -244,7 +245,7 @@ def _one_row_each(whole: torch.Tensor, top_k: int) -> Rows:
 
 def _two_kernels() -> Callable[..., None]:
     """The fallback of the kernel: vLLM's sum, then its norm."""
-    add_norm = norm.engines_own()
+    norm = add_norm.engines_own()
 
     def run(
         rows: torch.Tensor,
@@ -255,6 +256,6 @@ def _two_kernels() -> Callable[..., None]:
         epsilon: float,
     ) -> None:
         summed(rows[None, None], row_map, output[None])
-        add_norm(output, residual, weight, epsilon)
+        norm(output, residual, weight, epsilon)
 
     return run

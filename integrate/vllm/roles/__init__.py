@@ -1,0 +1,1 @@
+"""vLLM's patch points, one file for each role of a layer."""
