@@ -9,7 +9,6 @@ built later and cannot be undone. The IR op's providers are not used, since vLLM
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
+from patcher.integrate.vllm.engine import engines_add_norm
 from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.swap import AttributePatch
 
@@ -54,7 +54,7 @@ class AddRmsNorm(VllmPoint):
         norm = sources.module(_LAYERNORM).RMSNorm
         swap = AttributePatch(norm, "forward")
         original = swap.original
-        operator = kernel.op(engines_own())
+        operator = kernel.op(engines_add_norm())
 
         def forward(layer: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
             if residual is None or not is_plain(layer, norm):
@@ -70,25 +70,3 @@ def is_plain(layer: Any, kind: Any) -> bool:
     """Whether the layer has exactly that class, a weight, and a mean over the whole row."""
     own: bool = type(layer) is kind
     return own and layer.pass_weight_add and layer.variance_size_override is None
-
-
-def engines_own() -> Callable[..., None]:
-    """The fallback of the kernel: vLLM's C kernel, or its native code if the C kernel cannot run.
-
-    Inductor's fused code is not available inside an operator, and the native code is eight eager
-    kernels.
-    """
-    implementations = sources.module("vllm.ir").ops.fused_add_rms_norm.impls
-    sources.module("vllm.kernels")
-    built_in, native = implementations["vllm_c"], implementations["native"].impl_fn
-    takes = built_in.supports_args if built_in.supported else None
-
-    def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
-        if takes is not None and takes(x, residual, weight, epsilon):
-            built_in.impl_fn(x, residual, weight, epsilon)
-            return
-        normed, total = native(x, residual, weight, epsilon)
-        x.copy_(normed)
-        residual.copy_(total)
-
-    return run

@@ -16,6 +16,7 @@ import torch
 
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
+from patcher.integrate.vllm.engine import engines_add_norm
 from patcher.integrate.vllm.point import TRITON, VllmPoint
 from patcher.integrate.vllm.roles import add_norm
 from patcher.integrate.vllm.roles.experts_sum import does_more, summed
@@ -245,7 +246,7 @@ def _one_row_each(whole: torch.Tensor, top_k: int) -> Rows:
 
 def _two_kernels() -> Callable[..., None]:
     """The fallback of the kernel: vLLM's sum, then its norm."""
-    norm = add_norm.engines_own()
+    norm = engines_add_norm()
 
     def run(
         rows: torch.Tensor,

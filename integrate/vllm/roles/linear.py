@@ -14,7 +14,7 @@ import torch
 
 from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
-from patcher.integrate.vllm import sources
+from patcher.integrate.vllm import engine, sources
 from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.swap import AttributePatch
 
@@ -50,12 +50,14 @@ class Linear(VllmPoint):
         swap = AttributePatch(method, "apply")
         original = swap.original
         operator = kernel.op(engines_own)
+        plain = engine.plain_gemms()
 
         def apply(
             self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
         ) -> torch.Tensor:
             weight = layer.weight.data
-            if type(self) is not method or bias is None or x.dim() != 2 or weight.dim() != 2:
+            ours = type(self) is method and engine.gemm_of(self) in plain
+            if not ours or bias is None or x.dim() != 2 or weight.dim() != 2:
                 result: torch.Tensor = original(self, layer, x, bias)
                 return result
             output = x.new_empty(x.shape[0], weight.shape[0])

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from patcher.integrate.dispatch import Dispatcher
-from patcher.integrate.vllm import sources
+from patcher.integrate.vllm import engine, sources
 from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.swap import AttributePatch, remove_all
 
@@ -133,9 +133,11 @@ def _refusal(layer: Any) -> str | None:
         return f"attention by {type(attention.impl).__name__}"
     if attention.use_direct_call or attention.kv_sharing_target_layer_name is not None:
         return "a shared or direct KV cache"
+    if engine.bypasses_kv_update(attention):
+        return "a KV cache that the model writes itself"
     if attention.kv_cache_dtype not in ("auto", "bfloat16") or attention.query_quant is not None:
         return f"KV cache of {attention.kv_cache_dtype}"
-    if attention.calculate_kv_scales or attention.attn_type != "decoder":
+    if engine.calculates_kv_scales(attention) or attention.attn_type != "decoder":
         return "another kind of attention"
     if not rotary.is_neox_style or rotary.rotary_dim != rotary.head_size:
         return "another kind of rotation"

@@ -1,0 +1,119 @@
+"""What differs between versions of vLLM, asked of the one that is installed.
+
+Each function looks at what the engine has: an attribute, a number of axes. No other file of this
+package depends on a version, and none compares version numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from patcher.bench import VerificationError
+from patcher.integrate.vllm import sources
+
+_UTILS = "vllm.model_executor.layers.utils"
+
+AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+"""x and residual [tokens, hidden], both written in place; weight [hidden]; epsilon."""
+
+
+def kv_caches(cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The key and the value cache of a layer as views of FlashAttention's one tensor.
+
+    Args:
+        cache: [blocks, 2, block_size, kv_heads, head_dim], or, from vLLM 0.26.0 on, packed
+            [blocks, kv_heads, block_size, 2 * head_dim]; any strides.
+        head_dim: elements of one head; that of keys is that of values.
+
+    Returns:
+        Both as [blocks, block_size, kv_heads, head_dim] without a copy; None if the cache is
+        neither, as before vLLM allocates it.
+    """
+    if cache.dim() == 5 and cache.shape[1] == 2 and cache.shape[4] == head_dim:
+        return cache[:, 0], cache[:, 1]
+    if cache.dim() == 4 and cache.shape[3] == 2 * head_dim:
+        key, value = cache.transpose(1, 2).split(head_dim, dim=-1)
+        return key, value
+    return None
+
+
+def calculates_kv_scales(attention: Any) -> bool:
+    """Whether an `Attention` layer measures the scales of its KV cache; gone in 0.28.0."""
+    return bool(getattr(attention, "calculate_kv_scales", False))
+
+
+def bypasses_kv_update(attention: Any) -> bool:
+    """Whether the model writes the layer's KV cache itself, before attention (from 0.33.0 on)."""
+    return bool(getattr(attention, "kv_cache_update_bypass", False))
+
+
+def engines_add_norm() -> AddNorm:
+    """vLLM's residual add + RMSNorm in place: its C kernel, or PyTorch where that cannot run.
+
+    The C kernel is that of `vllm._custom_ops`, not of vLLM IR, which 0.34 drops. It trusts its
+    caller, so tensors of other shapes, dtypes or devices go to PyTorch, which checks them.
+    """
+    custom_ops = sources.module("vllm._custom_ops")
+    built_in = hasattr(torch.ops._C, "fused_add_rms_norm")
+
+    def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
+        alike = x.shape == residual.shape and x.dtype == residual.dtype == weight.dtype
+        if built_in and alike and x.is_cuda and residual.is_contiguous():
+            custom_ops.fused_add_rms_norm(x, residual, weight, epsilon)
+            return
+        total = x.float() + residual.float()
+        scale = torch.rsqrt(total.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+        residual.copy_(total)
+        x.copy_((total * scale).to(weight.dtype) * weight)
+
+    return run
+
+
+def plain_gemms() -> tuple[Any, ...]:
+    """The matmuls of `UnquantizedLinearMethod` that are PyTorch's `linear`.
+
+    From 0.33.0 on, each method keeps the one that `linear_backend` chose, in `_gemm_impl`. Before
+    that, vLLM asks the platform at each call; None stands for such a method.
+    """
+    utils = sources.module(_UTILS)
+    plain = utils.default_unquantized_gemm, utils.cpu_unquantized_gemm
+    return (*plain, None) if utils.dispatch_unquantized_gemm() in plain else plain
+
+
+def gemm_of(method: Any) -> Any:
+    """The matmul that an `UnquantizedLinearMethod` keeps; None if it keeps none."""
+    return getattr(method, "_gemm_impl", None)
+
+
+def scale_rows(weight_scale: Any, depth: int) -> torch.Tensor:
+    """MXFP4 scales in the layout of compute capability 9.0, without their padding.
+
+    From 0.26.0 on vLLM pads rows (to 2,944 for a depth of 2,880), so only their pitch differs.
+
+    Args:
+        weight_scale: the scales of one matmul, as `PrecisionConfig` holds them.
+        depth: elements that the matmul sums over.
+
+    Returns:
+        A view, uint8 [experts, rows, depth].
+    """
+    scales: torch.Tensor = weight_scale.storage.data.mT
+    return scales[..., :depth]
+
+
+def runner_kind(runner: Any) -> Literal["V1", "V2"]:
+    """Which of vLLM's two model runners a worker has; only V1 keeps a batch between steps.
+
+    Raises:
+        VerificationError: it is like neither.
+    """
+    if hasattr(runner, "input_batch"):
+        return "V1"
+    if hasattr(runner, "sample"):
+        return "V2"
+    raise VerificationError(
+        f"{type(runner).__name__} is neither of vLLM's model runners", "serve with another vLLM"
+    )
