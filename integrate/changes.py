@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from patcher.bench import Record, VerificationError
@@ -37,8 +38,14 @@ def replaced(fingerprint: str) -> tuple[Replaced, ...]:
 
 
 def what_changed(target: Target, now: str) -> list[Change]:
-    """The differences behind a changed fingerprint; empty if the bundle does not hold its parts."""
-    if not target.replaced or not isinstance(now, Fingerprint):
+    """The differences behind a changed fingerprint; empty if neither the bundle nor the adapter
+    holds its parts.
+    """
+    if not isinstance(now, Fingerprint):
+        return []
+    if now.unread is not None:
+        return what_is_unread(now.unread, now.parts, target.replaced)
+    if not target.replaced:
         return []
     changes = []
     for part in target.replaced:
@@ -49,6 +56,25 @@ def what_changed(target: Target, now: str) -> list[Change]:
             changes.append(Change(name=part.name, change="changed", diff=_diff(part, text)))
     known = {part.name for part in target.replaced}
     return changes + [Change(name=name, change="new") for name in now.parts if name not in known]
+
+
+def what_is_unread(
+    unread: Mapping[str, str], now: Mapping[str, str], then: Iterable[Replaced] = ()
+) -> list[Change]:
+    """The parts of an engine that no version has for which an adapter was written.
+
+    Args:
+        unread: see `Fingerprint.unread`.
+        now: text by part, as installed.
+        then: the parts as a bundle holds them, whose text makes a better diff.
+    """
+    held = {part.name: part for part in then}
+    changes = []
+    for name, new in unread.items():
+        text = now.get(name, "")
+        diff = _diff(held[name], text) if name in held and text else ""
+        changes.append(Change(name=name, change="changed" if text else "gone", diff=diff or new))
+    return changes
 
 
 def _diff(part: Replaced, text: str) -> str:

@@ -31,6 +31,7 @@ from patcher.integrate.changes import SourceChangedError, replaced, what_changed
 from patcher.integrate.engine import engine_version, patch_point
 from patcher.integrate.manifest import DeviceKind, Manifest, PatchGuards, Provenance, Target
 from patcher.integrate.narrow import worth_calling
+from patcher.integrate.points import Fingerprint
 
 if TYPE_CHECKING:
     from patcher.bench.toolchains import Built
@@ -294,9 +295,13 @@ class Patch:
         return version
 
     def verify_source(self) -> str:
-        """A description of the replaced code, which must be unchanged (see `verify_target`)."""
+        """A description of the replaced code, which must be unchanged, or be that of a version for
+        which the adapter was written (see `verify_target`).
+        """
         target = self.manifest.target
         now = _fingerprint(target.engine, target.point)
+        if isinstance(now, Fingerprint) and now.unread == {}:
+            return f"{target.point} as the adapter knows it: {', '.join(now.parts)}"
         if now != target.fingerprint:
             version = engine_version(target.engine)
             changes = what_changed(target, now)

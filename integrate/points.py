@@ -69,7 +69,8 @@ class PatchPoint(Protocol):
 
     @classmethod
     def fingerprint(cls) -> str:
-        """sha256 of the source text that is replaced and relied on, as installed.
+        """sha256 of the code that is replaced and relied on, as installed; a `Fingerprint` can show
+        what changed.
 
         Raises:
             MissingError: the engine is not installed.
@@ -235,9 +236,21 @@ def _engine(entry: EntryPoint) -> str:
 class Fingerprint(str):
     """sha256 of source text, with the text itself, so that later changes can be shown."""
 
-    __slots__ = ("parts",)
+    __slots__ = ("parts", "unread")
     parts: dict[str, str]
     """Source text by the name of the function or class, in order."""
+    unread: dict[str, str] | None
+    """Of an adapter that was written for several versions of its engine: the parts that none of
+    those versions has, each with a diff of what is new. If it is empty, a patch that was made with
+    any version fits. None if the adapter keeps no record of versions, so that only the code of the
+    version that a patch was made with fits."""
+
+    def __new__(
+        cls, digest: str, parts: dict[str, str], unread: dict[str, str] | None = None
+    ) -> Fingerprint:
+        made = super().__new__(cls, digest)
+        made.parts, made.unread = parts, unread
+        return made
 
 
 def source_text(part: Any) -> str:
@@ -264,6 +277,4 @@ def source_digest(*parts: Any) -> Fingerprint:
                 f"{name} has no source text", "remove what replaced it first"
             ) from error
         texts[name if name not in texts else f"{part.__module__}.{name}"] = text
-    found = Fingerprint(hashlib.sha256("".join(texts.values()).encode()).hexdigest())
-    found.parts = texts
-    return found
+    return Fingerprint(hashlib.sha256("".join(texts.values()).encode()).hexdigest(), texts)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.points import Fingerprint
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.swap import AttributePatch, remove_all
 
@@ -28,7 +29,7 @@ class VllmPoint(ABC):
         """The installed replacements."""
 
     @classmethod
-    def fingerprint(cls) -> str:
+    def fingerprint(cls) -> Fingerprint:
         return sources.fingerprint(cls.parts)
 
     @abstractmethod

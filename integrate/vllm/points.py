@@ -1,11 +1,10 @@
-"""The patch points of vLLM 0.25.1 by name; importing them does not import vLLM."""
+"""The patch points of vLLM by name; importing them does not import vLLM.
+
+`python -m patcher.integrate.vllm.points` compares a vLLM with the versions read: see `review`.
+"""
 
 from __future__ import annotations
 
-import json
-
-from patcher.bench import VerificationError
-from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.roles.add_norm import AddRmsNorm
 from patcher.integrate.vllm.roles.experts import Down, GateUp
@@ -21,14 +20,7 @@ POINTS: dict[str, type[VllmPoint]] = {
 }
 
 
-def main() -> None:
-    """`python -m patcher.integrate.vllm.points`: write digests of the installed, reviewed vLLM."""
-    names = sorted({name for point in POINTS.values() for name in point.parts})
-    if gone := [name for name in names if not sources.text(name)]:
-        raise VerificationError(f"this vLLM has no {', '.join(gone)}", "adapt the patch points")
-    digests = {name: sources.short(name) for name in names}
-    sources.DIGESTS.write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    from patcher.integrate.vllm.review import main
+
+    raise SystemExit(main({name: point.parts for name, point in POINTS.items()}))

@@ -29,10 +29,11 @@ class AddRmsNorm(VllmPoint):
     name: ClassVar[str] = "add_norm"
     op: ClassVar[str] = "fused_add_rms_norm"
     parts: ClassVar[tuple[str, ...]] = (
-        f"{_LAYERNORM}:RMSNorm",
-        "vllm.model_executor.custom_op:CustomOp",
-        "vllm.ir.ops.layernorm:fused_add_rms_norm",
-        "vllm.kernels.vllm_c:fused_add_rms_norm",
+        f"{_LAYERNORM}:RMSNorm.__init__",
+        f"{_LAYERNORM}:RMSNorm.forward_native",
+        "vllm.model_executor.custom_op:CustomOp.__new__",
+        "vllm.model_executor.custom_op:CustomOp.forward",
+        "vllm._custom_ops:fused_add_rms_norm",
     )
 
     def find(self) -> str:

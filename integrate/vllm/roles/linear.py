@@ -28,7 +28,9 @@ class Linear(VllmPoint):
     name: ClassVar[str] = "linear"
     op: ClassVar[str] = "linear"
     parts: ClassVar[tuple[str, ...]] = (
-        f"{_LINEAR}:UnquantizedLinearMethod",
+        f"{_LINEAR}:UnquantizedLinearMethod.__init__",
+        f"{_LINEAR}:UnquantizedLinearMethod.create_weights",
+        f"{_LINEAR}:UnquantizedLinearMethod.apply",
         f"{_UTILS}:dispatch_unquantized_gemm",
         f"{_UTILS}:default_unquantized_gemm",
     )

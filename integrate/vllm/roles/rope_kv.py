@@ -37,8 +37,10 @@ class RopeKvUpdate(VllmPoint):
     name: ClassVar[str] = "rope_kv"
     op: ClassVar[str] = "rope_kv_update"
     parts: ClassVar[tuple[str, ...]] = (
-        f"{_MODEL}:OAIAttention",
-        f"{_ATTENTION}:Attention",
+        f"{_MODEL}:OAIAttention.__init__",
+        f"{_MODEL}:OAIAttention.forward",
+        f"{_ATTENTION}:Attention.__init__",
+        f"{_ATTENTION}:Attention.forward",
         f"{_ATTENTION}:get_attention_context",
         f"{_ATTENTION}:unified_kv_cache_update",
         f"{_ATTENTION}:unified_attention_with_output",
@@ -47,7 +49,7 @@ class RopeKvUpdate(VllmPoint):
         f"{_ROTARY}:RotaryEmbedding",
         f"{_BACKENDS}:split_graph",
         "vllm.compilation.partition_rules:should_split",
-        "vllm.config:CompilationConfig.set_splitting_ops_for_v1",
+        "vllm.config.compilation:CompilationConfig.set_splitting_ops_for_v1",
     )
 
     def __init__(self, target: Any = None) -> None:

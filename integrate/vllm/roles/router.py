@@ -31,7 +31,8 @@ class Routing(TritonFunction):
     parts: ClassVar[tuple[str, ...]] = (
         f"{_ROUTING}:routing",
         f"{_ROUTING}:routing_from_bitmatrix",
-        f"{_ROUTING}:sort_tokens",
+        # vLLM replaces the library's `sort_tokens` by it
+        f"{_EXPERTS}:_patch_legacy_routing_for_nonpow2_topk",
         f"{_ROUTING}:_compute_expt_data_internal",
         f"{_ROUTING}:_unpack_into_dict",
         f"{_ROUTING}:RoutingData",
