@@ -5,7 +5,7 @@ PY := .venv/bin/python -P
 STAMP := .venv/.patcher-ready
 DOCS := .venv/.patcher-docs
 
-.PHONY: help setup demo test test-all check lint types docs bench clean
+.PHONY: help setup demo test test-all engines check lint types docs bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -26,6 +26,9 @@ test: $(STAMP) ## run the tests, without those marked slow, browser or gpu
 
 test-all: $(STAMP) ## run every test
 	@$(PYTEST)
+
+engines: $(STAMP) ## vLLM's patch points against each version's Python: no GPU, about 90 s each
+	@$(PY) tests/support/vllm_trees.py
 
 check: lint types ## format, lint and types
 
