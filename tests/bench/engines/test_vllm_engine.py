@@ -1,4 +1,4 @@
-"""The vLLM driver, against a double of its engine, and its names against the real vLLM 0.25.1.
+"""The vLLM driver, against a double of its engine, and its names against the real vLLM.
 
 The double stands for what needs a GPU: it gives tokens as `EngineCore.step_with_batch_queue` does
 when it schedules asynchronously (one batch ahead, a step may give nothing), with `RequestOutput`s

@@ -1,4 +1,4 @@
-"""vLLM's patch points in the real vLLM 0.25.1, as far as its Python code runs without a GPU.
+"""vLLM's patch points in the real vLLM, as far as its Python code runs without a GPU.
 
 There, FlashAttention and vLLM's C kernels do not exist; what stands for them here is named so.
 """
@@ -436,7 +436,7 @@ def test_a_worker_has_what_is_switched_on_and_its_compiled_code_knows(
     # what is left of a worker where there is no device: the wrapper itself is the real one
     worker = WorkerWrapperBase.__new__(WorkerWrapperBase)
     worker.vllm_config, worker.global_rank = config, 3
-    worker.worker = SimpleNamespace(init_device=lambda: None)
+    worker.worker, worker._worker_extension_cls = SimpleNamespace(init_device=lambda: None), None
     monkeypatch.setenv("PATCHER_RANK", "")  # so that it is put back
     try:
         worker.init_device()

@@ -1,4 +1,4 @@
-"""The points in gpt-oss of the real vLLM 0.25.1, on the CPU: rotation and KV write in its
+"""The points in gpt-oss of the real vLLM, on the CPU: rotation and KV write in its
 attention, and the sum over experts with the norm after it."""
 
 from __future__ import annotations
@@ -293,7 +293,8 @@ def gpt_oss(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     experts = {"num_local_experts": 4, "num_experts_per_tok": TOP_K, "vocab_size": 50}
     model = transformers.GptOssConfig(**sizes, **experts)
     monkeypatch.setattr(engine.TransformerBlock, "attention_cls", Attention)
-    monkeypatch.setattr(engine, "FusedMoE", Experts)
+    factory = "FusedMoEFactory" if hasattr(engine, "FusedMoEFactory") else "FusedMoE"
+    monkeypatch.setattr(engine, factory, Experts)
 
     def forget() -> None:
         config.compilation_config.static_forward_context.clear()

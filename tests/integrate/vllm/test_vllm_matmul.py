@@ -1,4 +1,4 @@
-"""The points of the expert matmuls in the real vLLM 0.25.1, on the CPU: what its Triton kernels
+"""The points of the expert matmuls in the real vLLM, on the CPU: what its Triton kernels
 would be given goes to the contracts' solutions in PyTorch."""
 
 from __future__ import annotations
