@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from patcher.bench import DTYPES, Contract, PatcherError
+from patcher.integrate.changes import SourceChangedError
 from patcher.integrate.counts import CallCounters, GraphWatch
 from patcher.integrate.dispatch import AxisBounds, CallGuards, Dispatcher, TensorGuard
 from patcher.integrate.manifest import Manifest
@@ -270,6 +271,9 @@ def _report_failure(active: Activation, entry: Applied, error: Exception) -> Non
     active.failures[entry.id] = error
     message = "%s is not installed, the engine's own kernel runs: %s"
     log.error(message, entry.id, why, exc_info=not known)
+    for change in error.changes if isinstance(error, SourceChangedError) else ():
+        if change.diff:
+            log.error("%s", change.diff)
     if active.writer is not None:
         active.writer.put(
             Receipt(

@@ -300,16 +300,18 @@ class Patch:
         """
         target = self.manifest.target
         now = _fingerprint(target.engine, target.point)
-        if isinstance(now, Fingerprint) and now.unread == {}:
-            return f"{target.point} as the adapter knows it: {', '.join(now.parts)}"
-        if now != target.fingerprint:
+        unread = now.unread if isinstance(now, Fingerprint) else None
+        if unread is not None and not unread:
+            return f"{target.point} as its adapter knows it"
+        if unread or now != target.fingerprint:
             version = engine_version(target.engine)
             changes = what_changed(target, now)
             detail = f": {', '.join(f'{one.name} {_WORDS[one.change]}' for one in changes)}"
+            again = f"make the patch again with {target.engine} {version}"
             raise SourceChangedError(
                 f"{target.point} of {target.engine} {version} differs from that of "
                 f"{target.made_with}, which the patch replaces{detail if changes else ''}",
-                f"make the patch again with {target.engine} {version}",
+                "update patcher, or serve with a version that it knows" if unread else again,
                 tuple(changes),
             )
         names = ", ".join(part.name for part in target.replaced)

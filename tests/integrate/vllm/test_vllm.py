@@ -458,3 +458,57 @@ def test_a_worker_has_what_is_switched_on_and_its_compiled_code_knows(
     finally:
         hooked.plugin.remove()
     assert WorkerWrapperBase.init_device is started
+
+
+@needs_vllm
+def test_a_patch_whose_code_changed_is_refused_and_the_engine_runs_without_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    config: Any,
+) -> None:
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    from patcher.integrate.changes import SourceChangedError
+    from patcher.integrate.vllm import sources
+    from patcher.integrate.vllm.plugin import FACTOR, VllmPlugin
+
+    patch = Patch.create(
+        tmp_path / "patch", OP, CANDIDATE, evaluation(), engine="vllm", made_by="test"
+    )
+    monkeypatch.setattr(Patch, "kernel", lambda _: add_norm)
+    Store(tmp_path / "home").apply(patch.folder)
+    for name, value in {"PATCHES": "on", "HOME": str(tmp_path / "home")}.items():
+        monkeypatch.setenv(f"PATCHER_{name}", value)
+    known = json.loads(sources.DIGESTS.read_text())
+    part = "vllm.model_executor.layers.layernorm:RMSNorm.forward_native"
+    # this vLLM's is another, with one statement that it had not
+    known[part]["versions"] = {"0" * 16: ["0.1"]}
+    known[part]["statements"] = known[part]["statements"].partition(" ")[2]
+    monkeypatch.setattr(sources, "DIGESTS", tmp_path / "sources.json")
+    sources.DIGESTS.write_text(json.dumps(known))
+
+    worker = WorkerWrapperBase.__new__(WorkerWrapperBase)
+    worker.vllm_config, worker.global_rank = config, 0
+    worker.worker, worker._worker_extension_cls = SimpleNamespace(init_device=lambda: None), None
+    monkeypatch.setenv("PATCHER_RANK", "")  # so that it is put back
+    started, plugin = WorkerWrapperBase.init_device, VllmPlugin()
+    plugin.install()
+    try:
+        worker.init_device()
+        assert "forward" not in RMSNorm.__dict__
+        assert FACTOR not in sources.module("vllm.envs").environment_variables
+        assert f"{part} changed" in caplog.text
+        assert "@@ line" in caplog.text
+        norm = RMSNorm(64, eps=1e-5, dtype=torch.float32)
+        x, residual = torch.randn(2, 64), torch.randn(2, 64)
+        assert torch.equal(norm(x, residual)[0], _native(x, residual, norm)[0])
+
+        monkeypatch.setenv("PATCHER_STRICT", "1")
+        with pytest.raises(SourceChangedError, match="forward_native changed"):
+            worker.init_device()
+        assert "forward" not in RMSNorm.__dict__
+    finally:
+        plugin.remove()
+    assert WorkerWrapperBase.init_device is started
