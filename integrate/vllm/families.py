@@ -1,0 +1,157 @@
+"""Which layers each architecture of vLLM builds, read from its files without an import.
+
+From the class that the registry names, the classes and functions that it refers to are followed
+through the files of models. So a name that is reached may not be called for every checkpoint, and
+what a model picks from a string is not seen: the engine's own survey of a loaded model is exact.
+
+Flat models (`vllm/models/<name>`) are written for one GPU and one checkpoint. They often pass the
+weight of a shared layer to a kernel of their own, which no patch point reaches.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from patcher.integrate.vllm.tree import Tree
+
+_MODELS = "vllm.model_executor.models"
+_FLAT = "vllm.models"
+_OTHER_DEVICES = frozenset(("amd", "cpu", "xpu"))
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One entry of vLLM's model registry."""
+
+    name: str
+    """As in `architectures` of a checkpoint's `config.json`."""
+    module: str
+    reaches: frozenset[str]
+    """Classes and functions that its class refers to, directly or through other models."""
+
+    @property
+    def is_flat(self) -> bool:
+        return self.module.startswith(f"{_FLAT}.")
+
+    def builds(self, layers: tuple[str, ...]) -> bool:
+        """Whether it reaches each of the layers; `A|B` is either of two names."""
+        return all(self.reaches.intersection(each.split("|")) for each in layers)
+
+
+def architectures(tree: Tree) -> dict[str, Architecture]:
+    """The architectures of a vLLM by name."""
+    files = _Files(tree.folder)
+    found: dict[str, Architecture] = {}
+    for name, (module, cls) in _registry(tree.folder).items():
+        where = module if module.startswith("vllm.") else f"{_MODELS}.{module}"
+        found[name] = Architecture(name, where, frozenset(files.reached(where, cls)))
+    return found
+
+
+def _registry(folder: Path) -> dict[str, tuple[str, str]]:
+    """Module and class by architecture; each table of the registry is a literal."""
+    path = folder / f"{_MODELS.replace('.', '/')}/registry.py"
+    found: dict[str, tuple[str, str]] = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            for key, value in zip(node.value.keys, node.value.values, strict=True):
+                pair = ast.literal_eval(value) if isinstance(value, ast.Tuple) else ()
+                if isinstance(key, ast.Constant) and len(pair) == 2:
+                    found[str(key.value)] = pair
+    return found
+
+
+@dataclass(frozen=True)
+class _File:
+    """A module of models: what it defines and imports."""
+
+    module: str
+    tree: ast.Module
+    is_package: bool
+
+    @cached_property
+    def defined(self) -> dict[str, set[str]]:
+        """The names that each definition refers to."""
+        found: dict[str, set[str]] = {}
+        for node in self.tree.body:
+            for name in _names_of(node):
+                found.setdefault(name, set()).update(_referred(node))
+        return found
+
+    @cached_property
+    def imported(self) -> dict[str, list[tuple[str, str]]]:
+        """Module and name behind each imported name, under conditions and in functions, too."""
+        found: dict[str, list[tuple[str, str]]] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.ImportFrom):
+                origin = self._origin(node)
+                for alias in node.names:
+                    found.setdefault(alias.asname or alias.name, []).append((origin, alias.name))
+        return found
+
+    def _origin(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        parts = self.module.split(".")
+        parts = parts[: len(parts) - node.level + self.is_package]
+        return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+class _Files:
+    """The files of models, each read once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[str, _File | None] = {}
+
+    def reached(self, module: str, name: str) -> set[str]:
+        """Every name that a definition refers to through files of models."""
+        seen: set[tuple[str, str]] = set()
+        waiting = [(module, name)]
+        while waiting:
+            where, what = waiting.pop()
+            if (where, what) in seen:
+                continue
+            seen.add((where, what))
+            file = self._file(where)
+            if file is not None:
+                waiting += [(where, each) for each in file.defined.get(what, ())]
+                waiting += file.imported.get(what, ())
+        return {what for _, what in seen}
+
+    def _file(self, module: str) -> _File | None:
+        if module not in self._read:
+            self._read[module] = self._parse(module)
+        return self._read[module]
+
+    def _parse(self, module: str) -> _File | None:
+        inside = module.split(".")
+        if not module.startswith((f"{_MODELS}.", f"{_FLAT}.")) or _OTHER_DEVICES & set(inside):
+            return None
+        path = self._folder.joinpath(*inside)
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                tree = ast.parse(file.read_text(encoding="utf-8"))
+                return _File(module, tree, file.name == "__init__.py")
+        return None
+
+
+def _names_of(node: ast.stmt) -> Iterator[str]:
+    """The names that a statement of a module binds, imports aside."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node.name
+    elif isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
+    elif isinstance(node, ast.If | ast.Try):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt):
+                yield from _names_of(child)
+
+
+def _referred(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
