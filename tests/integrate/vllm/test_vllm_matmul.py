@@ -216,11 +216,11 @@ def second_call(layer: Layer, **more: Any) -> dict[str, Any]:
 def test_whatever_is_not_as_it_was_read_is_left_to_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from patcher.integrate.vllm import matmul
+    from patcher.integrate.vllm.roles import experts
 
     layer, many = Layer(), Layer(tokens=130)
     asked: list[Any] = []
-    seam = matmul._Seam()
+    seam = experts._Seam()
     first, second = (seam._kernels.setdefault(n, dispatching(n)) for n in (GATE_UP, DOWN))
     run = seam._replacement(lambda *given: asked.append(given))
     assert run(**first_call(layer)).shape == (TOKENS * TOP_K, INNER)
@@ -229,7 +229,7 @@ def test_whatever_is_not_as_it_was_read_is_left_to_the_engine(
     kinds = attribute("triton_kernels.tensor:Tensor").__init__.__globals__
     plain = kinds["Tensor"](kinds["Storage"](layer.w1.storage.data), dtype=kinds["FP4"], shape=[1])
     precision = layer.config.w1_precision
-    marked = matmul._marking(lambda: (replace(layer.data), None, None))()[0]
+    marked = experts._marking(lambda: (replace(layer.data), None, None))()[0]
     alone = replace(layer.data, n_expts_act=1)
     other = {
         "another kind of matmul": [
@@ -285,7 +285,7 @@ def test_a_call_that_is_left_to_the_engine_holds_no_rows_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They are as large as what the engine takes itself, and were the patch's peak memory."""
-    from patcher.integrate.vllm import matmul
+    from patcher.integrate.vllm.roles import experts
 
     made: list[weakref.ref[torch.Tensor]] = []
     new_empty = torch.Tensor.new_empty
@@ -297,7 +297,7 @@ def test_a_call_that_is_left_to_the_engine_holds_no_rows_meanwhile(
 
     monkeypatch.setattr(torch.Tensor, "new_empty", watched)
     alive: list[int] = []
-    seam = matmul._Seam()
+    seam = experts._Seam()
     kernel = seam._kernels.setdefault(DOWN, dispatching(DOWN))
     run = seam._replacement(lambda *given: alive.append(sum(one() is not None for one in made)))
     run(**second_call(Layer(tokens=130)))
