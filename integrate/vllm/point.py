@@ -22,6 +22,11 @@ class VllmPoint(ABC):
     """The code that it replaces or relies on, as `module:attribute`."""
     wants: ClassVar[Mapping[str, str]] = {}
     """Arguments of `LLM` that make vLLM run the patched code."""
+    layers: ClassVar[tuple[str, ...]]
+    """Names by which vLLM's model files build the layers of the role, all of which a model needs;
+    `A|B` is either of two, as where a version renamed one."""
+    weights: ClassVar[str | None] = None
+    """The `quant_method` of the checkpoints whose layers it takes; None for plain weights."""
 
     def __init__(self, target: Any = None) -> None:
         """Prepare the point; `target` is unused, since classes and modules are patched."""
@@ -45,6 +50,8 @@ class VllmPoint(ABC):
 
 TRITON: Mapping[str, str] = {"moe_backend": "triton"}
 """The backend of vLLM's Triton experts; on compute capability 9.0 it is the default, too."""
+MOE = ("FusedMoE|FusedMoEFactory",)
+"""How models build a mixture of experts."""
 
 
 class TritonFunction(VllmPoint):
@@ -53,6 +60,8 @@ class TritonFunction(VllmPoint):
     module: ClassVar[str]
     function: ClassVar[str]
     wants: ClassVar[Mapping[str, str]] = TRITON
+    layers: ClassVar[tuple[str, ...]] = MOE
+    weights: ClassVar[str | None] = "mxfp4"
 
     def find(self) -> str:
         sources.must_be_as_read(self.name, self.parts)

@@ -23,4 +23,4 @@ POINTS: dict[str, type[VllmPoint]] = {
 if __name__ == "__main__":
     from patcher.integrate.vllm.review import main
 
-    raise SystemExit(main({name: point.parts for name, point in POINTS.items()}))
+    raise SystemExit(main(POINTS))

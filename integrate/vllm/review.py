@@ -10,15 +10,16 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from patcher.integrate.vllm import sources
+from patcher.integrate.vllm import sources, table
+from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.tree import Tree
 
 
-def main(points: Mapping[str, tuple[str, ...]], arguments: Sequence[str] | None = None) -> int:
+def main(points: Mapping[str, type[VllmPoint]], arguments: Sequence[str] | None = None) -> int:
     """Show what differs, point by point.
 
     Args:
-        points: the parts that each point relies on.
+        points: the patch points by name.
         arguments: of the command line; by default those of this process.
 
     Returns:
@@ -44,13 +45,19 @@ def main(points: Mapping[str, tuple[str, ...]], arguments: Sequence[str] | None 
     parser.add_argument(
         "--reviewed", action="store_true", help="with --write: also record what differs, as read"
     )
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="write the page of roles, versions and models"
+    )
     chosen = parser.parse_args(arguments)
     trees = [Tree(folder) for folder in chosen.tree or ()] or [Tree.installed()]
+    parts = {name: point.parts for name, point in points.items()}
     left = 0
     for tree in trees:
-        left += show(points, tree)
+        left += show(parts, tree)
         if chosen.write:
-            left -= record(points, tree, chosen.reviewed)
+            left -= record(parts, tree, chosen.reviewed)
+    if chosen.table:
+        chosen.table.write_text(table.page(points, trees), encoding="utf-8")
     return 1 if left else 0
 
 

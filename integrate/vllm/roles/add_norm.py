@@ -28,6 +28,7 @@ class AddRmsNorm(VllmPoint):
 
     name: ClassVar[str] = "add_norm"
     op: ClassVar[str] = "fused_add_rms_norm"
+    layers: ClassVar[tuple[str, ...]] = ("RMSNorm",)
     parts: ClassVar[tuple[str, ...]] = (
         f"{_LAYERNORM}:RMSNorm.__init__",
         f"{_LAYERNORM}:RMSNorm.forward_native",

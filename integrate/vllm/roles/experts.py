@@ -16,7 +16,7 @@ import torch
 from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.point import TRITON, VllmPoint
+from patcher.integrate.vllm.point import MOE, TRITON, VllmPoint
 from patcher.integrate.vllm.roles.experts_sum import summed
 from patcher.integrate.vllm.swap import AttributePatch, remove_all
 
@@ -30,6 +30,8 @@ class _Matmul(VllmPoint):
     """One of the two calls of `matmul_ogs`."""
 
     wants: ClassVar[Mapping[str, str]] = TRITON
+    layers: ClassVar[tuple[str, ...]] = MOE
+    weights: ClassVar[str | None] = "mxfp4"
     parts: ClassVar[tuple[str, ...]] = (
         f"{_MATMUL}:matmul_ogs",
         f"{_MATMUL}:init_allocation",

@@ -39,6 +39,8 @@ class ExpertsToNorm(VllmPoint):
     name: ClassVar[str] = "experts_to_norm"
     op: ClassVar[str] = "reduce_add_rms_norm"
     wants: ClassVar[Mapping[str, str]] = TRITON
+    layers: ClassVar[tuple[str, ...]] = ("GptOssModel",)
+    weights: ClassVar[str | None] = "mxfp4"
     parts: ClassVar[tuple[str, ...]] = (
         f"{_MODEL}:GptOssModel.forward",
         f"{_MODEL}:TransformerBlock.forward",

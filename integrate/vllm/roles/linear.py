@@ -27,6 +27,7 @@ class Linear(VllmPoint):
 
     name: ClassVar[str] = "linear"
     op: ClassVar[str] = "linear"
+    layers: ClassVar[tuple[str, ...]] = ("RowParallelLinear|ColumnParallelLinear|ReplicatedLinear",)
     parts: ClassVar[tuple[str, ...]] = (
         f"{_LINEAR}:UnquantizedLinearMethod.__init__",
         f"{_LINEAR}:UnquantizedLinearMethod.create_weights",

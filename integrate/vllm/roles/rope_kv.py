@@ -36,6 +36,7 @@ class RopeKvUpdate(VllmPoint):
 
     name: ClassVar[str] = "rope_kv"
     op: ClassVar[str] = "rope_kv_update"
+    layers: ClassVar[tuple[str, ...]] = ("OAIAttention",)
     parts: ClassVar[tuple[str, ...]] = (
         f"{_MODEL}:OAIAttention.__init__",
         f"{_MODEL}:OAIAttention.forward",

@@ -6,6 +6,8 @@ A small package called vllm, written here, stands for the engine's versions.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from patch_sample import CANDIDATE, OP, evaluation
@@ -17,9 +19,11 @@ from patcher.integrate.vllm import review, sources
 from patcher.integrate.vllm.points import POINTS
 from patcher.integrate.vllm.tree import ABSENT, Tree
 
+ROOT = Path(__file__).resolve().parents[3]
 NORM = "vllm.layers.norm:Norm.forward"
 SUM = "triton_kernels.sums:add"
-POINTS_HERE = {"add_norm": (NORM, "vllm.layers.norm:Norm.extra"), "experts.sum": (SUM,)}
+PARTS = {"add_norm": (NORM, "vllm.layers.norm:Norm.extra"), "experts.sum": (SUM,)}
+POINTS_HERE: Any = {name: SimpleNamespace(parts=parts) for name, parts in PARTS.items()}
 FORWARD = """
 class Norm:
     '''A norm.'''
@@ -75,6 +79,15 @@ def test_every_part_was_read_in_every_version_that_is_named() -> None:
         assert sorted(found) == sorted(versions), name
         assert set(reading.versions) != {ABSENT}, name
         assert reading.statements, name
+
+
+def test_the_page_of_versions_has_the_roles_and_the_versions_that_are_recorded() -> None:
+    lines = (ROOT / "docs/reference/vllm.md").read_text().splitlines()
+    first = lines.index("## Roles") + 2
+    rows = [[cell.strip("` ") for cell in line.strip("|").split("|")] for line in lines[first:]]
+    assert rows[0] == ["role", "op", "weights", *sources.versions_read()]
+    found = {row[0]: row[1] for row in rows[2 : 2 + len(POINTS)]}
+    assert found == {name: point.op for name, point in POINTS.items()}
 
 
 def test_only_code_counts(tmp_path: Path) -> None:
@@ -140,7 +153,7 @@ def test_what_is_new_in_a_release_is_shown_and_recorded_only_when_it_was_reviewe
     assert review.main(POINTS_HERE, [*arguments, "--write"]) == 1, "one part is left to review"
     assert review.main(POINTS_HERE, [*arguments, "--write", "--reviewed"]) == 0
     assert review.main(POINTS_HERE, arguments) == 0
-    assert review.main({"experts.sum": (SUM,)}, [*arguments, "--write"]) == 0
+    assert review.main({"experts.sum": POINTS_HERE["experts.sum"]}, [*arguments, "--write"]) == 0
     assert list(sources.readings()) == [SUM], "parts that no point names are dropped"
 
 
@@ -148,7 +161,7 @@ def test_a_patch_fits_each_version_read_and_no_other(
     record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     point = next(point for point in POINTS.values() if point.op == OP.name)
-    monkeypatch.setattr(point, "parts", POINTS_HERE["add_norm"])
+    monkeypatch.setattr(point, "parts", PARTS["add_norm"])
     monkeypatch.setattr("patcher.integrate.patch.engine_version", lambda engine: "0.33.0")
 
     def install(tree: Tree) -> None:
