@@ -136,8 +136,9 @@ def contract_guards(
                 tensor.shape,
                 tensor.dtype,
                 tensor.access != "read",
-                rows=tensor.layout == "rows",
+                layout=tensor.layout,
                 alignment=tensor.alignment,
+                in_part=tensor.in_part,
             )
             for tensor in contract.tensors
         ),

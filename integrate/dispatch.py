@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,7 +21,7 @@ log = logging.getLogger("patcher")
 _MOST_CASES = 10_000
 """Cached call signatures; beyond that number the cache is cleared."""
 _MOST_COPIED = 256 << 20
-"""Largest tensor in bytes that is copied before a first call. A KV cache is larger."""
+"""Largest tensor in bytes that is copied before a first call."""
 _EXACT = 128
 """Receipts list row counts up to this exactly, larger ones by the next power of two."""
 
@@ -37,10 +37,42 @@ class TensorGuard:
     """A dtype symbol of the contract."""
     mutated: bool
     """Whether the kernel writes to it."""
-    rows: bool = False
-    """Whether only the last axis must be dense; otherwise the whole tensor must be contiguous."""
+    layout: Literal["contiguous", "rows", "strided"] = "contiguous"
+    """The strides that the kernel supports, besides those of a contiguous tensor: `rows`: a pitch
+    between dense rows; `strided`: any at which dense rows do not overlap."""
     alignment: int = 1
-    """Alignment of the first element, in bytes."""
+    """Alignment in bytes of the first element, and of the strides of what is not contiguous."""
+    in_part: bool = False
+    """Whether a call writes only a part of it, while others may write the rest."""
+
+    def misplaced(self, tensor: torch.Tensor) -> str | None:
+        """Why the kernel does not support this tensor's strides or address."""
+        if tensor.data_ptr() % self.alignment:
+            return "not aligned"
+        if tensor.is_contiguous():
+            return None
+        if self.layout == "contiguous" or tensor.dim() < 2 or tensor.stride(-1) != 1:
+            return "not contiguous"
+        outer = [
+            (stride, size)
+            for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
+            if size > 1
+        ]
+        item = tensor.element_size()
+        if any(stride * item % self.alignment for stride, _ in outer):
+            return "not aligned"
+        extent = tensor.shape[-1]  # elements from the first to the last
+        for stride, size in sorted(outer):
+            if stride < extent:
+                return "elements that share a place"
+            extent += (size - 1) * stride
+        if self.layout == "rows":
+            follows = tensor.stride(-2)
+            for axis in range(tensor.dim() - 2, 0, -1):
+                follows *= tensor.shape[axis]
+                if tensor.shape[axis - 1] > 1 and tensor.stride(axis - 1) != follows:
+                    return "rows without one pitch"
+        return None
 
 
 @dataclass(frozen=True)
@@ -121,11 +153,8 @@ class CallGuards:
 
     def _place(self, tensors: tuple[torch.Tensor, ...]) -> str | None:
         for guard, tensor in zip(self.tensors, tensors, strict=True):
-            rows_apart = guard.rows and tensor.dim() > 1 and tensor.stride(-1) == 1
-            if not rows_apart and not tensor.is_contiguous():
-                return "not contiguous"
-            if tensor.data_ptr() % guard.alignment:
-                return "not aligned"
+            if reason := guard.misplaced(tensor):
+                return reason
         if self.capabilities and self.device == "cuda":
             capability = torch.cuda.get_device_capability(tensors[0].device)
             if capability not in self.capabilities:
@@ -152,8 +181,11 @@ class Dispatcher:
     Otherwise (serving), the first call of each signature works on copies. If the kernel raises
     there, the caller's tensors are intact: this call and all later ones fall back, and the error is
     logged once. If the kernel raises later, the caller's tensors may be corrupt: that call raises,
-    and all later ones fall back. Tensors over 256 MiB are not copied. These are KV caches, which a
-    kernel writes in part, and the original writes the same part again.
+    and all later ones fall back. Tensors that are written in part, such as a KV cache, are not
+    copied, since others may write the rest meanwhile; the original writes the same part again.
+    Neither are tensors over 256 MiB.
+
+    The kernel runs with the device of its tensors as the current one, as torch's operators do.
 
     While a CUDA graph is recorded, nothing is built, copied or allocated: signatures that were not
     proven before fall back.
@@ -210,7 +242,10 @@ class Dispatcher:
             return False
         if self.strict or case.proven:
             try:
-                self._kernel(*args)
+                if case.device is None:
+                    self._kernel(*args)
+                else:
+                    self._launch(case.device, args)
             except Exception as error:
                 if not self.strict:
                     self._break(error)
@@ -284,12 +319,14 @@ class Dispatcher:
             return False
         tensors = len(self.guards.tensors)
         copied = [
-            arg.clone() if guard.mutated and arg.nbytes <= _MOST_COPIED else arg
+            arg.clone()
+            if guard.mutated and not guard.in_part and arg.nbytes <= _MOST_COPIED
+            else arg
             for guard, arg in zip(self.guards.tensors, args[:tensors], strict=True)
         ]
         copied += args[tensors:]
         try:
-            self._kernel(*copied)
+            self._launch(case.device, copied)
         except Exception as error:
             self._break(error)
             return False
@@ -298,6 +335,13 @@ class Dispatcher:
                 arg.copy_(copy)
         case.proven = True
         return True
+
+    def _launch(self, device: int | None, args: Sequence[Any]) -> None:
+        if device is None or device == torch.cuda.current_device():
+            self._kernel(*args)
+        else:
+            with torch.cuda.device(device):
+                self._kernel(*args)
 
     def _break(self, error: Exception) -> None:
         self._broken = f"the patched kernel raised {type(error).__name__}"
@@ -322,10 +366,16 @@ class Dispatcher:
         label = self.name if refusal else f"{self.name} {self.guards.label(tensors)}"
         if len(self._known) >= _MOST_CASES:
             self._known.clear()
-        case = self._known[key] = CallSignature(label, refusal)
+        case = self._known[key] = CallSignature(label, refusal, device=_one_of_several(tensors))
         if refusal is None:
             self.book.cases.append(case)
         return case
+
+
+def _one_of_several(tensors: tuple[torch.Tensor, ...]) -> int | None:
+    """Index of the CUDA device of a call; None where no other could be the current one."""
+    device = tensors[0].device
+    return device.index if device.type == "cuda" and torch.cuda.device_count() > 1 else None
 
 
 def _schema(guards: CallGuards) -> str:

@@ -107,7 +107,7 @@ def test_misaligned_and_strided_calls_are_told_apart() -> None:
     guards = CallGuards(
         device="cpu",
         tensors=(
-            TensorGuard("x", rows, "T", mutated=True, rows=True, alignment=16),
+            TensorGuard("x", rows, "T", mutated=True, layout="rows", alignment=16),
             TensorGuard("n", ("tokens",), "I", mutated=False),
         ),
         scalars=(("k", int),),

@@ -29,9 +29,10 @@ def rope_kv_update(
     bias: torch.Tensor,
     cos_sin: torch.Tensor,
     slots: torch.Tensor,
-    kv_cache: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
 ) -> None:
-    block_size, heads, head_dim = kv_cache.shape[2:]
+    block_size, heads, head_dim = key_cache.shape[1:]
     table = cos_sin[positions].float()
     q, k, v = query.float(), key.float(), value.float()
     if bias.numel():
@@ -40,5 +41,5 @@ def rope_kv_update(
     query.copy_(rotated(q, table).view(query.shape))
     there = slots >= 0
     block, offset = slots[there] // block_size, slots[there] % block_size
-    kv_cache[block, 0, offset] = rotated(k, table)[there].to(kv_cache.dtype)
-    kv_cache[block, 1, offset] = v.view(-1, heads, head_dim)[there].to(kv_cache.dtype)
+    key_cache[block, offset] = rotated(k, table)[there].to(key_cache.dtype)
+    value_cache[block, offset] = v.view(-1, heads, head_dim)[there].to(value_cache.dtype)

@@ -29,10 +29,17 @@ def rope_kv_update_kernel(
     bias_ptr,
     cs_ptr,
     slot_ptr,
-    cache_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
     q_stride,
     k_stride,
     v_stride,
+    k_block_stride,
+    k_place_stride,
+    k_head_stride,
+    v_block_stride,
+    v_place_stride,
+    v_head_stride,
     QH: tl.constexpr,
     KH: tl.constexpr,
     HD: tl.constexpr,
@@ -68,8 +75,8 @@ def rope_kv_update_kernel(
             kb32 += tl.load(k_bias + HALF + k_off, mask=k_mask).to(tl.float32)
             va32 = va.to(tl.float32) + tl.load(v_bias + k_off, mask=k_mask).to(tl.float32)
             vb32 = vb.to(tl.float32) + tl.load(v_bias + HALF + k_off, mask=k_mask).to(tl.float32)
-            va = va32.to(cache_ptr.dtype.element_ty)
-            vb = vb32.to(cache_ptr.dtype.element_ty)
+            va = va32.to(v_cache_ptr.dtype.element_ty)
+            vb = vb32.to(v_cache_ptr.dtype.element_ty)
         k_cs_off = tl.broadcast_to(d[None, :], (KB, HALFP))
         k_cs = cs_ptr + pos * HD
         k_cos = tl.load(k_cs + k_cs_off, mask=k_mask).to(tl.float32)
@@ -79,14 +86,18 @@ def rope_kv_update_kernel(
         safe = tl.maximum(slot, 0)
         block = safe // BS
         inside = safe - block * BS
-        k_dst = cache_ptr + (block * (2 * BS) + inside) * (KH * HD)
-        v_dst = cache_ptr + (block * (2 * BS) + BS + inside) * (KH * HD)
-        tl.store(v_dst + k_off, va, mask=there)
-        tl.store(v_dst + HALF + k_off, vb, mask=there)
+        # int64, since a cache may hold more than 2^31 elements
+        head = kh.to(tl.int64)[:, None]
+        k_dst = k_cache_ptr + block * k_block_stride + inside * k_place_stride
+        v_dst = v_cache_ptr + block * v_block_stride + inside * v_place_stride
+        k_to = head * k_head_stride + d[None, :]
+        v_to = head * v_head_stride + d[None, :]
+        tl.store(v_dst + v_to, va, mask=there)
+        tl.store(v_dst + HALF + v_to, vb, mask=there)
         k_first = ka32 * k_cos - kb32 * k_sin
         k_second = kb32 * k_cos + ka32 * k_sin
-        tl.store(k_dst + k_off, k_first.to(cache_ptr.dtype.element_ty), mask=there)
-        tl.store(k_dst + HALF + k_off, k_second.to(cache_ptr.dtype.element_ty), mask=there)
+        tl.store(k_dst + k_to, k_first.to(k_cache_ptr.dtype.element_ty), mask=there)
+        tl.store(k_dst + HALF + k_to, k_second.to(k_cache_ptr.dtype.element_ty), mask=there)
     else:
         qh = (group - KG) * QB + tl.arange(0, QB)
         q_mask = (qh < QH)[:, None] & (d < HALF)[None, :]
@@ -119,10 +130,11 @@ def rope_kv_update(
     bias: torch.Tensor,
     cos_sin: torch.Tensor,
     slots: torch.Tensor,
-    kv_cache: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
 ) -> None:
     tokens = query.shape[0]
-    block_size, kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[3], kv_cache.shape[4]
+    _, block_size, kv_heads, head_dim = key_cache.shape
     q_heads = query.shape[1] // head_dim
     half = head_dim // 2
     half_p = _pow2(half)
@@ -150,10 +162,13 @@ def rope_kv_update(
         bias if biased else query,
         cos_sin,
         slots,
-        kv_cache,
+        key_cache,
+        value_cache,
         query.stride(0),
         key.stride(0),
         value.stride(0),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
         QH=q_heads,
         KH=kv_heads,
         HD=head_dim,
