@@ -16,7 +16,8 @@ import torch
 
 from patcher.bench import DTYPES, Contract, PatcherError
 from patcher.integrate.counts import CallCounters, GraphWatch
-from patcher.integrate.dispatch import AxisBounds, CallGuards, Dispatcher, TensorGuard
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.guards import AxisBounds, CallGuards, TensorGuard
 from patcher.integrate.manifest import Manifest
 from patcher.integrate.patch import Patch
 from patcher.integrate.points import PatchPoint, find_point

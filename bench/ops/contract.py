@@ -12,7 +12,6 @@ from patcher.bench.ops.arithmetic import evaluate, names_in, solve
 from patcher.bench.ops.dtypes import DTYPES, Dtype
 from patcher.bench.records import Record
 
-
 TensorLayout = Literal["contiguous", "rows", "strided"]
 
 

@@ -14,7 +14,8 @@ import torch
 from patcher import bench
 from patcher.integrate import CallCounters
 from patcher.integrate.activation import contract_guards
-from patcher.integrate.dispatch import CallGuards, Dispatcher
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.guards import CallGuards
 
 
 def installed() -> str | None:
