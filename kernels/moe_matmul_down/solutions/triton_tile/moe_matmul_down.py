@@ -6,14 +6,14 @@
 #   tile_map[I: min(tokens * top_k, experts - 1 + (tokens * top_k - experts + 16) // 16)], output[T:
 #   tokens * top_k, hidden]; T: bfloat16 or float32; U: uint8; B: float32; I: int32
 # Writes: output
-# Needs: a GPU that Triton drives; contiguous tensors; graph-safe.
+# Needs: a GPU that Triton drives; scales of any pitch, the rest contiguous; graph-safe.
 # Idea: a program for each tile of 16 rows and 128 columns walks along k by 64, the period of the
 #   layout; FP4 is decoded in registers by reshapes. Plain, not tuned.
 # Made by: hand, as a plain right solution.
-# Figures: NVIDIA H200, geometric means, bench/results/vllm-points: sweep bf16 103.37x against
-#   eager, 53.26x to 200.61x at tokens 1 to 128 (h200-moe_matmul_down.json.xz); it was judged for
-#   the proof of a patch point, against eager alone; it is far slower than vLLM's kernel.
-# Digest: e88c93911a169b08ee4ada80d05a8e1f1aca636cd2ad158fcf3757cdedf0a469
+# Figures: not measured since scales have a pitch. Before, on an NVIDIA H200: sweep bf16 103.37x
+#   against eager alone, for the proof of a patch point
+#   (bench/results/vllm-points/h200-moe_matmul_down.json.xz); it is far slower than vLLM's kernel.
+# Digest: b2b860ce49d921b9667c49af2c0df1395ca5e019d4cda3ef0f1f1460a4bbec88
 
 """moe_matmul_down(x[T: rows, inner], weights[U: experts, hidden / 4, 2 * inner],
 scales[U: experts, 8 for each 256 of hidden, inner], bias[B: experts, hidden],

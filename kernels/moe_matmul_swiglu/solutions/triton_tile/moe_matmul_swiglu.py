@@ -7,14 +7,14 @@
 #   experts - 1 + (tokens * top_k - experts + 16) // 16)], output[T: tokens * top_k, inner], alpha,
 #   limit; T: bfloat16 or float32; U: uint8; B: float32; I: int32
 # Writes: output
-# Needs: a GPU that Triton drives; contiguous tensors; graph-safe.
+# Needs: a GPU that Triton drives; scales of any pitch, the rest contiguous; graph-safe.
 # Idea: a program for each tile of 16 rows and 128 columns walks along k by 64, the period of the
 #   layout; FP4 is decoded in registers by reshapes. Plain, not tuned.
 # Made by: hand, as a plain right solution.
-# Figures: NVIDIA H200, geometric means, bench/results/vllm-points: sweep bf16 86.97x against eager,
-#   44.44x to 170.21x at tokens 1 to 128 (h200-moe_matmul_swiglu.json.xz); it was judged for the
-#   proof of a patch point, against eager alone; it is far slower than vLLM's kernel.
-# Digest: 181ad53f8067b5c250fc10b1d33406a384edd5e65cccd66bb677501081a73290
+# Figures: not measured since scales have a pitch. Before, on an NVIDIA H200: sweep bf16 86.97x
+#   against eager alone, for the proof of a patch point
+#   (bench/results/vllm-points/h200-moe_matmul_swiglu.json.xz); it is far slower than vLLM's kernel.
+# Digest: dae561567d200fe21eb65e3e4eabb04dae99faad47166683569d47e7b6e149d7
 
 """moe_matmul_swiglu(x[T: tokens, hidden], weights[U: experts, inner / 2, 2 * hidden],
 scales[U: experts, 8 for each 256 of 2 * inner, hidden], bias[B: experts, 2 * inner],

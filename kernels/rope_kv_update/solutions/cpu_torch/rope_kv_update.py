@@ -2,15 +2,17 @@
 #   paged cache at slots (-1: none); float32, rounded once.
 # Arguments: positions[P: tokens], query[T: tokens, q_heads * head_dim], key[T: tokens, kv_heads *
 #   head_dim], value[T: tokens, kv_heads * head_dim], bias[T: biased * (q_heads + 2 * kv_heads) *
-#   head_dim], cos_sin[C: positions, head_dim], slots[P: tokens], kv_cache[T: blocks, 2, block_size,
-#   kv_heads, head_dim]; T: bfloat16 or float16 or float32; C: T or float32; P: int64
-# Writes: query, kv_cache
-# Needs: PyTorch alone; shipped for the CPU; any stride of rows.
+#   head_dim], cos_sin[C: positions, head_dim], slots[P: tokens], key_cache[T: blocks, block_size,
+#   kv_heads, head_dim], value_cache[T: blocks, block_size, kv_heads, head_dim]; T: bfloat16 or
+#   float16 or float32; C: T or float32; P: int64
+# Writes: query, key_cache, value_cache
+# Needs: PyTorch alone; shipped for the CPU; any stride of rows; caches of any strides with dense
+#   heads.
 # Idea: rotation by halves in float32 and an indexed write of those tokens that have a slot. It is
 #   here to be right.
 # Made by: hand, as a plain right solution.
 # Figures: not measured.
-# Digest: 230d9c28fc130f3137eadc5278045cc6b0c4cbb87186b5ac989c877fb2070e90
+# Digest: df85c5312fb7d8ad59b770f4cc3cc52a168aba85e4b612f85d8168297d631e5d
 
 import torch
 

@@ -2,16 +2,18 @@
 #   paged cache at slots (-1: none); float32, rounded once.
 # Arguments: positions[P: tokens], query[T: tokens, q_heads * head_dim], key[T: tokens, kv_heads *
 #   head_dim], value[T: tokens, kv_heads * head_dim], bias[T: biased * (q_heads + 2 * kv_heads) *
-#   head_dim], cos_sin[C: positions, head_dim], slots[P: tokens], kv_cache[T: blocks, 2, block_size,
-#   kv_heads, head_dim]; T: bfloat16 or float16 or float32; C: T or float32; P: int64
-# Writes: query, kv_cache
-# Needs: a GPU that Triton drives; any stride of rows; graph-safe.
+#   head_dim], cos_sin[C: positions, head_dim], slots[P: tokens], key_cache[T: blocks, block_size,
+#   kv_heads, head_dim], value_cache[T: blocks, block_size, kv_heads, head_dim]; T: bfloat16 or
+#   float16 or float32; C: T or float32; P: int64
+# Writes: query, key_cache, value_cache
+# Needs: a GPU that Triton drives; any stride of rows; caches of any strides with dense heads;
+#   graph-safe.
 # Idea: one launch in place of two: a program for each token and head, query heads first, then key
 #   heads, which take their value along into the cache.
 # Made by: hand, as a plain right solution.
-# Figures: not measured by itself; it ran in vLLM in place of vLLM's own:
-#   bench/results/vllm-points/README.md.
-# Digest: 4c66520f8763d80de1e20f1699f2c0eff929a766799cb61d60f5a46430a34e82
+# Figures: not measured by itself; with keys and values as one tensor it ran in vLLM in place of
+#   vLLM's own: bench/results/vllm-points/README.md.
+# Digest: 3cfc137b63a946cb29740e9f3ca2eb79d9532dac412c2ff4923260d6d384eee5
 
 """rope_kv_update(positions[P: tokens], query[T: tokens, q_heads * head_dim],
 key[T: tokens, kv_heads * head_dim], value[T: tokens, kv_heads * head_dim], bias[T: 0 or all],

@@ -2,18 +2,21 @@
 #   paged cache at slots (-1: none); float32, rounded once.
 # Arguments: positions[P: tokens], query[T: tokens, q_heads * head_dim], key[T: tokens, kv_heads *
 #   head_dim], value[T: tokens, kv_heads * head_dim], bias[T: biased * (q_heads + 2 * kv_heads) *
-#   head_dim], cos_sin[C: positions, head_dim], slots[P: tokens], kv_cache[T: blocks, 2, block_size,
-#   kv_heads, head_dim]; T: bfloat16 or float16 or float32; C: T or float32; P: int64
-# Writes: query, kv_cache
-# Needs: a GPU that Triton drives; any stride of rows; graph-safe.
+#   head_dim], cos_sin[C: positions, head_dim], slots[P: tokens], key_cache[T: blocks, block_size,
+#   kv_heads, head_dim], value_cache[T: blocks, block_size, kv_heads, head_dim]; T: bfloat16 or
+#   float16 or float32; C: T or float32; P: int64
+# Writes: query, key_cache, value_cache
+# Needs: a GPU that Triton drives; any stride of rows; caches of any strides with dense heads;
+#   graph-safe.
 # Idea: one launch in place of vLLM's two. A program has several heads of one token, of queries or
 #   of keys with their values: 256 pairs up to 16 tokens, 512 up to 64, then 1024, so that few
-#   tokens still fill the GPU. Heads and block size are compiled in; the rotated key goes to the
-#   cache alone.
-# Made by: the agent loop, recording bench/results/loop/rope_kv_update-triton, candidate 1.
-# Figures: NVIDIA H200, geometric means, bench/results/kernels: sweep bf16 2.58x against vllm, 2.23x
-#   to 2.80x at tokens 1 to 128 (rope_kv_update-triton_tuned.json.xz).
-# Digest: cdad0ac70f68a95dd2bf6cf3dac6e85c8c23a2caf760974bcc5854474c0fb8de
+#   tokens still fill the GPU. Heads and block size are compiled in, strides are not; the rotated
+#   key goes to the cache alone.
+# Made by: hand, from candidate 1 of the agent loop's recording
+#   bench/results/loop/rope_kv_update-triton, whose caches were one contiguous tensor.
+# Figures: not measured since the caches have strides. Before, on an NVIDIA H200: sweep bf16 2.58x
+#   against vllm (bench/results/kernels/rope_kv_update-triton_tuned.json.xz).
+# Digest: a802b9766191ecaee46101357fcff7f0a23236abec3192dd54f96a4b2fe3ae09
 
 import torch
 import triton
