@@ -17,7 +17,8 @@ import torch
 from patcher.bench import DTYPES, Contract, PatcherError
 from patcher.integrate.changes import SourceChangedError
 from patcher.integrate.counts import CallCounters, GraphWatch
-from patcher.integrate.dispatch import AxisBounds, CallGuards, Dispatcher, TensorGuard
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.guards import AxisBounds, CallGuards, TensorGuard
 from patcher.integrate.manifest import Manifest
 from patcher.integrate.patch import Patch
 from patcher.integrate.points import PatchPoint, find_point
@@ -137,8 +138,9 @@ def contract_guards(
                 tensor.shape,
                 tensor.dtype,
                 tensor.access != "read",
-                rows=tensor.layout == "rows",
+                layout=tensor.layout,
                 alignment=tensor.alignment,
+                in_part=tensor.in_part,
             )
             for tensor in contract.tensors
         ),

@@ -13,7 +13,8 @@ import torch
 
 from patcher.bench.machine.environment import describe
 from patcher.integrate.counts import CallCounters, GraphWatch
-from patcher.integrate.dispatch import AxisBounds, CallGuards, Dispatcher, TensorGuard
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.guards import AxisBounds, CallGuards, TensorGuard
 
 CALLS = 500
 """Calls per contender and pair: short enough that other programs rarely interrupt them."""

@@ -29,6 +29,8 @@ class CallSignature:
     """Whether the kernel has run once for such a call and may use the caller's tensors."""
     matches: Callable[..., bool] | None = None
     """A fast test for such a call; None before the first one."""
+    device: int | None = None
+    """Index of the CUDA device of its tensors; None where no other could be the current one."""
     calls: int = 0
     """Eager calls, including those of a graph until its recording ends."""
 

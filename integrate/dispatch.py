@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from patcher.integrate.counts import CallCounters, CallSignature, GraphWatch
+from patcher.integrate.guards import CallGuards
 from patcher.integrate.keys import key_of, matcher_of, never
 
 log = logging.getLogger("patcher")
@@ -21,127 +21,7 @@ log = logging.getLogger("patcher")
 _MOST_CASES = 10_000
 """Cached call signatures; beyond that number the cache is cleared."""
 _MOST_COPIED = 256 << 20
-"""Largest tensor in bytes that is copied before a first call. A KV cache is larger."""
-_EXACT = 128
-"""Receipts list row counts up to this exactly, larger ones by the next power of two."""
-
-
-@dataclass(frozen=True)
-class TensorGuard:
-    """The requirements of one tensor of the contract."""
-
-    name: str
-    axes: tuple[str, ...]
-    """Names of its axes, or arithmetic; see `CallGuards.solve`."""
-    dtype: str
-    """A dtype symbol of the contract."""
-    mutated: bool
-    """Whether the kernel writes to it."""
-    rows: bool = False
-    """Whether only the last axis must be dense; otherwise the whole tensor must be contiguous."""
-    alignment: int = 1
-    """Alignment of the first element, in bytes."""
-
-
-@dataclass(frozen=True)
-class AxisBounds:
-    """The sizes of an axis that the kernel supports."""
-
-    minimum: int = 0
-    maximum: int | None = None
-    multiple_of: int = 1
-
-
-@dataclass(frozen=True)
-class CallGuards:
-    """The calls that the patched kernel supports; tensors and scalars in the contract's order."""
-
-    device: str
-    """`cpu` or `cuda`."""
-    tensors: tuple[TensorGuard, ...]
-    scalars: tuple[tuple[str, type], ...]
-    """Name and type (`float` or `int`)."""
-    dtypes: tuple[Mapping[str, torch.dtype], ...]
-    """Supported combinations, by dtype symbol."""
-    axes: Mapping[str, AxisBounds] = field(default_factory=dict)
-    """Bounds by axis."""
-    capabilities: tuple[tuple[int, int], ...] = ()
-    """Supported compute capabilities; empty for any."""
-    graph_safe: bool = True
-    """Whether the kernel may be recorded in a CUDA graph."""
-    solve: Callable[[list[tuple[int, ...]]], Mapping[str, int]] | None = None
-    """Computes axis sizes from the shapes of the tensors, if the contract's axes are arithmetic.
-    It raises ValueError if the shapes do not fit."""
-
-    def refusal(self, args: tuple[Any, ...]) -> str | None:
-        """Why the guards refuse these arguments; None if they allow them.
-
-        The answer depends only on shape, strides, dtype, device and alignment.
-        """
-        tensors = args[: len(self.tensors)]
-        for guard, tensor in zip(self.tensors, tensors, strict=True):
-            if tensor.device.type != self.device:
-                return f"device {tensor.device.type}"
-            if tensor.device != tensors[0].device:
-                return "tensors on several devices"
-            if tensor.dim() != len(guard.axes):
-                return f"{guard.name} has {tensor.dim()} axes"
-        sizes, reason = self._sizes(tensors)
-        return reason or self._dtype(tensors) or self._place(tensors) or self._size(sizes)
-
-    def label(self, tensors: tuple[torch.Tensor, ...]) -> str:
-        """Shape bucket and dtypes, as receipts name them: `tokens=8 hidden=2880 bfloat16`."""
-        sizes, _ = self._sizes(tensors)
-        rows = next(iter(sizes), None)  # the other axes are the model's and have few sizes
-        shapes = " ".join(
-            f"{axis}={_bucket(size) if axis == rows else size}" for axis, size in sizes.items()
-        )
-        return f"{shapes} {'/'.join(dict.fromkeys(map(_short, tensors)))}"
-
-    def _sizes(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Mapping[str, int], str | None]:
-        if self.solve is not None:
-            try:
-                return self.solve([tuple(tensor.shape) for tensor in tensors]), None
-            except ValueError as error:
-                return {}, f"shapes that do not fit: {error}"
-        sizes: dict[str, int] = {}
-        for guard, tensor in zip(self.tensors, tensors, strict=True):
-            for axis, size in zip(guard.axes, tensor.shape, strict=False):
-                if sizes.setdefault(axis, size) != size:
-                    return sizes, "shapes that do not fit together"
-        return sizes, None
-
-    def _dtype(self, tensors: tuple[torch.Tensor, ...]) -> str | None:
-        for choice in self.dtypes:
-            pairs = zip(self.tensors, tensors, strict=True)
-            if all(tensor.dtype == choice[guard.dtype] for guard, tensor in pairs):
-                return None
-        by_symbol = {guard.dtype: _short(t) for guard, t in zip(self.tensors, tensors, strict=True)}
-        return f"dtype {'/'.join(by_symbol.values())}"
-
-    def _place(self, tensors: tuple[torch.Tensor, ...]) -> str | None:
-        for guard, tensor in zip(self.tensors, tensors, strict=True):
-            rows_apart = guard.rows and tensor.dim() > 1 and tensor.stride(-1) == 1
-            if not rows_apart and not tensor.is_contiguous():
-                return "not contiguous"
-            if tensor.data_ptr() % guard.alignment:
-                return "not aligned"
-        if self.capabilities and self.device == "cuda":
-            capability = torch.cuda.get_device_capability(tensors[0].device)
-            if capability not in self.capabilities:
-                return f"compute capability {capability[0]}.{capability[1]}"
-        return None
-
-    def _size(self, sizes: Mapping[str, int]) -> str | None:
-        for axis, guard in self.axes.items():
-            size = sizes.get(axis, guard.minimum)
-            if size % guard.multiple_of:
-                return f"{axis} {size} is no multiple of {guard.multiple_of}"
-            if size < guard.minimum:
-                return f"{axis} {size} is under {guard.minimum}"
-            if guard.maximum is not None and size > guard.maximum:
-                return f"{axis} {size} is over {guard.maximum}"
-        return None
+"""Largest tensor in bytes that is copied before a first call."""
 
 
 class Dispatcher:
@@ -152,8 +32,11 @@ class Dispatcher:
     Otherwise (serving), the first call of each signature works on copies. If the kernel raises
     there, the caller's tensors are intact: this call and all later ones fall back, and the error is
     logged once. If the kernel raises later, the caller's tensors may be corrupt: that call raises,
-    and all later ones fall back. Tensors over 256 MiB are not copied. These are KV caches, which a
-    kernel writes in part, and the original writes the same part again.
+    and all later ones fall back. Tensors that are written in part, such as a KV cache, are not
+    copied, since others may write the rest meanwhile; the original writes the same part again.
+    Neither are tensors over 256 MiB.
+
+    The kernel runs with the device of its tensors as the current one, as torch's operators do.
 
     While a CUDA graph is recorded, nothing is built, copied or allocated: signatures that were not
     proven before fall back.
@@ -210,7 +93,10 @@ class Dispatcher:
             return False
         if self.strict or case.proven:
             try:
-                self._kernel(*args)
+                if case.device is None:
+                    self._kernel(*args)
+                else:
+                    self._launch(case.device, args)
             except Exception as error:
                 if not self.strict:
                     self._break(error)
@@ -284,12 +170,14 @@ class Dispatcher:
             return False
         tensors = len(self.guards.tensors)
         copied = [
-            arg.clone() if guard.mutated and arg.nbytes <= _MOST_COPIED else arg
+            arg.clone()
+            if guard.mutated and not guard.in_part and arg.nbytes <= _MOST_COPIED
+            else arg
             for guard, arg in zip(self.guards.tensors, args[:tensors], strict=True)
         ]
         copied += args[tensors:]
         try:
-            self._kernel(*copied)
+            self._launch(case.device, copied)
         except Exception as error:
             self._break(error)
             return False
@@ -298,6 +186,13 @@ class Dispatcher:
                 arg.copy_(copy)
         case.proven = True
         return True
+
+    def _launch(self, device: int | None, args: Sequence[Any]) -> None:
+        if device is None or device == torch.cuda.current_device():
+            self._kernel(*args)
+        else:
+            with torch.cuda.device(device):
+                self._kernel(*args)
 
     def _break(self, error: Exception) -> None:
         self._broken = f"the patched kernel raised {type(error).__name__}"
@@ -322,10 +217,16 @@ class Dispatcher:
         label = self.name if refusal else f"{self.name} {self.guards.label(tensors)}"
         if len(self._known) >= _MOST_CASES:
             self._known.clear()
-        case = self._known[key] = CallSignature(label, refusal)
+        case = self._known[key] = CallSignature(label, refusal, device=_one_of_several(tensors))
         if refusal is None:
             self.book.cases.append(case)
         return case
+
+
+def _one_of_several(tensors: tuple[torch.Tensor, ...]) -> int | None:
+    """Index of the CUDA device of a call; None where no other could be the current one."""
+    device = tensors[0].device
+    return device.index if device.type == "cuda" and torch.cuda.device_count() > 1 else None
 
 
 def _schema(guards: CallGuards) -> str:
@@ -340,11 +241,3 @@ def _schema(guards: CallGuards) -> str:
 
 def _nothing(*args: Any) -> None:
     """The operator on fake tensors: it returns nothing and changes no shape."""
-
-
-def _bucket(size: int) -> str:
-    return str(size) if size <= _EXACT else f"<={1 << (size - 1).bit_length()}"
-
-
-def _short(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -1,9 +1,10 @@
 """The format of tensors between judge and runner: plain bytes, with red zones around each.
 
 Each tensor of each set has a slot: red zone, data, red zone. The runner returns the whole slot, so
-that the judge, not the candidate's process, detects stray writes, also in the gaps between the rows
-of a padded tensor. Red zones are 0xff: NaN in every float dtype, so stray reads show in the values.
-In a dtype without a NaN (`float4_e2m1fn_x2`, integers) they are some number.
+that the judge, not the candidate's process, detects stray writes, also in the gaps between the
+elements of a tensor that is not contiguous. Red zones are 0xff: NaN in every float dtype, so stray
+reads show in the values. In a dtype without a NaN (`float4_e2m1fn_x2`, integers) they are some
+number.
 """
 
 from __future__ import annotations
@@ -78,12 +79,20 @@ class Wanted(Record):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    padding: int = 0
-    """Elements between the end of a row and the start of the next."""
+    strides: tuple[int, ...] | None = None
+    """In elements; None: contiguous."""
     shift: int = 0
     """Elements by which the first one is misaligned."""
     travel: Travel = "bytes"
     constant: bool = False
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, in elements."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    return tuple(strides)
 
 
 def layout(tensors: Sequence[Wanted]) -> Layout:
@@ -92,7 +101,7 @@ def layout(tensors: Sequence[Wanted]) -> Layout:
     ends = dict.fromkeys(_TRAVELS, 0)
     for wanted in sorted(tensors, key=lambda each: _TRAVELS.index(each.travel)):
         size = DTYPES[wanted.dtype].item_bytes
-        strides = _strides(wanted.shape, wanted.padding)
+        strides = contiguous(wanted.shape) if wanted.strides is None else wanted.strides
         empty = 0 in wanted.shape
         last = sum((n - 1) * stride for n, stride in zip(wanted.shape, strides, strict=True))
         span = 0 if empty else (last + 1) * size
@@ -145,7 +154,7 @@ def read_set(layout: Layout, block: Bytes, names: Iterable[str]) -> dict[str, to
 
 
 def strayed(layout: Layout, blocks: Bytes) -> list[str]:
-    """Names of tensors with writes around them or between their rows.
+    """Names of tensors with writes around or between their elements.
 
     Args:
         blocks: bytes of shape [sets, returned_bytes].
@@ -158,7 +167,7 @@ def strayed(layout: Layout, blocks: Bytes) -> list[str]:
 
 
 def _outside(slot: Slot, blocks: Bytes) -> Bytes:
-    """Bytes of a slot outside of elements: red zones, and gaps between rows."""
+    """Bytes of a slot outside of elements: red zones, and gaps between elements."""
     end = slot.begin + slot.span_bytes
     before, after = (
         blocks[:, slot.offset : slot.begin],
@@ -172,15 +181,6 @@ def _outside(slot: Slot, blocks: Bytes) -> Bytes:
         torch.from_numpy(gaps).as_strided(shape, strides).fill_(False)
         found.append(blocks[:, slot.begin : end][:, gaps])
     return np.concatenate(found, axis=1)
-
-
-def _strides(shape: tuple[int, ...], padding: int) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for axis in range(len(shape) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * shape[axis + 1]
-        if axis == len(shape) - 2:
-            strides[axis] += padding
-    return tuple(strides)
 
 
 def _round_up(size: int) -> int:

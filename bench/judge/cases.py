@@ -17,6 +17,7 @@ from patcher.bench.judge import regimes
 from patcher.bench.judge.accuracy import FLUSHED, explain_mismatch, explain_touched
 from patcher.bench.judge.blob import Layout, Travel, Wanted, layout
 from patcher.bench.judge.numbers import numbers, stacked
+from patcher.bench.judge.placement import SHIFT, placements, strides_of
 from patcher.bench.ops.codes import nudge
 from patcher.bench.ops.contract import Point, Sweep, TensorSpec
 from patcher.bench.ops.dtypes import DTYPES, dtype_of
@@ -27,8 +28,6 @@ MIXED_BYTES = 16 << 20
 """Size in bytes above which a read-only tensor of arbitrary bits is not sent."""
 CHECKED_BYTES = 1 << 20
 """Size in bytes above which a digest of a read-only tensor is returned."""
-PADDING, SHIFT = 8, 1
-"""Elements of padding between rows, or of misalignment, if the contract allows them."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Case:
     seed: int
     scalars: tuple[float, ...]
     placed: str = "plain"
-    """`plain`, `padded` (gaps between rows) or `shifted` (misaligned)."""
+    """`plain`, or one of `placements`: other strides, or `shifted` (misaligned)."""
     only: str = ""
     """The tensor that the regime applies to; empty: all that it may change."""
     changed: int | None = None
@@ -116,29 +115,23 @@ def shapes_tried(op: Op, sweep: Sweep) -> list[Point]:
     return [*sweep.points(), *hidden]
 
 
-def placements(op: Op) -> list[str]:
-    """The placements that the contract allows, besides `plain`."""
-    padded = any(tensor.layout == "rows" for tensor in op.contract.tensors)
-    shifted = any(tensor.alignment < 16 for tensor in op.contract.tensors)
-    return [name for name, allowed in (("padded", padded), ("shifted", shifted)) if allowed]
-
-
 def tensors_of(op: Op, point: Point, placed: str = "plain", sparing: bool = True) -> Layout:
     """The layout of the tensors. With `sparing`, large read-only ones are not sent in full."""
     contract = op.contract
     wanted = []
     for tensor in contract.tensors:
-        padded = placed == "padded" and tensor.layout == "rows"
-        shifted = placed == "shifted" and tensor.alignment < 16
         shape, dtype = contract.shape(tensor, point), point.dtypes[tensor.dtype]
+        strides = strides_of(tensor, shape, dtype, placed)
+        shifted = placed == "shifted" and tensor.alignment < 16
+        as_plain = strides == strides_of(tensor, shape, dtype) and not shifted
         size = math.prod(shape) * DTYPES[dtype].item_bytes
-        spared = sparing and tensor.access == "read" and not (padded or shifted)
+        spared = sparing and tensor.access == "read" and as_plain
         wanted.append(
             Wanted(
                 name=tensor.name,
                 dtype=dtype,
                 shape=shape,
-                padding=PADDING if padded else 0,
+                strides=strides,
                 shift=SHIFT if shifted else 0,
                 travel=_travel(tensor, size) if spared else "bytes",
                 constant=tensor.constant,

@@ -12,6 +12,8 @@ from patcher.bench.ops.arithmetic import evaluate, names_in, solve
 from patcher.bench.ops.dtypes import DTYPES, Dtype
 from patcher.bench.records import Record
 
+TensorLayout = Literal["contiguous", "rows", "strided"]
+
 
 class TensorSpec(Record):
     name: str
@@ -27,12 +29,18 @@ class TensorSpec(Record):
     """`given`: only `inputs.py` chooses them (indices, tables); `any`: the judge's regimes too.
     `bits`: every bit pattern is a valid value, and regimes do not apply (packed weights); the judge
     mixes a large one anew on the device for each call."""
-    layout: Literal["contiguous", "rows"] = "contiguous"
-    """`rows`: the last axis is dense, and the stride between rows may exceed a row."""
+    layout: TensorLayout = "contiguous"
+    """`rows`: the last axis is dense, and the pitch, the one stride between rows, may exceed a row.
+    `strided`: the last axis is dense, and the other axes have any order and strides at which no two
+    elements share a place. Strides of an axis with fewer than two entries mean nothing."""
+    in_part: bool = False
+    """An updated tensor of which a call writes only what other arguments name, such as the slots of
+    a cache. Others may write the rest meanwhile, so a tensor in part is never put back whole."""
     constant: bool = False
     """A weight: no kernel of a step writes it, so a dependent launch may read it early."""
     alignment: int = 16
-    """Alignment of the first element in bytes; below 16 the judge tries misaligned ones."""
+    """Alignment of the first element in bytes; below 16 the judge tries misaligned ones. Where a
+    tensor is not contiguous, every stride but the last is a multiple of it too."""
     scale_of: str = ""
     """The tensor that this one is a block scale of. The value of a number is the product with its
     scales, and the judge compares these products only. Several tensors may scale one."""
@@ -175,6 +183,13 @@ class Contract(Record):
                 )
             if any(size < 0 for size in scale.block):
                 raise ValueError(f"{scale.name}: a block has no size below 0")
+        return self
+
+    @model_validator(mode="after")
+    def _parts_are_updated(self) -> Contract:
+        for tensor in self.tensors:
+            if tensor.in_part and tensor.access != "update":
+                raise ValueError(f"{tensor.name}: only an updated tensor is written in part")
         return self
 
     @property

@@ -36,7 +36,7 @@ def package(contract: Contract, device: str, language: Language) -> Package:
         bind=bind,
         tensors=tensors,
         dtypes=contract.dtype_choices(),
-        rows=[each.name for each in contract.tensors if each.layout == "rows"],
+        layouts={each.name: each.layout for each in contract.tensors},
         alignments={each.name: each.alignment for each in contract.tensors},
         sizes={
             axis: (guard.minimum, guard.maximum, guard.multiple_of)
@@ -202,9 +202,35 @@ import torch
 {bind}
 _TENSORS = {tensors!r}
 _DTYPES = {dtypes!r}
-_ROWS = {rows!r}
+_LAYOUTS = {layouts!r}
 _ALIGNMENT = {alignments!r}
 _SIZES = {sizes!r}
+
+
+def _misplaced(value, layout, alignment):
+    """Why the kernel does not support this tensor's address or strides, or None."""
+    unaligned = "is not aligned to " + str(alignment) + " bytes"
+    if value.data_ptr() % alignment:
+        return unaligned
+    if value.is_contiguous():
+        return None
+    if layout == "contiguous" or value.dim() < 2 or value.stride(-1) != 1:
+        return "is not contiguous"
+    outer = [each for each in zip(value.stride()[:-1], value.shape[:-1]) if each[1] > 1]
+    if any(stride * value.element_size() % alignment for stride, _ in outer):
+        return unaligned
+    extent = value.shape[-1]
+    for stride, size in sorted(outer):
+        if stride < extent:
+            return "has elements that share a place"
+        extent += (size - 1) * stride
+    if layout == "rows":
+        follows = value.stride(-2)
+        for axis in range(value.dim() - 2, 0, -1):
+            follows *= value.shape[axis]
+            if value.shape[axis - 1] > 1 and value.stride(axis - 1) != follows:
+                return "has rows without one pitch"
+    return None
 
 
 def _refuse(tensors):
@@ -216,11 +242,9 @@ def _refuse(tensors):
             return name + " is on " + value.device.type + ", not on {device}"
         if value.dim() != len(axes):
             return name + " must have the axes " + ", ".join(axes)
-        dense = value.stride(-1) == 1 if name in _ROWS else value.is_contiguous()
-        if value.numel() and not dense:
-            return name + " is not contiguous"
-        if value.data_ptr() % _ALIGNMENT[name]:
-            return name + " is not aligned to " + str(_ALIGNMENT[name]) + " bytes"
+        misplaced = _misplaced(value, _LAYOUTS[name], _ALIGNMENT[name])
+        if misplaced is not None:
+            return name + " " + misplaced
         dtype = str(value.dtype).replace("torch.", "")
         if dtypes.setdefault(symbol, dtype) != dtype:
             return name + " is " + dtype + ", others " + dtypes[symbol]

@@ -62,7 +62,7 @@ def dequantised(weights: Tensor, scales: Tensor, columns: int) -> Tensor:
     number = number.view(columns // 16, 4, depth // 64, 2, 4, 4, 2, 2, 2)
     number = number.permute(0, 7, 1, 3, 2, 5, 6, 4, 8).reshape(columns, depth)
     # n: 256s, 16s; k: 64s; n's 128, n % 8; k's 32; n's 8
-    exponent = scales.view(-1, 8, depth // 64, 2, 8, 2, 2).permute(0, 3, 1, 6, 4, 2, 5)
+    exponent = scales.reshape(-1, 8, depth // 64, 2, 8, 2, 2).permute(0, 3, 1, 6, 4, 2, 5)
     scale = torch.exp2(exponent.reshape(-1, depth // 32)[:columns].float() - 127)
     return number * scale.repeat_interleave(32, 1)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Baseline = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Any]
+Baseline = Callable[..., Any]
 
 
 def _rotated(
@@ -31,18 +31,20 @@ def _rotated(
     return parts[0].to(query.dtype), parts[1].to(query.dtype), parts[2].to(query.dtype)
 
 
-def _write(key: Tensor, value: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
+def _write(
+    key: Tensor, value: Tensor, slots: Tensor, key_cache: Tensor, value_cache: Tensor
+) -> None:
     # padding repeats another token's write, since the host would wait for the size of a mask;
     # if all slots are padding, the last place is written with its own contents
-    blocks, _, block_size = kv_cache.shape[:3]
+    blocks, block_size = key_cache.shape[:2]
     best = slots.argmax()
     source = torch.where(slots >= 0, torch.arange(len(slots), device=slots.device), best)
     target = slots[source] % (blocks * block_size)
     block, offset = target // block_size, target % block_size
     some = (slots.max() >= 0).view(1, 1, 1)  # the host would wait for a 0-d index
-    for plane, new in zip(kv_cache.unbind(1), (key, value), strict=True):
-        old = plane[block, offset]  # a Python number as index would be copied from the host
-        plane[block, offset] = torch.where(some, new.view(old.shape)[source], old)
+    for cache, new in ((key_cache, key), (value_cache, value)):
+        old = cache[block, offset]  # a Python number as index would be copied from the host
+        cache[block, offset] = torch.where(some, new.view(old.shape)[source], old)
 
 
 def _with(rotate: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Baseline:
@@ -54,11 +56,12 @@ def _with(rotate: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Baseline:
         bias: Tensor,
         cos_sin: Tensor,
         slots: Tensor,
-        kv_cache: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
     ) -> None:
         turned, keys, values = rotate(positions, query, key, value, bias, cos_sin)
         query.copy_(turned)
-        _write(keys, values, slots, kv_cache)
+        _write(keys, values, slots, key_cache, value_cache)
 
     return run
 
@@ -72,7 +75,7 @@ def compiled(device: str) -> Baseline:
     return _with(torch.compile(_rotated, dynamic=True))
 
 
-def _vllm_write(device: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+def _vllm_write(device: str) -> Callable[..., None]:
     """vLLM 0.25.1, v1/attention/backends/flash_attn.py, do_kv_cache_update."""
     if device != "cuda":
         raise ImportError("vLLM's kernel needs a CUDA device")
@@ -80,14 +83,15 @@ def _vllm_write(device: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
     one = torch.ones((), dtype=torch.float32, device=device)
 
-    def write(key: Tensor, value: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
-        heads, head_dim = kv_cache.shape[3:]
-        keys, values = kv_cache.unbind(1)
+    def write(
+        key: Tensor, value: Tensor, slots: Tensor, key_cache: Tensor, value_cache: Tensor
+    ) -> None:
+        heads, head_dim = key_cache.shape[2:]
         ops.reshape_and_cache_flash(
             key.view(-1, heads, head_dim),
             value.view(-1, heads, head_dim),
-            keys,
-            values,
+            key_cache,
+            value_cache,
             slots,
             "auto",
             one,
@@ -109,14 +113,15 @@ def vllm(device: str) -> Baseline:
         bias: Tensor,
         cos_sin: Tensor,
         slots: Tensor,
-        kv_cache: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
     ) -> None:
         if bias.numel():
             raise ImportError("vLLM adds the bias in its matmul")
         if cos_sin.dtype != query.dtype:
             raise ImportError("vLLM's kernel wants the table in the dtype of the query")
-        ops.rotary_embedding(positions, query, key, kv_cache.shape[-1], cos_sin, True)
-        write(key, value, slots, kv_cache)
+        ops.rotary_embedding(positions, query, key, key_cache.shape[-1], cos_sin, True)
+        write(key, value, slots, key_cache, value_cache)
 
     return run
 
@@ -133,14 +138,15 @@ def flashinfer(device: str) -> Baseline:
         bias: Tensor,
         cos_sin: Tensor,
         slots: Tensor,
-        kv_cache: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
     ) -> None:
         if bias.numel():
             raise ImportError("flashinfer's rotation adds no bias")
         if cos_sin.dtype is not torch.float32:
             raise ImportError("flashinfer's kernel wants the table in float32")
-        apply_rope_with_cos_sin_cache_inplace(positions, query, key, kv_cache.shape[-1], cos_sin)
-        write(key, value, slots, kv_cache)
+        apply_rope_with_cos_sin_cache_inplace(positions, query, key, key_cache.shape[-1], cos_sin)
+        write(key, value, slots, key_cache, value_cache)
 
     return run
 

@@ -37,7 +37,8 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
 
     places = axes["blocks"] * axes["block_size"]
     query, key, value = normal(tokens, q_size), normal(tokens, kv_size), normal(tokens, kv_size)
-    cache = normal(axes["blocks"], 2, axes["block_size"], axes["kv_heads"], head_dim)
+    cache = axes["blocks"], axes["block_size"], axes["kv_heads"], head_dim
+    key_cache, value_cache = normal(*cache), normal(*cache)
     bias = normal(axes["biased"] * (q_size + 2 * kv_size))
     at = torch.randint(0, axes["positions"], (tokens,), generator=generator, device=device)
     slots = torch.randperm(places, generator=generator, device=device)[:tokens]
@@ -72,7 +73,8 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
         "bias": bias.to(dtype),
         "cos_sin": yarn(axes["positions"], head_dim, device).to(table_dtype),
         "slots": slots,
-        "kv_cache": cache.to(dtype),
+        "key_cache": key_cache.to(dtype),
+        "value_cache": value_cache.to(dtype),
     }
 
 

@@ -27,7 +27,8 @@ from patch_sample import add_norm_guards, kernel
 
 from patcher.integrate import CallCounters, Receipt, read_receipts
 from patcher.integrate.counts import GraphWatch
-from patcher.integrate.dispatch import CallGuards, Dispatcher, TensorGuard
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.guards import CallGuards, TensorGuard
 from patcher.integrate.receipts import ReceiptWriter
 
 CALL = "op tokens=2 hidden=8 float32"
@@ -107,7 +108,7 @@ def test_misaligned_and_strided_calls_are_told_apart() -> None:
     guards = CallGuards(
         device="cpu",
         tensors=(
-            TensorGuard("x", rows, "T", mutated=True, rows=True, alignment=16),
+            TensorGuard("x", rows, "T", mutated=True, layout="rows", alignment=16),
             TensorGuard("n", ("tokens",), "I", mutated=False),
         ),
         scalars=(("k", int),),

@@ -9,7 +9,8 @@ from patch_sample import add_norm_guards, kernel
 
 from patcher.integrate import CallCounters
 from patcher.integrate.counts import GraphWatch
-from patcher.integrate.dispatch import AxisBounds, Dispatcher
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.guards import AxisBounds
 
 
 class Graph:

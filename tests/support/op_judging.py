@@ -2,8 +2,36 @@
 
 from __future__ import annotations
 
-from patcher.bench import Candidate, Evaluation, Language, Outcome
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from patcher.bench import Candidate, Evaluation, Language, Op, Outcome
+from patcher.bench.judge.blob import read_set, strayed, write_set
+from patcher.bench.judge.cases import Case, expect, make_inputs, tensors_of, value_problem
 from patcher.bench.judge.judge import Judge
+
+
+def wrong_with(op: Op, case: Case, kernel: Callable[..., Any]) -> str | None:
+    """What the judge would say of one call of a kernel, on tensors placed as the case wants."""
+    values = make_inputs(op, case, "cpu")
+    inputs = {tensor.name: values[tensor.name] for tensor in op.contract.tensors}
+    expected = expect(op, case, inputs)
+    plan = tensors_of(op, case.point, case.placed, sparing=False)
+    block = np.empty(plan.set_bytes, dtype=np.uint8)
+    write_set(plan, block, inputs)
+    kernel(*(slot.view(torch.from_numpy(block)) for slot in plan.slots), *case.scalars)
+    if names := strayed(plan, block[None]):
+        return f"writes around {', '.join(names)}"
+    left: dict[str, Tensor] = read_set(plan, block, inputs)
+    for tensor in op.contract.tensors:
+        if tensor.access == "read":
+            same = left[tensor.name].equal(inputs[tensor.name])
+            assert same or inputs[tensor.name].isnan().any()
+    return value_problem(op, [case], [expected], [left])
 
 
 def tells_right_from_wrong(judge: Judge, name: str, right: str, change: tuple[str, str]) -> None:

@@ -9,7 +9,7 @@ import torch
 from patcher import bench
 from patcher.bench import Candidate, Evaluation, Language, Outcome, Timing, Workload
 from patcher.integrate import Patch
-from patcher.integrate.dispatch import AxisBounds, CallGuards, TensorGuard
+from patcher.integrate.guards import AxisBounds, CallGuards, TensorGuard
 
 OP = bench.load_op("fused_add_rms_norm")
 SOURCE = "// fused_add_rms_norm\n"

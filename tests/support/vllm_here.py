@@ -15,7 +15,8 @@ from packaging.version import Version
 from patcher import bench
 from patcher.integrate import CallCounters
 from patcher.integrate.activation import contract_guards
-from patcher.integrate.dispatch import CallGuards, Dispatcher
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.guards import CallGuards
 from patcher.integrate.vllm import sources
 
 

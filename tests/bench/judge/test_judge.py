@@ -259,7 +259,7 @@ def test_unknown_baseline_names_what_there_is() -> None:
 
 
 def test_red_zones_and_gaps_between_rows_tell() -> None:
-    padded = Wanted(name="a", dtype="float32", shape=(3, 5), padding=8)
+    padded = Wanted(name="a", dtype="float32", shape=(3, 5), strides=(13, 1))
     shifted = Wanted(name="b", dtype="bfloat16", shape=(7,), shift=1)
     plan = layout([padded, shifted])
     block = np.zeros(plan.set_bytes, dtype=np.uint8)

@@ -7,14 +7,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-from op_judging import tells_right_from_wrong
+from op_judging import tells_right_from_wrong, wrong_with
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -27,6 +28,7 @@ from patcher.bench.judge.cases import (
     Expected,
     expect,
     make_inputs,
+    placements,
     scalars_by_name,
     tensors_of,
     value_problem,
@@ -72,18 +74,6 @@ def problem(op: Op, case: Case) -> tuple[dict[str, Tensor], Expected]:
     values = make_inputs(op, case, "cpu")
     inputs = {tensor.name: values[tensor.name] for tensor in op.contract.tensors}
     return inputs, expect(op, case, inputs)
-
-
-def wrong_with(op: Op, case: Case, kernel: Callable[..., Any]) -> str | None:
-    inputs, expected = problem(op, case)
-    values = {name: value.clone() for name, value in inputs.items()}
-    kernel(*values.values(), *case.scalars)
-    for tensor in op.contract.tensors:
-        if tensor.access == "read":
-            assert (
-                values[tensor.name].equal(inputs[tensor.name]) or inputs[tensor.name].isnan().any()
-            )
-    return value_problem(op, [case], [expected], [values])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -133,6 +123,23 @@ def test_the_torch_solution_is_right_in_every_regime_and_dtype(name: str) -> Non
             for regime in ("normal", *regimes):
                 case = served(op, point, regime, 10 * index + number)
                 assert wrong_with(op, case, kernel) is None, case.label()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if placements(OPS[name])])
+def test_the_torch_solution_is_right_at_every_placement(name: str) -> None:
+    op = OPS[name]
+    kernel = load(str(SOLUTIONS[name, "cpu_torch"][1]), "python", name)
+    for number, placed in enumerate(placements(op)):
+        for point in hidden(op, op.contract.dtype_choices()[number % 2]):
+            case = replace(served(op, point, "normal", number), placed=placed)
+            assert wrong_with(op, case, kernel) is None, case.label()
+
+
+def test_tensors_that_are_written_in_part_are_those_with_elements_that_stay() -> None:
+    for name, op in bench.load_ops().items():
+        inputs = make_inputs(op, served(op, op.sweep("cpu").points()[0], "normal", 1), "cpu")
+        in_part = {tensor.name for tensor in op.contract.tensors if tensor.in_part}
+        assert set(op.kept(**inputs)) == in_part, name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -199,7 +206,7 @@ def test_what_an_update_leaves_alone_is_held_to_its_bits() -> None:
 
     def careless(*tensors: Tensor) -> None:
         kernel(*tensors)
-        stays = op.kept(slots=tensors[6], kv_cache=tensors[7])["kv_cache"]
+        stays = op.kept(slots=tensors[6], key_cache=tensors[7], value_cache=tensors[8])["key_cache"]
         first = stays.flatten().nonzero()[0]
         cache = tensors[7].view(-1).view(torch.int16)
         cache[first] ^= 1  # one bit, less than what rounding may cost
@@ -290,15 +297,17 @@ def interpreted(name: str, solution: str) -> list[str]:
     """What is wrong with a Triton solution. Not in bfloat16, which the interpreter truncates."""
     op, found = OPS[name], []
     kernel = load(str(SOLUTIONS[name, solution][1]), "python", name)
-    for dtypes in op.contract.dtype_choices():
+    for turn, dtypes in enumerate(op.contract.dtype_choices()):
         if "bfloat16" in dtypes.values():
             continue
+        ways = ["plain", *placements(op)]
         for number, point in enumerate(hidden(op, dtypes)):
             few = {"hidden": 640, "q_heads": 12}  # the interpreter is slow
             small = {axis: min(size, few.get(axis, size)) for axis, size in point.axes.items()}
             point = point.model_copy(update={"axes": small})
             regime = op.inputs.REGIMES[number % len(op.inputs.REGIMES)]
-            case = served(op, point, regime, number)
+            placed = ways[(turn + number) % len(ways)]
+            case = replace(served(op, point, regime, number), placed=placed)
             if said := wrong_with(op, case, kernel):
                 found.append(f"{case.label()}: {said}")
     return found

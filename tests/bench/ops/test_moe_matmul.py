@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_judging import tells_right_from_wrong
+from op_judging import tells_right_from_wrong, wrong_with
 from torch import Tensor
 
 from patcher import bench
@@ -57,13 +57,6 @@ def problem(name: str, case: Case) -> tuple[dict[str, Tensor], Expected]:
     values = make_inputs(OPS[name], case, "cpu")
     inputs = {tensor.name: values[tensor.name] for tensor in OPS[name].contract.tensors}
     return inputs, expect(OPS[name], case, inputs)
-
-
-def wrong_with(name: str, case: Case, kernel: Callable[..., Any]) -> str | None:
-    inputs, expected = problem(name, case)
-    values = {name: value.clone() for name, value in inputs.items()}
-    kernel(*values.values(), *case.scalars)
-    return value_problem(OPS[name], [case], [expected], [values])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -160,7 +153,7 @@ def test_the_torch_solution_is_right_in_every_regime_and_dtype(name: str) -> Non
             for turn, regime in enumerate(regimes_of(op)[(index + number) % 2 :: 2]):
                 scalars = other if turn % 3 == 1 else served(name)
                 case = Case(point, regime, 10 * index + number, scalars)
-                assert wrong_with(name, case, kernel) is None, case.label()
+                assert wrong_with(OPS[name], case, kernel) is None, case.label()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -278,8 +271,9 @@ def interpreted(name: str) -> list[str]:
     op, kernel, found = OPS[name], kernel_of(name, Language.TRITON), []
     for number, shape in enumerate(op.contract.hidden[:3]):  # the interpreter is slow
         point = Point(axes=shape.axes, dtypes=op.sweep("cpu").dtypes)
-        case = Case(point, op.inputs.REGIMES[number], number, served(name))
-        if said := wrong_with(name, case, kernel):
+        placed = "padded" if number else "plain"
+        case = Case(point, op.inputs.REGIMES[number], number, served(name), placed)
+        if said := wrong_with(OPS[name], case, kernel):
             found.append(f"{case.label()}: {said}")
     return found
 

@@ -129,7 +129,7 @@ def test_a_nudge_changes_one_number_alone(dtype: Dtype) -> None:
 def test_red_zones_and_rows_of_any_dtype_travel(dtype: Dtype) -> None:
     plan = layout(
         [
-            Wanted(name="x", dtype=dtype.name, shape=(3, 5), padding=8, shift=1),
+            Wanted(name="x", dtype=dtype.name, shape=(3, 5), strides=(13, 1), shift=1),
             Wanted(name="out", dtype=dtype.name, shape=(7,)),
         ]
     )

@@ -23,7 +23,8 @@ from trtllm_sample import CALLS, Setup, installed, make_patch
 from patcher import bench
 from patcher.integrate import CallCounters, Receipt, Store, read_receipts
 from patcher.integrate.activation import Switches, activate
-from patcher.integrate.dispatch import AxisBounds, Dispatcher
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.guards import AxisBounds
 from patcher.integrate.points import find_point
 from patcher.integrate.tensorrt_llm import (
     ENGINE,

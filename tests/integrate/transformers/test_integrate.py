@@ -29,7 +29,8 @@ from patcher.bench import Candidate, Language, Outcome
 from patcher.bench.engines import Engine, open_engine
 from patcher.integrate import CallCounters, Patch, Receipt, Store, prepare
 from patcher.integrate.counts import CallSignature
-from patcher.integrate.dispatch import AxisBounds, Dispatcher
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.guards import AxisBounds
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,8 @@ from patcher.bench import Candidate, Language
 from patcher.bench.engines import Engine, open_engine
 from patcher.integrate import CallCounters, Patch, prepare
 from patcher.integrate.activation import guards_of
-from patcher.integrate.dispatch import AxisBounds, Dispatcher
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.guards import AxisBounds
 from patcher.integrate.transformers import POINTS, GptOssDecoderLayers, GptOssExpertsFunction
 from patcher.integrate.transformers.decoder_layer import _add_then_norm
 from patcher.integrate.transformers.experts import _weigh_and_sum

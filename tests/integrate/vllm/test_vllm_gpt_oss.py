@@ -15,7 +15,7 @@ from patch_sample import kernel as add_norm
 from vllm_here import config, dispatcher, guards_of, needs_vllm, nothing
 
 from patcher import bench
-from patcher.integrate.dispatch import CallGuards
+from patcher.integrate.guards import CallGuards
 from patcher.integrate.vllm.points import POINTS
 
 __all__ = ("config",)  # a fixture of tests here

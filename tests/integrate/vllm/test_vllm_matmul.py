@@ -16,7 +16,8 @@ from vllm_sample import EXPERTS, _reference
 
 from patcher import bench
 from patcher.bench.runner.loading import load
-from patcher.integrate.dispatch import AxisBounds, Dispatcher
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.guards import AxisBounds
 from patcher.integrate.vllm.points import POINTS
 
 pytestmark = needs_vllm

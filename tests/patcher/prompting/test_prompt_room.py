@@ -189,6 +189,9 @@ def test_a_contract_s_strides_and_what_the_reference_calls_are_said() -> None:
     slots = next(line for line in text.splitlines() if line.startswith("- `slots`"))
     assert "stride between its rows" in key
     assert "stride" not in slots
+    cache = next(line for line in text.splitlines() if line.startswith("- `key_cache`"))
+    assert "take the strides of the others from the tensor" in cache
+    assert "others may write it meanwhile" in cache
     assert "def _computed(" in text
     assert "def control(" not in text
     assert "multiple of 1 " not in text

@@ -11,7 +11,7 @@
 #   float32 matmul. It is here to be right.
 # Made by: hand, as a plain right solution.
 # Figures: not measured.
-# Digest: 3d0f6bfd90862d3bdbb1d38b6b55e6002d2e5e2c58aec694e14fb77beb4eee37
+# Digest: 421ed2eb9bcab0e56365fbe03e35d2dd426584080f5dc53f4788d63ccdd9626c
 
 import torch
 
@@ -28,7 +28,7 @@ def numbers(weights: torch.Tensor, scales: torch.Tensor, columns: int) -> torch.
     # n: 16s, pair, odd; k: 64s, odd pair, 16s; odd k; k's 8, n's 8
     value = value.view(columns // 16, 4, depth // 64, 2, 4, 4, 2, 2, 2)
     value = value.permute(0, 8, 1, 3, 2, 5, 7, 4, 6).reshape(columns, depth // 32, 32)
-    exponent = scales.view(-1, 8, depth // 64, 2, 8, 2, 2).permute(0, 3, 1, 6, 4, 2, 5)
+    exponent = scales.reshape(-1, 8, depth // 64, 2, 8, 2, 2).permute(0, 3, 1, 6, 4, 2, 5)
     scale = torch.exp2(exponent.reshape(-1, depth // 32)[:columns].float() - 127)
     return (value.float() * scale.unsqueeze(2)).view(columns, depth)
 

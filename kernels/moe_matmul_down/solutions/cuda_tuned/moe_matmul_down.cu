@@ -12,11 +12,11 @@
 //   FP4 until the registers of mma. 9 warps (two groups a block) or 15 split k; one more a group
 //   fetches by bulk copies into a ring, and adds. First weights and bias go to L2 before the wait
 //   for the kernel before.
-// Made by: the agent loop, recording bench/results/loop/moe_matmul_down-cuda-2, candidate 3, made
-//   of candidate 2.
-// Figures: NVIDIA H200, geometric means, bench/results/kernels: sweep bf16 1.52x against vllm,
-//   1.20x to 1.81x at tokens 1 to 128 (moe_matmul_down-cuda_tuned.json.xz).
-// Digest: 21cb8af906a317d1b7a3a4a9ce8d332adeac383c097631dac566368667bdeb68
+// Made by: hand, from candidate 3 of the agent loop's recording
+//   bench/results/loop/moe_matmul_down-cuda-2, whose scales had no pitch.
+// Figures: not measured since scales have a pitch. Before, on an NVIDIA H200: sweep bf16 1.52x
+//   against vllm (bench/results/kernels/moe_matmul_down-cuda_tuned.json.xz).
+// Digest: 3e6ecfc42758cea62015414db35ed8836ae13da278c80d9103f0b8867c651093
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -51,6 +51,8 @@ struct Params {
   int upe;          // units (of 16 columns) of an expert
   int stages;       // of a group's ring
   int stage_bytes;  // weights, scales, partial sums
+  int64_t scale_pitch;  // bytes from row to row of the scales
+  int64_t scale_expert;  // and from expert to expert
   float inverse_upe;
   float inverse_blocks;
   int guess_units;  // that a block asks for before it knows the rows; the next three tell which
@@ -302,7 +304,6 @@ __global__ void __launch_bounds__(32 * (kWorkers + 1) * kGroups, 1) stream_kerne
   int4* const list = lists[group];
   const uint32_t full = shared_address(&full_barriers[group][0]);
   const uint32_t done = shared_address(&done_barriers[group][0]);
-  const int scale_rows = (p.hidden + 255) / 256 * 8;
 
   if (worker == kWorkers) {
     // fetches, and adds the workers' sums
@@ -391,9 +392,8 @@ __global__ void __launch_bounds__(32 * (kWorkers + 1) * kGroups, 1) stream_kerne
           copy_bulk(to, from, uint32_t(weight_bytes), barrier);
         }
         copy_bulk(to + weight_bytes,
-                  p.scales + (expert * size_t(scale_rows) +
-                              size_t((next_tile >> 4) * 8 + (next_tile & 7))) *
-                                 size_t(p.inner),
+                  p.scales + int64_t(expert) * p.scale_expert +
+                      ((next_tile >> 4) * 8 + (next_tile & 7)) * p.scale_pitch,
                   uint32_t(p.inner), barrier);
       }
       ++issued;
@@ -522,9 +522,8 @@ __global__ void __launch_bounds__(32 * (kWorkers + 1) * kGroups, 1) stream_kerne
         const int expert = quotient(unit, p.upe, p.inverse_upe);
         const int tile = unit - expert * p.upe;
         prefetch_bulk(p.weights + size_t(unit) * size_t(weight_bytes), uint32_t(weight_bytes));
-        prefetch_bulk(p.scales + (size_t(expert) * size_t(scale_rows) +
-                                  size_t((tile >> 4) * 8 + (tile & 7))) *
-                                     size_t(p.inner),
+        prefetch_bulk(p.scales + expert * p.scale_expert +
+                          ((tile >> 4) * 8 + (tile & 7)) * p.scale_pitch,
                       uint32_t(p.inner));
       }
     }
@@ -650,12 +649,11 @@ __global__ void __launch_bounds__(128) plain_kernel(const Params p) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const size_t inner = size_t(p.inner);
   const int chunks = p.inner >> 6;
-  const int scale_rows = (p.hidden + 255) / 256 * 8;
   const uint8_t* const wp = p.weights + size_t(expert) * (size_t(p.hidden) / 2 * inner) +
                             size_t(tile) * 8 * inner + size_t(g >> 1) * 2 * inner + (g & 1) * 64 +
                             t * 16;
   const uint8_t* const sp =
-      p.scales + (size_t(expert) * scale_rows + size_t((tile >> 4) * 8 + (tile & 7))) * inner +
+      p.scales + expert * p.scale_expert + ((tile >> 4) * 8 + (tile & 7)) * p.scale_pitch +
       ((tile >> 3) & 1) * 32 + g * 4;
   const T* const x = static_cast<const T*>(p.x);
   const T* const gates = static_cast<const T*>(p.gates);
@@ -778,12 +776,15 @@ void moe_matmul_down(tvm::ffi::TensorView x, tvm::ffi::TensorView weights,
   p.inner = int(inner);
   p.chunks = int(inner / 64);
   p.upe = int(hidden / 16);
+  p.scale_pitch = scales.stride(1);
+  p.scale_expert = scales.stride(0);
 
   const DLDevice device = output.device();
   auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
 
   if (is_bfloat && inner / 64 <= kMaxChunks && aligned(p.x, 16) && aligned(p.weights, 16) &&
-      aligned(p.scales, 16) && aligned(p.bias, 4) && aligned(p.output, 4)) {
+      aligned(p.scales, 16) && p.scale_pitch % 16 == 0 && aligned(p.bias, 4) &&
+      aligned(p.output, 4)) {
     int processors = 0, most = 0;
     check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device.device_id));
     check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.device_id));

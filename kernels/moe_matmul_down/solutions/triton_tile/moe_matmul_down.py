@@ -6,14 +6,14 @@
 #   tile_map[I: min(tokens * top_k, experts - 1 + (tokens * top_k - experts + 16) // 16)], output[T:
 #   tokens * top_k, hidden]; T: bfloat16 or float32; U: uint8; B: float32; I: int32
 # Writes: output
-# Needs: a GPU that Triton drives; contiguous tensors; graph-safe.
+# Needs: a GPU that Triton drives; scales of any pitch, the rest contiguous; graph-safe.
 # Idea: a program for each tile of 16 rows and 128 columns walks along k by 64, the period of the
 #   layout; FP4 is decoded in registers by reshapes. Plain, not tuned.
 # Made by: hand, as a plain right solution.
-# Figures: NVIDIA H200, geometric means, bench/results/vllm-points: sweep bf16 103.37x against
-#   eager, 53.26x to 200.61x at tokens 1 to 128 (h200-moe_matmul_down.json.xz); it was judged for
-#   the proof of a patch point, against eager alone; it is far slower than vLLM's kernel.
-# Digest: e88c93911a169b08ee4ada80d05a8e1f1aca636cd2ad158fcf3757cdedf0a469
+# Figures: not measured since scales have a pitch. Before, on an NVIDIA H200: sweep bf16 103.37x
+#   against eager alone, for the proof of a patch point
+#   (bench/results/vllm-points/h200-moe_matmul_down.json.xz); it is far slower than vLLM's kernel.
+# Digest: b2b860ce49d921b9667c49af2c0df1395ca5e019d4cda3ef0f1f1460a4bbec88
 
 """moe_matmul_down(x[T: rows, inner], weights[U: experts, hidden / 4, 2 * inner],
 scales[U: experts, 8 for each 256 of hidden, inner], bias[B: experts, hidden],
@@ -30,7 +30,7 @@ import triton.language as tl
 
 
 @triton.jit
-def numbers(words_ptr, scales_ptr, first, columns, depth, begin, BLOCK: tl.constexpr):
+def numbers(words_ptr, scales_ptr, first, columns, depth, pitch, begin, BLOCK: tl.constexpr):
     """FP4 numbers times their scales, float32 [BLOCK, 64]: BLOCK columns of one expert, 64 along k.
 
     Rows of words hold four of a column's neighbours each; what a word's place says of column and k
@@ -54,7 +54,7 @@ def numbers(words_ptr, scales_ptr, first, columns, depth, begin, BLOCK: tl.const
     n = (first + tl.arange(0, BLOCK))[:, None]
     step = tl.arange(0, 2)[None, :]
     column = begin + n // 128 % 2 * 32 + n % 8 * 4 + step * 2 + n // 8 % 2
-    at = (n // 256 * 8 + n // 16 % 8) * depth + column
+    at = (n // 256 * 8 + n // 16 % 8) * pitch + column
     exponent = tl.load(scales_ptr + at, mask=n < columns, other=0).to(tl.int32)
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     scale = tl.broadcast_to(scale[:, :, None], (BLOCK, 2, 32))
@@ -64,7 +64,7 @@ def numbers(words_ptr, scales_ptr, first, columns, depth, begin, BLOCK: tl.const
 @triton.jit
 def moe_matmul_down_kernel(
     x_ptr, words_ptr, scales_ptr, bias_ptr, gates_ptr, histogram_ptr, offsets_ptr, tiles_ptr,
-    output_ptr, columns, expert_words, expert_scales, DEPTH: tl.constexpr,
+    output_ptr, columns, expert_words, expert_scales, pitch, DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.load(tiles_ptr + tl.program_id(0))
@@ -80,7 +80,7 @@ def moe_matmul_down_kernel(
             x = tl.load(x_ptr + at, mask=real[:, None], other=0.0)
             weight = numbers(
                 words_ptr + expert * expert_words, scales_ptr + expert * expert_scales,
-                first, columns, DEPTH, begin, BLOCK,
+                first, columns, DEPTH, pitch, begin, BLOCK,
             )  # fmt: skip
             total = tl.dot(x, tl.trans(weight).to(x.dtype), total, input_precision="ieee")
         n = first + tl.arange(0, BLOCK)
@@ -108,6 +108,6 @@ def moe_matmul_down(
     grid = tile_map.shape[0], triton.cdiv(columns, 128)
     moe_matmul_down_kernel[grid](
         x, weights.view(torch.int32), scales, bias, gate_scales, histogram, token_offsets,
-        tile_map, output, columns, columns * depth // 8, scales.shape[1] * depth,
+        tile_map, output, columns, columns * depth // 8, scales.stride(0), scales.stride(1),
         DEPTH=depth, BLOCK=128, num_warps=4,
     )  # fmt: skip

@@ -12,7 +12,7 @@
 #   float32 matmul, then the activation. It is here to be right.
 # Made by: hand, as a plain right solution.
 # Figures: not measured.
-# Digest: d667366d88a3f98ddccbfbb52bcd0a58fd33fbdac6f6dff889bce0025b90734a
+# Digest: 09994f5643fbc60fe47b2bdc526849f5c2284d7ccb87ed05f205bafaa3303cb0
 
 import torch
 
@@ -29,7 +29,7 @@ def numbers(weights: torch.Tensor, scales: torch.Tensor, columns: int) -> torch.
     # n: 16s, pair, odd; k: 64s, odd pair, 16s; odd k; k's 8, n's 8
     value = value.view(columns // 16, 4, depth // 64, 2, 4, 4, 2, 2, 2)
     value = value.permute(0, 8, 1, 3, 2, 5, 7, 4, 6).reshape(columns, depth // 32, 32)
-    exponent = scales.view(-1, 8, depth // 64, 2, 8, 2, 2).permute(0, 3, 1, 6, 4, 2, 5)
+    exponent = scales.reshape(-1, 8, depth // 64, 2, 8, 2, 2).permute(0, 3, 1, 6, 4, 2, 5)
     scale = torch.exp2(exponent.reshape(-1, depth // 32)[:columns].float() - 127)
     return (value.float() * scale.unsqueeze(2)).view(columns, depth)
 

@@ -12,11 +12,11 @@
 // Idea: FP4 weights come by bulk copies into a ring and are decoded in the registers of mma; 15
 //   warps split k, one loads and finishes. Few rows: two halves of a block, each with its own ring
 //   and loading warp, never wait for each other.
-// Made by: the agent loop, recording bench/results/loop/moe_matmul_swiglu-cuda-3, candidate 1,
-//   begun from the kernel of moe_matmul_swiglu-cuda-2.
-// Figures: NVIDIA H200, geometric means, bench/results/kernels: sweep bf16 1.28x against vllm,
-//   1.09x to 1.41x at tokens 1 to 128 (moe_matmul_swiglu-cuda_tuned.json.xz).
-// Digest: a0f5f413af108dd14c38978f489574698632a5fb0cddc8812c20e912f2bd4ebf
+// Made by: hand, from candidate 1 of the agent loop's recording
+//   bench/results/loop/moe_matmul_swiglu-cuda-3, whose scales had no pitch.
+// Figures: not measured since scales have a pitch. Before, on an NVIDIA H200: sweep bf16 1.28x
+//   against vllm (bench/results/kernels/moe_matmul_swiglu-cuda_tuned.json.xz).
+// Digest: 2564e8b7e07e661c2bacc1c1519e27eebdb3ed76287be10087b374fd32014595
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -52,6 +52,7 @@ struct Params {
   __nv_bfloat16* output;
   int tokens, hidden, inner, experts, top_k, rows;
   int stages, stage_bytes, part_offset;
+  int64_t scale_pitch, scale_expert;  // bytes from row to row, from expert to expert
   float alpha, limit;
 };
 
@@ -233,12 +234,11 @@ __device__ __forceinline__ void issue(const Params& p, const Segment* segments, 
   const int expert = segments[next.segment].expert;
   const int tile = tile_at(next.q, tiles);
   if (lane == 0) {
-    const size_t scale_rows = size_t((p.inner * 2 + 255) / 256) * 8;
     barrier_expect(bar, uint32_t(9 * hidden + 64));
     bulk_load(to, p.weights + size_t(expert) * p.inner * hidden + size_t(tile) * 8 * hidden,
               uint32_t(8 * hidden), bar);
     bulk_load(to + 8 * hidden,
-              p.scales + (expert * scale_rows + size_t((tile >> 4) * 8 + (tile & 7))) * hidden,
+              p.scales + expert * p.scale_expert + ((tile >> 4) * 8 + (tile & 7)) * p.scale_pitch,
               uint32_t(hidden), bar);
     bulk_load(to + 9 * hidden, p.bias + size_t(expert) * p.inner * 2 + size_t(tile) * 16, 64u, bar);
   }
@@ -625,13 +625,13 @@ __device__ __forceinline__ void issue_pair(const Params& p, PairProducer& next, 
   }
   const int tile = tile_at(next.unit - next.first, tiles);
   if (lane == 0) {
-    const size_t scale_rows = size_t((p.inner * 2 + 255) / 256) * 8;
     const size_t e = size_t(next.expert);
     barrier_expect(bar, uint32_t(9 * kHidden + 64));
     bulk_load(to, p.weights + e * p.inner * kHidden + size_t(tile) * (8 * kHidden),
               uint32_t(8 * kHidden), bar);
     bulk_load(to + 8 * kHidden,
-              p.scales + (e * scale_rows + size_t((tile >> 4) * 8 + (tile & 7))) * kHidden,
+              p.scales + next.expert * p.scale_expert +
+                  ((tile >> 4) * 8 + (tile & 7)) * p.scale_pitch,
               uint32_t(kHidden), bar);
     bulk_load(to + 9 * kHidden, p.bias + e * p.inner * 2 + size_t(tile) * 16, 64u, bar);
   }
@@ -877,7 +877,8 @@ template <typename T>
 __global__ void __launch_bounds__(128)
     moe_simple_kernel(const T* x, const uint8_t* weights, const uint8_t* scales, const float* bias,
                       const int* gather, const int* offsets, T* output, int hidden, int inner,
-                      int experts, int top_k, float alpha, float limit) {
+                      int experts, int top_k, int64_t scale_expert, int64_t scale_pitch,
+                      float alpha, float limit) {
   const int tiles = inner >> 3;
   const int lane = threadIdx.x & 31;
   const int tile = blockIdx.x * 4 + (threadIdx.x >> 5);
@@ -886,7 +887,6 @@ __global__ void __launch_bounds__(128)
   const int t = lane & 3;
   const bool odd = (g & 1) != 0;
   const int steps = hidden >> 6;
-  const size_t scale_rows = size_t((inner * 2 + 255) / 256) * 8;
 
   for (int e = blockIdx.y; e < experts; e += gridDim.y) {
     const int begin = offsets[e];
@@ -894,7 +894,7 @@ __global__ void __launch_bounds__(128)
     const uint32_t* w = reinterpret_cast<const uint32_t*>(
         weights + size_t(e) * inner * hidden + size_t(tile) * 8 * hidden +
         size_t(lane >> 3) * 2 * hidden + (lane & 7) * 16);
-    const uint8_t* s = scales + (e * scale_rows + size_t((tile >> 4) * 8 + (tile & 7))) * hidden +
+    const uint8_t* s = scales + e * scale_expert + ((tile >> 4) * 8 + (tile & 7)) * scale_pitch +
                        ((tile >> 3) & 1) * 32 + g * 4;
     const float bias0 = bias[size_t(e) * inner * 2 + tile * 16 + g];
     const float bias1 = bias[size_t(e) * inner * 2 + tile * 16 + g + 8];
@@ -1013,7 +1013,7 @@ void launch_simple(tvm::ffi::TensorView x, tvm::ffi::TensorView weights,
       static_cast<const uint8_t*>(scales.data_ptr()), static_cast<const float*>(bias.data_ptr()),
       static_cast<const int*>(gather_index.data_ptr()),
       static_cast<const int*>(token_offsets.data_ptr()), static_cast<T*>(output.data_ptr()), hidden,
-      inner, experts, top_k, alpha, limit);
+      inner, experts, top_k, scales.stride(0), scales.stride(1), alpha, limit);
   check(cudaGetLastError());
 }
 
@@ -1077,7 +1077,7 @@ void moe_matmul_swiglu(tvm::ffi::TensorView x, tvm::ffi::TensorView weights,
                     passes / processors + 4 <= kMaxSegments &&
                     passes * (inner / 8) < (int64_t(1) << 30) && aligned(x.data_ptr()) &&
                     aligned(weights.data_ptr()) && aligned(scales.data_ptr()) &&
-                    aligned(bias.data_ptr());
+                    scales.stride(1) % 16 == 0 && aligned(bias.data_ptr());
   if (!fits) {
     launch_simple<__nv_bfloat16>(x, weights, scales, bias, gather_index, token_offsets, output,
                                  int(experts), int(top_k), float(alpha), float(limit), stream);
@@ -1101,6 +1101,8 @@ void moe_matmul_swiglu(tvm::ffi::TensorView x, tvm::ffi::TensorView weights,
   params.stages = int(stages);
   params.stage_bytes = int(stage_bytes);
   params.part_offset = int(part_offset);
+  params.scale_pitch = scales.stride(1);
+  params.scale_expert = scales.stride(0);
   params.alpha = float(alpha);
   params.limit = float(limit);
   const size_t bytes = size_t(stages * stage_bytes + 128);

@@ -7,14 +7,14 @@
 #   experts - 1 + (tokens * top_k - experts + 16) // 16)], output[T: tokens * top_k, inner], alpha,
 #   limit; T: bfloat16 or float32; U: uint8; B: float32; I: int32
 # Writes: output
-# Needs: a GPU that Triton drives; contiguous tensors; graph-safe.
+# Needs: a GPU that Triton drives; scales of any pitch, the rest contiguous; graph-safe.
 # Idea: a program for each tile of 16 rows and 128 columns walks along k by 64, the period of the
 #   layout; FP4 is decoded in registers by reshapes. Plain, not tuned.
 # Made by: hand, as a plain right solution.
-# Figures: NVIDIA H200, geometric means, bench/results/vllm-points: sweep bf16 86.97x against eager,
-#   44.44x to 170.21x at tokens 1 to 128 (h200-moe_matmul_swiglu.json.xz); it was judged for the
-#   proof of a patch point, against eager alone; it is far slower than vLLM's kernel.
-# Digest: 181ad53f8067b5c250fc10b1d33406a384edd5e65cccd66bb677501081a73290
+# Figures: not measured since scales have a pitch. Before, on an NVIDIA H200: sweep bf16 86.97x
+#   against eager alone, for the proof of a patch point
+#   (bench/results/vllm-points/h200-moe_matmul_swiglu.json.xz); it is far slower than vLLM's kernel.
+# Digest: dae561567d200fe21eb65e3e4eabb04dae99faad47166683569d47e7b6e149d7
 
 """moe_matmul_swiglu(x[T: tokens, hidden], weights[U: experts, inner / 2, 2 * hidden],
 scales[U: experts, 8 for each 256 of 2 * inner, hidden], bias[B: experts, 2 * inner],
@@ -31,7 +31,7 @@ import triton.language as tl
 
 
 @triton.jit
-def numbers(words_ptr, scales_ptr, first, columns, depth, begin, BLOCK: tl.constexpr):
+def numbers(words_ptr, scales_ptr, first, columns, depth, pitch, begin, BLOCK: tl.constexpr):
     """FP4 numbers times their scales, float32 [BLOCK, 64]: BLOCK columns of one expert, 64 along k.
 
     Rows of words hold four of a column's neighbours each; what a word's place says of column and k
@@ -55,7 +55,7 @@ def numbers(words_ptr, scales_ptr, first, columns, depth, begin, BLOCK: tl.const
     n = (first + tl.arange(0, BLOCK))[:, None]
     step = tl.arange(0, 2)[None, :]
     column = begin + n // 128 % 2 * 32 + n % 8 * 4 + step * 2 + n // 8 % 2
-    at = (n // 256 * 8 + n // 16 % 8) * depth + column
+    at = (n // 256 * 8 + n // 16 % 8) * pitch + column
     exponent = tl.load(scales_ptr + at, mask=n < columns, other=0).to(tl.int32)
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     scale = tl.broadcast_to(scale[:, :, None], (BLOCK, 2, 32))
@@ -66,7 +66,7 @@ def numbers(words_ptr, scales_ptr, first, columns, depth, begin, BLOCK: tl.const
 def moe_matmul_swiglu_kernel(
     x_ptr, words_ptr, scales_ptr, bias_ptr, gather_ptr, histogram_ptr, offsets_ptr, tiles_ptr,
     output_ptr, columns, top_k, alpha, limit, expert_words, expert_scales,
-    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+    pitch, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.load(tiles_ptr + tl.program_id(0))
     if tile >= 0:
@@ -82,7 +82,7 @@ def moe_matmul_swiglu_kernel(
             x = tl.load(x_ptr + at, mask=real[:, None], other=0.0)
             weight = numbers(
                 words_ptr + expert * expert_words, scales_ptr + expert * expert_scales,
-                first, columns, DEPTH, begin, BLOCK,
+                first, columns, DEPTH, pitch, begin, BLOCK,
             )  # fmt: skip
             total = tl.dot(x, tl.trans(weight).to(x.dtype), total, input_precision="ieee")
         n = first + tl.arange(0, BLOCK)
@@ -115,5 +115,6 @@ def moe_matmul_swiglu(
     moe_matmul_swiglu_kernel[grid](
         x, weights.view(torch.int32), scales, bias, gather_index, histogram, token_offsets,
         tile_map, output, columns, gather_index.shape[0] // tokens, alpha, limit,
-        columns * depth // 8, scales.shape[1] * depth, DEPTH=depth, BLOCK=128, num_warps=4,
+        columns * depth // 8, scales.stride(0), scales.stride(1), DEPTH=depth, BLOCK=128,
+        num_warps=4,
     )  # fmt: skip

@@ -2,15 +2,17 @@
 #   paged cache at slots (-1: none); float32, rounded once.
 # Arguments: positions[P: tokens], query[T: tokens, q_heads * head_dim], key[T: tokens, kv_heads *
 #   head_dim], value[T: tokens, kv_heads * head_dim], bias[T: biased * (q_heads + 2 * kv_heads) *
-#   head_dim], cos_sin[C: positions, head_dim], slots[P: tokens], kv_cache[T: blocks, 2, block_size,
-#   kv_heads, head_dim]; T: bfloat16 or float16 or float32; C: T or float32; P: int64
-# Writes: query, kv_cache
-# Needs: PyTorch alone; shipped for the CPU; any stride of rows.
+#   head_dim], cos_sin[C: positions, head_dim], slots[P: tokens], key_cache[T: blocks, block_size,
+#   kv_heads, head_dim], value_cache[T: blocks, block_size, kv_heads, head_dim]; T: bfloat16 or
+#   float16 or float32; C: T or float32; P: int64
+# Writes: query, key_cache, value_cache
+# Needs: PyTorch alone; shipped for the CPU; any stride of rows; caches of any strides with dense
+#   heads.
 # Idea: rotation by halves in float32 and an indexed write of those tokens that have a slot. It is
 #   here to be right.
 # Made by: hand, as a plain right solution.
 # Figures: not measured.
-# Digest: 230d9c28fc130f3137eadc5278045cc6b0c4cbb87186b5ac989c877fb2070e90
+# Digest: df85c5312fb7d8ad59b770f4cc3cc52a168aba85e4b612f85d8168297d631e5d
 
 import torch
 
@@ -29,9 +31,10 @@ def rope_kv_update(
     bias: torch.Tensor,
     cos_sin: torch.Tensor,
     slots: torch.Tensor,
-    kv_cache: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
 ) -> None:
-    block_size, heads, head_dim = kv_cache.shape[2:]
+    block_size, heads, head_dim = key_cache.shape[1:]
     table = cos_sin[positions].float()
     q, k, v = query.float(), key.float(), value.float()
     if bias.numel():
@@ -40,5 +43,5 @@ def rope_kv_update(
     query.copy_(rotated(q, table).view(query.shape))
     there = slots >= 0
     block, offset = slots[there] // block_size, slots[there] % block_size
-    kv_cache[block, 0, offset] = rotated(k, table)[there].to(kv_cache.dtype)
-    kv_cache[block, 1, offset] = v.view(-1, heads, head_dim)[there].to(kv_cache.dtype)
+    key_cache[block, offset] = rotated(k, table)[there].to(key_cache.dtype)
+    value_cache[block, offset] = v.view(-1, heads, head_dim)[there].to(value_cache.dtype)

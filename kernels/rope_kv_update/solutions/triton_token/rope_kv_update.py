@@ -2,21 +2,24 @@
 #   paged cache at slots (-1: none); float32, rounded once.
 # Arguments: positions[P: tokens], query[T: tokens, q_heads * head_dim], key[T: tokens, kv_heads *
 #   head_dim], value[T: tokens, kv_heads * head_dim], bias[T: biased * (q_heads + 2 * kv_heads) *
-#   head_dim], cos_sin[C: positions, head_dim], slots[P: tokens], kv_cache[T: blocks, 2, block_size,
-#   kv_heads, head_dim]; T: bfloat16 or float16 or float32; C: T or float32; P: int64
-# Writes: query, kv_cache
-# Needs: a GPU that Triton drives; any stride of rows; graph-safe.
+#   head_dim], cos_sin[C: positions, head_dim], slots[P: tokens], key_cache[T: blocks, block_size,
+#   kv_heads, head_dim], value_cache[T: blocks, block_size, kv_heads, head_dim]; T: bfloat16 or
+#   float16 or float32; C: T or float32; P: int64
+# Writes: query, key_cache, value_cache
+# Needs: a GPU that Triton drives; any stride of rows; caches of any strides with dense heads;
+#   graph-safe.
 # Idea: one launch in place of two: a program for each token and head, query heads first, then key
 #   heads, which take their value along into the cache.
 # Made by: hand, as a plain right solution.
-# Figures: not measured by itself; it ran in vLLM in place of vLLM's own:
-#   bench/results/vllm-points/README.md.
-# Digest: 4c66520f8763d80de1e20f1699f2c0eff929a766799cb61d60f5a46430a34e82
+# Figures: not measured by itself; with keys and values as one tensor it ran in vLLM in place of
+#   vLLM's own: bench/results/vllm-points/README.md.
+# Digest: 3cfc137b63a946cb29740e9f3ca2eb79d9532dac412c2ff4923260d6d384eee5
 
 """rope_kv_update(positions[P: tokens], query[T: tokens, q_heads * head_dim],
 key[T: tokens, kv_heads * head_dim], value[T: tokens, kv_heads * head_dim], bias[T: 0 or all],
 cos_sin[C: positions, head_dim], slots[P: tokens],
-kv_cache[T: blocks, 2, block_size, kv_heads, head_dim]).
+key_cache[T: blocks, block_size, kv_heads, head_dim],
+value_cache[T: blocks, block_size, kv_heads, head_dim]).
 
 A program for each token and head, query heads first, then key heads, which take their value along.
 float32 arithmetic.
@@ -29,8 +32,11 @@ import triton.language as tl
 
 @triton.jit
 def rope_kv_update_kernel(
-    positions_ptr, query_ptr, key_ptr, value_ptr, bias_ptr, cos_sin_ptr, slots_ptr, cache_ptr,
-    query_stride, key_stride, value_stride, q_heads, kv_heads, block_size,
+    positions_ptr, query_ptr, key_ptr, value_ptr, bias_ptr, cos_sin_ptr, slots_ptr,
+    key_cache_ptr, value_cache_ptr, query_stride, key_stride, value_stride,
+    key_block_stride, key_place_stride, key_head_stride,
+    value_block_stride, value_place_stride, value_head_stride,
+    q_heads, kv_heads, block_size,
     BIASED: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -58,11 +64,12 @@ def rope_kv_update_kernel(
     else:
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
-            plane = block_size * kv_heads * 2 * HALF
-            place = cache_ptr + (slot // block_size) * 2 * plane
-            place += ((slot % block_size) * kv_heads + head - q_heads) * 2 * HALF
-            tl.store(place + column, a, mask=inside)
-            tl.store(place + HALF + column, b, mask=inside)
+            block, place = slot // block_size, slot % block_size  # int64, as is what they scale
+            kv_head = (head - q_heads).to(tl.int64)
+            to = key_cache_ptr + block * key_block_stride + place * key_place_stride
+            to += kv_head * key_head_stride
+            tl.store(to + column, a, mask=inside)
+            tl.store(to + HALF + column, b, mask=inside)
             whole = tl.arange(0, 2 * BLOCK)
             fits = whole < 2 * HALF
             source = value_ptr + token * value_stride + (head - q_heads) * 2 * HALF + whole
@@ -70,7 +77,9 @@ def rope_kv_update_kernel(
             if BIASED:
                 more = bias_ptr + (head + kv_heads) * 2 * HALF + whole
                 value += tl.load(more, mask=fits, other=0.0).to(tl.float32)
-            tl.store(place + plane + whole, value.to(query_ptr.dtype.element_ty), mask=fits)
+            to = value_cache_ptr + block * value_block_stride + place * value_place_stride
+            to += kv_head * value_head_stride
+            tl.store(to + whole, value.to(query_ptr.dtype.element_ty), mask=fits)
 
 
 def rope_kv_update(
@@ -81,13 +90,15 @@ def rope_kv_update(
     bias: torch.Tensor,
     cos_sin: torch.Tensor,
     slots: torch.Tensor,
-    kv_cache: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
 ) -> None:
-    _, _, block_size, kv_heads, head_dim = kv_cache.shape
+    _, block_size, kv_heads, head_dim = key_cache.shape
     tokens, q_heads = query.shape[0], query.shape[1] // head_dim
     half = head_dim // 2
     rope_kv_update_kernel[(tokens, q_heads + kv_heads)](
-        positions, query, key, value, bias, cos_sin, slots, kv_cache,
-        query.stride(0), key.stride(0), value.stride(0), q_heads, kv_heads, block_size,
+        positions, query, key, value, bias, cos_sin, slots, key_cache, value_cache,
+        query.stride(0), key.stride(0), value.stride(0),
+        *key_cache.stride()[:3], *value_cache.stride()[:3], q_heads, kv_heads, block_size,
         BIASED=bias.numel() > 0, HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1,
     )  # fmt: skip

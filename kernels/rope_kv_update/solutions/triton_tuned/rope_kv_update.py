@@ -2,18 +2,21 @@
 #   paged cache at slots (-1: none); float32, rounded once.
 # Arguments: positions[P: tokens], query[T: tokens, q_heads * head_dim], key[T: tokens, kv_heads *
 #   head_dim], value[T: tokens, kv_heads * head_dim], bias[T: biased * (q_heads + 2 * kv_heads) *
-#   head_dim], cos_sin[C: positions, head_dim], slots[P: tokens], kv_cache[T: blocks, 2, block_size,
-#   kv_heads, head_dim]; T: bfloat16 or float16 or float32; C: T or float32; P: int64
-# Writes: query, kv_cache
-# Needs: a GPU that Triton drives; any stride of rows; graph-safe.
+#   head_dim], cos_sin[C: positions, head_dim], slots[P: tokens], key_cache[T: blocks, block_size,
+#   kv_heads, head_dim], value_cache[T: blocks, block_size, kv_heads, head_dim]; T: bfloat16 or
+#   float16 or float32; C: T or float32; P: int64
+# Writes: query, key_cache, value_cache
+# Needs: a GPU that Triton drives; any stride of rows; caches of any strides with dense heads;
+#   graph-safe.
 # Idea: one launch in place of vLLM's two. A program has several heads of one token, of queries or
 #   of keys with their values: 256 pairs up to 16 tokens, 512 up to 64, then 1024, so that few
-#   tokens still fill the GPU. Heads and block size are compiled in; the rotated key goes to the
-#   cache alone.
-# Made by: the agent loop, recording bench/results/loop/rope_kv_update-triton, candidate 1.
-# Figures: NVIDIA H200, geometric means, bench/results/kernels: sweep bf16 2.58x against vllm, 2.23x
-#   to 2.80x at tokens 1 to 128 (rope_kv_update-triton_tuned.json.xz).
-# Digest: cdad0ac70f68a95dd2bf6cf3dac6e85c8c23a2caf760974bcc5854474c0fb8de
+#   tokens still fill the GPU. Heads and block size are compiled in, strides are not; the rotated
+#   key goes to the cache alone.
+# Made by: hand, from candidate 1 of the agent loop's recording
+#   bench/results/loop/rope_kv_update-triton, whose caches were one contiguous tensor.
+# Figures: not measured since the caches have strides. Before, on an NVIDIA H200: sweep bf16 2.58x
+#   against vllm (bench/results/kernels/rope_kv_update-triton_tuned.json.xz).
+# Digest: a802b9766191ecaee46101357fcff7f0a23236abec3192dd54f96a4b2fe3ae09
 
 import torch
 import triton
@@ -29,10 +32,17 @@ def rope_kv_update_kernel(
     bias_ptr,
     cs_ptr,
     slot_ptr,
-    cache_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
     q_stride,
     k_stride,
     v_stride,
+    k_block_stride,
+    k_place_stride,
+    k_head_stride,
+    v_block_stride,
+    v_place_stride,
+    v_head_stride,
     QH: tl.constexpr,
     KH: tl.constexpr,
     HD: tl.constexpr,
@@ -68,8 +78,8 @@ def rope_kv_update_kernel(
             kb32 += tl.load(k_bias + HALF + k_off, mask=k_mask).to(tl.float32)
             va32 = va.to(tl.float32) + tl.load(v_bias + k_off, mask=k_mask).to(tl.float32)
             vb32 = vb.to(tl.float32) + tl.load(v_bias + HALF + k_off, mask=k_mask).to(tl.float32)
-            va = va32.to(cache_ptr.dtype.element_ty)
-            vb = vb32.to(cache_ptr.dtype.element_ty)
+            va = va32.to(v_cache_ptr.dtype.element_ty)
+            vb = vb32.to(v_cache_ptr.dtype.element_ty)
         k_cs_off = tl.broadcast_to(d[None, :], (KB, HALFP))
         k_cs = cs_ptr + pos * HD
         k_cos = tl.load(k_cs + k_cs_off, mask=k_mask).to(tl.float32)
@@ -79,14 +89,18 @@ def rope_kv_update_kernel(
         safe = tl.maximum(slot, 0)
         block = safe // BS
         inside = safe - block * BS
-        k_dst = cache_ptr + (block * (2 * BS) + inside) * (KH * HD)
-        v_dst = cache_ptr + (block * (2 * BS) + BS + inside) * (KH * HD)
-        tl.store(v_dst + k_off, va, mask=there)
-        tl.store(v_dst + HALF + k_off, vb, mask=there)
+        # int64, since a cache may hold more than 2^31 elements
+        head = kh.to(tl.int64)[:, None]
+        k_dst = k_cache_ptr + block * k_block_stride + inside * k_place_stride
+        v_dst = v_cache_ptr + block * v_block_stride + inside * v_place_stride
+        k_to = head * k_head_stride + d[None, :]
+        v_to = head * v_head_stride + d[None, :]
+        tl.store(v_dst + v_to, va, mask=there)
+        tl.store(v_dst + HALF + v_to, vb, mask=there)
         k_first = ka32 * k_cos - kb32 * k_sin
         k_second = kb32 * k_cos + ka32 * k_sin
-        tl.store(k_dst + k_off, k_first.to(cache_ptr.dtype.element_ty), mask=there)
-        tl.store(k_dst + HALF + k_off, k_second.to(cache_ptr.dtype.element_ty), mask=there)
+        tl.store(k_dst + k_to, k_first.to(k_cache_ptr.dtype.element_ty), mask=there)
+        tl.store(k_dst + HALF + k_to, k_second.to(k_cache_ptr.dtype.element_ty), mask=there)
     else:
         qh = (group - KG) * QB + tl.arange(0, QB)
         q_mask = (qh < QH)[:, None] & (d < HALF)[None, :]
@@ -119,10 +133,11 @@ def rope_kv_update(
     bias: torch.Tensor,
     cos_sin: torch.Tensor,
     slots: torch.Tensor,
-    kv_cache: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
 ) -> None:
     tokens = query.shape[0]
-    block_size, kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[3], kv_cache.shape[4]
+    _, block_size, kv_heads, head_dim = key_cache.shape
     q_heads = query.shape[1] // head_dim
     half = head_dim // 2
     half_p = _pow2(half)
@@ -150,10 +165,13 @@ def rope_kv_update(
         bias if biased else query,
         cos_sin,
         slots,
-        kv_cache,
+        key_cache,
+        value_cache,
         query.stride(0),
         key.stride(0),
         value.stride(0),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
         QH=q_heads,
         KH=kv_heads,
         HD=head_dim,
