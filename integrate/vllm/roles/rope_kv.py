@@ -196,7 +196,7 @@ def _update(kernel: Dispatcher, layers: dict[str, Any]) -> Any:
             table = tables[rotary] = rotary.cos_sin_cache.to(query.device, query.dtype)
         flat = query.flatten(1), key.flatten(1), value.flatten(1)
         positions = positions.flatten()
-        caches = None if slots is None else _keys_and_values(cache)
+        caches = None if slots is None else engine.kv_caches(cache, attention.head_size)
         if caches is None:
             kernel.book.reasons["no KV cache yet"] += 1
         elif kernel(positions, *flat, flat[0].new_empty(0), table, slots, *caches):
@@ -207,21 +207,6 @@ def _update(kernel: Dispatcher, layers: dict[str, Any]) -> Any:
         return torch.empty(0, device=cache.device, dtype=cache.dtype)
 
     return run
-
-
-def _keys_and_values(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Both parts of a layer's KV cache, [blocks, block_size, kv_heads, head_size] each.
-
-    They are views of a cache [blocks, 2, block_size, kv_heads, head_size], or of one [blocks,
-    kv_heads, block_size, 2 * head_size] whose heads hold a key and a value each. None if it is
-    neither, as before the engine has allocated it.
-    """
-    if cache.dim() == 5:
-        return cache[:, 0], cache[:, 1]
-    if cache.dim() == 4:
-        keys, values = cache.transpose(1, 2).chunk(2, -1)
-        return keys, values
-    return None
 
 
 def _rotation() -> Callable[..., None]:

@@ -104,7 +104,9 @@ def step(config: Any, layer: Any, hidden: Any, slots: Any, run: Any = None) -> t
     return result
 
 
-def rope_kernel(positions, query, key, value, bias, cos_sin, slots, cache):  # type: ignore[no-untyped-def]
+def rope_kernel(  # type: ignore[no-untyped-def]
+    positions, query, key, value, bias, cos_sin, slots, key_cache, value_cache
+):
     """The contract of rope_kv_update in plain PyTorch."""
     assert bias.numel() == 0
     cos, sin = (half[:, None] for half in cos_sin[positions].chunk(2, -1))
@@ -117,8 +119,8 @@ def rope_kernel(positions, query, key, value, bias, cos_sin, slots, cache):  # t
     keys, values = rotated(key), value.view(len(value), -1, cos_sin.shape[1])
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            cache[slot // BLOCK, 0, slot % BLOCK] = keys[token]
-            cache[slot // BLOCK, 1, slot % BLOCK] = values[token]
+            key_cache[slot // BLOCK, slot % BLOCK] = keys[token]
+            value_cache[slot // BLOCK, slot % BLOCK] = values[token]
 
 
 def rope_guards() -> CallGuards:
