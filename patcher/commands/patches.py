@@ -115,22 +115,34 @@ def revert(
 
 
 @app.command("verify")
-@examples("patcher verify norm-patch", "patcher verify norm-patch.zip --json", "patcher verify ID")
+@examples(
+    "patcher verify norm-patch",
+    "patcher verify norm-patch.zip --json",
+    "patcher verify ID --model gpt-oss-20b",
+)
 def verify_command(
     patch: Annotated[
         str, typer.Argument(metavar="PATCH", help="A bundle, or the id of an applied patch.")
     ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="Also check a model: a preset, or a folder with a config.json."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Check, item by item, whether a patch fits this environment.
 
     Checks digests, evidence, the version range, the code that it replaces, the device and the
-    kernel. Exit code 5: it does not fit, and what differs; 3: something that it needs is missing.
+    kernel; with `--model`, whether that model has layers which the patch takes. Exit code 5: it
+    does not fit, and what differs; 3: something that it needs is missing.
     """
+    from patcher.bench.engines.architecture import published_config
     from patcher.show.patches import verified_lines
 
     with open_bundle(patch) as bundle:
-        found = verify(bundle)
+        found = verify(bundle, published_config(model) if model is not None else None)
     failure = found.failure
     Output(as_json).emit(_document(found), *verified_lines(found))
     return failure.exit_code if failure else 0
