@@ -16,8 +16,8 @@ import torch
 from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.point import MOE, TRITON, VllmPoint
 from patcher.integrate.vllm.roles.experts_sum import summed
+from patcher.integrate.vllm.roles.triton_experts import TritonExperts
 from patcher.integrate.vllm.swap import AttributePatch, remove_all
 
 _MATMUL = "triton_kernels.matmul_ogs"
@@ -26,12 +26,9 @@ _LAYOUT = "triton_kernels.tensor_details.layout_details"
 _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
 
 
-class _Matmul(VllmPoint):
+class _Matmul(TritonExperts):
     """One of the two calls of `matmul_ogs`."""
 
-    wants: ClassVar[Mapping[str, str]] = TRITON
-    layers: ClassVar[tuple[str, ...]] = MOE
-    weights: ClassVar[str | None] = "mxfp4"
     parts: ClassVar[tuple[str, ...]] = (
         f"{_MATMUL}:matmul_ogs",
         f"{_MATMUL}:init_allocation",

@@ -17,9 +17,10 @@ import torch
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.engine import engines_add_norm
-from patcher.integrate.vllm.point import TRITON, VllmPoint
+from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.roles import add_norm
 from patcher.integrate.vllm.roles.experts_sum import does_more, summed
+from patcher.integrate.vllm.roles.triton_experts import TRITON
 from patcher.integrate.vllm.swap import AttributePatch
 
 _MODEL = "vllm.model_executor.models.gpt_oss"
