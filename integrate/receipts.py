@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,7 +72,7 @@ class Receipt(Record):
             return f"no layer takes it ({layers})" if layers.total else "no layer is of its role"
         if self.fallbacks:
             return "every call fell back"
-        return "it was never called"
+        return "no call reached it"
 
     @property
     def total_calls(self) -> int:
@@ -193,6 +194,17 @@ def read_receipts(folder: Path) -> list[Receipt]:
         VerificationError: a receipt is damaged.
     """
     return [Receipt.read(path) for path in sorted(folder.glob("*.json"))]
+
+
+def idle_patches(receipts: Sequence[Receipt]) -> dict[str, str]:
+    """Patches whose kernel ran in no process, and why, as far as processes had it installed."""
+    reasons: dict[str, dict[str, None]] = {}
+    for one in receipts:
+        said = reasons.setdefault(one.patch_id, {})
+        if one.idle is not None:
+            said[one.idle] = None
+    ran = {one.patch_id for one in receipts if one.calls}
+    return {name: "; ".join(why) for name, why in reasons.items() if name not in ran}
 
 
 def own_rank() -> int | None:

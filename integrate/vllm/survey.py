@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
-
-import torch
 
 from patcher.bench import VerificationError
 from patcher.integrate.activation import Installed
-from patcher.integrate.dispatch import CallGuards
+from patcher.integrate.guards import CallGuards
 from patcher.integrate.layers import LayerSurvey
 from patcher.integrate.receipts import Receipt
 from patcher.integrate.vllm.point import VllmPoint
@@ -34,36 +32,12 @@ def survey(point: VllmPoint, guards: CallGuards, layers: Iterable[Any]) -> Layer
     taken, refused = 0, Counter[str]()
     for layer in dict.fromkeys(layers):
         if point.of_role(layer):
-            reason = point.applies(layer) or never_fits(guards, point.constants(layer))
+            reason = point.applies(layer) or guards.refusal_for_good(point.constants(layer))
             if reason is None:
                 taken += 1
             else:
                 refused[reason] += 1
     return LayerSurvey(taken, refused)
-
-
-def never_fits(guards: CallGuards, constants: Mapping[str, torch.Tensor]) -> str | None:
-    """Why no call with a layer's own tensors can pass the guards; None if some can.
-
-    Args:
-        guards: the guards of the patch's kernel.
-        constants: the layer's tensors by their names in the contract.
-    """
-    known = [(guard, constants[guard.name]) for guard in guards.tensors if guard.name in constants]
-    for guard, tensor in known:
-        if tensor.device.type != guards.device:
-            return f"{guard.name} on {tensor.device.type}"
-        if tensor.dim() != len(guard.axes):
-            return f"{guard.name} with {tensor.dim()} axes"
-        if not any(tensor.dtype == choice[guard.dtype] for choice in guards.dtypes):
-            return f"{guard.name} in {str(tensor.dtype).removeprefix('torch.')}"
-        for axis, size in zip(guard.axes, tensor.shape, strict=True):
-            bounds = guards.axes.get(axis)
-            if reason := bounds and bounds.refusal(axis, size):
-                return reason
-        if reason := guard.misplaced(tensor):
-            return f"{guard.name} {reason}"
-    return None
 
 
 def must_take_some(items: Iterable[Installed], strict: bool) -> None:

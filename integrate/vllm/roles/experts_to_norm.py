@@ -77,6 +77,13 @@ class ExpertsToNorm(VllmPoint):
         swap.install(_forward(swap.original, experts, operator))
         self._swaps = [swap]
 
+    def of_role(self, layer: Any) -> bool:
+        return isinstance(layer, sources.module(_MODEL).GptOssModel)
+
+    def applies(self, layer: Any) -> str | None:
+        engine, zero = sources.module(_MODEL), sources.module(_ROUTER).ZeroExpertRouter
+        return None if _plain(layer, engine, zero) else "layers that do more than gpt-oss's own"
+
     def remove(self) -> None:
         super().remove()
         library, self._library = self._library, None
