@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from patcher.integrate.layers import LayerSurvey
+
 
 @dataclass(slots=True)
 class CallSignature:
@@ -59,6 +61,22 @@ class CallCounters:
         self.reasons: Counter[str] = Counter()
         """Eager calls that fell back to the original, by reason."""
         self.recordings: list[GraphRecording] = []
+        self.surveys: dict[int, LayerSurvey] = {}
+        """The layers of the models that this process loaded, by number of the loading worker."""
+
+    @property
+    def layers(self) -> LayerSurvey | None:
+        """The layers of all models that were loaded; None if none was looked at."""
+        surveys = list(self.surveys.values())
+        return sum(surveys, LayerSurvey()) if surveys else None
+
+    @property
+    def recorded(self) -> Counter[str]:
+        """Calls in graphs, by label, as if each graph had run once."""
+        total: Counter[str] = Counter()
+        for recording in list(self.recordings):
+            total += recording.calls
+        return total
 
     @property
     def eager(self) -> Counter[str]:

@@ -6,12 +6,15 @@ import atexit
 import logging
 import os
 import threading
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import Field, ValidationError
 
 from patcher.bench import SCHEMA_VERSION, Record, UsageError, VerificationError
+from patcher.integrate.layers import LayerSurvey
 
 if TYPE_CHECKING:
     from patcher.integrate.counts import CallCounters
@@ -44,6 +47,33 @@ class Receipt(Record):
     fallbacks: dict[str, int] = Field(default_factory=dict)
     """Calls of the engine's own kernel instead, by reason."""
 
+    layers_taken: int | None = None
+    """Layers of the patch point's role that the patch takes in this process's models; None if no
+    model was looked at."""
+    layers_refused: dict[str, int] = Field(default_factory=dict)
+    """Layers of that role that keep the engine's own code, by reason."""
+
+    @property
+    def layers(self) -> LayerSurvey | None:
+        """The layers of the patch point's role; None if no model was looked at."""
+        if self.layers_taken is None:
+            return None
+        return LayerSurvey(self.layers_taken, Counter(self.layers_refused))
+
+    @property
+    def idle(self) -> str | None:
+        """Why the patch has no effect in this process so far, in words; None if its kernel ran, or
+        if it was not installed.
+        """
+        if self.failure is not None or self.calls:
+            return None
+        layers = self.layers
+        if layers is not None and not layers.taken:
+            return f"no layer takes it ({layers})" if layers.total else "no layer is of its role"
+        if self.fallbacks:
+            return "every call fell back"
+        return "no call reached it"
+
     @property
     def total_calls(self) -> int:
         """The number of calls of the patched kernel."""
@@ -52,6 +82,7 @@ class Receipt(Record):
     @classmethod
     def of(cls, book: CallCounters, point: str = "") -> Receipt:
         """A receipt with the current counts of this process."""
+        layers = book.layers
         return cls(
             patch_id=book.patch_id,
             digest=book.digest,
@@ -61,6 +92,8 @@ class Receipt(Record):
             calls=dict(book.calls),
             replayed=dict(book.replayed),
             fallbacks=dict(book.fallbacks),
+            layers_taken=None if layers is None else layers.taken,
+            layers_refused={} if layers is None else dict(layers.refused),
         )
 
     def write(self, path: Path) -> None:
@@ -161,6 +194,17 @@ def read_receipts(folder: Path) -> list[Receipt]:
         VerificationError: a receipt is damaged.
     """
     return [Receipt.read(path) for path in sorted(folder.glob("*.json"))]
+
+
+def idle_patches(receipts: Sequence[Receipt]) -> dict[str, str]:
+    """Patches whose kernel ran in no process, and why, as far as processes had it installed."""
+    reasons: dict[str, dict[str, None]] = {}
+    for one in receipts:
+        said = reasons.setdefault(one.patch_id, {})
+        if one.idle is not None:
+            said[one.idle] = None
+    ran = {one.patch_id for one in receipts if one.calls}
+    return {name: "; ".join(why) for name, why in reasons.items() if name not in ran}
 
 
 def own_rank() -> int | None:

@@ -72,6 +72,37 @@ def engines_add_norm() -> AddNorm:
     return run
 
 
+def splits_sequences() -> bool:
+    """Whether sequence parallelism is on (`enable_sp`, until 0.28.0): its pass gives each rank its
+    share of the residual between vLLM's own norms, which it knows by their operator.
+    """
+    return bool(getattr(_passes(), "enable_sp", False))
+
+
+def norm_fusions() -> tuple[str, ...]:
+    """The passes that are on and fuse vLLM's own norms with their neighbours, by name."""
+    return tuple(
+        name
+        for name in ("fuse_allreduce_rms", "fuse_norm_quant")
+        if getattr(_passes(), name, False)
+    )
+
+
+def _passes() -> Any:
+    """The compiler's passes in the current configuration; None outside of an engine."""
+    config = sources.module("vllm.config").get_current_vllm_config_or_none()
+    return None if config is None else config.compilation_config.pass_config
+
+
+def models_of(worker: Any) -> tuple[torch.nn.Module, ...]:
+    """The models that a worker loaded: the served one, and that of speculative decoding, if any."""
+    runner = getattr(worker, "model_runner", None)
+    # model runner V1 has a drafter, V2 a speculator
+    drafts = (getattr(runner, name, None) for name in ("drafter", "speculator"))
+    found = worker.get_model(), *(getattr(draft, "model", None) for draft in drafts)
+    return tuple(model for model in found if isinstance(model, torch.nn.Module))
+
+
 def plain_gemms() -> tuple[Any, ...]:
     """The matmuls of `UnquantizedLinearMethod` that are PyTorch's `linear`.
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from patcher.bench import PatcherError
-from patcher.integrate.activation import Activation, Switches, activate
+from patcher.integrate.activation import Activation, Installed, Switches, activate
 from patcher.integrate.vllm import sources
+from patcher.integrate.vllm.engine import models_of
+from patcher.integrate.vllm.point import VllmPoint
+from patcher.integrate.vllm.survey import must_take_some, report, survey
 from patcher.integrate.vllm.swap import AttributePatch
 
 log = logging.getLogger("patcher")
@@ -23,6 +29,7 @@ class VllmPlugin:
     def __init__(self) -> None:
         self.active: Activation | None = None
         self._switches: Switches | None = None
+        self._workers = itertools.count()
         worker = sources.module("vllm.v1.worker.worker_base").WorkerWrapperBase
         self._swap = AttributePatch(worker, "init_device")
 
@@ -33,7 +40,10 @@ class VllmPlugin:
         def init_device(worker: Any) -> None:
             original(worker)
             os.environ["PATCHER_RANK"] = str(worker.global_rank)  # for the receipts
-            self.enter(worker.vllm_config.parallel_config.tensor_parallel_size)
+            config = worker.vllm_config
+            with sources.module("vllm.config").set_current_vllm_config(config):
+                self.enter(config.parallel_config.tensor_parallel_size)
+            self._follow(worker.worker, config.parallel_config.pipeline_parallel_size)
 
         init_device.plugin = self  # type: ignore[attr-defined]
         self._swap.install(init_device)
@@ -66,12 +76,61 @@ class VllmPlugin:
             manifest = item.patch.manifest
             log.info("%s is installed at %s", manifest.id, manifest.target.point)
 
+    def _follow(self, worker: Any, stages: int) -> None:
+        """Look at a worker's layers each time its model was loaded, and report after warm-up.
+
+        Args:
+            worker: the worker, before its model is loaded.
+            stages: of the pipeline; with more than one, this one may have no layer of a role.
+        """
+        number = next(self._workers)
+
+        def look() -> None:
+            items = self._installed
+            layers = [layer for model in models_of(worker) for layer in model.modules()]
+            for item in items:
+                if isinstance(item.point, VllmPoint):  # other packages' points need not know layers
+                    seen = survey(item.point, item.dispatcher.guards, layers)
+                    item.book.surveys[number] = seen
+            must_take_some(items, self._strict)
+
+        for name in ("load_model", "reload_weights", "finish_weight_update"):
+            _after(worker, name, look)
+        _after(
+            worker,
+            "compile_or_warm_up_model",
+            lambda: report(self._installed, self._strict and stages == 1),
+        )
+
+    @property
+    def _installed(self) -> list[Installed]:
+        return [] if self.active is None else self.active.installed
+
+    @property
+    def _strict(self) -> bool:
+        return self._switches is not None and self._switches.strict
+
     def leave(self) -> None:
         """Remove all patches; idempotent."""
         if self.active is not None:
             sources.module("vllm.envs").environment_variables.pop(FACTOR, None)
             active, self.active = self.active, None
             active.close()
+
+
+def _after(worker: Any, name: str, then: Callable[[], None]) -> None:
+    """Let a worker call `then` at the end of one of its methods, if it has that method."""
+    method = getattr(worker, name, None)
+    if method is None:
+        return
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **more: Any) -> Any:
+        result = method(*args, **more)
+        then()
+        return result
+
+    setattr(worker, name, wrapped)
 
 
 def hook() -> VllmPlugin | None:

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
+
 from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import Fingerprint
@@ -81,37 +83,18 @@ class VllmPoint(ABC):
     @abstractmethod
     def install(self, kernel: Dispatcher) -> None: ...
 
+    @abstractmethod
+    def of_role(self, layer: Any) -> bool:
+        """Whether a module of a loaded model is a layer of this point's role."""
+
+    @abstractmethod
+    def applies(self, layer: Any) -> str | None:
+        """Why a layer of the role keeps the engine's own code; None if the patch takes it."""
+
+    def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
+        """The layer's own tensors that every call passes, by their names in the contract."""
+        return {}
+
     def remove(self) -> None:
         swaps, self._swaps = self._swaps, []
         remove_all(swaps)
-
-
-TRITON: Mapping[str, str] = {"moe_backend": "triton"}
-"""The backend of vLLM's Triton experts; on compute capability 9.0 it is the default, too."""
-MOE = ("FusedMoE|FusedMoEFactory",)
-"""How models build a mixture of experts."""
-
-
-class TritonFunction(VllmPoint):
-    """A patch point at one function of Triton experts, which they look up at every call."""
-
-    module: ClassVar[str]
-    function: ClassVar[str]
-    wants: ClassVar[Mapping[str, str]] = TRITON
-    layers: ClassVar[tuple[str, ...]] = MOE
-    weights: ClassVar[str | None] = "mxfp4"
-
-    def find(self) -> str:
-        sources.must_be_as_read(self.name, self.parts)
-        AttributePatch(sources.module(self.module), self.function).must_be_the_engines()
-        return f"{self.module}.{self.function}"
-
-    def install(self, kernel: Dispatcher) -> None:
-        self.find()
-        swap = AttributePatch(sources.module(self.module), self.function)
-        swap.install(self._replacement(kernel, swap.original))
-        self._swaps = [swap]
-
-    @abstractmethod
-    def _replacement(self, kernel: Dispatcher, original: Any) -> Any:
-        """The replacement of the function."""

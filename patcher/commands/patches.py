@@ -18,6 +18,7 @@ from patcher.integrate import (
     Receipt,
     Switches,
     home_store,
+    idle_patches,
     open_bundle,
     read_receipts,
     unpacked,
@@ -239,7 +240,8 @@ def _problems(found: list[Receipt]) -> list[str]:
     problems = [
         f"{one.patch_id} in process {one.pid}: {one.failure}" for one in found if one.failure
     ]
-    for name in dict.fromkeys(one.patch_id for one in found):
-        if not any(one.calls for one in found if one.patch_id == name):
-            problems.append(f"{name} never ran in any process")
+    problems += [
+        f"{name} never ran in any process{f': {why}' if why else ''}"
+        for name, why in idle_patches(found).items()
+    ]
     return problems

@@ -49,7 +49,10 @@ def _check_lines(check: FitCheck) -> Iterator[Text]:
 def receipts_table(receipts: Sequence[Receipt]) -> Table:
     """A row a process and patch."""
     table = Table(title="what ran, by process")
-    for name in ("patch", "patch point", "pid", "rank", "calls", "in graphs", "fell back", "why"):
+    for name in (
+        *("patch", "patch point", "pid", "rank", "layers"),
+        *("calls", "in graphs", "fell back", "why"),
+    ):
         right = name in ("pid", "rank", "calls", "in graphs", "fell back")
         table.add_column(name, justify="right" if right else "left", overflow="fold")
     for one in receipts:
@@ -59,6 +62,7 @@ def receipts_table(receipts: Sequence[Receipt]) -> Table:
             one.point,
             str(one.pid),
             "" if one.rank is None else str(one.rank),
+            "" if one.layers is None else str(one.layers),
             f"{one.total_calls:,}",
             f"{sum(one.replayed.values()):,}",
             f"{sum(one.fallbacks.values()):,}",

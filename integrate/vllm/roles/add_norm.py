@@ -9,6 +9,8 @@ built later and cannot be undone. The IR op's providers are not used, since vLLM
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -16,9 +18,11 @@ import torch
 from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.engine import engines_add_norm
+from patcher.integrate.vllm.engine import engines_add_norm, norm_fusions, splits_sequences
 from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.swap import AttributePatch
+
+log = logging.getLogger("patcher")
 
 _LAYERNORM = "vllm.model_executor.layers.layernorm"
 
@@ -49,7 +53,29 @@ class AddRmsNorm(VllmPoint):
             raise VerificationError(
                 "VLLM_BATCH_INVARIANT requires vLLM's own norm", "unset it, or revert the patch"
             )
+        if splits_sequences():
+            raise VerificationError(
+                "sequence parallelism (enable_sp) knows norms by vLLM's own operator",
+                "turn enable_sp off, or revert the patch",
+            )
         return f"{_LAYERNORM}.RMSNorm.forward"
+
+    def of_role(self, layer: Any) -> bool:
+        norms = sources.module(_LAYERNORM)
+        return isinstance(layer, norms.RMSNorm | norms.GemmaRMSNorm)
+
+    def applies(self, layer: Any) -> str | None:
+        norms = sources.module(_LAYERNORM)
+        if isinstance(layer, norms.GemmaRMSNorm):
+            return "a weight that is offset by one"
+        if type(layer) is not norms.RMSNorm:
+            return f"a norm of class {type(layer).__name__}"
+        if not layer.pass_weight_add:
+            return "no weight"
+        return None if layer.variance_size_override is None else "a mean over a part of the row"
+
+    def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
+        return {"weight": layer.weight.data}
 
     def install(self, kernel: Dispatcher) -> None:
         self.find()
@@ -57,6 +83,8 @@ class AddRmsNorm(VllmPoint):
         swap = AttributePatch(norm, "forward")
         original = swap.original
         operator = kernel.op(engines_add_norm())
+        if fusions := norm_fusions():
+            log.warning("%s: vLLM's norms are no longer fused by %s", self.name, ", ".join(fusions))
 
         def forward(layer: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
             if residual is None or not is_plain(layer, norm):

@@ -7,6 +7,7 @@ one module, so the two patch points share one replacement; `reduce_grouped` is a
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -15,9 +16,9 @@ import torch
 
 from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
-from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.point import MOE, TRITON, VllmPoint
+from patcher.integrate.vllm import engine, sources
 from patcher.integrate.vllm.roles.experts_sum import summed
+from patcher.integrate.vllm.roles.triton_experts import TritonExperts
 from patcher.integrate.vllm.swap import AttributePatch, remove_all
 
 _MATMUL = "triton_kernels.matmul_ogs"
@@ -26,12 +27,9 @@ _LAYOUT = "triton_kernels.tensor_details.layout_details"
 _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
 
 
-class _Matmul(VllmPoint):
+class _Matmul(TritonExperts):
     """One of the two calls of `matmul_ogs`."""
 
-    wants: ClassVar[Mapping[str, str]] = TRITON
-    layers: ClassVar[tuple[str, ...]] = MOE
-    weights: ClassVar[str | None] = "mxfp4"
     parts: ClassVar[tuple[str, ...]] = (
         f"{_MATMUL}:matmul_ogs",
         f"{_MATMUL}:init_allocation",
@@ -65,6 +63,15 @@ class _Matmul(VllmPoint):
         _SEAM.must_have_room(self.name)
         return f"{_EXPERTS}.matmul_ogs"
 
+    def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
+        weight, precision, bias = self._held(layer.routed_experts, layer._quant_method)
+        scales = engine.scale_rows(precision.weight_scale, weight.shape[1])
+        return {"weights": weight.storage.data.mT, "scales": scales, "bias": bias}
+
+    @abstractmethod
+    def _held(self, experts: Any, method: Any) -> tuple[Any, Any, torch.Tensor]:
+        """Weight, `PrecisionConfig` and bias of the matmul."""
+
     def install(self, kernel: Dispatcher) -> None:
         self.find()
         _SEAM.add(self.name, kernel)
@@ -82,12 +89,18 @@ class GateUp(_Matmul):
     name: ClassVar[str] = "experts.gate_up.mxfp4"
     op: ClassVar[str] = "moe_matmul_swiglu"
 
+    def _held(self, experts: Any, method: Any) -> tuple[Any, Any, torch.Tensor]:
+        return experts.w13_weight, method.w13_precision_config, experts.w13_bias
+
 
 class Down(_Matmul):
     """The second call: matmul and routing weights, then the engine's sum over a token's experts."""
 
     name: ClassVar[str] = "experts.down.mxfp4"
     op: ClassVar[str] = "moe_matmul_down"
+
+    def _held(self, experts: Any, method: Any) -> tuple[Any, Any, torch.Tensor]:
+        return experts.w2_weight, method.w2_precision_config, experts.w2_bias
 
 
 class _Seam:
@@ -186,7 +199,8 @@ class _Seam:
                 kernel.book.reasons[reason] += 1
                 return original(*call)
             data = routing_data.expt_data
-            packed = w.storage.data.mT, precision_config.weight_scale.storage.data.mT
+            scales = engine.scale_rows(precision_config.weight_scale, w.shape[1])
+            packed = w.storage.data.mT, scales
             tables = data.hist, data.token_offs_raw, data.block_pid_map[16]
             if first:
                 inputs = x, *packed, bias, gather_indx.src_indx, *tables, y[0]

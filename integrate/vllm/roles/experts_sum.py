@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.point import TritonFunction
+from patcher.integrate.vllm.roles.triton_experts import TritonFunction
 
 _MATMUL = "triton_kernels.matmul_ogs"
 _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"

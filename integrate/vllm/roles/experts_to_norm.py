@@ -17,9 +17,10 @@ import torch
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.engine import engines_add_norm
-from patcher.integrate.vllm.point import TRITON, VllmPoint
+from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.roles import add_norm
 from patcher.integrate.vllm.roles.experts_sum import does_more, summed
+from patcher.integrate.vllm.roles.triton_experts import TRITON
 from patcher.integrate.vllm.swap import AttributePatch
 
 _MODEL = "vllm.model_executor.models.gpt_oss"
@@ -75,6 +76,13 @@ class ExpertsToNorm(VllmPoint):
         self._library, experts = _experts_operator(f"experts_{kernel.book.digest[:12]}")
         swap.install(_forward(swap.original, experts, operator))
         self._swaps = [swap]
+
+    def of_role(self, layer: Any) -> bool:
+        return isinstance(layer, sources.module(_MODEL).GptOssModel)
+
+    def applies(self, layer: Any) -> str | None:
+        engine, zero = sources.module(_MODEL), sources.module(_ROUTER).ZeroExpertRouter
+        return None if _plain(layer, engine, zero) else "layers that do more than gpt-oss's own"
 
     def remove(self) -> None:
         super().remove()

@@ -73,6 +73,12 @@ class RopeKvUpdate(VllmPoint):
         forward.install(_forward(forward.original, layers, operator))
         should_split.install(_split_there(should_split.original, operator))
 
+    def of_role(self, layer: Any) -> bool:
+        return isinstance(layer, sources.module(_MODEL).OAIAttention)
+
+    def applies(self, layer: Any) -> str | None:
+        return _refusal(layer)
+
     def remove(self) -> None:
         swaps, self._swaps = self._swaps, []
         library, self._library = self._library, None

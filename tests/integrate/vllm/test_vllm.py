@@ -245,7 +245,7 @@ def test_a_linear_layer_runs_the_kernel_and_many_rows_run_the_engines_own(
         for given, own in zip(found, expected, strict=True):
             torch.testing.assert_close(given, own)
         assert dict(kernel.book.calls) == {"linear tokens=3 outer=40 inner=64 float32": 2}
-        assert dict(kernel.book.fallbacks) == {"tokens 70 is over 64": 1}
+        assert dict(kernel.book.fallbacks) == {"tokens above 64": 1}
     finally:
         point.remove()
         kernel.close()
