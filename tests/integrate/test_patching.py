@@ -216,10 +216,10 @@ def test_a_file_in_the_place_of_the_store_is_one_sentence(
 def test_doctor_tells_the_store_and_the_switches(
     cli: Cli, patch: Patch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from patcher import doctor
+    from patcher import doctor, patch_findings
 
     def told() -> tuple[str, str, str, str]:
-        store, switches = doctor._store(), doctor._switches()
+        store, switches = patch_findings._store(), patch_findings._switches()
         return store.status, store.detail, switches.status, switches.detail
 
     assert told()[:3] == ("ok", "0 applied", "ok")
