@@ -76,6 +76,8 @@ class Tree:
         """
         for found in importlib.metadata.distributions(name="vllm", path=[str(self.folder)]):
             return Version(found.version).public
+        if self._is_installed():  # from a checkout, whose metadata lies elsewhere
+            return Version(importlib.metadata.version("vllm")).public
         raise MissingError(
             f"{self.folder} holds no vllm-*.dist-info", "unpack the whole wheel of vLLM there"
         )
