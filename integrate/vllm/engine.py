@@ -35,8 +35,8 @@ def kv_caches(cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.T
     if cache.dim() == 5 and cache.shape[1] == 2 and cache.shape[4] == head_dim:
         return cache[:, 0], cache[:, 1]
     if cache.dim() == 4 and cache.shape[3] == 2 * head_dim:
-        key, value = cache.transpose(1, 2).split(head_dim, dim=-1)
-        return key, value
+        both = cache.transpose(1, 2)
+        return both[..., :head_dim], both[..., head_dim:]
     return None
 
 

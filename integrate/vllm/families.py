@@ -60,9 +60,9 @@ def _registry(folder: Path) -> dict[str, tuple[str, str]]:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             for key, value in zip(node.value.keys, node.value.values, strict=True):
-                pair = ast.literal_eval(value) if isinstance(value, ast.Tuple) else ()
-                if isinstance(key, ast.Constant) and len(pair) == 2:
-                    found[str(key.value)] = pair
+                if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple):
+                    module, cls = ast.literal_eval(value)
+                    found[str(key.value)] = module, cls
     return found
 
 

@@ -72,6 +72,8 @@ class VllmPlugin:
             # `envs.compile_factors` hashes every entry of this table, so compiled code with other
             # patches, or without any, lies in another folder
             known[FACTOR] = lambda: digests
+        if self.active.installed and (note := sources.untested()):
+            log.warning("%s", note)
         for item in self.active.installed:
             manifest = item.patch.manifest
             log.info("%s is installed at %s", manifest.id, manifest.target.point)
