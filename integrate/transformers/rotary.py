@@ -9,22 +9,18 @@ a kernel that writes to pages does not fit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
 
 from patcher.bench import VerificationError
-from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.forwards import (
-    Forward,
-    ForwardPatch,
-    GptOssPoint,
-    Onlookers,
-    Swap,
-)
-from patcher.integrate.transformers.parts import check_kinds
+from patcher.integrate.transformers.forwards import ForwardPatch, GptOssPoint, NewForward
+from patcher.integrate.transformers.onlookers import Onlookers
+from patcher.integrate.transformers.parts import check_kinds, kind_of
+from patcher.integrate.transformers.swap import Forward
 
 _FUNCTION = "apply_rotary_pos_emb"
 
@@ -34,6 +30,7 @@ class GptOssRotaryEmbedding(GptOssPoint):
 
     name: ClassVar[str] = "gpt_oss.rotary_embedding"
     op: ClassVar[str] = "rope"
+    within: ClassVar[tuple[str, ...]] = ("self_attn",)
 
     def __init__(self, target: Any = None) -> None:
         super().__init__(target)
@@ -60,17 +57,20 @@ class GptOssRotaryEmbedding(GptOssPoint):
             )
         return attentions
 
-    def swaps(self, body: Any, kernel: Dispatcher) -> Iterator[Swap]:
-        seam = ForwardPatch(kernel, _rotate)
+    def forwards(self, body: Any, seam: ForwardPatch) -> Iterator[NewForward]:
         for layer in body.layers:
-            yield layer.self_attn, self._attention_forward(layer.self_attn, seam)
+            yield layer.self_attn, partial(self._attention_forward, layer.self_attn, seam)
+
+    @staticmethod
+    def original(*args: Any) -> object:
+        return _rotate(*args)
 
     def remove(self) -> None:
         self._table = None
         super().remove()
 
-    def _attention_forward(self, attention: Any, seam: ForwardPatch) -> Forward:
-        own: Any = type(attention).forward
+    def _attention_forward(self, attention: Any, seam: ForwardPatch, original: Forward) -> Forward:
+        own: Any = kind_of(attention).forward
         # without `__name__`, torch.compile uses these globals instead of the module's
         names = {name: value for name, value in own.__globals__.items() if name != "__name__"}
         names[_FUNCTION] = self._rotation(attention, names[_FUNCTION], seam)
@@ -88,7 +88,7 @@ class GptOssRotaryEmbedding(GptOssPoint):
         self, attention: Any, original: Callable[..., Any], seam: ForwardPatch
     ) -> Forward:
         # a hook of a projection would see its output change
-        onlookers = Onlookers(skipped=(), seen=(attention.q_proj, attention.k_proj))
+        onlookers = Onlookers(lambda: ((), (attention.q_proj, attention.k_proj)))
 
         def rotate(
             q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -96,17 +96,19 @@ class GptOssRotaryEmbedding(GptOssPoint):
             # [batch, heads, tokens, head_dim], from projections [batch, tokens, ...]
             query, key = q.transpose(1, 2), k.transpose(1, 2)
             if torch.is_grad_enabled():
-                refusal = "gradients are on"
-            elif onlookers.look():
-                refusal = "a module has hooks"
-            elif not (query.is_contiguous() and key.is_contiguous()):
-                refusal = "not contiguous"
+                refusal: str | None = "gradients are on"
             else:
+                refusal = onlookers.refusal()
+            if refusal is None and not (query.is_contiguous() and key.is_contiguous()):
+                refusal = "not contiguous"
+            if refusal is None:
+                if onlookers.keeps:
+                    query, key = query.clone(), key.clone()
+                    q, k = query.transpose(1, 2), key.transpose(1, 2)
                 table = self._joined(cos, sin, query)
                 if seam(query.flatten(0, 1), key.flatten(0, 1), table):
                     return q, k
-                refusal = None
-            if refusal is not None:
+            else:
                 seam.refuse(refusal)
             rotated: tuple[torch.Tensor, torch.Tensor] = original(q, k, cos, sin)
             return rotated
