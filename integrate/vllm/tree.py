@@ -168,7 +168,7 @@ def _form(node: Any, without: tuple[str, ...] = ()) -> Any:
 def _statements(source: list[str], node: ast.AST) -> Iterator[Statement]:
     """Every statement below a node, with itself first."""
     if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case) and not _is_remark(node):
-        line: int = getattr(node, "pattern", node).lineno
+        line = node.pattern.lineno if isinstance(node, ast.match_case) else node.lineno
         head = "\n".join(_head(source, node, line))
         yield Statement(_sha(_form(node, _BLOCKS))[:6], line, head)
     for child in _children(node):
