@@ -14,8 +14,7 @@ import torch
 from patch_sample import kernel as add_norm
 from vllm_here import config, dispatcher, guards_of, needs_vllm, nothing
 
-from patcher import bench
-from patcher.integrate.guards import CallGuards
+from patcher.integrate.guards import AxisBounds, CallGuards
 from patcher.integrate.vllm.points import POINTS
 
 __all__ = ("config",)  # a fixture of tests here
@@ -371,7 +370,7 @@ def test_experts_and_the_norm_after_them_are_one_call(
 
         # what the kernel may not be given: the sum and the norm of the engine
         kernel._last, kernel._known = (lambda *_: False, kernel._last[1]), {}
-        kernel.guards = replace(guards, axes={"hidden": bench.AxisGuard(maximum=16)})
+        kernel.guards = replace(guards, axes={"hidden": AxisBounds(maximum=16)})
         torch.testing.assert_close(run(forward), expected)
         assert sums == [5, 5]
         assert dict(kernel.book.fallbacks) == {"hidden above 16": 2}
