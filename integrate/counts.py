@@ -190,6 +190,8 @@ class _GraphHooks:
 
         def capture_begin(graph: Any, *args: Any, **more: Any) -> Any:
             result = begin(graph, *args, **more)
+            if not watches:  # left under other code's methods
+                return result
             graph._patcher_before = [
                 (book, [case.calls for case in book.cases], Counter(book.reasons))
                 for book in dict.fromkeys(book for watch in watches for book in watch.books())
@@ -201,14 +203,15 @@ class _GraphHooks:
         def capture_end(graph: Any, *args: Any, **more: Any) -> Any:
             for watch in watches:
                 watch.capturing = False
-            graph._patcher_recordings = [
-                _take(book, calls, reasons)
-                for book, calls, reasons in graph.__dict__.pop("_patcher_before", ())
-            ]
+            if watches:
+                graph._patcher_recordings = [
+                    _take(book, calls, reasons)
+                    for book, calls, reasons in graph.__dict__.pop("_patcher_before", ())
+                ]
             return end(graph, *args, **more)
 
         def counted_replay(graph: Any, *args: Any, **more: Any) -> Any:
-            for recording in graph.__dict__.get("_patcher_recordings", ()):
+            for recording in graph.__dict__.get("_patcher_recordings", ()) if watches else ():
                 recording.replays += 1
             return replay(graph, *args, **more)
 
