@@ -72,18 +72,6 @@ class AxisBounds:
     maximum: int | None = None
     multiple_of: int = 1
 
-    def refusal(self, axis: str, size: int) -> str | None:
-        """Why the kernel does not support this size. It names the bound and not the size, so that
-        calls of many sizes have one reason.
-        """
-        if size % self.multiple_of:
-            return f"{axis} no multiple of {self.multiple_of}"
-        if size < self.minimum:
-            return f"{axis} below {self.minimum}"
-        if self.maximum is not None and size > self.maximum:
-            return f"{axis} above {self.maximum}"
-        return None
-
 
 @dataclass(frozen=True)
 class CallGuards:
@@ -142,7 +130,7 @@ class CallGuards:
                 return f"{guard.name} in {_short(tensor)}"
             bounds = zip(guard.axes, map(self.axes.get, guard.axes), tensor.shape, strict=True)
             for axis, bound, size in bounds:
-                if bound is not None and (reason := bound.refusal(axis, size)):
+                if bound is not None and (reason := _beyond(axis, size, bound)):
                     return reason
             if reason := guard.misplaced(tensor):
                 return f"{guard.name} {reason}"
@@ -190,10 +178,23 @@ class CallGuards:
 
     def _size(self, sizes: Mapping[str, int]) -> str | None:
         for axis, bounds in self.axes.items():
-            reason = bounds.refusal(axis, sizes[axis]) if axis in sizes else None
+            reason = _beyond(axis, sizes[axis], bounds) if axis in sizes else None
             if reason is not None:
                 return reason
         return None
+
+
+def _beyond(axis: str, size: int, bounds: AxisBounds) -> str | None:
+    """Why the kernel does not support this size. It names the bound and not the size, so that calls
+    of many sizes have one reason.
+    """
+    if size % bounds.multiple_of:
+        return f"{axis} no multiple of {bounds.multiple_of}"
+    if size < bounds.minimum:
+        return f"{axis} below {bounds.minimum}"
+    if bounds.maximum is not None and size > bounds.maximum:
+        return f"{axis} above {bounds.maximum}"
+    return None
 
 
 def _bucket(size: int) -> str:

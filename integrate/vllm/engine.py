@@ -114,6 +114,18 @@ def plain_gemms() -> tuple[Any, ...]:
     return (*plain, None) if utils.dispatch_unquantized_gemm() in plain else plain
 
 
+def has_router_kernel(layer: Any) -> bool:
+    """Whether a `GateLinear` runs kernels of its own, at some number of rows at least.
+
+    It says so by attributes such as `allow_cublas_router_gemm`, whose names differ by version.
+    """
+    able = "allow_specialized_router_gemm"  # what the GPU could do, which nothing alone uses
+    return any(
+        allowed is True and name.startswith("allow_") and name.endswith("_gemm") and name != able
+        for name, allowed in vars(layer).items()
+    )
+
+
 def gemm_of(method: Any) -> Any:
     """The matmul that an `UnquantizedLinearMethod` keeps; None if it keeps none."""
     return getattr(method, "_gemm_impl", None)
