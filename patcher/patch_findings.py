@@ -83,7 +83,9 @@ def _receipts() -> Finding:
     idle = idle_patches(found)
     if not idle:
         return Finding(name=name, status="ok", detail=f"{len(found)}, every patch ran")
-    said = "; ".join(f"{patch_id} never ran: {why or 'not installed'}" for patch_id, why in idle.items())
+    said = "; ".join(
+        f"{patch_id} never ran: {why or 'not installed'}" for patch_id, why in idle.items()
+    )
     fix = f"see `patcher receipts {folder}`; revert what is not needed"
     return Finding(name=name, status="warn", detail=said, fix=fix)
 
