@@ -31,7 +31,7 @@ from patcher.integrate.changes import SourceChangedError, replaced, what_changed
 from patcher.integrate.engine import engine_version, patch_point
 from patcher.integrate.manifest import DeviceKind, Manifest, PatchGuards, Provenance, Target
 from patcher.integrate.narrow import worth_calling
-from patcher.integrate.points import Fingerprint
+from patcher.integrate.points import Fingerprint, verify_calls
 
 if TYPE_CHECKING:
     from patcher.bench.toolchains import Built
@@ -278,8 +278,10 @@ class Patch:
 
         Raises:
             MissingError: the engine is not installed.
-            VerificationError: its version is out of range, or the replaced code has changed.
+            VerificationError: its version is out of range, the replaced code has changed, or the
+                op's arguments have.
         """
+        verify_calls(self.contract)
         self.verify_version()
         self.verify_source()
 
