@@ -74,15 +74,14 @@ def _allow_list() -> Finding:
 def _receipts() -> Finding:
     """What the receipts of engines in this environment say of patches without effect."""
     name, folder = "receipts", Switches.read().receipts
-    if folder is None or not folder.is_dir():
-        return Finding(name=name, status="ok", detail="none yet")
     try:
-        found = read_receipts(folder)
+        found = read_receipts(folder) if folder is not None else []
     except PatcherError as error:
         return Finding(name=name, status="warn", detail=error.message, fix=error.hint)
     idle = idle_patches(found)
     if not idle:
-        return Finding(name=name, status="ok", detail=f"{len(found)}, every patch ran")
+        detail = f"{len(found)}, every patch ran" if found else "none yet"
+        return Finding(name=name, status="ok", detail=detail)
     said = "; ".join(
         f"{patch_id} never ran: {why or 'not installed'}" for patch_id, why in idle.items()
     )

@@ -268,6 +268,71 @@ def test_receipts_are_told_by_process(cli: Cli) -> None:
     assert found["problems"] == ["q in process 1: no GPU", "q never ran in any process"]
 
 
+def test_receipts_and_doctor_say_what_a_patch_did_not_do(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path("receipts")
+    folder.mkdir()
+    monkeypatch.setenv("PATCHER_PATCHES", "on")
+    monkeypatch.setenv("PATCHER_RECEIPTS", str(folder))
+
+    def leaves(patch_id: str, **more: Any) -> None:
+        receipt = Receipt(patch_id=patch_id, digest="d", pid=1, point="vllm:linear", **more)
+        receipt.write(folder / f"{patch_id}.1.json")
+
+    def doctor_says() -> dict[str, Any]:
+        [found] = (
+            one for one in cli("doctor", "--json")[1]["findings"] if one["name"] == "receipts"
+        )
+        return dict(found)
+
+    assert doctor_says()["detail"] == "none yet"
+    leaves("ran", calls={"linear tokens=1": 4}, layers_taken=72, layers_refused={"odd": 24})
+    assert doctor_says()["status"] == "ok"
+    leaves("idle", layers_taken=0, layers_refused={"weights by Fp8LinearMethod": 96})
+    leaves("large", layers_taken=96, fallbacks={"tokens above 48": 98_280})
+    leaves("alone", layers_taken=0)
+    leaves("unasked", layers_taken=2)
+    problems = [
+        "alone never ran in any process: no layer is of its role",
+        "idle never ran in any process: no layer takes it "
+        "(0 of 96 layers; 96: weights by Fp8LinearMethod)",
+        "large never ran in any process: every call fell back",
+        "unasked never ran in any process: no call reached it",
+    ]
+    code, found = cli("receipts", "receipts", "--json")
+    assert (code, found["problems"]) == (5, problems)
+    said = " ".join(cli("receipts", "receipts")[1].split())
+    for words in ("72 of 96 layers", "98,280: tokens above 48"):
+        assert words in said
+    assert doctor_says()["status"] == "warn"
+    assert "idle never ran: no layer takes it" in doctor_says()["detail"]
+    (folder / "damaged.json").write_text("{")
+    assert "is not a receipt" in doctor_says()["detail"]
+
+
+def test_doctor_says_that_vllm_would_not_load_the_plugin(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def status() -> str:
+        [found] = (
+            one for one in cli("doctor", "--json")[1]["findings"] if one["name"] == "vLLM plugin"
+        )
+        return str(found["status"])
+
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setenv("PATCHER_PATCHES", "on")
+    assert status() == "ok"
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert status() == "fail"
+    assert "VLLM_PLUGINS=other excludes" in cli("doctor")[1]
+    monkeypatch.setenv("VLLM_PLUGINS", "other,patcher")
+    assert status() == "ok"
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    monkeypatch.setenv("PATCHER_PATCHES", "off")
+    assert status() == "warn"
+
+
 def test_receipts_are_held_against_a_profile(cli: Cli, tmp_path: Path) -> None:
     made = triton_patch(tmp_path / "patch")
     patched = patched_profile(tmp_path / "patched.sqlite", f"{TRITON}_0")
