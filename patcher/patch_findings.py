@@ -67,26 +67,25 @@ def _allow_list() -> Finding:
         status="fail" if on else "warn",
         detail=f"VLLM_PLUGINS={allowed} excludes patcher's plugin, so vLLM runs unpatched",
         fix="add patcher to VLLM_PLUGINS, or unset it",
-        likely=on,
     )
 
 
 def _receipts() -> Finding:
     """What the receipts of engines in this environment say of patches without effect."""
-    name, folder = "receipts", Switches.read().receipts
+    folder = Switches.read().receipts
     try:
         found = read_receipts(folder) if folder is not None else []
     except PatcherError as error:
-        return Finding(name=name, status="warn", detail=error.message, fix=error.hint)
+        return Finding(name="receipts", status="warn", detail=error.message, fix=error.hint)
     idle = idle_patches(found)
     if not idle:
         detail = f"{len(found)}, every patch ran" if found else "none yet"
-        return Finding(name=name, status="ok", detail=detail)
+        return Finding(name="receipts", status="ok", detail=detail)
     said = "; ".join(
         f"{patch_id} never ran: {why or 'not installed'}" for patch_id, why in idle.items()
     )
     fix = f"see `patcher receipts {folder}`; revert what is not needed"
-    return Finding(name=name, status="warn", detail=said, fix=fix)
+    return Finding(name="receipts", status="warn", detail=said, fix=fix)
 
 
 PATCH_CHECKS: tuple[Callable[[], Finding], ...] = (_store, _switches, _allow_list, _receipts)

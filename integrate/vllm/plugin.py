@@ -19,6 +19,9 @@ from patcher.integrate.vllm.swap import AttributePatch
 
 log = logging.getLogger("patcher")
 
+LOADS = ("load_model", "reload_weights", "finish_weight_update")
+"""Methods of workers after which layers may be others."""
+WARMS_UP = "compile_or_warm_up_model"
 FACTOR = "PATCHER_DIGESTS"
 """The key by which the digests of the patches enter vLLM's hash of compiled code."""
 
@@ -88,21 +91,39 @@ class VllmPlugin:
         number = next(self._workers)
 
         def look() -> None:
-            items = self._installed
             layers = [layer for model in models_of(worker) for layer in model.modules()]
-            for item in items:
+            for item in self._installed:
                 if isinstance(item.point, VllmPoint):  # other packages' points need not know layers
                     seen = survey(item.point, item.dispatcher.guards, layers)
                     item.book.surveys[number] = seen
-            must_take_some(items, self._strict)
+            must_take_some(self._installed, self._strict)
 
-        for name in ("load_model", "reload_weights", "finish_weight_update"):
-            _after(worker, name, look)
-        _after(
-            worker,
-            "compile_or_warm_up_model",
-            lambda: report(self._installed, self._strict and stages == 1),
-        )
+        def tell() -> None:
+            report(self._installed, self._strict and stages == 1)
+
+        for name in LOADS:
+            self._after(worker, name, look)
+        self._after(worker, WARMS_UP, tell)
+
+    def _after(self, worker: Any, name: str, then: Callable[[], None]) -> None:
+        """Let a worker call `then` at the end of one of its methods, if it has that method."""
+        method = getattr(worker, name, None)
+        if method is None or hasattr(method, "patcher_follows"):
+            return
+
+        @functools.wraps(method)
+        def wrapped(*args: Any, **more: Any) -> Any:
+            result = method(*args, **more)
+            try:
+                then()
+            except Exception:  # an engine serves, whatever its layers are like
+                if self._strict:
+                    raise
+                log.exception("the layers that patches take are not known")
+            return result
+
+        wrapped.patcher_follows = True  # type: ignore[attr-defined]
+        setattr(worker, name, wrapped)
 
     @property
     def _installed(self) -> list[Installed]:
@@ -118,21 +139,6 @@ class VllmPlugin:
             sources.module("vllm.envs").environment_variables.pop(FACTOR, None)
             active, self.active = self.active, None
             active.close()
-
-
-def _after(worker: Any, name: str, then: Callable[[], None]) -> None:
-    """Let a worker call `then` at the end of one of its methods, if it has that method."""
-    method = getattr(worker, name, None)
-    if method is None:
-        return
-
-    @functools.wraps(method)
-    def wrapped(*args: Any, **more: Any) -> Any:
-        result = method(*args, **more)
-        then()
-        return result
-
-    setattr(worker, name, wrapped)
 
 
 def hook() -> VllmPlugin | None:

@@ -19,6 +19,8 @@ from patcher.integrate.receipts import Receipt
 from patcher.integrate.vllm.point import VllmPoint
 
 log = logging.getLogger("patcher")
+_engines_log = logging.getLogger("vllm.patcher")
+"""Below vLLM's logger, which shows lines of level INFO, too."""
 
 
 def survey(point: VllmPoint, guards: CallGuards, layers: Iterable[Any]) -> LayerSurvey:
@@ -62,7 +64,7 @@ def report(items: Iterable[Installed], strict: bool) -> None:
     """
     kept = list(items)
     if lines := list(_lines(kept)):
-        log.info("patched layers: %s", "; ".join(lines))
+        _engines_log.info("patched layers: %s", "; ".join(lines))
     for item in kept:
         receipt = Receipt.of(item.book)
         if receipt.calls or item.book.recorded:
