@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,15 +110,18 @@ def start(
     plugin.remove()
 
 
-@pytest.fixture
+@contextmanager
 def shown() -> Iterator[list[str]]:
-    """What vLLM's own handler would show."""
+    """What vLLM's handler shows where an engine has set it up at its default level."""
     lines: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("vllm")
+    level = logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     yield lines
+    logger.setLevel(level)
     logger.removeHandler(handler)
 
 
@@ -135,7 +139,7 @@ def test_vllms_workers_have_the_methods_that_are_followed() -> None:
 
 
 def test_layers_are_counted_when_a_model_is_loaded_and_again_when_weights_are(
-    start: Any, shown: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    start: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = Runner(Block())
     worker = start(runner)
@@ -146,8 +150,9 @@ def test_layers_are_counted_when_a_model_is_loaded_and_again_when_weights_are(
 
     x, residual = torch.randn(3, 64), torch.randn(3, 64)
     runner.uses = lambda: runner.model.fitting[0](x, residual)
-    worker.compile_or_warm_up_model()
-    [line] = [line for line in shown if line.startswith("patched layers: ")]
+    with shown() as lines:
+        worker.compile_or_warm_up_model()
+    [line] = [line for line in lines if line.startswith("patched layers: ")]
     assert line.startswith("patched layers: add_norm: 2 of 6 layers; 1: ")
     assert "no effect" not in caplog.text
 
