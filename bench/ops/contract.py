@@ -134,6 +134,9 @@ class PatchPointSpec(Record):
     point: str
     summary: str
     calls_per_layer: int
+    """Calls in one decoder layer of gpt-oss; 0 for a point that is none of its layers'."""
+    once_per_layer_taken: bool = False
+    """Whether a step calls each layer that a receipt counts as taken once, in any model."""
     takes: dict[str, int] = Field(default_factory=dict)
     """Calls per layer that this patch point takes over from other points of the engine, by name."""
     replaces: str = ""

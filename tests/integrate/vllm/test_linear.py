@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from vllm_here import config, dispatcher, guards_of, needs_vllm
 
 from patcher import bench
+from patcher.ab.verdict import refuse_one_point_twice
+from patcher.bench import Candidate, Evaluation, Language, Outcome, Timing
+from patcher.integrate import Patch, Store
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm.points import POINTS
 from patcher.integrate.vllm.survey import survey
@@ -181,3 +185,34 @@ def test_the_batch_invariant_matmul_is_left_alone(
     for name in ("linear", "lm_head"):
         with pytest.raises(bench.VerificationError, match="VLLM_BATCH_INVARIANT requires"):
             POINTS[name]().find()
+
+
+def test_one_source_may_be_a_patch_of_either_point(tmp_path: Path) -> None:
+    op = bench.load_op("linear")
+    candidate = Candidate(op=op.name, language=Language.TORCH, source="import torch\n")
+    figures = {"candidate_us": 1, "baseline_us": 2, "speedup": 2}
+    ends = {"speedup_low": 1.9, "speedup_high": 2.1, "pairs": 4, "calls": 8}
+    judged = Evaluation(
+        op=op.name,
+        language="torch",
+        digest=candidate.digest,
+        outcome=Outcome.CORRECT,
+        timings=(Timing(axes={"tokens": 1}, **figures, **ends),),
+        geomean_speedup=2.0,
+    )
+
+    def made(name: str, **more: Any) -> Patch:
+        return Patch.create(
+            tmp_path / name, op, candidate, judged, engine="vllm", made_by="test", **more
+        )
+
+    layers, head = made("first"), made("head", point_name="lm_head")
+    assert [each.manifest.target.point for each in (layers, head)] == ["linear", "lm_head"]
+    assert made("former", point_name="linear.unquantized").manifest.id == layers.manifest.id
+    store = Store(tmp_path / "home")
+    store.apply(layers.folder)
+    store.apply(head.folder)
+    assert len({each.id for each in store.applied()}) == 2
+    refuse_one_point_twice([layers, head])
+    with pytest.raises(bench.UsageError, match="no patch point add_norm in vllm"):
+        made("none", point_name="add_norm")
