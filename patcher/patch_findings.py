@@ -56,7 +56,7 @@ def _switches() -> Finding:
     return Finding(name="patch switches", status="ok", detail=f"{detail}; receipts are kept")
 
 
-def _allow_list() -> Finding:
+def allow_list() -> Finding:
     """Whether vLLM would load patcher's plugin from this environment."""
     name, allowed = "vLLM plugin", os.environ.get("VLLM_PLUGINS")
     on = Switches.read().patches != "off"
@@ -88,4 +88,4 @@ def _receipts() -> Finding:
     return Finding(name="receipts", status="warn", detail=said, fix=fix)
 
 
-PATCH_CHECKS: tuple[Callable[[], Finding], ...] = (_store, _switches, _allow_list, _receipts)
+PATCH_CHECKS: tuple[Callable[[], Finding], ...] = (_store, _switches, allow_list, _receipts)

@@ -42,17 +42,21 @@ HOW_TO_RUN = {
 @examples("patcher patches", "PATCHER_PATCHES=on patcher patches --json")
 def patches(as_json: Json = False) -> int:
     """List the applied patches: enabled or not, whether they fit, and their speedup."""
+    from patcher.patch_findings import allow_list
     from patcher.show.listing import listed
     from patcher.show.patches import patches_table
 
-    found = listed(home_store(), Switches.read())
+    found, plugin = listed(home_store(), Switches.read()), allow_list()
+    warnings = [plugin.detail] if plugin.status != "ok" else []
     document = {
         "schema_version": SCHEMA_VERSION,
         "patches": [one.model_dump(mode="json") for one in found],
+        "warnings": warnings,
     }
     shown: list[object] = [patches_table(found)]
     if found and not any(one.on for one in found):
         shown.append(Text("none is on here: set PATCHER_PATCHES=on", style="dim"))
+    shown += [Text(f"{line}: {plugin.fix}", style="red") for line in warnings]
     Output(as_json).emit(document, *shown)
     return 0
 

@@ -326,8 +326,11 @@ def test_doctor_says_that_vllm_would_not_load_the_plugin(
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert status() == "fail"
     assert "VLLM_PLUGINS=other excludes" in cli("doctor")[1]
+    assert "VLLM_PLUGINS=other excludes" in " ".join(cli("patches")[1].split())
+    assert cli("patches", "--json")[1]["warnings"]
     monkeypatch.setenv("VLLM_PLUGINS", "other,patcher")
     assert status() == "ok"
+    assert not cli("patches", "--json")[1]["warnings"]
     monkeypatch.setenv("VLLM_PLUGINS", "")
     monkeypatch.setenv("PATCHER_PATCHES", "off")
     assert status() == "warn"

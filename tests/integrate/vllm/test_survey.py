@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from patch_sample import CANDIDATE, OP, evaluation
+from patch_sample import CANDIDATE, OP, add_norm_guards, evaluation
 from patch_sample import kernel as add_norm
-from vllm_here import config, needs_vllm
+from vllm_here import config, dispatcher, needs_vllm, nothing
 
 from patcher import bench
 from patcher.integrate import Patch, Store
@@ -227,3 +227,32 @@ def test_a_draft_model_counts_too(kept_by: str) -> None:
     assert engine.models_of(worker) == (served, draft)
     worker.model_runner = SimpleNamespace(**{kept_by: SimpleNamespace()})
     assert engine.models_of(worker) == (served,)
+
+
+def test_norms_that_sequence_parallelism_must_know_are_left_to_it(
+    monkeypatch: pytest.MonkeyPatch, config: Any
+) -> None:
+    from patcher.integrate.vllm.points import POINTS
+
+    point, passes = POINTS["add_norm"](), config.compilation_config.pass_config
+    assert point.find()
+    if not hasattr(passes, "enable_sp"):
+        pytest.skip("this vLLM has no such pass")
+    monkeypatch.setattr(passes, "enable_sp", True)
+    with pytest.raises(bench.VerificationError, match=r"sequence parallelism \(enable_sp\)"):
+        point.find()
+
+
+def test_passes_that_a_norm_is_taken_from_are_named(
+    monkeypatch: pytest.MonkeyPatch, config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from patcher.integrate.vllm.points import POINTS
+
+    passes = config.compilation_config.pass_config
+    monkeypatch.setattr(passes, "fuse_norm_quant", False)
+    monkeypatch.setattr(passes, "fuse_allreduce_rms", True)
+    point, kernel = POINTS["add_norm"](), dispatcher(OP.name, nothing, add_norm_guards())
+    point.install(kernel)
+    point.remove()
+    kernel.close()
+    assert "vLLM's norms are no longer fused by fuse_allreduce_rms\n" in caplog.text
