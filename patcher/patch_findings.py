@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import site
 from collections.abc import Callable
+from importlib.metadata import distributions, entry_points
 
 from patcher.bench import PatcherError
 from patcher.finding import Finding
@@ -56,18 +58,23 @@ def _switches() -> Finding:
     return Finding(name="patch switches", status="ok", detail=f"{detail}; receipts are kept")
 
 
-def allow_list() -> Finding:
+def vllm_plugin() -> Finding:
     """Whether vLLM would load patcher's plugin from this environment."""
     name, allowed = "vLLM plugin", os.environ.get("VLLM_PLUGINS")
     on = Switches.read().patches != "off"
-    if allowed is None or "patcher" in allowed.split(","):
-        return Finding(name=name, status="ok", detail="VLLM_PLUGINS does not exclude it")
-    return Finding(
-        name=name,
-        status="fail" if on else "warn",
-        detail=f"VLLM_PLUGINS={allowed} excludes patcher's plugin, so vLLM runs unpatched",
-        fix="add patcher to VLLM_PLUGINS, or unset it",
-    )
+    if not entry_points(group="vllm.general_plugins", name="patcher"):
+        detail = "this Python has no entry point of patcher, so vLLM runs unpatched"
+        fix = "install patcher with pip in vLLM's environment, rather than run it from a folder"
+        users = site.getusersitepackages()
+        if not site.ENABLE_USER_SITE and list(distributions(name="patcher", path=[users])):
+            detail += f"; it is installed in {users}, which this Python leaves out"
+            fix = "unset PYTHONNOUSERSITE, or install patcher without --user"
+    elif allowed is not None and "patcher" not in allowed.split(","):
+        detail = f"VLLM_PLUGINS={allowed} excludes patcher's plugin, so vLLM runs unpatched"
+        fix = "add patcher to VLLM_PLUGINS, or unset it"
+    else:
+        return Finding(name=name, status="ok", detail="vLLM loads it")
+    return Finding(name=name, status="fail" if on else "warn", detail=detail, fix=fix, likely=on)
 
 
 def _receipts() -> Finding:
@@ -88,4 +95,4 @@ def _receipts() -> Finding:
     return Finding(name="receipts", status="warn", detail=said, fix=fix)
 
 
-PATCH_CHECKS: tuple[Callable[[], Finding], ...] = (_store, _switches, allow_list, _receipts)
+PATCH_CHECKS: tuple[Callable[[], Finding], ...] = (_store, _switches, vllm_plugin, _receipts)

@@ -6,7 +6,8 @@ package depends on a version, and none compares version numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -86,6 +87,27 @@ def norm_fusions() -> tuple[str, ...]:
         for name in ("fuse_allreduce_rms", "fuse_norm_quant")
         if getattr(_passes(), name, False)
     )
+
+
+def decided_by() -> tuple[bool, ...]:
+    """What patch points look at in an engine's configuration when they are installed."""
+    return bool(sources.module("vllm.envs").VLLM_BATCH_INVARIANT), splits_sequences()
+
+
+def copy_to_ray_workers(names: Iterable[str]) -> None:
+    """Let vLLM copy these variables to its workers on Ray, besides those that the user names.
+
+    The public way, a variable of vLLM, would be part of its hash of compiled code.
+    """
+    try:
+        sources.module("vllm.ray.ray_env").DEFAULT_EXTRA_ENV_VARS.update(names)
+    except (VerificationError, AttributeError):  # another version keeps them elsewhere
+        theirs = os.environ.get(_COPIED, "").split(",")
+        both = dict.fromkeys([*filter(None, map(str.strip, theirs)), *names])
+        os.environ[_COPIED] = ",".join(both)
+
+
+_COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
 def _passes() -> Any:

@@ -42,11 +42,11 @@ HOW_TO_RUN = {
 @examples("patcher patches", "PATCHER_PATCHES=on patcher patches --json")
 def patches(as_json: Json = False) -> int:
     """List the applied patches: enabled or not, whether they fit, and their speedup."""
-    from patcher.patch_findings import allow_list
+    from patcher.patch_findings import vllm_plugin
     from patcher.show.listing import listed
     from patcher.show.patches import patches_table
 
-    found, plugin = listed(home_store(), Switches.read()), allow_list()
+    found, plugin = listed(home_store(), Switches.read()), vllm_plugin()
     warnings = [plugin.detail] if plugin.status != "ok" else []
     document = {
         "schema_version": SCHEMA_VERSION,

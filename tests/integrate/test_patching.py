@@ -15,7 +15,7 @@ from patch_sample import CANDIDATE, OP, evaluation, make_patch
 from proof_sample import TRITON, claims, patched_profile, triton_patch
 
 import patcher.integrate.patch
-from patcher import bench
+from patcher import bench, patch_findings
 from patcher.cli import main
 from patcher.integrate import Patch, Receipt, pack
 
@@ -334,6 +334,26 @@ def test_doctor_says_that_vllm_would_not_load_the_plugin(
     monkeypatch.setenv("VLLM_PLUGINS", "")
     monkeypatch.setenv("PATCHER_PATCHES", "off")
     assert status() == "warn"
+
+
+def test_doctor_says_that_vllm_would_not_find_the_plugin(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a checkout that is not installed, or with an installation that Python leaves out."""
+    monkeypatch.setattr(patch_findings, "entry_points", lambda **_: ())
+    monkeypatch.setenv("PATCHER_PATCHES", "on")
+    assert "no entry point of patcher" in cli("doctor")[1]
+    made = tmp_path / "patcher-1.dist-info"
+    made.mkdir()
+    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: patcher\nVersion: 1\n")
+    monkeypatch.setattr("site.getusersitepackages", lambda: str(tmp_path))
+    monkeypatch.setattr("site.ENABLE_USER_SITE", False)
+    [found] = (
+        one for one in cli("doctor", "--json")[1]["findings"] if one["name"] == "vLLM plugin"
+    )
+    assert found["status"] == "fail"
+    assert str(tmp_path) in found["detail"]
+    assert "PYTHONNOUSERSITE" in found["fix"]
 
 
 def test_receipts_are_held_against_a_profile(cli: Cli, tmp_path: Path) -> None:

@@ -3,54 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from patch_sample import TINY
-from transformers_sample import PER_LAYER, inside, original_kernel
+from transformers_sample import LAYERS, PER_LAYER, TOKENS, built, logits, original_kernel, patched
 
 from patcher import bench
 from patcher.integrate import CallCounters
 from patcher.integrate.transformers import POINTS
-
-LAYERS = 3
-SIZES = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "vocab_size": 64}
-TOKENS = torch.arange(1, 17).view(2, 8)
-
-
-def built() -> Any:
-    """A model whose norms differ from each other."""
-    torch.manual_seed(0)
-    config = {**bench.preset(TINY.model).config, "num_hidden_layers": LAYERS, **SIZES}
-    model = transformers.AutoModelForCausalLM.from_config(transformers.GptOssConfig(**config))
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data.uniform_(0.5, 2.0)
-    return model.eval()
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        found: torch.Tensor = model(TOKENS, use_cache=False).logits
-    return found
-
-
-@contextmanager
-def patched(target: Any = None) -> Iterator[dict[str, CallCounters]]:
-    """All points in a model, or in those that are built inside; gives the counters.
-
-    A change of the model may lie over a patch, which removal tells.
-    """
-    with ExitStack() as stack:
-        stack.enter_context(suppress(bench.VerificationError))
-        yield {
-            name: stack.enter_context(inside(point(target), original_kernel(name)))
-            for name, point in POINTS.items()
-        }
 
 
 def layers_of(model: Any) -> Any:
