@@ -93,7 +93,7 @@ def moe_matmul_down("""
         ((ENTRY, CHANGED.replace("weights", "scales")), "guard_violation", {"guards"}, "scales"),
         (("weights.data_ptr()",), "mismatch", {"values", "determinism", "timed outputs"}, "output"),
         (
-            ("(bytes(weights.view(-1)[::97].tolist()), bytes(scales.view(-1).tolist()))",),
+            ("(bytes(weights.view(-1)[::97].tolist()), bytes(scales.reshape(-1).tolist()))",),
             "mismatch",
             {"timed outputs", "values after"},
             "output",
