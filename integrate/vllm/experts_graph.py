@@ -109,7 +109,12 @@ class _Pair:
         if not self._in_place and operator_name(self._norm) != NORM:
             raise NotFusedError(f"{_label(self._norm)} reads the experts' result before a norm")
         x, residual, self._weight, self._epsilon, *part = self._norm.args
-        if self._norm.kwargs or x is not self._x or self._weight is None or part not in ([], [None]):
+        if (
+            self._norm.kwargs
+            or x is not self._x
+            or self._weight is None
+            or part not in ([], [None])
+        ):
             raise NotFusedError("another kind of norm")
         if not isinstance(residual, fx.Node) or residual.op == "placeholder":
             raise NotFusedError("a residual that belongs to the caller")
@@ -210,8 +215,9 @@ def _example(node: Any) -> Any:
 
 
 def _value(argument: Any) -> Any:
-    """An operator's argument, or what Dynamo knows of it."""
-    return argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
+    """An operator's argument, or what Dynamo knows of it; of a fake object, the real one."""
+    value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
+    return getattr(value, "real_obj", value)
 
 
 def _label(node: fx.Node) -> str:

@@ -81,9 +81,7 @@ class ExpertsToNorm(TritonExperts):
         self._library, experts = _experts_operator(
             f"experts_{kernel.book.digest[:12]}", unsummed.run
         )
-        operators = FusedOperators(
-            experts, kernel.op(_two_kernels()), f"patcher::{AddRmsNorm.op}_"
-        )
+        operators = FusedOperators(experts, kernel.op(_two_kernels()), f"patcher::{AddRmsNorm.op}_")
 
         def rewrite(graph: fx.GraphModule, splitting_ops: list[str]) -> list[str]:
             kernel.book.reasons.update(experts_graph.fuse(graph, operators, self._top_k))
@@ -109,7 +107,9 @@ class ExpertsToNorm(TritonExperts):
     def _top_k(self, name: Any, index: int) -> int:
         """Experts a token of the layer that the engine is compiling; see `experts_graph.fuse`."""
         runner, contexts = sources.module(_RUNNER), sources.module("vllm.forward_context")
-        context = contexts.get_forward_context() if contexts.is_forward_context_available() else None
+        context = (
+            contexts.get_forward_context() if contexts.is_forward_context_available() else None
+        )
         known = {} if context is None else context.no_compile_layers
         given = None if name is None else runner._resolve_layer_name(name)
         if given == "from_forward_context" and context is not None:
