@@ -44,17 +44,22 @@ class Reduce(TritonExperts):
 
     def install(self, kernel: Dispatcher) -> None:
         self.find()
-
-        def run(x: Any, row_map: Any, out: Any, more: bool) -> bool:
-            if more:
-                kernel.book.reasons["more than a sum"] += 1
-                return False
-            no_scales = out.new_empty((0, row_map.shape[1]))
-            return kernel(x.squeeze(1), row_map, no_scales, out.squeeze(0))
-
         place = place_of_sums(self.name)
-        place.install(run)
+        place.install(summing(kernel))
         self._swaps = [place]
+
+
+def summing(kernel: Dispatcher) -> Sum:
+    """The part of the kernel of `moe_reduce`."""
+
+    def run(x: Any, row_map: Any, out: Any, more: bool) -> bool:
+        if more:
+            kernel.book.reasons["more than a sum"] += 1
+            return False
+        no_scales = out.new_empty((0, row_map.shape[1]))
+        return kernel(x.squeeze(1), row_map, no_scales, out.squeeze(0))
+
+    return run
 
 
 def place_of_sums(point: str) -> SharedPatch:

@@ -285,22 +285,27 @@ def test_a_model_that_is_not_compiled_keeps_its_own_and_says_so(config: Any, gpt
 
 
 def _offloaded(model: Any) -> None:
-    """As `cpu_offload_gb` without UVA: a layer's forward brings its weights, here from a copy."""
-    for layer in model.layers:
-        kept = [parameter.data.clone() for parameter in layer.parameters()]
-        for parameter in layer.parameters():
-            parameter.data.zero_()
-        layer.kept, own = kept, layer.forward
+    """As `offload_group_size`: operators of vLLM bring a layer's weights, here from a copy."""
+    from vllm.model_executor.offloader import base, prefetch
 
-        def forward(hidden: Any, positions: Any, residual: Any, layer: Any = layer, own: Any = own):  # type: ignore[no-untyped-def]
-            given = dict(zip(dict(layer.named_parameters()), layer.kept, strict=True))
-            layer.forward = own
-            try:
-                return torch.func.functional_call(layer, given, (hidden, positions, residual))
-            finally:
-                layer.forward = forward
+    class Elsewhere(prefetch.PrefetchOffloader):
+        def __init__(self, layers: list[Any]) -> None:
+            self.prefetch_step, self.module_offloaders = 1, layers
+            self.kept = [[each.data.clone() for each in layer.parameters()] for layer in layers]
+            for index, layer in enumerate(layers):
+                self._start_prefetch(index)
+                self._hook_module_forward(index, layer)
 
-        layer.forward = forward
+        def _wait_for_layer(self, layer_idx: int) -> None:
+            held = self.module_offloaders[layer_idx].parameters()
+            for parameter, kept in zip(held, self.kept[layer_idx], strict=True):
+                parameter.data.copy_(kept)
+
+        def _start_prefetch(self, layer_idx: int) -> None:
+            for parameter in self.module_offloaders[layer_idx].parameters():
+                parameter.data.zero_()
+
+    base.set_offloader(Elsewhere(list(model.layers)))
 
 
 def _steered(model: Any) -> None:
@@ -356,7 +361,11 @@ def _scaled(model: Any) -> None:
 
 CHANGED: dict[str, tuple[Callable[[Any], None], int, tuple[str, ...]]] = {
     # what was switched on; pairs that are still fused; what is said of the others
-    "weights are offloaded": (_offloaded, 2, ()),
+    "weights are offloaded": (
+        _offloaded,
+        0,
+        ("vllm::start_prefetch reads the experts' result before a norm",),
+    ),
     "a hook on a layer": (_steered, 1, ("add reads the experts' result before a norm",)),
     "a hook on the norm": (
         _normed_differently,
@@ -383,6 +392,7 @@ def test_what_people_switch_on_stays_right_and_is_told(
     change: str, beside: bool, config: Any, gpt_oss: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.distributed import parallel_state
+    from vllm.model_executor.offloader import base
 
     monkeypatch.setattr(
         parallel_state.GroupCoordinator,
@@ -392,6 +402,7 @@ def test_what_people_switch_on_stays_right_and_is_told(
     monkeypatch.setattr(
         parallel_state.GroupCoordinator, "_all_reduce_out_place", lambda group, x: x * 2
     )
+    monkeypatch.setattr(base, "_instance", base.get_offloader())
     switch_on, fused, reasons = CHANGED[change]
     torch.manual_seed(3)
     model = gpt_oss()
