@@ -13,7 +13,7 @@ from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import Fingerprint
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.families import architectures
-from patcher.integrate.vllm.swap import AttributePatch, remove_all
+from patcher.integrate.vllm.swap import AttributePatch, SharedPatch, remove_all
 from patcher.integrate.vllm.tree import Tree
 
 
@@ -35,7 +35,7 @@ class VllmPoint(ABC):
 
     def __init__(self, target: Any = None) -> None:
         """Prepare the point; `target` is unused, since classes and modules are patched."""
-        self._swaps: list[AttributePatch] = []
+        self._swaps: list[AttributePatch | SharedPatch] = []
         """The installed replacements."""
 
     @classmethod

@@ -49,10 +49,7 @@ class AddRmsNorm(VllmPoint):
             raise VerificationError(
                 f"RMSNorm is replaced by {replaced['RMSNorm'].__name__}", "disable its plugin"
             )
-        if sources.module("vllm.envs").VLLM_BATCH_INVARIANT:
-            raise VerificationError(
-                "VLLM_BATCH_INVARIANT requires vLLM's own norm", "unset it, or revert the patch"
-            )
+        must_allow_other_norms()
         if splits_sequences():
             raise VerificationError(
                 "sequence parallelism (enable_sp) knows norms by vLLM's own operator",
@@ -100,3 +97,15 @@ def is_plain(layer: Any, kind: Any) -> bool:
     """Whether the layer has exactly that class, a weight, and a mean over the whole row."""
     own: bool = type(layer) is kind
     return own and layer.pass_weight_add and layer.variance_size_override is None
+
+
+def must_allow_other_norms() -> None:
+    """Refuse an engine that must compute the same whatever is in a batch.
+
+    Raises:
+        VerificationError: `VLLM_BATCH_INVARIANT` is set.
+    """
+    if sources.module("vllm.envs").VLLM_BATCH_INVARIANT:
+        raise VerificationError(
+            "VLLM_BATCH_INVARIANT requires vLLM's own norm", "unset it, or revert the patch"
+        )

@@ -36,6 +36,7 @@ from patcher import bench
 from patcher.integrate import Patch, Store
 from patcher.integrate.points import find_point
 from patcher.integrate.vllm.points import POINTS
+from patcher.integrate.vllm.roles import experts_sum
 
 __all__ = ("config",)  # a fixture of tests here
 
@@ -125,6 +126,7 @@ def test_a_narrowed_op_differs_in_its_guards_alone() -> None:
 # ---- from here on: the real vLLM
 
 
+RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
 PLACES = {
     "add_norm": ["vllm.model_executor.layers.layernorm:RMSNorm.forward"],
     "linear": ["vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply"],
@@ -139,7 +141,11 @@ PLACES = {
     "router.oai": ["triton_kernels.routing:routing"],
     "experts.sum.oai": ["triton_kernels.matmul_ogs:reduce_grouped"],
     "experts.gate_up.mxfp4": [f"{EXPERTS}:matmul_ogs", f"{EXPERTS}:make_routing_data"],
-    "experts_to_norm": ["vllm.model_executor.models.gpt_oss:GptOssModel.forward"],
+    "experts_to_norm": [
+        "vllm.compilation.backends:split_graph",
+        "triton_kernels.matmul_ogs:reduce_grouped",
+        f"{RUNNER}:MoERunner.forward",
+    ],
     "experts.down.mxfp4": [f"{EXPERTS}:matmul_ogs", f"{EXPERTS}:make_routing_data"],
 }
 
@@ -320,8 +326,8 @@ def test_the_sum_over_experts_is_the_kernels_unless_it_is_more_than_a_sum() -> N
     guards = guards_of("moe_reduce", I=torch.int32, **float32)
     dispatch = dispatcher("moe_reduce", kernel, guards)
     asked: list[Any] = []
-    point = POINTS["experts.sum.oai"]()
-    reduce = point._replacement(dispatch, lambda *args, **more: asked.append(args))  # type: ignore[attr-defined]
+    parts = {"experts.sum.oai": experts_sum.summing(dispatch)}
+    reduce = experts_sum._sharing(lambda *args, **more: asked.append(args), parts)
     plain = matmul["FusedActivation"]()
     epilogue = matmul["Epilogue"](matmul["FnSpecs"].default(), (), (), False)
     flex = {"x_flex": matmul["InFlexData"](), "out_flex": matmul["OutFlexData"]()}

@@ -1,20 +1,14 @@
-"""The points in gpt-oss of the real vLLM, on the CPU: rotation and KV write in its
-attention, and the sum over experts with the norm after it."""
+"""The point in the attention of gpt-oss in the real vLLM, on the CPU: rotation and KV write."""
 
 from __future__ import annotations
 
-import sys
-from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from patch_sample import kernel as add_norm
-from vllm_here import config, dispatcher, guards_of, needs_vllm, nothing
+from vllm_here import config, dispatcher, guards_of, needs_vllm
 
-from patcher.integrate.guards import AxisBounds, CallGuards
+from patcher.integrate.guards import CallGuards
 from patcher.integrate.vllm.points import POINTS
 
 __all__ = ("config",)  # a fixture of tests here
@@ -22,7 +16,6 @@ __all__ = ("config",)  # a fixture of tests here
 pytestmark = needs_vllm
 
 BLOCK, HEADS, KV_HEADS, HEAD_DIM = 16, 4, 2, 16
-TOP_K = 2
 
 
 @pytest.fixture
@@ -229,208 +222,3 @@ def test_graphs_are_cut_at_the_operator_where_vllm_cuts_at_the_write(
         point.remove()
         kernel.close()
         torch._dynamo.reset()
-
-
-@pytest.fixture
-def gpt_oss(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes gpt-oss models of vLLM's own classes, two layers deep, with doubles for what needs a
-    GPU: attention, and the experts, which are linear maps. Those end as vLLM's do, in
-    `reduce_grouped` (its double sums in PyTorch), or in a sum of their own.
-    """
-    import transformers
-    from vllm.model_executor.layers.fused_moe.runner import moe_runner
-    from vllm.model_executor.models import gpt_oss as engine
-
-    class Attention(torch.nn.Module):
-        def __init__(self, config: Any, **rest: Any) -> None:
-            super().__init__()
-            self.mix = torch.nn.Linear(config.hidden_size, config.hidden_size)
-
-        def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            return self.mix(hidden) + positions.unsqueeze(1)
-
-    class Experts(moe_runner.MoERunner):
-        grouped = True
-
-        def __init__(self, num_experts: int, hidden_size: int, prefix: str, **rest: Any) -> None:
-            torch.nn.Module.__init__(self)
-            sizes = dict.fromkeys(("tp_size", "ep_size", "dp_size", "pcp_size"), 1)
-            sizes |= dict.fromkeys(("hidden_dim", "hidden_dim_unpadded"), hidden_size)
-            flags = {"is_sequence_parallel": False, "skip_final_all_reduce": False}
-            self.moe_config = SimpleNamespace(experts_per_token=TOP_K, **sizes, **flags)
-            self.router = self.gate = self._shared_experts = None
-            self.routed_input_transform = self.routed_output_transform = None
-            self.routed_scaling_factor = 1.0
-            self.layer_name = prefix
-            self._forward_entry = moe_runner._moe_forward
-            self.maps = torch.nn.Parameter(torch.empty(num_experts, hidden_size, hidden_size))
-            moe_runner.register_layer_for_moe_forward_op(config, self)
-
-        @property
-        def _quant_method(self) -> Any:
-            return SimpleNamespace(
-                skip_forward_padding=True, has_unpadded_output=False, moe_kernel=None
-            )
-
-        def _forward_impl(self, hidden: Any, logits: Any, *rest: Any) -> Any:
-            scores, chosen = logits.topk(TOP_K)
-            order = chosen.flatten().argsort(stable=True)
-            maps = self.maps[chosen.flatten()[order]]
-            rows = torch.einsum("rh,rhk->rk", hidden[order // TOP_K], maps)
-            rows = rows * scores.softmax(-1).flatten()[order, None]
-            index = order.argsort().view(-1, TOP_K).int()
-            if not self.grouped:
-                return rows[index.long()].sum(1)
-            library = sys.modules["triton_kernels.matmul_ogs"]
-            plain = library.FusedActivation(), library.Epilogue(library.FnSpecs.default())
-            output = torch.full_like(hidden, torch.nan)
-            more = {"x_mx_scale": None, "out_dtype": output.dtype}
-            summed, _ = library.reduce_grouped(
-                rows[None, None], index, output[None], None, *plain, **more
-            )
-            return summed[0]
-
-    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": TOP_K, "vocab_size": 50}
-    model = transformers.GptOssConfig(**sizes, **experts)
-    monkeypatch.setattr(engine.TransformerBlock, "attention_cls", Attention)
-    factory = "FusedMoEFactory" if hasattr(engine, "FusedMoEFactory") else "FusedMoE"
-    monkeypatch.setattr(engine, factory, Experts)
-
-    def forget() -> None:
-        config.compilation_config.static_forward_context.clear()
-        config.compilation_config.static_all_moe_layers.clear()
-
-    def make(grouped: bool) -> Any:
-        forget()
-        Experts.grouped = grouped
-        with monkeypatch.context() as known:
-            known.setattr(config, "model_config", SimpleNamespace(hf_config=model))
-            made = engine.GptOssModel(vllm_config=config)
-        generator = torch.Generator().manual_seed(1)
-        for parameter in made.parameters():
-            parameter.data.normal_(0, 0.2, generator=generator)
-        return made
-
-    yield make
-    forget()
-
-
-def reduce_add_norm(rows, row_map, residual, weight, output, epsilon):  # type: ignore[no-untyped-def]
-    """The contract of reduce_add_rms_norm in plain PyTorch."""
-    some = (row_map >= 0).unsqueeze(-1)
-    added = rows[row_map.clamp(min=0).long()].masked_fill(~some, 0.0).sum(1)
-    output.copy_(added)
-    add_norm(output, residual, weight, epsilon)
-
-
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
-@pytest.mark.parametrize("rows", [False, True])
-def test_experts_and_the_norm_after_them_are_one_call(
-    rows: bool, backend: str | None, config: Any, gpt_oss: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.forward_context import set_forward_context
-
-    library = sys.modules["triton_kernels.matmul_ogs"]
-    sums: list[int] = []
-
-    def summing(x: Any, index: Any, out: Any, *rest: Any, **more: Any) -> Any:
-        sums.append(len(index))
-        out[0] = (x[0, 0][index.long()] * (index >= 0).unsqueeze(-1)).sum(1)
-        return out, None
-
-    monkeypatch.setattr(library, "reduce_grouped", summing)
-    model = gpt_oss(rows)
-    tokens, positions = torch.arange(5), torch.arange(5) / 7
-
-    def run(forward: Any) -> Any:
-        with set_forward_context(None, config):
-            return forward(tokens, positions)
-
-    expected = run(model.forward)
-    assert sums == [5, 5] * rows
-    sums.clear()
-    guards = guards_of("reduce_add_rms_norm", I=torch.int32, T=torch.float32, W=torch.float32)
-    guards = replace(guards, scalars=(("epsilon", float),))
-    kernel = dispatcher("reduce_add_rms_norm", reduce_add_norm, guards)
-    monkeypatch.setattr(POINTS["experts_to_norm"], "find", lambda self: "")
-    point = POINTS["experts_to_norm"]()
-    point.install(kernel)
-    forward = model.forward
-    if backend is not None:
-        forward = torch.compile(forward, fullgraph=True, backend=backend, dynamic=True)
-    try:
-        for _ in range(2):
-            torch.testing.assert_close(run(forward), expected)
-        assert not sums
-        label = f"reduce_add_rms_norm tokens=5 hidden=32 top_k={TOP_K} spare=0 float32/int32"
-        assert dict(kernel.book.calls) == {label: 4}
-        assert not kernel.book.fallbacks
-        assert library.reduce_grouped is summing
-
-        # what the kernel may not be given: the sum and the norm of the engine
-        kernel._last, kernel._known = (lambda *_: False, kernel._last[1]), {}
-        kernel.guards = replace(guards, axes={"hidden": AxisBounds(maximum=16)})
-        torch.testing.assert_close(run(forward), expected)
-        assert sums == [5, 5]
-        assert dict(kernel.book.fallbacks) == {"hidden above 16": 2}
-    finally:
-        point.remove()
-        kernel.close()
-        torch._dynamo.reset()
-    assert torch.equal(run(model.forward), expected)
-
-
-def test_the_model_as_vllm_compiles_it_runs_the_one_call(
-    config: Any, gpt_oss: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """By its own wrapper, which looks into the frame of the forward that it compiles; in pieces, as
-    ever, but not by Inductor, whose passes ask for vLLM's C kernels."""
-    from vllm.forward_context import set_forward_context
-
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    monkeypatch.setattr(config.compilation_config, "backend", "eager")
-    monkeypatch.setattr(config.compilation_config, "compile_sizes", [])
-    tokens, positions = torch.arange(5), torch.arange(5) / 7
-    model = gpt_oss(False)
-    with set_forward_context(None, config):
-        expected = model.forward(tokens, positions)
-    guards = guards_of("reduce_add_rms_norm", I=torch.int32, T=torch.float32, W=torch.float32)
-    guards = replace(guards, scalars=(("epsilon", float),))
-    kernel = dispatcher("reduce_add_rms_norm", reduce_add_norm, guards)
-    point = POINTS["experts_to_norm"]()
-    point.install(kernel)
-    try:
-        model = gpt_oss(False)
-        assert not model.do_not_compile
-        with set_forward_context(None, config):
-            for _ in range(2):
-                torch.testing.assert_close(model(tokens, positions), expected)
-        assert sum(kernel.book.calls.values()) == 4
-        assert not kernel.book.fallbacks
-    finally:
-        point.remove()
-        kernel.close()
-        torch._dynamo.reset()
-
-
-def test_a_model_whose_layers_are_looked_at_is_left_alone(
-    config: Any, gpt_oss: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.forward_context import set_forward_context
-
-    model = gpt_oss(False)
-    guards = guards_of("reduce_add_rms_norm", I=torch.int32, T=torch.float32, W=torch.float32)
-    kernel = dispatcher("reduce_add_rms_norm", nothing, guards)
-    point = POINTS["experts_to_norm"]()
-    point.install(kernel)
-    try:
-        model.aux_hidden_state_layers = (1,)
-        with set_forward_context(None, config):
-            hidden, seen = model.forward(torch.arange(3), torch.arange(3) / 7)
-        assert len(seen) == 1
-        assert hidden.isfinite().all()
-        assert not kernel.book.calls
-    finally:
-        point.remove()
-        kernel.close()
