@@ -110,10 +110,24 @@ def copy_to_ray_workers(names: Iterable[str]) -> None:
 _COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
+def compiles_graphs() -> bool:
+    """Whether vLLM's own compiler sees whole graphs of the model: its mode VLLM_COMPILE, not
+    `enforce_eager` or breakable CUDA graphs. Outside of an engine, it is assumed.
+    """
+    config = _compilation()
+    modes = sources.module("vllm.config.compilation").CompilationMode
+    return config is None or bool(config.mode == modes.VLLM_COMPILE)
+
+
 def _passes() -> Any:
     """The compiler's passes in the current configuration; None outside of an engine."""
+    config = _compilation()
+    return None if config is None else config.pass_config
+
+
+def _compilation() -> Any:
     config = sources.module("vllm.config").get_current_vllm_config_or_none()
-    return None if config is None else config.compilation_config.pass_config
+    return None if config is None else config.compilation_config
 
 
 def models_of(worker: Any) -> tuple[torch.nn.Module, ...]:

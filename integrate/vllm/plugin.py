@@ -59,7 +59,7 @@ class VllmPlugin:
             config = worker.vllm_config
             with sources.module("vllm.config").set_current_vllm_config(config):
                 self.enter(worker, config.parallel_config.tensor_parallel_size)
-            self._follow(worker.worker, config.parallel_config.pipeline_parallel_size)
+            self._follow(worker.worker, config)
 
         init_device.plugin = self  # type: ignore[attr-defined]
         self._swap.install(init_device)
@@ -121,20 +121,23 @@ class VllmPlugin:
             manifest = item.patch.manifest
             log.info("%s is installed at %s", manifest.id, manifest.target.point)
 
-    def _follow(self, worker: Any, stages: int) -> None:
+    def _follow(self, worker: Any, config: Any) -> None:
         """Look at a worker's layers each time its model was loaded, and report after warm-up.
 
         Args:
             worker: the worker, before its model is loaded.
-            stages: of the pipeline; with more than one, this one may have no layer of a role.
+            config: the configuration of its engine. A worker of a pipeline with several stages
+                may have no layer of a role.
         """
-        number = next(self._workers)
+        number, stages = next(self._workers), config.parallel_config.pipeline_parallel_size
+        current = sources.module("vllm.config").set_current_vllm_config
 
         def look() -> None:
             layers = [layer for model in models_of(worker) for layer in model.modules()]
             for item in self._installed:
                 if isinstance(item.point, VllmPoint):  # other packages' points need not know layers
-                    seen = survey(item.point, item.dispatcher.guards, layers)
+                    with current(config):
+                        seen = survey(item.point, item.dispatcher.guards, layers)
                     item.book.surveys[number] = seen
             must_take_some(self._installed, self._strict)
 

@@ -134,9 +134,9 @@ PLACES = {
         "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply"
     ],
     "rope_kv": [
-        "vllm.model_executor.models.gpt_oss:OAIAttention.__init__",
-        "vllm.model_executor.models.gpt_oss:OAIAttention.forward",
-        "vllm.compilation.backends:should_split",
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward",
+        "vllm.compilation.backends:split_graph",
+        "vllm.compilation.passes.utility.fix_functionalization:FixFunctionalizationPass.__call__",
     ],
     "router.oai": ["triton_kernels.routing:routing"],
     "experts.sum.oai": ["triton_kernels.matmul_ogs:reduce_grouped"],
