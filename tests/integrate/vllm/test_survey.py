@@ -63,6 +63,8 @@ class Runner:
 
     def init_device(self) -> None: ...
 
+    def shutdown(self) -> None: ...
+
     def load_model(self, *, load_dummy_weights: bool = False) -> str:
         self.model = self._loads
         return "loaded"
@@ -186,6 +188,7 @@ def test_a_patch_that_warm_up_never_calls_is_said(
     why = "every call fell back (1: dtype" if reached else "no call reached it"
     assert f"has no effect after warm-up: {why}" in caplog.text
 
+    worker.shutdown()  # else an engine with other settings is refused
     monkeypatch.setenv("PATCHER_STRICT", "1")
     worker = start(runner)
     worker.load_model()
