@@ -11,6 +11,7 @@ therefore done only within the model's own forward, which holds none, and withou
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from threading import get_ident
@@ -106,23 +107,11 @@ class GptOssDecoderLayers(GptOssPoint):
 
         onlookers = Onlookers(watched, source.GptOssDecoderLayer, source.GptOssRMSNorm)
 
-        def forward(
-            hidden_states: torch.Tensor,
-            attention_mask: Any = None,
-            position_ids: Any = None,
-            past_key_values: Any = None,
-            use_cache: bool | None = False,
-            position_embeddings: Any = None,
-            **rest: Any,
-        ) -> torch.Tensor:
+        names, defaults = _arguments(source.GptOssDecoderLayer, source.GptOssAttention)
+
+        def forward(hidden_states: torch.Tensor, *args: Any, **rest: Any) -> torch.Tensor:
             waiting, self._waiting = self._waiting, None
-            rest |= {
-                "attention_mask": attention_mask,
-                "position_ids": position_ids,
-                "past_key_values": past_key_values,
-                "use_cache": use_cache,
-                "position_embeddings": position_embeddings,
-            }
+            rest = {**defaults, **dict(zip(names, args, strict=False)), **rest}
             refusal = self._refuse(body, index, layer, onlookers)
             if refusal is not None:
                 seam.refuse(refusal, 2)
@@ -182,6 +171,27 @@ class GptOssDecoderLayers(GptOssPoint):
         if index >= len(body.layers) or body.layers[index] is not layer:
             return "the layers were put in another order"
         return onlookers.refusal()
+
+
+def _arguments(layer: Any, attention: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """How a layer passes its arguments on to its attention; their names differ by version.
+
+    Args:
+        layer: the class of the layers.
+        attention: the class of their attention.
+
+    Returns:
+        The names after the hidden states, in order, and the defaults of those for which the
+        attention has none.
+    """
+    own = list(inspect.signature(layer.forward).parameters.values())[2:]
+    named = [one for one in own if one.kind is one.POSITIONAL_OR_KEYWORD]
+    taken = inspect.signature(attention.forward).parameters
+    return tuple(one.name for one in named), {
+        one.name: one.default
+        for one in named
+        if one.name not in taken or taken[one.name].default is inspect.Parameter.empty
+    }
 
 
 def _following(body: Any, index: int) -> Any:
