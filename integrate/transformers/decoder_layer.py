@@ -74,8 +74,8 @@ class GptOssDecoderLayers(GptOssPoint):
         yield body.norm, partial(self._final_norm, body.norm)
 
     @staticmethod
-    def original(*args: Any) -> object:
-        return _add_then_norm(*args)
+    def original(*args: Any) -> None:
+        _add_then_norm(*args)
 
     def remove(self) -> None:
         self._waiting = None

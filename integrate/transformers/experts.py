@@ -59,8 +59,8 @@ class GptOssExpertsFunction(GptOssPoint):
             yield layer.mlp.experts, partial(_experts_forward, layer.mlp.experts, seam)
 
     @staticmethod
-    def original(*args: Any) -> object:
-        return _weigh_and_sum(*args)
+    def original(*args: Any) -> None:
+        _weigh_and_sum(*args)
 
 
 def _check_registry() -> None:

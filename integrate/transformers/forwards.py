@@ -97,7 +97,7 @@ class GptOssPoint(ABC):
 
     @staticmethod
     @abstractmethod
-    def original(*args: Any) -> object:
+    def original(*args: Any) -> None:
         """The engine's own arithmetic in place of the kernel's, also in place."""
 
     def run(self, body: Any, original: Forward, *args: Any, **more: Any) -> Any:

@@ -55,8 +55,8 @@ class GptOssRotaryEmbedding(GptOssPoint):
             yield layer.self_attn, partial(self._attention_forward, layer.self_attn, seam)
 
     @staticmethod
-    def original(*args: Any) -> object:
-        return _rotate(*args)
+    def original(*args: Any) -> None:
+        _rotate(*args)
 
     def remove(self) -> None:
         self._table = None

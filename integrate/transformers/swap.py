@@ -61,9 +61,9 @@ class ModuleSwap:
         Returns:
             What other code has replaced; None if there is nothing.
         """
-        for kind in self._kinds.values():
-            kind.patch_state.active = False
-        kind = type(self.module)
+        for made in self._kinds.values():
+            made.patch_state.active = False
+        kind: Any = type(self.module)
         while "patch_point" in vars(kind) and not kind.patch_state.active:
             kind = kind.__base__
         if kind is not type(self.module):
@@ -82,7 +82,7 @@ class ModuleSwap:
                 return own(instance, *args, **more)
             if instance is not module:
                 refuse("a copy of a patched module")
-            elif torch.compiler.is_exporting() or torch.jit.is_tracing():
+            elif torch.compiler.is_exporting() or _tracing():
                 # an exported program stands alone, without the patch's operators
                 refuse("exported or traced")
             else:
@@ -110,6 +110,9 @@ class ModuleSwap:
             },
         )
         return made
+
+
+_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
 class _State:
