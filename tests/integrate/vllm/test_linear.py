@@ -216,3 +216,14 @@ def test_one_source_may_be_a_patch_of_either_point(tmp_path: Path) -> None:
     refuse_one_point_twice([layers, head])
     with pytest.raises(bench.UsageError, match="no patch point add_norm in vllm"):
         made("none", point_name="add_norm")
+
+
+def test_a_bundle_that_always_had_a_bias_takes_no_layer_without_one(config: Any) -> None:
+    """As bundles have it that were made before the contract had `biased`."""
+    guards = kernel().guards
+    tensors = tuple(
+        replace(each, axes=("outer",)) if each.name == "bias" else each for each in guards.tensors
+    )
+    layers = [linear_layer(bias=True), linear_layer(bias=False)]
+    seen = survey(POINTS["linear"](), replace(guards, tensors=tensors), layers)
+    assert (seen.taken, dict(seen.refused)) == (1, {"shapes that do not fit: outer": 1})
