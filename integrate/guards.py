@@ -118,22 +118,27 @@ class CallGuards:
             constants: tensors that every call passes, such as a layer's weight, by their names in
                 the contract.
         """
-        for guard in self.tensors:
-            tensor = constants.get(guard.name)
-            if tensor is None:
-                continue
+        sizes: dict[str, int] = {}
+        known = [(g, constants[g.name]) for g in self.tensors if g.name in constants]
+        for guard, tensor in known:
             if tensor.device.type != self.device:
                 return f"{guard.name} on {tensor.device.type}"
             if tensor.dim() != len(guard.axes):
                 return f"{guard.name} with {tensor.dim()} axes"
             if not any(tensor.dtype == choice[guard.dtype] for choice in self.dtypes):
                 return f"{guard.name} in {_short(tensor)}"
-            bounds = zip(guard.axes, map(self.axes.get, guard.axes), tensor.shape, strict=True)
-            for axis, bound, size in bounds:
-                if bound is not None and (reason := _beyond(axis, size, bound)):
+            for axis, size in zip(guard.axes, tensor.shape, strict=True):
+                # what is arithmetic depends on sizes of other tensors
+                if axis.isidentifier() and sizes.setdefault(axis, size) != size:
+                    return f"shapes that do not fit: {axis}"
+                bounds = self.axes.get(axis)
+                if bounds is not None and (reason := _beyond(axis, size, bounds)):
                     return reason
             if reason := guard.misplaced(tensor):
                 return f"{guard.name} {reason}"
+        dtypes = [(guard.dtype, tensor.dtype) for guard, tensor in known]
+        if not any(all(choice[name] == dtype for name, dtype in dtypes) for choice in self.dtypes):
+            return f"dtype {'/'.join(_short(tensor) for _, tensor in known)}"
         return None
 
     def label(self, tensors: tuple[torch.Tensor, ...]) -> str:

@@ -50,6 +50,19 @@ def test_a_layers_own_tensor_may_rule_every_call_out(
     assert all(call is None for call in calls) == (reason is None)
 
 
+def test_a_layers_tensors_may_not_fit_each_other() -> None:
+    bias = TensorGuard("bias", ("outer",), "T", mutated=False)
+    guards = replace(GUARDS, tensors=(*GUARDS.tensors, bias))
+    weight = torch.zeros(4, 16)
+    assert guards.refusal_for_good({"weight": weight, "bias": torch.zeros(4)}) is None
+    none, half = torch.zeros(0), torch.zeros(4, dtype=torch.float16)
+    found = [guards.refusal_for_good({"weight": weight, "bias": each}) for each in (none, half)]
+    assert found == ["shapes that do not fit: outer", "dtype float32/float16"]
+    optional = replace(bias, axes=("biased * outer",))
+    guards = replace(GUARDS, tensors=(*GUARDS.tensors, optional))
+    assert guards.refusal_for_good({"weight": weight, "bias": none}) is None
+
+
 def test_calls_of_many_sizes_fall_back_for_one_reason() -> None:
     weight = torch.zeros(4, 16)
     reasons = Counter(GUARDS.refusal((torch.zeros(n, 16), weight)) for n in range(40, 140))

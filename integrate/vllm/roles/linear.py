@@ -103,6 +103,13 @@ class Linear(_Matmul):
         f"{_UTILS}:default_unquantized_gemm",
     )
 
+    def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
+        weight = layer.weight.data
+        module = sources.module(self.module)
+        elsewhere = isinstance(layer, module.RowParallelLinear) and layer.tp_rank > 0
+        bias = None if layer.skip_bias_add or elsewhere else layer.bias
+        return {"weight": weight, "bias": weight.new_empty(0) if bias is None else bias.data}
+
 
 class LmHead(_Matmul):
     """The vocabulary's output matrix, once a step."""

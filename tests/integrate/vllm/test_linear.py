@@ -16,6 +16,7 @@ from patcher.ab.verdict import refuse_one_point_twice
 from patcher.bench import Candidate, Evaluation, Language, Outcome, Timing
 from patcher.integrate import Patch, Store
 from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.guards import AxisBounds
 from patcher.integrate.vllm.points import POINTS
 from patcher.integrate.vllm.survey import survey
 
@@ -29,7 +30,10 @@ def matmul(x: torch.Tensor, weight: Any, bias: Any, output: torch.Tensor) -> Non
 
 
 def kernel() -> Dispatcher:
-    served = bench.load_op("linear").contract.guards.axes
+    served = {
+        axis: AxisBounds(each.minimum, each.maximum, each.multiple_of)
+        for axis, each in bench.load_op("linear").contract.guards.axes.items()
+    }
     guards = replace(guards_of("linear", T=torch.float32), axes=served)
     return dispatcher("linear", matmul, guards)
 
@@ -140,7 +144,7 @@ def test_each_layer_that_keeps_the_engines_matmul_has_a_reason(config: Any) -> N
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
     from vllm.model_executor.layers.linear import LinearMethodBase, ReplicatedLinear
 
-    class EightBits(LinearMethodBase):  # stands for any quantised method
+    class EightBits(LinearMethodBase):  # type: ignore[misc]  # stands for any quantised method
         def create_weights(self, *args: Any, **more: Any) -> None: ...
         def apply(self, *args: Any, **more: Any) -> Any: ...
 
@@ -190,14 +194,14 @@ def test_the_batch_invariant_matmul_is_left_alone(
 def test_one_source_may_be_a_patch_of_either_point(tmp_path: Path) -> None:
     op = bench.load_op("linear")
     candidate = Candidate(op=op.name, language=Language.TORCH, source="import torch\n")
-    figures = {"candidate_us": 1, "baseline_us": 2, "speedup": 2}
-    ends = {"speedup_low": 1.9, "speedup_high": 2.1, "pairs": 4, "calls": 8}
+    figures: dict[str, Any] = {"candidate_us": 1, "baseline_us": 2, "speedup": 2}
+    figures |= {"speedup_low": 1.9, "speedup_high": 2.1, "pairs": 4, "calls": 8}
     judged = Evaluation(
         op=op.name,
         language="torch",
         digest=candidate.digest,
         outcome=Outcome.CORRECT,
-        timings=(Timing(axes={"tokens": 1}, **figures, **ends),),
+        timings=(Timing(axes={"tokens": 1}, **figures),),
         geomean_speedup=2.0,
     )
 
@@ -216,3 +220,14 @@ def test_one_source_may_be_a_patch_of_either_point(tmp_path: Path) -> None:
     refuse_one_point_twice([layers, head])
     with pytest.raises(bench.UsageError, match="no patch point add_norm in vllm"):
         made("none", point_name="add_norm")
+
+
+def test_a_bundle_that_always_had_a_bias_takes_no_layer_without_one(config: Any) -> None:
+    """As bundles have it that were made before the contract had `biased`."""
+    guards = kernel().guards
+    tensors = tuple(
+        replace(each, axes=("outer",)) if each.name == "bias" else each for each in guards.tensors
+    )
+    layers = [linear_layer(bias=True), linear_layer(bias=False)]
+    seen = survey(POINTS["linear"](), replace(guards, tensors=tensors), layers)
+    assert (seen.taken, dict(seen.refused)) == (1, {"shapes that do not fit: outer": 1})

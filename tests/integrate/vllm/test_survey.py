@@ -79,6 +79,8 @@ class Runner:
     def compile_or_warm_up_model(self) -> None:
         self.uses()
 
+    def shutdown(self) -> None: ...
+
 
 @pytest.fixture
 def start(
@@ -167,7 +169,9 @@ def test_layers_are_counted_when_a_model_is_loaded_and_again_when_weights_are(
 def test_a_patch_that_no_layer_takes_is_said_and_is_an_error_where_asked(
     start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    start(Runner(Block(0))).load_model()
+    worker = start(Runner(Block(0)))
+    worker.load_model()
+    worker.shutdown()
     assert "has no effect: no layer takes it (0 of 4 layers; 1: " in caplog.text
     monkeypatch.setenv("PATCHER_STRICT", "1")
     with pytest.raises(bench.VerificationError, match="no layer takes it"):
@@ -187,6 +191,7 @@ def test_a_patch_that_warm_up_never_calls_is_said(
     worker.compile_or_warm_up_model()
     why = "every call fell back (1: dtype" if reached else "no call reached it"
     assert f"has no effect after warm-up: {why}" in caplog.text
+    worker.shutdown()
 
     worker.shutdown()  # else an engine with other settings is refused
     monkeypatch.setenv("PATCHER_STRICT", "1")
@@ -215,7 +220,9 @@ def test_an_engine_starts_whatever_its_layers_are_like(
 ) -> None:
     block = Block()
     monkeypatch.delattr(block.fitting[0], "pass_weight_add")
-    assert start(Runner(block)).load_model() == "loaded"
+    worker = start(Runner(block))
+    assert worker.load_model() == "loaded"
+    worker.shutdown()
     assert "the layers that patches take are not known" in caplog.text
     monkeypatch.setenv("PATCHER_STRICT", "1")
     with pytest.raises(AttributeError):
