@@ -159,7 +159,8 @@ class _Unsummed:
 
     @contextmanager
     def _collected(self) -> Iterator[list[Rows]]:
-        self._asked.rows = found = []
+        found: list[Rows] = []
+        self._asked.rows = found
         try:
             yield found
         finally:

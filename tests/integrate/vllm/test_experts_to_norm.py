@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -60,9 +61,10 @@ def gpt_oss(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
             self.mix = torch.nn.Linear(config.hidden_size, config.hidden_size)
 
         def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            return self.mix(hidden) + positions.unsqueeze(1)
+            mixed: torch.Tensor = self.mix(hidden)
+            return mixed + positions.unsqueeze(1)
 
-    class Experts(moe_runner.MoERunner):
+    class Experts(moe_runner.MoERunner):  # type: ignore[misc]
         grouped, kind = True, "OAITritonMxfp4ExpertsMonolithic"
 
         def __init__(self, num_experts: int, hidden_size: int, prefix: str, **rest: Any) -> None:
@@ -108,8 +110,9 @@ def gpt_oss(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
             )
             return summed[0]
 
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": TOP_K, "vocab_size": 50}
+    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": 16, "head_dim": 8}
+    sizes |= {"num_hidden_layers": 2, "vocab_size": 50}
+    experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": TOP_K}
     model = transformers.GptOssConfig(**sizes, **experts)
     monkeypatch.setattr(engine.TransformerBlock, "attention_cls", Attention)
     factory = "FusedMoEFactory" if hasattr(engine, "FusedMoEFactory") else "FusedMoE"
@@ -118,6 +121,9 @@ def gpt_oss(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     def forget() -> None:
         config.compilation_config.static_forward_context.clear()
         config.compilation_config.static_all_moe_layers.clear()
+        # counts of layers, which are in older versions' hash of compiled code
+        config.compilation_config.enabled_custom_ops.clear()
+        config.compilation_config.disabled_custom_ops.clear()
 
     def make(grouped: bool = False, kind: str = Experts.kind) -> Any:
         forget()
@@ -256,23 +262,38 @@ def test_it_is_fused_beside_the_point_of_the_norm_and_of_the_sum(
         assert not sums
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_the_model_as_vllm_compiles_it_runs_the_one_call(
-    config: Any, gpt_oss: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    backend: str, config: Any, gpt_oss: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By its own wrapper, which looks into the frame of the forward that it compiles; in pieces, as
-    ever, but not by Inductor, whose passes ask for vLLM's C kernels."""
+    """By its own wrapper, in pieces, and with all of its passes but one, which asks for vLLM's C
+    kernels; with Inductor, the second model finds the code of the first in vLLM's cache."""
+    from vllm.compilation.counter import compilation_counter
+    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    monkeypatch.setattr(config.compilation_config, "backend", "eager")
+    monkeypatch.setattr(config.compilation_config, "backend", backend)
     monkeypatch.setattr(config.compilation_config, "compile_sizes", [])
+    monkeypatch.setattr(FixFunctionalizationPass, "__call__", lambda *_: None)
     expected = run(config, gpt_oss().forward)
     kernel = dispatching()
+    before = compilation_counter.num_aot_artifacts_loaded
+    # compiling changes it, which a second process does not see
+    fresh = copy.copy(config.compilation_config)
+    passes = dict(fresh.inductor_compile_config)
     with patched(kernel):
-        model = gpt_oss()
-        assert not model.do_not_compile
         for _ in range(2):
-            torch.testing.assert_close(run(config, model), expected)
-        assert sum(kernel.book.calls.values()) == 4
+            torch._dynamo.reset()
+            monkeypatch.setattr(config, "compilation_config", copy.copy(fresh))
+            config.compilation_config.inductor_compile_config = dict(passes)
+            model = gpt_oss()
+            assert not model.do_not_compile
+            for _ in range(2):
+                torch.testing.assert_close(run(config, model), expected)
+        assert sum(kernel.book.calls.values()) == 8
         assert not kernel.book.fallbacks
+    found = compilation_counter.num_aot_artifacts_loaded - before
+    assert found == (1 if backend == "inductor" else 0)
 
 
 def test_a_model_that_is_not_compiled_keeps_its_own_and_says_so(config: Any, gpt_oss: Any) -> None:
@@ -288,7 +309,7 @@ def _offloaded(model: Any) -> None:
     """As `offload_group_size`: operators of vLLM bring a layer's weights, here from a copy."""
     from vllm.model_executor.offloader import base, prefetch
 
-    class Elsewhere(prefetch.PrefetchOffloader):
+    class Elsewhere(prefetch.PrefetchOffloader):  # type: ignore[misc]
         def __init__(self, layers: list[Any]) -> None:
             self.prefetch_step, self.module_offloaders = 1, layers
             self.kept = [[each.data.clone() for each in layer.parameters()] for layer in layers]
@@ -505,6 +526,20 @@ def test_a_norm_that_leaves_its_arguments_to_others_is_not_fused(config: Any, gp
             torch.testing.assert_close(compiled(forward)(*given), expected)
         assert dict(kernel.book.fallbacks) == {reason: 1}
         assert not kernel.book.calls
+
+
+@pytest.mark.parametrize("point", [POINT, SUM, "router.oai", "experts.down.mxfp4"])
+def test_layers_with_experts_of_other_classes_are_told(point: str, gpt_oss: Any) -> None:
+    """Those of EPLB, data parallelism and all2all, of LoRA, and of another backend."""
+    experts = gpt_oss().layers[0].mlp.experts
+    installed = POINTS[point]()
+    assert installed.of_role(experts)
+    assert installed.applies(experts) is None
+    for name in ("OAITritonExperts", "UnfusedOAITritonExperts"):
+        experts.method.moe_kernel = Kernel(name)
+        assert installed.applies(experts) == f"experts by {name}"
+    experts.method.moe_kernel = None
+    assert installed.applies(experts) == "experts by SimpleNamespace"
 
 
 def test_it_refuses_an_engine_that_must_be_invariant_to_batches(
