@@ -63,8 +63,6 @@ class Runner:
 
     def init_device(self) -> None: ...
 
-    def shutdown(self) -> None: ...
-
     def load_model(self, *, load_dummy_weights: bool = False) -> str:
         self.model = self._loads
         return "loaded"
