@@ -7,13 +7,13 @@ of experts functions.
 
 from __future__ import annotations
 
+from patcher.integrate.points import PatchPoint
 from patcher.integrate.transformers.decoder_layer import GptOssDecoderLayers
 from patcher.integrate.transformers.experts import GptOssExpertsFunction
-from patcher.integrate.transformers.forwards import GptOssPoint
 from patcher.integrate.transformers.rotary import GptOssRotaryEmbedding
 from patcher.integrate.transformers.router import GptOssRouters
 
-POINTS: dict[str, type[GptOssPoint]] = {
+POINTS: dict[str, type[PatchPoint]] = {
     point.name: point
     for point in (GptOssDecoderLayers, GptOssExpertsFunction, GptOssRotaryEmbedding, GptOssRouters)
 }

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from patcher.integrate.transformers import sources
+from patcher.integrate.points import source_digest
 from patcher.integrate.transformers.forwards import ForwardPatch, GptOssPoint, NewForward
 from patcher.integrate.transformers.onlookers import Modules, Onlookers
 from patcher.integrate.transformers.parts import check_kinds
@@ -37,11 +37,6 @@ class GptOssDecoderLayers(GptOssPoint):
 
     name: ClassVar[str] = "gpt_oss.decoder_layer"
     op: ClassVar[str] = "fused_add_rms_norm"
-    relies_on: ClassVar[tuple[str, ...]] = (
-        f"{sources.MODEL}:GptOssDecoderLayer",
-        f"{sources.MODEL}:GptOssRMSNorm",
-        f"{sources.MODEL}:GptOssModel.forward",
-    )
     within: ClassVar[tuple[str, ...]] = ()
     calls_per_layer: ClassVar[int] = 2
 
@@ -54,6 +49,13 @@ class GptOssDecoderLayers(GptOssPoint):
         self._waiting: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any] | None = None
         """(hidden state, its norm, its rows, the module of that norm), passed from one layer to
         the next."""
+
+    @classmethod
+    def fingerprint(cls) -> str:
+        """sha256 of the source of the replaced classes."""
+        from transformers.models.gpt_oss import modeling_gpt_oss as source
+
+        return source_digest(source.GptOssDecoderLayer, source.GptOssRMSNorm)
 
     def parts(self, body: Any) -> list[torch.nn.Module]:
         from transformers.models.gpt_oss import modeling_gpt_oss as source

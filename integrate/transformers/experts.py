@@ -17,7 +17,7 @@ import torch
 
 from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
-from patcher.integrate.transformers import sources
+from patcher.integrate.points import source_digest
 from patcher.integrate.transformers.forwards import ForwardPatch, GptOssPoint, NewForward
 from patcher.integrate.transformers.parts import check_kinds, written_by_transformers
 from patcher.integrate.transformers.swap import Forward
@@ -28,15 +28,22 @@ class GptOssExpertsFunction(GptOssPoint):
 
     name: ClassVar[str] = "gpt_oss.experts"
     op: ClassVar[str] = "moe_reduce"
-    relies_on: ClassVar[tuple[str, ...]] = (
-        f"{sources.MODEL}:GptOssExperts",
-        f"{sources.MOE}:batched_mm_experts_forward",
-        f"{sources.MOE}:grouped_mm_experts_forward",
-        f"{sources.MOE}:_batched_linear",
-        f"{sources.MOE}:_grouped_linear",
-        f"{sources.MOE}:use_experts_implementation",
-    )
     within: ClassVar[tuple[str, ...]] = "mlp", "experts"
+
+    @classmethod
+    def fingerprint(cls) -> str:
+        """sha256 of the source of the experts and of both functions, with what they call."""
+        from transformers.integrations import moe
+        from transformers.models.gpt_oss import modeling_gpt_oss as source
+
+        return source_digest(
+            source.GptOssExperts,
+            moe.batched_mm_experts_forward,
+            moe.grouped_mm_experts_forward,
+            moe._batched_linear,
+            moe._grouped_linear,
+            moe.use_experts_implementation,
+        )
 
     def find(self) -> str:
         _check_registry()

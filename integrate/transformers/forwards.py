@@ -18,8 +18,6 @@ import torch
 from patcher.bench import UsageError, VerificationError
 from patcher.integrate.counts import CallCounters
 from patcher.integrate.dispatch import Dispatcher
-from patcher.integrate.points import Fingerprint
-from patcher.integrate.transformers import sources
 from patcher.integrate.transformers.later import ModelsBuiltLater
 from patcher.integrate.transformers.parts import body_of, kind_of
 from patcher.integrate.transformers.swap import Forward, ModuleSwap
@@ -64,8 +62,6 @@ class GptOssPoint(ABC):
     engine: ClassVar[str] = "transformers"
     name: ClassVar[str]
     op: ClassVar[str]
-    relies_on: ClassVar[tuple[str, ...]]
-    """The code that it replaces or relies on, as `module:attribute`."""
     within: ClassVar[tuple[str, ...]]
     """The path from a decoder layer to the module that calls the kernel."""
     calls_per_layer: ClassVar[int] = 1
@@ -80,8 +76,8 @@ class GptOssPoint(ABC):
         """The forwards installed last and their modules; reusing them keeps compiled code valid."""
 
     @classmethod
-    def fingerprint(cls) -> Fingerprint:
-        return sources.fingerprint(cls.relies_on)
+    @abstractmethod
+    def fingerprint(cls) -> str: ...
 
     @abstractmethod
     def parts(self, body: Any) -> list[torch.nn.Module]:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from patcher.bench import VerificationError
-from patcher.integrate.transformers import sources
+from patcher.integrate.points import source_digest
 from patcher.integrate.transformers.forwards import ForwardPatch, GptOssPoint, NewForward
 from patcher.integrate.transformers.onlookers import Onlookers
 from patcher.integrate.transformers.parts import check_kinds, kind_of
@@ -30,17 +30,21 @@ class GptOssRotaryEmbedding(GptOssPoint):
 
     name: ClassVar[str] = "gpt_oss.rotary_embedding"
     op: ClassVar[str] = "rope"
-    relies_on: ClassVar[tuple[str, ...]] = (
-        f"{sources.MODEL}:_apply_rotary_emb",
-        f"{sources.MODEL}:apply_rotary_pos_emb",
-        f"{sources.MODEL}:GptOssAttention",
-    )
     within: ClassVar[tuple[str, ...]] = ("self_attn",)
 
     def __init__(self, target: Any = None) -> None:
         super().__init__(target)
         self._table: tuple[Any, torch.Tensor] | None = None
         """(cosines, table): the layers of one forward share the table."""
+
+    @classmethod
+    def fingerprint(cls) -> str:
+        """sha256 of the source of the rotation and of the attention that calls it."""
+        from transformers.models.gpt_oss import modeling_gpt_oss as source
+
+        return source_digest(
+            source._apply_rotary_emb, source.apply_rotary_pos_emb, source.GptOssAttention
+        )
 
     def parts(self, body: Any) -> list[torch.nn.Module]:
         from transformers.models.gpt_oss import modeling_gpt_oss as source

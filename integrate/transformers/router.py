@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from patcher.integrate.transformers import sources
+from patcher.integrate.points import source_digest
 from patcher.integrate.transformers.forwards import ForwardPatch, GptOssPoint, NewForward
 from patcher.integrate.transformers.parts import check_kinds
 from patcher.integrate.transformers.swap import Forward
@@ -23,8 +23,14 @@ class GptOssRouters(GptOssPoint):
 
     name: ClassVar[str] = "gpt_oss.router"
     op: ClassVar[str] = "moe_topk"
-    relies_on: ClassVar[tuple[str, ...]] = (f"{sources.MODEL}:GptOssTopKRouter",)
     within: ClassVar[tuple[str, ...]] = "mlp", "router"
+
+    @classmethod
+    def fingerprint(cls) -> str:
+        """sha256 of the source of the router."""
+        from transformers.models.gpt_oss import modeling_gpt_oss as source
+
+        return source_digest(source.GptOssTopKRouter)
 
     def parts(self, body: Any) -> list[torch.nn.Module]:
         from transformers.models.gpt_oss import modeling_gpt_oss as source

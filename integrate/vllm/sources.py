@@ -22,8 +22,7 @@ from packaging.version import Version
 from patcher.bench import MissingError, VerificationError
 from patcher.integrate.changes import Change, SourceChangedError, what_is_unread
 from patcher.integrate.points import Fingerprint
-from patcher.integrate.source_parts import ABSENT, Part
-from patcher.integrate.vllm.tree import Tree
+from patcher.integrate.vllm.tree import ABSENT, Part, Tree
 
 _USER = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
 DIGESTS = Path(__file__).with_name("sources.json")

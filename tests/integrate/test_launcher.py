@@ -4,7 +4,6 @@ and what keeps a patch out of transformers, told and harmless.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
@@ -23,7 +22,7 @@ from patcher import bench
 from patcher.bench import Candidate, Language
 from patcher.bench.engines import Engine, open_engine
 from patcher.integrate import Patch, Store, Switches, activate, read_receipts
-from patcher.integrate.transformers import POINTS, sources
+from patcher.integrate.transformers import POINTS
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = """
@@ -156,11 +155,12 @@ def wrong_version(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def changed_fingerprint(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """A release that changed the norm."""
-    known = sources.readings()
-    known[f"{sources.MODEL}:GptOssRMSNorm"] = {"0" * 16: ["5.17.0"]}
-    monkeypatch.setattr(sources, "DIGESTS", folder / "sources.json")
-    sources.DIGESTS.write_text(json.dumps(known))
+    from transformers.models.gpt_oss import modeling_gpt_oss
+
+    class GptOssRMSNorm(modeling_gpt_oss.GptOssRMSNorm):
+        """A release that changed the norm."""
+
+    monkeypatch.setattr(modeling_gpt_oss, "GptOssRMSNorm", GptOssRMSNorm)
 
 
 def corrupt_bundle(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
