@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from patcher.bench.engines import Decoding, Generation, entropy_pct
-from patcher.bench.errors import PatcherError
+from patcher.bench.errors import PatcherError, VerificationError
 
 REQUEST = "patcher-"
 """How the names of this engine's requests begin; their number follows."""
@@ -75,10 +75,13 @@ def forcing(runner: Any, forced: torch.Tensor, first: int) -> Iterator[list[list
         runner: vLLM's `GPUModelRunner`, V1 or V2.
         forced: token ids, int64 of shape [batch, steps + 1].
         first: number of the request of the first row of `forced`.
+
+    Raises:
+        VerificationError: the runner is neither.
     """
     wanted: list[list[int]] = forced.tolist()
     seen: list[list[torch.Tensor]] = [[] for _ in wanted]
-    sampled = _v1_rows if hasattr(runner, "discard_request_mask") else _v2_rows
+    sampled = {"V1": _v1_rows, "V2": _v2_rows}[runner_kind(runner)]
 
     def record(logits: torch.Tensor, rows: Iterable[SampledRow]) -> None:
         for row, (name, complete) in enumerate(rows):
@@ -93,6 +96,21 @@ def forcing(runner: Any, forced: torch.Tensor, first: int) -> Iterator[list[list
 
     with sampled(runner, record):
         yield seen
+
+
+def runner_kind(runner: Any) -> Literal["V1", "V2"]:
+    """Which of vLLM's two model runners a worker has; only V1 keeps a batch between steps.
+
+    Raises:
+        VerificationError: it is like neither.
+    """
+    if hasattr(runner, "input_batch"):
+        return "V1"
+    if hasattr(runner, "sample"):
+        return "V2"
+    raise VerificationError(
+        f"{type(runner).__name__} is neither of vLLM's model runners", "serve with another vLLM"
+    )
 
 
 @contextmanager

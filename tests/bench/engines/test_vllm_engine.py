@@ -28,7 +28,7 @@ from patcher.bench import Shape, Workload
 from patcher.bench.engines import open_engine, open_measurable
 from patcher.bench.engines import vllm as driver
 from patcher.bench.engines.vllm import OPTIONS, VllmEngine, refuse_dummy
-from patcher.bench.engines.vllm_logits import forcing
+from patcher.bench.engines.vllm_logits import forcing, runner_kind
 
 VOCAB = 31
 WORKLOAD = Workload(
@@ -420,6 +420,13 @@ def test_the_output_processor_gives_new_tokens_alone() -> None:
     # as `LLMEngine.abort_request` calls it
     assert processor.abort_requests(["patcher-0"], internal=False) == [request.request_id]
     assert not processor.has_unfinished_requests()
+
+
+def test_the_runner_is_told_by_what_it_has() -> None:
+    assert runner_kind(SimpleNamespace(input_batch=None, sample=None)) == "V1"
+    assert runner_kind(SimpleNamespace(sample=None)) == "V2"
+    with pytest.raises(bench.VerificationError, match="neither of vLLM's model runners"):
+        runner_kind(SimpleNamespace())
 
 
 @needs_vllm
