@@ -1,74 +1,15 @@
-"""vLLM's Python files, installed or in an unpacked wheel: their parts by name, not imported."""
+"""vLLM's Python files, installed or in an unpacked wheel."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-from pathlib import Path
+from typing import ClassVar
 
-from packaging.version import Version
-
-from patcher.bench import MissingError
-from patcher.integrate.source_parts import ABSENT, Part, read_part
-
-_THIRD_PARTY = "vllm/third_party"
+from patcher.integrate.source_tree import SourceTree
 
 
-class Tree:
-    """A folder that holds the package `vllm`: site-packages, or an unpacked wheel."""
+class Tree(SourceTree):
+    """A folder that holds the package `vllm`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    @classmethod
-    def installed(cls) -> Tree:
-        """The vLLM of this environment, which is found but not imported.
-
-        Raises:
-            MissingError: vLLM is not installed.
-        """
-        spec = importlib.util.find_spec("vllm")
-        if spec is None or not spec.submodule_search_locations:
-            raise MissingError(
-                "vllm is not installed", "pip install vllm, in an environment of its own"
-            )
-        return cls(Path(next(iter(spec.submodule_search_locations))).parent)
-
-    def version(self) -> str:
-        """The version without a local label, such as `0.33.0`.
-
-        Raises:
-            MissingError: the folder does not hold vLLM's metadata.
-        """
-        for found in importlib.metadata.distributions(name="vllm", path=[str(self.folder)]):
-            return Version(found.version).public
-        if self._is_installed():  # from a checkout, whose metadata lies elsewhere
-            return Version(importlib.metadata.version("vllm")).public
-        raise MissingError(
-            f"{self.folder} holds no vllm-*.dist-info", "unpack the whole wheel of vLLM there"
-        )
-
-    def part(self, name: str) -> Part:
-        """The part `module:attribute.attribute`; its digest is `ABSENT` if there is none.
-
-        See `read_part`.
-        """
-        module, _, path = name.partition(":")
-        file = self._file(module)
-        return Part(ABSENT) if file is None else read_part(file, path)
-
-    def _file(self, module: str) -> Path | None:
-        inside = Path(*module.split("."))
-        folder = self.folder
-        if inside.parts[0] != "vllm":
-            # vLLM prefers an installed package to its own copy
-            own = importlib.util.find_spec(inside.parts[0]) if self._is_installed() else None
-            ships = folder / _THIRD_PARTY
-            folder = Path(own.origin).parents[1] if own is not None and own.origin else ships
-        files = folder / inside.with_suffix(".py"), folder / inside / "__init__.py"
-        return next((file for file in files if file.is_file()), None)
-
-    def _is_installed(self) -> bool:
-        spec = importlib.util.find_spec("vllm")
-        where = spec.submodule_search_locations if spec is not None else None
-        return bool(where) and Path(next(iter(where or ()))).parent == self.folder
+    package: ClassVar[str] = "vllm"
+    title: ClassVar[str] = "vLLM"
+    ships: ClassVar[str] = "vllm/third_party"
