@@ -1,4 +1,4 @@
-"""An engine's Python files, installed or in an unpacked wheel: their parts by name, not imported."""
+"""An engine's Python files, installed or in a wheel: their parts by name, not imported."""
 
 from __future__ import annotations
 
