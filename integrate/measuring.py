@@ -36,10 +36,9 @@ def activated(engine: str, model: Any = None) -> Activation:
         PatcherError: with `PATCHER_STRICT`, the reason why a patch was not installed.
     """
     if engine == "sglang":
-        from patcher.integrate.sglang.plugin import plugin_here
+        from patcher.integrate.sglang.plugin import active_here
 
-        found = plugin_here()
-        return (found.active if found is not None else None) or Activation(engine)
+        return active_here()
     if engine != "vllm":
         return activate(engine, model)
     from patcher.integrate.vllm import sources

@@ -60,10 +60,11 @@ class SglangAddNorm(SglangPoint):
             post_residual_addition: torch.Tensor | None = None,
             quant_linear: Any = None,
         ) -> Any:
-            plain = residual is not None and post_residual_addition is None and x.dim() == 2
-            if plain and x.numel() and quant_linear is None and self.applies(layer) is None:
-                if kernel(x, residual, layer.weight.data, layer.variance_epsilon):
-                    return x, residual
+            added = residual is not None and post_residual_addition is None
+            plain = added and quant_linear is None and x.dim() == 2 and x.numel() > 0
+            ours = plain and self.applies(layer) is None
+            if ours and kernel(x, residual, layer.weight.data, layer.variance_epsilon):
+                return x, residual
             return original(layer, x, residual, post_residual_addition, quant_linear)
 
         return forward_cuda

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from patcher.bench import PatcherError
+from patcher.bench import PatcherError, VerificationError
 from patcher.integrate.activation import Activation, Installed, Switches, activate
 from patcher.integrate.sglang import sources
 from patcher.integrate.survey import look, report
@@ -104,6 +104,23 @@ def plugin_here() -> SglangPlugin | None:
     registered = sources.module(_HOOKS).HookRegistry._hooks.get(LOADS, ())
     owners = (getattr(hook, "__self__", None) for _, hook, _ in registered)
     return next((each for each in owners if isinstance(each, SglangPlugin)), None)
+
+
+def active_here() -> Activation:
+    """The patches installed in this process, whose model is loaded.
+
+    Raises:
+        VerificationError: with `PATCHER_STRICT`, SGLang did not call the hook; it only logs why.
+    """
+    plugin, switches = plugin_here(), Switches.read()
+    if plugin is not None and plugin.active is not None:
+        return plugin.active
+    if switches.strict and switches.patches != "off":
+        raise VerificationError(
+            f"SGLang loaded its model without calling patcher's hook of {LOADS}",
+            "see SGLang's log, and SGLANG_PLUGINS",
+        )
+    return Activation("sglang")
 
 
 def hook() -> SglangPlugin | None:
