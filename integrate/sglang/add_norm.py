@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.sglang import sources
 from patcher.integrate.sglang.point import SglangPoint
 
 _FUSED_OP = "sglang.kernels.fused_op"
@@ -31,6 +32,7 @@ class SglangAddNorm(SglangPoint):
         f"{_LAYERNORM}:RMSNorm.__init__",
         f"{_LAYERNORM}:RMSNorm.fuse_input_quant",
         f"{_LAYERNORM}:RMSNorm.forward_cuda",
+        f"{_LAYERNORM}:_fp8_static_input_scale",
         f"{_FUSED_OP}:BaseFusedOp.forward",
         f"{_FUSED_OP}:BaseFusedOp._resolve_forward_method",
     )
@@ -47,7 +49,7 @@ class SglangAddNorm(SglangPoint):
             return "a mean over a part of the row"
         if layer.cast_x_before_out_mul:
             return "a row that is rounded before its weight"
-        return "a quantised result" if layer._quant_linear is not None else None
+        return _quantised(layer._quant_linear)
 
     def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
         return {"weight": layer.weight.data}
@@ -61,10 +63,19 @@ class SglangAddNorm(SglangPoint):
             quant_linear: Any = None,
         ) -> Any:
             added = residual is not None and post_residual_addition is None
-            plain = added and quant_linear is None and x.dim() == 2 and x.numel() > 0
+            plain = added and x.dim() == 2 and x.numel() > 0 and _quantised(quant_linear) is None
             ours = plain and self.applies(layer) is None
             if ours and kernel(x, residual, layer.weight.data, layer.variance_epsilon):
                 return x, residual
             return original(layer, x, residual, post_residual_addition, quant_linear)
 
         return forward_cuda
+
+
+def _quantised(linear: Any) -> str | None:
+    """Why a norm before that projection gives no plain result; None if it does.
+
+    Models name the projection, whatever its weights; SGLang quantises for static FP8 ones.
+    """
+    scale = sources.module(_LAYERNORM)._fp8_static_input_scale(linear)
+    return None if scale is None else "a quantised result"
