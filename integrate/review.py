@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from patcher.integrate.source_record import Reading, SourceRecord
 from patcher.integrate.source_tree import SourceTree
@@ -18,7 +18,7 @@ from patcher.integrate.source_tree import SourceTree
 class ReadPoint(Protocol):
     """A patch point whose parts are recorded by version."""
 
-    parts: Any
+    parts: ClassVar[tuple[str, ...]]
     """Names `module:attribute` of the code that it replaces or relies on."""
 
 

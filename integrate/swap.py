@@ -40,9 +40,9 @@ class AttributePatch:
         module = getattr(value, "__module__", None) or ""
         code = getattr(value, "__code__", None)
         file = getattr(sys.modules.get(module), "__file__", None)
-        ours = module.partition(".")[0] in ENGINES and code is not None
+        of_engine = module.partition(".")[0] in ENGINES
         # a wrapper copies the name of what it wraps, but not its file
-        if not ours or code.co_filename != file:
+        if not of_engine or code is None or code.co_filename != file:
             raise VerificationError(
                 f"{self.label} is already patched", "remove the other patch first"
             )
