@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import importlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -144,22 +144,9 @@ class SglangEngine:
         routers = [each for each in self.runner.model.modules() if type(each).__name__ == "TopK"]
         if not self._eager or not routers:
             return None
-        counts: dict[int, torch.Tensor] = {}
-        handles = [
-            router.register_forward_pre_hook(
-                _counting(counts, index, router.topk_config.top_k, prompts.shape[0]),
-                with_kwargs=True,
-            )
-            for index, router in enumerate(routers)
-        ]
-        try:
-            self.generate(prompts, steps)
-        finally:
-            for handle in handles:
-                handle.remove()
-        if len(counts) < len(routers):
-            raise PatcherError("a router of the model was never called in decode")
-        return entropy_pct(torch.stack(list(counts.values())))
+        return entropy_pct(
+            selections(routers, prompts.shape[0], lambda: self.generate(prompts, steps))
+        )
 
     @property
     def runner(self) -> Any:
@@ -290,15 +277,42 @@ def _replaced(module: Any, name: str, value: Callable[..., Any]) -> Iterator[Non
         setattr(module, name, original)
 
 
-def _counting(counts: dict[int, torch.Tensor], index: int, top: int, batch: int) -> Any:
-    """A hook that counts which experts a router's logits select in decode."""
+def selections(routers: Iterable[Any], batch: int, run: Callable[[], object]) -> torch.Tensor:
+    """How often each expert is selected in decode, of shape [routers, experts].
 
-    def count(_module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        logits = named["router_logits"] if "router_logits" in named else args[1]
-        if logits.shape[0] == batch:  # decode: one row per sequence
-            experts = logits.shape[1]
-            picked = logits.topk(top, dim=-1).indices.flatten().cpu()
-            before = counts.get(index, torch.zeros(experts))
-            counts[index] = before + torch.bincount(picked, minlength=experts)
+    Args:
+        routers: SGLang's `TopK` modules.
+        batch: number of sequences; a step has one row for each.
+        run: decodes them, without graphs.
 
-    return count
+    Raises:
+        PatcherError: a router was never called.
+    """
+    counts: dict[int, torch.Tensor] = {}
+
+    def counting(index: int, top: int) -> Any:
+        def count(_module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            logits = named["router_logits"] if "router_logits" in named else args[1]
+            if logits.shape[0] == batch:
+                experts = logits.shape[1]
+                picked = logits.topk(top, dim=-1).indices.flatten().cpu()
+                before = counts.get(index, torch.zeros(experts))
+                counts[index] = before + torch.bincount(picked, minlength=experts)
+
+        return count
+
+    kept = list(routers)
+    handles = [
+        router.register_forward_pre_hook(
+            counting(index, router.topk_config.top_k), with_kwargs=True
+        )
+        for index, router in enumerate(kept)
+    ]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if len(counts) < len(kept):
+        raise PatcherError("a router of the model was never called in decode")
+    return torch.stack([counts[index] for index in range(len(kept))])

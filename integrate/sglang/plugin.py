@@ -50,7 +50,7 @@ class SglangPlugin:
         os.environ["PATCHER_RANK"] = str(rank)  # for the receipts
         self.enter(parallel.tp_size)
         original(runner, *args, **more)
-        look(self._installed, runner.model.modules(), next(self._runners), self._strict)
+        self._tell(lambda: self._look(runner))
 
     def init_cuda_graphs(
         self, original: Callable[..., Any], runner: Any, *args: Any, **more: Any
@@ -62,7 +62,8 @@ class SglangPlugin:
         original(runner, *args, **more)
         if runner.decode_cuda_graph_captured:
             parallel = sources.module("sglang.srt.runtime_context").get_parallel()
-            report(self._installed, self._strict and parallel.pp_size == 1)
+            strict = self._strict and parallel.pp_size == 1
+            self._tell(lambda: report(self._installed, strict))
 
     def enter(self, tensor_parallel: int) -> None:
         """Activate the patches that the environment enables now.
@@ -89,6 +90,17 @@ class SglangPlugin:
         if self.active is not None:
             active, self.active = self.active, None
             active.close()
+
+    def _look(self, runner: Any) -> None:
+        look(self._installed, runner.model.modules(), next(self._runners), self._strict)
+
+    def _tell(self, then: Callable[[], None]) -> None:
+        try:
+            then()
+        except Exception:  # an engine serves, whatever its layers are like
+            if self._strict:
+                raise
+            log.exception("the layers that patches take are not known")
 
     @property
     def _installed(self) -> list[Installed]:
