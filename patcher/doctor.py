@@ -53,7 +53,7 @@ class Machine:
                 return self.amd
             case "toolchain metal":
                 return self.mac
-            case "toolchain sycl" | "engine tensorrt-llm":
+            case "toolchain sycl" | "engine sglang" | "engine tensorrt-llm":
                 return False
             case "toolchain cutedsl" | "baseline flashinfer":
                 return self.nvidia and self.serving
@@ -98,8 +98,8 @@ EXTRAS = ("profile", "report", "agent")
 """Extras of patcher that commands need."""
 ENGINES = (
     ("engine transformers", "transformers", "pip install 'transformers>=5.17'", True),
-    ("engine sglang", "sglang", "pip install sglang", False),
     ("engine vllm", "vllm", "pip install vllm", False),
+    ("engine sglang", "sglang", "pip install sglang", False),
     ("engine tensorrt-llm", "tensorrt_llm", "see TensorRT-LLM's guide, then patcher trtllm", False),
     ("baseline flashinfer", "flashinfer-python", "pip install flashinfer-python", False),
 )
