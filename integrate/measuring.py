@@ -16,9 +16,13 @@ def await_engine(engine: str) -> None:
         PatcherError: with `PATCHER_STRICT`, the reason why the plugin cannot be registered.
     """
     if engine == "vllm":
-        from patcher.integrate.vllm import register
+        from patcher.integrate import vllm
 
-        register()
+        vllm.register()
+    elif engine == "sglang":
+        from patcher.integrate import sglang
+
+        sglang.register()
 
 
 def activated(engine: str, model: Any = None) -> Activation:
@@ -31,6 +35,10 @@ def activated(engine: str, model: Any = None) -> Activation:
     Raises:
         PatcherError: with `PATCHER_STRICT`, the reason why a patch was not installed.
     """
+    if engine == "sglang":
+        from patcher.integrate.sglang.plugin import active_here
+
+        return active_here()
     if engine != "vllm":
         return activate(engine, model)
     from patcher.integrate.vllm import sources

@@ -213,7 +213,7 @@ def in_process(engine: str) -> bool:
         UsageError, MissingError: as `Registry.load`.
     """
     if ENGINES.ours(engine):  # without importing it: torch takes a second
-        return engine != "vllm"
+        return engine not in ("sglang", "vllm")
     return bool(getattr(ENGINES.load(engine), "in_process", True))
 
 

@@ -8,15 +8,10 @@ Read against vLLM 0.25.1: `LLM` (entrypoints/llm.py), `LLMEngine.add_request`, `
 from __future__ import annotations
 
 import gc
-import hashlib
 import importlib
-import json
-import math
 import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -28,22 +23,16 @@ from patcher.bench.engines import (
     random_prompts,
     vllm_logits,
 )
-from patcher.bench.engines.architecture import causal_model, configuration
-from patcher.bench.engines.random_weights import STD, spread_of
+from patcher.bench.engines.architecture import configuration
+from patcher.bench.engines.random_weights import randomise
+from patcher.bench.engines.served_model import LENGTH_STEP, SPARE_TOKENS, longest, served_model
 from patcher.bench.errors import MissingError, UsageError
 from patcher.bench.presets import presets
-from patcher.bench.toolchains import cache_root
 from patcher.bench.workload import Shape, Workload
 
 LOAD_FORMAT = "patcher_random"
 RANDOM_WEIGHTS = "PATCHER_RANDOM_WEIGHTS"
 """Environment variable that makes a vLLM process register that format."""
-MXFP4_SCALE = 120
-"""Biased exponent of a block of MXFP4 weights: 2^-7, which gives a spread like normal(0, `STD`)."""
-SPARE_TOKENS = 2048
-"""Tokens of decode per sequence beyond those of the workload."""
-LENGTH_STEP = 1024
-"""The longest sequence is rounded up to a multiple of this."""
 LEAST_CACHE_BYTES = 1 << 30
 MEMORY_SHARE = 0.6
 OPTIONS: tuple[tuple[dict[str, Any], ...], ...] = (
@@ -203,38 +192,19 @@ def _arguments(workload: Workload, room: Sequence[Shape] = ()) -> dict[str, Any]
     """Arguments of stock vLLM, made reproducible: no prefix cache, greedy, a fixed batch."""
     arguments = {
         "max_num_seqs": max(workload.batch, *(shape.batch for shape in room), 1),
-        "max_model_len": _longest(workload, room),
+        "max_model_len": longest(workload, room),
         "dtype": workload.dtype,
         "seed": workload.seed,
         "enable_prefix_caching": False,
         "gpu_memory_utilization": MEMORY_SHARE,
         "skip_tokenizer_init": True,
     }
-    known = presets().get(workload.model)
+    model = served_model(workload)
     if workload.weights != "random":
-        hub = known.hub_id if known is not None else workload.model
-        if hub is None:
-            raise UsageError(f"{workload.model} has no published weights", "use --weights random")
-        return {"model": hub, **arguments}
-    if known is None:
-        raise UsageError(f"{workload.model!r} is no preset", f"presets: {', '.join(presets())}")
-    config = configuration(known).to_dict()
-    config |= {"architectures": [causal_model(known)], "torch_dtype": workload.dtype}
-    folder = _model_folder(json.dumps({**config, **known.published}, sort_keys=True))
+        return {"model": model, **arguments}
     register_loader()
     os.environ[RANDOM_WEIGHTS] = "1"
-    return {"model": str(folder), "load_format": LOAD_FORMAT, **arguments}
-
-
-def _longest(workload: Workload, room: Sequence[Shape]) -> int:
-    """Longest sequence in tokens, rounded up.
-
-    The number is part of the hash of compiled code, so that rounding lets windows of different
-    lengths share it.
-    """
-    context = max(workload.input_len, *(shape.context for shape in room), 1)
-    needed = context + workload.output_len + SPARE_TOKENS
-    return -(-needed // LENGTH_STEP) * LENGTH_STEP
+    return {"model": model, "load_format": LOAD_FORMAT, **arguments}
 
 
 def cache_bytes(workload: Workload, room: Sequence[Shape] = ()) -> int | None:
@@ -253,28 +223,7 @@ def cache_bytes(workload: Workload, room: Sequence[Shape] = ()) -> int | None:
     heads, width = int(sizes.num_key_value_heads), int(sizes.head_dim)
     element = torch.finfo(getattr(torch, workload.dtype)).bits // 8
     each = known.layers * 2 * heads * width * element
-    return max(5 * max(tokens, _longest(workload, room)) * each // 4, LEAST_CACHE_BYTES)
-
-
-def _model_folder(config: str) -> Path:
-    """A folder with this config.json, the same in every process.
-
-    The model's path is part of vLLM's hash of compiled code (`ModelConfig.compute_hash`). With a
-    new folder, each start would compile again, which takes a minute and a half.
-    """
-    name = hashlib.sha256(config.encode()).hexdigest()[:16]
-    folder = cache_root() / "vllm-models" / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # several processes may write it concurrently
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-            file.write(config)
-        Path(file.name).replace(folder / "config.json")
-    except OSError as error:
-        raise UsageError(
-            f"cannot write {folder}: {error.strerror}", "set PATCHER_CACHE to a writable folder"
-        ) from error
-    return folder
+    return max(5 * max(tokens, longest(workload, room)) * each // 4, LEAST_CACHE_BYTES)
 
 
 def refuse_dummy(arguments: Mapping[str, Any]) -> None:
@@ -309,29 +258,3 @@ def register_loader() -> None:
             randomise(model, int(model_config.seed))
 
     loading.register_model_loader(LOAD_FORMAT)(RandomLoader)
-
-
-@torch.no_grad()
-def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Fill a model with seeded random weights.
-
-    Weights are normal as in `engines.random_weights`, and norms are one. Packed MXFP4 blocks are
-    random bytes, with scales of `MXFP4_SCALE`, lowered by powers of two for smaller matrices.
-    """
-    device = next(model.parameters()).device
-    generator = torch.Generator(device=device).manual_seed(seed)
-    spread = spread_of(name for name, _ in model.named_parameters())
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.fill_(1.0)
-        elif parameter.is_floating_point():
-            parameter.normal_(0.0, spread[name], generator=generator)
-        elif parameter.dtype == torch.uint8 and "scale" in name:
-            parameter.fill_(MXFP4_SCALE + round(math.log2(spread[name] / STD)))
-        elif parameter.dtype == torch.uint8:
-            parameter.random_(0, 256, generator=generator)
-        else:
-            raise UsageError(
-                f"cannot make random weights for {name} ({parameter.dtype})",
-                "use --weights hub or local",
-            )

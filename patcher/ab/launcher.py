@@ -18,6 +18,8 @@ from patcher.integrate import Patch, engine_wants
 
 TUNED_LOAD_S = 300.0
 """Time limit in seconds to load; a configuration that takes longer (it may compile) fails."""
+_CACHE_SIZES = {"sglang": "max_total_tokens", "vllm": "kv_cache_memory_bytes"}
+"""The argument that fixes the size of an engine's KV cache."""
 STAGGER_S = 2.0
 """Seconds between two starts, so that the first one to start allocates memory first."""
 
@@ -127,19 +129,27 @@ def refuse_other_engines(workload: Workload, patches: Iterable[Patch]) -> None:
 
 
 def loads_beside(job: ABJob) -> bool:
-    """Whether two processes may load at the same time; not while vLLM measures free memory."""
-    return job.workload.engine != "vllm" or "kv_cache_memory_bytes" in job.arguments
+    """Whether two processes may load at the same time; not while an engine measures free memory."""
+    size = _CACHE_SIZES.get(job.workload.engine)
+    return size is None or size in job.arguments
 
 
 def with_cache_size(job: ABJob) -> ABJob:
-    """The arguments with a fixed size of vLLM's KV cache. By default, the cache takes all that its
+    """The arguments with a fixed size of the KV cache. By default, the cache takes all that its
     share leaves, so two engines cannot load side by side.
     """
     if loads_beside(job):
         return job
-    from patcher.bench.engines.vllm import cache_bytes
+    size: int | None
+    if job.workload.engine == "sglang":
+        from patcher.bench.engines.sglang import cache_tokens
 
-    size = cache_bytes(job.workload, job.other_workloads)
+        size = cache_tokens(job.workload, job.other_workloads)
+    else:
+        from patcher.bench.engines.vllm import cache_bytes
+
+        size = cache_bytes(job.workload, job.other_workloads)
     if size is None:
         return job
-    return job.model_copy(update={"arguments": {**job.arguments, "kv_cache_memory_bytes": size}})
+    name = _CACHE_SIZES[job.workload.engine]
+    return job.model_copy(update={"arguments": {**job.arguments, name: size}})

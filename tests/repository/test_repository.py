@@ -292,6 +292,7 @@ def test_the_wheel_holds_the_kernel_library_and_no_package_called_kernels(tmp_pa
         "patcher/bench/workloads/gpt-oss-20b.toml",
         "patcher/example.toml",
         "patcher/hotspot/families.toml",
+        "patcher/integrate/sglang/sources.json",
         "patcher/integrate/vllm/sources.json",
         "patcher/kernel_library/fused_add_rms_norm/op.toml",
         "patcher/kernel_library/fused_add_rms_norm/solutions/cuda_row/fused_add_rms_norm.cu",

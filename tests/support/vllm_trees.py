@@ -41,7 +41,15 @@ def tree(version: str) -> Path:
     Raises:
         MissingError: pip does not get the wheel.
     """
-    place = folder() / version
+    return unpacked("vllm", version, folder() / version, (".py", ".json"))
+
+
+def unpacked(package: str, version: str, place: Path, endings: tuple[str, ...]) -> Path:
+    """A folder with those files of a wheel, which is downloaded if it is not there.
+
+    Raises:
+        MissingError: pip does not get the wheel.
+    """
     if place.is_dir():
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -55,13 +63,13 @@ def tree(version: str) -> Path:
             "--implementation=cp",
             *platforms,
             f"--dest={scratch}",
-            f"vllm=={version}",
+            f"{package}=={version}",
         )
-        [wheel] = Path(scratch).glob("vllm-*.whl")
+        [wheel] = Path(scratch).glob(f"{package}-*.whl")
         unpacked = Path(scratch) / "tree"
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
-                if name.endswith((".py", ".json")) or ".dist-info/" in name:
+                if name.endswith(endings) or ".dist-info/" in name:
                     archive.extract(name, unpacked)
         unpacked.rename(place)
     return place
@@ -75,12 +83,21 @@ def dependencies() -> Path:
     """
     if os.environ.get("PATCHER_VLLM_TREES"):
         return folder() / "deps"
-    place = folder() / f"deps-{hashlib.sha256(DEPENDENCIES.read_bytes()).hexdigest()[:12]}"
+    return installed(DEPENDENCIES)
+
+
+def installed(requirements: Path) -> Path:
+    """A folder of the cache with those packages, which are installed if they are not there.
+
+    Raises:
+        MissingError: pip does not get them.
+    """
+    place = folder() / f"deps-{hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]}"
     if not place.is_dir():
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
             _pip(
-                "install", "--no-deps", f"--target={scratch}/deps", f"--requirement={DEPENDENCIES}"
+                "install", "--no-deps", f"--target={scratch}/deps", f"--requirement={requirements}"
             )
             (Path(scratch) / "deps").rename(place)
     return place
