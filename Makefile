@@ -29,7 +29,7 @@ test-all: $(STAMP) ## run every test
 
 engines: $(STAMP) ## patch points of vLLM and SGLang against each version: no GPU, about 90 s each
 	@$(PY) tests/support/vllm_trees.py
-	@$(PY) tests/support/sglang_trees.py
+	@PYTHONPATH=tests/support $(PY) tests/support/sglang_trees.py
 
 check: lint types ## format, lint and types
 
