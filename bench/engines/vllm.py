@@ -27,6 +27,7 @@ from patcher.bench.engines import (
     peak_memory_bytes,
     random_prompts,
     vllm_logits,
+    vllm_routing,
 )
 from patcher.bench.engines.architecture import causal_model, configuration
 from patcher.bench.engines.random_weights import STD, spread_of
@@ -158,7 +159,7 @@ class VllmEngine:
         """
         if not self._eager:
             return None
-        return vllm_logits.routing_entropy_pct(self, prompts, steps)
+        return vllm_routing.routing_entropy_pct(self, prompts, steps)
 
     def served_logits(self, prompts: torch.Tensor, forced: torch.Tensor) -> torch.Tensor:
         """See `patcher.bench.engines.vllm_logits.served_logits`."""
@@ -171,13 +172,16 @@ class VllmEngine:
 
     @property
     def runner(self) -> Any:
-        """`GPUModelRunner` of this process, v1/worker/gpu_model_runner.py."""
+        """The model runner of this process, V1 or V2; see `vllm_logits.runner_kind`."""
         return self._engine.model_executor.driver_worker.model_runner
 
     def peak_memory_bytes(self) -> int:
         """Peak memory in bytes without the KV cache, which fills the engine's share."""
-        stores = {each.untyped_storage().data_ptr(): each for each in self.runner.kv_caches}
-        cache: int = sum(each.untyped_storage().nbytes() for each in stores.values())
+        caches = self.runner.kv_caches
+        # a layer with a state, as Mamba's, has several tensors
+        tensors = [one for each in caches for one in (each if isinstance(each, list) else [each])]
+        stores = {one.untyped_storage().data_ptr(): one for one in tensors}
+        cache: int = sum(one.untyped_storage().nbytes() for one in stores.values())
         return peak_memory_bytes("cuda") - cache
 
     def synchronize(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -181,18 +181,3 @@ def scale_rows(weight_scale: Any, depth: int) -> torch.Tensor:
     """
     scales: torch.Tensor = weight_scale.storage.data.mT
     return scales[..., :depth]
-
-
-def runner_kind(runner: Any) -> Literal["V1", "V2"]:
-    """Which of vLLM's two model runners a worker has; only V1 keeps a batch between steps.
-
-    Raises:
-        VerificationError: it is like neither.
-    """
-    if hasattr(runner, "input_batch"):
-        return "V1"
-    if hasattr(runner, "sample"):
-        return "V2"
-    raise VerificationError(
-        f"{type(runner).__name__} is neither of vLLM's model runners", "serve with another vLLM"
-    )

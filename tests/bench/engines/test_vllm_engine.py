@@ -102,7 +102,8 @@ class AsyncEngine:
 
     def step(self) -> list[Any]:
         if self.requests:
-            self.queue.appendleft(self._execute())
+            scheduled = SimpleNamespace(total_num_scheduled_tokens=len(self.requests))
+            self.queue.appendleft(self.execute_model(scheduled))
             if len(self.queue) < 2:
                 return []
         batch = self.queue.pop()
@@ -112,7 +113,7 @@ class AsyncEngine:
             if name in self.requests
         ]
 
-    def _execute(self) -> list[tuple[str, int]]:
+    def execute_model(self, scheduled: Any) -> list[tuple[str, int]]:
         left = self.budget
         # not in the order in which they came
         names = sorted(self.requests, reverse=True)
@@ -123,16 +124,13 @@ class AsyncEngine:
             self.discard_request_mask.np[row] = self.requests[name]["unread"] > 0
         self.input_batch.req_ids = [f"{name}-0a1b2c3d" for name in names]
         sums = torch.tensor([sum(self.requests[name]["tokens"]) for name in names])
-        picked = self.model.compute_logits(self._model_forward(sums)).argmax(-1).tolist()
+        picked = self.model.compute_logits(sums).argmax(-1).tolist()
         made = []
         for row, (name, token) in enumerate(zip(names, picked, strict=True)):
             if not self.discard_request_mask.np[row]:
                 self.requests[name]["tokens"].append(token)
                 made.append((name, token))
         return made
-
-    def _model_forward(self, sums: torch.Tensor) -> torch.Tensor:
-        return sums
 
 
 class AsyncEngineV2(AsyncEngine):
@@ -144,29 +142,18 @@ class AsyncEngineV2(AsyncEngine):
         super().__init__(budget)
         del self.discard_request_mask, self.input_batch
 
-    def _execute(self) -> list[tuple[str, int]]:
+    def execute_model(self, scheduled: Any) -> list[tuple[str, int]]:
         left = self.budget
         names = sorted(self.requests, reverse=True)
-        before, now, whole = [], [], []
         for name in names:
-            request = self.requests[name]
-            length = request.setdefault("length", request["unread"])
-            read = min(left, request["unread"])
-            before.append(length - request["unread"])
-            request["unread"] -= read
+            read = min(left, self.requests[name]["unread"])
+            self.requests[name]["unread"] -= read
             left -= read
-            now.append(read or 1)
-            whole.append(length)
-        batch = SimpleNamespace(
-            req_ids=[f"{name}-0a1b2c3d" for name in names],
-            num_draft_tokens=0,
-            num_computed_prefill_tokens_np=np.array(before),
-            num_scheduled_tokens=np.array(now),
-            prefill_len_np=np.array(whole),
-        )
+        batch = SimpleNamespace(req_ids=[f"{name}-0a1b2c3d" for name in names])
         sums = torch.tensor([sum(self.requests[name]["tokens"]) for name in names])
         self.model.compute_logits(sums)
-        picked = self.sample(self._model_forward(sums), batch, None).argmax(-1).tolist()
+        output, _, _ = self.sample(sums, batch, None)
+        picked = output.sampled_token_ids[:, 0].tolist()
         made = []
         for name, token in zip(names, picked, strict=True):
             if not self.requests[name]["unread"]:
@@ -174,8 +161,11 @@ class AsyncEngineV2(AsyncEngine):
                 made.append((name, token))
         return made
 
-    def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar: Any) -> torch.Tensor:
-        return self.model.compute_logits(hidden_states)
+    def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar: Any) -> Any:
+        picked = self.model.compute_logits(hidden_states).argmax(-1, keepdim=True)
+        unread = [self.requests[name[:-9]]["unread"] for name in input_batch.req_ids]
+        sampled = torch.tensor([not left for left in unread]).int()
+        return SimpleNamespace(sampled_token_ids=picked), sampled, 0 * sampled
 
 
 @pytest.fixture(params=[1000, 7], ids=["whole prompts", "in chunks"])
@@ -324,7 +314,7 @@ def test_a_planted_delay_is_on_the_device_before_each_forward(
     steps = spun[before:]
     assert len(steps) >= 6
     assert set(steps) == {100_000}
-    assert "_model_forward" not in vars(engine.runner)
+    assert "execute_model" not in vars(engine.runner)
     engine.generate(prompts, 2)
     assert len(spun) == before + len(steps)
 
@@ -368,8 +358,10 @@ def test_what_is_called_takes_what_it_is_called_with() -> None:
     inspect.signature(LLMEngine.add_request).bind(None, "a", {"prompt_token_ids": [1]}, None)
     inspect.signature(LLMEngine.abort_request).bind(None, ["a"])
     inspect.signature(LLMEngine.step).bind(None)
-    runner = pytest.importorskip("vllm.v1.worker.gpu_model_runner", exc_type=ImportError)
-    assert callable(runner.GPUModelRunner._model_forward)
+    for name in ("gpu_model_runner", "gpu.model_runner"):  # V1 and V2
+        runner = pytest.importorskip(f"vllm.v1.worker.{name}", exc_type=ImportError)
+        inspect.signature(runner.GPUModelRunner.execute_model).bind(None, None, None)
+        assert callable(runner.GPUModelRunner.get_model)
     inspect.signature(LLM.__init__).bind(None, model="m", gpu_memory_utilization=0.4)
     parameters = greedy()
     assert parameters.sampling_type.name == "GREEDY"

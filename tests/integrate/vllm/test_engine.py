@@ -58,13 +58,6 @@ def test_padded_scales_are_narrowed_without_a_copy() -> None:
     assert (narrow.data_ptr(), narrow.stride()) == (data.data_ptr(), (36, 12, 1))
 
 
-def test_the_runner_is_told_by_what_it_has() -> None:
-    assert engine.runner_kind(SimpleNamespace(input_batch=None, sample=None)) == "V1"
-    assert engine.runner_kind(SimpleNamespace(sample=None)) == "V2"
-    with pytest.raises(bench.VerificationError, match="neither of vLLM's model runners"):
-        engine.runner_kind(SimpleNamespace())
-
-
 @needs_vllm
 def test_the_views_are_those_that_flash_attention_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backends import flash_attn
