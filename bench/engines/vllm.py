@@ -11,11 +11,10 @@ import gc
 import hashlib
 import importlib
 import json
-import math
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,17 +29,17 @@ from patcher.bench.engines import (
     vllm_routing,
 )
 from patcher.bench.engines.architecture import causal_model, configuration
-from patcher.bench.engines.random_weights import STD, spread_of
+from patcher.bench.engines.vllm_weights import (
+    LOAD_FORMAT,
+    RANDOM_WEIGHTS,
+    refuse_dummy,
+    register_loader,
+)
 from patcher.bench.errors import MissingError, UsageError
 from patcher.bench.presets import presets
 from patcher.bench.toolchains import cache_root
 from patcher.bench.workload import Shape, Workload
 
-LOAD_FORMAT = "patcher_random"
-RANDOM_WEIGHTS = "PATCHER_RANDOM_WEIGHTS"
-"""Environment variable that makes a vLLM process register that format."""
-MXFP4_SCALE = 120
-"""Biased exponent of a block of MXFP4 weights: 2^-7, which gives a spread like normal(0, `STD`)."""
 SPARE_TOKENS = 2048
 """Tokens of decode per sequence beyond those of the workload."""
 LENGTH_STEP = 1024
@@ -279,63 +278,3 @@ def _model_folder(config: str) -> Path:
             f"cannot write {folder}: {error.strerror}", "set PATCHER_CACHE to a writable folder"
         ) from error
     return folder
-
-
-def refuse_dummy(arguments: Mapping[str, Any]) -> None:
-    """Reject vLLM's dummy weights, whose speed is not representative.
-
-    Raises:
-        UsageError: the arguments select dummy weights.
-    """
-    if str(arguments.get("load_format")).rsplit(".", 1)[-1].lower() == "dummy":
-        raise UsageError(
-            "vLLM's dummy weights are near zero: all tokens pick the same experts, decode reads a "
-            "fraction of the model, and the faster backend can even change",
-            "use --weights random, whose routing is spread out",
-        )
-
-
-def register_loader() -> None:
-    """Register a loader of seeded random weights with even routing in vLLM's public registry. The
-    plugin registers it in vLLM's other processes if `RANDOM_WEIGHTS` is set.
-
-    vLLM's own `dummy` weights are near zero: all tokens pick the same experts, and decode reads a
-    fraction of what a real model reads.
-    """
-    loading: Any = importlib.import_module("vllm.model_executor.model_loader")
-    base: Any = importlib.import_module("vllm.model_executor.model_loader.base_loader")
-
-    class RandomLoader(base.BaseModelLoader):  # type: ignore[misc]  # vllm is untyped here
-        def download_model(self, model_config: Any) -> None:
-            """Do nothing: random weights need no download."""
-
-        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-            randomise(model, int(model_config.seed))
-
-    loading.register_model_loader(LOAD_FORMAT)(RandomLoader)
-
-
-@torch.no_grad()
-def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Fill a model with seeded random weights.
-
-    Weights are normal as in `engines.random_weights`, and norms are one. Packed MXFP4 blocks are
-    random bytes, with scales of `MXFP4_SCALE`, lowered by powers of two for smaller matrices.
-    """
-    device = next(model.parameters()).device
-    generator = torch.Generator(device=device).manual_seed(seed)
-    spread = spread_of(name for name, _ in model.named_parameters())
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.fill_(1.0)
-        elif parameter.is_floating_point():
-            parameter.normal_(0.0, spread[name], generator=generator)
-        elif parameter.dtype == torch.uint8 and "scale" in name:
-            parameter.fill_(MXFP4_SCALE + round(math.log2(spread[name] / STD)))
-        elif parameter.dtype == torch.uint8:
-            parameter.random_(0, 256, generator=generator)
-        else:
-            raise UsageError(
-                f"cannot make random weights for {name} ({parameter.dtype})",
-                "use --weights hub or local",
-            )

@@ -19,10 +19,9 @@ log = logging.getLogger("patcher")
 
 def register() -> None:
     """The entry point `vllm.general_plugins`; idempotent."""
-    if os.environ.get(
-        "PATCHER_RANDOM_WEIGHTS"
-    ):  # never in serving: `patcher.bench.engines.vllm` sets it
-        from patcher.bench.engines.vllm import register_loader
+    # never in serving: `patcher.bench.engines.vllm` sets it
+    if os.environ.get("PATCHER_RANDOM_WEIGHTS"):
+        from patcher.bench.engines.vllm_weights import register_loader
 
         register_loader()
     chosen = os.environ.get("PATCHER_PATCHES") or os.environ.get("TLLM_PATCHER_PATCHES") or "off"

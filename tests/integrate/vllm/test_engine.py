@@ -9,7 +9,6 @@ import pytest
 import torch
 from vllm_here import config, needs_vllm
 
-from patcher import bench
 from patcher.integrate.vllm import engine
 
 __all__ = ("config",)  # a fixture of tests here
