@@ -114,17 +114,15 @@ def _parameters(
 
 def _spreads(model: torch.nn.Module) -> dict[str, float]:
     """The standard deviation of each matrix, by its name and by what vLLM's layer is for."""
-    embedding: Any = importlib.import_module(
-        "vllm.model_executor.layers.vocab_parallel_embedding"
-    )
+    embedding: Any = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
     linear: Any = importlib.import_module("vllm.model_executor.layers.linear")
     names = [name for name, *_ in _parameters(model)]
     spreads, added = spread_of(names), added_spread(names)
-    for name, layer, leaf, _ in _parameters(model):
+    for name, layer, *_ in _parameters(model):
         if isinstance(layer, embedding.VocabParallelEmbedding):
             is_head = isinstance(layer, embedding.ParallelLMHead)
             spreads[name] = STD if is_head else 1.0
-        elif isinstance(layer, linear.RowParallelLinear) and leaf != "bias":
+        elif isinstance(layer, linear.RowParallelLinear):
             spreads[name] = added
     return spreads
 
@@ -167,9 +165,7 @@ def _fill(
         raise _unknown(name, f"is {_words(parameter.dtype)}")
 
 
-def _neutral(
-    name: str, layer: torch.nn.Module, leaf: str, parameter: torch.Tensor
-) -> float | None:
+def _neutral(name: str, layer: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> float | None:
     """The value of what must not be random: norms, and the bias that balances experts."""
     layernorm: Any = importlib.import_module("vllm.model_executor.layers.layernorm")
     told: float | None = getattr(parameter, "dummy_weight_value", None)  # from 0.33.0 on

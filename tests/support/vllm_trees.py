@@ -26,7 +26,10 @@ from patcher.integrate.vllm.sources import versions_read
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = (
     "tests/integrate/vllm",
-    *(f"tests/bench/engines/test_vllm_{name}.py" for name in ("engine", "runners")),
+    *(
+        f"tests/bench/engines/test_vllm_{name}.py"
+        for name in ("engine", "routing", "runners", "weights")
+    ),
 )
 PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (28, 31, 34, 35))
 DEPENDENCIES = ROOT / "tests" / "data" / "vllm-dependencies.txt"
