@@ -26,9 +26,10 @@ from patcher.bench.engines import (
     peak_memory_bytes,
     random_prompts,
     vllm_logits,
+    vllm_options,
     vllm_routing,
 )
-from patcher.bench.engines.architecture import causal_model, configuration
+from patcher.bench.engines.architecture import full_config, model_sizes
 from patcher.bench.engines.vllm_weights import (
     LOAD_FORMAT,
     RANDOM_WEIGHTS,
@@ -36,9 +37,8 @@ from patcher.bench.engines.vllm_weights import (
     register_loader,
 )
 from patcher.bench.errors import MissingError, UsageError
-from patcher.bench.presets import presets
 from patcher.bench.toolchains import cache_root
-from patcher.bench.workload import Shape, Workload
+from patcher.bench.workload import Shape, Workload, weights_id
 
 SPARE_TOKENS = 2048
 """Tokens of decode per sequence beyond those of the workload."""
@@ -46,27 +46,14 @@ LENGTH_STEP = 1024
 """The longest sequence is rounded up to a multiple of this."""
 LEAST_CACHE_BYTES = 1 << 30
 MEMORY_SHARE = 0.6
-OPTIONS: tuple[tuple[dict[str, Any], ...], ...] = (
-    tuple(
-        {"moe_backend": name}
-        for name in ("triton", "triton_unfused", "marlin", "humming", "flashinfer_cutlass")
-    ),
-    tuple({"attention_backend": name} for name in ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")),
-    tuple(
-        {"compilation_config": {"cudagraph_mode": mode}}
-        for mode in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE")
-    ),
-)
-"""Options that the search for the best stock configuration tries: `MoEBackend` (config/kernel.py),
-`AttentionBackendEnum` (v1/attention/backends/registry.py), `CUDAGraphMode` (config/compilation.py).
-vLLM rejects options that do not fit the model or the GPU."""
 
 
 class VllmEngine:
     """One model in this process. See `patcher.bench.engines.Decoder` for the methods."""
 
     in_process: ClassVar[bool] = False
-    options: ClassVar[Sequence[Sequence[dict[str, Any]]]] = OPTIONS
+    options = staticmethod(vllm_options.options)
+    cache_argument: ClassVar[str] = "kv_cache_memory_bytes"
     reference_arguments: ClassVar[dict[str, Any]] = {"enforce_eager": True}
 
     def __init__(
@@ -102,6 +89,11 @@ class VllmEngine:
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
         self.requests = 0
         """Number of requests until now; request ids contain it."""
+
+    @staticmethod
+    def cache_bytes(workload: Workload, room: Sequence[Shape] = ()) -> int | None:
+        """See `patcher.bench.engines.vllm.cache_bytes`."""
+        return cache_bytes(workload, room)
 
     def prompts(self, seed: int) -> torch.Tensor:
         return random_prompts(self.workload, self.vocab_size, seed)
@@ -213,17 +205,10 @@ def _arguments(workload: Workload, room: Sequence[Shape] = ()) -> dict[str, Any]
         "gpu_memory_utilization": MEMORY_SHARE,
         "skip_tokenizer_init": True,
     }
-    known = presets().get(workload.model)
     if workload.weights != "random":
-        hub = known.hub_id if known is not None else workload.model
-        if hub is None:
-            raise UsageError(f"{workload.model} has no published weights", "use --weights random")
-        return {"model": hub, **arguments}
-    if known is None:
-        raise UsageError(f"{workload.model!r} is no preset", f"presets: {', '.join(presets())}")
-    config = configuration(known).to_dict()
-    config |= {"architectures": [causal_model(known)], "torch_dtype": workload.dtype}
-    folder = _model_folder(json.dumps({**config, **known.published}, sort_keys=True))
+        return {"model": weights_id(workload), **arguments}
+    config = full_config(workload.model) | {"torch_dtype": workload.dtype}
+    folder = _model_folder(json.dumps(config, sort_keys=True))
     register_loader()
     os.environ[RANDOM_WEIGHTS] = "1"
     return {"model": str(folder), "load_format": LOAD_FORMAT, **arguments}
@@ -241,21 +226,20 @@ def _longest(workload: Workload, room: Sequence[Shape]) -> int:
 
 
 def cache_bytes(workload: Workload, room: Sequence[Shape] = ()) -> int | None:
-    """Size of the KV cache in bytes that suffices for this traffic; None if the model is no preset.
+    """Size of the KV cache in bytes that suffices for this traffic; None if the model's config.json
+    is not on this machine.
 
     It is a quarter more than all sequences of a window need, or one of the longest sequence, as if
     all layers used full attention.
     """
-    known = presets().get(workload.model)
-    if known is None:
+    sizes = model_sizes(workload.model)
+    if sizes is None:
         return None
     shapes = [(workload.batch, workload.input_len), *((one.batch, one.context) for one in room)]
     decoded = max(workload.output_len, LENGTH_STEP // 4)
     tokens = max(batch * (context + decoded) for batch, context in shapes)
-    sizes = configuration(known)
-    heads, width = int(sizes.num_key_value_heads), int(sizes.head_dim)
     element = torch.finfo(getattr(torch, workload.dtype)).bits // 8
-    each = known.layers * 2 * heads * width * element
+    each = sizes.layers * 2 * sizes.kv_heads * sizes.head_dim * element
     return max(5 * max(tokens, _longest(workload, room)) * each // 4, LEAST_CACHE_BYTES)
 
 

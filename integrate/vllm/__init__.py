@@ -13,6 +13,10 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from patcher.integrate.activation import Activation
 
 log = logging.getLogger("patcher")
 
@@ -30,3 +34,10 @@ def register() -> None:
     from patcher.integrate.vllm.plugin import hook
 
     hook()
+
+
+def activation() -> Activation | None:
+    """The patches that the plugin installed in this process; None before a worker was started."""
+    from patcher.integrate.vllm.plugin import installed
+
+    return installed()
