@@ -130,11 +130,12 @@ def attention_backends(
             continue
         try:
             kind = backend.get_class()
-            if kind.is_mla() != asked.use_mla:
-                continue
+        except Exception:  # what its modules raise where their kernels are not installed
+            continue
+        if kind.is_mla() != asked.use_mla:
+            continue
+        try:
             wrong = kind.validate_configuration(device_capability=capability, **asked._asdict())
-        except (ImportError, OSError):
-            continue  # its package is not installed, as vLLM decides it
         except Exception:  # of code that asks the device; its trial says what is wrong
             wrong = []
         if not wrong:
