@@ -146,7 +146,7 @@ def _fill(
     elif "scale" in leaf:
         _fill_scale(name, layer, leaf, parameter, spread)
     elif parameter.dtype in _FLOAT8:
-        for part in parameter.split(_ROWS if parameter.dim() == 2 else 1):
+        for part in torch.split(parameter, _ROWS if parameter.dim() == 2 else 1):
             codes = torch.empty(part.shape, device=part.device)
             codes.normal_(0.0, FLOAT8_SPREAD, generator=generator)
             part.copy_(codes.clamp_(-7 * FLOAT8_SPREAD, 7 * FLOAT8_SPREAD))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from pydantic import JsonValue
 
@@ -139,7 +140,8 @@ def with_cache_size(job: ABJob) -> ABJob:
     """
     if loads_beside(job):
         return job
-    size = ENGINES.load(job.workload.engine).cache_bytes(job.workload, job.other_workloads)
+    factory: Any = ENGINES.load(job.workload.engine)
+    size = factory.cache_bytes(job.workload, job.other_workloads)
     if size is None:
         return job
     argument = cache_argument(job.workload.engine)

@@ -28,7 +28,6 @@ from patcher.bench import Shape, Workload
 from patcher.bench.engines import open_engine, open_measurable
 from patcher.bench.engines import vllm as driver
 from patcher.bench.engines.vllm import VllmEngine, refuse_dummy
-from patcher.bench.engines.vllm_logits import forcing
 
 VOCAB = 31
 WORKLOAD = Workload(
@@ -369,32 +368,3 @@ def test_the_output_processor_gives_new_tokens_alone() -> None:
     # as `LLMEngine.abort_request` calls it
     assert processor.abort_requests(["patcher-0"], internal=False) == [request.request_id]
     assert not processor.has_unfinished_requests()
-
-
-@needs_vllm
-def test_the_v2_runner_samples_what_is_forced() -> None:
-    """The real `GPUModelRunner.sample` and `InputBatch`, on CPU tensors."""
-    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    class Greedy:
-        def __call__(self, logits: torch.Tensor, batch: Any) -> Any:
-            picked = logits.argmax(-1)
-            return SimpleNamespace(sampled=picked, num_sampled=picked, num_rejected=picked)
-
-    buffers = InputBuffers(4, 16, torch.device("cpu"))
-    batch = InputBatch.make_dummy(3, 3, buffers)
-    batch.req_ids = ["patcher-6-ab", "patcher-5-cd", "_warmup_0"]
-    batch.prefill_len_np = np.array([1, 2, 1])
-    batch.num_computed_prefill_tokens_np = np.array([0, 0, 0])
-    runner = GPUModelRunner.__new__(GPUModelRunner)
-    runner.model, runner.sampler, runner.rejection_sampler = Model(), Greedy(), None
-    runner.batch_sharder = None
-    sums = torch.tensor([3, 4, 5])
-    stock = ((sums * 7 + 3) % VOCAB).tolist()
-    with forcing(runner, torch.tensor([[9, 9], [8, 8]]), first=5) as seen:
-        sampled = runner.sample(sums, batch, None)[0].sampled.tolist()
-    assert sampled == [8, *stock[1:]], "the second prompt is not complete, the third is no request"
-    assert [len(rows) for rows in seen] == [0, 1]
-    assert seen[1][0].argmax() == stock[0]
-    assert runner.sample(sums, batch, None)[0].sampled.tolist() == stock
