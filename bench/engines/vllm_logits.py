@@ -6,9 +6,10 @@ with one row per request, as read in vLLM 0.25.1 to 0.33.0; the runner tells wha
 - V1 (`v1/worker/gpu_model_runner.py`) keeps a batch, whose `req_ids` are the rows' requests.
   `discard_request_mask` marks requests whose prompt is not complete yet. A token is forced through
   its logit.
-- V2 (`v1/worker/gpu/model_runner.py`) passes each step's batch to `sample`, which also tells how
-  many tokens each request got. A token is forced in what it returns. So it is the token that the
-  next step begins with and the token that is copied out, also when steps are scheduled ahead.
+- V2 (`v1/worker/gpu/model_runner.py`), the default of every model from 0.33.0 on, passes each
+  step's batch to `sample`, which also tells how many tokens each request got. A token is forced in
+  what it returns. So it is the token that the next step begins with and the token that is copied
+  out, also when steps are scheduled ahead.
 """
 
 from __future__ import annotations
@@ -89,6 +90,9 @@ def forcing(runner: Any, forced: torch.Tensor, first: int) -> Iterator[list[list
         runner: vLLM's `GPUModelRunner`, V1 or V2.
         forced: token ids, int64 of shape [batch, steps + 1].
         first: number of the request of the first row of `forced`.
+
+    Raises:
+        VerificationError: the runner is neither.
     """
     tokens = _ForcedTokens(forced, first)
     if runner_kind(runner) == "V1":

@@ -243,6 +243,13 @@ class Contract(Record):
         swept = [sweep.axis for sweep in self.sweeps if sweep.axis in found]
         return {axis: found[axis] for axis in (*swept, *found)}
 
+    def point_of(self, sweep: Sweep, axes: dict[str, int]) -> Point:
+        """The point of a recorded timing. A sweep of an earlier contract may lack an axis; then the
+        size in today's sweep of that name is meant."""
+        known = [each.fixed for each in self.sweeps if each.name == sweep.name]
+        fixed = {**(known[0] if known else {}), **sweep.fixed}
+        return Point(axes={**fixed, **axes}, dtypes=sweep.dtypes)
+
     def longest_sum(self, point: Point) -> int:
         return int(_arithmetic(self.accuracy.reduction, point))
 

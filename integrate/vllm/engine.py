@@ -89,9 +89,29 @@ def norm_fusions() -> tuple[str, ...]:
     )
 
 
+def batch_invariant() -> bool:
+    """Whether the engine must compute the same whatever is in a batch."""
+    return bool(sources.module("vllm.envs").VLLM_BATCH_INVARIANT)
+
+
+def must_allow_another(kernel: str) -> None:
+    """Refuse an engine that must compute the same whatever is in a batch.
+
+    Args:
+        kernel: what a patch would replace, in a word.
+
+    Raises:
+        VerificationError: `VLLM_BATCH_INVARIANT` is set.
+    """
+    if batch_invariant():
+        raise VerificationError(
+            f"VLLM_BATCH_INVARIANT requires vLLM's own {kernel}", "unset it, or revert the patch"
+        )
+
+
 def decided_by() -> tuple[bool, ...]:
     """What patch points look at in an engine's configuration when they are installed."""
-    return bool(sources.module("vllm.envs").VLLM_BATCH_INVARIANT), splits_sequences()
+    return batch_invariant(), splits_sequences()
 
 
 def copy_to_ray_workers(names: Iterable[str]) -> None:
@@ -128,6 +148,12 @@ def _passes() -> Any:
 def _compilation() -> Any:
     config = sources.module("vllm.config").get_current_vllm_config_or_none()
     return None if config is None else config.compilation_config
+
+
+def forward_context() -> Any:
+    """The context of the forward pass that is running, or is compiled; None outside of one."""
+    contexts = sources.module("vllm.forward_context")
+    return contexts.get_forward_context() if contexts.is_forward_context_available() else None
 
 
 def models_of(worker: Any) -> tuple[torch.nn.Module, ...]:

@@ -134,39 +134,33 @@ class VllmPlugin:
 
         def look() -> None:
             layers = [layer for model in models_of(worker) for layer in model.modules()]
-            for item in self._installed:
-                if isinstance(item.point, VllmPoint):  # other packages' points need not know layers
-                    with current(config):
+            with current(config):
+                for item in self._installed:
+                    if isinstance(item.point, VllmPoint):  # others' points need not know layers
                         seen = survey(item.point, item.dispatcher.guards, layers)
-                    item.book.surveys[number] = seen
+                        item.book.surveys[number] = seen
             must_take_some(self._installed, self._strict)
 
         def tell() -> None:
             report(self._installed, self._strict and stages == 1)
 
         for name in LOADS:
-            self._after(worker, name, look)
-        self._after(worker, WARMS_UP, tell)
+            _after(worker, name, self._unharmed(look))
+        _after(worker, WARMS_UP, self._unharmed(tell))
 
-    def _after(self, worker: Any, name: str, then: Callable[[], None]) -> None:
-        """Let a worker call `then` at the end of one of its methods, if it has that method."""
-        method = getattr(worker, name, None)
-        if method is None or hasattr(method, "patcher_follows"):
-            return
+    def _unharmed(self, then: Callable[[], None]) -> Callable[[], None]:
+        """The same, but an error is logged unless `PATCHER_STRICT` is set: an engine serves,
+        whatever its layers are like."""
 
-        @functools.wraps(method)
-        def wrapped(*args: Any, **more: Any) -> Any:
-            result = method(*args, **more)
+        def run() -> None:
             try:
                 then()
-            except Exception:  # an engine serves, whatever its layers are like
+            except Exception:
                 if self._strict:
                     raise
                 log.exception("the layers that patches take are not known")
-            return result
 
-        wrapped.patcher_follows = True  # type: ignore[attr-defined]
-        setattr(worker, name, wrapped)
+        return run
 
     @property
     def _installed(self) -> list[Installed]:
@@ -210,9 +204,10 @@ class _State:
 
 
 def _after(worker: Any, name: str, then: Callable[[], None]) -> None:
-    """Let a worker call `then` at the end of one of its methods, if it has that method."""
+    """Let a worker call `then` at the end of one of its methods, if it has that method and does not
+    call something of ours there already."""
     method = getattr(worker, name, None)
-    if method is None:
+    if method is None or hasattr(method, "patcher_follows"):
         return
 
     @functools.wraps(method)
@@ -221,6 +216,7 @@ def _after(worker: Any, name: str, then: Callable[[], None]) -> None:
         then()
         return result
 
+    wrapped.patcher_follows = True  # type: ignore[attr-defined]
     setattr(worker, name, wrapped)
 
 

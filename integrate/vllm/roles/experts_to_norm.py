@@ -18,12 +18,14 @@ import torch
 from torch import fx
 
 from patcher.integrate.dispatch import Dispatcher
-from patcher.integrate.vllm import experts_graph, sources
-from patcher.integrate.vllm.engine import engines_add_norm
-from patcher.integrate.vllm.experts_graph import FusedOperators, NotFusedError
+from patcher.integrate.vllm import sources
+from patcher.integrate.vllm.engine import engines_add_norm, forward_context, must_allow_another
 from patcher.integrate.vllm.graph_seam import BACKENDS, graph_rewrite
-from patcher.integrate.vllm.roles.add_norm import AddRmsNorm, must_allow_other_norms
+from patcher.integrate.vllm.roles import experts_graph
+from patcher.integrate.vllm.roles.add_norm import AddRmsNorm
+from patcher.integrate.vllm.roles.experts_graph import FusedOperators
 from patcher.integrate.vllm.roles.experts_sum import place_of_sums, summed
+from patcher.integrate.vllm.roles.graph_reads import NotFusedError
 from patcher.integrate.vllm.roles.triton_experts import MOE, TritonExperts
 from patcher.integrate.vllm.swap import AttributePatch
 
@@ -66,7 +68,7 @@ class ExpertsToNorm(TritonExperts):
 
     def find(self) -> str:
         sources.must_be_as_read(self.name, self.parts)
-        must_allow_other_norms()
+        must_allow_another("norm")
         graph_rewrite(self.name).must_have_room()
         place_of_sums(self.name).must_have_room()
         self._forward().must_be_the_engines()
@@ -106,10 +108,7 @@ class ExpertsToNorm(TritonExperts):
 
     def _top_k(self, name: Any, index: int) -> int:
         """Experts a token of the layer that the engine is compiling; see `experts_graph.fuse`."""
-        runner, contexts = sources.module(_RUNNER), sources.module("vllm.forward_context")
-        context = (
-            contexts.get_forward_context() if contexts.is_forward_context_available() else None
-        )
+        runner, context = sources.module(_RUNNER), forward_context()
         known = {} if context is None else context.no_compile_layers
         given = None if name is None else runner._resolve_layer_name(name)
         if given == "from_forward_context" and context is not None:

@@ -1,4 +1,6 @@
-"""Which nodes of an FX graph read the memory of a tensor, by the fake tensors of its nodes."""
+"""What rewrites of an FX graph ask of its nodes: what they call, and which of them read the memory
+of a tensor, by the fake tensors of the nodes.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,10 @@ from torch import fx
 _RESHAPES = {"view", "reshape", "contiguous", "flatten", "unflatten"}
 METADATA = {"size", "dim", "numel", "is_contiguous"}
 _IN_PLACE = {"iadd", "isub", "imul", "itruediv", "setitem"}
+
+
+class NotFusedError(Exception):
+    """Nodes stay the engine's own; the message is the reason."""
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
@@ -120,11 +126,18 @@ def items_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
 
 
 def operator_name(node: fx.Node) -> str:
-    """The operator that a node calls, as `vllm::name`; otherwise empty."""
+    """The operator that a node calls, as `library::name`; otherwise empty."""
     if isinstance(node.target, torch._ops.OpOverloadPacket):
         return str(node.target._qualified_op_name)
-    named: Any = node.target
-    return str(named.name()) if hasattr(named, "_overloadname") else ""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target.overloadpacket._qualified_op_name)
+    return ""
+
+
+def value_of(argument: Any) -> Any:
+    """An operator's argument, or what Dynamo knows of it; of a fake object, the real one."""
+    value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
+    return getattr(value, "real_obj", value)
 
 
 def as_node(value: Any) -> fx.Node:

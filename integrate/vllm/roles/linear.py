@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import engine, sources
 from patcher.integrate.vllm.point import VllmPoint
@@ -37,10 +36,7 @@ class _Matmul(VllmPoint):
     def find(self) -> str:
         sources.must_be_as_read(self.name, self.parts)
         self._target().must_be_the_engines()
-        if sources.module("vllm.envs").VLLM_BATCH_INVARIANT:
-            raise VerificationError(
-                "VLLM_BATCH_INVARIANT requires vLLM's own matmul", "unset it, or revert the patch"
-            )
+        engine.must_allow_another("matmul")
         return f"{self.module}.{self.method}.apply"
 
     def of_role(self, layer: Any) -> bool:

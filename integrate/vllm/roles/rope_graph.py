@@ -19,6 +19,7 @@ from torch import fx
 
 from patcher.integrate.vllm.roles.graph_reads import (
     METADATA,
+    NotFusedError,
     as_node,
     between,
     columns,
@@ -57,10 +58,6 @@ def left_alone(query: torch.Tensor, reason: str) -> torch.Tensor:
 MARKS: tuple[Callable[..., Any], ...] = (enter, leave, left_alone)
 
 
-class UnfitError(Exception):
-    """A rotation stays vLLM's own; the message is the reason."""
-
-
 def fuse(module: fx.GraphModule, operation: Any, refusal: Callable[[Any], str | None]) -> list[str]:
     """Replace each marked rotation and its KV write by one operator, and take out all marks.
 
@@ -89,7 +86,7 @@ def fuse(module: fx.GraphModule, operation: Any, refusal: Callable[[Any], str | 
         elif begin is not None:
             try:
                 _Rotation(graph, begin, node).fuse(operation, refusal)
-            except UnfitError as error:
+            except NotFusedError as error:
                 reasons.append(str(error))
                 _take_out(graph, node)
             _take_out(graph, begin)
@@ -169,20 +166,20 @@ class _Rotation:
         """Fuse it, and take out its end.
 
         Raises:
-            UnfitError: it does not fit; the graph is unchanged.
+            NotFusedError: it does not fit; the graph is unchanged.
         """
         write, attend = self._consumers()
         query, key = as_node(attend.args[0]), as_node(attend.args[1])
         value, name = as_node(attend.args[2]), attend.args[4]
         if (reason := refusal(name)) is not None:
-            raise UnfitError(reason)
+            raise NotFusedError(reason)
         spared = {self.begin, self.end, write, attend, *between(self.begin, self.end)}
         for tensor in (self.query, self.key):
             if reads_later(self.graph, tensor, self.end, spared, "example_value"):
-                raise UnfitError("the tensors before the rotation are used again")
+                raise NotFusedError("the tensors before the rotation are used again")
         tensors = (self.query, self.key, value)
         if any(overlap(*pair, "example_value") for pair in combinations(tensors, 2)):
-            raise UnfitError("query, key and value share memory")
+            raise NotFusedError("query, key and value share memory")
         shapes = _heads(self.query, query), _heads(self.key, key)
 
         with self.graph.inserting_before(attend):
@@ -219,13 +216,13 @@ class _Rotation:
         writes = [node for node in keys if operator_name(node) == WRITE]
         attends = [node for node in queries if operator_name(node) == ATTEND]
         if len(writes) != 1 or len(attends) != 1:
-            raise UnfitError("no KV write and attention follow the rotation")
+            raise NotFusedError("no KV write and attention follow the rotation")
         [write], [attend] = writes, attends
         if queries != {attend} or keys != {write, attend} or set(write.users) != {attend}:
-            raise UnfitError("the rotated query or key is used more than once")
+            raise NotFusedError("the rotated query or key is used more than once")
         given = (*attend.args[1:3], *attend.args[4:])
         if write.args != given or attend.kwargs.get("kv_cache_dummy_dep") is not write:
-            raise UnfitError("KV write and attention are given different tensors")
+            raise NotFusedError("KV write and attention are given different tensors")
         return write, attend
 
 
@@ -233,13 +230,13 @@ def _heads(plain: fx.Node, rotated: fx.Node) -> tuple[int, int, int]:
     """The shape by which what is not rotated becomes [tokens, heads, head_dim] without a copy.
 
     Raises:
-        UnfitError: it would need a copy.
+        NotFusedError: it would need a copy.
     """
     tensor, like = plain.meta["example_value"], rotated.meta["example_value"]
     heads, size = like.shape[-2:]
     dense = tensor.stride(-1) == 1 and (tensor.dim() == 2 or tensor.stride(-2) == size)
     if like.dim() != 3 or tensor.dim() not in (2, 3) or not dense:
-        raise UnfitError("the tensors before the rotation are not dense rows")
+        raise NotFusedError("the tensors before the rotation are not dense rows")
     return -1, heads, size
 
 

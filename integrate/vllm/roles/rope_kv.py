@@ -24,6 +24,7 @@ from patcher.integrate.vllm import engine, sources
 from patcher.integrate.vllm.graph_seam import BACKENDS, GraphRewrite, graph_rewrite
 from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.roles import rope_graph
+from patcher.integrate.vllm.roles.graph_reads import value_of
 from patcher.integrate.vllm.roles.rope_operator import (
     ATTENTION,
     FLASH,
@@ -147,16 +148,13 @@ def _forward(original: Any, kernel: Dispatcher) -> Any:
 
 def _rewrite(operator: RopeKvOperator, kernel: Dispatcher) -> GraphRewrite:
     resolve = sources.module("vllm.utils.torch_utils")._resolve_layer_name
-    forward_context = sources.module("vllm.forward_context")
 
     def refuses(name: Any) -> str | None:
         """The refusal of the layer of that name in the engine whose graph is compiled."""
-        if isinstance(name, torch.fx.Node):
-            name = name.meta.get("example_value")
-        if not forward_context.is_forward_context_available():
+        context = engine.forward_context()
+        if context is None:
             return "compiled outside a forward pass"
-        layers = forward_context.get_forward_context().no_compile_layers
-        attention = layers.get(resolve(getattr(name, "real_obj", name)))
+        attention = context.no_compile_layers.get(resolve(value_of(name)))
         return "a layer of unknown name" if attention is None else refusal(attention)
 
     def rewrite(graph: torch.fx.GraphModule, splitting_ops: list[str]) -> list[str]:

@@ -80,7 +80,7 @@ def test_runner_v1_samples_the_forced_tokens(monkeypatch: pytest.MonkeyPatch) ->
     for module in (gpu_input_batch, block_table, inspect.getmodule(Sampler)):
         monkeypatch.setattr(module, "PIN_MEMORY", False, raising=False)
     offered = {
-        "max_num_reqs": 4,
+        "max_num_reqs": 5,
         "max_model_len": 64,
         "max_num_batched_tokens": 64,
         "device": torch.device("cpu"),
@@ -91,11 +91,11 @@ def test_runner_v1_samples_the_forced_tokens(monkeypatch: pytest.MonkeyPatch) ->
     }
     known = inspect.signature(gpu_input_batch.InputBatch).parameters
     batch = gpu_input_batch.InputBatch(**{key: offered[key] for key in offered if key in known})
-    for number in (1, 0, 2):
+    for name in ("patcher-6-0a1b", "patcher-5-0a1b", "patcher-7-0a1b", "patcher-4-0a1b", "_warmup"):
         batch.add_request(
             gpu_input_batch.CachedRequestState(
-                req_id=f"patcher-{number + 5}-0a1b",
-                prompt_token_ids=[number, 3],
+                req_id=name,
+                prompt_token_ids=[2, 3],
                 mm_features=[],
                 sampling_params=SamplingParams(temperature=0.0),
                 generator=None,
@@ -106,8 +106,8 @@ def test_runner_v1_samples_the_forced_tokens(monkeypatch: pytest.MonkeyPatch) ->
         )
     batch.refresh_metadata()
     runner: Any = worker.GPUModelRunner.__new__(worker.GPUModelRunner)
-    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
-    discarded = np.array([False, False, True, False])
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
+    discarded = np.array([False, False, True, False, False])
     runner.model = SimpleNamespace(compute_logits=lambda hidden: hidden.clone())
     vars(runner).update(
         input_batch=batch,
@@ -115,16 +115,17 @@ def test_runner_v1_samples_the_forced_tokens(monkeypatch: pytest.MonkeyPatch) ->
         discard_request_mask=SimpleNamespace(np=discarded),
     )
     assert runner_kind(runner) == "V1"
+    stock = logits.argmax(-1).tolist()
     with forcing(runner, torch.tensor([[7, 8], [9, 10], [11, 12]]), 5) as seen:
         for _ in range(3):
             computed = runner.model.compute_logits(logits)
             [*got] = runner._sample(computed, None).sampled_token_ids.flatten().tolist()
             if len(seen[0]) == 1:
-                assert got == [9, 7, int(logits[2].argmax())]
+                assert got == [9, 7, *stock[2:]], "unread, earlier, of others"
             elif len(seen[0]) == 2:
-                assert got == [10, 8, int(logits[2].argmax())]
+                assert got == [10, 8, *stock[2:]]
             else:
-                assert got == logits.argmax(-1).tolist(), "after the last forced token"
+                assert got == stock, "after the last forced token"
     for index, row in ((0, 1), (1, 0)):
         assert all(each.equal(logits[row]) for each in seen[index])
     assert seen[2] == [], "its prompt is not complete yet"

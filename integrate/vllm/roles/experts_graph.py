@@ -17,13 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from patcher.integrate.vllm.roles.graph_reads import NotFusedError, operator_name, value_of
+
 EXPERTS = "vllm::moe_forward"
 SHARED_EXPERTS = "vllm::moe_forward_shared"
 NORM = "vllm_ir::fused_add_rms_norm"
-
-
-class NotFusedError(Exception):
-    """Experts and norm stay the engine's own; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +62,12 @@ def fuse(
     for index, call in enumerate(calls):
         try:
             pair = _Pair(call, operators)
-            pair.replace(top_k_of(_value(pair.layer_name), index))
+            pair.replace(top_k_of(value_of(pair.layer_name), index))
         except NotFusedError as error:
             reasons.append(str(error))
     graph.lint()
     module.recompile()
     return reasons
-
-
-def operator_name(node: fx.Node) -> str:
-    """The operator that a node calls, as `library::name`; otherwise empty."""
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
-        return str(node.target._qualified_op_name)
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target.overloadpacket._qualified_op_name)
-    return ""
 
 
 class _Pair:
@@ -212,12 +201,6 @@ def _example(node: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         raise NotFusedError("a graph without shapes")
     return value
-
-
-def _value(argument: Any) -> Any:
-    """An operator's argument, or what Dynamo knows of it; of a fake object, the real one."""
-    value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
-    return getattr(value, "real_obj", value)
 
 
 def _label(node: fx.Node) -> str:
