@@ -27,7 +27,8 @@ from patcher.ab.arm import delay_of
 from patcher.bench import Shape, Workload
 from patcher.bench.engines import open_engine, open_measurable
 from patcher.bench.engines import vllm as driver
-from patcher.bench.engines.vllm import VllmEngine, refuse_dummy
+from patcher.bench.engines.vllm import VllmEngine
+from patcher.bench.engines.vllm_weights import RANDOM_WEIGHTS, refuse_dummy
 
 VOCAB = 31
 WORKLOAD = Workload(
@@ -240,7 +241,7 @@ def test_every_process_has_the_model_at_one_path(
     """The path enters vLLM's hash of what it compiled."""
     monkeypatch.setenv("PATCHER_CACHE", str(tmp_path))
     monkeypatch.setattr(driver, "register_loader", lambda: None)
-    monkeypatch.setenv(driver.RANDOM_WEIGHTS, "1")  # it is set, and put back afterwards
+    monkeypatch.setenv(RANDOM_WEIGHTS, "1")  # it is set, and put back afterwards
     random = WORKLOAD.model_copy(update={"weights": "random"})
     driver._arguments(random)  # transformers imports lazily, and not in several threads at once
     with ThreadPoolExecutor(4) as pool:
