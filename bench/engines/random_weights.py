@@ -15,28 +15,21 @@ import math
 import re
 from collections.abc import Iterable
 
-import torch
-
-from patcher.bench.errors import UsageError
-
 STD = 0.02
 """Standard deviation of a matrix that reads the residual stream."""
-MXFP4_SCALE = 120
-"""Biased exponent of a block of MXFP4 weights: 2^-7, which gives a spread like normal(0, `STD`)."""
-_EMBEDS = re.compile(r"(^|\.)embed")
-_ADDS = re.compile(r"(^|\.)(o_proj|down_proj|w2)(_|\.|$)")
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_EMBEDS = re.compile(r"(^|\.)((word_|tok_)?embed|wte\.)")
+_ADDS = re.compile(r"(^|\.)(o_proj|out_proj|c_proj|down_proj|dense_4h_to_h|fc2|wo|w2)(_|\.|$)")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
 
 def spread_of(names: Iterable[str]) -> dict[str, float]:
     """Standard deviation of each parameter, by name; norms are ignored by the callers.
 
-    Names are those of transformers, vLLM and SGLang: `embed_tokens` or `embedding`; `o_proj` and
-    `down_proj` or `w2_weight`.
+    Names are those of transformers, vLLM and SGLang: `embed_tokens`, `embedding` or `wte`; `o_proj`
+    and `down_proj`, `w2_weight` or another name of a matrix that adds to the residual stream.
     """
     every = list(names)
-    layers = {match[1] for name in every if (match := _LAYER.search(name))}
-    added = STD / math.sqrt(2 * max(len(layers), 1))
+    added = added_spread(every)
 
     def spread(name: str) -> float:
         if _EMBEDS.search(name):
@@ -46,27 +39,11 @@ def spread_of(names: Iterable[str]) -> dict[str, float]:
     return {name: spread(name) for name in every}
 
 
-@torch.no_grad()
-def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Fill a model with seeded random weights.
+def added_spread(names: Iterable[str]) -> float:
+    """Standard deviation of a matrix whose output is added to the residual stream.
 
-    Weights are normal as `spread_of` says, and norms are one. Packed MXFP4 blocks are
-    random bytes, with scales of `MXFP4_SCALE`, lowered by powers of two for smaller matrices.
+    Args:
+        names: of all parameters of the model, which tell its number of layers.
     """
-    device = next(model.parameters()).device
-    generator = torch.Generator(device=device).manual_seed(seed)
-    spread = spread_of(name for name, _ in model.named_parameters())
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.fill_(1.0)
-        elif parameter.is_floating_point():
-            parameter.normal_(0.0, spread[name], generator=generator)
-        elif parameter.dtype == torch.uint8 and "scale" in name:
-            parameter.fill_(MXFP4_SCALE + round(math.log2(spread[name] / STD)))
-        elif parameter.dtype == torch.uint8:
-            parameter.random_(0, 256, generator=generator)
-        else:
-            raise UsageError(
-                f"cannot make random weights for {name} ({parameter.dtype})",
-                "use --weights hub or local",
-            )
+    layers = {match[1] for name in names if (match := _LAYER.search(name))}
+    return STD / math.sqrt(2 * max(len(layers), 1))

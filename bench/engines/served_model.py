@@ -8,11 +8,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from patcher.bench.engines.architecture import causal_model, configuration
+from patcher.bench.engines.architecture import full_config
 from patcher.bench.errors import UsageError
-from patcher.bench.presets import presets
 from patcher.bench.toolchains import cache_root
-from patcher.bench.workload import Shape, Workload
+from patcher.bench.workload import Shape, Workload, weights_id
 
 SPARE_TOKENS = 2048
 """Tokens of decode per sequence beyond those of the workload."""
@@ -24,20 +23,13 @@ def served_model(workload: Workload) -> str:
     """A Hugging Face id or a folder; for random weights, a folder with a config.json alone.
 
     Raises:
-        UsageError: the model is no preset, or has no published weights, or its folder cannot be
-            written.
+        UsageError: the model is no preset and no folder with a config.json, or has no published
+            weights, or its own folder cannot be written.
     """
-    known = presets().get(workload.model)
     if workload.weights != "random":
-        hub = known.hub_id if known is not None else workload.model
-        if hub is None:
-            raise UsageError(f"{workload.model} has no published weights", "use --weights random")
-        return hub
-    if known is None:
-        raise UsageError(f"{workload.model!r} is no preset", f"presets: {', '.join(presets())}")
-    config = configuration(known).to_dict()
-    config |= {"architectures": [causal_model(known)], "torch_dtype": workload.dtype}
-    return str(_model_folder(json.dumps({**config, **known.published}, sort_keys=True)))
+        return weights_id(workload)
+    config = full_config(workload.model) | {"torch_dtype": workload.dtype}
+    return str(_model_folder(json.dumps(config, sort_keys=True)))
 
 
 def longest(workload: Workload, room: Sequence[Shape]) -> int:

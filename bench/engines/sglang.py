@@ -23,8 +23,8 @@ from patcher.bench.engines import (
     peak_memory_bytes,
     random_prompts,
 )
-from patcher.bench.engines.random_weights import randomise
 from patcher.bench.engines.served_model import LENGTH_STEP, longest, served_model
+from patcher.bench.engines.served_weights import LayerTypes, randomise
 from patcher.bench.errors import MissingError, PatcherError, UsageError
 from patcher.bench.workload import Shape, Workload
 
@@ -46,6 +46,7 @@ class SglangEngine:
 
     in_process: ClassVar[bool] = False
     options: ClassVar[Sequence[Sequence[dict[str, Any]]]] = OPTIONS
+    cache_argument: ClassVar[str] = "max_total_tokens"
     reference_arguments: ClassVar[dict[str, Any]] = {"disable_cuda_graph": True}
 
     def __init__(
@@ -85,6 +86,11 @@ class SglangEngine:
         self._bench: Any = self._load(chosen)
         self.vocab_size: int = self.runner.model_config.vocab_size
         self._batches: list[Decoding] = []
+
+    @staticmethod
+    def cache_size(workload: Workload, room: Sequence[Shape] = ()) -> int:
+        """See `cache_tokens`."""
+        return cache_tokens(workload, room)
 
     def prompts(self, seed: int) -> torch.Tensor:
         return random_prompts(self.workload, self.vocab_size, seed)
@@ -207,7 +213,7 @@ class SglangEngine:
         seed = self.workload.seed
 
         def fill(model: torch.nn.Module) -> None:
-            randomise(model, seed)
+            randomise(model, seed, _layer_types())
 
         with (
             _replaced(one_batch, "get_tokenizer", _no_tokenizer),
@@ -261,6 +267,18 @@ def cache_tokens(workload: Workload, room: Sequence[Shape] = ()) -> int:
     decoded = max(workload.output_len, LENGTH_STEP // 4)
     tokens = max(batch * (context + decoded) for batch, context in shapes)
     return 5 * max(tokens, longest(workload, room)) // 4
+
+
+def _layer_types() -> LayerTypes:
+    embedding: Any = importlib.import_module("sglang.srt.layers.vocab_parallel_embedding")
+    linear: Any = importlib.import_module("sglang.srt.layers.linear")
+    layernorm: Any = importlib.import_module("sglang.srt.layers.layernorm")
+    return LayerTypes(
+        embedding=embedding.VocabParallelEmbedding,
+        head=embedding.ParallelLMHead,
+        adds=linear.RowParallelLinear,
+        gemma_norm=layernorm.GemmaRMSNorm,
+    )
 
 
 def _no_tokenizer(*_: Any, **__: Any) -> None:

@@ -11,7 +11,7 @@ import gc
 import importlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,40 +22,30 @@ from patcher.bench.engines import (
     peak_memory_bytes,
     random_prompts,
     vllm_logits,
+    vllm_options,
+    vllm_routing,
 )
-from patcher.bench.engines.architecture import configuration
-from patcher.bench.engines.random_weights import randomise
+from patcher.bench.engines.architecture import model_sizes
 from patcher.bench.engines.served_model import LENGTH_STEP, SPARE_TOKENS, longest, served_model
-from patcher.bench.errors import MissingError, UsageError
-from patcher.bench.presets import presets
+from patcher.bench.engines.vllm_weights import (
+    LOAD_FORMAT,
+    RANDOM_WEIGHTS,
+    refuse_dummy,
+    register_loader,
+)
+from patcher.bench.errors import MissingError
 from patcher.bench.workload import Shape, Workload
 
-LOAD_FORMAT = "patcher_random"
-RANDOM_WEIGHTS = "PATCHER_RANDOM_WEIGHTS"
-"""Environment variable that makes a vLLM process register that format."""
 LEAST_CACHE_BYTES = 1 << 30
 MEMORY_SHARE = 0.6
-OPTIONS: tuple[tuple[dict[str, Any], ...], ...] = (
-    tuple(
-        {"moe_backend": name}
-        for name in ("triton", "triton_unfused", "marlin", "humming", "flashinfer_cutlass")
-    ),
-    tuple({"attention_backend": name} for name in ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")),
-    tuple(
-        {"compilation_config": {"cudagraph_mode": mode}}
-        for mode in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE")
-    ),
-)
-"""Options that the search for the best stock configuration tries: `MoEBackend` (config/kernel.py),
-`AttentionBackendEnum` (v1/attention/backends/registry.py), `CUDAGraphMode` (config/compilation.py).
-vLLM rejects options that do not fit the model or the GPU."""
 
 
 class VllmEngine:
     """One model in this process. See `patcher.bench.engines.Decoder` for the methods."""
 
     in_process: ClassVar[bool] = False
-    options: ClassVar[Sequence[Sequence[dict[str, Any]]]] = OPTIONS
+    options = staticmethod(vllm_options.options)
+    cache_argument: ClassVar[str] = "kv_cache_memory_bytes"
     reference_arguments: ClassVar[dict[str, Any]] = {"enforce_eager": True}
 
     def __init__(
@@ -91,6 +81,11 @@ class VllmEngine:
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
         self.requests = 0
         """Number of requests until now; request ids contain it."""
+
+    @staticmethod
+    def cache_size(workload: Workload, room: Sequence[Shape] = ()) -> int | None:
+        """See `cache_bytes`."""
+        return cache_bytes(workload, room)
 
     def prompts(self, seed: int) -> torch.Tensor:
         return random_prompts(self.workload, self.vocab_size, seed)
@@ -147,7 +142,7 @@ class VllmEngine:
         """
         if not self._eager:
             return None
-        return vllm_logits.routing_entropy_pct(self, prompts, steps)
+        return vllm_routing.routing_entropy_pct(self, prompts, steps)
 
     def served_logits(self, prompts: torch.Tensor, forced: torch.Tensor) -> torch.Tensor:
         """See `patcher.bench.engines.vllm_logits.served_logits`."""
@@ -160,13 +155,16 @@ class VllmEngine:
 
     @property
     def runner(self) -> Any:
-        """`GPUModelRunner` of this process, v1/worker/gpu_model_runner.py."""
+        """The model runner of this process, V1 or V2; see `vllm_logits.runner_kind`."""
         return self._engine.model_executor.driver_worker.model_runner
 
     def peak_memory_bytes(self) -> int:
         """Peak memory in bytes without the KV cache, which fills the engine's share."""
-        stores = {each.untyped_storage().data_ptr(): each for each in self.runner.kv_caches}
-        cache: int = sum(each.untyped_storage().nbytes() for each in stores.values())
+        caches = self.runner.kv_caches
+        # a layer with a state, as Mamba's, has several tensors
+        tensors = [one for each in caches for one in (each if isinstance(each, list) else [each])]
+        stores = {one.untyped_storage().data_ptr(): one for one in tensors}
+        cache: int = sum(one.untyped_storage().nbytes() for one in stores.values())
         return peak_memory_bytes("cuda") - cache
 
     def synchronize(self) -> None:
@@ -208,53 +206,18 @@ def _arguments(workload: Workload, room: Sequence[Shape] = ()) -> dict[str, Any]
 
 
 def cache_bytes(workload: Workload, room: Sequence[Shape] = ()) -> int | None:
-    """Size of the KV cache in bytes that suffices for this traffic; None if the model is no preset.
+    """Size of the KV cache in bytes that suffices for this traffic; None if the model's config.json
+    is not on this machine.
 
     It is a quarter more than all sequences of a window need, or one of the longest sequence, as if
     all layers used full attention.
     """
-    known = presets().get(workload.model)
-    if known is None:
+    sizes = model_sizes(workload.model)
+    if sizes is None:
         return None
     shapes = [(workload.batch, workload.input_len), *((one.batch, one.context) for one in room)]
     decoded = max(workload.output_len, LENGTH_STEP // 4)
     tokens = max(batch * (context + decoded) for batch, context in shapes)
-    sizes = configuration(known)
-    heads, width = int(sizes.num_key_value_heads), int(sizes.head_dim)
     element = torch.finfo(getattr(torch, workload.dtype)).bits // 8
-    each = known.layers * 2 * heads * width * element
+    each = sizes.layers * 2 * sizes.kv_heads * sizes.head_dim * element
     return max(5 * max(tokens, longest(workload, room)) * each // 4, LEAST_CACHE_BYTES)
-
-
-def refuse_dummy(arguments: Mapping[str, Any]) -> None:
-    """Reject vLLM's dummy weights, whose speed is not representative.
-
-    Raises:
-        UsageError: the arguments select dummy weights.
-    """
-    if str(arguments.get("load_format")).rsplit(".", 1)[-1].lower() == "dummy":
-        raise UsageError(
-            "vLLM's dummy weights are near zero: all tokens pick the same experts, decode reads a "
-            "fraction of the model, and the faster backend can even change",
-            "use --weights random, whose routing is spread out",
-        )
-
-
-def register_loader() -> None:
-    """Register a loader of seeded random weights with even routing in vLLM's public registry. The
-    plugin registers it in vLLM's other processes if `RANDOM_WEIGHTS` is set.
-
-    vLLM's own `dummy` weights are near zero: all tokens pick the same experts, and decode reads a
-    fraction of what a real model reads.
-    """
-    loading: Any = importlib.import_module("vllm.model_executor.model_loader")
-    base: Any = importlib.import_module("vllm.model_executor.model_loader.base_loader")
-
-    class RandomLoader(base.BaseModelLoader):  # type: ignore[misc]  # vllm is untyped here
-        def download_model(self, model_config: Any) -> None:
-            """Do nothing: random weights need no download."""
-
-        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-            randomise(model, int(model_config.seed))
-
-    loading.register_model_loader(LOAD_FORMAT)(RandomLoader)

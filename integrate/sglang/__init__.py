@@ -13,6 +13,10 @@ Without an enabled patch, the plugin imports only the standard library.
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from patcher.integrate.activation import Activation
 
 
 def register() -> None:
@@ -28,3 +32,14 @@ def register() -> None:
     from patcher.integrate.sglang.plugin import hook
 
     hook()
+
+
+def activation() -> Activation:
+    """The patches that the plugin installed in this process, whose model is loaded.
+
+    Raises:
+        VerificationError: with `PATCHER_STRICT`, SGLang did not call the hook; it only logs why.
+    """
+    from patcher.integrate.sglang.plugin import active_here
+
+    return active_here()

@@ -217,6 +217,13 @@ def _after(worker: Any, name: str, then: Callable[[], None]) -> None:
     setattr(worker, name, wrapped)
 
 
+def installed() -> Activation | None:
+    """The patches in this process's worker; None if no plugin is installed, or no worker began."""
+    worker = sources.module("vllm.v1.worker.worker_base").WorkerWrapperBase
+    plugin: VllmPlugin | None = getattr(worker.init_device, "plugin", None)
+    return None if plugin is None else plugin.active
+
+
 def hook() -> VllmPlugin | None:
     """Install the plugin of this process.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from pydantic import JsonValue
 
@@ -12,14 +13,13 @@ from patcher.ab.job import ABJob
 from patcher.bench import Throughput, UsageError, Workload
 from patcher.bench.ab.engine_config import ConfigTrial, Tuning, overriding
 from patcher.bench.ab.phases import ABProgress
-from patcher.bench.ab.tuning import options_of, tune
+from patcher.bench.ab.tuning import options_for, tune
+from patcher.bench.engines import ENGINES, cache_argument
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.integrate import Patch, engine_wants
 
 TUNED_LOAD_S = 300.0
 """Time limit in seconds to load; a configuration that takes longer (it may compile) fails."""
-_CACHE_SIZES = {"sglang": "max_total_tokens", "vllm": "kv_cache_memory_bytes"}
-"""The argument that fixes the size of an engine's KV cache."""
 STAGGER_S = 2.0
 """Seconds between two starts, so that the first one to start allocates memory first."""
 
@@ -88,7 +88,7 @@ class ArmLauncher:
                     load_s=TUNED_LOAD_S if arguments else LOAD_S,
                 ),
                 self.job.workload,
-                options_of(self.job.workload.engine),
+                options_for(self.job.workload),
                 clocks,
                 wanted=engine_wants(self.job.workload.engine),
                 other_workloads=self.job.other_workloads,
@@ -130,26 +130,19 @@ def refuse_other_engines(workload: Workload, patches: Iterable[Patch]) -> None:
 
 def loads_beside(job: ABJob) -> bool:
     """Whether two processes may load at the same time; not while an engine measures free memory."""
-    size = _CACHE_SIZES.get(job.workload.engine)
-    return size is None or size in job.arguments
+    argument = cache_argument(job.workload.engine)
+    return not argument or argument in job.arguments
 
 
 def with_cache_size(job: ABJob) -> ABJob:
-    """The arguments with a fixed size of the KV cache. By default, the cache takes all that its
-    share leaves, so two engines cannot load side by side.
+    """The arguments with a fixed size of the engine's KV cache, if it has such an argument. By
+    default, the cache takes all that its share leaves, so two engines cannot load side by side.
     """
     if loads_beside(job):
         return job
-    size: int | None
-    if job.workload.engine == "sglang":
-        from patcher.bench.engines.sglang import cache_tokens
-
-        size = cache_tokens(job.workload, job.other_workloads)
-    else:
-        from patcher.bench.engines.vllm import cache_bytes
-
-        size = cache_bytes(job.workload, job.other_workloads)
+    factory: Any = ENGINES.load(job.workload.engine)
+    size = factory.cache_size(job.workload, job.other_workloads)
     if size is None:
         return job
-    name = _CACHE_SIZES[job.workload.engine]
-    return job.model_copy(update={"arguments": {**job.arguments, name: size}})
+    argument = cache_argument(job.workload.engine)
+    return job.model_copy(update={"arguments": {**job.arguments, argument: size}})

@@ -45,7 +45,7 @@ def capture_patched(
     variables = patch_environment(patches, scratch, receipts)
     first = ""
     if not in_process(workload.engine):
-        # needed in a checkout, where no entry point leads to the plugin
+        # needed in a checkout, where no entry point leads to the engine's plugin
         first = f"from patcher.integrate import await_engine; await_engine({workload.engine!r})"
     else:
         variables["PYTHONPATH"] = startup_python_path(engine_environment()["PYTHONPATH"])

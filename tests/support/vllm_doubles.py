@@ -16,6 +16,7 @@ from typing import Any
 
 DOUBLED = frozenset(
     (
+        "compressed_tensors",
         "fastsafetensors",
         "instanttensor",
         "llguidance",

@@ -24,7 +24,13 @@ from patcher.bench.toolchains import cache_root
 from patcher.integrate.vllm.sources import versions_read
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("tests/integrate/vllm", "tests/bench/engines/test_vllm_engine.py")
+TESTS = (
+    "tests/integrate/vllm",
+    *(
+        f"tests/bench/engines/test_vllm_{name}.py"
+        for name in ("engine", "options", "routing", "runners", "weights")
+    ),
+)
 PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (28, 31, 34, 35))
 DEPENDENCIES = ROOT / "tests" / "data" / "vllm-dependencies.txt"
 
