@@ -11,7 +11,7 @@ import torch
 from vllm_here import config, needs_vllm
 
 from patcher import bench
-from patcher.bench.engines import vllm_weights
+from patcher.bench.engines import served_weights, vllm_weights
 from patcher.bench.engines.random_weights import STD
 
 __all__ = ("config",)  # a fixture of tests here
