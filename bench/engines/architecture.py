@@ -1,34 +1,18 @@
-"""What transformers makes of a preset: its configuration, and the class of its causal model."""
+"""What an engine is told of a model, and the sizes of it that kernels and caches depend on."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from patcher.bench.engines.model_config import (
+    config_file,
+    configuration,
+    model_config,
+    read_json,
+)
 from patcher.bench.errors import UsageError
 from patcher.bench.presets import Preset, presets
-
-
-def configuration(preset: Preset) -> Any:
-    """The Hugging Face configuration of a preset.
-
-    Raises:
-        UsageError: transformers does not know the architecture, or not these arguments.
-    """
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.for_model(preset.architecture, **preset.config)
-    except (ValueError, TypeError) as error:
-        version = importlib.metadata.version("transformers")
-        raise UsageError(
-            f"transformers {version} cannot configure the preset {preset.name}, of the "
-            f"architecture {preset.architecture!r}: {str(error).splitlines()[0]}",
-            "`architecture` is a `model_type` of transformers, `config` is what that takes",
-        ) from error
 
 
 def causal_model(preset: Preset) -> str:
@@ -51,31 +35,27 @@ def published_config(model: str) -> dict[str, Any]:
     """What config.json says of a model: its class, its sizes and its quantisation.
 
     Args:
-        model: a preset, or a folder with a config.json.
+        model: a preset, a folder with a config.json, such a file, or a Hugging Face id.
 
     Raises:
-        UsageError: it is neither, or the file is not JSON.
+        UsageError: there is no such model, or the file is not JSON.
+        MissingError: the hub cannot be reached, or asks for an account.
     """
     if known := presets().get(model):
-        return {"architectures": [causal_model(known)], **known.config, **known.published}
-    try:
-        found: dict[str, Any] = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{model!r} is no preset, and no folder with a config.json that can be read: {error}",
-            f"presets are: {', '.join(presets())}",
-        ) from error
-    return found
+        named = {"architectures": [causal_model(known)], "model_type": known.architecture}
+        return {**named, **known.config, **known.published}
+    return read_json(model, config_file(model))
 
 
 def full_config(model: str) -> dict[str, Any]:
     """A whole config.json of a model, as an engine reads it from a folder.
 
     Args:
-        model: a preset, or a folder with a config.json.
+        model: as in `published_config`.
 
     Raises:
-        UsageError: as `published_config`, or transformers does not know the preset's architecture.
+        UsageError, MissingError: as `published_config`; or transformers does not know the preset's
+            architecture.
     """
     known = presets().get(model)
     if known is None:
@@ -86,33 +66,74 @@ def full_config(model: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a KV cache's size depends on."""
+    """Sizes of a decoder, as far as its configuration says them."""
 
     layers: int
     """Decoder layers."""
-    kv_heads: int
+    hidden: int
+    """Elements of the residual stream."""
+    q_heads: int = 0
+    """Query heads of a layer; 0 without attention."""
+    kv_heads: int = 0
     """Heads of keys and values in a layer."""
-    head_dim: int
+    head_dim: int = 0
     """Elements of a head."""
+    latent: int = 0
+    """Elements that a layer with latent attention (MLA) caches for a token; 0 for others."""
+    experts: int = 0
+    """Routed experts of a layer; 0 for a dense model."""
+    experts_per_token: int = 0
+    """Experts that a token goes to."""
+    has_state: bool = False
+    """Whether some layers keep a state in place of keys and values, as Mamba's do."""
+
+    @property
+    def cached(self) -> int:
+        """Elements that a layer caches for a token."""
+        return self.latent or 2 * self.kv_heads * self.head_dim
+
+    def axes(self) -> dict[str, int]:
+        """Sizes by the axis names of the op contracts, where the model has them."""
+        named = {
+            "hidden": self.hidden,
+            "q_heads": self.q_heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "experts": self.experts,
+            "n_experts": self.experts,
+            "top_k": self.experts_per_token,
+        }
+        return {name: size for name, size in named.items() if size}
 
 
-def model_sizes(model: str) -> ModelSizes | None:
-    """The sizes of a preset, or of a folder with a config.json; None if it is neither.
-
-    Raises:
-        UsageError: transformers does not know the preset's architecture.
-    """
-    if known := presets().get(model):
-        text = configuration(known)
-    elif Path(model, "config.json").is_file():
-        from transformers import AutoConfig
-
-        text = AutoConfig.from_pretrained(model).get_text_config()
-    else:
-        return None
-    heads = int(text.num_attention_heads)
+def sizes_of(config: Any) -> ModelSizes:
+    """The sizes of a Hugging Face configuration; of its text decoder where it has other parts."""
+    text = config.get_text_config(decoder=True)
+    heads = _first(text, "num_attention_heads")
+    hidden = _first(text, "hidden_size")
+    latent = _first(text, "kv_lora_rank")
+    experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
+    layers = _first(text, "num_hidden_layers")
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     return ModelSizes(
-        layers=int(text.num_hidden_layers),
-        kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+        layers=layers,
+        hidden=hidden,
+        q_heads=heads,
+        kv_heads=_first(text, "num_key_value_heads") or heads,
+        head_dim=(_first(text, "head_dim") or hidden // heads) if heads else 0,
+        latent=latent and latent + _first(text, "qk_rope_head_dim"),
+        experts=experts,
+        experts_per_token=_first(text, "num_experts_per_tok", "top_k_experts") if experts else 0,
+        has_state=not heads or any("attention" not in kind or "linear" in kind for kind in kinds),
     )
+
+
+def model_sizes(model: str) -> ModelSizes:
+    """The sizes of a model. Raises as `model_config`."""
+    return sizes_of(model_config(model))
+
+
+def _first(config: Any, *names: str) -> int:
+    """The first of these sizes that a configuration says; 0 where it says none."""
+    found = (getattr(config, name, None) for name in names)
+    return next((int(size) for size in found if isinstance(size, int)), 0)

@@ -33,7 +33,7 @@ from patcher.bench.engines.vllm_weights import (
     refuse_dummy,
     register_loader,
 )
-from patcher.bench.errors import MissingError
+from patcher.bench.errors import MissingError, UsageError
 from patcher.bench.workload import Shape, Workload
 
 LEAST_CACHE_BYTES = 1 << 30
@@ -206,18 +206,21 @@ def _arguments(workload: Workload, room: Sequence[Shape] = ()) -> dict[str, Any]
 
 
 def cache_bytes(workload: Workload, room: Sequence[Shape] = ()) -> int | None:
-    """Size of the KV cache in bytes that suffices for this traffic; None if the model's config.json
-    is not on this machine.
+    """Size of the KV cache in bytes that suffices for this traffic; None if layers keep a state in
+    it, whose size vLLM decides, or transformers does not know the model.
 
     It is a quarter more than all sequences of a window need, or one of the longest sequence, as if
     all layers used full attention.
     """
-    sizes = model_sizes(workload.model)
-    if sizes is None:
+    try:
+        sizes = model_sizes(workload.model)
+    except UsageError:  # vLLM has configurations of its own
+        return None
+    if sizes.has_state:
         return None
     shapes = [(workload.batch, workload.input_len), *((one.batch, one.context) for one in room)]
     decoded = max(workload.output_len, LENGTH_STEP // 4)
     tokens = max(batch * (context + decoded) for batch, context in shapes)
     element = torch.finfo(getattr(torch, workload.dtype)).bits // 8
-    each = sizes.layers * 2 * sizes.kv_heads * sizes.head_dim * element
+    each = sizes.layers * sizes.cached * element
     return max(5 * max(tokens, longest(workload, room)) * each // 4, LEAST_CACHE_BYTES)

@@ -1,0 +1,142 @@
+"""Models of transformers that predict the next token: built with random weights, or loaded.
+
+Of a model with other parts (an image encoder), random weights are made for its text decoder alone
+where transformers has that as a model of its own: decode runs nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import torch
+
+from patcher.bench.engines.model_config import model_config
+from patcher.bench.engines.random_weights import spread_of
+from patcher.bench.errors import UsageError
+from patcher.bench.workload import Workload, weights_id
+
+
+def causal_class(config: Any, name: str) -> tuple[Any, Any]:
+    """The class of transformers' `Auto...` that builds a model, and the configuration for it.
+
+    Args:
+        config: a Hugging Face configuration.
+        name: the model's name, for the error.
+
+    Raises:
+        UsageError: transformers has no model of it that predicts tokens.
+    """
+    import transformers as t
+
+    text = config.get_text_config(decoder=True)
+    causal: Any = t.AutoModelForCausalLM
+    if type(text) in causal._model_mapping:
+        return causal, text
+    for auto in (causal, t.AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            return auto, config
+    raise UsageError(
+        f"transformers {importlib.metadata.version('transformers')} has no causal model of "
+        f"{name}, a {config.model_type}",
+        "give a language model that decodes token by token",
+    )
+
+
+def skeleton(config: Any, name: str) -> torch.nn.Module:
+    """The model without memory for weights, on the device `meta`.
+
+    Raises:
+        UsageError: transformers cannot build it.
+    """
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
+        return _built(config, name, torch.float32)
+
+
+def random_model(workload: Workload) -> torch.nn.Module:
+    """The workload's model with seeded random weights, see `randomise`.
+
+    Raises:
+        UsageError, MissingError: as `model_config` and `causal_class`.
+    """
+    config = model_config(workload.model)
+    dtype: torch.dtype = getattr(torch, workload.dtype)
+    devices = range(torch.cuda.device_count()) if workload.device == "cuda" else ()
+    with torch.random.fork_rng(devices), torch.device(workload.device):
+        torch.manual_seed(workload.seed)
+        model = _built(config, workload.model, dtype)
+    randomise(model, workload.seed)
+    return model
+
+
+def loaded_model(workload: Workload) -> torch.nn.Module:
+    """The workload's model with the weights of its folder or of the hub.
+
+    Raises:
+        UsageError: they cannot be loaded.
+        MissingError: as `model_config`.
+    """
+    name = weights_id(workload)
+    auto, _ = causal_class(model_config(name), name)
+    local = workload.weights == "local"
+    try:
+        model = auto.from_pretrained(
+            name, dtype=getattr(torch, workload.dtype), local_files_only=local
+        )
+        moved: torch.nn.Module = model.to(workload.device)
+    except (OSError, ValueError, ImportError) as error:
+        raise UsageError(
+            f"cannot load weights of {name}: {str(error).splitlines()[0]}",
+            "check the id or folder, or use --weights random",
+        ) from error
+    return moved
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Fill a model with seeded normal weights, as in `engines.random_weights`.
+
+    What transformers itself does not centre on zero stays as transformers made it: norms, Mamba's
+    decay, skip and step sizes. Norms are in float32 where `from_pretrained` loads them so.
+    Near-zero dummy weights would send every token to the same experts, and decode would read a
+    fraction of the model. Buffers (rotary tables) are computed from the configuration and stay.
+    """
+    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
+    spread = spread_of(name for name, _ in model.named_parameters())
+    wide = [
+        each
+        for kept in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        for each in getattr(model, kept, None) or ()
+    ]
+    for name, parameter in model.named_parameters():
+        if any(part in wide for part in name.split(".")):
+            parameter.data = parameter.data.float()
+        layer = name.rpartition(".")[0].rpartition(".")[2]
+        if "norm" in layer or not parameter.is_floating_point():
+            continue
+        if not _is_off_centre(parameter):
+            parameter.normal_(0.0, spread[name], generator=generator)
+
+
+def _built(config: Any, name: str, dtype: torch.dtype) -> torch.nn.Module:
+    auto, chosen = causal_class(config, name)
+    try:
+        model: torch.nn.Module = auto.from_config(chosen, dtype=dtype)
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise UsageError(
+            f"transformers {importlib.metadata.version('transformers')} cannot build {name}, a "
+            f"{config.model_type}: {lines[0]}",
+            "check its config.json",
+        ) from error
+    return model
+
+
+def _is_off_centre(parameter: torch.Tensor) -> bool:
+    """Whether values mean something: constants but zero, or all on one side of it."""
+    if parameter.dim() > 2:
+        return False
+    values = parameter.float()
+    return bool(values.mean().abs() > values.std(correction=0))

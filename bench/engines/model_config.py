@@ -1,0 +1,182 @@
+"""The config.json of a model that somebody names: a preset, a folder, a file, a Hugging Face id."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any
+
+from patcher.bench.errors import MissingError, PatcherError, UsageError
+from patcher.bench.presets import Preset, presets, problems
+
+CONFIG = "config.json"
+
+
+def configuration(preset: Preset) -> Any:
+    """The Hugging Face configuration of a preset.
+
+    Raises:
+        UsageError: transformers does not know the architecture, or not these arguments.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(preset.architecture, **preset.config)
+    except (ValueError, TypeError) as error:
+        raise UsageError(
+            f"{_transformers()} cannot configure the preset {preset.name}, of the "
+            f"architecture {preset.architecture!r}: {_first_line(error)}",
+            "`architecture` is a `model_type` of transformers, `config` is what that takes",
+        ) from error
+
+
+def model_config(model: str) -> Any:
+    """The Hugging Face configuration of a model.
+
+    Args:
+        model: a preset, a folder with a config.json, such a file, or a Hugging Face id.
+
+    Raises:
+        UsageError: there is no such model, its config.json is not valid, it needs code of its own,
+            or transformers does not know its architecture.
+        MissingError: it is neither in the cache nor to be had from the hub.
+    """
+    if known := presets().get(model):
+        return configuration(known)
+    return read_config(model, config_file(model))
+
+
+def read_config(model: str, file: Path) -> Any:
+    """The Hugging Face configuration in a file; `model` names it. Raises as `model_config`."""
+    from transformers import AutoConfig
+
+    said = read_json(model, file)
+    kind = said.get("model_type")
+    if not isinstance(kind, str):
+        raise UsageError(
+            f"the {CONFIG} of {model} says no model_type, so its architecture is not known",
+            "give the config.json of a language model",
+        )
+    try:
+        return AutoConfig.from_pretrained(str(file), trust_remote_code=False)
+    except Exception as error:  # what a class makes of wrong values is of any kind
+        raise _not_configured(model, kind, "auto_map" in said, error) from error
+
+
+def config_file(model: str) -> Path:
+    """Where the config.json of a model lies; one of the hub is downloaded, and nothing else of it.
+
+    Raises:
+        UsageError: there is no such folder, file or id.
+        MissingError: the hub cannot be reached, or asks for an account.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        path = path / CONFIG
+        if not path.is_file():
+            raise UsageError(
+                f"the folder {model} has no {CONFIG}, so it holds no model",
+                "give a folder that `save_pretrained` wrote, or a Hugging Face id",
+            )
+    if path.is_file():
+        return path
+    if path.is_absolute() or model.startswith((".", "~")) or model.endswith(".json"):
+        raise UsageError(
+            f"there is no folder or file {model}", "give a model's folder or its config.json"
+        )
+    if model.count("/") != 1:
+        wrong = "".join(f"; {problem}" for problem in problems().values())
+        raise UsageError(
+            f"unknown model {model!r}",
+            f"presets are: {', '.join(presets())}; or give a Hugging Face id (OWNER/NAME), a "
+            f"folder or a {CONFIG}{wrong}",
+        )
+    return _from_hub(model)
+
+
+def read_json(model: str, file: Path) -> dict[str, Any]:
+    """What a config.json says.
+
+    Raises:
+        UsageError: it cannot be read, or is no JSON object.
+    """
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{file}, the {CONFIG} of {model}, cannot be read: {_first_line(error)}",
+            "give a valid config.json",
+        ) from error
+    if not isinstance(said, dict):
+        raise UsageError(f"{file} is no JSON object", "give a valid config.json")
+    return said
+
+
+def _from_hub(model: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        try:
+            return Path(huggingface_hub.hf_hub_download(model, CONFIG, local_files_only=True))
+        except errors.LocalEntryNotFoundError:
+            return Path(huggingface_hub.hf_hub_download(model, CONFIG))
+    except errors.HFValidationError as error:
+        raise UsageError(
+            f"{model!r} is no folder, and no Hugging Face id: {_first_line(error)}",
+            "an id is OWNER/NAME",
+        ) from error
+    except errors.GatedRepoError as error:
+        raise MissingError(
+            f"{model} is gated: its owner has to let you read it",
+            "accept its licence on huggingface.co and set HF_TOKEN; or give its config.json",
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise UsageError(
+            f"Hugging Face has no model {model}, or it is private",
+            "check the id; for a private one set HF_TOKEN",
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise MissingError(
+            f"{model} is not in the cache of Hugging Face, and the hub cannot be reached",
+            f"give a folder or a {CONFIG}, or run this where there is a network",
+        ) from error
+    except errors.EntryNotFoundError as error:
+        raise UsageError(
+            f"{model} has no {CONFIG}, so it is no model of transformers", "check the id"
+        ) from error
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise MissingError(
+            f"Hugging Face did not send the {CONFIG} of {model}: {_first_line(error)}",
+            f"try again, or give a folder or a {CONFIG}",
+        ) from error
+
+
+def _not_configured(model: str, kind: str, own_code: bool, error: Exception) -> PatcherError:
+    from transformers import CONFIG_MAPPING
+
+    if kind in CONFIG_MAPPING:
+        return UsageError(
+            f"{_transformers()} cannot configure {model}, a {kind}: {_first_line(error)}",
+            f"check its {CONFIG}",
+        )
+    if own_code:
+        return UsageError(
+            f"{model} needs code of its own (trust_remote_code), which patcher does not run: "
+            f"{_transformers()} has no architecture {kind!r}",
+            "use an engine that has the architecture itself, such as vllm",
+        )
+    return UsageError(
+        f"{_transformers()} has no architecture {kind!r}, which {model} is of",
+        "install a version of transformers that has it, or check `model_type`",
+    )
+
+
+def _transformers() -> str:
+    return f"transformers {importlib.metadata.version('transformers')}"
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
