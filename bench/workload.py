@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -16,7 +17,7 @@ class Workload(Record):
 
     schema_version: int = SCHEMA_VERSION
     model: str
-    """Preset name, Hugging Face id or folder."""
+    """Preset name, Hugging Face id, folder, or a config.json alone."""
     engine: str = "transformers"
     """A name of `patcher.bench.engines.ENGINES`."""
     device: Literal["cpu", "cuda"]
@@ -72,14 +73,28 @@ def fit_context(workload: Workload, longest: int | None) -> None:
         )
 
 
+def named_model(workload: Workload) -> str:
+    """The model whose config.json is asked: for random weights as it was named, else `weights_id`.
+
+    Raises:
+        UsageError: as `weights_id`.
+    """
+    return workload.model if workload.weights == "random" else weights_id(workload)
+
+
 def weights_id(workload: Workload) -> str:
     """Hugging Face id or folder of the workload's weights.
 
     Raises:
-        UsageError: the workload's preset has no published weights.
+        UsageError: the workload's preset has no published weights, or the model is a config.json.
     """
     known = presets().get(workload.model)
     if known is None:
+        if Path(workload.model).is_file():
+            raise UsageError(
+                f"{workload.model} is a file, which has no weights beside it",
+                "use --weights random, or give the model's folder",
+            )
         return workload.model
     if known.hub_id is None:
         raise UsageError(f"{known.name} has no published weights", "use --weights random")

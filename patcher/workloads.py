@@ -13,10 +13,10 @@ from patcher.bench import (
     check_arguments,
     fit_context,
     pick_device,
-    preset,
     presets,
 )
-from patcher.bench.engines import ENGINES
+from patcher.bench.engines import ENGINES, check_model
+from patcher.bench.engines.architecture import longest_context
 
 Device = Literal["cpu", "cuda"]
 WEIGHTS = ("random", "hub", "local")
@@ -71,14 +71,15 @@ def workload_for(
     weights: Literal["random", "hub", "local"] = "random",
     threads: int | None = None,
 ) -> Workload:
-    """The preset's traffic with what was asked for instead.
+    """The preset's traffic, or a usual one, with what was asked for instead.
 
     Raises:
-        UsageError: unknown preset (a folder or hub id needs --weights hub or local), no such
-            folder, a folder without a model, or a prompt that fills the model's context.
+        UsageError: no such model, one that the engine does not know, weights that it does not have,
+            or a prompt that fills its context.
+        MissingError: what the model needs is not on this machine, see `check_model`.
     """
-    if model in presets() or weights == "random":
-        known = preset(model)
+    known = presets().get(model)
+    if known is not None:
         defaults: dict[str, Any] = {
             "dtype": known.dtype,
             "batch": known.batch,
@@ -93,15 +94,13 @@ def workload_for(
     workload = Workload(
         model=model, engine=engine, device=device, weights=weights, threads=threads, **chosen
     )
-    if model in presets():
-        fit_context(workload, presets()[model].config.get("max_position_embeddings"))
+    if known is not None:
+        fit_context(workload, known.config.get("max_position_embeddings"))
     elif weights == "local" and not Path(model).is_dir():
         raise UsageError(
             f"there is no folder {model}", "give the model's folder, or use --weights hub"
         )
-    elif Path(model).is_dir() and not Path(model, "config.json").is_file():
-        raise UsageError(
-            f"the folder {model} has no config.json, so it holds no model",
-            "give a folder that `save_pretrained` wrote, or a Hugging Face id",
-        )
+    else:
+        check_model(workload)
+        fit_context(workload, longest_context(model))
     return workload

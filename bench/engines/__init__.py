@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from patcher.bench.errors import UsageError
 from patcher.bench.plugins import Registry
+from patcher.bench.presets import presets
 from patcher.bench.workload import Shape, Workload
 
 if TYPE_CHECKING:
@@ -200,6 +201,9 @@ class EngineFactory(Protocol):
     which it computes the same without compilation and graphs. Where an engine fills the memory that
     it finds free, it has `cache_argument`, the argument that bounds its KV cache, and
     `cache_size(workload, room)`, the value that suffices, or None.
+
+    Any class may have `check_model(workload)`, which raises what is missing for a model that is no
+    preset, without loading it.
     """
 
     def __call__(self, workload: Workload, /, *args: Any, **options: Any) -> Any:
@@ -233,6 +237,21 @@ def cache_argument(engine: str) -> str:
     if in_process(engine):
         return ""
     return str(getattr(ENGINES.load(engine), "cache_argument", ""))
+
+
+def check_model(workload: Workload) -> None:
+    """Refuse a model that the engine is known not to load, before anything is measured.
+
+    Raises:
+        UsageError: there is no such model, the engine does not know its architecture, or it needs
+            code of its own.
+        MissingError: the model's files, the engine or the memory for it are not here.
+    """
+    if workload.model in presets():
+        return
+    check = getattr(ENGINES.load(workload.engine), "check_model", None)
+    if check is not None:
+        check(workload)
 
 
 def open_engine(workload: Workload) -> Engine:
@@ -291,6 +310,7 @@ __all__ = [
     "Generation",
     "Measurable",
     "cache_argument",
+    "check_model",
     "in_process",
     "open_decoder",
     "open_engine",

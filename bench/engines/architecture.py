@@ -59,9 +59,33 @@ def full_config(model: str) -> dict[str, Any]:
     """
     known = presets().get(model)
     if known is None:
-        return published_config(model)
-    config: dict[str, Any] = configuration(known).to_dict()
-    return {**config, "architectures": [causal_model(known)], **known.published}
+        config = published_config(model)
+        return config if config.get("architectures") else {**config, **_class_of(config)}
+    whole: dict[str, Any] = configuration(known).to_dict()
+    return {**whole, "architectures": [causal_model(known)], **known.published}
+
+
+def longest_context(model: str) -> int | None:
+    """Tokens that a sequence may have; None where its config.json does not say. Raises as
+    `published_config`."""
+    config = published_config(model)
+    text = config.get("text_config") or config
+    longest = text.get("max_position_embeddings")
+    return longest if isinstance(longest, int) else None
+
+
+def _class_of(config: dict[str, Any]) -> dict[str, Any]:
+    """`architectures`, which a configuration that was saved without a model lacks."""
+    from transformers.models.auto import modeling_auto as auto
+
+    kind = config.get("model_type")
+    for names in (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    ):
+        if kind in names:
+            return {"architectures": [str(names[kind])]}
+    return {}
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,15 @@ where transformers has that as a model of its own: decode runs nothing else.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from typing import Any
 
 import torch
 
 from patcher.bench.engines.model_config import model_config
 from patcher.bench.engines.random_weights import spread_of
-from patcher.bench.errors import UsageError
-from patcher.bench.workload import Workload, weights_id
+from patcher.bench.errors import MissingError, UsageError
+from patcher.bench.workload import Workload, named_model, weights_id
 
 
 def causal_class(config: Any, name: str) -> tuple[Any, Any]:
@@ -41,6 +42,26 @@ def causal_class(config: Any, name: str) -> tuple[Any, Any]:
         f"{name}, a {config.model_type}",
         "give a language model that decodes token by token",
     )
+
+
+def check_model(workload: Workload) -> None:
+    """Refuse a model that transformers cannot build, or that this machine's memory cannot hold.
+
+    Raises:
+        UsageError, MissingError: as `model_config` and `causal_class`; or it is too large.
+    """
+    model = skeleton(model_config(named_model(workload)), workload.model)
+    if workload.device != "cpu":
+        return
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    needed = numbers * getattr(torch, workload.dtype).itemsize
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise MissingError(
+            f"{workload.model} ({numbers / 1e9:.3g} billion parameters) does not fit a CPU: it "
+            f"needs {needed >> 30:,} GiB, and this machine has {memory >> 30:,}",
+            "run on a GPU host, or read a profile with --from FILE",
+        )
 
 
 def skeleton(config: Any, name: str) -> torch.nn.Module:

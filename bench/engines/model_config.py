@@ -179,4 +179,5 @@ def _transformers() -> str:
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
+    told = [line for line in lines if not line.endswith(":")] or lines
+    return told[0][:300] if told else type(error).__name__

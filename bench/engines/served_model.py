@@ -11,7 +11,7 @@ from pathlib import Path
 from patcher.bench.engines.architecture import full_config
 from patcher.bench.errors import UsageError
 from patcher.bench.toolchains import cache_root
-from patcher.bench.workload import Shape, Workload, weights_id
+from patcher.bench.workload import Shape, Workload, named_model, weights_id
 
 SPARE_TOKENS = 2048
 """Tokens of decode per sequence beyond those of the workload."""
@@ -23,13 +23,27 @@ def served_model(workload: Workload) -> str:
     """A Hugging Face id or a folder; for random weights, a folder with a config.json alone.
 
     Raises:
-        UsageError: the model is no preset and no folder with a config.json, or has no published
-            weights, or its own folder cannot be written.
+        UsageError, MissingError: as `full_config`; or it has no published weights, or its own
+            folder cannot be written.
     """
     if workload.weights != "random":
         return weights_id(workload)
     config = full_config(workload.model) | {"torch_dtype": workload.dtype}
     return str(_model_folder(json.dumps(config, sort_keys=True)))
+
+
+def check_model(workload: Workload) -> None:
+    """Refuse a model that names no class, by which a serving engine knows its architecture.
+
+    Raises:
+        UsageError, MissingError: as `full_config`, or its config.json names no class.
+    """
+    if not full_config(named_model(workload)).get("architectures"):
+        raise UsageError(
+            f"the config.json of {workload.model} says no architectures, by which "
+            f"{workload.engine} knows models",
+            "add `architectures`, the name of its class",
+        )
 
 
 def longest(workload: Workload, room: Sequence[Shape]) -> int:

@@ -23,7 +23,7 @@ from patcher.bench.engines import (
     peak_memory_bytes,
     random_prompts,
 )
-from patcher.bench.engines.served_model import LENGTH_STEP, longest, served_model
+from patcher.bench.engines.served_model import LENGTH_STEP, check_model, longest, served_model
 from patcher.bench.engines.served_weights import LayerTypes, randomise
 from patcher.bench.errors import MissingError, PatcherError, UsageError
 from patcher.bench.workload import Shape, Workload
@@ -86,6 +86,8 @@ class SglangEngine:
         self._bench: Any = self._load(chosen)
         self.vocab_size: int = self.runner.model_config.vocab_size
         self._batches: list[Decoding] = []
+
+    check_model = staticmethod(check_model)
 
     @staticmethod
     def cache_size(workload: Workload, room: Sequence[Shape] = ()) -> int:

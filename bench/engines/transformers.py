@@ -14,11 +14,11 @@ from packaging.version import Version
 from patcher.bench.engines import (
     Decoding,
     Generation,
+    causal_model,
     entropy_pct,
     peak_memory_bytes,
     random_prompts,
 )
-from patcher.bench.engines.causal_model import loaded_model, random_model
 from patcher.bench.engines.expert_selection import selections
 from patcher.bench.engines.higher_precision import blocks_of, nothing_narrows, upcast_in_turn
 from patcher.bench.errors import MissingError, PatcherError, UsageError
@@ -43,6 +43,12 @@ class TransformersEngine:
         text = self.model.config.get_text_config(decoder=True)
         self.vocab_size: int = text.vocab_size
         fit_context(workload, getattr(text, "max_position_embeddings", None))
+
+    @staticmethod
+    def check_model(workload: Workload) -> None:
+        """See `patcher.bench.engines.causal_model.check_model`."""
+        _check_machine(workload)
+        causal_model.check_model(workload)
 
     def prompts(self, seed: int) -> torch.Tensor:
         return random_prompts(self.workload, self.vocab_size, seed)
@@ -159,5 +165,5 @@ def _check_machine(workload: Workload) -> None:
 
 def _load_model(workload: Workload) -> Any:
     if workload.weights == "random":
-        return random_model(workload).eval()
-    return loaded_model(workload).eval()
+        return causal_model.random_model(workload).eval()
+    return causal_model.loaded_model(workload).eval()

@@ -26,7 +26,13 @@ from patcher.bench.engines import (
     vllm_routing,
 )
 from patcher.bench.engines.architecture import model_sizes
-from patcher.bench.engines.served_model import LENGTH_STEP, SPARE_TOKENS, longest, served_model
+from patcher.bench.engines.served_model import (
+    LENGTH_STEP,
+    SPARE_TOKENS,
+    check_model,
+    longest,
+    served_model,
+)
 from patcher.bench.engines.vllm_weights import (
     LOAD_FORMAT,
     RANDOM_WEIGHTS,
@@ -81,6 +87,8 @@ class VllmEngine:
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
         self.requests = 0
         """Number of requests until now; request ids contain it."""
+
+    check_model = staticmethod(check_model)
 
     @staticmethod
     def cache_size(workload: Workload, room: Sequence[Shape] = ()) -> int | None:
