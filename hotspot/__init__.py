@@ -8,6 +8,7 @@ from patcher.hotspot.ncu import ncu_finding
 from patcher.hotspot.nsys import find_nsys, nsys_environment, nsys_finding
 from patcher.hotspot.profile import Gpu, Hotspot, KernelStat, Profile, ProfileWarning
 from patcher.hotspot.read import read
+from patcher.hotspot.roofline import Places
 
 __all__ = [
     "NSYS_OPTIONS",
@@ -15,6 +16,7 @@ __all__ = [
     "Hotspot",
     "KernelStat",
     "LedgerRow",
+    "Places",
     "Profile",
     "ProfileComparison",
     "ProfileWarning",

@@ -21,7 +21,7 @@ from patcher.bench.machine.environment import engine_environment
 from patcher.bench.sandbox.die_with_parent import die_with_parent
 from patcher.hotspot.nsys import export_sqlite, find_nsys, missing_libraries, nsys_environment
 from patcher.hotspot.profile import Profile, ProfileWarning
-from patcher.hotspot.roofline import ServedModel
+from patcher.hotspot.roofline import Places, ServedModel
 
 STEPS = 16
 """Decode steps in the capture range."""
@@ -49,6 +49,7 @@ def capture(
     steps: int = STEPS,
     variables: Mapping[str, str] | None = None,
     first: str = "",
+    places: Places | None = None,
 ) -> Profile:
     """Profile steady decode of a workload in a separate process.
 
@@ -61,6 +62,7 @@ def capture(
         steps: decode steps to record.
         variables: extra environment variables for that process.
         first: a Python statement that the process runs first.
+        places: asked where an op can be put in the model.
 
     Returns:
         The ranked profile.
@@ -72,7 +74,7 @@ def capture(
     """
     say = progress or (lambda stage: None)
     require_room(workload)
-    program = _Program(workload, steps, variables or {}, first)
+    program = _Program(workload, steps, variables or {}, first, places)
     if workload.device == "cuda":
         nsys = find_nsys()
         missing = missing_libraries(nsys) if nsys else []
@@ -110,6 +112,7 @@ class _Program:
     steps: int
     variables: Mapping[str, str]
     first: str
+    places: Places | None
 
     def command(self, out: Path, mode: str) -> list[str]:
         then = "from patcher.hotspot.target import main; raise SystemExit(main())"
@@ -119,7 +122,7 @@ class _Program:
 
     @property
     def served(self) -> ServedModel:
-        return ServedModel.of(self.workload.model, self.workload.batch)
+        return ServedModel.of(self.workload.model, self.workload.batch, self.places)
 
 
 def _under_nsys(

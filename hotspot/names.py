@@ -26,6 +26,7 @@ _SIZED = _LENGTHS | {"int", "char", "double"}
 _KEYWORDS = frozenset(["struct", "class", "enum", "typename", "volatile"])
 _QUALIFIERS = re.compile(r"(?<!\w)(?:(?:[^\W\d]\w*|\(anonymous\))::)+(?=[^\W\d])(?!operator\b)")
 
+_NORM = re.compile(r"RMSNorm(\.\w+)?$")
 MODULE = "module::"
 """Prefix of the ranges that `hotspot.target` puts around modules, and of their rows."""
 
@@ -187,9 +188,25 @@ def without_arguments(name: str) -> str:
     return name
 
 
+def module_name(module: object, path: str, in_layer: bool) -> str:
+    """The name of a module's range.
+
+    A norm within a part of a layer (of queries and keys, of low-rank states) has another place and
+    other sizes than those of the residual stream, so that it is a row of its own:
+    `module::Qwen3RMSNorm.q_norm`.
+
+    Args:
+        module: the module.
+        path: its name in the model: `model.layers.0.self_attn.q_norm`.
+        in_layer: whether it belongs to a part of a layer.
+    """
+    name = MODULE + type(module).__name__
+    return f"{name}.{path.rpartition('.')[2]}" if in_layer and is_whole(name) else name
+
+
 def is_whole(module: str) -> bool:
     """Whether all kernels in this module's range form one row: a norm, which an op replaces."""
-    return module.endswith("RMSNorm")
+    return _NORM.search(module) is not None
 
 
 def row_name(module: str | None, name: str) -> str:

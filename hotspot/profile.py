@@ -115,6 +115,8 @@ class Hotspot(Record):
     """For a chain: the op of the library that computes it in one kernel."""
     patch_points: tuple[str, ...] = ()
     """Where patcher can replace the kernel, as `engine: point`."""
+    refusal: str = ""
+    """The op of the library that computes it, and why no patch point takes it in this model."""
     ceiling_pct: float
     """End-to-end gain in percent if it took no time (Amdahl): share / (1 - share). The share is of
     the wall time if that is known."""

@@ -125,6 +125,9 @@ class _Ranking:
         total = sum(kernel.total_ns for kernel in variants)
         own = sum(kernel.exposed_ns or 0 for kernel in variants) if self.spans else None
         op = next((op for op in map(_covering, (k.name for k in variants)) if op), None)
+        points, refusal = self.served.places_of(op)
+        if op is not None and refusal:
+            op, refusal = None, f"{op.name}: {refusal}"
         whole = self.spans.busy if self.spans else sum(k.total_ns for k in self.kernels)
         spent = own if own is not None else total
         spot = Hotspot(
@@ -136,7 +139,8 @@ class _Ranking:
             origin=first.origin,
             operation=first.operation,
             op=op.name if op else None,
-            patch_points=_points(op),
+            patch_points=points,
+            refusal=refusal,
             ceiling_pct=self._gain_pct(spent),
             wall_pct=self._of_wall(own),
             instances=instances,
@@ -166,6 +170,7 @@ class _Ranking:
         """A chain's row: its launches and the idle time between them, not before the first."""
         assert self.spans is not None
         assert self.steps
+        points, refusal = self.served.places_of(load_ops().get(chain.as_one or ""))
         members = [places[i] for i in chain.places()]
         begins = {begin for begin, _ in chain.runs}
         gap = sum(places[i].gap_ns for i in chain.places() if i not in begins)
@@ -197,8 +202,9 @@ class _Ranking:
             origin=" + ".join(dict.fromkeys(kernel.origin for kernel in kinds)),
             operation=" + ".join(dict.fromkeys(kernel.operation for kernel in kinds)),
             op=None,
-            as_one=chain.as_one,
-            patch_points=_points(load_ops().get(chain.as_one or "")),
+            as_one=None if refusal else chain.as_one,
+            patch_points=points,
+            refusal=f"{chain.as_one}: {refusal}" if refusal else "",
             ceiling_pct=self._gain_pct(own_ns),
             reachable_pct=self._gain_pct(max(own_ns - longest * self.steps, 0.0)),
             instances=instances,
@@ -278,10 +284,6 @@ def _covering(name: str) -> Op | None:
     """The op of the library whose symbols match this kernel."""
     spelled = normalise(name)
     return next((op for op in load_ops().values() if op.contract.matches(spelled)), None)
-
-
-def _points(op: Op | None) -> tuple[str, ...]:
-    return tuple(f"{p.engine}: {p.point}" for p in op.contract.patch_points) if op else ()
 
 
 def _variant(kernel: KernelStat) -> Variant:

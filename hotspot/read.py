@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from patcher.bench import Count, FilePath, UsageError, check_arguments
 from patcher.hotspot.profile import Profile, ProfileWarning
-from patcher.hotspot.roofline import ServedModel
+from patcher.hotspot.roofline import Places, ServedModel
 
 if TYPE_CHECKING:
     from patcher.hotspot.recording import Recording
@@ -31,6 +31,7 @@ def read(
     batch: Count | None = None,
     steps: Count | None = None,
     force: bool = False,
+    places: Places | None = None,
 ) -> Profile:
     """Read and rank a profile.
 
@@ -44,6 +45,7 @@ def read(
         batch: sequences in a decode step; by default the preset's batch.
         steps: decode steps in the profile, if the source does not show them.
         force: rank a trace that hides kernels, with a warning.
+        places: asked where an op can be put in the model.
 
     Returns:
         The ranked profile.
@@ -59,7 +61,7 @@ def read(
     from patcher.hotspot.subtract import subtract
 
     chosen = None if window == EVERYTHING else window
-    served = ServedModel.of(model, batch)
+    served = ServedModel.of(model, batch, places)
     recording = _checked(Path(path), chosen, served, force)
     if minus is not None:
         recording = subtract(recording, _checked(Path(minus), chosen, served, force))

@@ -6,14 +6,22 @@ Roofline model: Williams, Waterman, Patterson, 2009, https://doi.org/10.1145/149
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from patcher.bench import Op, Point, UsageError, presets
+from patcher.bench import Op, PatcherError, Point, UsageError, presets
+from patcher.bench.engines.architecture import model_sizes, stated_sizes
 from patcher.hotspot.profile import Counters, Gpu
 from patcher.hotspot.rules import rules
 
 REACHABLE = 0.8
 """The fraction of the speed of light that a good kernel reaches."""
+
+
+Places = Callable[[Op], tuple[tuple[str, ...], str]]
+"""Asked for an op: where it can be put in the profiled model, as `engine: point`; and if nowhere,
+why, in a clause."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +31,34 @@ class ServedModel:
     layers: int | None = None
     axes: dict[str, int] | None = None
     """Sizes by the axis names of the op contracts; `tokens` is the batch of a decode step."""
+    places: Places | None = None
+    """None: what the contracts name, since the model was not asked."""
 
     @classmethod
-    def of(cls, model: str, batch: int | None = None) -> ServedModel:
-        """The sizes of a preset; for any other model only the batch is known."""
+    def of(cls, model: str, batch: int | None = None, places: Places | None = None) -> ServedModel:
+        """The sizes of a preset, or of a model whose config.json is on this machine; for any other
+        name only the batch is known.
+        """
         known = presets().get(model)
-        if known is None:
-            return cls(axes={"tokens": batch} if batch else None)
-        axes = {"tokens": batch or known.batch, "hidden": int(known.config["hidden_size"])}
-        return cls(layers=known.layers, axes=axes)
+        if known is not None:
+            sizes, batch = stated_sizes(known.config), batch or known.batch
+        elif Path(model).exists() or places is not None:
+            try:
+                sizes = model_sizes(model)
+            except PatcherError:  # an engine's own architecture, or a file that is no model
+                return cls(axes={"tokens": batch} if batch else None, places=places)
+        else:
+            return cls(axes={"tokens": batch} if batch else None, places=places)
+        axes = sizes.axes() | ({"tokens": batch} if batch else {})
+        return cls(layers=sizes.layers or None, axes=axes, places=places)
+
+    def places_of(self, op: Op | None) -> tuple[tuple[str, ...], str]:
+        """See `Places`; nowhere without an op."""
+        if op is None:
+            return (), ""
+        if self.places is not None:
+            return self.places(op)
+        return tuple(f"{p.engine}: {p.point}" for p in op.contract.patch_points), ""
 
 
 @dataclass(frozen=True)

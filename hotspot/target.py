@@ -24,7 +24,7 @@ from patcher.bench import MissingError, PatcherError, Workload
 from patcher.bench.engines import Decoder, Decoding, open_decoder
 from patcher.bench.engines.child_errors import memory_errors
 from patcher.hotspot.capture import ERROR
-from patcher.hotspot.names import MODULE, is_whole, row_name
+from patcher.hotspot.names import MODULE, is_whole, module_name, row_name
 
 WARM_UP_STEPS = 4
 
@@ -116,17 +116,23 @@ def module_ranges(
 ) -> Iterator[None]:
     """Put `module::CLASS` ranges around decoder layers, their parts, and norms.
 
-    An eager norm is a handful of generic elementwise kernels, which only its range identifies.
+    An eager norm is a handful of generic elementwise kernels, which only its range identifies. One
+    within a part of a layer has its own name in it, see `module_name`.
     """
-    chosen: dict[int, torch.nn.Module] = {}
-    for module in model.modules():
+    chosen: dict[int, tuple[str, torch.nn.Module]] = {}
+    within: set[int] = set()
+    for path, module in model.named_modules():
         if type(module).__name__.endswith("RMSNorm"):
-            chosen[id(module)] = module
+            chosen[id(module)] = path, module
         if type(module).__name__.endswith("DecoderLayer"):
-            chosen |= {id(part): part for part in (module, *module.children())}
+            parts = dict(module.named_children())
+            chosen |= {id(part): (name, part) for name, part in parts.items()}
+            chosen[id(module)] = path, module
+            inside = [each for part in parts.values() for each in part.modules()]
+            within |= {id(each) for each in inside} - {id(part) for part in parts.values()}
     handles: list[Any] = []
-    for module in chosen.values():
-        name = MODULE + type(module).__name__
+    for path, module in chosen.values():
+        name = module_name(module, path, id(module) in within)
         handles.append(module.register_forward_pre_hook(_pre_hook(push, name)))
         handles.append(module.register_forward_hook(_post_hook(pop)))
     try:

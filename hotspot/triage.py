@@ -28,6 +28,7 @@ def triage(spot: Hotspot, chain: str | None = None) -> tuple[Triage, str]:
         ceiling=f"+{spot.ceiling_pct:.2g} %",
         sol=f"{spot.sol_pct or 0:.0f} %",
         op=spot.op or spot.as_one,
+        refusal=spot.refusal,
         points=f" ({', '.join(spot.patch_points)})" if spot.patch_points else "",
         gap=f"{spot.gap_ns / max(spot.instances, 1) / 1e3:.1f} us",
         launches=round(sum(v.instances for v in spot.variants) / max(spot.instances, 1)),
@@ -42,7 +43,12 @@ def _fits(rule: dict[str, Any], spot: Hotspot, chain: str | None) -> bool:
     texts = (("origin", spot.origin), ("operation", spot.operation), ("name", spot.name))
     if any(key in rule and not re.search(rule[key], text[:4000]) for key, text in texts):
         return False
-    required = (("covered", spot.op), ("chained", chain), ("as_one", spot.as_one))
+    required = (
+        ("covered", spot.op),
+        ("refused", spot.refusal or None),
+        ("chained", chain),
+        ("as_one", spot.as_one),
+    )
     if any(rule.get(key) and value is None for key, value in required):
         return False
     bounds = (

@@ -10,6 +10,7 @@ from patcher.integrate.changes import Change
 from patcher.integrate.engine import engine_version, patch_point
 from patcher.integrate.manifest import Manifest
 from patcher.integrate.patch import Patch
+from patcher.integrate.places import OpPlaces, places_of
 from patcher.integrate.receipts import Receipt, idle_patches, read_receipts
 from patcher.integrate.store import Applied, Store
 from patcher.integrate.switches import Switches, home_store, patch_environment, startup_python_path
@@ -67,6 +68,7 @@ __all__ = [
     "FitReport",
     "GraphWatch",
     "Manifest",
+    "OpPlaces",
     "Patch",
     "Receipt",
     "Store",
@@ -89,6 +91,7 @@ __all__ = [
     "pack",
     "patch_environment",
     "patch_point",
+    "places_of",
     "prepare",
     "read_receipts",
     "require_target",

@@ -46,6 +46,7 @@ from patcher.judges.languages import judge_device_kind, require_here, require_se
 from patcher.kernel_search.context import MACHINE_INDEPENDENT, run_levers
 from patcher.kernel_search.stage import require_models, search_kernel
 from patcher.levers.load import load_levers
+from patcher.places import places_in, require_place
 from patcher.plan import DEMO as DEMO
 from patcher.plan import ProfileFromFile, RunResult
 from patcher.plan import RunPlan as RunPlan
@@ -84,7 +85,8 @@ def start(
     require_models(settings.model_dump())
     profile: Profile | None = None
     if profile_file is not None and workload is not None:
-        profile = read(profile_file, workload.model)
+        places = places_in(workload.model, workload.engine)
+        profile = read(profile_file, workload.model, places=places)
         plan = plan.model_copy(update={"profile_file": profile_file.name})
     _require_start(plan, workload, settings.judge, profile)
     run = Run.create(
@@ -120,12 +122,13 @@ def _require_start(
     if exchange_folder(where) is None:
         require_here(language)
     kind = judge_device_kind(where, language)
-    if op_name is None:
-        return
-    op = load_op(op_name)
-    op.sweep(kind, plan.sweep)
+    op = None if op_name is None else load_op(op_name)
+    if op is not None:
+        op.sweep(kind, plan.sweep)
     if workload is not None:
-        patch_point(op, workload.engine)
+        if op is not None:
+            patch_point(op, workload.engine)
+        require_place(workload, op)
 
 
 def _language(plan: RunPlan, workload: Workload | None) -> Language:
@@ -237,7 +240,8 @@ def _profile(run: Run, plan: RunPlan, workload: Workload, report: Report) -> Pro
     report("profile", 0, 1)
     # a report of nsys names the host and its folders: only what is ranked goes into the run
     with tempfile.TemporaryDirectory() as scratch:
-        return capture(workload, Path(scratch))
+        places = places_in(workload.model, workload.engine)
+        return capture(workload, Path(scratch), places=places)
 
 
 def _first_covered(profile: Profile, engine: str) -> str:

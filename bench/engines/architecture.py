@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,23 +134,12 @@ class ModelSizes:
 def sizes_of(config: Any) -> ModelSizes:
     """The sizes of a Hugging Face configuration; of its text decoder where it has other parts."""
     text = config.get_text_config(decoder=True)
-    heads = _first(text, "num_attention_heads")
-    hidden = _first(text, "hidden_size")
-    latent = _first(text, "kv_lora_rank")
-    experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
-    layers = _first(text, "num_hidden_layers")
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
-    return ModelSizes(
-        layers=layers,
-        hidden=hidden,
-        q_heads=heads,
-        kv_heads=_first(text, "num_key_value_heads") or heads,
-        head_dim=(_first(text, "head_dim") or hidden // heads) if heads else 0,
-        latent=latent and latent + _first(text, "qk_rope_head_dim"),
-        experts=experts,
-        experts_per_token=_first(text, "num_experts_per_tok", "top_k_experts") if experts else 0,
-        has_state=not heads or any("attention" not in kind or "linear" in kind for kind in kinds),
-    )
+    return _sizes(lambda name: getattr(text, name, None))
+
+
+def stated_sizes(config: Mapping[str, Any]) -> ModelSizes:
+    """The sizes that a config.json states, without what transformers knows of the architecture."""
+    return _sizes((config.get("text_config") or config).get)
 
 
 def model_sizes(model: str) -> ModelSizes:
@@ -157,7 +147,26 @@ def model_sizes(model: str) -> ModelSizes:
     return sizes_of(model_config(model))
 
 
-def _first(config: Any, *names: str) -> int:
-    """The first of these sizes that a configuration says; 0 where it says none."""
-    found = (getattr(config, name, None) for name in names)
-    return next((int(size) for size in found if isinstance(size, int)), 0)
+def _sizes(value: Callable[[str], Any]) -> ModelSizes:
+    def first(*names: str) -> int:
+        found = (value(name) for name in names)
+        return next((int(size) for size in found if isinstance(size, int)), 0)
+
+    heads, hidden, latent = (
+        first("num_attention_heads"),
+        first("hidden_size"),
+        first("kv_lora_rank"),
+    )
+    experts = first("num_local_experts", "num_experts", "n_routed_experts")
+    kinds = value("layer_types") or value("layers_block_type") or ()
+    return ModelSizes(
+        layers=first("num_hidden_layers"),
+        hidden=hidden,
+        q_heads=heads,
+        kv_heads=first("num_key_value_heads") or heads,
+        head_dim=(first("head_dim") or hidden // heads) if heads else 0,
+        latent=latent and latent + first("qk_rope_head_dim"),
+        experts=experts,
+        experts_per_token=first("num_experts_per_tok", "top_k_experts") if experts else 0,
+        has_state=not heads or any("attention" not in kind or "linear" in kind for kind in kinds),
+    )

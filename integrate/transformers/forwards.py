@@ -9,7 +9,7 @@ forward counts the parts that were not called.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -74,6 +74,22 @@ class GptOssPoint(ABC):
         """The installed forwards."""
         self._last: tuple[Dispatcher, list[torch.nn.Module], list[ModuleSwap]] | None = None
         """The forwards installed last and their modules; reusing them keeps compiled code valid."""
+
+    @classmethod
+    def of_model(cls, config: Mapping[str, Any]) -> str:
+        """Where the point is in a model, by its config.json; `find` looks at the built model.
+
+        Raises:
+            VerificationError: the model is of another architecture.
+        """
+        kind = (config.get("text_config") or config).get("model_type")
+        if kind != "gpt_oss":
+            raise VerificationError(
+                f"transformers' {kind or 'model'} has no gpt-oss decoder layers, which {cls.name} "
+                "is in",
+                "revert the patch for this model",
+            )
+        return f"{cls.name} is in every decoder layer of gpt_oss"
 
     @classmethod
     @abstractmethod

@@ -13,6 +13,7 @@ from patcher.bench.engines import in_process
 from patcher.bench.machine.environment import engine_environment
 from patcher.hotspot import Profile, capture
 from patcher.integrate import Patch, Receipt, patch_environment, read_receipts, startup_python_path
+from patcher.places import places_in
 from patcher.reconciling.proof import prove
 
 
@@ -49,7 +50,8 @@ def capture_patched(
         first = f"from patcher.integrate import await_engine; await_engine({workload.engine!r})"
     else:
         variables["PYTHONPATH"] = startup_python_path(engine_environment()["PYTHONPATH"])
-    profile = capture(workload, folder, progress, variables=variables, first=first)
+    places = places_in(workload.model, workload.engine)
+    profile = capture(workload, folder, progress, variables=variables, first=first, places=places)
     found = read_receipts(receipts)
     seen = profile if workload.device == "cuda" else None
     return profile, tuple(ran(patch, found, seen, patches) for patch in patches)

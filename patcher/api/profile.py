@@ -23,6 +23,7 @@ from patcher.bench import (
 from patcher.extras import names_its_extra
 from patcher.hotspot import Hotspot, KernelStat, Profile, capture, read
 from patcher.hotspot.read import UNNAMED
+from patcher.places import places_in
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -132,7 +133,7 @@ def profile(
         source: an nsys report (`.nsys-rep`), its SQLite or Parquet export, what `nsys stats`
             printed in any format, or a torch.profiler trace (`.json`, `.json.gz`).
         model: a preset's name tells layers and sizes, any other name is just kept. To capture: a
-            preset, a Hugging Face id or a folder.
+            preset, a Hugging Face id, a folder or a config.json.
         window: text of an NVTX range to rank, or `all` to keep warm-up and loading; by default the
             steady decode steps.
         minus: a profile of the same run with fewer tokens, whose kernels are taken off.
@@ -196,6 +197,7 @@ def profile(
                 batch=batch,
                 steps=steps,
                 force=force,
+                places=None if model is None else places_in(model),
             )
             return _result(found)
         if model is None:
@@ -232,7 +234,9 @@ def capture_here(
         folder = keep or scratch / "capture"
         folder.mkdir(parents=True, exist_ok=True)
         if not bundles:
-            return capture(workload, folder, say), ()
+            return capture(
+                workload, folder, say, places=places_in(workload.model, workload.engine)
+            ), ()
         from patcher.ab.patched_capture import capture_patched
         from patcher.integrate import open_bundle
 

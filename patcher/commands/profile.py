@@ -32,7 +32,9 @@ if TYPE_CHECKING:  # every other command starts without the readers
 def profile(
     model: Annotated[
         str | None,
-        typer.Argument(help="Preset, Hugging Face id or folder; with a file, any name."),
+        typer.Argument(
+            help="Preset, Hugging Face id, folder or config.json; with a file, any name."
+        ),
     ] = None,
     source: Annotated[
         Path | None,
@@ -102,6 +104,7 @@ def profile(
     """
     from patcher.hotspot import compare, read
     from patcher.hotspot.read import UNNAMED
+    from patcher.places import places_in
     from patcher.show.profile import compare_table, profile_tables
 
     output = Output(as_json)
@@ -132,6 +135,7 @@ def profile(
                 batch=batch,
                 steps=steps,
                 force=force,
+                places=places_in(model),
             )
     else:
         if minus or ncu or window:

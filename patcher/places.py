@@ -1,0 +1,82 @@
+"""Where the ops of the library can be put in one model: what a profile may claim, and a run try."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from patcher.bench import Op, UsageError, Workload, load_ops, presets
+from patcher.bench.engines import in_process
+from patcher.bench.engines.architecture import full_config
+from patcher.hotspot import Places
+from patcher.integrate import OpPlaces, places_of
+
+
+def places_in(model: str, engine: str | None = None) -> Places | None:
+    """What to ask of an op in a profile of the model; None where its config.json is not known.
+
+    Args:
+        model: as a person named it; in a profile that is read from a file, any name.
+        engine: the engine that runs it; None: any. Where one is named, the model is known.
+
+    Raises:
+        UsageError, MissingError: the engine is known, and the model is not.
+    """
+    if engine is None and model not in presets() and not Path(model).exists():
+        return None
+    config = _config_of(model)
+
+    @cache
+    def asked(name: str) -> tuple[tuple[str, ...], str]:
+        found = places_of(load_ops()[name], engine, config)
+        points = tuple(f"{spec.engine}: {spec.point}" for spec in found.points)
+        return points, "" if points else "; ".join(found.refusals)
+
+    return lambda op: asked(op.name)
+
+
+def require_place(workload: Workload, op: Op | None) -> None:
+    """Refuse an op, or with None a model, for which no patch point fits.
+
+    Raises:
+        UsageError: the message says why.
+    """
+    config = _config_of(workload.model)
+    if op is not None:
+        if not (found := places_of(op, workload.engine, config)).points:
+            raise UsageError(
+                f"{op.name} cannot be put in {workload.model}: {_reasons(found)}",
+                "see `patcher ops`; CONTRIBUTING.md says how to add a patch point",
+            )
+        return
+    every = [places_of(each, workload.engine, config) for each in load_ops().values()]
+    if not any(found.points for found in every):
+        raise UsageError(
+            f"no op of the library can be put in {workload.model} on {workload.engine}: "
+            f"{_reasons(*every)}",
+            "`patcher profile` says what its step is made of; docs/extending.md, how to add a "
+            "patch point",
+        )
+
+
+def _config_of(model: str) -> Callable[[str], Mapping[str, Any]]:
+    """The config.json of a model for an engine, read once."""
+
+    @cache
+    def config(engine: str) -> Mapping[str, Any]:
+        known = presets().get(model)
+        if known is not None and in_process(engine):
+            # only engines with models of their own need the class, which takes a second to look up
+            return {"model_type": known.architecture, **known.config, **known.published}
+        return full_config(model)
+
+    return config
+
+
+def _reasons(*found: OpPlaces) -> str:
+    """The reason that most points give."""
+    said = Counter(reason for each in found for reason in each.refusals)
+    return said.most_common(1)[0][0] if said else "the library has no ops"
