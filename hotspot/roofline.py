@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from patcher.bench import Op, Point, UsageError, presets
-from patcher.bench.engines.architecture import config_file, model_config
+from patcher.bench.engines.architecture import config_file, read_config
 from patcher.hotspot.profile import Counters, Gpu
 from patcher.hotspot.rules import rules
 
@@ -41,15 +41,19 @@ class ServedModel:
         """The sizes of a preset, or of a config.json on this machine; for any other model only the
         batch is known.
         """
-        known = presets().get(model)
+        known, file = presets().get(model), config_file(model)
         batch = batch or (known.batch if known else None)
         tokens = {"tokens": batch} if batch else {}
-        if known is None and config_file(model) is None:
+        if known is not None:
+            config = known.config
+        elif file is not None:
+            config = read_config(file)
+            config = config.get("text_config") or config
+        else:
             return cls(axes=tokens or None)
-        text = model_config(model).get_text_config()
-        named = {axis: getattr(text, name, None) for axis, name in _SIZES.items()}
+        named = {axis: config.get(name) for axis, name in _SIZES.items()}
         sizes = {axis: size for axis, size in named.items() if isinstance(size, int)}
-        return cls(layers=getattr(text, "num_hidden_layers", None), axes=tokens | sizes)
+        return cls(layers=config.get("num_hidden_layers"), axes=tokens | sizes)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,21 @@ def config_file(model: str) -> Path | None:
     return path / "config.json" if (path / "config.json").is_file() else None
 
 
+def read_config(file: Path) -> dict[str, Any]:
+    """A config.json as it is written.
+
+    Raises:
+        UsageError: it is no JSON object.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} is not JSON: {error}", "give a model's config.json") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{file} holds no object", "give a model's config.json")
+    return found
+
+
 def model_config(model: str) -> Any:
     """The Hugging Face configuration of a model.
 
@@ -70,7 +85,7 @@ def model_config(model: str) -> Any:
     if known := presets().get(model):
         return configuration(known)
     file = config_file(model)
-    if file is not None and _read_json(file).get("auto_map"):
+    if file is not None and read_config(file).get("auto_map"):
         raise UsageError(
             f"the code of {model} comes with its weights (auto_map in config.json), and patcher "
             "runs no such code",
@@ -160,7 +175,7 @@ def published_config(model: str) -> dict[str, Any]:
     if known := presets().get(model):
         return {"architectures": [causal_model(known)], **known.config, **known.published}
     if file := config_file(model):
-        return _read_json(file)
+        return read_config(file)
     found: dict[str, Any] = model_config(model).to_dict()
     return found
 
@@ -179,16 +194,6 @@ def full_config(model: str) -> dict[str, Any]:
         return published_config(model)
     config: dict[str, Any] = configuration(known).to_dict()
     return {**config, "architectures": [causal_model(known)], **known.published}
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} is not JSON: {error}", "give a model's config.json") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{file} holds no object", "give a model's config.json")
-    return found
 
 
 @dataclass(frozen=True)
