@@ -8,11 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from patcher.bench import Op, UsageError, Workload, load_ops, presets
+from patcher.bench import UsageError, Workload, load_ops, presets
 from patcher.bench.engines import in_process
 from patcher.bench.engines.architecture import full_config
 from patcher.hotspot import Places
-from patcher.integrate import OpPlaces, places_of
+from patcher.integrate import places_of
 
 
 def places_in(model: str, engine: str | None = None) -> Places | None:
@@ -38,28 +38,25 @@ def places_in(model: str, engine: str | None = None) -> Places | None:
     return lambda op: asked(op.name)
 
 
-def require_place(workload: Workload, op: Op | None) -> None:
-    """Refuse an op, or with None a model, for which no patch point fits.
+def require_some_place(workload: Workload) -> None:
+    """Refuse a model that no op of the library can be put in, on its engine.
 
     Raises:
         UsageError: the message says why.
     """
     config = _config_of(workload.model)
-    if op is not None:
-        if not (found := places_of(op, workload.engine, config)).points:
-            raise UsageError(
-                f"{op.name} cannot be put in {workload.model}: {_reasons(found)}",
-                "see `patcher ops`; CONTRIBUTING.md says how to add a patch point",
-            )
-        return
-    every = [places_of(each, workload.engine, config) for each in load_ops().values()]
-    if not any(found.points for found in every):
-        raise UsageError(
-            f"no op of the library can be put in {workload.model} on {workload.engine}: "
-            f"{_reasons(*every)}",
-            "`patcher profile` says what its step is made of; docs/extending.md, how to add a "
-            "patch point",
-        )
+    refusals: Counter[str] = Counter()
+    for op in load_ops().values():
+        found = places_of(op, workload.engine, config)
+        if found.points:
+            return
+        refusals.update(found.refusals)
+    why = f": {refusals.most_common(1)[0][0]}" if refusals else ""
+    raise UsageError(
+        f"no op of the library can be put in {workload.model} on {workload.engine}{why}",
+        "`patcher profile` says what its step is made of; docs/extending.md, how to add a patch "
+        "point",
+    )
 
 
 def _config_of(model: str) -> Callable[[str], Mapping[str, Any]]:
@@ -74,9 +71,3 @@ def _config_of(model: str) -> Callable[[str], Mapping[str, Any]]:
         return full_config(model)
 
     return config
-
-
-def _reasons(*found: OpPlaces) -> str:
-    """The reason that most points give."""
-    said = Counter(reason for each in found for reason in each.refusals)
-    return said.most_common(1)[0][0] if said else "the library has no ops"

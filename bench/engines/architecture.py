@@ -12,8 +12,11 @@ from patcher.bench.engines.model_config import (
     model_config,
     read_json,
 )
-from patcher.bench.errors import UsageError
+from patcher.bench.errors import MissingError, UsageError
 from patcher.bench.presets import Preset, presets
+
+CPU_PARAMETERS = 1_000_000_000
+"""Parameters beyond which a model takes a CPU minutes."""
 
 
 def causal_model(preset: Preset) -> str:
@@ -45,7 +48,7 @@ def published_config(model: str) -> dict[str, Any]:
     if known := presets().get(model):
         named = {"architectures": [causal_model(known)], "model_type": known.architecture}
         return {**named, **known.config, **known.published}
-    return read_json(model, config_file(model))
+    return read_json(config_file(model))
 
 
 def full_config(model: str) -> dict[str, Any]:
@@ -64,6 +67,28 @@ def full_config(model: str) -> dict[str, Any]:
         return config if config.get("architectures") else {**config, **_class_of(config)}
     whole: dict[str, Any] = configuration(known).to_dict()
     return {**whole, "architectures": [causal_model(known)], **known.published}
+
+
+def must_fit_cpu(model: str) -> None:
+    """Refuse a model that is too large for a CPU.
+
+    Raises:
+        MissingError: it is.
+        UsageError, MissingError: as `model_config`, or transformers cannot build it.
+    """
+    if known := presets().get(model):
+        size, fits = known.parameters_b, known.fits_cpu
+    else:
+        from patcher.bench.engines.causal_model import skeleton
+
+        shell = skeleton(model_config(model), model)
+        count = sum(each.numel() for each in shell.parameters())
+        size, fits = count / 1e9, count <= CPU_PARAMETERS
+    if not fits:
+        raise MissingError(
+            f"no GPU here, and {model} ({size:.3g} billion parameters) does not fit a CPU",
+            "run on a GPU host, read a profile with --from FILE, or try `patcher demo`",
+        )
 
 
 def longest_context(model: str) -> int | None:

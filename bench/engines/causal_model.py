@@ -7,14 +7,14 @@ where transformers has that as a model of its own: decode runs nothing else.
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from typing import Any
 
 import torch
 
+from patcher.bench.engines.architecture import must_fit_cpu
 from patcher.bench.engines.model_config import model_config
 from patcher.bench.engines.random_weights import spread_of
-from patcher.bench.errors import MissingError, UsageError
+from patcher.bench.errors import UsageError
 from patcher.bench.workload import Workload, named_model, weights_id
 
 
@@ -45,23 +45,17 @@ def causal_class(config: Any, name: str) -> tuple[Any, Any]:
 
 
 def check_model(workload: Workload) -> None:
-    """Refuse a model that transformers cannot build, or that this machine's memory cannot hold.
+    """Refuse a model that transformers cannot build, with these weights, on this device.
 
     Raises:
-        UsageError, MissingError: as `model_config` and `causal_class`; or it is too large.
+        UsageError, MissingError: as `model_config`, `causal_class` and `must_fit_cpu`.
     """
-    model = skeleton(model_config(named_model(workload)), workload.model)
-    if workload.device != "cpu":
-        return
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    needed = numbers * getattr(torch, workload.dtype).itemsize
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
-        raise MissingError(
-            f"{workload.model} ({numbers / 1e9:.3g} billion parameters) does not fit a CPU: it "
-            f"needs {needed >> 30:,} GiB, and this machine has {memory >> 30:,}",
-            "run on a GPU host, or read a profile with --from FILE",
-        )
+    config = model_config(named_model(workload))
+    causal_class(config, workload.model)
+    if workload.weights == "random":
+        _refuse_quantised(config, workload.model)
+    if workload.device == "cpu":
+        must_fit_cpu(workload.model)
 
 
 def skeleton(config: Any, name: str) -> torch.nn.Module:
@@ -79,10 +73,16 @@ def skeleton(config: Any, name: str) -> torch.nn.Module:
 def random_model(workload: Workload) -> torch.nn.Module:
     """The workload's model with seeded random weights, see `randomise`.
 
+    A head that shares the embedding's matrix would pick the last token again and again, so it gets
+    one of its own, of the same size: a step reads as much.
+
     Raises:
         UsageError, MissingError: as `model_config` and `causal_class`.
     """
     config = model_config(workload.model)
+    _refuse_quantised(config, workload.model)
+    for each in (config, config.get_text_config(decoder=True)):
+        each.tie_word_embeddings = False
     dtype: torch.dtype = getattr(torch, workload.dtype)
     devices = range(torch.cuda.device_count()) if workload.device == "cuda" else ()
     with torch.random.fork_rng(devices), torch.device(workload.device):
@@ -131,14 +131,34 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
         for kept in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
         for each in getattr(model, kept, None) or ()
     ]
+    norms = {
+        id(parameter)
+        for path, module in model.named_modules()
+        if "norm" in path.rpartition(".")[2] or type(module).__name__.endswith("Norm")
+        for parameter in module.parameters(recurse=False)
+    }
     for name, parameter in model.named_parameters():
         if any(part in wide for part in name.split(".")):
             parameter.data = parameter.data.float()
-        layer = name.rpartition(".")[0].rpartition(".")[2]
-        if "norm" in layer or not parameter.is_floating_point():
+        if id(parameter) in norms or not parameter.is_floating_point():
             continue
         if not _is_off_centre(parameter):
             parameter.normal_(0.0, spread[name], generator=generator)
+
+
+def _refuse_quantised(config: Any, name: str) -> None:
+    """Refuse a checkpoint's own format, which random weights here do not have.
+
+    Raises:
+        UsageError: the configuration names one.
+    """
+    quantised = getattr(config, "quantization_config", None)
+    if quantised:
+        method = quantised.get("quant_method", "unknown")
+        raise UsageError(
+            f"{name} is quantised ({method}), and random weights in transformers are not",
+            "use --engine vllm, or leave quantization_config out of its config.json",
+        )
 
 
 def _built(config: Any, name: str, dtype: torch.dtype) -> torch.nn.Module:

@@ -51,7 +51,7 @@ def read_config(model: str, file: Path) -> Any:
     """The Hugging Face configuration in a file; `model` names it. Raises as `model_config`."""
     from transformers import AutoConfig
 
-    said = read_json(model, file)
+    said = read_json(file)
     kind = said.get("model_type")
     if not isinstance(kind, str):
         raise UsageError(
@@ -95,7 +95,7 @@ def config_file(model: str) -> Path:
     return _from_hub(model)
 
 
-def read_json(model: str, file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     """What a config.json says.
 
     Raises:
@@ -105,11 +105,10 @@ def read_json(model: str, file: Path) -> dict[str, Any]:
         said = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{file}, the {CONFIG} of {model}, cannot be read: {_first_line(error)}",
-            "give a valid config.json",
+            f"{file} is not JSON: {_first_line(error)}", f"give a model's {CONFIG}"
         ) from error
     if not isinstance(said, dict):
-        raise UsageError(f"{file} is no JSON object", "give a valid config.json")
+        raise UsageError(f"{file} holds no object", f"give a model's {CONFIG}")
     return said
 
 

@@ -19,10 +19,10 @@ from patcher.bench.engines import (
     peak_memory_bytes,
     random_prompts,
 )
+from patcher.bench.engines.architecture import must_fit_cpu
 from patcher.bench.engines.expert_selection import selections
 from patcher.bench.engines.higher_precision import blocks_of, nothing_narrows, upcast_in_turn
 from patcher.bench.errors import MissingError, PatcherError, UsageError
-from patcher.bench.presets import presets
 from patcher.bench.workload import Workload, fit_context
 
 OLDEST = Version("5.17")
@@ -155,12 +155,8 @@ def _check_machine(workload: Workload) -> None:
         raise MissingError(
             "no CUDA device for this workload", "run it on a GPU host, or use --device cpu"
         )
-    preset = presets().get(workload.model)
-    if workload.device == "cpu" and preset and not preset.fits_cpu:
-        raise MissingError(
-            f"{preset.name} ({preset.parameters_b:g} billion parameters) does not fit a CPU",
-            "run on a GPU host, read a profile with --from FILE, or try `patcher demo`",
-        )
+    if workload.device == "cpu":
+        must_fit_cpu(workload.model)
 
 
 def _load_model(workload: Workload) -> Any:

@@ -76,24 +76,24 @@ class GptOssPoint(ABC):
         """The forwards installed last and their modules; reusing them keeps compiled code valid."""
 
     @classmethod
-    def of_model(cls, config: Mapping[str, Any]) -> str:
-        """Where the point is in a model, by its config.json; `find` looks at the built model.
-
-        Raises:
-            VerificationError: the model is of another architecture.
-        """
-        kind = (config.get("text_config") or config).get("model_type")
-        if kind != "gpt_oss":
-            raise VerificationError(
-                f"transformers' {kind or 'model'} has no gpt-oss decoder layers, which {cls.name} "
-                "is in",
-                "revert the patch for this model",
-            )
-        return f"{cls.name} is in every decoder layer of gpt_oss"
-
-    @classmethod
     @abstractmethod
     def fingerprint(cls) -> str: ...
+
+    @classmethod
+    def of_model(cls, config: Mapping[str, Any]) -> str:
+        """Whether a model has the layers, by its config.json.
+
+        Raises:
+            VerificationError: it has none.
+        """
+        kind = config.get("model_type")
+        names = ", ".join(map(str, config.get("architectures") or ())) or str(kind)
+        if kind != "gpt_oss":
+            raise VerificationError(
+                f"{names} has no layer of {cls.name}, which is of gpt-oss alone",
+                "take an engine whose patch points fit any model: --engine vllm",
+            )
+        return f"{names} has layers of {cls.name}"
 
     @abstractmethod
     def parts(self, body: Any) -> list[torch.nn.Module]:

@@ -41,6 +41,26 @@ def kv_caches(cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.T
     return None
 
 
+def window_of(impl: Any, metadata: Any) -> int:
+    """How many of the last tokens a layer with FlashAttention attends to; 0 for all.
+
+    Args:
+        impl: the layer's `FlashAttentionImpl`.
+        metadata: of the step; until 0.26.0 its window goes over the layer's.
+    """
+    window = getattr(metadata, "sliding_window", None) or impl.sliding_window
+    return int(window[0]) + 1
+
+
+def records_mixed_steps() -> bool:
+    """Whether attention is in CUDA graphs that also serve steps of prefill and decode together."""
+    config = _compilation()
+    if config is None or config.cudagraph_mode is None:
+        return False
+    modes = sources.module("vllm.config.compilation").CUDAGraphMode
+    return bool(config.cudagraph_mode.mixed_mode() == modes.FULL)
+
+
 def calculates_kv_scales(attention: Any) -> bool:
     """Whether an `Attention` layer measures the scales of its KV cache; gone in 0.28.0."""
     return bool(getattr(attention, "calculate_kv_scales", False))

@@ -13,9 +13,15 @@ from patcher.workloads import workload_of
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"has no config\.json"):
         workload_of(str(tmp_path), "cpu", "transformers", None, None, None, "local")
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    config = tmp_path / "config.json"
+    config.write_text("{}", encoding="utf-8")
+    with pytest.raises(UsageError, match="says no model_type"):
+        workload_of(str(tmp_path), "cpu", "transformers", None, None, None, "local")
+    config.write_text('{"model_type": "llama", "num_hidden_layers": 1}', encoding="utf-8")
     found = workload_of(str(tmp_path), "cpu", "transformers", None, None, None, "local")
     assert found.model == str(tmp_path)
+    with pytest.raises(UsageError, match="which has no weights beside it"):
+        workload_of(str(config), "cpu", "transformers", None, None, None, "hub")
 
 
 def test_local_weights_need_a_folder(tmp_path: Path) -> None:

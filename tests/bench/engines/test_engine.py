@@ -82,7 +82,7 @@ def test_a_model_that_does_not_fit_names_the_ways_on() -> None:
 
 def test_missing_weights_are_a_clear_error(tmp_path: object) -> None:
     nowhere = TINY.model_copy(update={"model": f"{tmp_path}/nowhere", "weights": "local"})
-    with pytest.raises(bench.UsageError, match="cannot load weights"):
+    with pytest.raises(bench.UsageError, match="there is no folder or file"):
         open_engine(nowhere)
     with pytest.raises(bench.UsageError, match="no published weights"):
         open_engine(TINY.model_copy(update={"weights": "hub"}))

@@ -9,7 +9,7 @@ import torch
 
 from patcher.bench import Workload
 from patcher.bench.ab.logits import logit_error, served_logits
-from patcher.bench.engines import open_engine, transformers
+from patcher.bench.engines import open_engine
 from patcher.bench.engines.random_weights import STD, spread_of
 
 WORKLOAD = Workload(
@@ -66,7 +66,7 @@ def test_a_model_of_them_is_not_at_the_mercy_of_rounding(monkeypatch: pytest.Mon
     assert flips <= 0.1 * positions
     assert tokens > 0.7 * positions
     # as where every matrix is normal(0, 0.02)
-    monkeypatch.setattr(transformers, "spread_of", lambda names: dict.fromkeys(names, STD))
+    monkeypatch.setattr(causal_model, "spread_of", lambda names: dict.fromkeys(names, STD))
     other_error, _, other_tokens, _ = rounding()
     assert other_error > 2 * error  # by which instructions a processor rounds: 2.9 and more
     assert other_tokens < 0.3 * positions

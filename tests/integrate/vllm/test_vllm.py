@@ -138,6 +138,7 @@ PLACES = {
         "vllm.compilation.backends:split_graph",
         "vllm.compilation.passes.utility.fix_functionalization:FixFunctionalizationPass.__call__",
     ],
+    "decode_attention": ["vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward"],
     "router.oai": ["triton_kernels.routing:routing"],
     "experts.sum.oai": ["triton_kernels.matmul_ogs:reduce_grouped"],
     "experts.gate_up.mxfp4": [f"{EXPERTS}:matmul_ogs", f"{EXPERTS}:make_routing_data"],
