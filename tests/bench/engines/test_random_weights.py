@@ -9,7 +9,7 @@ import torch
 
 from patcher.bench import Workload
 from patcher.bench.ab.logits import logit_error, served_logits
-from patcher.bench.engines import open_engine
+from patcher.bench.engines import causal_model, open_engine
 from patcher.bench.engines.random_weights import STD, spread_of
 
 WORKLOAD = Workload(
