@@ -39,7 +39,15 @@ from patcher.bench.judge.evaluation import (
 )
 from patcher.bench.machine.environment import Environment
 from patcher.bench.ops.candidate import Candidate, Language, guess_language
-from patcher.bench.ops.contract import AxisGuard, Contract, PatchPointSpec, Point, Sweep, TensorSpec
+from patcher.bench.ops.contract import (
+    SIZED,
+    AxisGuard,
+    Contract,
+    PatchPointSpec,
+    Point,
+    Sweep,
+    TensorSpec,
+)
 from patcher.bench.ops.dtypes import DTYPES, Dtype
 from patcher.bench.ops.header import comment_mark, header_form, header_hint
 from patcher.bench.ops.op import Op, SolutionInfo, library, load_op, load_ops
@@ -91,6 +99,7 @@ __all__ = [
     "MOST_BYTES",
     "MOST_THREADS",
     "SCHEMA_VERSION",
+    "SIZED",
     "AxisGuard",
     "BaselineTime",
     "BudgetError",

@@ -127,7 +127,7 @@ class _Ranking:
         op = next((op for op in map(_covering, (k.name for k in variants)) if op), None)
         points, refusal = self.served.places_of(op)
         if op is not None and refusal:
-            op, refusal = None, f"{op.name}: {refusal}"
+            refusal, op = f"{op.name}: {refusal}", None
         whole = self.spans.busy if self.spans else sum(k.total_ns for k in self.kernels)
         spent = own if own is not None else total
         spot = Hotspot(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patcher.bench import Op, PatcherError, Point, UsageError, presets
-from patcher.bench.engines.architecture import model_sizes, stated_sizes
+from patcher.bench.engines.architecture import known_sizes
 from patcher.hotspot.profile import Counters, Gpu
 from patcher.hotspot.rules import rules
 
@@ -40,17 +40,15 @@ class ServedModel:
         name only the batch is known.
         """
         known = presets().get(model)
-        if known is not None:
-            sizes, batch = stated_sizes(known.config), batch or known.batch
-        elif Path(model).exists() or places is not None:
-            try:
-                sizes = model_sizes(model)
-            except PatcherError:  # an engine's own architecture, or a file that is no model
-                return cls(axes={"tokens": batch} if batch else None, places=places)
-        else:
-            return cls(axes={"tokens": batch} if batch else None, places=places)
-        axes = sizes.axes() | ({"tokens": batch} if batch else {})
-        return cls(layers=sizes.layers or None, axes=axes, places=places)
+        batch = batch or (known.batch if known else None)
+        tokens = {"tokens": batch} if batch else {}
+        if known is None and places is None and not Path(model).exists():
+            return cls(axes=tokens or None)
+        try:
+            sizes = known_sizes(model)
+        except PatcherError:  # an engine's own architecture, or a file that is no model
+            return cls(axes=tokens or None, places=places)
+        return cls(layers=sizes.layers or None, axes=tokens | sizes.axes(), places=places)
 
     def places_of(self, op: Op | None) -> tuple[tuple[str, ...], str]:
         """See `Places`; nowhere without an op."""

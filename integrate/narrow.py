@@ -24,7 +24,7 @@ def _cut(
     axes: dict[str, AxisGuard], contract: Contract, evaluation: Evaluation
 ) -> dict[str, AxisGuard]:
     """The guard of the swept axis if one verdict narrows it, else nothing."""
-    sweep = next((one for one in contract.sweeps if one.name == evaluation.sweep), None)
+    sweep = contract.sweep_named(evaluation.sweep)
     if sweep is None:
         return {}
     points = {

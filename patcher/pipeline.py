@@ -59,6 +59,7 @@ from patcher.runs.machine import same_machine
 from patcher.runs.patch import RunPatch
 from patcher.runs.run import Run
 from patcher.settings import Settings
+from patcher.sweeps import served_sweep
 
 Report = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
@@ -128,7 +129,7 @@ def _require_start(
     kind = judge_device_kind(where, language)
     op = None if op_name is None else load_op(op_name)
     if op is not None:
-        op.sweep(kind, plan.sweep)
+        served_sweep(op, kind, plan.sweep, workload)
     if workload is not None:
         if op is not None:
             must_fit_model(op, workload.engine, partial(published_config, workload.model))
@@ -187,12 +188,15 @@ def execute(
     if op_name is None:
         raise UsageError("no op was named", "name one, or run the whole path of a model")
 
+    op, language = load_op(op_name), _language(plan, workload)
+    kind = judge_device_kind(where, language)
+    sweep = served_sweep(op, kind, plan.sweep, workload if plan.whole else None)
     search = search_kernel(
         run,
-        load_op(op_name),
-        _language(plan, workload),
+        op,
+        language,
         plan.search,
-        JudgeSettings(sweep=plan.sweep, threads=plan.threads, pairs=plan.judge_pairs),
+        JudgeSettings(sweep=sweep, threads=plan.threads, pairs=plan.judge_pairs),
         where,
         report,
         say,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +104,7 @@ def _class_of(config: dict[str, Any]) -> dict[str, Any]:
     """`architectures`, which a configuration that was saved without a model lacks."""
     from transformers.models.auto import modeling_auto as auto
 
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     for names in (
         auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -122,6 +122,8 @@ class ModelSizes:
     """Decoder layers."""
     hidden: int
     """Elements of the residual stream."""
+    inner: int = 0
+    """Elements between the matrices of a dense layer."""
     q_heads: int = 0
     """Query heads of a layer; 0 without attention."""
     kv_heads: int = 0
@@ -134,6 +136,8 @@ class ModelSizes:
     """Routed experts of a layer; 0 for a dense model."""
     experts_per_token: int = 0
     """Experts that a token goes to."""
+    expert_inner: int = 0
+    """Elements between the matrices of an expert."""
     has_state: bool = False
     """Whether some layers keep a state in place of keys and values, as Mamba's do."""
 
@@ -142,17 +146,36 @@ class ModelSizes:
         """Elements that a layer caches for a token."""
         return self.latent or 2 * self.kv_heads * self.head_dim
 
-    def axes(self) -> dict[str, int]:
-        """Sizes by the axis names of the op contracts, where the model has them."""
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """Rows of the matrices that read the residual stream: of queries, keys and values, of the
+        router or of a dense layer."""
+        attention = (self.q_heads + 2 * self.kv_heads) * self.head_dim
+        return tuple(filter(None, sorted({attention, self.experts or 2 * self.inner})))
+
+    def axes(self, of: Container[str] = ("hidden",)) -> dict[str, int]:
+        """Sizes by the axis names of the op contracts, where the model has them.
+
+        Args:
+            of: the axes of an op, which tell what its `inner` is: of experts; of the matrix behind
+                attention, whose `outer` is the residual stream; or else the residual stream.
+        """
         named = {
             "hidden": self.hidden,
             "q_heads": self.q_heads,
             "kv_heads": self.kv_heads,
+            "group": self.q_heads // self.kv_heads if self.kv_heads else 0,
             "head_dim": self.head_dim,
             "experts": self.experts,
             "n_experts": self.experts,
             "top_k": self.experts_per_token,
         }
+        if "experts" in of:
+            named["inner"] = self.expert_inner
+        elif "outer" in of:
+            named |= {"inner": self.q_heads * self.head_dim, "outer": self.hidden}
+        else:
+            named["inner"] = self.hidden
         return {name: size for name, size in named.items() if size}
 
 
@@ -165,6 +188,13 @@ def sizes_of(config: Any) -> ModelSizes:
 def stated_sizes(config: Mapping[str, Any]) -> ModelSizes:
     """The sizes that a config.json states, without what transformers knows of the architecture."""
     return _sizes((config.get("text_config") or config).get)
+
+
+def known_sizes(model: str) -> ModelSizes:
+    """The sizes of a model, of a preset as it states them, which needs no transformers. Raises as
+    `model_config`."""
+    known = presets().get(model)
+    return model_sizes(model) if known is None else stated_sizes(known.config)
 
 
 def model_sizes(model: str) -> ModelSizes:
@@ -187,11 +217,13 @@ def _sizes(value: Callable[[str], Any]) -> ModelSizes:
     return ModelSizes(
         layers=first("num_hidden_layers"),
         hidden=hidden,
+        inner=first("intermediate_size"),
         q_heads=heads,
         kv_heads=first("num_key_value_heads") or heads,
         head_dim=(first("head_dim") or hidden // heads) if heads else 0,
         latent=latent and latent + first("qk_rope_head_dim"),
         experts=experts,
         experts_per_token=first("num_experts_per_tok", "top_k_experts") if experts else 0,
+        expert_inner=first("moe_intermediate_size", "intermediate_size") if experts else 0,
         has_state=not heads or any("attention" not in kind or "linear" in kind for kind in kinds),
     )

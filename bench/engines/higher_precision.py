@@ -14,8 +14,10 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Disjoint modules that hold all parameters but those of the input embedding: each decoder
     layer, and what lies beside them.
     """
-    lists = [each for each in model.modules() if isinstance(each, torch.nn.ModuleList)]
-    layers = list(max(lists, key=_parameters, default=torch.nn.ModuleList()))
+    lists: list[torch.nn.Module] = [
+        each for each in model.modules() if isinstance(each, torch.nn.ModuleList)
+    ]
+    layers = list(max(lists, key=_parameters, default=torch.nn.ModuleList()).children())
     inside = {id(part) for layer in layers for part in layer.modules()}
     inside.add(id(model.get_input_embeddings()))  # type: ignore[operator]
     beside = [

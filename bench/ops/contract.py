@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -69,13 +69,38 @@ class Point(Record):
         return f"{axes} {'/'.join(dict.fromkeys(self.dtypes.values()))}"
 
 
+SIZED = "@"
+"""In a sweep's name, between that in the contract and the sizes that differ from it."""
+
+
 class Sweep(Record):
     name: str
+    """As in the contract; with other sizes, `NAME@AXIS=SIZE,SYMBOL=DTYPE`, and `SIZE:SIZE` for the
+    swept axis."""
     device: Literal["cpu", "cuda"]
     dtypes: dict[str, str]
     axis: str
     values: tuple[int, ...]
     fixed: dict[str, int]
+
+    def sized(
+        self, sizes: Mapping[str, int], dtypes: Mapping[str, str], values: Sequence[int] = ()
+    ) -> Sweep:
+        """The sweep with other sizes and dtypes, as its name then says: `bf16@hidden=4096`.
+
+        Args:
+            sizes: by axis; axes that the sweep does not fix are left out.
+            dtypes: by symbol.
+            values: of the swept axis; none: as they are.
+        """
+        axes = {axis: sizes.get(axis, size) for axis, size in self.fixed.items()}
+        kinds, swept = {**self.dtypes, **dtypes}, tuple(values) or self.values
+        changed = [f"{axis}={size}" for axis, size in axes.items() if size != self.fixed[axis]]
+        changed += [f"{name}={kind}" for name, kind in kinds.items() if kind != self.dtypes[name]]
+        changed += [f"{self.axis}={':'.join(map(str, swept))}"] if swept != self.values else []
+        name = f"{self.name}{SIZED}{','.join(changed)}" if changed else self.name
+        update = {"name": name, "fixed": axes, "dtypes": kinds, "values": swept}
+        return self.model_copy(update=update)
 
     def points(self) -> list[Point]:
         return [
@@ -94,6 +119,18 @@ class AxisGuard(Record):
     minimum: int = Field(default=0, ge=0)
     maximum: int | None = None
     multiple_of: int = Field(default=1, ge=1)
+
+    def takes(self, size: int) -> bool:
+        """Whether it allows a size."""
+        most = size if self.maximum is None else self.maximum
+        return self.minimum <= size <= most and size % self.multiple_of == 0
+
+    def __str__(self) -> str:
+        """`a multiple of 8, at most 16,384`."""
+        told = [f"a multiple of {self.multiple_of:,}"] if self.multiple_of > 1 else []
+        told += [f"at least {self.minimum:,}"] if self.minimum else []
+        told += [f"at most {self.maximum:,}"] if self.maximum is not None else []
+        return ", ".join(told) or "any size"
 
 
 class Guards(Record):
@@ -243,10 +280,58 @@ class Contract(Record):
         swept = [sweep.axis for sweep in self.sweeps if sweep.axis in found]
         return {axis: found[axis] for axis in (*swept, *found)}
 
+    def sweep_named(self, name: str | None) -> Sweep | None:
+        """The sweep of that name, with the sizes and dtypes that the name says after an `@`; None
+        if there is no such sweep.
+
+        Raises:
+            ValueError: it does not fix such an axis, or has no such dtype.
+        """
+        base, _, changes = (name or "").partition(SIZED)
+        sweep = next((each for each in self.sweeps if each.name == base), None)
+        if sweep is None:
+            return None
+        sizes: dict[str, int] = {}
+        dtypes: dict[str, str] = {}
+        values: list[int] = []
+        for change in filter(None, changes.split(",")):
+            key, _, value = change.partition("=")
+            if key in sweep.fixed and value.isdecimal():
+                sizes[key] = int(value)
+            elif key == sweep.axis and all(size.isdecimal() for size in value.split(":")):
+                values = [int(size) for size in value.split(":")]
+            elif key in self.dtypes and value in self._allowed(key):
+                dtypes[key] = value
+            else:
+                known = ", ".join([sweep.axis, *sweep.fixed, *self.dtypes])
+                raise ValueError(f"{change} is no size or dtype of {base}, which has {known}")
+        return sweep.sized(sizes, dtypes, values)
+
+    def _allowed(self, symbol: str) -> set[str]:
+        return {choice[symbol] for choice in self.dtype_choices()}
+
+    def served_sweep(
+        self, sweep: Sweep, sizes: Mapping[str, int], dtype: str, values: Sequence[int] = ()
+    ) -> Sweep:
+        """The sweep with the sizes and the dtype of a model, where the contract allows it.
+
+        Args:
+            sweep: one of the contract's.
+            sizes: of the model, by axis.
+            dtype: of the model's activations; it replaces that of the first symbol, and of those
+                that are the same.
+            values: of the swept axis, if they are the model's too.
+        """
+        first = next(iter(self.dtypes))
+        alike = {name: dtype for name, now in sweep.dtypes.items() if now == sweep.dtypes[first]}
+        wanted = {**sweep.dtypes, **alike}
+        return sweep.sized(sizes, wanted if wanted in self.dtype_choices() else {}, values)
+
     def point_of(self, sweep: Sweep, axes: dict[str, int]) -> Point:
         """The point of a recorded timing. A sweep of an earlier contract may lack an axis; then the
         size in today's sweep of that name is meant."""
-        known = [each.fixed for each in self.sweeps if each.name == sweep.name]
+        base = sweep.name.partition(SIZED)[0]
+        known = [each.fixed for each in self.sweeps if each.name == base]
         fixed = {**(known[0] if known else {}), **sweep.fixed}
         return Point(axes={**fixed, **axes}, dtypes=sweep.dtypes)
 

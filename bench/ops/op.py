@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from patcher.bench.errors import UsageError
 from patcher.bench.machine.environment import ROOT
 from patcher.bench.ops.candidate import Candidate, Language
-from patcher.bench.ops.contract import Contract, Sweep
+from patcher.bench.ops.contract import SIZED, Contract, Sweep
 from patcher.bench.records import Record, parse_toml, problem
 
 
@@ -124,18 +124,33 @@ class Op:
     def sweep(self, device: str, name: str | None = None) -> Sweep:
         """The sweep of that name, or the first one for the device.
 
+        Args:
+            device: `cpu` or `cuda`.
+            name: as in the contract, with other sizes after an `@`: `bf16@hidden=4096`.
+
         Raises:
-            UsageError: there is no such sweep.
+            UsageError: there is no such sweep, or no kernel of the op has to take such a size.
         """
-        fitting = [sweep for sweep in self.contract.sweeps if sweep.device == device]
-        if name is not None:
-            fitting = [sweep for sweep in fitting if sweep.name == name]
-        if not fitting:
-            known = ", ".join(f"{sweep.name} ({sweep.device})" for sweep in self.contract.sweeps)
+        sweeps = self.contract.sweeps
+        try:
+            named = self.contract.sweep_named(name)
+        except ValueError as error:
+            raise UsageError(f"{self.name}: {error}", "see `patcher ops show`") from error
+        found = named if name else next((one for one in sweeps if one.device == device), None)
+        if found is None or found.device != device:
+            known = ", ".join(f"{sweep.name} ({sweep.device})" for sweep in sweeps)
             raise UsageError(
                 f"{self.name} has no sweep {name or ''} for {device}", f"it has: {known}"
             )
-        return fitting[0]
+        for axis, guard in self.contract.guards.axes.items():
+            size = found.fixed.get(axis)
+            if SIZED in found.name and size is not None and not guard.takes(size):
+                raise UsageError(
+                    f"{self.name} is not for {axis} = {size:,}: its kernels are called where it "
+                    f"is {guard}",
+                    "give another size, or another op",
+                )
+        return found
 
     def solutions(self) -> Iterator[tuple[SolutionInfo, Candidate]]:
         """Every shipped solution, by folder name."""

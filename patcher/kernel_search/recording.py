@@ -114,7 +114,7 @@ def record(run_dir: Path, folder: Path) -> LoopRecording:
         search=Search.model_validate(plan["search"]),
         hardware=run.load("hardware", Hardware).words,
         environment=environments[0],
-        sweep=op.sweep(environments[0].device_kind, plan.get("sweep")),
+        sweep=op.sweep(environments[0].device_kind, _sweep_of(found) or plan.get("sweep")),
         iterations=settings["iterations"],
         rules=StopRules.model_validate(rules),
         prompt_tokens=settings.get("prompt_tokens", PROMPT_TOKENS),
@@ -195,6 +195,11 @@ def _unpack(path: Path, into: Path) -> None:
             target.parent.mkdir(exist_ok=True)
             with target.open("wb") as file:
                 shutil.copyfileobj(content, file)
+
+
+def _sweep_of(evaluations: list[Evaluation]) -> str | None:
+    """The sweep that was timed, whose sizes may be a served model's."""
+    return next((one.sweep for one in evaluations if one.sweep), None)
 
 
 def replay(folder: Path) -> list[str]:

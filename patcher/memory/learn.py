@@ -134,7 +134,7 @@ def _ratios(contract: Contract, parent: Evaluation, child: Evaluation) -> dict[s
     """How much faster the child is, by size of call; None: it is not right."""
     if child.right and (parent.baseline, parent.sweep) != (child.baseline, child.sweep):
         return {}  # their speedups are over different things
-    sweep = next((each for each in contract.sweeps if each.name == parent.sweep), None)
+    sweep = contract.sweep_named(parent.sweep)
     if sweep is None:
         return {}
     after = {tuple(sorted(timing.axes.items())): timing.speedup for timing in child.timings}

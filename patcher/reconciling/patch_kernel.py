@@ -32,8 +32,7 @@ def patched_kernel(
         together: all patches that were in, some of which take calls from others.
     """
     evaluation, contract = patch.evaluation, patch.contract
-    sweeps = {one.name: one for one in contract.sweeps}
-    sweep = sweeps.get(evaluation.sweep or "")
+    sweep = contract.sweep_named(evaluation.sweep)
     return PatchedKernel(
         evaluation=evaluation,
         launches=step_launches(
@@ -46,7 +45,7 @@ def patched_kernel(
         ),
         dtypes=_dtypes(sweep),
         further=tuple(
-            (one, _dtypes(sweeps.get(one.sweep or ""))) for one in patch.manifest.further
+            (one, _dtypes(contract.sweep_named(one.sweep))) for one in patch.manifest.further
         ),
         replayed=replayed,
         pdl=patch.manifest.guards.pdl,

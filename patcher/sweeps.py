@@ -1,0 +1,39 @@
+"""Which sizes a kernel is judged at for a model: its own, not those that the contract names."""
+
+from __future__ import annotations
+
+from patcher.bench import SIZED, Op, Workload
+from patcher.bench.engines.architecture import known_sizes
+
+
+def served_sweep(op: Op, device: str, asked: str | None, workload: Workload | None) -> str | None:
+    """The name of the sweep to time a kernel on, with the sizes and the dtype of the served model.
+
+    Args:
+        op: the op.
+        device: `cpu` or `cuda`, where kernels are judged.
+        asked: the sweep that the user named, if any. One with sizes of its own stays as it is.
+        workload: the served model; None: there is none.
+
+    Returns:
+        The name; None for the device's default sweep as it is in the contract.
+
+    Raises:
+        UsageError: there is no such sweep, or the op's kernels are not for such sizes.
+        MissingError: the model's config.json is not on this machine.
+    """
+    sweep = op.sweep(device, asked)
+    if workload is None or SIZED in sweep.name:
+        return asked
+    if asked is None:
+        first = next(iter(op.contract.dtypes))
+        fitting = [one for one in op.contract.sweeps if one.device == device]
+        sweep = next((one for one in fitting if one.dtypes[first] == workload.dtype), sweep)
+    sizes = known_sizes(workload.model)
+    axes = sizes.axes(sweep.fixed)
+    same = sweep.sized(axes, {}) == sweep  # what it sweeps was chosen for such a model, too
+    values = sizes.readers if sweep.axis == "outer" and not same else ()
+    found = op.contract.served_sweep(sweep, axes, workload.dtype, values)
+    if found.name == op.sweep(device, asked).name:
+        return asked
+    return op.sweep(device, found.name).name
