@@ -33,7 +33,10 @@ def places_in(model: str, engine: str | None = None) -> Places | None:
     def asked(name: str) -> tuple[tuple[str, ...], str]:
         found = places_of(load_ops()[name], engine, config)
         points = tuple(f"{spec.engine}: {spec.point}" for spec in found.points)
-        return points, "" if points else "; ".join(found.refusals)
+        if points:
+            return points, ""
+        none = f"it has no patch point in {engine or 'any engine'}"
+        return (), "; ".join(found.refusals) or none
 
     return lambda op: asked(op.name)
 

@@ -85,6 +85,26 @@ def test_every_row_says_what_to_do_and_why(profile: Profile) -> None:
             assert spot.triage == "leave"
 
 
+def test_an_op_that_the_model_has_no_place_for_covers_nothing(profile: Profile) -> None:
+    asked: list[str] = []
+
+    def places(op: bench.Op) -> tuple[tuple[str, ...], str]:
+        asked.append(op.name)
+        return ((), "its norms multiply by 1 + w") if "norm" in op.name else (("vllm: here",), "")
+
+    found = read(EXPORT, "gpt-oss-20b", places=places)
+    by_name = {spot.name: spot for spot in found.hotspots}
+    norm, routing = by_name["triton_red_fused_fused_add_rms_norm"], by_name["_topk_forward"]
+    assert (norm.op, norm.patch_points, norm.bytes) == (None, (), None)
+    assert norm.refusal == "fused_add_rms_norm: its norms multiply by 1 + w"
+    assert "no patch point takes it in this model: fused_add_rms_norm: its norms" in norm.reason
+    assert (routing.op, routing.patch_points) == ("moe_route", ("vllm: here",))
+    chain = by_name["MoE combine + add + norm"]
+    assert (chain.as_one, chain.refusal[:19]) == (None, "reduce_add_rms_norm")
+    assert [s.exposed_ns for s in found.hotspots] == [s.exposed_ns for s in profile.hotspots]
+    assert "fused_add_rms_norm" in asked
+
+
 def test_families_fold_autotuned_names_and_list_them(profile: Profile) -> None:
     norm = next(s for s in profile.hotspots if s.name == "triton_red_fused_fused_add_rms_norm")
     assert {variant.name for variant in norm.variants} == {

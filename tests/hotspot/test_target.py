@@ -9,10 +9,13 @@ from pathlib import Path
 import nvtx
 import pytest
 import torch
+import transformers
 from patch_sample import TINY
 
+from patcher.bench import load_op
 from patcher.hotspot import target
 from patcher.hotspot.capture import ERROR
+from patcher.hotspot.names import is_whole
 
 
 class Listener:
@@ -53,6 +56,29 @@ def test_a_cpu_profile_is_marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert rows["steps"] == 3
     [norm] = [row for row in rows["rows"] if "GptOssRMSNorm" in row["name"]]
     assert norm["instances"] == len(norms)
+
+
+def test_a_norm_within_a_part_of_a_layer_is_a_row_of_its_own() -> None:
+    names: list[str] = []
+    config = transformers.Qwen3Config(
+        num_hidden_layers=1,
+        hidden_size=16,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size=8,
+    )
+    model = transformers.Qwen3ForCausalLM(config)
+    with target.module_ranges(model, names.append, lambda: None):
+        model(torch.zeros(1, 1, dtype=torch.int64))
+    norms = [name for name in names if "RMSNorm" in name]
+    plain, own = "module::Qwen3RMSNorm", ("q_norm", "k_norm")
+    assert norms == [plain, *(f"{plain}.{name}" for name in own), plain, plain]
+    assert all(is_whole(name) for name in norms)
+    assert not is_whole("module::Qwen3Attention")
+    covers = load_op("fused_add_rms_norm").contract.matches
+    assert [covers(name) for name in norms] == [True, False, False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import transformers
+from huggingface_hub import errors
 
-from patcher.bench import MissingError, UsageError, Workload
+from patcher.bench import MissingError, PatcherError, UsageError, Workload, presets
 from patcher.bench.engines import architecture
+from patcher.bench.engines.causal_model import skeleton
+from patcher.bench.engines.model_config import configuration
 from patcher.bench.engines.transformers import TransformersEngine
 from patcher.hotspot.roofline import ServedModel
 from patcher.workloads import workload_for
@@ -142,9 +146,7 @@ def test_further_models_are_served(kind: str, tmp_path: Path) -> None:
     serves(model_of(tmp_path, kind, **MORE[kind]), kind in WITH_EXPERTS)
 
 
-@pytest.mark.parametrize(
-    ("kind", "norms"), [("llama", torch.bfloat16), ("gpt_oss", torch.float32)]
-)
+@pytest.mark.parametrize(("kind", "norms"), [("llama", torch.bfloat16), ("gpt_oss", torch.float32)])
 def test_norms_have_the_dtype_that_weights_are_loaded_in(
     kind: str, norms: torch.dtype, tmp_path: Path
 ) -> None:
@@ -205,6 +207,78 @@ def test_what_is_missing_is_said_before_anything_is_measured(
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}), encoding="utf-8")
     with pytest.raises(UsageError, match=said):
         workload(model)
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_preset_has_as_many_parameters_as_it_says(name: str) -> None:
+    preset = presets()[name]
+    config = configuration(preset)
+    count = sum(each.numel() for each in skeleton(config, name).parameters())
+    if config.tie_word_embeddings:  # which a skeleton does not
+        count -= config.vocab_size * config.hidden_size
+    assert count / 1e9 == pytest.approx(preset.parameters_b, rel=0.01, abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("raised", "error", "said"),
+    [
+        (errors.GatedRepoError, MissingError, "its owner has to let you read it"),
+        (errors.RepositoryNotFoundError, UsageError, "has no model some/model"),
+        (errors.LocalEntryNotFoundError, MissingError, "the hub cannot be reached"),
+        (errors.RemoteEntryNotFoundError, UsageError, "has no config.json"),
+        (errors.HfHubHTTPError, MissingError, "did not send the config.json"),
+        (errors.HFValidationError, UsageError, "no Hugging Face id"),
+    ],
+)
+def test_what_the_hub_says_is_one_sentence(
+    raised: type[Exception],
+    error: type[PatcherError],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    response = httpx.Response(500, request=httpx.Request("GET", "https://huggingface.co"))
+
+    def download(*_: Any, local_files_only: bool = False) -> str:
+        if local_files_only:
+            raise errors.LocalEntryNotFoundError("not in the cache")
+        if issubclass(raised, errors.HfHubHTTPError):
+            raise raised("a long story", response=response)  # type: ignore[call-arg]
+        raise raised("a long story")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    with pytest.raises(error, match=said):
+        workload("some/model")
+
+
+def test_a_model_in_the_cache_needs_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_of(tmp_path, "llama")
+
+    def download(*_: Any, local_files_only: bool = False) -> str:
+        assert local_files_only
+        return str(tmp_path / "config.json")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert workload("some/model").model == "some/model"
+    assert type(TransformersEngine(workload("some/model")).model).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("kind", "cached", "has_state"),
+    [
+        ("llama", 2 * 2 * 16, False),
+        ("deepseek_v2", 16 + 16, False),
+        ("mamba2", 0, True),
+        ("granitemoehybrid", 2 * 2 * 16, True),
+        ("qwen3_next", 2 * 2 * 16, True),
+    ],
+)
+def test_what_a_layer_keeps_of_a_token(
+    kind: str, cached: int, has_state: bool, tmp_path: Path
+) -> None:
+    sizes = architecture.model_sizes(model_of(tmp_path, kind, **KINDS[kind]))
+    assert (sizes.cached, sizes.has_state, sizes.layers) == (cached, has_state, 2)
 
 
 def test_quantised_models_are_for_engines_that_have_their_kernels(tmp_path: Path) -> None:

@@ -1,0 +1,117 @@
+"""Where ops can be put in a model, and at which sizes they are judged for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patcher.bench import UsageError, VerificationError, Workload, load_op
+from patcher.places import places_in, require_some_place
+from patcher.sweeps import served_sweep
+
+NORM = load_op("fused_add_rms_norm")
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 64,
+}
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+def model_of(folder: Path, **more: Any) -> str:
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **more}), encoding="utf-8")
+    return str(folder)
+
+
+def workload(model: str, dtype: str = "float32", device: str = "cpu") -> Workload:
+    sizes = {"batch": 1, "input_len": 1, "output_len": 1}
+    return Workload(model=model, device=device, dtype=dtype, **sizes)  # type: ignore[arg-type]
+
+
+def test_a_model_is_asked_by_its_config(tmp_path: Path) -> None:
+    tiny, llama = places_in("gpt-oss-tiny", "transformers"), places_in(model_of(tmp_path))
+    assert tiny is not None
+    assert llama is not None
+    assert tiny(NORM) == (("transformers: gpt_oss.decoder_layer",), "")
+    assert "transformers: gpt_oss.decoder_layer" not in llama(NORM)[0]
+    assert "tensorrt_llm: flashinfer_fused_add_rmsnorm" in llama(NORM)[0], "it cannot tell here"
+    here = places_in(str(tmp_path), "transformers")
+    assert here is not None
+    points, why = here(NORM)
+    assert not points
+    assert why == (
+        "LlamaForCausalLM has no layer of gpt_oss.decoder_layer, which is of gpt-oss alone"
+    )
+    assert here(load_op("moe_finalize")) == ((), "it has no patch point in transformers")
+    assert places_in("what a person wrote beside a file") is None
+
+
+def test_a_model_without_places_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_some_place(workload("gpt-oss-tiny"))
+    with pytest.raises(UsageError, match="no op of the library can be put in") as caught:
+        require_some_place(workload(model_of(tmp_path)))
+    assert "LlamaForCausalLM has no layer" in caught.value.message
+
+    def refuses(config: dict[str, Any]) -> str:
+        raise VerificationError("its norms multiply by 1 + w", "")
+
+    point = "patcher.integrate.transformers.decoder_layer.GptOssDecoderLayers.of_model"
+    monkeypatch.setattr(point, refuses)
+    tiny = places_in("gpt-oss-tiny", "transformers")
+    assert tiny is not None
+    assert tiny(NORM) == ((), "its norms multiply by 1 + w")
+
+
+@pytest.mark.parametrize(
+    ("op", "device", "dtype", "more", "name"),
+    [
+        ("fused_add_rms_norm", "cpu", "float32", {}, "cpu@hidden=96"),
+        ("fused_add_rms_norm", "cpu", "float32", {"hidden_size": 256}, None),
+        ("fused_add_rms_norm", "cuda", "bfloat16", {"hidden_size": 2880}, None),
+        (
+            "fused_add_rms_norm",
+            "cuda",
+            "float16",
+            {},
+            "bf16@hidden=96,T=float16,W=float16",
+        ),
+        ("rope", "cuda", "bfloat16", {}, "bf16@q_heads=4,kv_heads=2,head_dim=16"),
+        ("moe_route", "cpu", "float32", EXPERTS, "cpu@experts=16,top_k=2"),
+        ("linear", "cuda", "bfloat16", {}, "layers@inner=96,outer=128:256"),
+        ("linear", "cuda", "bfloat16", EXPERTS, "layers@inner=96,outer=16:128"),
+    ],
+)
+def test_a_kernel_is_judged_at_the_models_sizes(
+    op: str, device: str, dtype: str, more: dict[str, Any], name: str | None, tmp_path: Path
+) -> None:
+    served = workload(model_of(tmp_path, **more), dtype, device)
+    known = load_op(op)
+    assert served_sweep(known, device, None, served) == name
+    assert served_sweep(known, device, None, None) is None
+    if name is not None:
+        found = known.sweep(device, name)
+        assert found == known.contract.sweep_named(name)
+        assert all(point.dtypes == found.dtypes for point in found.points())
+        assert served_sweep(known, device, name, served) == name, "what the user says holds"
+
+
+def test_sizes_that_no_kernel_has_to_take_are_refused(tmp_path: Path) -> None:
+    odd = workload(model_of(tmp_path, hidden_size=100))
+    with pytest.raises(UsageError, match="not for hidden = 100.*a multiple of 8, at most 16,384"):
+        served_sweep(NORM, "cpu", None, odd)
+    for wrong in ("cpu@hidden=x", "cpu@tokens=1:x", "cpu@depth=3", "cpu@T=int8"):
+        with pytest.raises(UsageError, match="is no size or dtype of cpu"):
+            NORM.sweep("cpu", wrong)
+    with pytest.raises(UsageError, match="has no sweep nope@hidden=8 for cpu"):
+        NORM.sweep("cpu", "nope@hidden=8")
