@@ -153,7 +153,7 @@ class ModelSizes:
         attention = (self.q_heads + 2 * self.kv_heads) * self.head_dim
         return tuple(filter(None, sorted({attention, self.experts or 2 * self.inner})))
 
-    def axes(self, of: Container[str] = ("hidden",)) -> dict[str, int]:
+    def axes(self, of: Container[str] = ()) -> dict[str, int]:
         """Sizes by the axis names of the op contracts, where the model has them.
 
         Args:
@@ -174,7 +174,7 @@ class ModelSizes:
             named["inner"] = self.expert_inner
         elif "outer" in of:
             named |= {"inner": self.q_heads * self.head_dim, "outer": self.hidden}
-        else:
+        elif "inner" in of:
             named["inner"] = self.hidden
         return {name: size for name, size in named.items() if size}
 

@@ -1,8 +1,9 @@
 """Which layers each architecture of vLLM builds, read from its files without an import.
 
 From the class that the registry names, the classes and functions that it refers to are followed
-through the files of models. So a name that is reached may not be called for every checkpoint, and
-what a model picks from a string is not seen: the engine's own survey of a loaded model is exact.
+through the files of models, and so are architectures that it names in a string, as a multimodal
+model names its language model. So a name that is reached may not be called for every checkpoint:
+the engine's own survey of a loaded model is exact.
 
 Flat models (`vllm/models/<name>`) are written for one GPU and one checkpoint. They often pass the
 weight of a shared layer to a kernel of their own, which no patch point reaches.
@@ -11,7 +12,7 @@ weight of a shared layer to a kernel of their own, which no patch point reaches.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,11 +45,12 @@ class Architecture:
 
 def architectures(tree: Tree, names: Iterable[str] | None = None) -> dict[str, Architecture]:
     """The architectures of a vLLM by name; by default all, which takes 10 to 20 seconds."""
-    files, registry = _Files(tree.folder), _registry(tree.folder)
+    registry = _registry(tree.folder)
+    files = _Files(tree.folder, registry)
     found: dict[str, Architecture] = {}
     for name in registry if names is None else [name for name in names if name in registry]:
         module, cls = registry[name]
-        where = module if module.startswith("vllm.") else f"{_MODELS}.{module}"
+        where = _full(module)
         found[name] = Architecture(name, where, frozenset(files.reached(where, cls)))
     return found
 
@@ -105,8 +107,8 @@ class _File:
 class _Files:
     """The files of models, each read once."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, registry: Mapping[str, tuple[str, str]]) -> None:
+        self._folder, self._registry = folder, registry
         self._read: dict[str, _File | None] = {}
 
     def reached(self, module: str, name: str) -> set[str]:
@@ -122,6 +124,9 @@ class _Files:
             if file is not None:
                 waiting += [(where, each) for each in file.defined.get(what, ())]
                 waiting += file.imported.get(what, ())
+            if what in self._registry and not (file and what in file.defined):
+                module, cls = self._registry[what]
+                waiting.append((_full(module), cls))
         return {what for _, what in seen}
 
     def _file(self, module: str) -> _File | None:
@@ -155,4 +160,12 @@ def _names_of(node: ast.stmt) -> Iterator[str]:
 
 
 def _referred(node: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    """Names, and strings that may name an architecture: a multimodal model builds its language
+    model by one."""
+    found = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    texts = (each.value for each in ast.walk(node) if isinstance(each, ast.Constant))
+    return found | {text for text in texts if isinstance(text, str) and text.isidentifier()}
+
+
+def _full(module: str) -> str:
+    return module if module.startswith("vllm.") else f"{_MODELS}.{module}"

@@ -108,7 +108,7 @@ def test_a_kernel_is_judged_at_the_models_sizes(
 
 def test_sizes_that_no_kernel_has_to_take_are_refused(tmp_path: Path) -> None:
     odd = workload(model_of(tmp_path, hidden_size=100))
-    with pytest.raises(UsageError, match="not for hidden = 100.*a multiple of 8, at most 16,384"):
+    with pytest.raises(UsageError, match=r"not for hidden = 100.*a multiple of 8, at most 16,384"):
         served_sweep(NORM, "cpu", None, odd)
     for wrong in ("cpu@hidden=x", "cpu@tokens=1:x", "cpu@depth=3", "cpu@T=int8"):
         with pytest.raises(UsageError, match="is no size or dtype of cpu"):

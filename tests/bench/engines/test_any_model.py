@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 import transformers
@@ -177,7 +176,7 @@ def test_a_config_alone_is_a_model(tmp_path: Path) -> None:
     file = str(tmp_path / "config.json")
     assert architecture.full_config(file) == architecture.full_config(folder)
     assert ServedModel.of(file, 4) == ServedModel.of(folder, 4)
-    axes = {"tokens": 4, "hidden": 64, "q_heads": 4, "kv_heads": 2, "head_dim": 16}
+    axes = {"tokens": 4, "hidden": 64, "q_heads": 4, "kv_heads": 2, "group": 2, "head_dim": 16}
     assert ServedModel.of(file, 4) == ServedModel(layers=2, axes=axes)
 
 
@@ -236,14 +235,12 @@ def test_what_the_hub_says_is_one_sentence(
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    response = httpx.Response(500, request=httpx.Request("GET", "https://huggingface.co"))
-
     def download(*_: Any, local_files_only: bool = False) -> str:
         if local_files_only:
             raise errors.LocalEntryNotFoundError("not in the cache")
-        if issubclass(raised, errors.HfHubHTTPError):
-            raise raised("a long story", response=response)  # type: ignore[call-arg]
-        raise raised("a long story")
+        error = raised.__new__(raised)  # those of HTTP want the whole response
+        error.args = ("a long story",)
+        raise error
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     with pytest.raises(error, match=said):
@@ -269,7 +266,6 @@ def test_a_model_in_the_cache_needs_no_network(
     [
         ("llama", 2 * 2 * 16, False),
         ("deepseek_v2", 16 + 16, False),
-        ("mamba2", 0, True),
         ("granitemoehybrid", 2 * 2 * 16, True),
         ("qwen3_next", 2 * 2 * 16, True),
     ],

@@ -23,6 +23,7 @@ FILES = {
 _TEXT = {
     "LlamaForCausalLM": ("llama", "LlamaForCausalLM"),
     "OlderForCausalLM": ("llama", "OlderForCausalLM"),
+    "SeesForConditionalGeneration": ("sees", "SeesForConditionalGeneration"),
     "Step5ForCausalLM": ("vllm.models.step5", "Step5ForCausalLM"),
 }
 _ALL = {**_TEXT}
@@ -47,6 +48,10 @@ class LlamaForCausalLM:
 
 class OlderForCausalLM:
     norm = GemmaRMSNorm
+""",
+    "vllm/model_executor/models/sees.py": """
+class SeesForConditionalGeneration:
+    def __init__(self, build): self.language_model = build(architectures=["LlamaForCausalLM"])
 """,
     "vllm/models/step5/__init__.py": """
 if True:
@@ -81,7 +86,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
 
 def test_names_are_followed_through_the_files_of_models(tree: Tree) -> None:
     known = families.architectures(tree)
-    llama, older, step = known.values()
+    llama, older, sees, step = known.values()
+    assert sees.builds(("RMSNorm", "RowParallelLinear")), "of the language model that it names"
     assert llama.builds(("RMSNorm", "ReplicatedLinear|RowParallelLinear"))
     assert not llama.builds(("GemmaRMSNorm",)), "another class of the same file"
     assert older.builds(("GemmaRMSNorm",))
