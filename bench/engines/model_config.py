@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +123,8 @@ def _from_hub(model: str) -> Path:
         try:
             return Path(huggingface_hub.hf_hub_download(model, CONFIG, local_files_only=True))
         except errors.LocalEntryNotFoundError:
-            return Path(huggingface_hub.hf_hub_download(model, CONFIG))
+            with _one_sentence():
+                return Path(huggingface_hub.hf_hub_download(model, CONFIG))
     except errors.HFValidationError as error:
         raise UsageError(
             f"{model!r} is no folder, and no Hugging Face id: {_first_line(error)}",
@@ -150,6 +154,18 @@ def _from_hub(model: str) -> Path:
             f"Hugging Face did not send the {CONFIG} of {model}: {_first_line(error)}",
             f"try again, or give a folder or a {CONFIG}",
         ) from error
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """Keep the warnings of each retry out of what a person reads."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _not_configured(model: str, kind: str, own_code: bool, error: Exception) -> PatcherError:

@@ -12,6 +12,7 @@ import importlib
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -40,6 +41,7 @@ from patcher.bench.engines.vllm_weights import (
     register_loader,
 )
 from patcher.bench.errors import MissingError, UsageError
+from patcher.bench.presets import presets
 from patcher.bench.workload import Shape, Workload
 
 LEAST_CACHE_BYTES = 1 << 30
@@ -215,11 +217,13 @@ def _arguments(workload: Workload, room: Sequence[Shape] = ()) -> dict[str, Any]
 
 def cache_bytes(workload: Workload, room: Sequence[Shape] = ()) -> int | None:
     """Size of the KV cache in bytes that suffices for this traffic; None if layers keep a state in
-    it, whose size vLLM decides, or transformers does not know the model.
+    it, whose size vLLM decides, or the model's config.json is not at hand.
 
     It is a quarter more than all sequences of a window need, or one of the longest sequence, as if
     all layers used full attention.
     """
+    if workload.model not in presets() and not Path(workload.model).exists():
+        return None
     try:
         sizes = model_sizes(workload.model)
     except UsageError:  # vLLM has configurations of its own
