@@ -148,7 +148,7 @@ def _of_packages() -> tuple[dict[str, Preset], dict[str, str]]:
 
 
 def _files(folder: Traversable) -> Iterator[Traversable]:
-    files = sorted(folder.iterdir(), key=lambda file: file.name)
+    files = sorted(folder.iterdir(), key=lambda file: file.name.removesuffix(".toml"))
     return (file for file in files if file.name.endswith(".toml"))
 
 

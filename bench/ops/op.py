@@ -18,7 +18,8 @@ from pydantic import ValidationError
 from patcher.bench.errors import UsageError
 from patcher.bench.machine.environment import ROOT
 from patcher.bench.ops.candidate import Candidate, Language
-from patcher.bench.ops.contract import SIZED, Contract, Sweep
+from patcher.bench.ops.contract import Contract
+from patcher.bench.ops.sweep import SIZED, Sweep
 from patcher.bench.records import Record, parse_toml, problem
 
 
