@@ -98,6 +98,10 @@ class VllmPlugin:
                     variable("HOME") or "~/.patcher",
                 )
             self._tie_compiled_code()
+        else:  # the patches are in, but this engine may have other passes than the one before
+            for item in self.active.installed:
+                if isinstance(item.point, VllmPoint):
+                    item.point.name_lost_fusions()
         self._engines.add(worker)
         _after(worker, "shutdown", functools.partial(self._engines.discard, worker))
 

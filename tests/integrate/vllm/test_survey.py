@@ -20,6 +20,7 @@ from patcher import bench
 from patcher.integrate import Patch, Store
 from patcher.integrate.vllm import engine
 from patcher.integrate.vllm.plugin import LOADS, WARMS_UP, VllmPlugin
+from patcher.integrate.vllm.points import POINTS
 
 __all__ = ("config",)  # a fixture of tests here
 
@@ -237,12 +238,11 @@ def test_a_draft_model_counts_too(kept_by: str) -> None:
     assert engine.models_of(worker) == (served,)
 
 
+@pytest.mark.parametrize("name", ["add_norm", "experts_to_norm"])
 def test_norms_that_sequence_parallelism_must_know_are_left_to_it(
-    monkeypatch: pytest.MonkeyPatch, config: Any
+    name: str, monkeypatch: pytest.MonkeyPatch, config: Any
 ) -> None:
-    from patcher.integrate.vllm.points import POINTS
-
-    point, passes = POINTS["add_norm"](), config.compilation_config.pass_config
+    point, passes = POINTS[name](), config.compilation_config.pass_config
     assert point.find()
     if not hasattr(passes, "enable_sp"):
         pytest.skip("this vLLM has no such pass")
@@ -251,16 +251,47 @@ def test_norms_that_sequence_parallelism_must_know_are_left_to_it(
         point.find()
 
 
-def test_passes_that_a_norm_is_taken_from_are_named(
-    monkeypatch: pytest.MonkeyPatch, config: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    from patcher.integrate.vllm.points import POINTS
+PASSES = [(point.name, name) for point in POINTS.values() for name in point.fusions]
 
+
+@pytest.mark.parametrize(("name", "lost"), PASSES)
+def test_passes_that_a_patch_takes_something_from_are_named(
+    name: str,
+    lost: str,
+    monkeypatch: pytest.MonkeyPatch,
+    config: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     passes = config.compilation_config.pass_config
-    monkeypatch.setattr(passes, "fuse_norm_quant", False)
-    monkeypatch.setattr(passes, "fuse_allreduce_rms", True)
-    point, kernel = POINTS["add_norm"](), dispatcher(OP.name, nothing, add_norm_guards())
-    point.install(kernel)
-    point.remove()
+    for known in {known for _, known in PASSES if hasattr(passes, known)}:
+        monkeypatch.setattr(passes, known, False)
+    point, kernel = POINTS[name](), dispatcher(OP.name, nothing, add_norm_guards())
+
+    def said() -> str:
+        caplog.clear()
+        point.install(kernel)
+        point.remove()
+        return caplog.text
+
+    assert "fused by" not in said()
+    if not hasattr(passes, lost):
+        pytest.skip("this vLLM has no such pass")
+    monkeypatch.setattr(passes, lost, True)
+    assert f"{name}: what the patch runs is no longer fused by {lost}\n" in said()
     kernel.close()
-    assert "vLLM's norms are no longer fused by fuse_allreduce_rms\n" in caplog.text
+
+
+def test_passes_of_a_second_engine_are_named_too(
+    start: Any, monkeypatch: pytest.MonkeyPatch, config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    passes = config.compilation_config.pass_config
+    for name in POINTS["add_norm"].fusions:
+        monkeypatch.setattr(passes, name, False)
+    first = Runner(Block())
+    engine = start(first)
+    assert "fused by" not in caplog.text
+    monkeypatch.setattr(passes, "fuse_norm_quant", True)
+    other = start(Runner(Block()))
+    assert "no longer fused by fuse_norm_quant" in caplog.text
+    for worker in (engine, other):
+        worker.shutdown()
