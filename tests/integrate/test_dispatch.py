@@ -23,6 +23,7 @@ from dispatch_sample import (
     made,
     tensors,
 )
+from feature_matrix import ANY, feature
 from patch_sample import add_norm_guards, kernel
 
 from patcher.integrate import CallCounters, Receipt, read_receipts
@@ -66,6 +67,7 @@ def test_what_a_graph_holds_counts_once_for_each_replay() -> None:
     assert dict(vars(Graph)) == own
 
 
+@feature("two activations of one process", "right", ANY)
 @torch.inference_mode()
 @pytest.mark.parametrize("out", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1)])
 def test_watches_of_several_activations_come_and_go_in_any_order(out: tuple[int, ...]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from dispatch_sample import tensors
+from feature_matrix import ANY, feature
 from patch_sample import add_norm_guards
 
 from patcher.integrate import CallCounters
@@ -17,6 +18,7 @@ from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.guards import CallGuards, TensorGuard
 
 
+@feature("KV offload and connectors while a shape is proven", "right", ANY)
 @torch.inference_mode()
 def test_a_tensor_in_part_keeps_what_arrives_while_a_shape_is_proven() -> None:
     """A KV cache: another stream may write other blocks while the first call of a shape runs."""
@@ -56,6 +58,7 @@ class OnAnother(torch.Tensor):
         return torch.device("cuda", 1)
 
 
+@feature("another current device", "right", ANY)
 @pytest.mark.parametrize("strict", [True, False])
 @torch.inference_mode()
 def test_a_call_is_launched_on_the_device_of_its_tensors(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_matrix import feature
 from patch_sample import CANDIDATE, OP, add_norm_guards, evaluation
 from patch_sample import kernel as add_norm
 from vllm_here import config, dispatcher, needs_vllm, nothing
@@ -141,6 +142,7 @@ def test_vllms_workers_have_the_methods_that_are_followed() -> None:
     assert [name for name in (*LOADS, WARMS_UP, "get_model") if not hasattr(Worker, name)] == []
 
 
+@feature("weights reloaded in another dtype", "falls back", "add_norm")
 def test_layers_are_counted_when_a_model_is_loaded_and_again_when_weights_are(
     start: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,6 +205,7 @@ def test_a_patch_that_warm_up_never_calls_is_said(
             worker.compile_or_warm_up_model()
 
 
+@feature("pipeline parallelism", "right", "add_norm")
 def test_a_stage_of_a_pipeline_may_have_no_layer_of_a_role(
     start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, config: Any
 ) -> None:
@@ -238,6 +241,7 @@ def test_a_draft_model_counts_too(kept_by: str) -> None:
     assert engine.models_of(worker) == (served,)
 
 
+@feature("`enable_sp`", "refused", "add_norm", "experts_to_norm")
 @pytest.mark.parametrize("name", ["add_norm", "experts_to_norm"])
 def test_norms_that_sequence_parallelism_must_know_are_left_to_it(
     name: str, monkeypatch: pytest.MonkeyPatch, config: Any

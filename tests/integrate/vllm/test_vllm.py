@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_matrix import feature
 from patch_sample import CANDIDATE, OP, add_norm_guards, evaluation
 from patch_sample import kernel as add_norm
 from vllm_here import (
@@ -185,6 +186,7 @@ def test_a_point_goes_in_and_out_without_a_trace(name: str, config: Any) -> None
     assert [attribute(place) for place in PLACES[name]] == before
 
 
+@feature("`enforce_eager`, mode NONE", "right", "add_norm")
 @needs_vllm
 def test_the_norm_runs_the_kernel_in_place_and_falls_back_to_the_engines_own(config: Any) -> None:
     from vllm.model_executor.layers.layernorm import RMSNorm
@@ -227,6 +229,7 @@ def _plain(x: torch.Tensor, norm: Any) -> Any:
     return ir.ops.rms_norm.impls["native"].impl_fn(x, norm.weight.data, 1e-5)
 
 
+@feature("compiled in pieces, and from the compile cache", "right", "add_norm")
 @needs_vllm
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compilers_leave_the_norm_whole(backend: str, config: Any) -> None:
@@ -423,6 +426,7 @@ def test_a_worker_has_what_is_switched_on_and_its_compiled_code_knows(
     assert WorkerWrapperBase.init_device is started
 
 
+@feature("another version, changed code", "refused", "add_norm")
 @needs_vllm
 def test_a_patch_whose_code_changed_is_refused_and_the_engine_runs_without_it(
     tmp_path: Path,
