@@ -244,6 +244,8 @@ def second_call(layer: Layer, **more: Any) -> dict[str, Any]:
     }
 
 
+@feature("LoRA on experts", "falls back", GATE_UP)
+@feature("another layout, precision or activation", "falls back", GATE_UP, DOWN)
 @torch.no_grad()
 def test_whatever_is_not_as_it_was_read_is_left_to_the_engine(
     monkeypatch: pytest.MonkeyPatch,
