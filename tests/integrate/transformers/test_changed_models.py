@@ -266,7 +266,6 @@ def test_points_come_and_go_in_any_order() -> None:
     assert not any(hasattr(type(module), "patch_point") for module in model.modules())
 
 
-@feature("`torch.export`", "falls back", "gpt_oss.router")
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_program_stands_alone(strict: bool) -> None:
     model = built()
@@ -283,12 +282,16 @@ def test_an_exported_program_stands_alone(strict: bool) -> None:
             torch.testing.assert_close(found, expected)
 
 
+@feature("`torch.export`", "falls back", *POINTS)
 def test_a_whole_model_is_exported_without_the_patch() -> None:
     model = built()
     before = logits(model)
-    with patched(model), torch.no_grad():
+    with patched(model) as books, torch.no_grad():
         program = torch.export.export(model, (TOKENS,), {"use_cache": False}, strict=False)
     assert "patcher" not in str(program.graph)
+    for name, book in books.items():
+        assert any("exported" in reason for reason in book.fallbacks), name
+        assert not book.calls
     with torch.no_grad():
         torch.testing.assert_close(program.module()(TOKENS, use_cache=False).logits, before)
 
@@ -363,3 +366,41 @@ def test_layers_that_a_compiled_model_does_not_reach_are_told_once() -> None:
         assert books["gpt_oss.router"].fallbacks == {reason: LAYERS}
     finally:
         torch._dynamo.reset()
+
+
+@feature("training, gradient checkpointing", "falls back", *POINTS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_is_the_engines_own(checkpointing: bool) -> None:
+    def step(model: Any) -> list[torch.Tensor]:
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+        return [each.grad for each in model.parameters() if each.grad is not None]
+
+    expected, model = step(built()), built()
+    with patched(model) as books:
+        found = step(model)
+        for name, book in books.items():
+            assert not book.calls, name
+            told = LAYERS * PER_LAYER[name]
+            assert book.fallbacks["gradients are on"] >= told, (name, book.fallbacks)
+    for mine, own in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, own)
+
+
+@feature("`functional_call`, autocast", "right", *POINTS)
+def test_parameters_of_a_call_are_those_that_it_was_given() -> None:
+    model = built()
+    with patched(model) as books, torch.inference_mode():
+        given = {name: value * 1.5 for name, value in model.named_parameters()}
+        found = torch.func.functional_call(model, given, (TOKENS,), {"use_cache": False}).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = logits(model)
+        for name, book in books.items():
+            assert counted(book) == 2 * LAYERS * PER_LAYER[name], name
+    other = built()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(mixed, logits(other))
+    other.load_state_dict(given, strict=False)
+    torch.testing.assert_close(found, logits(other))

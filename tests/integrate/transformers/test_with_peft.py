@@ -78,6 +78,13 @@ def test_offloaded_weights_are_those_of_the_layer(later: bool) -> None:
         for name, book in books.items():
             told = book.calls.total() + book.fallbacks.total()
             assert told == len(model.model.layers) * PER_LAYER[name], f"{name}: {book.fallbacks}"
+        accelerate.hooks.remove_hook_from_module(model, recurse=True)
+        torch.testing.assert_close(logits(model), expected)
+        for name, book in books.items():
+            told = book.calls.total() + book.fallbacks.total()
+            assert told == 2 * len(model.model.layers) * PER_LAYER[name], (
+                f"{name}: {book.fallbacks}"
+            )
         before = [book.calls.total() + book.fallbacks.total() for book in books.values()]
     torch.testing.assert_close(logits(model), expected)
     assert [b.calls.total() + b.fallbacks.total() for b in books.values()] == before
