@@ -215,8 +215,9 @@ class Dispatcher:
         refusal = self.guards.refusal(args)
         tensors = args[: len(self.guards.tensors)]
         label = self.name if refusal else f"{self.name} {self.guards.label(tensors)}"
-        if len(self._known) >= _MOST_CASES:
+        if len(self._known) >= _MOST_CASES and not self._capturing():
             self._known.clear()
+            self.book.forget_cases()
         case = self._known[key] = CallSignature(label, refusal, device=_one_of_several(tensors))
         if refusal is None:
             self.book.cases.append(case)

@@ -229,6 +229,22 @@ def test_a_call_that_differs_from_the_last_one_in_one_thing_is_looked_at_anew(
 
 
 @torch.inference_mode()
+def test_calls_of_very_many_shapes_are_counted_and_not_all_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("patcher.integrate.dispatch._MOST_CASES", 4)
+    dispatch = made()
+    for _ in range(3):
+        for hidden in range(1, 9):
+            assert dispatch(*tensors(hidden), 1e-5)
+    assert dispatch.book.calls.total() == 24
+    assert set(dispatch.book.calls.values()) == {3}
+    assert len(dispatch.book.cases) <= 4
+    dispatch.book.begin_again()
+    assert not dispatch.book.calls
+
+
+@torch.inference_mode()
 def test_without_torchs_own_guard_every_call_makes_its_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -133,13 +133,13 @@ def _unlike(rotation: Any, kind: Any) -> str | None:
 
 
 def _forward(original: Any, kernel: Dispatcher) -> Any:
-    reasons, kind = kernel.book.reasons, sources.module(ROTARY).RotaryEmbedding
+    kind = sources.module(ROTARY).RotaryEmbedding
 
     def forward(
         layer: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> Any:
         if not torch.compiler.is_compiling():
-            reasons["outside vLLM's compiled graphs"] += 1
+            kernel.book.reasons["outside vLLM's compiled graphs"] += 1
             return original(layer, positions, query, key)
         if key is None:
             return original(layer, positions, rope_graph.left_alone(query, "no key"), key)

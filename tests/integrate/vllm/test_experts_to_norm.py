@@ -145,6 +145,24 @@ def test_it_is_fused_beside_the_point_of_the_norm_and_of_the_sum(
         assert not sums
 
 
+@feature("new weights: in place, `.data`, a new Parameter", "right", POINT)
+def test_new_weights_of_norms_and_experts_count(config: Any, gpt_oss: Any) -> None:
+    model, kernel = gpt_oss(), dispatching()
+    old = run(config, model.forward)
+    with patched(kernel):
+        forward = compiled(model.forward)
+        torch.testing.assert_close(run(config, forward), old)
+        first, second = model.layers
+        first.mlp.experts.maps.data.mul_(2)
+        second.input_layernorm.weight.data = second.input_layernorm.weight.data * 3
+        other = torch.nn.Parameter(model.norm.weight.data * 5, requires_grad=False)
+        model.norm.weight = other
+        found = run(config, forward)
+        assert sum(kernel.book.calls.values()) == 4
+    torch.testing.assert_close(found, run(config, model.forward))
+    assert not torch.allclose(found, old)
+
+
 @feature("compiled in pieces, and from the compile cache", "right", POINT)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_the_model_as_vllm_compiles_it_runs_the_one_call(
@@ -425,21 +443,20 @@ def test_a_norm_that_leaves_its_arguments_to_others_is_not_fused(config: Any, gp
         assert not kernel.book.calls
 
 
-@feature(
-    "experts of EPLB, data parallelism, all2all, Marlin or FlashInfer",
-    "falls back",
-    POINT,
-    SUM,
-    "router.oai",
-    "experts.down.mxfp4",
-)
-@pytest.mark.parametrize("point", [POINT, SUM, "router.oai", "experts.down.mxfp4"])
+TRITON = (POINT, SUM, "router.oai", "experts.gate_up.mxfp4", "experts.down.mxfp4")
+
+
+@feature("experts of EPLB, data parallelism, all2all, Marlin or FlashInfer", "falls back", *TRITON)
+@feature("expert parallelism", "falls back", *TRITON)
+@pytest.mark.parametrize("point", TRITON)
 def test_layers_with_experts_of_other_classes_are_told(point: str, gpt_oss: Any) -> None:
     """Those of EPLB, data parallelism and all2all, of LoRA, and of another backend."""
     experts = gpt_oss().layers[0].mlp.experts
     installed = POINTS[point]()
     assert installed.of_role(experts)
     assert installed.applies(experts) is None
+    experts.routed_experts.expert_map = torch.zeros(4)
+    assert installed.applies(experts) == "experts shared by several ranks"
     for name in ("OAITritonExperts", "UnfusedOAITritonExperts"):
         experts.method.moe_kernel = Kernel(name)
         assert installed.applies(experts) == f"experts by {name}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from dispatch_sample import Graph
 from feature_matrix import feature
 from vllm_attention import (
     ATTEND,
@@ -25,6 +26,7 @@ from vllm_attention import (
 )
 from vllm_here import config, dispatcher, needs_vllm
 
+from patcher.integrate.counts import GraphWatch
 from patcher.integrate.vllm.points import POINTS
 from patcher.integrate.vllm.roles.rope_graph import MARKS
 
@@ -520,6 +522,12 @@ def test_outside_of_compiled_graphs_the_rotation_is_vllms_and_counted(
     step(config, layer, hidden, SLOTS)
     assert not kernel.book.calls
     assert dict(kernel.book.fallbacks) == {"outside vLLM's compiled graphs": 1}
+    graph = Graph()
+    with GraphWatch([kernel.book], kind=Graph):  # a recording keeps its counts apart
+        graph.capture_begin()
+        graph.capture_end()
+        step(config, layer, hidden, SLOTS)
+    assert dict(kernel.book.fallbacks) == {"outside vLLM's compiled graphs": 2}
 
 
 def test_a_compiler_other_than_vllms_sees_no_marks(

@@ -36,6 +36,7 @@ from vllm_sample import (
 from patcher import bench
 from patcher.integrate import Patch, Store
 from patcher.integrate.points import find_point
+from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.points import POINTS
 from patcher.integrate.vllm.roles import experts_sum
 
@@ -151,6 +152,7 @@ PLACES = {
 }
 
 
+@feature("someone else's patch in its place", "refused", *POINTS)
 @needs_vllm
 @pytest.mark.parametrize("name", POINTS)
 def test_a_point_goes_in_and_out_without_a_trace(name: str, config: Any) -> None:
@@ -184,6 +186,19 @@ def test_a_point_goes_in_and_out_without_a_trace(name: str, config: Any) -> None
         if getattr(owner, last, None) is not before[0]:
             setattr(owner, last, before[0])
     assert [attribute(place) for place in PLACES[name]] == before
+
+
+@feature("another version, changed code", "refused", *POINTS)
+@needs_vllm
+@pytest.mark.parametrize("name", POINTS)
+def test_code_that_no_version_read_has_is_refused(
+    name: str, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = sources.readings()
+    part = POINTS[name].parts[-1]
+    monkeypatch.setattr(sources, "readings", lambda: {**known, part: sources.Reading({})})
+    with pytest.raises(bench.VerificationError, match=f"the adapter of {name} was written for"):
+        POINTS[name]().find()
 
 
 @feature("`enforce_eager`, mode NONE", "right", "add_norm")
@@ -426,7 +441,6 @@ def test_a_worker_has_what_is_switched_on_and_its_compiled_code_knows(
     assert WorkerWrapperBase.init_device is started
 
 
-@feature("another version, changed code", "refused", "add_norm")
 @needs_vllm
 def test_a_patch_whose_code_changed_is_refused_and_the_engine_runs_without_it(
     tmp_path: Path,
