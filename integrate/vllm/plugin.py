@@ -33,6 +33,7 @@ _READ_BY_WORKERS = (
     *(f"PATCHER_{name}" for name in ("PATCHES", "HOME", "RECEIPTS", "STRICT", "CACHE")),
     *(f"TLLM_PATCHER_{name}" for name in ("PATCHES", "HOME", "RECEIPTS", "STRICT")),
     "PATCHER_RANDOM_WEIGHTS",
+    "PATCHER_BUILD_TIMEOUT_S",
 )
 """Variables that a worker needs; keys of models are none of them."""
 

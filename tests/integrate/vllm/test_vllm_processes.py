@@ -165,5 +165,6 @@ def test_workers_on_ray_get_the_switches_and_no_key(
         plugin: Any = WorkerWrapperBase.init_device
         plugin.plugin.remove()
     wanted = {"PATCHER_PATCHES", "PATCHER_HOME", "PATCHER_RECEIPTS", "PATCHER_STRICT"}
+    wanted |= {"PATCHER_CACHE", "PATCHER_BUILD_TIMEOUT_S"}
     assert wanted | {"MINE", "MINE_TOO", "PYTHONHASHSEED"} <= copied
     assert "PATCHER_MODEL_KEY" not in copied
