@@ -310,6 +310,7 @@ def test_a_source_that_does_not_build_is_one_sentence(tmp_path: Path) -> None:
     assert "\n" not in caught.value.message
 
 
+@feature("a build cache that cannot be written", "refused", ANY)
 def test_a_cache_that_cannot_be_written_is_wrong_usage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

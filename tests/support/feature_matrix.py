@@ -121,6 +121,15 @@ def recorded() -> Record:
     return known
 
 
+def _text(record: Record) -> str:
+    """The record as JSON, a feature a line."""
+    engines = []
+    for engine, names in record.items():
+        lines = [f"  {json.dumps(name)}: {json.dumps(points)}" for name, points in names.items()]
+        engines.append(f" {json.dumps(engine)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(engines) + "\n}\n"
+
+
 def _add(record: Record, engine: str, version: str, passed: Iterable[Claim]) -> None:
     """Put what passed in the place of what was recorded of a version."""
     for points in record.setdefault(engine, {}).values():
@@ -178,7 +187,7 @@ class _Run:
             said = {claim for claim in self.passed - self.failed if claim[0] == engine}
             if said:
                 _add(record, engine, _version(engine), said)
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        RECORD.write_text(_text(record))
         PAGE.write_text(page(record))
 
 

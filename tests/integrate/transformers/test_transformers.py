@@ -113,6 +113,7 @@ def inside(point: Any, kernel: Dispatcher) -> Iterator[CallCounters]:
         point.remove()
 
 
+@feature("`generate`, batches, a cache", "right", *POINTS)
 @pytest.mark.parametrize("name", POINTS)
 def test_a_patch_that_is_the_original_changes_no_bit(
     engine: Engine, patches: dict[str, Patch], name: str
@@ -303,6 +304,7 @@ def test_models_that_are_built_later_are_patched_until_it_is_taken_out(
         assert torch.equal(model(prompts).logits, found)
 
 
+@feature("models built later, in any way", "right", "gpt_oss.decoder_layer")
 @pytest.mark.parametrize(
     "build",
     [transformers.GptOssForCausalLM, transformers.GptOssModel, transformers.AutoModel.from_config],
