@@ -85,7 +85,13 @@ def page(record: Record) -> str:
             cells = [_cell(found[name].get(point, {}), versions) for point in points]
             lines.append(_row([name, *cells]))
         lines.append("")
-    return "\n".join([*lines, _TAIL, *(f"- {name}" for name in NEEDS_GPU), ""])
+    lines.append(_PASSES)
+    lines += [f"- `{p.name}`: {_code(p.fusions)}" for p in VLLM.values() if p.fusions]
+    return "\n".join([*lines, "", _TAIL, *(f"- {name}" for name in NEEDS_GPU), ""])
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _versions(found: Mapping[str, Mapping[str, Mapping[str, list[str]]]]) -> Iterator[list[str]]:
@@ -210,6 +216,11 @@ from its wheels, with doubles for what needs a GPU; transformers with real peft 
 - *falls back*: the engine's own code runs, and the receipt counts that with a reason.
 - *refused*: the patch is not installed where that is on, and the log says why.
 - *not tried*: no test says. `patcher receipts` tells for each layer and call.
+"""
+_PASSES = """## Passes that lose what a patch replaces
+
+A pass of vLLM's compiler finds vLLM's own operators, and no patched kernel. Where one of these is
+on, the log names it when the patch goes in: what it would have fused is not in the verdict.
 """
 _TAIL = """## Not tried at any point
 

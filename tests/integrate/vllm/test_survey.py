@@ -258,13 +258,7 @@ def test_norms_that_sequence_parallelism_must_know_are_left_to_it(
 PASSES = [(point.name, name) for point in POINTS.values() for name in point.fusions]
 
 
-@pytest.mark.parametrize(
-    ("name", "lost"),
-    [
-        pytest.param(name, lost, marks=feature(f"`{lost}`: named as lost", "right", name))
-        for name, lost in PASSES
-    ],
-)
+@pytest.mark.parametrize(("name", "lost"), PASSES)
 def test_passes_that_a_patch_takes_something_from_are_named(
     name: str,
     lost: str,

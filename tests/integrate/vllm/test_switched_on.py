@@ -14,7 +14,15 @@ import torch
 from feature_matrix import feature
 from patch_sample import OP, add_norm_guards
 from patch_sample import kernel as add_norm
-from vllm_attention import PIECEWISE, Compiled, attention, rope_guards, rope_kernel
+from vllm_attention import (
+    HIDDEN,
+    PIECEWISE,
+    Compiled,
+    attention,
+    rope_guards,
+    rope_kernel,
+    step,
+)
 from vllm_experts import TOKENS, gpt_oss, reduce_add_norm
 from vllm_here import config, dispatcher, guards_of, needs_vllm
 
@@ -236,7 +244,7 @@ def test_both_rewrites_of_a_graph_are_made(
     names = [each.layer_name for each in caches]
     slots = dict.fromkeys(names, torch.tensor([5, -1, 20, 21, 6]))
 
-    def step(run: Any) -> list[torch.Tensor]:
+    def once(run: Any) -> list[torch.Tensor]:
         for each in caches:
             each.kv_cache.zero_()
         given = {"input_ids": torch.arange(TOKENS), "positions": torch.arange(TOKENS) + 3}
@@ -244,7 +252,7 @@ def test_both_rewrites_of_a_graph_are_made(
             result: torch.Tensor = run(**given)
         return [result.clone(), *(each.kv_cache.clone() for each in caches)]
 
-    expected = step(model.forward)
+    expected = once(model.forward)
     dtypes = {"I": torch.int32, "T": torch.float32, "W": torch.float32}
     guards = guards_of("reduce_add_rms_norm", **dtypes)
     kernels = {
@@ -261,17 +269,23 @@ def test_both_rewrites_of_a_graph_are_made(
             stack.enter_context(patched(point, kernels[point]))
         run = Compiled(model.forward, PIECEWISE)
         for _ in range(2):
-            torch.testing.assert_close(step(run), expected)
+            torch.testing.assert_close(once(run), expected)
     calls = {point: sum(kernel.book.calls.values()) for point, kernel in kernels.items()}
     # of both layers twice; the norms that are left follow attention
     assert calls == dict.fromkeys(kernels, 4)
     assert not any(kernel.book.fallbacks for kernel in kernels.values())
 
 
-@feature("`VLLM_BATCH_INVARIANT`", "right", "rope_kv", "router.oai")
-@pytest.mark.parametrize("point", ["rope_kv", "router.oai"])
+@feature("`VLLM_BATCH_INVARIANT`", "right", "rope_kv")
 def test_what_sums_nothing_is_served_where_sums_must_not_depend_on_a_batch(
-    point: str, config: Any, monkeypatch: pytest.MonkeyPatch
+    config: Any, attention: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert POINTS[point]().find()
+    layer, hidden = attention("llama"), torch.randn(TOKENS, HIDDEN)
+    slots = torch.tensor([5, -1, 20, 21, 6])
+    expected = step(config, layer, hidden, slots)
+    kernel = dispatcher("rope_kv_update", rope_kernel, rope_guards())
+    with patched("rope_kv", kernel):
+        found = step(config, layer, hidden, slots, Compiled(layer))
+    torch.testing.assert_close(found, expected)
+    assert sum(kernel.book.calls.values()) == 1

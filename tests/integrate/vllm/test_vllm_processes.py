@@ -137,7 +137,7 @@ def test_a_worker_without_an_applied_patch_says_so(
     assert str(store.root) in caplog.text
 
 
-@feature("Ray", "right", *POINTS)
+@feature("Ray: workers get the switches", "right", *POINTS)
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_workers_on_ray_get_the_switches_and_no_key(
     store: Store, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
