@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,53 @@ def published_config(model: str) -> dict[str, Any]:
             f"presets are: {', '.join(presets())}",
         ) from error
     return found
+
+
+def full_config(model: str) -> dict[str, Any]:
+    """A whole config.json of a model, as an engine reads it from a folder.
+
+    Args:
+        model: a preset, or a folder with a config.json.
+
+    Raises:
+        UsageError: as `published_config`, or transformers does not know the preset's architecture.
+    """
+    known = presets().get(model)
+    if known is None:
+        return published_config(model)
+    config: dict[str, Any] = configuration(known).to_dict()
+    return {**config, "architectures": [causal_model(known)], **known.published}
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What a KV cache's size depends on."""
+
+    layers: int
+    """Decoder layers."""
+    kv_heads: int
+    """Heads of keys and values in a layer."""
+    head_dim: int
+    """Elements of a head."""
+
+
+def model_sizes(model: str) -> ModelSizes | None:
+    """The sizes of a preset, or of a folder with a config.json; None if it is neither.
+
+    Raises:
+        UsageError: transformers does not know the preset's architecture.
+    """
+    if known := presets().get(model):
+        text = configuration(known)
+    elif Path(model, "config.json").is_file():
+        from transformers import AutoConfig
+
+        text = AutoConfig.from_pretrained(model).get_text_config()
+    else:
+        return None
+    heads = int(text.num_attention_heads)
+    return ModelSizes(
+        layers=int(text.num_hidden_layers),
+        kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+    )

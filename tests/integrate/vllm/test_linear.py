@@ -18,8 +18,8 @@ from patcher.bench import Candidate, Evaluation, Language, Outcome, Timing
 from patcher.integrate import Patch, Store
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.guards import AxisBounds
+from patcher.integrate.survey import survey
 from patcher.integrate.vllm.points import POINTS
-from patcher.integrate.vllm.survey import survey
 
 __all__ = ("config",)  # a fixture of tests here
 

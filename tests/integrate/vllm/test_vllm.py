@@ -280,6 +280,7 @@ def test_compilers_leave_the_norm_whole(backend: str, config: Any) -> None:
 
 
 @needs_vllm
+@torch.no_grad()
 def test_routing_gives_vllm_what_it_reads() -> None:
     library = attribute("triton_kernels.routing:routing").__globals__
     tokens, experts, top_k = 9, 8, 2
