@@ -36,6 +36,7 @@ from vllm_sample import (
 from patcher import bench
 from patcher.integrate import Patch, Store
 from patcher.integrate.points import find_point
+from patcher.integrate.source_record import Reading, SourceRecord
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.points import POINTS
 from patcher.integrate.vllm.roles import experts_sum
@@ -194,9 +195,9 @@ def test_a_point_goes_in_and_out_without_a_trace(name: str, config: Any) -> None
 def test_code_that_no_version_read_has_is_refused(
     name: str, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = sources.readings()
-    part = POINTS[name].parts[-1]
-    monkeypatch.setattr(sources, "readings", lambda: {**known, part: sources.Reading({})})
+    known = sources.record().readings()
+    changed = {**known, POINTS[name].parts[-1]: Reading({})}
+    monkeypatch.setattr(SourceRecord, "readings", lambda record: changed)
     with pytest.raises(bench.VerificationError, match=f"the adapter of {name} was written for"):
         POINTS[name]().find()
 
