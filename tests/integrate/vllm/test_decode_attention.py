@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_matrix import feature
 from vllm_attention import BLOCK, HEAD_DIM, HEADS, KV_HEADS, attention, empty_cache
 from vllm_here import config, dispatcher, guards_of, needs_vllm
 
@@ -28,6 +29,7 @@ OP = bench.load_op("decode_attention")
 CPU = load(str(OP.folder / "solutions/cpu_torch/decode_attention.py"), "python", OP.name)
 LENGTHS = (5, 17, 0)
 WINDOW = 4
+POINT = "decode_attention"
 
 
 def flash(**given: Any) -> None:
@@ -156,6 +158,7 @@ def test_a_decode_step_is_the_kernels(
     kernel.close()
 
 
+@feature("sliding windows, sinks, padded graphs", "right", POINT)
 def test_padding_is_left_as_it_was_beyond_the_steps_tokens(served: Any, patched: Any) -> None:
     found = run(served, metadata(), tokens=5)
     assert found[2].eq(0).all(), "a request without tokens"
@@ -166,7 +169,11 @@ def test_padding_is_left_as_it_was_beyond_the_steps_tokens(served: Any, patched:
 @pytest.mark.parametrize(
     ("step", "reason"),
     [
-        ({"queries": (1, 3, 1)}, "more than one token of a request"),
+        pytest.param(
+            {"queries": (1, 3, 1)},
+            "more than one token of a request",
+            marks=feature("speculative decoding, chunked prefill", "falls back", POINT),
+        ),
         ({"causal": False}, "another kind of mask"),
         ({"rswa_prefix_lens": torch.ones(3)}, "a mask of its own"),
     ],
@@ -189,6 +196,7 @@ def test_a_measuring_run_has_no_cache(served: Any, patched: Any) -> None:
     assert dict(patched.book.reasons) == {"no KV cache yet": 1}
 
 
+@feature("FP8 KV cache", "falls back", POINT)
 def test_layers_say_why_they_stay(served: Any) -> None:
     point = POINTS["decode_attention"]()
     assert point.of_role(served)
@@ -201,6 +209,7 @@ def test_layers_say_why_they_stay(served: Any) -> None:
     assert point.applies(served) == "KV cache of fp8"
 
 
+@feature("`cudagraph_mode` FULL", "refused", POINT)
 def test_graphs_of_mixed_steps_are_refused(
     config: Any, served: Any, kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +224,7 @@ def test_graphs_of_mixed_steps_are_refused(
     kernel.close()
 
 
+@feature("`VLLM_KV_CACHE_LAYOUT`, packed caches", "right", POINT)
 def test_the_cache_is_a_view_of_the_engines(served: Any) -> None:
     keys, values = engine.kv_caches(served.kv_cache, HEAD_DIM) or ((), ())
     assert keys.shape == values.shape == (2, BLOCK, KV_HEADS, HEAD_DIM)
