@@ -41,7 +41,12 @@ def evaluate(
     baseline: Annotated[
         str | None, typer.Option(help="Compare with this baseline, not the strongest one.")
     ] = None,
-    sweep: Annotated[str | None, typer.Option(help="The sweep of the op that is timed.")] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            help="The sweep of the op that is timed; with other sizes, NAME@AXIS=SIZE,..."
+        ),
+    ] = None,
     device: Device = None,
     pairs: Annotated[int, typer.Option(help="Pairs of timed blocks per point.", min=3)] = 12,
     timeout: Annotated[

@@ -68,7 +68,12 @@ def optimize(
         bool, typer.Option("--dry-run", help="Estimate calls, tokens and cost; call no model.")
     ] = False,
     judge: JudgeSpec = None,
-    sweep: Annotated[str | None, typer.Option(help="The sweep of the op that is timed.")] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            help="The sweep of the op that is timed; with other sizes, NAME@AXIS=SIZE,..."
+        ),
+    ] = None,
     counters: Annotated[
         bool, typer.Option(help="CUDA: give the analyst Nsight Compute's counters.")
     ] = True,
