@@ -39,11 +39,18 @@ from patcher.bench.judge.evaluation import (
 )
 from patcher.bench.machine.environment import Environment
 from patcher.bench.ops.candidate import Candidate, Language, guess_language
-from patcher.bench.ops.contract import AxisGuard, Contract, PatchPointSpec, TensorSpec
+from patcher.bench.ops.contract import (
+    SIZED,
+    AxisGuard,
+    Contract,
+    PatchPointSpec,
+    Point,
+    Sweep,
+    TensorSpec,
+)
 from patcher.bench.ops.dtypes import DTYPES, Dtype
 from patcher.bench.ops.header import comment_mark, header_form, header_hint
-from patcher.bench.ops.op import Op, SolutionInfo, library, load_op, load_ops
-from patcher.bench.ops.sweep import SIZED, Point, Sweep
+from patcher.bench.ops.op import Op, SolutionInfo, library, load_op, load_ops, sweep_named
 from patcher.bench.plugins import Plugin, Registry, plugins
 from patcher.bench.presets import Preset, preset, presets
 from patcher.bench.presets import problems as preset_problems
@@ -163,4 +170,5 @@ __all__ = [
     "read_source",
     "relayed",
     "require_file",
+    "sweep_named",
 ]

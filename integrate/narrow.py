@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from patcher.bench import AxisGuard, Contract, Evaluation
+from patcher.bench import AxisGuard, Contract, Evaluation, sweep_named
 
 
 def worth_calling(contract: Contract, evaluations: Iterable[Evaluation]) -> dict[str, AxisGuard]:
@@ -24,7 +24,7 @@ def _cut(
     axes: dict[str, AxisGuard], contract: Contract, evaluation: Evaluation
 ) -> dict[str, AxisGuard]:
     """The guard of the swept axis if one verdict narrows it, else nothing."""
-    sweep = contract.sweep_named(evaluation.sweep)
+    sweep = sweep_named(contract, evaluation.sweep)
     if sweep is None:
         return {}
     points = {

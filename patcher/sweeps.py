@@ -25,15 +25,19 @@ def served_sweep(op: Op, device: str, asked: str | None, workload: Workload | No
     sweep = op.sweep(device, asked)
     if workload is None or SIZED in sweep.name:
         return asked
+    first = next(iter(op.contract.dtypes))
     if asked is None:
-        first = next(iter(op.contract.dtypes))
         fitting = [one for one in op.contract.sweeps if one.device == device]
         sweep = next((one for one in fitting if one.dtypes[first] == workload.dtype), sweep)
     sizes = known_sizes(workload.model)
     axes = sizes.axes(sweep.fixed)
     same = sweep.sized(axes, {}) == sweep  # what it sweeps was chosen for such a model, too
     values = sizes.readers if sweep.axis == "outer" and not same else ()
-    found = op.contract.served_sweep(sweep, axes, workload.dtype, values)
+    # the model's dtype takes the place of the first symbol's, and of those that are the same
+    alike = [name for name, now in sweep.dtypes.items() if now == sweep.dtypes[first]]
+    dtypes = {**sweep.dtypes, **dict.fromkeys(alike, workload.dtype)}
+    allowed = dtypes in op.contract.dtype_choices()
+    found = sweep.sized(axes, dtypes if allowed else {}, values)
     if found.name == op.sweep(device, asked).name:
         return asked
     return op.sweep(device, found.name).name

@@ -18,8 +18,8 @@ from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.timed_arm import TimedArm, fresh_sets
 from patcher.bench.judge.zygote import RunnerFailure
 from patcher.bench.machine.environment import fingerprint
+from patcher.bench.ops.contract import Sweep
 from patcher.bench.ops.op import Op
-from patcher.bench.ops.sweep import Sweep
 from patcher.bench.records import Record, remembered
 from patcher.bench.toolchains import cache_root
 

@@ -19,10 +19,9 @@ from patcher.bench.judge.blob import Layout, Travel, Wanted, layout
 from patcher.bench.judge.numbers import numbers, stacked
 from patcher.bench.judge.placement import SHIFT, placements, strides_of
 from patcher.bench.ops.codes import nudge
-from patcher.bench.ops.contract import TensorSpec
+from patcher.bench.ops.contract import Point, Sweep, TensorSpec
 from patcher.bench.ops.dtypes import DTYPES, dtype_of
 from patcher.bench.ops.op import Op
-from patcher.bench.ops.sweep import Point, Sweep
 
 Values = dict[str, Tensor]
 MIXED_BYTES = 16 << 20

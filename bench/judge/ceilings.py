@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from patcher.bench.machine.environment import device_name, fingerprint
-from patcher.bench.ops.contract import Contract
-from patcher.bench.ops.sweep import Point
+from patcher.bench.ops.contract import Contract, Point
 from patcher.bench.records import Record, remembered
 from patcher.bench.toolchains import cache_root
 

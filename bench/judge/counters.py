@@ -22,8 +22,8 @@ from patcher.bench.judge import tools
 from patcher.bench.judge.evaluation import Counter, Evaluation, KernelCounters
 from patcher.bench.machine.installed import find_ncu
 from patcher.bench.ops.candidate import Candidate
+from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import load_op
-from patcher.bench.ops.sweep import Point
 from patcher.bench.records import Record
 from patcher.bench.toolchains import Built, build
 

@@ -27,8 +27,8 @@ from patcher.bench.judge.tripwires import Tripwires
 from patcher.bench.judge.zygote import RunnerFailure, Zygote
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.ops.candidate import Candidate
+from patcher.bench.ops.contract import Sweep
 from patcher.bench.ops.op import Op, load_op
-from patcher.bench.ops.sweep import Sweep
 from patcher.bench.sandbox import process_tree as tree
 from patcher.bench.toolchains import Built, build, cache_root, toolchain
 

@@ -12,8 +12,8 @@ from patcher.bench.errors import UsageError
 from patcher.bench.judge.blob import Layout
 from patcher.bench.judge.cases import shapes_tried, tensors_of
 from patcher.bench.judge.memory_file import CAPACITY
+from patcher.bench.ops.contract import Point, Sweep
 from patcher.bench.ops.op import Op
-from patcher.bench.ops.sweep import Point, Sweep
 
 SETS = {"cpu": 16, "cuda": 32}
 """Most buffer sets of a timed block."""

@@ -16,9 +16,9 @@ from torch import Tensor
 from patcher.bench.judge.blob import Bytes, Layout, Slot
 from patcher.bench.judge.cases import Case, Secrets, Values, shapes_tried, tensors_of
 from patcher.bench.judge.process import Runner
+from patcher.bench.ops.contract import Sweep
 from patcher.bench.ops.dtypes import DTYPES
 from patcher.bench.ops.op import Op
-from patcher.bench.ops.sweep import Sweep
 from patcher.bench.runner.mixing import Mixer
 
 PIECE_BYTES = 64 << 20

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from patcher.bench.ops.codes import decode, encode
+from patcher.bench.ops.contract import Point
 from patcher.bench.ops.dtypes import DTYPES, Dtype, dtype_of
 from patcher.bench.ops.op import Op
-from patcher.bench.ops.sweep import Point
 
 EACH = ("zeros", "ones", "one_hot", "negative_zero", "denormal", "nan", "inf")
 """Regimes that are also tried on each tensor alone, since one tensor can hide another."""

@@ -31,8 +31,8 @@ from patcher.bench.judge.evaluation import Outcome
 from patcher.bench.judge.sanitizer_text import SanitizerFinding, SanitizerReport, parse
 from patcher.bench.machine.installed import find_compute_sanitizer, version_of
 from patcher.bench.ops.candidate import Candidate, Language
+from patcher.bench.ops.contract import Point, Sweep
 from patcher.bench.ops.op import Op
-from patcher.bench.ops.sweep import Point, Sweep
 from patcher.bench.records import Record
 from patcher.bench.toolchains import Built, build, toolchain
 

@@ -16,8 +16,8 @@ from patcher.bench.judge.process import Left, Runner
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
 from patcher.bench.judge.zygote import RunnerFailure
+from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op
-from patcher.bench.ops.sweep import Point
 
 
 class WrongCall(Exception):

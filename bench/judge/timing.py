@@ -40,8 +40,8 @@ from patcher.bench.judge.sets import CallSets
 from patcher.bench.judge.timed_arm import TimedArm, WrongCall, fresh_sets
 from patcher.bench.judge.zygote import RunnerFailure
 from patcher.bench.machine.clocks import TOLERANCE, ClockMonitor
+from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op
-from patcher.bench.ops.sweep import Point
 from patcher.bench.stats.hodges_lehmann import Interval, hodges_lehmann
 
 CALLED = 2 / 3

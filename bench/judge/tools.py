@@ -25,8 +25,8 @@ from patcher.bench.judge import process, zygote
 from patcher.bench.judge.blob import Bytes, Layout
 from patcher.bench.judge.cases import Case
 from patcher.bench.judge.sets import packed
+from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op
-from patcher.bench.ops.sweep import Point
 from patcher.bench.sandbox import policy as sandbox
 from patcher.bench.sandbox import process_tree as tree
 from patcher.bench.toolchains import Built

@@ -28,8 +28,8 @@ from patcher.bench.judge.zygote import RunnerFailure
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.machine.environment import describe
 from patcher.bench.ops.candidate import Candidate
+from patcher.bench.ops.contract import Sweep
 from patcher.bench.ops.op import Op
-from patcher.bench.ops.sweep import Sweep
 from patcher.bench.toolchains import Built
 
 AFTER = 6

@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 
 from patcher.bench.ops.arithmetic import evaluate, names_in, solve
 from patcher.bench.ops.dtypes import DTYPES, Dtype
-from patcher.bench.ops.sweep import SIZED, Point, Sweep
 from patcher.bench.records import Record
 
 TensorLayout = Literal["contiguous", "rows", "strided"]
@@ -57,6 +56,57 @@ class ScalarSpec(Record):
     value: float
     """The value that the sweep uses; the judge also tries others."""
     summary: str = ""
+
+
+class Point(Record):
+    """One concrete problem: a size for every axis, a dtype for every symbol."""
+
+    axes: dict[str, int]
+    dtypes: dict[str, str]
+
+    def label(self) -> str:
+        axes = " ".join(f"{name}={size}" for name, size in self.axes.items())
+        return f"{axes} {'/'.join(dict.fromkeys(self.dtypes.values()))}"
+
+
+SIZED = "@"
+"""In a sweep's name, between that in the contract and the sizes that differ from it."""
+
+
+class Sweep(Record):
+    name: str
+    """As in the contract; with other sizes, `NAME@AXIS=SIZE,SYMBOL=DTYPE`, and `SIZE:SIZE` for the
+    swept axis."""
+    device: Literal["cpu", "cuda"]
+    dtypes: dict[str, str]
+    axis: str
+    values: tuple[int, ...]
+    fixed: dict[str, int]
+
+    def sized(
+        self, sizes: Mapping[str, int], dtypes: Mapping[str, str], values: Sequence[int] = ()
+    ) -> Sweep:
+        """The sweep with other sizes and dtypes, as its name then says: `bf16@hidden=4096`.
+
+        Args:
+            sizes: by axis; axes that the sweep does not fix are left out.
+            dtypes: by symbol.
+            values: of the swept axis; none: as they are.
+        """
+        axes = {axis: sizes.get(axis, size) for axis, size in self.fixed.items()}
+        kinds, swept = {**self.dtypes, **dtypes}, tuple(values) or self.values
+        changed = [f"{axis}={size}" for axis, size in axes.items() if size != self.fixed[axis]]
+        changed += [f"{name}={kind}" for name, kind in kinds.items() if kind != self.dtypes[name]]
+        changed += [f"{self.axis}={':'.join(map(str, swept))}"] if swept != self.values else []
+        name = f"{self.name}{SIZED}{','.join(changed)}" if changed else self.name
+        update = {"name": name, "fixed": axes, "dtypes": kinds, "values": swept}
+        return self.model_copy(update=update)
+
+    def points(self) -> list[Point]:
+        return [
+            Point(axes={self.axis: value, **self.fixed}, dtypes=self.dtypes)
+            for value in self.values
+        ]
 
 
 class HiddenShape(Record):
@@ -229,53 +279,6 @@ class Contract(Record):
         found = solve([pair for t, shape in pairs for pair in zip(t.shape, shape, strict=True)])
         swept = [sweep.axis for sweep in self.sweeps if sweep.axis in found]
         return {axis: found[axis] for axis in (*swept, *found)}
-
-    def sweep_named(self, name: str | None) -> Sweep | None:
-        """The sweep of that name, with the sizes and dtypes that the name says after an `@`; None
-        if there is no such sweep.
-
-        Raises:
-            ValueError: it does not fix such an axis, or has no such dtype.
-        """
-        base, _, changes = (name or "").partition(SIZED)
-        sweep = next((each for each in self.sweeps if each.name == base), None)
-        if sweep is None:
-            return None
-        sizes: dict[str, int] = {}
-        dtypes: dict[str, str] = {}
-        values: list[int] = []
-        for change in filter(None, changes.split(",")):
-            key, _, value = change.partition("=")
-            if key in sweep.fixed and value.isdecimal():
-                sizes[key] = int(value)
-            elif key == sweep.axis and all(size.isdecimal() for size in value.split(":")):
-                values = [int(size) for size in value.split(":")]
-            elif key in self.dtypes and value in self._allowed(key):
-                dtypes[key] = value
-            else:
-                known = ", ".join([sweep.axis, *sweep.fixed, *self.dtypes])
-                raise ValueError(f"{change} is no size or dtype of {base}, which has {known}")
-        return sweep.sized(sizes, dtypes, values)
-
-    def _allowed(self, symbol: str) -> set[str]:
-        return {choice[symbol] for choice in self.dtype_choices()}
-
-    def served_sweep(
-        self, sweep: Sweep, sizes: Mapping[str, int], dtype: str, values: Sequence[int] = ()
-    ) -> Sweep:
-        """The sweep with the sizes and the dtype of a model, where the contract allows it.
-
-        Args:
-            sweep: one of the contract's.
-            sizes: of the model, by axis.
-            dtype: of the model's activations; it replaces that of the first symbol, and of those
-                that are the same.
-            values: of the swept axis, if they are the model's too.
-        """
-        first = next(iter(self.dtypes))
-        alike = {name: dtype for name, now in sweep.dtypes.items() if now == sweep.dtypes[first]}
-        wanted = {**sweep.dtypes, **alike}
-        return sweep.sized(sizes, wanted if wanted in self.dtype_choices() else {}, values)
 
     def point_of(self, sweep: Sweep, axes: dict[str, int]) -> Point:
         """The point of a recorded timing. A sweep of an earlier contract may lack an axis; then the

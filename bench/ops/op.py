@@ -18,8 +18,7 @@ from pydantic import ValidationError
 from patcher.bench.errors import UsageError
 from patcher.bench.machine.environment import ROOT
 from patcher.bench.ops.candidate import Candidate, Language
-from patcher.bench.ops.contract import Contract
-from patcher.bench.ops.sweep import SIZED, Sweep
+from patcher.bench.ops.contract import SIZED, Contract, Sweep
 from patcher.bench.records import Record, parse_toml, problem
 
 
@@ -134,7 +133,7 @@ class Op:
         """
         sweeps = self.contract.sweeps
         try:
-            named = self.contract.sweep_named(name)
+            named = sweep_named(self.contract, name)
         except ValueError as error:
             raise UsageError(f"{self.name}: {error}", "see `patcher ops show`") from error
         found = named if name else next((one for one in sweeps if one.device == device), None)
@@ -166,6 +165,34 @@ class Op:
                 ) from error
             source = folder / f"{self.name}{info.language.traits.suffix}"
             yield info, Candidate.from_file(self.name, source, info.language)
+
+
+def sweep_named(contract: Contract, name: str | None) -> Sweep | None:
+    """The contract's sweep of that name, with the sizes and dtypes that the name says after an `@`;
+    None if there is no such sweep.
+
+    Raises:
+        ValueError: it does not fix such an axis, or has no such dtype.
+    """
+    base, _, changes = (name or "").partition(SIZED)
+    sweep = next((each for each in contract.sweeps if each.name == base), None)
+    if sweep is None:
+        return None
+    sizes: dict[str, int] = {}
+    dtypes: dict[str, str] = {}
+    values: list[int] = []
+    for change in filter(None, changes.split(",")):
+        key, _, value = change.partition("=")
+        if key in sweep.fixed and value.isdecimal():
+            sizes[key] = int(value)
+        elif key == sweep.axis and all(size.isdecimal() for size in value.split(":")):
+            values = [int(size) for size in value.split(":")]
+        elif any(choice.get(key) == value for choice in contract.dtype_choices()):
+            dtypes[key] = value
+        else:
+            known = ", ".join([sweep.axis, *sweep.fixed, *contract.dtypes])
+            raise ValueError(f"{change} is no size or dtype of {base}, which has {known}")
+    return sweep.sized(sizes, dtypes, values)
 
 
 def _load(path: Path) -> ModuleType:

@@ -15,8 +15,7 @@ from importlib import resources
 from pathlib import Path
 
 from patcher.bench.ops.candidate import Candidate, Language
-from patcher.bench.ops.contract import Contract
-from patcher.bench.ops.sweep import Point
+from patcher.bench.ops.contract import Contract, Point
 from patcher.bench.toolchains import Built, Missing
 from patcher.bench.toolchains.compilers import CompileJob, compiled
 from patcher.bench.toolchains.native import cuda_arch

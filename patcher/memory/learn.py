@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from patcher.bench import Contract, Environment, Evaluation, Language, Outcome, Record
+from patcher.bench import Contract, Environment, Evaluation, Language, Outcome, Record, sweep_named
 from patcher.memory.entries import Gain, MemoryRule, Observation, identifier, shapes_of
 from patcher.memory.patterns import failure_in, technique_in
 from patcher.memory.screen import phrase, significant, vocabulary
@@ -134,7 +134,7 @@ def _ratios(contract: Contract, parent: Evaluation, child: Evaluation) -> dict[s
     """How much faster the child is, by size of call; None: it is not right."""
     if child.right and (parent.baseline, parent.sweep) != (child.baseline, child.sweep):
         return {}  # their speedups are over different things
-    sweep = contract.sweep_named(parent.sweep)
+    sweep = sweep_named(contract, parent.sweep)
     if sweep is None:
         return {}
     after = {tuple(sorted(timing.axes.items())): timing.speedup for timing in child.timings}

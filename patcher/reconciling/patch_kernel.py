@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from patcher.bench import Sweep, Throughput, presets
+from patcher.bench import Sweep, Throughput, presets, sweep_named
 from patcher.hotspot import Profile
 from patcher.integrate import Patch
 from patcher.reconciling.launches import step_launches
@@ -32,7 +32,7 @@ def patched_kernel(
         together: all patches that were in, some of which take calls from others.
     """
     evaluation, contract = patch.evaluation, patch.contract
-    sweep = contract.sweep_named(evaluation.sweep)
+    sweep = sweep_named(contract, evaluation.sweep)
     return PatchedKernel(
         evaluation=evaluation,
         launches=step_launches(
@@ -45,7 +45,7 @@ def patched_kernel(
         ),
         dtypes=_dtypes(sweep),
         further=tuple(
-            (one, _dtypes(contract.sweep_named(one.sweep))) for one in patch.manifest.further
+            (one, _dtypes(sweep_named(contract, one.sweep))) for one in patch.manifest.further
         ),
         replayed=replayed,
         pdl=patch.manifest.guards.pdl,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from patcher.bench import UsageError, VerificationError, Workload, load_op
+from patcher.bench import UsageError, VerificationError, Workload, load_op, sweep_named
 from patcher.places import places_in, require_some_place
 from patcher.sweeps import served_sweep
 
@@ -101,7 +101,7 @@ def test_a_kernel_is_judged_at_the_models_sizes(
     assert served_sweep(known, device, None, None) is None
     if name is not None:
         found = known.sweep(device, name)
-        assert found == known.contract.sweep_named(name)
+        assert found == sweep_named(known.contract, name)
         assert all(point.dtypes == found.dtypes for point in found.points())
         assert served_sweep(known, device, name, served) == name, "what the user says holds"
 

@@ -35,8 +35,8 @@ from patcher.bench.judge.cases import (
 )
 from patcher.bench.judge.judge import Judge
 from patcher.bench.judge.regimes import regimes_of
+from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op
-from patcher.bench.ops.sweep import Point
 from patcher.bench.runner.captured import Arena, Captured
 from patcher.bench.runner.loading import load
 

@@ -32,7 +32,7 @@ from patcher.bench.judge.cases import (
 from patcher.bench.judge.judge import Judge
 from patcher.bench.judge.regimes import regimes_of
 from patcher.bench.ops.arithmetic import evaluate
-from patcher.bench.ops.sweep import Point
+from patcher.bench.ops.contract import Point
 from patcher.bench.runner.loading import load
 
 NAMES = ("moe_matmul_swiglu", "moe_matmul_down")

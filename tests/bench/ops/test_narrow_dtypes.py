@@ -32,8 +32,8 @@ from patcher.bench.judge.blob import Wanted, layout, read_set, strayed, write_se
 from patcher.bench.judge.cases import Case, expect, make_inputs, value_problem
 from patcher.bench.judge.numbers import numbers
 from patcher.bench.ops.codes import as_bytes, decode, encode, nudge, rounded
+from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op
-from patcher.bench.ops.sweep import Point
 
 OPS = Path(__file__).parents[2] / "data/ops"
 NAMES = ("add_float8", "matmul_mxfp4", "matmul_nvfp4", "quantize_nvfp4")

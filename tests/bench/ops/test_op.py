@@ -10,9 +10,8 @@ import torch
 
 from patcher import bench
 from patcher.bench.judge.accuracy import error_of, explain_mismatch
-from patcher.bench.ops.contract import _arithmetic
+from patcher.bench.ops.contract import Point, _arithmetic
 from patcher.bench.ops.op import Op, user_op_folders
-from patcher.bench.ops.sweep import Point
 
 OP = bench.load_op("fused_add_rms_norm")
 
