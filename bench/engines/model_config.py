@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,8 @@ from patcher.bench.errors import MissingError, PatcherError, UsageError
 from patcher.bench.presets import Preset, presets, problems
 
 CONFIG = "config.json"
+HUB_TIMEOUT_S = 5.0
+"""Seconds within which the hub answers, or counts as out of reach."""
 
 
 def configuration(preset: Preset) -> Any:
@@ -116,15 +115,15 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _from_hub(model: str) -> Path:
-    import huggingface_hub
+    import huggingface_hub as hub
     from huggingface_hub import errors
 
     try:
         try:
-            return Path(huggingface_hub.hf_hub_download(model, CONFIG, local_files_only=True))
+            return Path(hub.hf_hub_download(model, CONFIG, local_files_only=True))
         except errors.LocalEntryNotFoundError:
-            with _one_sentence():
-                return Path(huggingface_hub.hf_hub_download(model, CONFIG))
+            _reach_hub(model)
+            return Path(hub.hf_hub_download(model, CONFIG))
     except errors.HFValidationError as error:
         raise UsageError(
             f"{model!r} is no folder, and no Hugging Face id: {_first_line(error)}",
@@ -140,11 +139,8 @@ def _from_hub(model: str) -> Path:
             f"Hugging Face has no model {model}, or it is private",
             "check the id; for a private one set HF_TOKEN",
         ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        raise MissingError(
-            f"{model} is not in the cache of Hugging Face, and the hub cannot be reached",
-            f"give a folder or a {CONFIG}, or run this where there is a network",
-        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise _unreachable(model) from error
     except errors.EntryNotFoundError as error:
         raise UsageError(
             f"{model} has no {CONFIG}, so it is no model of transformers", "check the id"
@@ -156,16 +152,28 @@ def _from_hub(model: str) -> Path:
         ) from error
 
 
-@contextmanager
-def _one_sentence() -> Iterator[None]:
-    """Keep the warnings of each retry out of what a person reads."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+def _reach_hub(model: str) -> None:
+    """Ask for the config.json once: a download would try five times, and tell of each.
+
+    Raises:
+        MissingError: no answer came; what the hub answers is raised as huggingface_hub has it.
+    """
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
     try:
-        yield
-    finally:
-        logger.setLevel(level)
+        hub.get_hf_file_metadata(hub.hf_hub_url(model, CONFIG), timeout=HUB_TIMEOUT_S)
+    except (errors.HfHubHTTPError, errors.HFValidationError):
+        raise
+    except Exception as error:  # of whichever HTTP library this version of the hub's client has
+        raise _unreachable(model) from error
+
+
+def _unreachable(model: str) -> MissingError:
+    return MissingError(
+        f"{model} is not in the cache of Hugging Face, and the hub cannot be reached",
+        f"give a folder or a {CONFIG}, or run this where there is a network",
+    )
 
 
 def _not_configured(model: str, kind: str, own_code: bool, error: Exception) -> PatcherError:

@@ -223,7 +223,7 @@ def test_a_preset_has_as_many_parameters_as_it_says(name: str) -> None:
     [
         (errors.GatedRepoError, MissingError, "its owner has to let you read it"),
         (errors.RepositoryNotFoundError, UsageError, "has no model some/model"),
-        (errors.LocalEntryNotFoundError, MissingError, "the hub cannot be reached"),
+        (TimeoutError, MissingError, "the hub cannot be reached"),
         (errors.RemoteEntryNotFoundError, UsageError, "has no config.json"),
         (errors.HfHubHTTPError, MissingError, "did not send the config.json"),
         (errors.HFValidationError, UsageError, "no Hugging Face id"),
@@ -235,16 +235,26 @@ def test_what_the_hub_says_is_one_sentence(
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def download(*_: Any, local_files_only: bool = False) -> str:
-        if local_files_only:
-            raise errors.LocalEntryNotFoundError("not in the cache")
+    def ask(*_: Any, **__: Any) -> None:
         error = raised.__new__(raised)  # those of HTTP want the whole response
         error.args = ("a long story",)
         raise error
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", ask)
     with pytest.raises(error, match=said):
-        workload("some/model")
+        workload("some/model-that-is-in-no-cache")
+
+
+def test_a_hub_that_is_out_of_reach_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    url = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url)
+    with pytest.raises(MissingError, match="the hub cannot be reached"):
+        workload("some/model-that-is-in-no-cache")
+    assert not caplog.messages, "the hub's client tells of each further try"
 
 
 def test_a_model_in_the_cache_needs_no_network(
