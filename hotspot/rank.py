@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
 from patcher.bench import Op, load_ops
@@ -124,10 +124,7 @@ class _Ranking:
         instances = sum(kernel.instances for kernel in variants)
         total = sum(kernel.total_ns for kernel in variants)
         own = sum(kernel.exposed_ns or 0 for kernel in variants) if self.spans else None
-        op = next((op for op in map(_covering, (k.name for k in variants)) if op), None)
-        points, refusal = self.served.places_of(op)
-        if op is not None and refusal:
-            refusal, op = f"{op.name}: {refusal}", None
+        op, points, refusal = self._place([kernel.name for kernel in variants])
         whole = self.spans.busy if self.spans else sum(k.total_ns for k in self.kernels)
         spent = own if own is not None else total
         spot = Hotspot(
@@ -165,6 +162,17 @@ class _Ranking:
                 "reachable_pct": self._gain_pct(max(spent - instances * aim, 0.0)),
             }
         return spot.model_copy(update=update)
+
+    def _place(self, names: Iterable[str]) -> tuple[Op | None, tuple[str, ...], str]:
+        """The first op that covers these kernels and has a place in the model, and where; or why
+        none has."""
+        refusals: list[str] = []
+        for op in dict.fromkeys(op for name in names for op in _covering(name)):
+            points, refusal = self.served.places_of(op)
+            if not refusal:
+                return op, points, ""
+            refusals.append(f"{op.name}: {refusal}")
+        return None, (), "; ".join(refusals)
 
     def _chain(self, places: Sequence[Place], chain: Chain) -> Hotspot:
         """A chain's row: its launches and the idle time between them, not before the first."""
@@ -280,10 +288,10 @@ class _Ranking:
 
 
 @cache
-def _covering(name: str) -> Op | None:
-    """The op of the library whose symbols match this kernel."""
+def _covering(name: str) -> tuple[Op, ...]:
+    """The ops of the library whose symbols match this kernel."""
     spelled = normalise(name)
-    return next((op for op in load_ops().values() if op.contract.matches(spelled)), None)
+    return tuple(op for op in load_ops().values() if op.contract.matches(spelled))
 
 
 def _variant(kernel: KernelStat) -> Variant:

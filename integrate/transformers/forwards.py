@@ -56,15 +56,12 @@ class ForwardPatch:
         _count(self._kernel.book, reason, calls)
 
 
-class GptOssPoint(ABC):
-    """A patch point in transformers' gpt-oss; subclasses define the modules and their forwards."""
+class ForwardsPoint(ABC):
+    """A patch point that replaces forwards of a built model's modules."""
 
     engine: ClassVar[str] = "transformers"
     name: ClassVar[str]
     op: ClassVar[str]
-    within: ClassVar[tuple[str, ...]]
-    """The path from a decoder layer to the module that calls the kernel."""
-    calls_per_layer: ClassVar[int] = 1
 
     def __init__(self, target: Any = None) -> None:
         """Prepare to patch this model, or with None later models; nothing changes yet."""
@@ -79,48 +76,28 @@ class GptOssPoint(ABC):
     @abstractmethod
     def fingerprint(cls) -> str: ...
 
-    @classmethod
-    def of_model(cls, config: Mapping[str, Any]) -> str:
-        """Whether a model has the layers, by its config.json.
-
-        Raises:
-            VerificationError: it has none.
-        """
-        kind = config.get("model_type")
-        names = ", ".join(map(str, config.get("architectures") or ())) or str(kind)
-        if kind != "gpt_oss":
-            raise VerificationError(
-                f"{names} has no layer of {cls.name}, which is of gpt-oss alone",
-                "take an engine whose patch points fit any model: --engine vllm",
-            )
-        return f"{names} has layers of {cls.name}"
-
-    @abstractmethod
-    def parts(self, body: Any) -> list[torch.nn.Module]:
-        """The modules to patch.
-
-        Raises:
-            VerificationError: they are not what the patch replaces.
-        """
-
-    @abstractmethod
-    def forwards(self, body: Any, seam: ForwardPatch) -> Iterator[NewForward]:
-        """The modules, without the body, with their new forwards."""
-
     @staticmethod
     @abstractmethod
     def original(*args: Any) -> None:
         """The engine's own arithmetic in place of the kernel's, also in place."""
 
-    def run(self, body: Any, original: Forward, *args: Any, **more: Any) -> Any:
-        """Run the body's own forward."""
-        return original(*args, **more)
+    @abstractmethod
+    def _parts(self) -> list[torch.nn.Module]:
+        """The modules to patch.
+
+        Raises:
+            VerificationError: there are none, or they are not what the patch replaces.
+        """
+
+    @abstractmethod
+    def _swaps_for(self, kernel: Dispatcher) -> list[ModuleSwap]:
+        """The modules with their new forwards."""
 
     def find(self) -> str:
         """A description of the target: the number of modules, or later models.
 
         Raises:
-            VerificationError: the model is not a gpt-oss of transformers, or is already patched.
+            VerificationError: the model has no such modules, or is already patched.
         """
         if self.target is None:
             return ModelsBuiltLater.find()
@@ -165,6 +142,46 @@ class GptOssPoint(ABC):
                 "patch is out, the other code stays",
                 "remove patches in reverse order; load the model again",
             )
+
+
+class GptOssPoint(ForwardsPoint):
+    """A patch point in transformers' gpt-oss; subclasses define the modules and their forwards."""
+
+    within: ClassVar[tuple[str, ...]]
+    """The path from a decoder layer to the module that calls the kernel."""
+    calls_per_layer: ClassVar[int] = 1
+
+    @classmethod
+    def of_model(cls, config: Mapping[str, Any]) -> str:
+        """Whether a model has the layers, by its config.json.
+
+        Raises:
+            VerificationError: it has none.
+        """
+        kind = config.get("model_type")
+        names = ", ".join(map(str, config.get("architectures") or ())) or str(kind)
+        if kind != "gpt_oss":
+            raise VerificationError(
+                f"{names} has no layer of {cls.name}, which is of gpt-oss alone",
+                "take an engine whose patch points fit any model: --engine vllm",
+            )
+        return f"{names} has layers of {cls.name}"
+
+    @abstractmethod
+    def parts(self, body: Any) -> list[torch.nn.Module]:
+        """The modules to patch.
+
+        Raises:
+            VerificationError: they are not what the patch replaces.
+        """
+
+    @abstractmethod
+    def forwards(self, body: Any, seam: ForwardPatch) -> Iterator[NewForward]:
+        """The modules, without the body, with their new forwards."""
+
+    def run(self, body: Any, original: Forward, *args: Any, **more: Any) -> Any:
+        """Run the body's own forward."""
+        return original(*args, **more)
 
     def _parts(self) -> list[torch.nn.Module]:
         body = body_of(self.target)

@@ -59,9 +59,11 @@ def test_a_model_without_places_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_some_place(workload("gpt-oss-tiny"))
+    require_some_place(workload(model_of(tmp_path)))
+    other = model_of(tmp_path, model_type="gpt2", architectures=["GPT2LMHeadModel"])
     with pytest.raises(UsageError, match="no op of the library can be put in") as caught:
-        require_some_place(workload(model_of(tmp_path)))
-    assert "LlamaForCausalLM has no layer" in caught.value.message
+        require_some_place(workload(other))
+    assert "GPT2LMHeadModel has no layer" in caught.value.message
 
     def refuses(config: dict[str, Any]) -> str:
         raise VerificationError("its norms multiply by 1 + w", "")

@@ -17,8 +17,11 @@ from patcher.integrate import CallCounters
 from patcher.integrate.activation import contract_guards
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.transformers import POINTS
+from patcher.integrate.transformers.forwards import GptOssPoint
 
-PER_LAYER = {name: 2 if name == "gpt_oss.decoder_layer" else 1 for name in POINTS}
+GPT_OSS = {name: point for name, point in POINTS.items() if issubclass(point, GptOssPoint)}
+"""The points of gpt-oss, which are in one model together."""
+PER_LAYER = {name: 2 if name == "gpt_oss.decoder_layer" else 1 for name in GPT_OSS}
 """Calls of the kernel in one layer, by patch point."""
 
 _DIGESTS = itertools.count(1)
@@ -78,5 +81,5 @@ def patched(target: Any = None) -> Iterator[dict[str, CallCounters]]:
         stack.enter_context(suppress(bench.VerificationError))
         yield {
             name: stack.enter_context(inside(point(target), original_kernel(name)))
-            for name, point in POINTS.items()
+            for name, point in GPT_OSS.items()
         }

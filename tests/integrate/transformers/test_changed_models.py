@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 import torch
 from feature_matrix import feature
-from transformers_sample import LAYERS, PER_LAYER, TOKENS, built, logits, original_kernel, patched
+from transformers_sample import (
+    GPT_OSS,
+    LAYERS,
+    PER_LAYER,
+    TOKENS,
+    built,
+    logits,
+    original_kernel,
+    patched,
+)
 
 from patcher import bench
 from patcher.integrate import CallCounters
-from patcher.integrate.transformers import POINTS
 
 
 def layers_of(model: Any) -> Any:
@@ -141,7 +149,7 @@ CHANGES = [
 ]
 
 
-@feature("parts, norms, layers, hooks or weights changed later", "right", *POINTS)
+@feature("parts, norms, layers, hooks or weights changed later", "right", *GPT_OSS)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("ran_before", [False, True])
 def test_a_part_that_is_replaced_later_is_used_and_every_call_is_counted(
@@ -179,7 +187,7 @@ def replica(module: Any) -> Any:
 @pytest.mark.parametrize(
     "copied",
     [
-        pytest.param(replica, marks=feature("`DataParallel`", "falls back", *POINTS)),
+        pytest.param(replica, marks=feature("`DataParallel`", "falls back", *GPT_OSS)),
         copy.deepcopy,
     ],
 )
@@ -223,10 +231,10 @@ def test_a_shallow_copy_runs_with_parameters_of_its_own() -> None:
         assert torch.equal(other(), before)
 
 
-@feature("wrappers over it when it is taken out", "right", *POINTS)
-@pytest.mark.parametrize("name", POINTS)
+@feature("wrappers over it when it is taken out", "right", *GPT_OSS)
+@pytest.mark.parametrize("name", GPT_OSS)
 def test_after_removal_no_wrapper_calls_the_kernel(name: str) -> None:
-    kernel, point = original_kernel(name), POINTS[name]()
+    kernel, point = original_kernel(name), GPT_OSS[name]()
     point.install(kernel)
     first, second = built(), built()
     for module in [*first.modules()]:
@@ -245,12 +253,12 @@ def test_after_removal_no_wrapper_calls_the_kernel(name: str) -> None:
     point.remove()
 
 
-@feature("other points beside it", "right", *POINTS)
+@feature("other points beside it", "right", *GPT_OSS)
 def test_points_come_and_go_in_any_order() -> None:
     model = built()
     before = logits(model)
-    points = [point(model) for point in POINTS.values()]
-    kernels = [original_kernel(name) for name in POINTS]
+    points = [point(model) for point in GPT_OSS.values()]
+    kernels = [original_kernel(name) for name in GPT_OSS]
     for point, kernel in zip(points, kernels, strict=True):
         point.install(kernel)
     for _ in range(2):  # each is out once while the others are in
@@ -260,7 +268,7 @@ def test_points_come_and_go_in_any_order() -> None:
     counts = [counted(kernel.book) for kernel in kernels]
     assert torch.equal(logits(model), before)
     found = [counted(kernel.book) - count for kernel, count in zip(kernels, counts, strict=True)]
-    assert found == [LAYERS * PER_LAYER[name] for name in POINTS]
+    assert found == [LAYERS * PER_LAYER[name] for name in GPT_OSS]
     for point in points:
         point.remove()
     assert not any(hasattr(type(module), "patch_point") for module in model.modules())
@@ -282,7 +290,7 @@ def test_an_exported_program_stands_alone(strict: bool) -> None:
             torch.testing.assert_close(found, expected)
 
 
-@feature("`torch.export`", "falls back", *POINTS)
+@feature("`torch.export`", "falls back", *GPT_OSS)
 def test_a_whole_model_is_exported_without_the_patch() -> None:
     model = built()
     before = logits(model)
@@ -353,7 +361,7 @@ def test_layers_that_a_compiled_model_does_not_reach_are_told_once() -> None:
     for layer in layers_of(model):
         layer.mlp.router = Doubled(layer.mlp.router)
     with pytest.raises(bench.VerificationError, match="not transformers'"):
-        POINTS["gpt_oss.router"](model).install(original_kernel("gpt_oss.router"))
+        GPT_OSS["gpt_oss.router"](model).install(original_kernel("gpt_oss.router"))
     model = built()
     step: Any = torch.compile(model, backend="eager")
     try:
@@ -368,7 +376,7 @@ def test_layers_that_a_compiled_model_does_not_reach_are_told_once() -> None:
         torch._dynamo.reset()
 
 
-@feature("training, gradient checkpointing", "falls back", *POINTS)
+@feature("training, gradient checkpointing", "falls back", *GPT_OSS)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_training_is_the_engines_own(checkpointing: bool) -> None:
     def step(model: Any) -> list[torch.Tensor]:
@@ -389,7 +397,7 @@ def test_training_is_the_engines_own(checkpointing: bool) -> None:
         torch.testing.assert_close(mine, own)
 
 
-@feature("`functional_call`, autocast", "right", *POINTS)
+@feature("`functional_call`, autocast", "right", *GPT_OSS)
 def test_parameters_of_a_call_are_those_that_it_was_given() -> None:
     model = built()
     with patched(model) as books, torch.inference_mode():

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import pytest
+from transformers_sample import GPT_OSS
 
 from patcher import bench
 from patcher.bench import UsageError, VerificationError
 from patcher.bench.engines.architecture import published_config
 from patcher.integrate import must_fit_model
-from patcher.integrate.transformers import POINTS
 
 OTHER = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 NORM = bench.load_op("fused_add_rms_norm")
 
 
-@pytest.mark.parametrize("name", POINTS)
+@pytest.mark.parametrize("name", GPT_OSS)
 def test_transformers_points_are_of_gpt_oss(name: str) -> None:
-    assert POINTS[name].of_model(published_config("gpt-oss-tiny")).startswith("GptOssForCausalLM")
+    assert GPT_OSS[name].of_model(published_config("gpt-oss-tiny")).startswith("GptOssForCausalLM")
     with pytest.raises(VerificationError, match=f"Qwen3ForCausalLM has no layer of {name}"):
-        POINTS[name].of_model(OTHER)
+        GPT_OSS[name].of_model(OTHER)
 
 
 def test_the_config_is_read_if_a_point_asks() -> None:

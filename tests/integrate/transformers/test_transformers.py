@@ -19,6 +19,7 @@ from feature_matrix import feature
 from patch_sample import LAYERS, TINY, evaluation, state
 from transformers import StaticCache
 from transformers.models.gpt_oss import modeling_gpt_oss as source
+from transformers_sample import GPT_OSS
 
 from patcher import bench
 from patcher.bench import Candidate, Language
@@ -27,14 +28,14 @@ from patcher.integrate import CallCounters, Patch, prepare
 from patcher.integrate.activation import guards_of
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.guards import AxisBounds
-from patcher.integrate.transformers import POINTS, GptOssDecoderLayers, GptOssExpertsFunction
+from patcher.integrate.transformers import GptOssDecoderLayers, GptOssExpertsFunction
 from patcher.integrate.transformers.decoder_layer import _add_then_norm
 from patcher.integrate.transformers.experts import _weigh_and_sum
 from patcher.integrate.transformers.rotary import _rotate
 from patcher.integrate.transformers.router import _top_k
 
 STEPS = 3
-PER_LAYER = {name: 2 if name == "gpt_oss.decoder_layer" else 1 for name in POINTS}
+PER_LAYER = {name: 2 if name == "gpt_oss.decoder_layer" else 1 for name in GPT_OSS}
 ORIGINALS: dict[str, Callable[..., object]] = {
     "fused_add_rms_norm": _add_then_norm,
     "moe_reduce": _weigh_and_sum,
@@ -53,7 +54,7 @@ def engine() -> Engine:
 def patches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Patch]:
     """One a patch point, of the library's own solutions in torch."""
     made = {}
-    for name, point in POINTS.items():
+    for name, point in GPT_OSS.items():
         op = bench.load_op(point.op)
         file = op.folder / "solutions" / "cpu_torch" / f"{op.name}.py"
         text = file.read_text() if file.is_file() else f"def {op.name}(*args): ...\n"
@@ -113,15 +114,15 @@ def inside(point: Any, kernel: Dispatcher) -> Iterator[CallCounters]:
         point.remove()
 
 
-@feature("`generate`, batches, a cache", "right", *POINTS)
-@pytest.mark.parametrize("name", POINTS)
+@feature("`generate`, batches, a cache", "right", *GPT_OSS)
+@pytest.mark.parametrize("name", GPT_OSS)
 def test_a_patch_that_is_the_original_changes_no_bit(
     engine: Engine, patches: dict[str, Patch], name: str
 ) -> None:
     model: Any = engine.model
     clean, prompts = state(model), engine.prompts(1)
     before = decode(model, model, prompts)
-    with prepare(model, patches[name], kernel=ORIGINALS[POINTS[name].op]) as book:
+    with prepare(model, patches[name], kernel=ORIGINALS[GPT_OSS[name].op]) as book:
         assert state(model) != clean
         assert same(decode(model, model, prompts), before)
     assert state(model) == clean
@@ -131,7 +132,7 @@ def test_a_patch_that_is_the_original_changes_no_bit(
     assert not book.fallbacks
 
 
-@pytest.mark.parametrize("name", [name for name in POINTS if name != "gpt_oss.decoder_layer"])
+@pytest.mark.parametrize("name", [name for name in GPT_OSS if name != "gpt_oss.decoder_layer"])
 def test_the_librarys_own_solution_serves_the_same_model(
     engine: Engine, patches: dict[str, Patch], name: str
 ) -> None:
@@ -145,21 +146,21 @@ def test_the_librarys_own_solution_serves_the_same_model(
     assert book.calls.total() == PER_LAYER[name] * LAYERS * (STEPS + 1)
 
 
-@feature("another dtype or shape", "falls back", *POINTS)
-@pytest.mark.parametrize("name", POINTS)
+@feature("another dtype or shape", "falls back", *GPT_OSS)
+@pytest.mark.parametrize("name", GPT_OSS)
 def test_a_shape_or_dtype_that_is_not_supported_runs_the_original(
     engine: Engine, patches: dict[str, Patch], name: str
 ) -> None:
     model: Any = engine.model
     prompts, calls = engine.prompts(1), PER_LAYER[name] * LAYERS
     before = decode(model, model, prompts)
-    with inside(POINTS[name](model), dispatcher(patches[name], tokens=4)) as book:
+    with inside(GPT_OSS[name](model), dispatcher(patches[name], tokens=4)) as book:
         assert same(decode(model, model, prompts), before)
     assert by_tokens(book) == {"tokens=2": STEPS * calls}
     assert book.fallbacks == {"tokens above 4": calls}
     narrow: Any = copy.deepcopy(model).bfloat16()
     before = decode(narrow, narrow, prompts)
-    with inside(POINTS[name](narrow), dispatcher(patches[name])) as book:
+    with inside(GPT_OSS[name](narrow), dispatcher(patches[name])) as book:
         assert same(decode(narrow, narrow, prompts), before)
     assert not book.calls
     [(reason, count)] = book.fallbacks.items()
@@ -182,7 +183,7 @@ def small() -> Any:
     return built()
 
 
-@feature("`torch.compile` with a static cache", "right", *POINTS)
+@feature("`torch.compile` with a static cache", "right", *GPT_OSS)
 def test_compiled_with_a_static_cache_all_points_run_and_go(
     engine: Engine, small: Any, patches: dict[str, Patch]
 ) -> None:
@@ -196,9 +197,9 @@ def test_compiled_with_a_static_cache_all_points_run_and_go(
 
     try:
         plain = decode(run, small, prompts)
-        points = {name: point(small) for name, point in POINTS.items()}
-        first = {name: dispatcher(patches[name]) for name in POINTS}
-        narrow = {name: dispatcher(patches[name], tokens=0) for name in POINTS}
+        points = {name: point(small) for name, point in GPT_OSS.items()}
+        first = {name: dispatcher(patches[name]) for name in GPT_OSS}
+        narrow = {name: dispatcher(patches[name], tokens=0) for name in GPT_OSS}
         made = []
         for kernels in (first, first, narrow):
             with ExitStack() as stack:
@@ -210,7 +211,7 @@ def test_compiled_with_a_static_cache_all_points_run_and_go(
             assert same(decode(run, small, prompts), plain)
             made.append(graphs["unique_graphs"])
         assert made[0] == made[1] < made[2], "what was in before is not compiled again"
-        for name in POINTS:
+        for name in GPT_OSS:
             calls = PER_LAYER[name] * layers
             ran, fell = first[name].book, narrow[name].book
             assert by_tokens(ran) == {"tokens=16": 2 * calls, "tokens=2": 2 * STEPS * calls}
@@ -257,7 +258,7 @@ def test_what_is_compiled_in_parts_or_watched_runs_the_original(
         torch._dynamo.reset()
 
 
-@feature("`deepcopy`, `pickle`: a model of its own, without the patch", "right", *POINTS)
+@feature("`deepcopy`, `pickle`: a model of its own, without the patch", "right", *GPT_OSS)
 def test_copies_and_pickles_of_a_patched_model_are_transformers_own(
     engine: Engine, patches: dict[str, Patch]
 ) -> None:
@@ -266,7 +267,7 @@ def test_copies_and_pickles_of_a_patched_model_are_transformers_own(
     with ExitStack() as stack:
         books = [
             stack.enter_context(inside(point(small), dispatcher(patches[name])))
-            for name, point in POINTS.items()
+            for name, point in GPT_OSS.items()
         ]
         for other in (copy.deepcopy(small), pickle.loads(pickle.dumps(small))):
             other.lm_head.weight.data *= 2  # a model of its own
@@ -280,8 +281,8 @@ def test_models_that_are_built_later_are_patched_until_it_is_taken_out(
 ) -> None:
     prompts = engine.prompts(1)
     constructor, before = source.GptOssModel.__init__, built()
-    points = [point() for point in POINTS.values()]
-    kernels = [dispatcher(patches[name]) for name in POINTS]
+    points = [point() for point in GPT_OSS.values()]
+    kernels = [dispatcher(patches[name]) for name in GPT_OSS]
     for point, kernel in zip(points, kernels, strict=True):
         assert "from now on" in point.find()
         point.install(kernel)
@@ -293,8 +294,8 @@ def test_models_that_are_built_later_are_patched_until_it_is_taken_out(
         model.load_state_dict(before.state_dict())
         found = model(prompts).logits
         assert torch.equal(found, before(prompts).logits)
-    calls = {name: PER_LAYER[name] * 2 for name in POINTS}
-    assert {n: k.book.calls.total() for n, k in zip(POINTS, kernels, strict=True)} == calls
+    calls = {name: PER_LAYER[name] * 2 for name in GPT_OSS}
+    assert {n: k.book.calls.total() for n, k in zip(GPT_OSS, kernels, strict=True)} == calls
     for point in (*points[1::2], *points[0::2]):  # in any order
         point.remove()
         point.remove()

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from feature_matrix import feature
-from transformers_sample import PER_LAYER, built, logits, patched
-
-from patcher.integrate.transformers import POINTS
+from transformers_sample import GPT_OSS, PER_LAYER, built, logits, patched
 
 peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
@@ -43,7 +41,7 @@ def adapted(model: Any, adapter: str) -> Any:
 @pytest.mark.parametrize(
     "adapter",
     [
-        pytest.param(name, marks=feature(f"peft: {name}, off, merged", "right", *POINTS))
+        pytest.param(name, marks=feature(f"peft: {name}, off, merged", "right", *GPT_OSS))
         for name in ADAPTERS
     ],
 )
@@ -65,7 +63,7 @@ def test_an_adapter_counts_and_every_call_is_counted(adapter: str) -> None:
     torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
 
 
-@feature("accelerate: offload and hooks, then removed", "right", *POINTS)
+@feature("accelerate: offload and hooks, then removed", "right", *GPT_OSS)
 @pytest.mark.parametrize("later", [False, True])
 def test_offloaded_weights_are_those_of_the_layer(later: bool) -> None:
     """accelerate puts its hooks in the place of forwards, and moves weights at each call."""
@@ -90,4 +88,4 @@ def test_offloaded_weights_are_those_of_the_layer(later: bool) -> None:
     assert [b.calls.total() + b.fallbacks.total() for b in books.values()] == before
     accelerate.hooks.remove_hook_from_module(model, recurse=True)
     assert not any(hasattr(type(module), "patch_point") for module in model.modules())
-    assert set(books) == set(POINTS)
+    assert set(books) == set(GPT_OSS)

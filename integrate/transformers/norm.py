@@ -1,0 +1,186 @@
+"""`norm`: every RMSNorm of a model in one call each of `rms_norm`, whatever its class.
+
+A module is taken for what it holds and computes: one weight, a number that is added to the mean
+square, one argument, and on numbers the same as the op. So norms that multiply by one more than
+their weight, or by a gate, are left as they are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from patcher.bench import VerificationError
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.points import source_digest
+from patcher.integrate.transformers.forwards import ForwardPatch, ForwardsPoint
+from patcher.integrate.transformers.parts import kind_of
+from patcher.integrate.transformers.swap import Forward, ModuleSwap
+
+_SIZE = 64
+"""Elements of a norm that is built to see what its class computes."""
+_TOLERANCE = 0.02
+"""Of a value of a probe, relative: norms may round to bfloat16 twice."""
+
+
+class RmsNorms(ForwardsPoint):
+    """Replaces the `forward` of norms in a built model; it must hold its weights already."""
+
+    name: ClassVar[str] = "norm"
+    op: ClassVar[str] = "rms_norm"
+
+    @classmethod
+    def fingerprint(cls) -> str:
+        """sha256 of what a module has to compute: each is tried, so no other source matters."""
+        return source_digest(_rms_norm)
+
+    @classmethod
+    def of_model(cls, config: Mapping[str, Any]) -> str:
+        """Whether a class of norms of the architecture computes the op; one of each is tried.
+
+        Raises:
+            VerificationError: none does.
+        """
+        kind = str(config.get("model_type"))
+        text = config.get("text_config") or {}
+        names = dict.fromkeys([str(text.get("model_type", kind)), kind])
+        found = [each.__name__ for name in names for each in _classes(name)]
+        if not found:
+            raise VerificationError(
+                f"no norm of {kind} in transformers multiplies by its weight alone",
+                "its norms are of another kind; name another op",
+            )
+        return f"{kind} has {', '.join(dict.fromkeys(found))}"
+
+    @staticmethod
+    def original(*args: Any) -> None:
+        _rms_norm(*args)
+
+    def find(self) -> str:
+        """See `ForwardsPoint.find`; models that are built later have no weights to try yet."""
+        if self.target is None:
+            raise VerificationError(
+                "norms are found in a built model alone",
+                'call integrate.activate("transformers", model) once the model is built',
+            )
+        return super().find()
+
+    def install(self, kernel: Dispatcher) -> None:
+        if self.target is None:
+            self.find()
+        super().install(kernel)
+
+    def _parts(self) -> list[torch.nn.Module]:
+        norms = [each for each in self.target.modules() if _holds(each)]
+        for norm in norms:
+            if type(norm) is not kind_of(norm) or "forward" in norm.__dict__:
+                raise VerificationError(
+                    f"{kind_of(norm).__name__} is already patched", "remove the other patch first"
+                )
+        taken = [norm for norm in norms if _computes(norm)]
+        if not taken:
+            raise VerificationError(
+                f"{type(self.target).__name__} has no norm that multiplies by its weight alone",
+                "its norms are of another kind; revert the patch",
+            )
+        return taken
+
+    def _swaps_for(self, kernel: Dispatcher) -> list[ModuleSwap]:
+        seam = ForwardPatch(kernel, self.original)
+        return [
+            ModuleSwap(norm, partial(_forward, norm, seam), self, seam.refuse)
+            for norm in self._parts()
+        ]
+
+
+def _forward(norm: Any, seam: ForwardPatch, original: Forward) -> Forward:
+    def forward(hidden_states: torch.Tensor) -> Any:
+        refusal = None
+        if torch.is_grad_enabled():
+            refusal = "gradients are on"
+        elif not hidden_states.is_contiguous():
+            refusal = "not contiguous"
+        if refusal is not None:
+            seam.refuse(refusal)
+            return original(hidden_states)
+        output = torch.empty_like(hidden_states)
+        rows = hidden_states.view(-1, hidden_states.shape[-1])
+        if seam(rows, norm.weight, output.view(rows.shape), _epsilon(norm)):
+            return output
+        return original(hidden_states)
+
+    return forward
+
+
+def _rms_norm(
+    input: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, epsilon: float
+) -> None:
+    wide = input.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    output.copy_(weight.float() * (wide * scale))
+
+
+def _epsilon(norm: Any) -> float | None:
+    found = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return found if isinstance(found, float) else None
+
+
+def _holds(module: torch.nn.Module) -> bool:
+    """Whether a module holds what a norm holds, and is called as one."""
+    held = dict(module.named_parameters())
+    weight = held.get("weight")
+    if len(held) != 1 or weight is None or weight.dim() != 1 or _epsilon(module) is None:
+        return False
+    needed = [
+        each
+        for each in inspect.signature(module.forward).parameters.values()
+        if each.default is each.empty
+    ]
+    return len(needed) == 1
+
+
+@torch.no_grad()
+def _computes(norm: Any) -> bool:
+    """Whether a norm computes on numbers what the op does, with its own weight."""
+    weight, size = norm.weight, norm.weight.numel()
+    if weight.is_meta:
+        return False
+    row = torch.linspace(-1.0, 2.0, size, device=weight.device, dtype=weight.dtype)
+    rows = torch.stack([row, 30 * row.flip(0)])
+    expected = torch.empty_like(rows)
+    _rms_norm(rows, weight, expected, _epsilon(norm) or 0.0)
+    got = norm(rows)
+    return (
+        isinstance(got, torch.Tensor)
+        and got.dtype == rows.dtype
+        and got.shape == rows.shape
+        and torch.allclose(got.float(), expected.float(), rtol=_TOLERANCE, atol=1e-6)
+    )
+
+
+def _classes(architecture: str) -> Iterator[type[Any]]:
+    """Classes of norms in an architecture's own file that compute the op."""
+    try:
+        source = importlib.import_module(
+            f"transformers.models.{architecture}.modeling_{architecture}"
+        )
+    except ImportError:  # transformers has no such architecture
+        return
+    for each in vars(source).values():
+        if not (isinstance(each, type) and each.__name__.endswith("Norm")):
+            continue
+        if each.__module__ != source.__name__:
+            continue
+        try:
+            norm = each(_SIZE)
+        except TypeError:  # it is built from something else than a size
+            continue
+        if _holds(norm):
+            torch.nn.init.constant_(norm.weight, 3.0)
+            if _computes(norm):
+                yield each

@@ -1,0 +1,99 @@
+"""The role of a norm, in models of several kinds: found by what it holds and computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers_sample import inside, original_kernel
+
+from patcher.bench import VerificationError, load_op
+from patcher.hotspot.rank import _covering
+from patcher.integrate.transformers.norm import RmsNorms
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+}
+TOKENS = torch.arange(1, 17).view(2, 8)
+
+
+def built(kind: str) -> Any:
+    """A model whose norms differ from each other."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **SIZES)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, 1.0, 0.2)
+    return model.eval()
+
+
+@pytest.mark.parametrize(("kind", "norms"), [("llama", 5), ("qwen3", 9), ("mixtral", 5)])
+@torch.inference_mode()
+def test_every_norm_of_a_model_runs_the_kernel(kind: str, norms: int) -> None:
+    model = built(kind)
+    before = model(TOKENS).logits
+    point = RmsNorms(model)
+    assert point.find() == f"{norms} instances in {type(model).__name__}"
+    with inside(point, original_kernel("norm")) as book:
+        during = model(TOKENS).logits
+    assert (sum(book.calls.values()), sum(book.reasons.values())) == (norms, 0)
+    assert torch.allclose(during, before, rtol=1e-4, atol=1e-5)
+    assert model(TOKENS).logits.equal(before), "without the patch the same bits"
+    assert not any("patch_point" in vars(type(each)) for each in model.modules())
+
+
+def test_the_kernel_is_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built("llama")
+    monkeypatch.setattr(RmsNorms, "original", staticmethod(lambda i, w, out, e: out.fill_(7)))
+    with torch.inference_mode(), inside(RmsNorms(model), original_kernel("norm")):
+        assert model.model.norm(torch.ones(2, 64)).eq(7).all()
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt2", "qwen3_next"])
+def test_norms_that_compute_something_else_are_refused_before_a_model_is_built(kind: str) -> None:
+    with pytest.raises(VerificationError, match="multiplies by its weight alone"):
+        RmsNorms.of_model({"model_type": kind})
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt2"])
+def test_norms_that_compute_something_else_stay(kind: str) -> None:
+    with pytest.raises(VerificationError, match="no norm that multiplies by its weight alone"):
+        RmsNorms(built(kind)).find()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_oss", "mixtral", "deepseek_v3", "olmo2"])
+def test_a_config_tells_whether_the_role_is_there(kind: str) -> None:
+    assert "RMSNorm" in RmsNorms.of_model({"model_type": kind})
+
+
+def test_without_a_model_the_way_is_named() -> None:
+    with pytest.raises(VerificationError, match="in a built model alone") as caught:
+        RmsNorms().install(original_kernel("norm"))
+    assert "integrate.activate" in caught.value.hint
+
+
+def test_gradients_and_strides_run_the_models_own_norm() -> None:
+    model = built("llama")
+    norm = model.model.norm
+    rows = torch.randn(4, 64)
+    with inside(RmsNorms(model), original_kernel("norm")) as book:
+        assert norm(rows).requires_grad
+        with torch.no_grad():
+            norm(torch.randn(64, 4).T)
+    assert dict(book.reasons) == {"gradients are on": 1, "not contiguous": 1}
+
+
+def test_norms_of_heads_are_rows_of_the_op() -> None:
+    ops = [op.name for op in _covering("module::Qwen3RMSNorm.q_norm")]
+    assert ops == ["rms_norm"]
+    assert _covering("module::Gemma3RMSNorm.q_norm") == ()
+    assert load_op("rms_norm").contract.patch_points[0].point == "norm"
