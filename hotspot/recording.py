@@ -67,15 +67,6 @@ class Launches:
         return self if isinstance(order, slice) else self.chosen(order)
 
 
-class HostTime(NamedTuple):
-    """Time on the host beside a summary of kernels, which itself has no wall time."""
-
-    api_ns: int
-    """Sum over the calls of the CUDA API; 0 if not reported."""
-    ranges_ns: int
-    """Sum over NVTX ranges; 0 if not reported."""
-
-
 @dataclass(frozen=True)
 class NamedSteps:
     """Steps that the source names, by device and in order of start."""
@@ -113,7 +104,6 @@ class Recording:
     """The GPUs by the device number of the launches."""
     labels: Mapping[int, str] = field(default_factory=dict)
     """What the source calls devices whose numbers were changed, such as `rank 1, device 0`."""
-    host: HostTime | None = None
     hidden: str | None = None
     """Why the source does not show all kernels; None if it does."""
     warnings: tuple[ProfileWarning, ...] = ()
