@@ -83,14 +83,21 @@ def function_key(name: str) -> str:
 
 def _mangled_function(name: str) -> str:
     """The last identifier of a mangled function's own name; the name itself if there is none."""
+    identifiers, _ = mangled_parts(name)
+    return identifiers[-1] if identifiers else name
+
+
+def mangled_parts(name: str) -> tuple[list[str], str]:
+    """The identifiers of a mangled function's own name, and the rest; none if it is not mangled."""
+    if not name.startswith("_Z"):
+        return [], name
     nested = name.startswith("_ZN")
-    at, found = 3 if nested else 2, name
-    while (match := _LENGTH.match(name, at)) is not None:
-        end = match.end() + int(match[0])
-        found, at = name[match.end() : end], end
-        if not nested:
-            break
-    return found
+    at = 3 if nested else 2
+    found: list[str] = []
+    while (match := _LENGTH.match(name, at)) is not None and (nested or not found):
+        at = match.end() + int(match[0])
+        found.append(name[match.end() : at])
+    return found, name[at:]
 
 
 def family(name: str) -> str:

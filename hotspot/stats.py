@@ -193,7 +193,8 @@ def window_text(chosen: Chosen, window: str | None, source_ns: int, inside_ns: i
         inside_ns: kernel time of the ranked launches.
     """
     count, phase = chosen.count, f"{chosen.phase} " if chosen.phase else ""
-    steps = f"{count} {phase}step{'' if count == 1 else 's'}"
+    steady = "" if chosen.source == Steps.RANGES else "steady "
+    steps = f"{count} {steady}{phase}step{'' if count == 1 else 's'}"
     if window == EVERYTHING:
         return "everything in the source"
     if chosen.steps is None:
