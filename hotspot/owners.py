@@ -14,7 +14,7 @@ import numpy as np
 
 from patcher.hotspot.marks import Phase, mark_of
 from patcher.hotspot.recording import Launches, NamedSteps
-from patcher.hotspot.timeline import Integers
+from patcher.hotspot.timeline import Codes, Integers
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,13 @@ class Ranges:
 
     def chosen(self, index: Integers) -> Ranges:
         """The ranges of these indices, in this order."""
-        columns = (self.thread, self.process, self.start, self.end)
-        texts = tuple(self.texts[i] for i in index.tolist())
-        return Ranges(*(column[index] for column in columns), texts)
+        return Ranges(
+            thread=self.thread[index],
+            process=self.process[index],
+            start=self.start[index],
+            end=self.end[index],
+            texts=tuple(self.texts[i] for i in index.tolist()),
+        )
 
 
 def around(ranges: Ranges, calls: Calls) -> Integers:
@@ -97,7 +101,7 @@ def _parents(ends: Integers) -> Integers:
     return parents
 
 
-def between(owner: Integers, device: Integers, calls: Calls) -> Integers:
+def between(owner: Integers, device: Codes, calls: Calls) -> Integers:
     """Give a launch without a call to the range that started its neighbours on the device."""
     lost = calls.at < 0
     if not lost.any() or lost.all():

@@ -18,6 +18,7 @@ from patcher.hotspot.profile import (
     Profile,
     ProfileWarning,
     StepLaunch,
+    Variant,
 )
 from patcher.hotspot.recording import Launches, Recording
 from patcher.hotspot.roofline import ServedModel, completed
@@ -293,7 +294,7 @@ def _merged_chains(parts: Sequence[_Part]) -> list[Hotspot]:
                 rows.setdefault(spot.name, []).append(spot)
     merged = []
     for spots in rows.values():
-        variants = {}
+        variants: dict[str, Variant] = {}
         for variant in (variant for spot in spots for variant in spot.variants):
             known = variants.get(variant.name)
             variants[variant.name] = variant.model_copy(

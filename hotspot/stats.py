@@ -104,8 +104,8 @@ def _unknown(note: str) -> ProfileWarning:
 class _Named(NamedTuple):
     """The named steps of one device that started a launch."""
 
-    index: Integers
-    """Into the recording's steps."""
+    places: Integers
+    """Indices into the recording's steps."""
     bounds: Integers
     phases: tuple[Phase | None, ...]
     of: int
@@ -140,7 +140,7 @@ def _by_name(launches: Launches, named: _Named, window: str | None) -> Chosen | 
     inside[_inside(launches.start, _stretches(bounds))] = True
     if launches.step is not None:
         started = np.zeros(named.of, dtype=bool)
-        started[named.index[wanted]] = True
+        started[named.places[wanted]] = True
         inside = np.where(launches.step >= 0, started[launches.step], inside)
     if not inside.any():
         return None

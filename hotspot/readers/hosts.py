@@ -181,8 +181,8 @@ def calls_of(events: Sequence[Event], hosts: Hosts, kernels: Spans, placed: Plac
     rows = np.full((len(number), 3), -1, dtype=np.int64)
     for at, calls in enumerate(choices):
         if calls:
-            process = served.get(int(device[at]))
-            call = next((each for each in calls if each.process == process), calls[0])
+            wanted = served.get(int(device[at]))
+            call = next((each for each in calls if each.process == wanted), calls[0])
             rows[at] = call.at, call.thread, call.process
     return KernelCalls(Calls(rows[:, 0], rows[:, 1], rows[:, 2]), number)
 

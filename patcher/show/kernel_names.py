@@ -38,11 +38,12 @@ def _cut(name: str, names: Sequence[str], width: int, cut: str) -> str:
     if alike < room or room < 16:
         return name[:room] + cut
     begin = max((m.end() for m in _PART.finditer(name, 0, alike)), default=alike)
-    head = name[: room // 3]
-    left = room - len(head)
+    left = room - room // 3
     begin = max(begin, alike - left // 2)  # the difference itself must be seen
     tail = name[begin:]
-    return head + cut + (tail if len(tail) <= left else tail[: left - len(cut)] + cut)
+    if len(tail) > left:
+        tail = tail[: left - len(cut)] + cut
+    return name[: room - len(tail)] + cut + tail
 
 
 def _common(one: str, other: str) -> int:

@@ -101,10 +101,13 @@ class RankingTable:
     def _names(self, width: int) -> list[str]:
         kernels = [spot.name for spot in self.spots if spot.kind == "kernel"]
         short = iter(kernels if self.wide else shortened(kernels, width))
-        return [
+        names = [
             next(short) if spot.kind == "kernel" else _KIND_MARKS.get(spot.kind, "") + spot.name
             for spot in self.spots
         ]
+        if self.wide:
+            return names
+        return [name if len(name) <= width else name[: width - 1] + CUT for name in names]
 
     def _columns(self) -> dict[str, list[str]]:
         """The cells of each column but the name, in order."""
