@@ -19,7 +19,7 @@ from patcher.hotspot.marks import mark_of
 from patcher.hotspot.names import printable
 from patcher.hotspot.owners import Calls, Ranges
 from patcher.hotspot.readers.events import Event
-from patcher.hotspot.readers.times import DamagedError, Spans, interval, nanoseconds
+from patcher.hotspot.readers.times import DamagedError, TimedEvents, interval, nanoseconds
 from patcher.hotspot.timeline import Codes, Integers
 
 _INTEGER = re.compile(r"-?\d{1,10}")
@@ -43,7 +43,7 @@ class Placed:
     """The number of each device, by the trace's own number and its `pid`."""
 
 
-def place(kernels: Spans, memory: Spans) -> Placed:
+def place(kernels: TimedEvents, memory: TimedEvents) -> Placed:
     """Number the devices; those of several ranks that share a number get new ones.
 
     Raises:
@@ -156,7 +156,9 @@ def ranges_of(events: Sequence[Event], hosts: Hosts, wanted: str | None) -> tupl
     return Ranges(thread, process, start, end, tuple(texts)), unfinished
 
 
-def calls_of(events: Sequence[Event], hosts: Hosts, kernels: Spans, placed: Placed) -> KernelCalls:
+def calls_of(
+    events: Sequence[Event], hosts: Hosts, kernels: TimedEvents, placed: Placed
+) -> KernelCalls:
     """The call that launched each kernel, by its correlation."""
     offered: dict[int, list[_Call]] = defaultdict(list)
     for event in events:

@@ -31,7 +31,7 @@ from patcher.hotspot.readers.hosts import (
 )
 from patcher.hotspot.readers.leftout import around_others, impossible, left_out
 from patcher.hotspot.readers.makers import described, other_maker
-from patcher.hotspot.readers.times import DamagedError, Spans, interval, spans_of
+from patcher.hotspot.readers.times import DamagedError, TimedEvents, interval, timed_events
 from patcher.hotspot.recording import Launches, NamedSteps, Recording
 from patcher.hotspot.timeline import Integers
 
@@ -70,10 +70,10 @@ def read_kineto(path: Path, window: str | None = None) -> Recording:
 
 
 def _recording(events: Events, name: str, window: str | None) -> Recording:
-    kernels = spans_of(events.kernels)
+    kernels = timed_events(events.kernels)
     if not len(kernels.start):
         raise DamagedError("no kernel has a usable time")
-    memory = spans_of(events.memory)
+    memory = timed_events(events.memory)
     placed = place(kernels, memory)
     hosts = Hosts()
     calls = calls_of(events.calls, hosts, kernels, placed)
@@ -104,7 +104,7 @@ def _recording(events: Events, name: str, window: str | None) -> Recording:
     )
 
 
-def _launches(kernels: Spans, placed: Placed) -> Launches:
+def _launches(kernels: TimedEvents, placed: Placed) -> Launches:
     codes: dict[str, int] = {}
     name = []
     for event in kernels.events:
@@ -123,7 +123,7 @@ def _launches(kernels: Spans, placed: Placed) -> Launches:
     )
 
 
-def _memory(memory: Spans, placed: Placed) -> Integers | None:
+def _memory(memory: TimedEvents, placed: Placed) -> Integers | None:
     """Shape (n, 3): device, start and end (ns); None without copies and fills."""
     if not len(memory.start):
         return None

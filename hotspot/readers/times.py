@@ -24,7 +24,7 @@ class DamagedError(Exception):
 
 
 @dataclass(frozen=True)
-class Spans:
+class TimedEvents:
     """Events with usable times, in the order of the file."""
 
     events: list[Event]
@@ -40,7 +40,7 @@ class Spans:
         return by_start(self.start)
 
 
-def spans_of(events: list[Event]) -> Spans:
+def timed_events(events: list[Event]) -> TimedEvents:
     """Read the times of kernels or copies.
 
     An event without a time is left out, as is one at time 0 in a trace that is hours away from 0,
@@ -64,7 +64,7 @@ def spans_of(events: list[Event]) -> Spans:
         if float((table[:, 1] - table[:, 0]).sum(dtype=float)) > _LONGEST or span > _LONGEST:
             raise DamagedError("its kernels or copies take years")
     kept = [event for (event, _), kept in zip(read, keep.tolist(), strict=True) if kept]
-    return Spans(kept, table[:, 0], table[:, 1], len(events) - len(kept))
+    return TimedEvents(kept, table[:, 0], table[:, 1], len(events) - len(kept))
 
 
 def interval(event: Event) -> tuple[int, int] | None:

@@ -10,9 +10,8 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from patcher.hotspot import Hotspot, Profile, ProfileComparison, ledger
+from patcher.hotspot import Hotspot, Profile, ProfileComparison, ledger, shortened
 from patcher.hotspot.profile import DeviceProfile
-from patcher.show.kernel_names import CUT, shortened
 
 TRIAGE = {
     "replace": ("replace", "green"),
@@ -22,6 +21,7 @@ TRIAGE = {
     "leave": ("leave", "dim"),
 }
 CHANGES = {"new": "cyan", "gone": "magenta", "faster": "green", "slower": "red", "same": "dim"}
+CUT = "\N{HORIZONTAL ELLIPSIS}"
 _WIDEST = 50
 """Characters of a name where the width is not known."""
 _LEAST_NAME = 24

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from patcher.hotspot import Profile, read
-from patcher.show.kernel_names import CUT, shortened
-from patcher.show.profile import profile_tables
+from patcher.hotspot import Profile, read, shortened
+from patcher.show.profile import CUT, profile_tables
 
 DATA = Path(__file__).parents[2] / "data"
 SGLANG = DATA / "kineto/sglang-one-step-mi300.json.gz"
