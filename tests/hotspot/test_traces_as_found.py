@@ -12,8 +12,8 @@ from patcher.hotspot import Profile, read
 from patcher.hotspot.profile import Hotspot
 
 DATA = Path(__file__).parents[1] / "data"
-VLLM = DATA / "kineto/vllm-one-step-mi300.json.gz"
-SGLANG = DATA / "kineto/sglang-one-step-mi300.json.gz"
+VLLM = DATA / "kineto/vllm_one_step_mi300.json.gz"
+SGLANG = DATA / "kineto/sglang_one_step_mi300.json.gz"
 
 
 def plain(source: Path, folder: Path) -> Path:
@@ -88,7 +88,7 @@ def test_known_layers_count_the_steps(tmp_path: Path) -> None:
 
 
 def test_a_step_owns_what_autograds_thread_launched() -> None:
-    profile = read(DATA / "kineto/hta-two-threads-mi250.json.gz")
+    profile = read(DATA / "kineto/hta_two_threads_mi250.json.gz")
     assert (profile.steps, launches(profile)) == (1, 14)
     assert profile.total_kernel_ns == 110_881
     assert "empty_steps" in {warning.kind for warning in profile.warnings}

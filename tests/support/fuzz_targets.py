@@ -202,6 +202,7 @@ STUMBLES = (
     *(b"nan", b"inf", b"1e999", b"-1", b"9" * 400, b"\xef\xbb\xbf", b"\xe2\x80\xa6", b"\x1b[31m"),
     *(b'"ph":"X"', b'"traceEvents"', b"Processing [x", b"Time (%),", b"[" * 2000, b"{" * 2000),
     *(b"(" * 3000, b"<" * 3000, b"," * 5000, b"\xf0\x9f\xa6\x80", b"operator()", b"[lambda("),
+    *(b'"cat": "kernel"', b"step[DECODE bs=8]", b"_ZN99", b"unnamed>::", b") lambda(", b": inf,"),
 )
 
 

@@ -15,7 +15,7 @@ from patcher.hotspot import Profile, read, shortened
 from patcher.show.profile import CUT, profile_tables
 
 DATA = Path(__file__).parents[2] / "data"
-SGLANG = DATA / "kineto/sglang-one-step-mi300.json.gz"
+SGLANG = DATA / "kineto/sglang_one_step_mi300.json.gz"
 
 
 @pytest.fixture(scope="module")
