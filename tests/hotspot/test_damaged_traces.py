@@ -96,7 +96,7 @@ def test_a_step_that_did_not_end_is_left_out(tmp_path: Path) -> None:
     assert "1 of 9 steps is left out" in said(profile, "unfinished_steps")
 
 
-UNTIMED = {
+UNTIMED: dict[str, Event] = {
     "ts 0": {"ts": 0, "dur": 0},
     "ts 0 with a duration": {"ts": 0, "dur": 5},
     "unfinished": {"ts": EPOCH + 30, "dur": -1},

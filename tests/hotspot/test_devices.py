@@ -232,8 +232,13 @@ def test_gaps_are_the_launches_or_the_hosts(gap: int, bound: str, tmp_path: Path
 
 
 def test_the_innermost_range_of_the_own_thread_then_of_the_process() -> None:
-    columns = [[1, 1, 2], [9, 9, 8], [0, 10, 0], [100, 30, 100]]
-    ranges = Ranges(*(np.array(column) for column in columns), texts=("a", "b", "c"))
+    ranges = Ranges(
+        thread=np.array([1, 1, 2]),
+        process=np.array([9, 9, 8]),
+        start=np.array([0, 10, 0]),
+        end=np.array([100, 30, 100]),
+        texts=("a", "b", "c"),
+    )
     calls = Calls(
         at=np.array([20, 50, 20, 20, 20, -1, 101]),
         thread=np.array([1, 1, 3, 2, 7, 1, 1]),
