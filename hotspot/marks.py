@@ -25,7 +25,12 @@ _SGLANG_PHASES: dict[str, Phase] = {
     "DLLM_EXTEND": "prefill",
     "MIXED": "mixed",
 }
-"""Draft and idle ranges are no steps: a draft belongs to the verification after it."""
+"""Draft and idle ranges are no steps: a draft belongs to the verification before it."""
+_TENSORRT = re.compile(
+    r"\[Executor\] _forward_step(?: \d{1,18})?: (\d{1,9}) ctx reqs(?:, \d{1,18} ctx tokens)?, "
+    r"(\d{1,9}) gen reqs"
+)
+"""`[Executor] _forward_step 7: 0 ctx reqs, 8 gen reqs`; newer versions count prompt tokens."""
 _PROGRAM = re.compile(r"(?:(decode|prefill)[ _.:-]?)?step(?:[ _#:-]*\d{1,18})?", re.IGNORECASE)
 _PROFILER = re.compile(r"ProfilerStep ?#(\d{1,18})")
 
@@ -43,7 +48,9 @@ def mark_of(text: str) -> Mark | None:
     """The step that a range names; None for any other range."""
     text = text[:500].strip().removeprefix(":")
     if (match := _VLLM.match(text)) is not None:
-        return Mark(0, _vllm_phase(int(match[1]), int(match[2])))
+        return Mark(0, _phase(int(match[1]), int(match[2])))
+    if (match := _TENSORRT.match(text)) is not None:
+        return Mark(0, _phase(int(match[1]), int(match[2])))
     if (match := _SGLANG.match(text)) is not None:
         phase = _SGLANG_PHASES.get(match[1])
         return None if phase is None else Mark(0, phase)
@@ -53,7 +60,7 @@ def mark_of(text: str) -> Mark | None:
     return Mark(2, None) if _PROFILER.fullmatch(text) else None
 
 
-def _vllm_phase(prompts: int, running: int) -> Phase | None:
+def _phase(prompts: int, running: int) -> Phase | None:
     if prompts and running:
         return "mixed"
     if prompts:

@@ -320,6 +320,8 @@ def test_an_op_covers_only_its_own_chain_and_only_models_it_fits() -> None:
     norm = "triton_red_fused_add_all_reduce_mean_mul_pow_rsqrt_1"
     assert op(norm)[0] == "fused_add_rms_norm"
     assert op("triton_red_fused_add_mean_mul_pow_rsqrt_silu_1") == (None, ())
+    assert op("triton_poi_fused_add_mean_mul_pow_rsqrt_1") == (None, ())
+    assert op("triton_poi_fused_topk_softmax_1", "gpt-oss-20b") == (None, ())
     assert op("vllm::fused_add_rms_norm_static_fp8_quant_kernel") == (None, ())
     assert op("void flashinfer::norm::GemmaFusedAddRMSNormKernel<8>()") == (None, ())
     assert "transformers: gpt_oss.decoder_layer" in op(norm, "gpt-oss-20b")[1]

@@ -10,6 +10,7 @@ import gzip
 import importlib
 import lzma
 import os
+import pkgutil
 import random
 import shutil
 import sys
@@ -210,8 +211,10 @@ def main() -> None:
     import atheris
 
     target = sys.argv[1]
-    with atheris.instrument_imports(include=["hotspot"]):
-        importlib.import_module("patcher.hotspot.read")
+    with atheris.instrument_imports(include=["patcher"]):
+        package = importlib.import_module("patcher.hotspot")
+        for module in pkgutil.walk_packages(package.__path__, "patcher.hotspot."):
+            importlib.import_module(module.name)  # those that are imported on use, too
 
     corpus = Path(tempfile.mkdtemp(prefix="patcher-corpus-"))
     for index, content in enumerate(seeds(target)):
