@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -122,7 +123,40 @@ def _named(steps: NamedSteps | None, launches: Launches) -> _Named | None:
     if not len(mine):
         return None
     phases = tuple(steps.phase[index] for index in mine.tolist())
-    return _Named(mine, steps.bounds[mine], phases, len(steps))
+    bounds = steps.bounds[mine]
+    bounds[-1, 1] = max(bounds[-1, 1], _end_of_last(launches, bounds[:, 0]))
+    return _Named(mine, bounds, phases, len(steps))
+
+
+def _end_of_last(launches: Launches, begins: Integers) -> int:
+    """The end of what belongs to the last step but was launched after its range.
+
+    Some engines sample or draft after the range of a step. What most steps do before the next one
+    begins is the last step's, too, if the same kernels follow it.
+
+    Args:
+        launches: the device's launches, in order of start.
+        begins: where each step begins, in ns, in order.
+
+    Returns:
+        The time in ns; the begin of the last step if nothing is known to follow it.
+    """
+    if launches.step is None or len(begins) < 2:
+        return int(begins[-1])
+    lost = np.flatnonzero(launches.step < 0)
+    edges = np.searchsorted(launches.start[lost], begins)
+    name = launches.name[lost].astype(np.int64)
+    parts = Counter(name[a:b].tobytes() for a, b in pairwise(edges.tolist()))
+    usual, times = parts.most_common(1)[0]
+    length = len(usual) // name.itemsize
+    after = lost[edges[-1] : edges[-1] + length]
+    if (
+        not length
+        or 2 * times <= len(begins) - 1
+        or launches.name[after].astype(np.int64).tobytes() != usual
+    ):
+        return int(begins[-1])
+    return int(launches.end[after].max())
 
 
 def _by_name(launches: Launches, named: _Named, window: str | None) -> Chosen | None:

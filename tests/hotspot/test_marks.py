@@ -78,7 +78,22 @@ def test_a_draft_belongs_to_the_verification_before_it(tmp_path: Path) -> None:
     texts = ["step[VERIFY bs=8]", "step[DRAFT bs=8]"] * 3
     profile = read(write_trace(tmp_path / "t.json", steps(texts)))
     assert (profile.steps, profile.phase) == (3, "decode")
-    assert profile.total_kernel_ns == 5 * 52_250, "the last draft follows no step's begin"
+    assert profile.total_kernel_ns == 6 * 52_250
+    assert {spot.per_step for spot in profile.hotspots if spot.kind == "kernel"} == {2}
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_what_follows_a_steps_range_belongs_to_the_last_step_too(
+    count: int, tmp_path: Path
+) -> None:
+    """vLLM samples after the range of its step; what follows once is another thing's."""
+    texts = ["execute_context_0(0)_generation_8(8)", ""] * count
+    other = [kernel("another", EPOCH + 9000, 40.0)]
+    profile = read(write_trace(tmp_path / "t.json", [*steps(texts), *other]))
+    assert (profile.steps, profile.total_kernel_ns) == (count, 2 * count * 52_250)
+    strange = steps(texts[:-1])
+    profile = read(write_trace(tmp_path / "t.json", [*strange, *other]))
+    assert (profile.steps, profile.total_kernel_ns) == (count, (2 * count - 1) * 52_250)
 
 
 def test_given_steps_count(tmp_path: Path) -> None:
