@@ -33,6 +33,7 @@ _NOT_FINITE = re.compile(
     r"(:\s{0,20})[-+]?(?:inf(?:inity)?|nan(?:\(\w{0,9}\))?|1\.#\w{1,6})(?=\s{0,20}[,}\]])",
     re.IGNORECASE,
 )
+_COMMA = re.compile(r",(?=\s{0,200}[\]}])")
 _EVENT = re.compile(r'[\[,]\s{0,200}(?=\{\s{0,200}")')
 _NAME = re.compile(
     r'("name"\s*:\s*")(.*?)("\s*,\s*"(?:ph|cat|pid|tid|ts|dur|args|id|s)"\s*:|"\s*\}\s*$)',
@@ -105,7 +106,9 @@ def _document(text: str, name: str) -> tuple[Any, tuple[ProfileWarning, ...]]:
     if text.rstrip()[-1:] not in ("}", "]"):
         message = f"{name} is incomplete JSON ({reason}): it may be cut off"
         raise UsageError(message, RECORD)
-    repaired = _NOT_FINITE.sub(r"\1NaN", _BACKSLASH.sub(lambda m: m[0] if m[1] else r"\\", text))
+    repaired = _COMMA.sub(
+        "", _NOT_FINITE.sub(r"\1NaN", _BACKSLASH.sub(lambda m: m[0] if m[1] else r"\\", text))
+    )
     note = f"its JSON is invalid where nothing is read and was repaired ({reason})"
     warning = ProfileWarning(kind="repaired", message=note)
     try:

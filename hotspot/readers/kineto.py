@@ -17,7 +17,7 @@ from patcher.hotspot.marks import mark_of
 from patcher.hotspot.names import printable
 from patcher.hotspot.owners import Marks, between, owners, step_marks, with_steps
 from patcher.hotspot.profile import ProfileWarning
-from patcher.hotspot.readers.content import read_text
+from patcher.hotspot.readers.content import read_damaged_text
 from patcher.hotspot.readers.events import RECORD, Event, Events, read_events
 from patcher.hotspot.readers.hosts import (
     Hosts,
@@ -38,6 +38,7 @@ from patcher.hotspot.timeline import Integers
 MAX_TRACE = 1 << 30
 """Bytes of JSON: about 3 million events or hundreds of decode steps. Parsed, it takes several
 times as much memory."""
+NAMELESS = "(kernel without a name)"
 UNTIMED = "the profiler wrote no time, a negative one, or time 0"
 OVERLAPPING = "the time holds several later kernels of the same stream, which cannot be"
 UNFINISHED = "the recording ended first"
@@ -54,9 +55,12 @@ def read_kineto(path: Path, window: str | None = None) -> Recording:
         UsageError: the file is no trace, truncated, damaged, too large, without GPU work,
             or without that window.
     """
-    text = read_text(path, MAX_TRACE, RECORD)
+    text, replaced = read_damaged_text(path, MAX_TRACE, RECORD)
     events = read_events(text, path.name)
     del text
+    if replaced:
+        note = f"{replaced} in its names were replaced: the profiler wrote a name as it found it"
+        events.warnings = (ProfileWarning(kind="repaired", message=note), *events.warnings)
     if not events.kernels:
         what = other_maker(events) or (
             "holds CPU operators but no GPU kernels" if events.any else "holds no events"
@@ -108,10 +112,11 @@ def _launches(kernels: TimedEvents, placed: Placed) -> Launches:
     codes: dict[str, int] = {}
     name = []
     for event in kernels.events:
-        spelled = event.get("name")
-        if not isinstance(spelled, str) or not spelled.strip():
-            raise DamagedError("a kernel has no name")
-        name.append(codes.setdefault(printable(spelled), len(codes)))
+        spelled = event.get("name") or ""
+        if not isinstance(spelled, str):
+            raise DamagedError("a kernel's name is no text")
+        text = printable(spelled) if spelled.strip() else NAMELESS
+        name.append(codes.setdefault(text, len(codes)))
     order = kernels.order
     return Launches(
         texts=tuple(codes),

@@ -43,7 +43,7 @@ class TimedEvents:
 def timed_events(events: list[Event]) -> TimedEvents:
     """Read the times of kernels or copies.
 
-    An event without a time is left out, as is one at time 0 in a trace that is hours away from 0,
+    An event without a time is left out, as is one at time 0 or before in a trace hours away from 0,
     and one of days among shorter ones: profilers write such where they could not measure.
 
     Raises:
@@ -54,7 +54,7 @@ def timed_events(events: list[Event]) -> TimedEvents:
     keep = np.ones(len(read), dtype=bool)
     if len(read):
         start, spent = table[:, 0], table[:, 1] - table[:, 0]
-        keep = ~((start == 0) & ((spent == 0) | (np.median(start) > _HOUR)))
+        keep = ~((start == 0) & (spent == 0) | (start <= 0) & (np.median(start) > _HOUR))
         endless = spent > _DAY
         if 2 * int(endless.sum()) < len(read):
             keep &= ~endless

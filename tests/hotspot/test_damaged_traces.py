@@ -56,6 +56,35 @@ def test_a_name_that_is_never_used_may_be_broken(case: str, tmp_path: Path) -> N
     assert [w.kind for w in profile.warnings][:1] == ([kind] if kind else [])
 
 
+@pytest.mark.parametrize("odd", [b"C:\\\xb2\xe2\xca\xd4", b"caf\xe9", b"a\0b"])
+def test_bytes_in_an_unused_name_may_be_no_text(odd: bytes, tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "t.json", [PYTHON, *steps(NAMES)])
+    path.write_bytes(path.read_bytes().replace(b"NAME", odd))
+    profile = read(path)
+    whole(profile)
+    assert "replaced" in profile.warnings[0].message
+
+
+def test_a_comma_after_the_last_event_is_repaired(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "t.json", steps(NAMES))
+    text = path.read_text()
+    at = text.rindex("]")
+    path.write_text(f"{text[:at]},{text[at:]}")
+    profile = read(path)
+    whole(profile)
+    assert [warning.kind for warning in profile.warnings] == ["repaired"]
+
+
+def test_a_kernel_without_a_name_has_a_row(tmp_path: Path) -> None:
+    events = steps(NAMES)
+    for event in events:
+        if event["name"] == STEP[1][0]:
+            event["name"] = ""
+    profile = read(write_trace(tmp_path / "t.json", events))
+    whole(profile)
+    assert "(kernel without a name)" in {spot.name for spot in profile.hotspots}
+
+
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan", "-nan(ind)", "NaN", "1.#INF"])
 def test_a_value_that_is_never_used_may_be_no_number(value: str, tmp_path: Path) -> None:
     odd = PYTHON | {"args": {"memory bandwidth (GB/s)": "VALUE"}}
@@ -99,6 +128,7 @@ def test_a_step_that_did_not_end_is_left_out(tmp_path: Path) -> None:
 UNTIMED: dict[str, Event] = {
     "ts 0": {"ts": 0, "dur": 0},
     "ts 0 with a duration": {"ts": 0, "dur": 5},
+    "before 0": {"ts": -5, "dur": 3},
     "unfinished": {"ts": EPOCH + 30, "dur": -1},
     "no duration": {"ts": EPOCH + 30, "dur": None},
     "underflow": {"ts": EPOCH + 30, "dur": 18446744073709551},

@@ -238,7 +238,6 @@ HOSTILE = {
     "true": WHOLE.replace(b'"ts": 10', b'"ts": true'),
     "text": WHOLE.replace(b'"ts": 10', b'"ts": "soon"'),
     "list": WHOLE.replace(b'"ts": 10', b'"ts": [1]'),
-    "no name": WHOLE.replace(b'"k"', b'""'),
     "number as name": WHOLE.replace(b'"k"', b"5"),
     "far device": WHOLE.replace(b'"device": 0', b'"device": 4294967296'),
     "odd device": WHOLE.replace(b'"device": 0', b'"device": {}'),
