@@ -138,7 +138,7 @@ def step_marks(ranges: Ranges) -> Marks | None:
     levels = [mark.level for mark in marks.values() if mark is not None]
     if not levels:
         return None
-    phases = {
+    phases: dict[str, Phase | None] = {
         text: mark.phase for text, mark in marks.items() if mark and mark.level == min(levels)
     }
     index = np.array([i for i, text in enumerate(ranges.texts) if text in phases], dtype=np.int64)

@@ -185,10 +185,10 @@ class _Job:
         each = counts[0] if len(set(counts)) == 1 else None
         total = sum(count for count in counts if count) if all(counts) else None
         busiest = max(parts, key=lambda part: part.spans.busy)
-        gpus = {part.ranking.gpu for part in parts}
+        first = parts[0].ranking.gpu
         ranking = Ranking(
             launches.texts,
-            gpus.pop() if len(gpus) == 1 else None,
+            first if all(part.ranking.gpu == first for part in parts) else None,
             kernels,
             spans,
             self.served,
@@ -197,7 +197,7 @@ class _Job:
             bound,
         )
         hotspots = ranking.rows(merged=_merged_chains(parts))
-        phases = {part.chosen.phase for part in parts}
+        phase = parts[0].chosen.phase
         warnings = [warning for part in parts for warning in part.chosen.warnings]
         devices = tuple(self._device(part) for part in parts)
         return Profile(
@@ -211,7 +211,7 @@ class _Job:
             wall_ns=spans.wall,
             steps=each,
             steps_source=busiest.chosen.source,
-            phase=phases.pop() if len(phases) == 1 else None,
+            phase=phase if all(part.chosen.phase == phase for part in parts) else None,
             layers=self.served.layers,
             launch_floor_ns=ranking.floor_ns,
             bound=bound.by if bound else None,

@@ -83,7 +83,7 @@ class NamedSteps:
     def on(self, device: int) -> NamedSteps:
         """The steps of one device, in order of start."""
         mine = np.flatnonzero(self.device == device)
-        phase = tuple(self.phase[index] for index in mine.tolist())
+        phase: tuple[Phase | None, ...] = tuple(self.phase[index] for index in mine.tolist())
         return NamedSteps(self.device[mine], self.bounds[mine], phase)
 
 

@@ -122,7 +122,7 @@ def _named(steps: NamedSteps | None, launches: Launches) -> _Named | None:
         mine = mine[started[mine]]
     if not len(mine):
         return None
-    phases = tuple(steps.phase[index] for index in mine.tolist())
+    phases: tuple[Phase | None, ...] = tuple(steps.phase[index] for index in mine.tolist())
     bounds = steps.bounds[mine]
     bounds[-1, 1] = max(bounds[-1, 1], _end_of_last(launches, bounds[:, 0]))
     return _Named(mine, bounds, phases, len(steps))
@@ -161,9 +161,11 @@ def _end_of_last(launches: Launches, begins: Integers) -> int:
 
 def _by_name(launches: Launches, named: _Named, window: str | None) -> Chosen | None:
     """The launches of named steps: of decode if there are any, else of the most frequent phase."""
-    counts = Counter(named.phases)
-    told = [phase for phase in counts if phase is not None]
-    phase = "decode" if "decode" in told else max(told, key=lambda p: counts[p], default=None)
+    counts: Counter[Phase | None] = Counter(named.phases)
+    told: list[Phase] = [phase for phase in counts if phase is not None]
+    phase: Phase | None = max(told, key=lambda each: counts[each], default=None)
+    if "decode" in told:
+        phase = "decode"
     if window == EVERYTHING:
         only = phase if len(counts) == 1 else None
         steps = Steps.named(named.bounds)
