@@ -38,10 +38,25 @@ SPAN_EXCESS = 0.1
 SPAN_NOISE_NS = 20_000.0
 """Absolute excess that is always allowed, in nanoseconds."""
 
+CPU_EXCESS = 0.05
+"""Share by which the CPU time of a pinned process may exceed that of its CPUs."""
+CPU_NOISE_S = 0.001
+"""Excess that is always allowed, in seconds over all blocks of a point."""
+
 OWN = "its own"
 
 Span = tuple[str, int, int]
 """Name of a kernel or copy, and its begin and end in nanoseconds."""
+
+
+@dataclass(frozen=True)
+class CpuUse:
+    """What the threads of a process used of its CPUs."""
+
+    used_s: float
+    """CPU time in seconds, over all threads and by the kernel's count."""
+    span_s: float
+    """Seconds in which they used it, by the judge's clock."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,8 @@ class TimedBlock:
     """Number of calls."""
     wall_us: float
     """Microseconds between the judge's command and the reply."""
+    cpu: CpuUse | None = None
+    """CPU time of all threads meanwhile; None: unknown."""
 
     @property
     def figure(self) -> float:
@@ -120,6 +137,28 @@ def suspicious(
                 f"{claimed:.3g} us: work is shared between calls"
             )
     return None
+
+
+def overworked(ours: Sequence[TimedBlock], cpus: int) -> str | None:
+    """Compare the CPU time of the candidate's threads with what its CPUs have.
+
+    A thread that moves to another CPU for the calls, and back before anyone looks, shows here.
+
+    Args:
+        ours: blocks of the candidate.
+        cpus: number of CPUs that it is pinned to.
+
+    Returns:
+        The problem, or None.
+    """
+    uses = [block.cpu for block in ours if block.cpu is not None]
+    used, span = sum(use.used_s for use in uses), sum(use.span_s for use in uses)
+    if used <= (1 + CPU_EXCESS) * cpus * span + CPU_NOISE_S:
+        return None
+    return (
+        f"its threads took {1e3 * used:.3g} ms of CPU time in {1e3 * span:.3g} ms, on {cpus} "
+        f"CPU{'s' if cpus > 1 else ''}"
+    )
 
 
 def unsteady(theirs: Sequence[TimedBlock]) -> str | None:

@@ -68,6 +68,8 @@ class Runner:
         self.confinement = "none: trusted code"
         self.no_late_writer = ""
         """Why no late-writing kernel can precede a call; reported before foreign code is loaded."""
+        self.cpus: list[int] | None = None
+        """The CPUs to which the process was pinned; None: no pinning."""
         self.reply_s = 0.0
         """Seconds that the last reply took."""
         self.lent: object = None
@@ -134,6 +136,9 @@ class Runner:
             raise MissingError(
                 f"the runner process does not start on {device}: {reason}", "see `patcher doctor`"
             ) from failure
+        self.cpus = cpus
+        if cpus is not None:
+            tree.pin(self._pid, cpus)  # the processes that confine it, too
         self.no_late_writer = str(reply.get("no_late_writer", ""))
         if "confinement" in reply:
             self.confinement = str(reply["confinement"])
@@ -197,6 +202,14 @@ class Runner:
     def freeze(self, frozen: bool) -> None:
         """Stop or continue the process tree, so that it does not run while another is timed."""
         tree.send(self._pid, signal.SIGSTOP if frozen else signal.SIGCONT)
+
+    def cpu_clock(self) -> tree.CpuClock:
+        """Begin to count the CPU time of all its processes."""
+        return tree.CpuClock(self._pid)
+
+    def strayed_cpus(self) -> list[int]:
+        """CPUs on which one of its threads may run, besides those it was pinned to."""
+        return [] if self.cpus is None else sorted(tree.cpus_allowed(self._pid) - {*self.cpus})
 
     def _read_reply(self, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from patcher.bench.errors import MissingError
 from patcher.bench.judge.cases import Case, Secrets
-from patcher.bench.judge.clockcheck import TimedBlock
+from patcher.bench.judge.clockcheck import CpuUse, TimedBlock
 from patcher.bench.judge.process import Left, Runner
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
@@ -96,9 +97,10 @@ class TimedArm:
     def _block(self, sets: CallSets, order: list[int], mode: str) -> tuple[TimedBlock, Left | None]:
         self.runner.send(sets.data)
         eager = self.device == "cpu" or mode == "eager"
+        used = None
         if eager:
             self.runner.command("ready", **sets.told(), order=order)
-            reply = self.runner.command("go")
+            reply, used = self._gone()
         else:
             composed = self.runner.command("compose", mode=mode, order=order, recipes=sets.recipes)
             if self.checked and (persisting := composed["persisting_bytes"]):
@@ -111,7 +113,7 @@ class TimedArm:
         for value in times:
             if not 0 < value < math.inf:
                 raise RunnerFailure(f"an impossible time: {value} us", kind="Protocol")
-        block = TimedBlock(times, len(order), wall * 1e6)
+        block = TimedBlock(times, len(order), wall * 1e6, used)
         if not self.checked:
             return block, None
         left = self.runner.left("hand" if eager else "collect", sets.plan, len(sets.cases))
@@ -120,6 +122,26 @@ class TimedArm:
                 "timed outputs", "the outputs were written after the call was said to end"
             )
         return block, left
+
+    def _gone(self) -> tuple[dict[str, Any], CpuUse | None]:
+        """Make the prepared calls; and the CPU time that they took, if the arm is checked and
+        pinned.
+
+        Raises:
+            WrongCall: a thread may run on another CPU than those the arm is pinned to.
+        """
+        if not self.checked or self.runner.cpus is None:
+            return self.runner.command("go"), None
+        clock = self.runner.cpu_clock()
+        reply = self.runner.command("go")
+        used_s, span_s = clock.stop()
+        if strayed := self.runner.strayed_cpus():
+            raise WrongCall(
+                "guards",
+                f"let a thread run on CPU {', '.join(map(str, strayed))}; both sides are pinned to "
+                f"{', '.join(map(str, self.runner.cpus))}",
+            )
+        return reply, CpuUse(used_s, span_s)
 
 
 def fresh_sets(

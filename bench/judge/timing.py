@@ -28,6 +28,7 @@ from patcher.bench.judge.clockcheck import (
     Traced,
     blind,
     overran,
+    overworked,
     suspicious,
     traced,
     unsteady,
@@ -162,6 +163,8 @@ class TimingSession:
             ours, theirs, dropped = self._pairs(point, sets)
             alone = [self._single(point, sets) for _ in range(SINGLES)]
             floor = self.ceilings.floor_us(self.op.contract, point)
+            if (cpus := self.ours.runner.cpus) and (found := overworked(ours, len(cpus))):
+                raise WrongCall("guards", found)
             problem = suspicious(ours, theirs, [a for a, _ in alone], [b for _, b in alone], floor)
             disturbance = self._disturbance(theirs)
             problems += [problem] if problem else []

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import random
+import subprocess
+import sys
+import textwrap
+import time
 
 import pytest
 
 from patcher.bench import load_op
 from patcher.bench.judge.ceilings import Ceilings
-from patcher.bench.judge.clockcheck import TimedBlock, blind, overran, suspicious, traced, unsteady
+from patcher.bench.judge.clockcheck import (
+    CpuUse,
+    TimedBlock,
+    blind,
+    overran,
+    overworked,
+    suspicious,
+    traced,
+    unsteady,
+)
+from patcher.bench.sandbox.process_tree import CpuClock, cpus_allowed, pin
 
 PAIRS = 12
 
@@ -128,3 +144,63 @@ def test_no_call_is_accused_where_copies_in_the_cache_were_held_up() -> None:
         floor_us = known.floor_us(op.contract, point)
         assert suspicious(blocks(honest_us), blocks(1.2 * honest_us), [], [], floor_us) is None
         assert suspicious(blocks(floor_us / 2), blocks(honest_us), [], [], floor_us)
+
+
+def test_cpu_time_beyond_what_the_cpus_have_is_seen() -> None:
+    def blocks(used_s: float) -> list[TimedBlock]:
+        return [TimedBlock([10.0] * 100, 100, 1100.0, CpuUse(used_s, 0.0012))] * 12
+
+    assert overworked(blocks(0.0011), 1) is None
+    assert overworked(blocks(0.0022), 2) is None
+    problem = overworked(blocks(0.0020), 1)
+    assert problem == "its threads took 24 ms of CPU time in 14.4 ms, on 1 CPU"
+    unknown = [TimedBlock([10.0] * 100, 100, 1100.0)] * 12
+    assert overworked(unknown, 1) is None
+
+
+def test_the_cpu_time_of_another_process_is_counted_with_its_threads() -> None:
+    code = """
+        import os, threading, hashlib
+        data = bytes(1 << 26)
+        input()
+        for one in [threading.Thread(target=hashlib.sha256, args=(data,)) for _ in range(2)]:
+            one.start()
+        hashlib.sha256(data)
+        pid = os.fork()
+        if pid == 0:
+            hashlib.sha256(data)
+            input()
+        print("done", flush=True)
+        input()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        clock = CpuClock(process.pid)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "done\n"
+        used, span = clock.stop()
+        begin = time.process_time()
+        hashlib.sha256(bytes(1 << 26))
+        each = time.process_time() - begin
+        assert used > 2 * each
+        assert used < span * len(os.sched_getaffinity(0)) + 0.05
+        process.kill()
+
+
+def test_a_thread_that_left_its_cpus_is_seen() -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        pin(process.pid, cpus[:1])
+        assert cpus_allowed(process.pid) == set(cpus[:1])
+        if len(cpus) > 1:
+            os.sched_setaffinity(process.pid, cpus)
+            assert cpus_allowed(process.pid) == set(cpus)
+        process.kill()
+    assert cpus_allowed(process.pid) == set()
