@@ -10,7 +10,7 @@ from patcher.integrate.changes import Change
 from patcher.integrate.engine import engine_version, patch_point
 from patcher.integrate.manifest import Manifest
 from patcher.integrate.patch import Patch
-from patcher.integrate.receipts import Receipt, read_receipts
+from patcher.integrate.receipts import Receipt, idle_patches, read_receipts
 from patcher.integrate.store import Applied, Store
 from patcher.integrate.switches import Switches, home_store, patch_environment, startup_python_path
 from patcher.integrate.verify import FitCheck, FitReport, verify
@@ -80,6 +80,7 @@ __all__ = [
     "engine_wants",
     "export_patch",
     "home_store",
+    "idle_patches",
     "import_kernel",
     "is_archive",
     "make_diff",

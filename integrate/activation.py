@@ -7,7 +7,6 @@ workers, including restarted ones. Without `PATCHER_PATCHES` it does nothing.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +21,7 @@ from patcher.integrate.guards import AxisBounds, CallGuards, TensorGuard
 from patcher.integrate.manifest import Manifest
 from patcher.integrate.patch import Patch
 from patcher.integrate.points import PatchPoint, find_point
-from patcher.integrate.receipts import Receipt, ReceiptWriter, own_rank
+from patcher.integrate.receipts import Receipt, ReceiptWriter
 from patcher.integrate.store import Applied, Store
 from patcher.integrate.switches import Switches, home_store, variable
 from patcher.integrate.verify import verify_device, verify_workers
@@ -277,16 +276,9 @@ def _report_failure(active: Activation, entry: Applied, error: Exception) -> Non
         if change.diff:
             log.error("%s", change.diff)
     if active.writer is not None:
-        active.writer.put(
-            Receipt(
-                patch_id=entry.id,
-                digest=entry.digest,
-                pid=os.getpid(),
-                rank=own_rank(),
-                point=_where(entry),
-                failure=why,
-            )
-        )
+        unused = CallCounters(entry.id, entry.digest)
+        receipt = Receipt.of(unused, _where(entry))
+        active.writer.put(receipt.model_copy(update={"failure": why}))
 
 
 def _where(entry: Applied) -> str:

@@ -9,12 +9,16 @@ A served engine imports this module, so it uses only torch and the standard libr
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from patcher.integrate.layers import LayerSurvey
 
 
 @dataclass(slots=True)
@@ -54,11 +58,37 @@ class CallCounters:
             patch_id: the patch's id.
             digest: the digest of its manifest.
         """
-        self.patch_id, self.digest, self.pid = patch_id, digest, os.getpid()
+        self.patch_id, self.digest = patch_id, digest
+        self.pid, self.started = os.getpid(), time.time_ns()
         self.cases: list[CallSignature] = []
         self.reasons: Counter[str] = Counter()
         """Eager calls that fell back to the original, by reason."""
         self.recordings: list[GraphRecording] = []
+        self.surveys: dict[int, LayerSurvey] = {}
+        """The layers of the models that this process loaded, by number of the loading worker."""
+
+    def begin_again(self) -> None:
+        """Start at zero in a process that was forked, since its parent counts what was before."""
+        self.pid, self.started = os.getpid(), time.time_ns()
+        self.reasons.clear()
+        for case in self.cases:
+            case.calls = 0
+        for recording in self.recordings:
+            recording.replays = 0
+
+    @property
+    def layers(self) -> LayerSurvey | None:
+        """The layers of all models that were loaded; None if none was looked at."""
+        surveys = list(self.surveys.values())
+        return sum(surveys, LayerSurvey()) if surveys else None
+
+    @property
+    def recorded(self) -> Counter[str]:
+        """Calls in graphs, by label, as if each graph had run once."""
+        total: Counter[str] = Counter()
+        for recording in list(self.recordings):
+            total += recording.calls
+        return total
 
     @property
     def eager(self) -> Counter[str]:
@@ -96,8 +126,9 @@ class CallCounters:
 class GraphWatch:
     """Watches CUDA graphs to count the calls in their replays. A context manager.
 
-    It wraps methods of `torch.cuda.CUDAGraph`. Calls of another thread during a recording are
-    counted as part of that graph.
+    It wraps methods of `torch.cuda.CUDAGraph`, which the watches of a process share: they may come
+    and go in any order. Calls of another thread during a recording are counted as part of that
+    graph.
     """
 
     def __init__(self, books: Iterable[CallCounters], kind: type[Any] | None = None) -> None:
@@ -109,7 +140,6 @@ class GraphWatch:
         """
         self._books = list(books)
         self._kind: Any = kind or torch.cuda.CUDAGraph
-        self._originals: dict[str, Any] = {}
         self.capturing = False
         """Whether a graph is being recorded now, so that nothing may be built or allocated."""
 
@@ -118,47 +148,29 @@ class GraphWatch:
         self._books.append(book)
 
     def install(self) -> None:
-        """Wrap the methods of the graph class; idempotent."""
-        if self._originals:
-            return
-        watch, kind = self, self._kind
-        begin, end, replay = kind.capture_begin, kind.capture_end, kind.replay
-        own = {name: kind.__dict__.get(name) for name in ("capture_begin", "capture_end", "replay")}
-
-        def capture_begin(graph: Any, *args: Any, **more: Any) -> Any:
-            result = begin(graph, *args, **more)
-            graph._patcher_before = [
-                (book, [case.calls for case in book.cases], Counter(book.reasons))
-                for book in watch._books
-            ]
-            watch.capturing = True
-            return result
-
-        def capture_end(graph: Any, *args: Any, **more: Any) -> Any:
-            watch.capturing = False
-            graph._patcher_recordings = [
-                _take(book, calls, reasons)
-                for book, calls, reasons in graph.__dict__.pop("_patcher_before", ())
-            ]
-            return end(graph, *args, **more)
-
-        def counted_replay(graph: Any, *args: Any, **more: Any) -> Any:
-            for recording in graph.__dict__.get("_patcher_recordings", ()):
-                recording.replays += 1
-            return replay(graph, *args, **more)
-
-        self._originals = own
-        kind.capture_begin, kind.capture_end = capture_begin, capture_end
-        kind.replay = counted_replay
+        """Wrap the methods of the graph class, if no other watch has; idempotent."""
+        with _HOOKING:
+            hooks = _HOOKS.get(self._kind)
+            if hooks is None:
+                hooks = _HOOKS[self._kind] = _GraphHooks(self._kind)
+            if self not in hooks.watches:
+                hooks.watches.append(self)
 
     def remove(self) -> None:
-        """Restore torch's own methods; idempotent."""
-        for name, original in self._originals.items():
-            if original is None:
-                delattr(self._kind, name)
-            else:
-                setattr(self._kind, name, original)
-        self._originals = {}
+        """Stop watching; the last watch restores torch's own methods. Idempotent."""
+        with _HOOKING:
+            hooks = _HOOKS.get(self._kind)
+            if hooks is None or self not in hooks.watches:
+                return
+            hooks.watches.remove(self)
+            if not hooks.watches:
+                hooks.remove()
+                del _HOOKS[self._kind]
+        self.capturing = False
+
+    def books(self) -> list[CallCounters]:
+        """The counters, as of now."""
+        return list(self._books)
 
     def __enter__(self) -> GraphWatch:
         self.install()
@@ -166,6 +178,67 @@ class GraphWatch:
 
     def __exit__(self, *exc: object) -> None:
         self.remove()
+
+
+class _GraphHooks:
+    """The wrapped methods of a graph class, and the watches that they serve."""
+
+    def __init__(self, kind: Any) -> None:
+        self.watches: list[GraphWatch] = []
+        watches = self.watches
+        begin, end, replay = kind.capture_begin, kind.capture_end, kind.replay
+
+        def capture_begin(graph: Any, *args: Any, **more: Any) -> Any:
+            result = begin(graph, *args, **more)
+            if not watches:  # left under other code's methods
+                return result
+            graph._patcher_before = [
+                (book, [case.calls for case in book.cases], Counter(book.reasons))
+                for book in dict.fromkeys(book for watch in watches for book in watch.books())
+            ]
+            for watch in watches:
+                watch.capturing = True
+            return result
+
+        def capture_end(graph: Any, *args: Any, **more: Any) -> Any:
+            for watch in watches:
+                watch.capturing = False
+            if watches:
+                graph._patcher_recordings = [
+                    _take(book, calls, reasons)
+                    for book, calls, reasons in graph.__dict__.pop("_patcher_before", ())
+                ]
+            return end(graph, *args, **more)
+
+        def counted_replay(graph: Any, *args: Any, **more: Any) -> Any:
+            for recording in graph.__dict__.get("_patcher_recordings", ()) if watches else ():
+                recording.replays += 1
+            return replay(graph, *args, **more)
+
+        self._kind = kind
+        self._ours = {
+            "capture_begin": capture_begin,
+            "capture_end": capture_end,
+            "replay": counted_replay,
+        }
+        self._own = {name: kind.__dict__.get(name) for name in self._ours}
+        for name, function in self._ours.items():
+            setattr(kind, name, function)
+
+    def remove(self) -> None:
+        """Restore the class's own methods; where other code lies over ours, ours stays, idle."""
+        for name, own in self._own.items():
+            if self._kind.__dict__.get(name) is not self._ours[name]:
+                continue
+            if own is None:
+                delattr(self._kind, name)
+            else:
+                setattr(self._kind, name, own)
+
+
+_HOOKS: dict[type[Any], _GraphHooks] = {}
+"""By class of graphs; torch has one such class for all engines of a process."""
+_HOOKING = threading.Lock()
 
 
 def _take(book: CallCounters, calls: list[int], reasons: Counter[str]) -> GraphRecording:

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from patcher.bench import MissingError, Op, PatchPointSpec, UsageError
+from patcher.bench import MissingError, Op, PatchPointSpec, UsageError, VerificationError
 
 
-def patch_point(op: Op, engine: str) -> PatchPointSpec:
+def patch_point(op: Op, engine: str, name: str | None = None) -> PatchPointSpec:
     """Where the op goes in an engine.
 
+    Args:
+        op: the op.
+        engine: the engine's name.
+        name: the patch point, by its present or a former name; by default the op's first.
+
     Raises:
-        UsageError: nowhere.
+        UsageError: nowhere, or not at that point.
     """
-    from patcher.integrate.points import specs_of
+    from patcher.integrate.points import present_name, specs_of
 
     points = specs_of(op, engine)
     if not points:
         raise UsageError(
             f"{op.name} has no patch point in {engine}", f"see `patcher ops show {op.name}`"
         )
-    return points[0]
+    wanted = points[0].point if name is None else present_name(engine, name)
+    found = next((spec for spec in points if spec.point == wanted), None)
+    if found is None:
+        known = ", ".join(spec.point for spec in points)
+        raise UsageError(f"{op.name} has no patch point {name} in {engine}", f"there are: {known}")
+    return found
 
 
 def engine_version(engine: str) -> str:
@@ -33,3 +43,21 @@ def engine_version(engine: str) -> str:
         return importlib.metadata.version(engine)
     except importlib.metadata.PackageNotFoundError:
         raise MissingError(f"{engine} is not installed", f"pip install {engine}") from None
+
+
+def source_fingerprint(engine: str, point: str) -> str:
+    """See `PatchPoint.fingerprint`.
+
+    Raises:
+        UsageError, MissingError: see `find_point`.
+        VerificationError: the engine has no such code.
+    """
+    from patcher.integrate.points import find_point
+
+    try:
+        return find_point(engine, point).fingerprint()
+    except (ImportError, AttributeError) as error:
+        raise VerificationError(
+            f"{point} is not in {engine} {engine_version(engine)}: {error}",
+            f"use a version of {engine} that has it",
+        ) from error

@@ -92,7 +92,8 @@ class CallGuards:
     """Whether the kernel may be recorded in a CUDA graph."""
     solve: Callable[[list[tuple[int, ...]]], Mapping[str, int]] | None = None
     """Computes axis sizes from the shapes of the tensors, if the contract's axes are arithmetic.
-    It raises ValueError if the shapes do not fit."""
+    It raises ValueError if the shapes do not fit; if that has an `expression`, the reason for a
+    fallback names it, and not the sizes."""
 
     def refusal(self, args: tuple[Any, ...]) -> str | None:
         """Why the guards refuse these arguments; None if they allow them.
@@ -110,6 +111,36 @@ class CallGuards:
         sizes, reason = self._sizes(tensors)
         return reason or self._dtype(tensors) or self._place(tensors) or self._size(sizes)
 
+    def refusal_for_good(self, constants: Mapping[str, torch.Tensor]) -> str | None:
+        """Why no call with some tensors can ever be allowed; None if one can.
+
+        Args:
+            constants: tensors that every call passes, such as a layer's weight, by their names in
+                the contract.
+        """
+        sizes: dict[str, int] = {}
+        known = [(g, constants[g.name]) for g in self.tensors if g.name in constants]
+        for guard, tensor in known:
+            if tensor.device.type != self.device:
+                return f"{guard.name} on {tensor.device.type}"
+            if tensor.dim() != len(guard.axes):
+                return f"{guard.name} with {tensor.dim()} axes"
+            if not any(tensor.dtype == choice[guard.dtype] for choice in self.dtypes):
+                return f"{guard.name} in {_short(tensor)}"
+            for axis, size in zip(guard.axes, tensor.shape, strict=True):
+                # what is arithmetic depends on sizes of other tensors
+                if axis.isidentifier() and sizes.setdefault(axis, size) != size:
+                    return f"shapes that do not fit: {axis}"
+                bounds = self.axes.get(axis)
+                if bounds is not None and (reason := _beyond(axis, size, bounds)):
+                    return reason
+            if reason := guard.misplaced(tensor):
+                return f"{guard.name} {reason}"
+        dtypes = [(guard.dtype, tensor.dtype) for guard, tensor in known]
+        if not any(all(choice[name] == dtype for name, dtype in dtypes) for choice in self.dtypes):
+            return f"dtype {'/'.join(_short(tensor) for _, tensor in known)}"
+        return None
+
     def label(self, tensors: tuple[torch.Tensor, ...]) -> str:
         """Shape bucket and dtypes, as receipts name them: `tokens=8 hidden=2880 bfloat16`."""
         sizes, _ = self._sizes(tensors)
@@ -124,7 +155,7 @@ class CallGuards:
             try:
                 return self.solve([tuple(tensor.shape) for tensor in tensors]), None
             except ValueError as error:
-                return {}, f"shapes that do not fit: {error}"
+                return {}, f"shapes that do not fit: {getattr(error, 'expression', error)}"
         sizes: dict[str, int] = {}
         for guard, tensor in zip(self.tensors, tensors, strict=True):
             for axis, size in zip(guard.axes, tensor.shape, strict=False):
@@ -151,15 +182,24 @@ class CallGuards:
         return None
 
     def _size(self, sizes: Mapping[str, int]) -> str | None:
-        for axis, guard in self.axes.items():
-            size = sizes.get(axis, guard.minimum)
-            if size % guard.multiple_of:
-                return f"{axis} {size} is no multiple of {guard.multiple_of}"
-            if size < guard.minimum:
-                return f"{axis} {size} is under {guard.minimum}"
-            if guard.maximum is not None and size > guard.maximum:
-                return f"{axis} {size} is over {guard.maximum}"
+        for axis, bounds in self.axes.items():
+            reason = _beyond(axis, sizes[axis], bounds) if axis in sizes else None
+            if reason is not None:
+                return reason
         return None
+
+
+def _beyond(axis: str, size: int, bounds: AxisBounds) -> str | None:
+    """Why the kernel does not support this size. It names the bound and not the size, so that calls
+    of many sizes have one reason.
+    """
+    if size % bounds.multiple_of:
+        return f"{axis} no multiple of {bounds.multiple_of}"
+    if size < bounds.minimum:
+        return f"{axis} below {bounds.minimum}"
+    if bounds.maximum is not None and size > bounds.maximum:
+        return f"{axis} above {bounds.maximum}"
+    return None
 
 
 def _bucket(size: int) -> str:

@@ -6,11 +6,31 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from patcher.bench import DTYPES, AxisGuard, Contract, Evaluation, Language, Outcome, Record
+from patcher.bench import (
+    DTYPES,
+    AxisGuard,
+    Candidate,
+    Contract,
+    Evaluation,
+    Language,
+    Outcome,
+    Record,
+)
 from patcher.integrate.points import present_name
 
 PatchId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,99}$")]
 """Pattern of ids, which name folders of the store and so cannot be paths."""
+
+
+def patch_id(candidate: Candidate, point: str = "") -> str:
+    """The id of a patch with that source.
+
+    Args:
+        candidate: the source.
+        point: the patch point, if it is not the op's first in the engine.
+    """
+    name = "-".join(filter(None, (candidate.op, point.replace(".", "_"), candidate.language)))
+    return f"{name}-{candidate.digest[:8]}"
 
 
 def _known_dtype(name: str) -> str:

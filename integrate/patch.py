@@ -28,10 +28,17 @@ from patcher.bench import (
 )
 from patcher.integrate.binaries import describe_binary, load_kernel
 from patcher.integrate.changes import SourceChangedError, replaced, what_changed
-from patcher.integrate.engine import engine_version, patch_point
-from patcher.integrate.manifest import DeviceKind, Manifest, PatchGuards, Provenance, Target
+from patcher.integrate.engine import engine_version, patch_point, source_fingerprint
+from patcher.integrate.manifest import (
+    DeviceKind,
+    Manifest,
+    PatchGuards,
+    Provenance,
+    Target,
+    patch_id,
+)
 from patcher.integrate.narrow import worth_calling
-from patcher.integrate.points import Fingerprint
+from patcher.integrate.points import Fingerprint, verify_calls
 
 if TYPE_CHECKING:
     from patcher.bench.toolchains import Built
@@ -62,6 +69,7 @@ class Patch:
         built: Built | None = None,
         tensor_parallel: tuple[int, ...] = (),
         further: tuple[Evaluation, ...] = (),
+        point_name: str | None = None,
     ) -> Patch:
         """Write a bundle whose guards exclude sizes at which the judge found the kernel slower.
 
@@ -77,6 +85,7 @@ class Patch:
             built: the candidate's build; its binary is included if it is a tvm-ffi library.
             tensor_parallel: supported numbers of workers; empty for any.
             further: correct verdicts on this candidate over other sweeps.
+            point_name: the patch point; by default the op's first in that engine.
 
         Returns:
             The patch, loaded from the folder.
@@ -95,7 +104,7 @@ class Patch:
                 )
         from patcher.integrate.points import naming
 
-        point = patch_point(op, engine)
+        point = patch_point(op, engine, point_name)
         capability = evaluation.environment and evaluation.environment.capability
         on_gpu = evaluation.environment and evaluation.environment.device_kind == "cuda"
         device: DeviceKind = "cuda" if on_gpu else "cpu"
@@ -106,9 +115,9 @@ class Patch:
             binary = describe_binary(op.name, built, device)
             binaries.append(binary)
             contents[binary.file] = built.path.read_bytes()
-        fingerprint = _fingerprint(engine, point.point)
+        fingerprint = source_fingerprint(engine, point.point)
         manifest = Manifest(
-            id=f"{op.name}-{candidate.language}-{candidate.digest[:8]}",
+            id=patch_id(candidate, "" if point == patch_point(op, engine) else point.point),
             op=op.name,
             language=candidate.language,
             entry=op.name,
@@ -278,8 +287,10 @@ class Patch:
 
         Raises:
             MissingError: the engine is not installed.
-            VerificationError: its version is out of range, or the replaced code has changed.
+            VerificationError: its version is out of range, the replaced code has changed, or the
+                op's arguments have.
         """
+        verify_calls(self.contract)
         self.verify_version()
         self.verify_source()
 
@@ -299,7 +310,7 @@ class Patch:
         which the adapter was written (see `verify_target`).
         """
         target = self.manifest.target
-        now = _fingerprint(target.engine, target.point)
+        now = source_fingerprint(target.engine, target.point)
         unread = now.unread if isinstance(now, Fingerprint) else None
         if unread is not None and not unread:
             return f"{target.point} as its adapter knows it"
@@ -330,18 +341,6 @@ def require_free(folder: Path) -> None:
     """
     if folder.exists() and not (folder / MANIFEST).is_file():
         raise UsageError(f"{folder} exists and is not a patch", "choose another folder")
-
-
-def _fingerprint(engine: str, point: str) -> str:
-    from patcher.integrate.points import find_point
-
-    try:
-        return find_point(engine, point).fingerprint()
-    except (ImportError, AttributeError) as error:
-        raise VerificationError(
-            f"{point} is not in {engine} {engine_version(engine)}: {error}",
-            f"use a version of {engine} that has it",
-        ) from error
 
 
 _TAKES_PART = re.compile(r"griddepcontrol|cudaGridDependencySynchronize|launch_pdl|gdc_wait")

@@ -22,6 +22,7 @@ from patcher.bench import (
     Registry,
     UsageError,
     VerificationError,
+    load_ops,
 )
 
 if TYPE_CHECKING:
@@ -180,6 +181,24 @@ def all_specs(op: Op) -> list[PatchPointSpec]:
         specs = [getattr(point, "spec", None) for point in points if point.op == op.name]
         found += [spec for spec in specs if spec is not None]
     return found
+
+
+def verify_calls(contract: Contract) -> None:
+    """Check that patch points call the op with the arguments of this contract.
+
+    A contract may change after a patch was made; then each call would fall back. An op that is not
+    in the library, such as another package's, is left to the guards.
+
+    Raises:
+        VerificationError: the op has other arguments now.
+    """
+    ops = load_ops()
+    now = ops[contract.name].contract if contract.name in ops else contract
+    if now.signature() != contract.signature():
+        raise VerificationError(
+            f"the patch takes {contract.signature()}, but its op is now {now.signature()}",
+            "judge the kernel again by the present contract, and make the patch again",
+        )
 
 
 def naming(contract: Contract, spec: PatchPointSpec) -> Contract:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from patcher.bench import (
     SCHEMA_VERSION,
@@ -22,7 +23,7 @@ class FitCheck(Record):
     """One check of a patch against this environment."""
 
     name: str
-    """`files`, `evidence`, `version`, `source`, `device` or `kernel`."""
+    """`files`, `evidence`, `version`, `source`, `device`, `kernel` or `model`."""
     passed: bool
     detail: str
     """The result in one sentence."""
@@ -50,11 +51,12 @@ class FitReport(Record):
         return next((check for check in self.checks if not check.passed), None)
 
 
-def verify(patch: Patch) -> FitReport:
+def verify(patch: Patch, model: Mapping[str, Any] | None = None) -> FitReport:
     """Run all checks of a loaded patch, even after a failed one.
 
     Args:
         patch: the bundle; `Patch.load` has verified its files.
+        model: the config.json of a model, which must have layers of the role that is patched.
     """
     manifest = patch.manifest
     target = manifest.target
@@ -65,6 +67,7 @@ def verify(patch: Patch) -> FitReport:
         ("source", patch.verify_source),
         ("device", lambda: verify_device(manifest)),
         ("kernel", lambda: _kernel(patch)),
+        *((("model", lambda: _model(patch, model)),) if model is not None else ()),
     )
     return FitReport(
         id=manifest.id,
@@ -126,6 +129,17 @@ def verify_workers(manifest: Manifest, tensor_parallel: int) -> None:
             f"{manifest.id} supports a tensor parallel size of {sizes}, not {tensor_parallel}",
             "serve with that size, or revert the patch",
         )
+
+
+def _model(patch: Patch, model: Mapping[str, Any]) -> str:
+    """What the patch point says of a model; other engines look for their layers in a built one."""
+    from patcher.integrate.points import find_point
+
+    target = patch.manifest.target
+    says = getattr(find_point(target.engine, target.point), "of_model", None)
+    if says is None:
+        return f"{target.point} of {target.engine} looks for its layers when a model is built"
+    return str(says(model))
 
 
 def _files(patch: Patch) -> str:

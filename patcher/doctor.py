@@ -8,36 +8,19 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from patcher.bench import Language, MissingError, PatcherError, Plugin, Record
+from patcher.bench import Language, MissingError, PatcherError, Plugin
 from patcher.bench.machine.clock_finding import clocks_finding
 from patcher.bench.machine.installed import compute_sanitizer_finding
 from patcher.bench.sandbox.policy import sandbox_description
 from patcher.bench.toolchains import cache_root, toolchain
 from patcher.extras import missing_of, missing_package
+from patcher.finding import Finding, Status
 from patcher.hotspot import ncu_finding, nsys_finding
-from patcher.integrate import Switches, home_store
 from patcher.models.registry import list_models
+from patcher.patch_findings import PATCH_CHECKS
 from patcher.plugins import found_plugins
 from patcher.settings import resolve
-
-Status = Literal["ok", "warn", "fail"]
-
-
-class Finding(Record):
-    """One line of `patcher doctor`."""
-
-    name: str
-    status: Status
-    detail: str
-    fix: str = ""
-    likely: bool = True
-    """Whether somebody on this machine is likely to want it; if not, a warning is for `--all`."""
-
-    @property
-    def shown(self) -> bool:  # without `--all`
-        return self.likely or self.status != "warn"
 
 
 @dataclass(frozen=True)
@@ -104,8 +87,7 @@ def examine() -> list[Finding]:
         _key,
         _sandbox,
         _cache,
-        _store,
-        _switches,
+        *PATCH_CHECKS,
     ]
     machine = Machine.here()
     found = [*(check() for check in checks), *map(_plugin, found_plugins())]
@@ -300,49 +282,3 @@ def _cache() -> Finding:
         detail="writable" if writable else "not writable",
         fix="" if writable else "set PATCHER_CACHE to a writable folder",
     )
-
-
-def _store() -> Finding:
-    try:
-        store = home_store()
-        count = len(store.applied())
-    except PatcherError as error:
-        return Finding(name="patch store", status="fail", detail=error.message, fix=error.hint)
-    there = next(path for path in (store.root, *store.root.absolute().parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        return Finding(
-            name="patch store",
-            status="fail",
-            detail=f"{count} applied, not writable",
-            fix="set PATCHER_HOME to a writable folder",
-        )
-    return Finding(name="patch store", status="ok", detail=f"{count} applied")
-
-
-def _switches() -> Finding:
-    """What an engine that starts from this environment would do."""
-    switches = Switches.read()
-    if switches.patches == "off":
-        detail = "off: engines run unpatched; PATCHER_PATCHES=on switches applied patches on"
-        return Finding(name="patch switches", status="ok", detail=detail)
-    mode = "what fails raises" if switches.strict else "what fails leaves the engine as it is"
-    detail = f"PATCHER_PATCHES={switches.patches}, {mode}"
-    try:
-        unknown = switches.unknown(home_store())
-    except PatcherError:
-        unknown = []  # the store's own line says so
-    if unknown:
-        return Finding(
-            name="patch switches",
-            status="fail",
-            detail=f"{detail}; not applied: {', '.join(unknown)}",
-            fix="see `patcher patches`, or set PATCHER_PATCHES=on",
-        )
-    if switches.receipts is None:
-        return Finding(
-            name="patch switches",
-            status="warn",
-            detail=f"{detail}; no receipts are kept",
-            fix="set PATCHER_RECEIPTS to a folder, which then holds what ran",
-        )
-    return Finding(name="patch switches", status="ok", detail=f"{detail}; receipts are kept")

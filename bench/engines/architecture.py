@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
+from pathlib import Path
 from typing import Any
 
 from patcher.bench.errors import UsageError
-from patcher.bench.presets import Preset
+from patcher.bench.presets import Preset, presets
 
 
 def configuration(preset: Preset) -> Any:
@@ -42,3 +44,24 @@ def causal_model(preset: Preset) -> str:
             f"see `architecture` of the preset {preset.name}",
         )
     return str(NAMES[preset.architecture])
+
+
+def published_config(model: str) -> dict[str, Any]:
+    """What config.json says of a model: its class, its sizes and its quantisation.
+
+    Args:
+        model: a preset, or a folder with a config.json.
+
+    Raises:
+        UsageError: it is neither, or the file is not JSON.
+    """
+    if known := presets().get(model):
+        return {"architectures": [causal_model(known)], **known.config, **known.published}
+    try:
+        found: dict[str, Any] = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{model!r} is no preset, and no folder with a config.json that can be read: {error}",
+            f"presets are: {', '.join(presets())}",
+        ) from error
+    return found

@@ -40,7 +40,6 @@ RANDOM_WEIGHTS = "PATCHER_RANDOM_WEIGHTS"
 """Environment variable that makes a vLLM process register that format."""
 MXFP4_SCALE = 120
 """Biased exponent of a block of MXFP4 weights: 2^-7, which gives a spread like normal(0, `STD`)."""
-REQUEST = "patcher-"
 SPARE_TOKENS = 2048
 """Tokens of decode per sequence beyond those of the workload."""
 LENGTH_STEP = 1024
@@ -120,7 +119,7 @@ class VllmEngine:
         begin = time.perf_counter()
         names = []
         for prompt in prompts.tolist():
-            names.append(f"{REQUEST}{self.requests}")
+            names.append(f"{vllm_logits.REQUEST}{self.requests}")
             self.requests += 1
             self._engine.add_request(names[-1], {"prompt_token_ids": prompt}, parameters)
         tokens: dict[str, list[int]] = {name: [] for name in names}

@@ -47,6 +47,14 @@ def evaluate(expression: str, names: Mapping[str, float]) -> float:
     return value(_parsed(expression))
 
 
+class UnsolvableError(ValueError):
+    """No axes give an expression its size."""
+
+    def __init__(self, expression: str, size: int) -> None:
+        super().__init__(f"{expression} is {size}")
+        self.expression = expression
+
+
 def solve(sizes: Sequence[tuple[str, int]]) -> dict[str, int]:
     """Solve for the axes, given the size of each expression, as far as possible.
 
@@ -54,7 +62,7 @@ def solve(sizes: Sequence[tuple[str, int]]) -> dict[str, int]:
     linear (`q_heads * head_dim`, if head_dim is known).
 
     Raises:
-        ValueError: no axes give these sizes.
+        UnsolvableError: no axes give these sizes.
     """
     axes: dict[str, int] = {}
     waiting = list(sizes)
@@ -64,7 +72,7 @@ def solve(sizes: Sequence[tuple[str, int]]) -> dict[str, int]:
             unknown = names_in(expression) - axes.keys()
             if not unknown:
                 if evaluate(expression, axes) != size:
-                    raise ValueError(f"{expression} is {size}")
+                    raise UnsolvableError(expression, size)
             elif len(unknown) > 1 or not _found(expression, size, next(iter(unknown)), axes):
                 left.append((expression, size))
         if len(left) == len(waiting):
@@ -79,11 +87,11 @@ def _found(expression: str, size: int, name: str, axes: dict[str, int]) -> bool:
     slope = evaluate(expression, {**axes, name: 1}) - base
     if slope == 0:
         if base != size:
-            raise ValueError(f"{expression} is {size}")
+            raise UnsolvableError(expression, size)
         return False
     value = (size - base) / slope
     if value < 0 or value != int(value) or evaluate(expression, {**axes, name: value}) != size:
-        raise ValueError(f"{expression} is {size}")
+        raise UnsolvableError(expression, size)
     axes[name] = int(value)
     return True
 

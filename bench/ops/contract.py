@@ -134,6 +134,9 @@ class PatchPointSpec(Record):
     point: str
     summary: str
     calls_per_layer: int
+    """Calls in one decoder layer of gpt-oss; 0 for a point that is none of its layers'."""
+    once_per_layer_taken: bool = False
+    """Whether a step calls each layer that a receipt counts as taken once, in any model."""
     takes: dict[str, int] = Field(default_factory=dict)
     """Calls per layer that this patch point takes over from other points of the engine, by name."""
     replaces: str = ""
@@ -239,6 +242,13 @@ class Contract(Record):
         found = solve([pair for t, shape in pairs for pair in zip(t.shape, shape, strict=True)])
         swept = [sweep.axis for sweep in self.sweeps if sweep.axis in found]
         return {axis: found[axis] for axis in (*swept, *found)}
+
+    def point_of(self, sweep: Sweep, axes: dict[str, int]) -> Point:
+        """The point of a recorded timing. A sweep of an earlier contract may lack an axis; then the
+        size in today's sweep of that name is meant."""
+        known = [each.fixed for each in self.sweeps if each.name == sweep.name]
+        fixed = {**(known[0] if known else {}), **sweep.fixed}
+        return Point(axes={**fixed, **axes}, dtypes=sweep.dtypes)
 
     def longest_sum(self, point: Point) -> int:
         return int(_arithmetic(self.accuracy.reduction, point))

@@ -38,6 +38,9 @@ class CompileJob(Record):
     """The command as shown to people, without paths of this machine."""
     version: str
     """Version of the compiler, as far as the result depends on it."""
+    built_for: tuple[str, ...] = ()
+    """What else the result depends on and the command does not show, as versions of packages whose
+    headers it includes: an upgrade keeps their paths."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Further environment variables of the compiler, besides its search path."""
 
@@ -46,6 +49,7 @@ def compiled(candidate: Candidate, job: CompileJob, folder: Path) -> Built:
     """Run the job, or use its earlier result in `folder`."""
     told = sorted(job.files.items()), sorted(job.environment.items())
     parts = [candidate.digest, repr(told), job.version, cpu_instructions(), *job.command]
+    parts.append(repr(job.built_for))
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     done = folder / key
     if (done / job.product).is_file():

@@ -18,7 +18,7 @@ from patcher.bench.ops.contract import Contract
 from patcher.bench.ops.dtypes import DTYPES
 from patcher.bench.toolchains import Built, Missing, Toolchain
 from patcher.bench.toolchains.compilers import CompileJob, compiled, find, run_compiler, version
-from patcher.bench.toolchains.native import FFI_UNIT, ffi_paths
+from patcher.bench.toolchains.native import FFI_UNIT, ffi_abi, ffi_paths
 
 HIP_ARCH = "gfx90a"
 """GPU architecture for HIP, unless `$PATCHER_HIP_ARCH` is set."""
@@ -57,6 +57,7 @@ class _CompileOnly(Toolchain):
             binding="none",
             shown=" ".join([*command, unit]),
             version=version(command[0]),
+            built_for=ffi_abi(),
             environment=self.environment,
         )
         return compiled(candidate, job, folder)

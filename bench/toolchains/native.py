@@ -8,6 +8,7 @@ often write, is bound with pybind11; for C++ those headers are then precompiled 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import os
 import re
 import sysconfig
@@ -63,6 +64,10 @@ class _Native(Toolchain):
     def torch_flags(self) -> list[str]:
         return []
 
+    def built_with(self) -> tuple[str, ...]:
+        """Versions of what the compiler uses besides."""
+        return ()
+
     def build(self, candidate: Candidate, contract: Contract, folder: Path) -> Built:
         self.demand()
         through_torch = binds_with_torch(candidate.source)
@@ -92,6 +97,7 @@ class _Native(Toolchain):
             binding="torch" if through_torch else "tvm-ffi",
             shown=" ".join([self.compiler, *told, unit_file]),
             version=version(self.compiler),
+            built_for=(*self.built_with(), *(_torch_abi() if through_torch else ffi_abi())),
         )
         return compiled(candidate, job, folder)
 
@@ -132,6 +138,9 @@ class CudaToolchain(_Native):
             "-lineinfo",
         ]
 
+    def built_with(self) -> tuple[str, ...]:
+        return (version("g++") if find("g++") else "",)  # it compiles the code of the host
+
 
 def cuda_capability() -> tuple[int, int]:
     """The architecture for CUDA sources: that of the local GPU, or Hopper if there is none."""
@@ -154,6 +163,24 @@ def ffi_paths() -> tuple[list[str], list[str]]:
     return list(includes), [str(find_libtvm_ffi())]
 
 
+def ffi_abi() -> tuple[str, ...]:
+    """The version of apache-tvm-ffi, whose headers a build includes."""
+    return (importlib.metadata.version("apache-tvm-ffi"),)
+
+
+def _torch_abi() -> tuple[str, ...]:
+    """What a build with PyTorch's headers depends on: its version and ABI, CUDA's, Python's."""
+    import torch
+
+    return (
+        torch.__version__,
+        str(torch.version.git_version),
+        str(torch.compiled_with_cxx11_abi()),
+        str(torch.version.cuda),
+        str(sysconfig.get_config_var("SOABI")),
+    )
+
+
 def _torch_paths() -> tuple[list[str], list[str]]:
     """Include folders and libraries, without rpath: the process that loads the result has already
     loaded PyTorch's libraries.
@@ -173,11 +200,10 @@ def _torch_paths() -> tuple[list[str], list[str]]:
 
 def _precompiled_torch(compiler: str, flags: list[str]) -> Path:
     """Precompile `torch/extension.h` for these flags, once, in about half a minute."""
-    import torch
 
     includes, _ = _torch_paths()
     key = hashlib.sha256(
-        "\0".join([version(compiler), torch.__version__, *flags]).encode()
+        "\0".join([version(compiler), *_torch_abi(), *flags]).encode()
     ).hexdigest()[:16]
     folder = cache_root() / "pch" / key
     header, made = folder / "torch_extension.h", folder / "torch_extension.h.gch"

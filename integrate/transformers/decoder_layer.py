@@ -11,24 +11,20 @@ therefore done only within the model's own forward, which holds none, and withou
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from threading import get_ident
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 
-from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.forwards import (
-    Forward,
-    ForwardPatch,
-    GptOssPoint,
-    Onlookers,
-    Swap,
-)
+from patcher.integrate.transformers.forwards import ForwardPatch, GptOssPoint, NewForward
+from patcher.integrate.transformers.onlookers import Modules, Onlookers
 from patcher.integrate.transformers.parts import check_kinds
+from patcher.integrate.transformers.swap import Forward
 
 
 class GptOssDecoderLayers(GptOssPoint):
@@ -41,6 +37,8 @@ class GptOssDecoderLayers(GptOssPoint):
 
     name: ClassVar[str] = "gpt_oss.decoder_layer"
     op: ClassVar[str] = "fused_add_rms_norm"
+    within: ClassVar[tuple[str, ...]] = ()
+    calls_per_layer: ClassVar[int] = 2
 
     def __init__(self, target: Any = None) -> None:
         super().__init__(target)
@@ -48,8 +46,9 @@ class GptOssDecoderLayers(GptOssPoint):
         """The thread that runs the body's forward."""
         self._tracing = False
         """Whether torch.compile traces the body's forward."""
-        self._waiting: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        """(hidden state, its norm, its rows), passed from one layer to the next."""
+        self._waiting: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any] | None = None
+        """(hidden state, its norm, its rows, the module of that norm), passed from one layer to
+        the next."""
 
     @classmethod
     def fingerprint(cls) -> str:
@@ -66,110 +65,101 @@ class GptOssDecoderLayers(GptOssPoint):
         norms.append(body.norm)
         check_kinds(layers, source.GptOssDecoderLayer)
         check_kinds(norms, source.GptOssRMSNorm)
-        return [body, *layers, *norms]
+        return [*layers, *norms]
 
-    def swaps(self, body: Any, kernel: Dispatcher) -> Iterator[Swap]:
+    def forwards(self, body: Any, seam: ForwardPatch) -> Iterator[NewForward]:
         from transformers.utils.output_capturing import _active_collector
 
         self._recording: Callable[[], Any] = _active_collector.get
-        seam = ForwardPatch(kernel, _add_then_norm)
-        layers = list(body.layers)
-        norms = [*(layer.input_layernorm for layer in layers[1:]), body.norm]
-        for layer, norm in zip(layers, norms, strict=True):
-            yield layer, self._layer_forward(layer, norm, seam)
-        yield body.norm, self._final_norm(body.norm)
-        yield body, self._body_forward(body)
+        for index, layer in enumerate(body.layers):
+            yield layer, partial(self._layer_forward, body, index, layer, seam)
+        yield body.norm, partial(self._final_norm, body.norm)
+
+    @staticmethod
+    def original(*args: Any) -> None:
+        _add_then_norm(*args)
 
     def remove(self) -> None:
         self._waiting = None
         super().remove()
 
-    def _body_forward(self, body: Any) -> Forward:
-        original = body.forward
+    def run(self, body: Any, original: Forward, *args: Any, **more: Any) -> Any:
+        self._waiting = None
+        if torch.compiler.is_compiling():
+            self._tracing = True
+            result = original(*args, **more)
+            self._tracing, self._waiting = False, None
+            return result
+        self._runner = get_ident()
+        try:
+            return original(*args, **more)
+        finally:
+            self._runner = self._waiting = None
 
-        @functools.wraps(original)
-        def forward(*args: Any, **rest: Any) -> Any:
-            self._waiting = None
-            if torch.compiler.is_compiling():
-                self._tracing = True
-                result = original(*args, **rest)
-                self._tracing, self._waiting = False, None
-                return result
-            self._runner = get_ident()
-            try:
-                return original(*args, **rest)
-            finally:
-                self._runner = self._waiting = None
+    def _layer_forward(
+        self, body: Any, index: int, layer: Any, seam: ForwardPatch, original: Forward
+    ) -> Forward:
+        from transformers.models.gpt_oss import modeling_gpt_oss as source
 
-        return forward
+        def watched() -> tuple[Modules, Modules]:
+            skipped = layer, layer.input_layernorm, layer.post_attention_layernorm
+            return (*skipped, _following(body, index)), (layer.self_attn, layer.mlp)
 
-    def _layer_forward(self, layer: Any, following: Any, seam: ForwardPatch) -> Forward:
-        original = layer.forward
-        middle = layer.post_attention_layernorm
-        hidden_size = middle.weight.shape[0]
-        onlookers = Onlookers(
-            skipped=(layer, layer.input_layernorm, middle, following),
-            seen=(*layer.self_attn.modules(), *layer.mlp.modules()),
-        )
+        onlookers = Onlookers(watched, source.GptOssDecoderLayer, source.GptOssRMSNorm)
 
-        def forward(
-            hidden_states: torch.Tensor,
-            attention_mask: Any = None,
-            position_ids: Any = None,
-            past_key_values: Any = None,
-            use_cache: bool | None = False,
-            position_embeddings: Any = None,
-            **rest: Any,
-        ) -> torch.Tensor:
+        names, defaults = _arguments(source.GptOssDecoderLayer, source.GptOssAttention)
+
+        def forward(hidden_states: torch.Tensor, *args: Any, **rest: Any) -> torch.Tensor:
             waiting, self._waiting = self._waiting, None
-            rest |= {
-                "attention_mask": attention_mask,
-                "position_ids": position_ids,
-                "past_key_values": past_key_values,
-                "use_cache": use_cache,
-                "position_embeddings": position_embeddings,
-            }
-            refusal = self._refuse(layer, onlookers)
+            rest = {**defaults, **dict(zip(names, args, strict=False)), **rest}
+            refusal = self._refuse(body, index, layer, onlookers)
             if refusal is not None:
                 seam.refuse(refusal, 2)
                 result: torch.Tensor = original(hidden_states, **rest)
                 return result
-            if waiting is not None and waiting[0] is hidden_states:
-                residual, normed, rows = waiting
+            middle, following = layer.post_attention_layernorm, _following(body, index)
+            if (
+                waiting is not None
+                and waiting[0] is hidden_states
+                and waiting[3] is layer.input_layernorm
+            ):
+                residual, normed, rows, _ = waiting
             else:
                 normed = layer.input_layernorm(hidden_states)
                 # other code may still hold this tensor, so work in place uses a copy
                 residual = hidden_states.clone(memory_format=torch.contiguous_format)
-                rows = residual.view(-1, hidden_size)
+                rows = residual.view(-1, residual.shape[-1])
             attended, _ = layer.self_attn(hidden_states=normed, **rest)
+            if onlookers.keeps:
+                attended = attended.clone()
             if _add_norm(seam, attended, rows, middle):
                 hidden = attended
             else:
                 residual = residual + attended
-                rows = residual.view(-1, hidden_size)
+                rows = residual.view(-1, residual.shape[-1])
                 hidden = middle(residual)
             mixed, _ = layer.mlp(hidden)
+            if onlookers.keeps:
+                mixed = mixed.clone()
             if _add_norm(seam, mixed, rows, following):
-                self._waiting = (residual, mixed, rows)
+                self._waiting = (residual, mixed, rows, following)
                 return residual
             total: torch.Tensor = residual + mixed
             return total
 
         return forward
 
-    def _final_norm(self, norm: Any) -> Forward:
-        original = norm.forward
-
+    def _final_norm(self, norm: Any, original: Forward) -> Forward:
         def forward(hidden_states: torch.Tensor) -> torch.Tensor:
             waiting, self._waiting = self._waiting, None
-            if waiting is not None and waiting[0] is hidden_states:
+            if waiting is not None and waiting[0] is hidden_states and waiting[3] is norm:
                 return waiting[1]
             result: torch.Tensor = original(hidden_states)
             return result
 
         return forward
 
-    def _refuse(self, layer: Any, onlookers: Onlookers) -> str | None:
+    def _refuse(self, body: Any, index: int, layer: Any, onlookers: Onlookers) -> str | None:
         """Why other code could observe work in place on this layer; None if it could not."""
         if torch.is_grad_enabled() or layer.training:
             return "gradients are on"
@@ -178,9 +168,36 @@ class GptOssDecoderLayers(GptOssPoint):
             return "a layer is called on its own"
         if "hidden_states" in (self._recording() or ()):
             return "hidden states are being recorded"
-        if onlookers.look():
-            return "a module has hooks"
-        return None
+        if index >= len(body.layers) or body.layers[index] is not layer:
+            return "the layers were put in another order"
+        return onlookers.refusal()
+
+
+def _arguments(layer: Any, attention: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """How a layer passes its arguments on to its attention; their names differ by version.
+
+    Args:
+        layer: the class of the layers.
+        attention: the class of their attention.
+
+    Returns:
+        The names after the hidden states, in order, and the defaults of those for which the
+        attention has none.
+    """
+    own = list(inspect.signature(layer.forward).parameters.values())[2:]
+    named = [one for one in own if one.kind is one.POSITIONAL_OR_KEYWORD]
+    taken = inspect.signature(attention.forward).parameters
+    return tuple(one.name for one in named), {
+        one.name: one.default
+        for one in named
+        if one.name not in taken or taken[one.name].default is inspect.Parameter.empty
+    }
+
+
+def _following(body: Any, index: int) -> Any:
+    """The norm that the model has after a layer now."""
+    last = index + 1 >= len(body.layers)
+    return body.norm if last else body.layers[index + 1].input_layernorm
 
 
 def _add_norm(seam: ForwardPatch, added: torch.Tensor, rows: torch.Tensor, norm: Any) -> bool:

@@ -10,28 +10,25 @@ differently and run unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from patcher.bench import UsageError, VerificationError
+from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.forwards import Forward, ForwardPatch, GptOssPoint, Swap
+from patcher.integrate.transformers.forwards import ForwardPatch, GptOssPoint, NewForward
 from patcher.integrate.transformers.parts import check_kinds, written_by_transformers
-
-Function = Callable[..., torch.Tensor]
+from patcher.integrate.transformers.swap import Forward
 
 
 class GptOssExpertsFunction(GptOssPoint):
-    """Replaces the experts' `forward` of a model, or the registry's functions for later models."""
+    """Replaces the `forward` of the experts modules."""
 
     name: ClassVar[str] = "gpt_oss.experts"
     op: ClassVar[str] = "moe_reduce"
-
-    def __init__(self, target: Any = None) -> None:
-        super().__init__(target)
-        self._registered: dict[str, Function] = {}
+    within: ClassVar[tuple[str, ...]] = "mlp", "experts"
 
     @classmethod
     def fingerprint(cls) -> str:
@@ -49,10 +46,12 @@ class GptOssExpertsFunction(GptOssPoint):
         )
 
     def find(self) -> str:
-        if self.target is not None:
-            return super().find()
         _check_registry()
-        return "the experts functions of gpt-oss models that are built from now on"
+        return super().find()
+
+    def install(self, kernel: Dispatcher) -> None:
+        _check_registry()
+        super().install(kernel)
 
     def parts(self, body: Any) -> list[torch.nn.Module]:
         from transformers.models.gpt_oss import modeling_gpt_oss as source
@@ -60,46 +59,15 @@ class GptOssExpertsFunction(GptOssPoint):
         experts = [layer.mlp.experts for layer in body.layers]
         kind: Any = source.GptOssExperts  # its decorator drops the type
         check_kinds(experts, kind)
-        _check_registry()
         return experts
 
-    def swaps(self, body: Any, kernel: Dispatcher) -> Iterator[Swap]:
-        seam = ForwardPatch(kernel, _weigh_and_sum)
+    def forwards(self, body: Any, seam: ForwardPatch) -> Iterator[NewForward]:
         for layer in body.layers:
-            experts = layer.mlp.experts
-            yield experts, _experts_forward(experts, seam)
+            yield layer.mlp.experts, partial(_experts_forward, layer.mlp.experts, seam)
 
-    def install(self, kernel: Dispatcher) -> None:
-        if self.target is not None:
-            super().install(kernel)
-            return
-        if self._registered:
-            raise UsageError("the patch is already installed", "remove it first")
-        _check_registry()
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as registry
-        from transformers.models.gpt_oss import modeling_gpt_oss as source
-
-        seam = ForwardPatch(kernel, _weigh_and_sum)
-        kind: Any = source.GptOssExperts  # its decorator drops the type
-        for name in _ROWS:
-            ours = _registry_function(kind, name, registry[name], seam)
-            registry[name] = self._registered[name] = ours
-
-    def remove(self) -> None:
-        super().remove()
-        registered, self._registered = self._registered, {}
-        if not registered:
-            return
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as registry
-
-        covered = [name for name, ours in registered.items() if registry[name] is not ours]
-        for name in registered.keys() - set(covered):
-            registry.__delitem__(name)  # type: ignore[no-untyped-call]
-        if covered:
-            raise VerificationError(
-                f"{covered[0]} was registered by other code while this patch was installed",
-                "remove patches in reverse order",
-            )
+    @staticmethod
+    def original(*args: Any) -> None:
+        _weigh_and_sum(*args)
 
 
 def _check_registry() -> None:
@@ -113,9 +81,7 @@ def _check_registry() -> None:
             )
 
 
-def _experts_forward(experts: Any, seam: ForwardPatch) -> Forward:
-    original = experts.forward
-
+def _experts_forward(experts: Any, seam: ForwardPatch, original: Forward) -> Forward:
     def forward(
         hidden_states: torch.Tensor, router_indices: Any = None, routing_weights: Any = None
     ) -> torch.Tensor:
@@ -130,26 +96,11 @@ def _experts_forward(experts: Any, seam: ForwardPatch) -> Forward:
     return forward
 
 
-def _registry_function(
-    kind: type[Any], name: str, original: Function, seam: ForwardPatch
-) -> Function:
-    def function(
-        self: Any, hidden_states: torch.Tensor, top_k_index: Any, top_k_weights: Any
-    ) -> torch.Tensor:
-        if type(self) is not kind:
-            return original(self, hidden_states, top_k_index, top_k_weights)
-        refusal = _refuse(self)
-        if refusal is not None:
-            seam.refuse(refusal)
-            return original(self, hidden_states, top_k_index, top_k_weights)
-        return _run(self, name, hidden_states, top_k_index, top_k_weights, seam)
-
-    return function
-
-
 def _refuse(experts: Any) -> str | None:
     if torch.is_grad_enabled():
         return "gradients are on"
+    if hasattr(experts, "parametrizations"):
+        return "experts' weights are parametrised"
     if len(experts.down_proj) != experts.config.num_local_experts:
         return "experts are spread over devices"
     return None

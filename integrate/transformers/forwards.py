@@ -1,28 +1,59 @@
 """The common part of this engine's patch points: replace forwards of modules and restore them.
 
 A point patches one existing model (`target`), or with `None` every model built afterwards; see
-`patcher.integrate.transformers.later`.
+`patcher.integrate.transformers.later`. Models change after a patch was installed: quantisers,
+adapters and people replace parts. So forwards look up the parts at each call, and the body's
+forward counts the parts that were not called.
 """
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from types import MethodType
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch.nn.modules import module as nn_module
 
 from patcher.bench import UsageError, VerificationError
 from patcher.integrate.counts import CallCounters
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.transformers.later import ModelsBuiltLater
-from patcher.integrate.transformers.parts import body_of
+from patcher.integrate.transformers.parts import body_of, kind_of
+from patcher.integrate.transformers.swap import Forward, ModuleSwap
 
-Forward = Callable[..., Any]
-Swap = tuple[torch.nn.Module, Forward]
+NewForward = tuple[torch.nn.Module, Callable[[Forward], Forward]]
+"""A module, and the function that makes its new forward from its own one."""
+
+
+class ForwardPatch:
+    """One place from which a kernel is called: eagerly, or as an operator in compiled code."""
+
+    def __init__(self, kernel: Dispatcher, original: Callable[..., object]) -> None:
+        """Register the kernel and `original`, which also works in place, as one operator."""
+        self._kernel, self._operator = kernel, kernel.op(original)
+        self.reached = 0
+        """Eager calls of the kernel and refusals."""
+        self.compiled = False
+        """Whether some calls are in compiled code, where they are not in `reached`."""
+
+    def __call__(self, *args: Any) -> bool:
+        """Call the kernel; return whether the work was done in place, by either kernel."""
+        if torch.compiler.is_compiling():
+            _mark(self)
+            self._operator(*args)
+            return True
+        self.reached += 1
+        return self._kernel(*args)
+
+    def refuse(self, reason: str, calls: int = 1) -> None:
+        """Count calls that are not dispatched; compiled code counts them once, during tracing."""
+        if torch.compiler.is_compiling():
+            reason = f"{reason}, when it was compiled"
+            _mark(self)
+        else:
+            self.reached += calls
+        _count(self._kernel.book, reason, calls)
 
 
 class GptOssPoint(ABC):
@@ -31,14 +62,17 @@ class GptOssPoint(ABC):
     engine: ClassVar[str] = "transformers"
     name: ClassVar[str]
     op: ClassVar[str]
+    within: ClassVar[tuple[str, ...]]
+    """The path from a decoder layer to the module that calls the kernel."""
+    calls_per_layer: ClassVar[int] = 1
 
     def __init__(self, target: Any = None) -> None:
         """Prepare to patch this model, or with None later models; nothing changes yet."""
         self.target = target
         self._later: ModelsBuiltLater | None = None
-        self._swaps: list[Swap] = []
+        self._swaps: list[ModuleSwap] = []
         """The installed forwards."""
-        self._last: tuple[Dispatcher, list[torch.nn.Module], list[Swap]] | None = None
+        self._last: tuple[Dispatcher, list[torch.nn.Module], list[ModuleSwap]] | None = None
         """The forwards installed last and their modules; reusing them keeps compiled code valid."""
 
     @classmethod
@@ -54,8 +88,17 @@ class GptOssPoint(ABC):
         """
 
     @abstractmethod
-    def swaps(self, body: Any, kernel: Dispatcher) -> Iterator[Swap]:
-        """The modules with their new forwards."""
+    def forwards(self, body: Any, seam: ForwardPatch) -> Iterator[NewForward]:
+        """The modules, without the body, with their new forwards."""
+
+    @staticmethod
+    @abstractmethod
+    def original(*args: Any) -> None:
+        """The engine's own arithmetic in place of the kernel's, also in place."""
+
+    def run(self, body: Any, original: Forward, *args: Any, **more: Any) -> Any:
+        """Run the body's own forward."""
+        return original(*args, **more)
 
     def find(self) -> str:
         """A description of the target: the number of modules, or later models.
@@ -84,111 +127,101 @@ class GptOssPoint(ABC):
             return
         parts, last = self._parts(), self._last
         if last is None or last[0] is not kernel or last[1] != parts:
-            swaps = self.swaps(body_of(self.target), kernel)
-            bound = [(module, _bound(module, forward, self)) for module, forward in swaps]
-            last = self._last = kernel, parts, bound
+            last = self._last = kernel, parts, self._swaps_for(kernel)
         self._swaps = last[2]
-        for module, forward in self._swaps:
-            module.__dict__["forward"] = forward
+        for swap in self._swaps:
+            swap.put_in()
 
     def remove(self) -> None:
-        """Restore all forwards; idempotent.
+        """Restore all forwards; idempotent. Afterwards nothing calls the kernel, whoever holds it.
 
         Raises:
-            VerificationError: other code replaced one of these forwards; it stays, the others are
-                restored.
+            VerificationError: other code has replaced one of these forwards; that code stays.
         """
         later, self._later = self._later, None
         if later is not None:
             later.remove()
         swaps, self._swaps = self._swaps, []
-        covered = []
-        for module, forward in swaps:
-            if module.__dict__.get("forward") is forward:
-                del module.__dict__["forward"]
-            else:
-                covered.append(type(module).__name__)
+        covered = [name for name in [swap.take_out() for swap in swaps] if name is not None]
         if covered:
             raise VerificationError(
-                f"{covered[0]} was patched by other code while this patch was installed",
+                f"{covered[0]} was replaced by other code while this patch was installed: the "
+                "patch is out, the other code stays",
                 "remove patches in reverse order; load the model again",
             )
 
     def _parts(self) -> list[torch.nn.Module]:
-        parts = self.parts(body_of(self.target))
-        for module in parts:
-            if "forward" in module.__dict__:
+        body = body_of(self.target)
+        parts = self.parts(body)
+        for module in (*parts, body):
+            # patches of other points may lie over the body's forward
+            patched = module is not body and type(module) is not kind_of(module)
+            if patched or "forward" in module.__dict__:
                 raise VerificationError(
-                    f"{type(module).__name__} is already patched", "remove the other patch first"
+                    f"{kind_of(module).__name__} is already patched", "remove the other patch first"
                 )
         return parts
 
-
-def _bound(module: Any, forward: Forward, point: GptOssPoint) -> Forward:
-    """A method of one module; copies and unpickled instances run transformers' own forward."""
-    own = type(module).forward
-
-    @functools.wraps(own)
-    def method(instance: Any, *args: Any, **more: Any) -> Any:
-        if instance is not module:
-            return own(instance, *args, **more)
-        return forward(*args, **more)
-
-    method.patch_point = point  # type: ignore[attr-defined]  # lives as long as the model
-    return MethodType(method, module)
-
-
-class Onlookers:
-    """The hooks that would miss a call, or receive a tensor that is overwritten later."""
-
-    def __init__(
-        self, skipped: Iterable[torch.nn.Module], seen: Iterable[torch.nn.Module] = ()
-    ) -> None:
-        """Watch hooks.
-
-        Args:
-            skipped: modules that are no longer called.
-            seen: modules whose outputs are overwritten later.
-        """
-        called_past = list(skipped)
-        # the dicts are live, so they include hooks registered later
-        self._hooks: list[dict[int, Any]] = [
-            nn_module._global_forward_hooks,
-            nn_module._global_forward_pre_hooks,
-            *(module._forward_hooks for module in (*called_past, *seen)),
-            *(module._forward_pre_hooks for module in called_past),
+    def _swaps_for(self, kernel: Dispatcher) -> list[ModuleSwap]:
+        body, seam = body_of(self.target), ForwardPatch(kernel, self.original)
+        refuse = partial(seam.refuse, calls=self.calls_per_layer)
+        swaps = [
+            ModuleSwap(part, make, self, _ignore if part is body.norm else refuse)
+            for part, make in self.forwards(body, seam)
         ]
+        return [*swaps, ModuleSwap(body, partial(self._body_forward, body, seam), self, _ignore)]
 
-    def look(self) -> bool:
-        """Whether there is any hook; transformers' own recording hooks do not count."""
-        return any(self._hooks) and any(
-            getattr(hook, "__name__", "") != "output_capturing_hook"
-            for hooks in self._hooks
-            for hook in hooks.values()
-        )
+    def _body_forward(self, body: Any, seam: ForwardPatch, original: Forward) -> Forward:
+        """The body's own forward, after which the layers that the patch missed are counted."""
 
+        def forward(*args: Any, **more: Any) -> Any:
+            if torch.compiler.is_compiling():
+                result = self.run(body, original, *args, **more)
+                _count_missed(self, body, seam)
+                return result
+            before = seam.reached
+            result = self.run(body, original, *args, **more)
+            missed = len(body.layers) * self.calls_per_layer - (seam.reached - before)
+            if missed > 0 and not seam.compiled:
+                seam.refuse(next(self._why_missed(body), "a layer was not called"), missed)
+            return result
 
-class ForwardPatch:
-    """One place from which a kernel is called: eagerly, or as an operator in compiled code."""
+        return forward
 
-    def __init__(self, kernel: Dispatcher, original: Callable[..., object]) -> None:
-        """Register the kernel and `original`, which also works in place, as one operator."""
-        self._kernel, self._operator = kernel, kernel.op(original)
-
-    def __call__(self, *args: Any) -> bool:
-        """Call the kernel; return whether the work was done in place, by either kernel."""
-        if torch.compiler.is_compiling():
-            self._operator(*args)
-            return True
-        return self._kernel(*args)
-
-    def refuse(self, reason: str, calls: int = 1) -> None:
-        """Count calls that are not dispatched; compiled code counts them once, during tracing."""
-        if torch.compiler.is_compiling():
-            reason = f"{reason}, when it was compiled"
-        _count(self._kernel.book, reason, calls)
+    def _why_missed(self, body: Any) -> Iterator[str]:
+        """For each layer in which the patch cannot run: what is in the place of its part."""
+        for layer in body.layers:
+            module, name = layer, "layer"
+            for step in (*self.within, None):
+                kind = kind_of(module)
+                if not kind.__module__.endswith(".modeling_gpt_oss"):
+                    yield f"{name} is {kind.__name__}"
+                    break
+                if "forward" in module.__dict__:
+                    yield f"the forward of {name} was replaced"
+                    break
+                if step is None:
+                    if type(module) is kind:
+                        yield f"{name} was replaced"
+                    break
+                module, name = getattr(module, step), step
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _count(book: CallCounters, reason: str, calls: int) -> None:
     book.reasons[reason] += calls
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _mark(seam: ForwardPatch) -> None:
+    seam.compiled = True
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _count_missed(point: GptOssPoint, body: Any, seam: ForwardPatch) -> None:
+    for reason in point._why_missed(body):
+        _count(seam._kernel.book, f"{reason}, when it was compiled", point.calls_per_layer)
+
+
+def _ignore(reason: str) -> None:
+    """The body and its last norm: the layers count their calls."""

@@ -88,11 +88,17 @@ class ModelsBuiltLater:
             while hasattr(kind.__init__, "handed_to") and not kind.__init__.handed_to._active:
                 kind.__init__ = kind.__init__.__wrapped__
         patched, self._patched = self._patched, []
+        covered: list[PatcherError] = []
         for reference in patched:
             point = reference()
             if point is not None:
-                point.remove()
+                try:
+                    point.remove()
+                except PatcherError as error:
+                    covered.append(error)
         self.find()
+        if covered:
+            raise covered[0]
 
     def _patch(self, body: Any) -> None:
         """Patch a new model; one that does not match is left unpatched."""

@@ -22,12 +22,24 @@ def body_of(model: Any) -> Any:
 
     body: Any = getattr(model, "model", model)
     layers: list[Any] = list(getattr(body, "layers", ()))
-    if not layers or any(type(layer) is not source.GptOssDecoderLayer for layer in layers):
+    if not layers or any(kind_of(layer) is not source.GptOssDecoderLayer for layer in layers):
         raise VerificationError(
             f"{type(model).__name__} has no gpt-oss decoder layers",
             "use transformers' GptOssForCausalLM",
         )
     return body
+
+
+def kind_of(module: Any) -> type[Any]:
+    """The class of a module, without the subclasses that patches put in its place."""
+    return without_patches(type(module))
+
+
+def without_patches(kind: type[Any]) -> type[Any]:
+    """The class that patches replaced; the class itself if it is no patch's."""
+    while "patch_point" in vars(kind):
+        kind = kind.__base__  # type: ignore[assignment]  # a patch's class has one
+    return kind
 
 
 def check_kinds(modules: Iterable[torch.nn.Module], kind: type[torch.nn.Module]) -> None:
@@ -38,7 +50,7 @@ def check_kinds(modules: Iterable[torch.nn.Module], kind: type[torch.nn.Module])
     Raises:
         VerificationError: a module has another class, or the class's forward was replaced.
     """
-    if any(type(module) is not kind for module in modules):
+    if any(kind_of(module) is not kind for module in modules):
         raise VerificationError(
             f"a part of the model is not transformers' {kind.__name__}",
             "build the model without replacing its parts",

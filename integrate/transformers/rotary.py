@@ -9,22 +9,18 @@ a kernel that writes to pages does not fit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from functools import partial
+from types import CellType, FunctionType
 from typing import Any, ClassVar
 
 import torch
 
 from patcher.bench import VerificationError
-from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.forwards import (
-    Forward,
-    ForwardPatch,
-    GptOssPoint,
-    Onlookers,
-    Swap,
-)
-from patcher.integrate.transformers.parts import check_kinds
+from patcher.integrate.transformers.forwards import ForwardPatch, GptOssPoint, NewForward
+from patcher.integrate.transformers.onlookers import Onlookers
+from patcher.integrate.transformers.parts import check_kinds, kind_of
+from patcher.integrate.transformers.swap import Forward
 
 _FUNCTION = "apply_rotary_pos_emb"
 
@@ -34,6 +30,7 @@ class GptOssRotaryEmbedding(GptOssPoint):
 
     name: ClassVar[str] = "gpt_oss.rotary_embedding"
     op: ClassVar[str] = "rope"
+    within: ClassVar[tuple[str, ...]] = ("self_attn",)
 
     def __init__(self, target: Any = None) -> None:
         super().__init__(target)
@@ -54,30 +51,25 @@ class GptOssRotaryEmbedding(GptOssPoint):
 
         attentions = [layer.self_attn for layer in body.layers]
         check_kinds(attentions, source.GptOssAttention)
-        if not isinstance(source.GptOssAttention.forward, FunctionType):
-            raise VerificationError(
-                "GptOssAttention.forward is not a plain function", "remove the other patch first"
-            )
+        _with_rotation(source.GptOssAttention.forward, lambda original: original)
         return attentions
 
-    def swaps(self, body: Any, kernel: Dispatcher) -> Iterator[Swap]:
-        seam = ForwardPatch(kernel, _rotate)
+    def forwards(self, body: Any, seam: ForwardPatch) -> Iterator[NewForward]:
         for layer in body.layers:
-            yield layer.self_attn, self._attention_forward(layer.self_attn, seam)
+            yield layer.self_attn, partial(self._attention_forward, layer.self_attn, seam)
+
+    @staticmethod
+    def original(*args: Any) -> None:
+        _rotate(*args)
 
     def remove(self) -> None:
         self._table = None
         super().remove()
 
-    def _attention_forward(self, attention: Any, seam: ForwardPatch) -> Forward:
-        own: Any = type(attention).forward
-        # without `__name__`, torch.compile uses these globals instead of the module's
-        names = {name: value for name, value in own.__globals__.items() if name != "__name__"}
-        names[_FUNCTION] = self._rotation(attention, names[_FUNCTION], seam)
-        # torch.compile identifies functions by their code object, so each gets its own
-        code = own.__code__.replace()
-        ours = FunctionType(code, names, "forward", own.__defaults__, own.__closure__)
-        ours.__kwdefaults__ = own.__kwdefaults__
+    def _attention_forward(self, attention: Any, seam: ForwardPatch, original: Forward) -> Forward:
+        ours = _with_rotation(
+            kind_of(attention).forward, lambda original: self._rotation(attention, original, seam)
+        )
 
         def forward(*args: Any, **more: Any) -> Any:
             return ours(attention, *args, **more)
@@ -88,7 +80,7 @@ class GptOssRotaryEmbedding(GptOssPoint):
         self, attention: Any, original: Callable[..., Any], seam: ForwardPatch
     ) -> Forward:
         # a hook of a projection would see its output change
-        onlookers = Onlookers(skipped=(), seen=(attention.q_proj, attention.k_proj))
+        onlookers = Onlookers(lambda: ((), (attention.q_proj, attention.k_proj)))
 
         def rotate(
             q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -96,17 +88,19 @@ class GptOssRotaryEmbedding(GptOssPoint):
             # [batch, heads, tokens, head_dim], from projections [batch, tokens, ...]
             query, key = q.transpose(1, 2), k.transpose(1, 2)
             if torch.is_grad_enabled():
-                refusal = "gradients are on"
-            elif onlookers.look():
-                refusal = "a module has hooks"
-            elif not (query.is_contiguous() and key.is_contiguous()):
-                refusal = "not contiguous"
+                refusal: str | None = "gradients are on"
             else:
+                refusal = onlookers.refusal()
+            if refusal is None and not (query.is_contiguous() and key.is_contiguous()):
+                refusal = "not contiguous"
+            if refusal is None:
+                if onlookers.keeps:
+                    query, key = query.clone(), key.clone()
+                    q, k = query.transpose(1, 2), key.transpose(1, 2)
                 table = self._joined(cos, sin, query)
                 if seam(query.flatten(0, 1), key.flatten(0, 1), table):
                     return q, k
-                refusal = None
-            if refusal is not None:
+            else:
                 seam.refuse(refusal)
             rotated: tuple[torch.Tensor, torch.Tensor] = original(q, k, cos, sin)
             return rotated
@@ -123,6 +117,43 @@ class GptOssRotaryEmbedding(GptOssPoint):
         if not compiling:
             self._table = cos, joined
         return joined
+
+
+def _with_rotation(function: Any, replaced: Callable[[Forward], Forward]) -> Any:
+    """A copy of the attention's function, decorators included, that calls another rotation.
+
+    Args:
+        function: the method, or what a decorator made of it.
+        replaced: returns the rotation, given transformers' own.
+
+    Raises:
+        VerificationError: it is not a function that calls the rotation by its name.
+    """
+    inner, closure = getattr(function, "__wrapped__", None), getattr(function, "__closure__", None)
+    names = getattr(function, "__globals__", {})
+    if inner is not None and closure:
+        within = _with_rotation(inner, replaced)
+        own, closure = (
+            closure,
+            tuple(CellType(within) if cell.cell_contents is inner else cell for cell in closure),
+        )
+        fits = any(now is not then for now, then in zip(closure, own, strict=True))
+    else:
+        fits = inner is None and _FUNCTION in names
+    if not (isinstance(function, FunctionType) and fits):
+        raise VerificationError(
+            "GptOssAttention.forward is not a function that calls the rotation",
+            "remove the other patch first",
+        )
+    if inner is None:
+        # without `__name__`, torch.compile uses these globals instead of the module's
+        names = {name: value for name, value in names.items() if name != "__name__"}
+        names[_FUNCTION] = replaced(names[_FUNCTION])
+    # torch.compile identifies functions by their code object, so each gets its own
+    code = function.__code__.replace()
+    made = FunctionType(code, names, "forward", function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def _rotate(query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor) -> None:

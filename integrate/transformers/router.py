@@ -7,14 +7,15 @@ scores and indices, so that router logits can still be recorded.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
-from patcher.integrate.transformers.forwards import Forward, ForwardPatch, GptOssPoint, Swap
+from patcher.integrate.transformers.forwards import ForwardPatch, GptOssPoint, NewForward
 from patcher.integrate.transformers.parts import check_kinds
+from patcher.integrate.transformers.swap import Forward
 
 
 class GptOssRouters(GptOssPoint):
@@ -22,6 +23,7 @@ class GptOssRouters(GptOssPoint):
 
     name: ClassVar[str] = "gpt_oss.router"
     op: ClassVar[str] = "moe_topk"
+    within: ClassVar[tuple[str, ...]] = "mlp", "router"
 
     @classmethod
     def fingerprint(cls) -> str:
@@ -37,16 +39,16 @@ class GptOssRouters(GptOssPoint):
         check_kinds(routers, source.GptOssTopKRouter)
         return routers
 
-    def swaps(self, body: Any, kernel: Dispatcher) -> Iterator[Swap]:
-        seam = ForwardPatch(kernel, _top_k)
+    def forwards(self, body: Any, seam: ForwardPatch) -> Iterator[NewForward]:
         for layer in body.layers:
-            router = layer.mlp.router
-            yield router, _router_forward(router, seam)
+            yield layer.mlp.router, partial(_router_forward, layer.mlp.router, seam)
+
+    @staticmethod
+    def original(*args: Any) -> None:
+        _top_k(*args)
 
 
-def _router_forward(router: Any, seam: ForwardPatch) -> Forward:
-    original = router.forward
-
+def _router_forward(router: Any, seam: ForwardPatch, original: Forward) -> Forward:
     def forward(hidden_states: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
             seam.refuse("gradients are on")

@@ -6,8 +6,9 @@ package depends on a version, and none compares version numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -35,8 +36,8 @@ def kv_caches(cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.T
     if cache.dim() == 5 and cache.shape[1] == 2 and cache.shape[4] == head_dim:
         return cache[:, 0], cache[:, 1]
     if cache.dim() == 4 and cache.shape[3] == 2 * head_dim:
-        key, value = cache.transpose(1, 2).split(head_dim, dim=-1)
-        return key, value
+        both = cache.transpose(1, 2)
+        return both[..., :head_dim], both[..., head_dim:]
     return None
 
 
@@ -72,6 +73,98 @@ def engines_add_norm() -> AddNorm:
     return run
 
 
+def splits_sequences() -> bool:
+    """Whether sequence parallelism is on (`enable_sp`, until 0.28.0): its pass gives each rank its
+    share of the residual between vLLM's own norms, which it knows by their operator.
+    """
+    return bool(getattr(_passes(), "enable_sp", False))
+
+
+def norm_fusions() -> tuple[str, ...]:
+    """The passes that are on and fuse vLLM's own norms with their neighbours, by name."""
+    return tuple(
+        name
+        for name in ("fuse_allreduce_rms", "fuse_norm_quant")
+        if getattr(_passes(), name, False)
+    )
+
+
+def batch_invariant() -> bool:
+    """Whether the engine must compute the same whatever is in a batch."""
+    return bool(sources.module("vllm.envs").VLLM_BATCH_INVARIANT)
+
+
+def must_allow_another(kernel: str) -> None:
+    """Refuse an engine that must compute the same whatever is in a batch.
+
+    Args:
+        kernel: what a patch would replace, in a word.
+
+    Raises:
+        VerificationError: `VLLM_BATCH_INVARIANT` is set.
+    """
+    if batch_invariant():
+        raise VerificationError(
+            f"VLLM_BATCH_INVARIANT requires vLLM's own {kernel}", "unset it, or revert the patch"
+        )
+
+
+def decided_by() -> tuple[bool, ...]:
+    """What patch points look at in an engine's configuration when they are installed."""
+    return batch_invariant(), splits_sequences()
+
+
+def copy_to_ray_workers(names: Iterable[str]) -> None:
+    """Let vLLM copy these variables to its workers on Ray, besides those that the user names.
+
+    The public way, a variable of vLLM, would be part of its hash of compiled code.
+    """
+    try:
+        sources.module("vllm.ray.ray_env").DEFAULT_EXTRA_ENV_VARS.update(names)
+    except (VerificationError, AttributeError):  # another version keeps them elsewhere
+        theirs = os.environ.get(_COPIED, "").split(",")
+        both = dict.fromkeys([*filter(None, map(str.strip, theirs)), *names])
+        os.environ[_COPIED] = ",".join(both)
+
+
+_COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+
+
+def compiles_graphs() -> bool:
+    """Whether vLLM's own compiler sees whole graphs of the model: its mode VLLM_COMPILE, not
+    `enforce_eager` or breakable CUDA graphs. Outside of an engine, it is assumed.
+    """
+    config = _compilation()
+    modes = sources.module("vllm.config.compilation").CompilationMode
+    return config is None or bool(config.mode == modes.VLLM_COMPILE)
+
+
+def _passes() -> Any:
+    """The compiler's passes in the current configuration; None outside of an engine."""
+    config = _compilation()
+    return None if config is None else config.pass_config
+
+
+def _compilation() -> Any:
+    config = sources.module("vllm.config").get_current_vllm_config_or_none()
+    return None if config is None else config.compilation_config
+
+
+def forward_context() -> Any:
+    """The context of the forward pass that is running, or is compiled; None outside of one."""
+    contexts = sources.module("vllm.forward_context")
+    return contexts.get_forward_context() if contexts.is_forward_context_available() else None
+
+
+def models_of(worker: Any) -> tuple[torch.nn.Module, ...]:
+    """The models that a worker loaded: the served one, and that of speculative decoding, if any."""
+    runner = getattr(worker, "model_runner", None)
+    # model runner V1 has a drafter, V2 a speculator
+    drafts = (getattr(runner, name, None) for name in ("drafter", "speculator"))
+    found = worker.get_model(), *(getattr(draft, "model", None) for draft in drafts)
+    return tuple(model for model in found if isinstance(model, torch.nn.Module))
+
+
 def plain_gemms() -> tuple[Any, ...]:
     """The matmuls of `UnquantizedLinearMethod` that are PyTorch's `linear`.
 
@@ -81,6 +174,18 @@ def plain_gemms() -> tuple[Any, ...]:
     utils = sources.module(_UTILS)
     plain = utils.default_unquantized_gemm, utils.cpu_unquantized_gemm
     return (*plain, None) if utils.dispatch_unquantized_gemm() in plain else plain
+
+
+def has_router_kernel(layer: Any) -> bool:
+    """Whether a `GateLinear` runs kernels of its own, at some number of rows at least.
+
+    It says so by attributes such as `allow_cublas_router_gemm`, whose names differ by version.
+    """
+    able = "allow_specialized_router_gemm"  # what the GPU could do, which nothing alone uses
+    return any(
+        allowed is True and name.startswith("allow_") and name.endswith("_gemm") and name != able
+        for name, allowed in vars(layer).items()
+    )
 
 
 def gemm_of(method: Any) -> Any:
@@ -102,18 +207,3 @@ def scale_rows(weight_scale: Any, depth: int) -> torch.Tensor:
     """
     scales: torch.Tensor = weight_scale.storage.data.mT
     return scales[..., :depth]
-
-
-def runner_kind(runner: Any) -> Literal["V1", "V2"]:
-    """Which of vLLM's two model runners a worker has; only V1 keeps a batch between steps.
-
-    Raises:
-        VerificationError: it is like neither.
-    """
-    if hasattr(runner, "input_batch"):
-        return "V1"
-    if hasattr(runner, "sample"):
-        return "V2"
-    raise VerificationError(
-        f"{type(runner).__name__} is neither of vLLM's model runners", "serve with another vLLM"
-    )

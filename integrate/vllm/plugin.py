@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import itertools
 import logging
 import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from patcher.bench import PatcherError
-from patcher.integrate.activation import Activation, Switches, activate
+from patcher.bench import PatcherError, UsageError
+from patcher.integrate.activation import Activation, Installed, Switches, activate
+from patcher.integrate.switches import home_store, variable
 from patcher.integrate.vllm import sources
+from patcher.integrate.vllm.engine import copy_to_ray_workers, decided_by, models_of
+from patcher.integrate.vllm.point import VllmPoint
+from patcher.integrate.vllm.survey import must_take_some, report, survey
 from patcher.integrate.vllm.swap import AttributePatch
 
 log = logging.getLogger("patcher")
 
+LOADS = ("load_model", "reload_weights", "finish_weight_update")
+"""Methods of workers after which layers may be others."""
+WARMS_UP = "compile_or_warm_up_model"
 FACTOR = "PATCHER_DIGESTS"
 """The key by which the digests of the patches enter vLLM's hash of compiled code."""
+
+_READ_BY_WORKERS = (
+    *(f"PATCHER_{name}" for name in ("PATCHES", "HOME", "RECEIPTS", "STRICT", "CACHE")),
+    *(f"TLLM_PATCHER_{name}" for name in ("PATCHES", "HOME", "RECEIPTS", "STRICT")),
+    "PATCHER_RANDOM_WEIGHTS",
+)
+"""Variables that a worker needs; keys of models are none of them."""
 
 
 class VllmPlugin:
@@ -22,7 +42,10 @@ class VllmPlugin:
 
     def __init__(self) -> None:
         self.active: Activation | None = None
-        self._switches: Switches | None = None
+        self._state: _State | None = None
+        self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Workers of this process that were not shut down: their classes are patched."""
+        self._workers = itertools.count()
         worker = sources.module("vllm.v1.worker.worker_base").WorkerWrapperBase
         self._swap = AttributePatch(worker, "init_device")
 
@@ -33,7 +56,10 @@ class VllmPlugin:
         def init_device(worker: Any) -> None:
             original(worker)
             os.environ["PATCHER_RANK"] = str(worker.global_rank)  # for the receipts
-            self.enter(worker.vllm_config.parallel_config.tensor_parallel_size)
+            config = worker.vllm_config
+            with sources.module("vllm.config").set_current_vllm_config(config):
+                self.enter(worker, config.parallel_config.tensor_parallel_size)
+            self._follow(worker.worker, config)
 
         init_device.plugin = self  # type: ignore[attr-defined]
         self._swap.install(init_device)
@@ -43,28 +69,106 @@ class VllmPlugin:
         self.leave()
         self._swap.remove()
 
-    def enter(self, tensor_parallel: int) -> None:
-        """Activate the patches that the environment enables now.
+    def enter(self, worker: Any, tensor_parallel: int) -> None:
+        """Activate the patches that the environment and the store enable now, for one worker.
 
-        Unchanged patches stay installed, since an engine built earlier in this process uses them.
+        Patches are in classes, which all engines of a process share. So unchanged patches stay
+        installed, and others are refused while an engine runs with these.
 
         Raises:
+            UsageError: another engine of this process runs with other patches.
             PatcherError: with `PATCHER_STRICT`, the reason why a patch was not installed.
         """
-        switches = Switches.read()
-        if self.active is not None and switches == self._switches:
-            return
-        self.leave()
-        self.active = activate("vllm", switches=switches, tensor_parallel=tensor_parallel)
-        self._switches = switches
+        state = _State.now(tensor_parallel)
+        if self.active is None or state != self._state:
+            if self.active is not None and self._state is not None:
+                changes = bool(self.active.installed or state.enabled)
+                if changes and self._others(worker):
+                    raise UsageError(
+                        "another engine of this process runs with other patches or settings",
+                        "build this engine in a new process, or shut the other one down first",
+                    )
+            self.leave()
+            self.active = activate("vllm", switches=state.switches, tensor_parallel=tensor_parallel)
+            self._state = state
+            if not state.enabled:
+                log.warning(
+                    "no patch runs here: PATCHER_PATCHES=%s, but none for vLLM is applied in %s",
+                    state.switches.patches,
+                    variable("HOME") or "~/.patcher",
+                )
+            self._tie_compiled_code()
+        self._engines.add(worker)
+        _after(worker, "shutdown", functools.partial(self._engines.discard, worker))
+
+    def _others(self, worker: Any) -> bool:
+        """Whether this process has another worker that was neither shut down nor freed."""
+        if all(other is worker for other in self._engines):
+            return False
+        gc.collect()
+        return any(other is not worker for other in self._engines)
+
+    def _tie_compiled_code(self) -> None:
+        assert self.active is not None
         known: dict[str, Any] = sources.module("vllm.envs").environment_variables
         if digests := self.active.digests:
             # `envs.compile_factors` hashes every entry of this table, so compiled code with other
             # patches, or without any, lies in another folder
             known[FACTOR] = lambda: digests
+        if self.active.installed and (note := sources.untested()):
+            log.warning("%s", note)
         for item in self.active.installed:
             manifest = item.patch.manifest
             log.info("%s is installed at %s", manifest.id, manifest.target.point)
+
+    def _follow(self, worker: Any, config: Any) -> None:
+        """Look at a worker's layers each time its model was loaded, and report after warm-up.
+
+        Args:
+            worker: the worker, before its model is loaded.
+            config: the configuration of its engine. A worker of a pipeline with several stages
+                may have no layer of a role.
+        """
+        number, stages = next(self._workers), config.parallel_config.pipeline_parallel_size
+        current = sources.module("vllm.config").set_current_vllm_config
+
+        def look() -> None:
+            layers = [layer for model in models_of(worker) for layer in model.modules()]
+            with current(config):
+                for item in self._installed:
+                    if isinstance(item.point, VllmPoint):  # others' points need not know layers
+                        seen = survey(item.point, item.dispatcher.guards, layers)
+                        item.book.surveys[number] = seen
+            must_take_some(self._installed, self._strict)
+
+        def tell() -> None:
+            report(self._installed, self._strict and stages == 1)
+
+        for name in LOADS:
+            _after(worker, name, self._unharmed(look))
+        _after(worker, WARMS_UP, self._unharmed(tell))
+
+    def _unharmed(self, then: Callable[[], None]) -> Callable[[], None]:
+        """The same, but an error is logged unless `PATCHER_STRICT` is set: an engine serves,
+        whatever its layers are like."""
+
+        def run() -> None:
+            try:
+                then()
+            except Exception:
+                if self._strict:
+                    raise
+                log.exception("the layers that patches take are not known")
+
+        return run
+
+    @property
+    def _installed(self) -> list[Installed]:
+        return [] if self.active is None else self.active.installed
+
+    @property
+    def _strict(self) -> bool:
+        return self._state is not None and self._state.switches.strict
 
     def leave(self) -> None:
         """Remove all patches; idempotent."""
@@ -72,6 +176,48 @@ class VllmPlugin:
             sources.module("vllm.envs").environment_variables.pop(FACTOR, None)
             active, self.active = self.active, None
             active.close()
+
+
+@dataclass(frozen=True)
+class _State:
+    """What decides which patches are installed."""
+
+    switches: Switches
+    enabled: tuple[tuple[str, str], ...] | str
+    """Ids and digests of the enabled patches, or why the store has none."""
+    tensor_parallel: int
+    settings: tuple[bool, ...]
+    """See `decided_by`."""
+
+    @classmethod
+    def now(cls, tensor_parallel: int) -> _State:
+        """The state of the environment, the store and the current configuration."""
+        switches = Switches.read()
+        enabled: tuple[tuple[str, str], ...] | str = ()
+        try:
+            if switches.patches != "off":
+                chosen = switches.chosen("vllm", home_store())
+                enabled = tuple((entry.id, entry.digest) for entry in chosen)
+        except PatcherError as error:  # `activate` tells it
+            enabled = str(error)
+        return cls(switches, enabled, tensor_parallel, decided_by())
+
+
+def _after(worker: Any, name: str, then: Callable[[], None]) -> None:
+    """Let a worker call `then` at the end of one of its methods, if it has that method and does not
+    call something of ours there already."""
+    method = getattr(worker, name, None)
+    if method is None or hasattr(method, "patcher_follows"):
+        return
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **more: Any) -> Any:
+        result = method(*args, **more)
+        then()
+        return result
+
+    wrapped.patcher_follows = True  # type: ignore[attr-defined]
+    setattr(worker, name, wrapped)
 
 
 def hook() -> VllmPlugin | None:
@@ -89,6 +235,7 @@ def hook() -> VllmPlugin | None:
         if plugin is None:
             plugin = VllmPlugin()
             plugin.install()
+        copy_to_ray_workers(_READ_BY_WORKERS)
     except (PatcherError, AttributeError) as error:
         if Switches.read().strict:
             raise

@@ -6,10 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
+
+from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import Fingerprint
 from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.swap import AttributePatch, remove_all
+from patcher.integrate.vllm.families import architectures
+from patcher.integrate.vllm.swap import AttributePatch, SharedPatch, remove_all
+from patcher.integrate.vllm.tree import Tree
 
 
 class VllmPoint(ABC):
@@ -30,8 +35,43 @@ class VllmPoint(ABC):
 
     def __init__(self, target: Any = None) -> None:
         """Prepare the point; `target` is unused, since classes and modules are patched."""
-        self._swaps: list[AttributePatch] = []
+        self._swaps: list[AttributePatch | SharedPatch] = []
         """The installed replacements."""
+
+    @classmethod
+    def of_model(cls, config: Mapping[str, Any]) -> str:
+        """How the installed vLLM builds layers of the role for a model, by its config.json.
+
+        The files of models are read, not run: a model may leave out a layer that it refers to.
+
+        Raises:
+            MissingError: vLLM is not installed.
+            VerificationError: the model has none; the message says why.
+        """
+        tree = Tree.installed()
+        names = [str(name) for name in config.get("architectures") or ()]
+        known = architectures(tree, names)
+        if not known:
+            raise VerificationError(
+                f"vLLM {tree.version()} has no model {' or '.join(names) or 'without a class'}",
+                "see `architectures` in its config.json",
+            )
+        one = next(iter(known.values()))
+        if not one.builds(cls.layers):
+            raise VerificationError(
+                f"{one.name} has no layer of {cls.name}: {one.module} does not refer to "
+                f"{' and '.join(cls.layers).replace('|', ' or ')}",
+                "revert the patch for this model",
+            )
+        method = (config.get("quantization_config") or {}).get("quant_method")
+        if cls.weights is not None and method != cls.weights:
+            raise VerificationError(
+                f"{cls.name} takes {cls.weights} weights, those of this {one.name} are "
+                f"{method or 'not quantised'}",
+                "revert the patch for this model",
+            )
+        flat = "; it is flat, so kernels of its own may bypass some of them" if one.is_flat else ""
+        return f"{one.name} has layers of {cls.name}, by {one.module}{flat}"
 
     @classmethod
     def fingerprint(cls) -> Fingerprint:
@@ -43,37 +83,18 @@ class VllmPoint(ABC):
     @abstractmethod
     def install(self, kernel: Dispatcher) -> None: ...
 
+    @abstractmethod
+    def of_role(self, layer: Any) -> bool:
+        """Whether a module of a loaded model is a layer of this point's role."""
+
+    @abstractmethod
+    def applies(self, layer: Any) -> str | None:
+        """Why a layer of the role keeps the engine's own code; None if the patch takes it."""
+
+    def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
+        """The layer's own tensors that every call passes, by their names in the contract."""
+        return {}
+
     def remove(self) -> None:
         swaps, self._swaps = self._swaps, []
         remove_all(swaps)
-
-
-TRITON: Mapping[str, str] = {"moe_backend": "triton"}
-"""The backend of vLLM's Triton experts; on compute capability 9.0 it is the default, too."""
-MOE = ("FusedMoE|FusedMoEFactory",)
-"""How models build a mixture of experts."""
-
-
-class TritonFunction(VllmPoint):
-    """A patch point at one function of Triton experts, which they look up at every call."""
-
-    module: ClassVar[str]
-    function: ClassVar[str]
-    wants: ClassVar[Mapping[str, str]] = TRITON
-    layers: ClassVar[tuple[str, ...]] = MOE
-    weights: ClassVar[str | None] = "mxfp4"
-
-    def find(self) -> str:
-        sources.must_be_as_read(self.name, self.parts)
-        AttributePatch(sources.module(self.module), self.function).must_be_the_engines()
-        return f"{self.module}.{self.function}"
-
-    def install(self, kernel: Dispatcher) -> None:
-        self.find()
-        swap = AttributePatch(sources.module(self.module), self.function)
-        swap.install(self._replacement(kernel, swap.original))
-        self._swaps = [swap]
-
-    @abstractmethod
-    def _replacement(self, kernel: Dispatcher, original: Any) -> Any:
-        """The replacement of the function."""

@@ -10,13 +10,23 @@ from patcher.integrate.vllm.roles.add_norm import AddRmsNorm
 from patcher.integrate.vllm.roles.experts import Down, GateUp
 from patcher.integrate.vllm.roles.experts_sum import Reduce
 from patcher.integrate.vllm.roles.experts_to_norm import ExpertsToNorm
-from patcher.integrate.vllm.roles.linear import Linear
+from patcher.integrate.vllm.roles.linear import Linear, LmHead
 from patcher.integrate.vllm.roles.rope_kv import RopeKvUpdate
 from patcher.integrate.vllm.roles.router import Routing
 
 POINTS: dict[str, type[VllmPoint]] = {
     point.name: point
-    for point in (AddRmsNorm, RopeKvUpdate, Routing, Reduce, GateUp, Down, Linear, ExpertsToNorm)
+    for point in (
+        AddRmsNorm,
+        RopeKvUpdate,
+        Routing,
+        Reduce,
+        GateUp,
+        Down,
+        Linear,
+        LmHead,
+        ExpertsToNorm,
+    )
 }
 
 

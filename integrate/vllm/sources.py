@@ -166,6 +166,19 @@ def must_be_as_read(point: str, names: tuple[str, ...]) -> None:
         )
 
 
+def untested() -> str | None:
+    """A sentence about an installed version that no one read, though its parts are as read; None
+    if it was read.
+    """
+    version, read = Tree.installed().version(), versions_read()
+    if version in read:
+        return None
+    return (
+        f"vLLM {version} was not tested with these patches ({', '.join(read)} were); the code that "
+        "they replace and rely on is the same"
+    )
+
+
 def changes_of(names: Iterable[str], tree: Tree) -> list[Change]:
     """The same as `unread`, as changes that are shown to a person."""
     return what_is_unread(unread(names, tree), {name: tree.part(name).text for name in names})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ class AttributePatch:
         self.original: Any = getattr(owner, name)
         self._own = owner.__dict__.get(name)
         self._ours: Any = None
+        self.parts: dict[str, Any] = {}
+        """What each point has in a replacement that several share."""
 
     @property
     def label(self) -> str:
@@ -72,7 +75,71 @@ class AttributePatch:
             setattr(self.owner, self.name, self._own)
 
 
-def remove_all(swaps: list[AttributePatch]) -> None:
+class SharedPatch:
+    """A replacement of `owner.name` that several patch points share, each with a part of its own.
+
+    The parts lie on the replacement alone, so nothing is left when the last point is removed.
+    """
+
+    def __init__(
+        self, owner: Any, name: str, point: str, make: Callable[[Any, dict[str, Any]], Any]
+    ) -> None:
+        """Prepare the replacement.
+
+        Args:
+            owner: a class or a module.
+            name: the attribute's name.
+            point: the name of the patch point.
+            make: the replacement, from the original and the parts by point; both are looked up at
+                each call. All points give the same function.
+        """
+        self._owner, self._name, self._point, self._make = owner, name, point, make
+        self._swap: AttributePatch | None = None
+        """The replacement that holds our part."""
+
+    def must_have_room(self) -> None:
+        """Check that the part can be added.
+
+        Raises:
+            VerificationError: the point is in, or other code has replaced the attribute.
+        """
+        swap = self._installed()
+        if swap is None:
+            AttributePatch(self._owner, self._name).must_be_the_engines()
+        elif self._point in swap.parts:
+            raise VerificationError(
+                f"{self._point} is already patched", "remove the other patch first"
+            )
+
+    def install(self, part: Any) -> None:
+        """Add the part, and replace the attribute if this is the first one."""
+        swap = self._installed()
+        if swap is None:
+            swap = AttributePatch(self._owner, self._name)
+            replacement = self._make(swap.original, swap.parts)
+            replacement.shared = swap
+            swap.install(replacement)
+        swap.parts[self._point] = part
+        self._swap = swap
+
+    def remove(self) -> None:
+        """Take the part out, and restore the attribute if it was the last one; idempotent.
+
+        Raises:
+            VerificationError: see `AttributePatch.remove`.
+        """
+        swap, self._swap = self._swap, None
+        if swap is not None:
+            del swap.parts[self._point]
+            if not swap.parts:
+                swap.remove()
+
+    def _installed(self) -> AttributePatch | None:
+        value: AttributePatch | None = getattr(getattr(self._owner, self._name), "shared", None)
+        return value
+
+
+def remove_all(swaps: Sequence[AttributePatch | SharedPatch]) -> None:
     """Restore all attributes, the last first, even if one of them fails.
 
     Raises:

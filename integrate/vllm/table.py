@@ -46,8 +46,8 @@ Quantised weights, LoRA or a parallel layout may still leave it to vLLM. `patche
 what took a layer and what refused, and why. *if mxfp4*: the role is that of checkpoints with such
 weights.
 
-A *flat* model (`vllm/models/`) is written for one GPU and often passes a layer's weight to a kernel
-of its own. There *partly* says that some layers of the role may not be reached.
+A *flat* model (`vllm/models/`) is written for its own checkpoint and often passes a layer's weight
+to a kernel of its own. There *partly* says that some layers of the role may not be reached.
 """
 
 

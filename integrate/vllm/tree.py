@@ -76,6 +76,8 @@ class Tree:
         """
         for found in importlib.metadata.distributions(name="vllm", path=[str(self.folder)]):
             return Version(found.version).public
+        if self._is_installed():  # from a checkout, whose metadata lies elsewhere
+            return Version(importlib.metadata.version("vllm")).public
         raise MissingError(
             f"{self.folder} holds no vllm-*.dist-info", "unpack the whole wheel of vLLM there"
         )
@@ -166,12 +168,9 @@ def _form(node: Any, without: tuple[str, ...] = ()) -> Any:
 def _statements(source: list[str], node: ast.AST) -> Iterator[Statement]:
     """Every statement below a node, with itself first."""
     if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case) and not _is_remark(node):
-        head = getattr(node, "pattern", node)
-        yield Statement(
-            _sha(_form(node, _BLOCKS))[:6],
-            head.lineno,
-            "\n".join(_head(source, node, head.lineno)),
-        )
+        line = node.pattern.lineno if isinstance(node, ast.match_case) else node.lineno
+        head = "\n".join(_head(source, node, line))
+        yield Statement(_sha(_form(node, _BLOCKS))[:6], line, head)
     for child in _children(node):
         yield from _statements(source, child)
 

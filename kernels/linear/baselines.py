@@ -18,7 +18,7 @@ Baseline = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
 def _eager(x: Tensor, weight: Tensor, bias: Tensor, output: Tensor) -> tuple[Tensor]:
     # vLLM 0.25.1: default_unquantized_gemm of model_executor/layers/utils.py
-    return (torch.nn.functional.linear(x, weight, bias),)
+    return (torch.nn.functional.linear(x, weight, bias if bias.numel() else None),)
 
 
 def eager(device: str) -> Baseline:

@@ -30,7 +30,7 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
     tokens, inner, outer = axes["tokens"], axes["inner"], axes["outer"]
     x = torch.randn(tokens, inner, generator=generator, device=device)
     weight = torch.randn(outer, inner, generator=generator, device=device) / math.sqrt(inner)
-    bias = torch.randn(outer, generator=generator, device=device)
+    bias = torch.randn(axes["biased"] * outer, generator=generator, device=device)
     match regime:
         case "normal":
             pass

@@ -144,7 +144,7 @@ def refuse_one_point_twice(patches: Sequence[Patch]) -> None:
     if len(points) < len(patches):
         raise UsageError("a patch was given twice", "name each once")
     for patch in patches:
-        if patch.calls_per_layer(patches) == 0:
+        if patch.calls_per_layer() and patch.calls_per_layer(patches) == 0:
             name = patch.manifest.id
             raise UsageError(f"another patch takes all calls of {name}", f"leave {name} out")
 

@@ -77,7 +77,7 @@ def bundle(
     return Path(target)
 
 
-def require_bundle(target: Path, op: str, engine: str) -> None:
+def require_bundle(target: Path, op: str, engine: str, point: str | None = None) -> None:
     """Refuse a bundle that cannot be written, before its kernel is built or judged.
 
     Raises:
@@ -85,7 +85,7 @@ def require_bundle(target: Path, op: str, engine: str) -> None:
         MissingError: the engine is not installed.
     """
     require_target(target)
-    patch_point(load_op(op), engine)
+    patch_point(load_op(op), engine, point)
     engine_version(engine)
 
 
@@ -97,11 +97,12 @@ def make_bundle(
     engine: str,
     made_by: str,
     tensor_parallel: tuple[int, ...] = (),
+    point: str | None = None,
 ) -> Manifest:
     """Write it with its prebuilt binary; see `Patch.create` for what is raised."""
     from patcher.bench.toolchains import build
 
-    require_bundle(target, candidate.op, engine)
+    require_bundle(target, candidate.op, engine, point)
     op = load_op(candidate.op)
     built = build(candidate, op.contract)
     with tempfile.TemporaryDirectory() as scratch:
@@ -116,6 +117,7 @@ def make_bundle(
             built=built,
             tensor_parallel=tensor_parallel,
             further=tuple(evaluations[1:]),
+            point_name=point,
         )
         if packed:
             pack(patch, target)

@@ -30,6 +30,7 @@ from patcher.commands.console import Engine, Json, Output, Threads, app, example
     "patcher bundle fused_add_rms_norm kernel.cu norm-patch.zip --tensor-parallel 1,2",
     "patcher bundle moe_route candidate.cu P --engine vllm --evaluation evaluation.json",
     "patcher bundle linear candidate.cu P --engine vllm --sweep layers --sweep bf16",
+    "patcher bundle linear candidate.cu P --engine vllm --point lm_head --sweep head",
 )
 def bundle(
     op: Annotated[str, typer.Argument(help="An op of the library.")],
@@ -44,6 +45,10 @@ def bundle(
         list[str] | None, typer.Option(help="A sweep of the op that is timed; may be repeated.")
     ] = None,
     engine: Engine = "transformers",
+    point: Annotated[
+        str | None,
+        typer.Option(help="The patch point, where the op has several; default: the first."),
+    ] = None,
     tensor_parallel: Annotated[
         str | None,
         typer.Option(help="Tensor-parallel sizes that it may run at, as `1,2`; default: any."),
@@ -72,7 +77,7 @@ def bundle(
 
     workers = worker_counts(tensor_parallel)
     candidate = Candidate.from_file(load_op(op).name, source, language)
-    require_bundle(target, candidate.op, engine)
+    require_bundle(target, candidate.op, engine, point)
     output = Output(as_json)
     if judged:
         evaluations = [verdict_on(candidate, path) for path in judged]
@@ -103,6 +108,7 @@ def bundle(
         engine=engine,
         made_by="patcher bundle",
         tensor_parallel=workers,
+        point=point,
     )
     told = [
         (f"over {one.sweep}: " if len(evaluations) > 1 else "")

@@ -18,6 +18,7 @@ from patcher.integrate import (
     Receipt,
     Switches,
     home_store,
+    idle_patches,
     open_bundle,
     read_receipts,
     unpacked,
@@ -41,17 +42,21 @@ HOW_TO_RUN = {
 @examples("patcher patches", "PATCHER_PATCHES=on patcher patches --json")
 def patches(as_json: Json = False) -> int:
     """List the applied patches: enabled or not, whether they fit, and their speedup."""
+    from patcher.patch_findings import vllm_plugin
     from patcher.show.listing import listed
     from patcher.show.patches import patches_table
 
-    found = listed(home_store(), Switches.read())
+    found, plugin = listed(home_store(), Switches.read()), vllm_plugin()
+    warnings = [plugin.detail] if plugin.status != "ok" else []
     document = {
         "schema_version": SCHEMA_VERSION,
         "patches": [one.model_dump(mode="json") for one in found],
+        "warnings": warnings,
     }
     shown: list[object] = [patches_table(found)]
     if found and not any(one.on for one in found):
         shown.append(Text("none is on here: set PATCHER_PATCHES=on", style="dim"))
+    shown += [Text(f"{line}: {plugin.fix}", style="red") for line in warnings]
     Output(as_json).emit(document, *shown)
     return 0
 
@@ -115,22 +120,34 @@ def revert(
 
 
 @app.command("verify")
-@examples("patcher verify norm-patch", "patcher verify norm-patch.zip --json", "patcher verify ID")
+@examples(
+    "patcher verify norm-patch",
+    "patcher verify norm-patch.zip --json",
+    "patcher verify ID --model gpt-oss-20b",
+)
 def verify_command(
     patch: Annotated[
         str, typer.Argument(metavar="PATCH", help="A bundle, or the id of an applied patch.")
     ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="Also check a model: a preset, or a folder with a config.json."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Check, item by item, whether a patch fits this environment.
 
     Checks digests, evidence, the version range, the code that it replaces, the device and the
-    kernel. Exit code 5: it does not fit, and what differs; 3: something that it needs is missing.
+    kernel; with `--model`, whether that model has layers which the patch takes. Exit code 5: it
+    does not fit, and what differs; 3: something that it needs is missing.
     """
+    from patcher.bench.engines.architecture import published_config
     from patcher.show.patches import verified_lines
 
     with open_bundle(patch) as bundle:
-        found = verify(bundle)
+        found = verify(bundle, published_config(model) if model is not None else None)
     failure = found.failure
     Output(as_json).emit(_document(found), *verified_lines(found))
     return failure.exit_code if failure else 0
@@ -227,7 +244,8 @@ def _problems(found: list[Receipt]) -> list[str]:
     problems = [
         f"{one.patch_id} in process {one.pid}: {one.failure}" for one in found if one.failure
     ]
-    for name in dict.fromkeys(one.patch_id for one in found):
-        if not any(one.calls for one in found if one.patch_id == name):
-            problems.append(f"{name} never ran in any process")
+    problems += [
+        f"{name} never ran in any process{f': {why}' if why else ''}"
+        for name, why in idle_patches(found).items()
+    ]
     return problems

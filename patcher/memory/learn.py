@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from patcher.bench import Contract, Environment, Evaluation, Language, Outcome, Point, Record
+from patcher.bench import Contract, Environment, Evaluation, Language, Outcome, Record
 from patcher.memory.entries import Gain, MemoryRule, Observation, identifier, shapes_of
 from patcher.memory.patterns import failure_in, technique_in
 from patcher.memory.screen import phrase, significant, vocabulary
@@ -140,7 +140,7 @@ def _ratios(contract: Contract, parent: Evaluation, child: Evaluation) -> dict[s
     after = {tuple(sorted(timing.axes.items())): timing.speedup for timing in child.timings}
     found: dict[str, list[float | None]] = defaultdict(list)
     for timing in parent.timings:
-        size = contract.bytes_moved(Point(axes=timing.axes, dtypes=sweep.dtypes))
+        size = contract.bytes_moved(contract.point_of(sweep, timing.axes))
         speedup = after.get(tuple(sorted(timing.axes.items())))
         if not child.right:
             found[shapes_of(size)].append(None)

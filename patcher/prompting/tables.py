@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from patcher.bench import Evaluation, KernelCounters, Op, Point, Sweep, Timing
+from patcher.bench import Evaluation, KernelCounters, Op, Sweep, Timing
 
 MOST_KERNELS = 3
 """Of whose counters a prompt tells, the longest first."""
@@ -14,7 +14,7 @@ def timing_table(op: Op, sweep: Sweep, evaluation: Evaluation) -> str:
     """Timings as a Markdown table; bandwidth counts the bytes that any implementation must move.
     Columns of what was not measured are left out."""
     contract, timings = op.contract, evaluation.timings
-    points = [Point(axes=timing.axes, dtypes=sweep.dtypes) for timing in timings]
+    points = [contract.point_of(sweep, timing.axes) for timing in timings]
     moved = {id(t): contract.bytes_moved(p) for t, p in zip(timings, points, strict=True)}
     flops = {id(t): contract.flops(p) for t, p in zip(timings, points, strict=True)}
     columns: list[tuple[str, Callable[[Timing], str]]] = [
@@ -64,7 +64,7 @@ def roofline(op: Op, sweep: Sweep, evaluation: Evaluation) -> str:
             f"{(evaluation.geomean_speedup or 0.0) / share:.2f}."
         )
     if timings:
-        last = Point(axes=timings[-1].axes, dtypes=sweep.dtypes)
+        last = op.contract.point_of(sweep, timings[-1].axes)
         moved, flops = op.contract.bytes_moved(last), op.contract.flops(last)
         if moved:
             said.append(

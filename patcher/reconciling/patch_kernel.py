@@ -62,8 +62,8 @@ def _dtypes(sweep: Sweep | None) -> tuple[str, ...]:
 def _calls_per_step(
     calls_per_layer: int | None, throughput: Throughput, profile: Profile | None
 ) -> float | None:
-    """Of one layer, times the model's layers."""
+    """Of one layer, times the model's layers; None if there is no such number."""
     workload, known = throughput.workload, presets()
     layers = known[workload.model].layers if workload.model in known else None
     layers = layers or (profile.layers if profile else None)
-    return float(calls_per_layer * layers) if calls_per_layer is not None and layers else None
+    return float(calls_per_layer * layers) if calls_per_layer and layers else None

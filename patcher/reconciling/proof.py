@@ -101,7 +101,7 @@ def prove(
         if name := ours[kernel.name]:
             new[name] += kernel.instances
     old = [one for one in profile.kernels if not ours[one.name] and _engines_own(patch, one.name)]
-    expected = _expected(patch, profile, together)
+    expected = _expected(patch, profile, together, own)
     workers = sum(bool(one.calls) for one in own)
     together_as = _shared(new, profile.steps, expected, max(1, workers))
     rows = [
@@ -169,7 +169,16 @@ def _whose(shown: str, names: set[str], patch: Patch) -> str | None:
     return None
 
 
-def _expected(patch: Patch, profile: Profile, together: Sequence[Patch]) -> int | None:
+def _expected(
+    patch: Patch, profile: Profile, together: Sequence[Patch], receipts: Sequence[Receipt]
+) -> int | None:
+    """Launches in one step of one worker, by its receipt's layers or else by the contract."""
+    if patch.point is not None and patch.point.once_per_layer_taken:
+        taken = {one.layers_taken for one in receipts if one.calls}
+        if len(taken) == 1 and (layers := taken.pop()) is not None:
+            return layers
+        if patch.point.calls_per_layer == 0:
+            return None
     calls = patch.calls_per_layer(together)
     return calls * profile.layers if calls is not None and profile.layers else None
 

@@ -47,9 +47,13 @@ def _check_lines(check: FitCheck) -> Iterator[Text]:
 
 
 def receipts_table(receipts: Sequence[Receipt]) -> Table:
-    """A row a process and patch."""
+    """A row a process and patch; the hosts are named where there are several."""
     table = Table(title="what ran, by process")
-    for name in ("patch", "patch point", "pid", "rank", "calls", "in graphs", "fell back", "why"):
+    hosts = len({(one.host, one.namespace) for one in receipts}) > 1
+    for name in (
+        *("patch", "patch point", *(["host"] if hosts else []), "pid", "rank", "layers"),
+        *("calls", "in graphs", "fell back", "why"),
+    ):
         right = name in ("pid", "rank", "calls", "in graphs", "fell back")
         table.add_column(name, justify="right" if right else "left", overflow="fold")
     for one in receipts:
@@ -57,8 +61,10 @@ def receipts_table(receipts: Sequence[Receipt]) -> Table:
         table.add_row(
             one.patch_id,
             one.point,
+            *([one.host] if hosts else []),
             str(one.pid),
             "" if one.rank is None else str(one.rank),
+            "" if one.layers is None else str(one.layers),
             f"{one.total_calls:,}",
             f"{sum(one.replayed.values()):,}",
             f"{sum(one.fallbacks.values()):,}",

@@ -113,7 +113,8 @@ def test_one_damaged_patch_leaves_the_others_in(engine: Engine, store: Store) ->
     second = made(store.root.parent / "second", f"{SOURCE}#")
     shutil.copytree(second.folder, store.root / "patches" / second.manifest.id)
     known = {"id": second.manifest.id, "digest": second.digest, "point": "elsewhere"}
-    store._write((entry, entry.model_copy(update=known)))
+    both = (entry, entry.model_copy(update=known))
+    store._write(store._index().model_copy(update={"applied": both}))
     folder = store.root.parent / "receipts"
     switches = Switches("on", strict=False, receipts=folder)
     with activate("transformers", engine.model, switches=switches) as active:

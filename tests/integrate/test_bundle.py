@@ -20,7 +20,7 @@ from patcher.bench.toolchains import Built, build, toolchain
 from patcher.bench.toolchains.native import cuda_arch
 from patcher.integrate import Patch, pack, unpacked, verify
 from patcher.integrate.binaries import describe_binary
-from patcher.integrate.points import FORMER, find_point, present_name
+from patcher.integrate.points import FORMER, find_point, present_name, verify_calls
 from patcher.integrate.store import Applied
 
 DATE = (1980, 1, 1, 0, 0, 0)
@@ -44,6 +44,17 @@ def test_the_same_bundle_is_the_same_bytes(tmp_path: Path) -> None:
     with pytest.raises(bench.UsageError, match="exists and is not a patch"):
         pack(patch, tmp_path / "c.zip")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.zip", "b.zip", "c.zip", "patch"]
+
+
+def test_a_bundle_for_other_arguments_than_the_op_has_now_is_refused() -> None:
+    """Each call would fall back: this bundle is from before keys and values were two tensors."""
+    folder = Path(__file__).resolve().parents[2] / "bench/results/h200-vllm/bundles"
+    earlier = opened(folder / "rope_kv_update-triton-cdad0ac7.zip")
+    with pytest.raises(bench.VerificationError, match=r"kv_cache\).* is now .*, key_cache, val"):
+        earlier.verify_target()
+    verify_calls(bench.load_op("rope_kv_update").contract)
+    elsewhere = earlier.contract.model_copy(update={"name": "of_another_package"})
+    verify_calls(elsewhere)
 
 
 def entry(name: str, mode: int = stat.S_IFREG | 0o644) -> zipfile.ZipInfo:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+from typing import Any
+
 import pytest
 import torch
 
+from patcher.bench import Language, load_op
+from patcher.integrate.formats.hf_sources import package
 from patcher.integrate.guards import TensorGuard
 
 LAID_OUT: dict[str, tuple[torch.Tensor, str | None, str | None]] = {
@@ -39,3 +44,23 @@ def test_a_layout_allows_its_own_strides_and_no_others(name: str) -> None:
     ]
     assert said[1:] == [as_rows, as_strided]
     assert (said[0] is None) == tensor.is_contiguous()
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+@pytest.mark.parametrize("layout", ["contiguous", "rows", "strided"])
+def test_an_exported_kernel_refuses_the_same_strides(name: str, layout: Any) -> None:
+    contract = load_op("rope_kv_update").contract
+    source = package(contract, "cuda", Language.TRITON).files["_op.py"].decode()
+    [function] = [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name == "_misplaced"
+    ]
+    names: dict[str, Any] = {}
+    exec(ast.unparse(function), names)
+    tensor = LAID_OUT[name][0]
+    guard = TensorGuard("x", ("a", "b", "c"), "T", mutated=False, layout=layout, alignment=16)
+    ours, exported = guard.misplaced(tensor), names["_misplaced"](tensor, layout, 16)
+    assert (ours is None) == (exported is None)
+    assert str(exported).startswith(("None", "is", "has"))
+    assert f"'key_cache': '{contract.tensors[-2].layout}'" in source

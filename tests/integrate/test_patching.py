@@ -15,7 +15,7 @@ from patch_sample import CANDIDATE, OP, evaluation, make_patch
 from proof_sample import TRITON, claims, patched_profile, triton_patch
 
 import patcher.integrate.patch
-from patcher import bench
+from patcher import bench, patch_findings
 from patcher.cli import main
 from patcher.integrate import Patch, Receipt, pack
 
@@ -216,10 +216,10 @@ def test_a_file_in_the_place_of_the_store_is_one_sentence(
 def test_doctor_tells_the_store_and_the_switches(
     cli: Cli, patch: Patch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from patcher import doctor
+    from patcher import doctor, patch_findings
 
     def told() -> tuple[str, str, str, str]:
-        store, switches = doctor._store(), doctor._switches()
+        store, switches = patch_findings._store(), patch_findings._switches()
         return store.status, store.detail, switches.status, switches.detail
 
     assert told()[:3] == ("ok", "0 applied", "ok")
@@ -266,6 +266,94 @@ def test_receipts_are_told_by_process(cli: Cli) -> None:
     code, found = cli("receipts", "receipts", "--json")
     assert code == 5
     assert found["problems"] == ["q in process 1: no GPU", "q never ran in any process"]
+
+
+def test_receipts_and_doctor_say_what_a_patch_did_not_do(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path("receipts")
+    folder.mkdir()
+    monkeypatch.setenv("PATCHER_PATCHES", "on")
+    monkeypatch.setenv("PATCHER_RECEIPTS", str(folder))
+
+    def leaves(patch_id: str, **more: Any) -> None:
+        receipt = Receipt(patch_id=patch_id, digest="d", pid=1, point="vllm:linear", **more)
+        receipt.write(folder / f"{patch_id}.1.json")
+
+    def doctor_says() -> dict[str, Any]:
+        [found] = (
+            one for one in cli("doctor", "--json")[1]["findings"] if one["name"] == "receipts"
+        )
+        return dict(found)
+
+    assert doctor_says()["detail"] == "none yet"
+    leaves("ran", calls={"linear tokens=1": 4}, layers_taken=72, layers_refused={"odd": 24})
+    assert doctor_says()["status"] == "ok"
+    leaves("idle", layers_taken=0, layers_refused={"weights by Fp8LinearMethod": 96})
+    leaves("large", layers_taken=96, fallbacks={"tokens above 48": 98_280})
+    leaves("alone", layers_taken=0)
+    leaves("unasked", layers_taken=2)
+    problems = [
+        "alone never ran in any process: no layer is of its role",
+        "idle never ran in any process: no layer takes it "
+        "(0 of 96 layers; 96: weights by Fp8LinearMethod)",
+        "large never ran in any process: every call fell back",
+        "unasked never ran in any process: no call reached it",
+    ]
+    code, found = cli("receipts", "receipts", "--json")
+    assert (code, found["problems"]) == (5, problems)
+    said = " ".join(cli("receipts", "receipts")[1].split())
+    for words in ("72 of 96 layers", "98,280: tokens above 48"):
+        assert words in said
+    assert doctor_says()["status"] == "warn"
+    assert "idle never ran: no layer takes it" in doctor_says()["detail"]
+    (folder / "damaged.json").write_text("{")
+    assert "is not a receipt" in doctor_says()["detail"]
+
+
+def test_doctor_says_that_vllm_would_not_load_the_plugin(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def status() -> str:
+        [found] = (
+            one for one in cli("doctor", "--json")[1]["findings"] if one["name"] == "vLLM plugin"
+        )
+        return str(found["status"])
+
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setenv("PATCHER_PATCHES", "on")
+    assert status() == "ok"
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert status() == "fail"
+    assert "VLLM_PLUGINS=other excludes" in cli("doctor")[1]
+    assert "VLLM_PLUGINS=other excludes" in " ".join(cli("patches")[1].split())
+    assert cli("patches", "--json")[1]["warnings"]
+    monkeypatch.setenv("VLLM_PLUGINS", "other,patcher")
+    assert status() == "ok"
+    assert not cli("patches", "--json")[1]["warnings"]
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    monkeypatch.setenv("PATCHER_PATCHES", "off")
+    assert status() == "warn"
+
+
+def test_doctor_says_that_vllm_would_not_find_the_plugin(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a checkout that is not installed, or with an installation that Python leaves out."""
+    monkeypatch.setattr(patch_findings, "entry_points", lambda **_: ())
+    monkeypatch.setenv("PATCHER_PATCHES", "on")
+    assert "no entry point of patcher" in cli("doctor")[1]
+    made = tmp_path / "patcher-1.dist-info"
+    made.mkdir()
+    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: patcher\nVersion: 1\n")
+    monkeypatch.setattr("site.getusersitepackages", lambda: str(tmp_path))
+    monkeypatch.setattr("site.ENABLE_USER_SITE", False)
+    [found] = (
+        one for one in cli("doctor", "--json")[1]["findings"] if one["name"] == "vLLM plugin"
+    )
+    assert found["status"] == "fail"
+    assert str(tmp_path) in found["detail"]
+    assert "PYTHONNOUSERSITE" in found["fix"]
 
 
 def test_receipts_are_held_against_a_profile(cli: Cli, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from patcher.bench import Language, UsageError
 from patcher.bench.selftest.scorecard import corpus_folder
 from patcher.bench.toolchains import compilers
 from patcher.commands.console import app
-from patcher.doctor import Finding, Machine, examine
+from patcher.doctor import Machine, examine
+from patcher.finding import Finding
 
 PLAIN = Machine(nvidia=False, amd=False, mac=False, serving=False)
 HOPPER = replace(PLAIN, nvidia=True)

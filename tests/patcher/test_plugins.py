@@ -144,7 +144,7 @@ def test_the_doctor_names_each_and_where_it_is_from(run: Run) -> None:
     found = {
         each["name"]: each
         for each in told(run("-m", "patcher", "doctor", "--json"))["findings"]
-        if "plugin" in each["name"] or each["name"] == "toolchain numpy"
+        if each["name"].startswith("plugin ") or each["name"] == "toolchain numpy"
     }
     assert {each["status"] for each in found.values()} == {"ok"}
     assert "from toyserve 1.2.3" in found["plugin engines toyserve"]["detail"]

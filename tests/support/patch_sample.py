@@ -79,5 +79,8 @@ def make_patch(folder: Path) -> Patch:
 
 
 def state(model: torch.nn.Module) -> list[dict[str, int]]:
-    """Every attribute of every module instance, and which object it is."""
-    return [{name: id(v) for name, v in module.__dict__.items()} for module in model.modules()]
+    """The class and every attribute of every module instance, and which object it is."""
+    return [
+        {name: id(v) for name, v in module.__dict__.items()} | {"__class__": id(type(module))}
+        for module in model.modules()
+    ]

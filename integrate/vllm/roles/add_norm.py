@@ -9,6 +9,8 @@ built later and cannot be undone. The IR op's providers are not used, since vLLM
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -16,9 +18,16 @@ import torch
 from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.engine import engines_add_norm
+from patcher.integrate.vllm.engine import (
+    engines_add_norm,
+    must_allow_another,
+    norm_fusions,
+    splits_sequences,
+)
 from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.swap import AttributePatch
+
+log = logging.getLogger("patcher")
 
 _LAYERNORM = "vllm.model_executor.layers.layernorm"
 
@@ -45,11 +54,26 @@ class AddRmsNorm(VllmPoint):
             raise VerificationError(
                 f"RMSNorm is replaced by {replaced['RMSNorm'].__name__}", "disable its plugin"
             )
-        if sources.module("vllm.envs").VLLM_BATCH_INVARIANT:
+        must_allow_another("norm")
+        if splits_sequences():
             raise VerificationError(
-                "VLLM_BATCH_INVARIANT requires vLLM's own norm", "unset it, or revert the patch"
+                "sequence parallelism (enable_sp) knows norms by vLLM's own operator",
+                "turn enable_sp off, or revert the patch",
             )
         return f"{_LAYERNORM}.RMSNorm.forward"
+
+    def of_role(self, layer: Any) -> bool:
+        norms = sources.module(_LAYERNORM)
+        return isinstance(layer, norms.RMSNorm | norms.GemmaRMSNorm)
+
+    def applies(self, layer: Any) -> str | None:
+        norms = sources.module(_LAYERNORM)
+        if isinstance(layer, norms.GemmaRMSNorm):
+            return "a weight that is offset by one"
+        return _unlike(layer, norms.RMSNorm)
+
+    def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
+        return {"weight": layer.weight.data}
 
     def install(self, kernel: Dispatcher) -> None:
         self.find()
@@ -57,9 +81,11 @@ class AddRmsNorm(VllmPoint):
         swap = AttributePatch(norm, "forward")
         original = swap.original
         operator = kernel.op(engines_add_norm())
+        if fusions := norm_fusions():
+            log.warning("%s: vLLM's norms are no longer fused by %s", self.name, ", ".join(fusions))
 
         def forward(layer: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-            if residual is None or not is_plain(layer, norm):
+            if residual is None or _unlike(layer, norm) is not None:
                 return original(layer, x, residual)
             operator(x, residual, layer.weight.data, layer.variance_epsilon)
             return x, residual
@@ -68,7 +94,11 @@ class AddRmsNorm(VllmPoint):
         self._swaps = [swap]
 
 
-def is_plain(layer: Any, kind: Any) -> bool:
-    """Whether the layer has exactly that class, a weight, and a mean over the whole row."""
-    own: bool = type(layer) is kind
-    return own and layer.pass_weight_add and layer.variance_size_override is None
+def _unlike(layer: Any, kind: Any) -> str | None:
+    """Why a layer is not exactly of that class, with a weight and a mean over the whole row; None
+    if it is."""
+    if type(layer) is not kind:
+        return f"a norm of class {type(layer).__name__}"
+    if not layer.pass_weight_add:
+        return "no weight"
+    return None if layer.variance_size_override is None else "a mean over a part of the row"

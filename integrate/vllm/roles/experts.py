@@ -7,18 +7,18 @@ one module, so the two patch points share one replacement; `reduce_grouped` is a
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
-from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
-from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.point import MOE, TRITON, VllmPoint
+from patcher.integrate.vllm import engine, sources
 from patcher.integrate.vllm.roles.experts_sum import summed
-from patcher.integrate.vllm.swap import AttributePatch, remove_all
+from patcher.integrate.vllm.roles.triton_experts import TritonExperts
+from patcher.integrate.vllm.swap import SharedPatch
 
 _MATMUL = "triton_kernels.matmul_ogs"
 _FLAGS = f"{_MATMUL}_details.opt_flags"
@@ -26,12 +26,9 @@ _LAYOUT = "triton_kernels.tensor_details.layout_details"
 _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
 
 
-class _Matmul(VllmPoint):
+class _Matmul(TritonExperts):
     """One of the two calls of `matmul_ogs`."""
 
-    wants: ClassVar[Mapping[str, str]] = TRITON
-    layers: ClassVar[tuple[str, ...]] = MOE
-    weights: ClassVar[str | None] = "mxfp4"
     parts: ClassVar[tuple[str, ...]] = (
         f"{_MATMUL}:matmul_ogs",
         f"{_MATMUL}:init_allocation",
@@ -56,24 +53,33 @@ class _Matmul(VllmPoint):
         f"{_EXPERTS}:make_routing_data",
     )
 
-    def __init__(self, target: Any = None) -> None:
-        super().__init__(target)
-        self._installed = False
-
     def find(self) -> str:
         sources.must_be_as_read(self.name, self.parts)
-        _SEAM.must_have_room(self.name)
+        for place in self._places():
+            place.must_have_room()
         return f"{_EXPERTS}.matmul_ogs"
+
+    def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
+        weight, precision, bias = self._held(layer.routed_experts, layer._quant_method)
+        scales = engine.scale_rows(precision.weight_scale, weight.shape[1])
+        return {"weights": weight.storage.data.mT, "scales": scales, "bias": bias}
+
+    @abstractmethod
+    def _held(self, experts: Any, method: Any) -> tuple[Any, Any, torch.Tensor]:
+        """Weight, `PrecisionConfig` and bias of the matmul."""
 
     def install(self, kernel: Dispatcher) -> None:
         self.find()
-        _SEAM.add(self.name, kernel)
-        self._installed = True
+        for place in self._places():
+            place.install(kernel)
+            self._swaps.append(place)
 
-    def remove(self) -> None:
-        installed, self._installed = self._installed, False
-        if installed:
-            _SEAM.drop(self.name)
+    def _places(self) -> tuple[SharedPatch, SharedPatch]:
+        experts = sources.module(_EXPERTS)
+        return (
+            SharedPatch(experts, "matmul_ogs", self.name, _dispatching),
+            SharedPatch(experts, "make_routing_data", self.name, _marking),
+        )
 
 
 class GateUp(_Matmul):
@@ -82,6 +88,9 @@ class GateUp(_Matmul):
     name: ClassVar[str] = "experts.gate_up.mxfp4"
     op: ClassVar[str] = "moe_matmul_swiglu"
 
+    def _held(self, experts: Any, method: Any) -> tuple[Any, Any, torch.Tensor]:
+        return experts.w13_weight, method.w13_precision_config, experts.w13_bias
+
 
 class Down(_Matmul):
     """The second call: matmul and routing weights, then the engine's sum over a token's experts."""
@@ -89,131 +98,88 @@ class Down(_Matmul):
     name: ClassVar[str] = "experts.down.mxfp4"
     op: ClassVar[str] = "moe_matmul_down"
 
-
-class _Seam:
-    """The replacement of `matmul_ogs` in vLLM's experts, installed while any point is."""
-
-    def __init__(self) -> None:
-        self._kernels: dict[str, Dispatcher] = {}
-        self._swaps: list[AttributePatch] = []
-
-    def must_have_room(self, name: str) -> None:
-        """Check that a point can be installed.
-
-        Raises:
-            VerificationError: the point is installed, or other code replaced the function.
-        """
-        if name in self._kernels:
-            raise VerificationError(f"{name} is already patched", "remove the other patch first")
-        if not self._swaps:
-            for swap in _places():
-                swap.must_be_the_engines()
-
-    def add(self, name: str, kernel: Dispatcher) -> None:
-        """Install the kernel of a point."""
-        if not self._swaps:
-            matmul, routing = swaps = _places()
-            matmul.install(self._replacement(matmul.original))
-            routing.install(_marking(routing.original))
-            self._swaps = swaps
-        self._kernels[name] = kernel
-
-    def drop(self, name: str) -> None:
-        """Remove the kernel of a point.
-
-        Raises:
-            VerificationError: other code replaced our function in the meantime.
-        """
-        del self._kernels[name]
-        if not self._kernels:
-            swaps, self._swaps = self._swaps, []
-            remove_all(swaps)
-
-    def _replacement(self, original: Any) -> Any:
-        library = sources.module(_MATMUL)
-        flags = sources.module(_FLAGS)
-        swiglu = sources.module("triton_kernels.swiglu").swiglu_fn
-        kernels, plain = self._kernels, library.PrecisionConfig()
-
-        def matmul_ogs(
-            x: Any,
-            w: Any,
-            bias: Any,
-            routing_data: Any = None,
-            gather_indx: Any = None,
-            scatter_indx: Any = None,
-            precision_config: Any = None,
-            betas: Any = None,
-            gammas: Any = None,
-            out_alpha: Any = None,
-            y: Any = None,
-            fused_activation: Any = None,
-            epilogue: Any = None,
-        ) -> Any:
-            call = (
-                x,
-                w,
-                bias,
-                routing_data,
-                gather_indx,
-                scatter_indx,
-                precision_config,
-                betas,
-                gammas,
-                out_alpha,
-                y,
-                fused_activation,
-                epilogue,
-            )
-            first = gather_indx is not None
-            kernel = kernels.get((GateUp if first else Down).name)
-            if kernel is None:
-                return original(*call)
-            tensors = x, bias, y
-            if any(item is not None for item in (betas, out_alpha, epilogue)) or not all(
-                isinstance(item, torch.Tensor) for item in tensors
-            ):
-                reason: str | None = "another kind of matmul"
-            elif flags._opt_flags is not None or flags._opt_flags_constraints.get("split_k") != 1:
-                reason = "another split of K"
-            else:
-                reason = _unlike(w, precision_config, plain) or _partial(routing_data)
-            if reason is None and first:
-                reason = _not_first(scatter_indx, gammas, y, fused_activation, swiglu)
-            elif reason is None:
-                reason = _not_second(x, w, scatter_indx, gammas, y, fused_activation, routing_data)
-            if reason is not None:
-                kernel.book.reasons[reason] += 1
-                return original(*call)
-            data = routing_data.expt_data
-            packed = w.storage.data.mT, precision_config.weight_scale.storage.data.mT
-            tables = data.hist, data.token_offs_raw, data.block_pid_map[16]
-            if first:
-                inputs = x, *packed, bias, gather_indx.src_indx, *tables, y[0]
-                if kernel(*inputs, *fused_activation.fn_args):
-                    return y[0]
-                return original(*call)
-            row_map = scatter_indx.src_indx.view(-1, routing_data.n_expts_act)
-            rows = x.new_empty((1, 1, x.shape[0], w.shape[-1]))
-            if not kernel(x, *packed, bias, gammas, row_map, *tables, rows[0, 0]):
-                del (
-                    rows
-                )  # hundreds of megabytes in a long prefill, which the engine allocates again
-                return original(*call)
-            return summed(rows, row_map, y, precision_config.flex_ctx.out_data).squeeze(0)
-
-        return matmul_ogs
+    def _held(self, experts: Any, method: Any) -> tuple[Any, Any, torch.Tensor]:
+        return experts.w2_weight, method.w2_precision_config, experts.w2_bias
 
 
-_SEAM = _Seam()
+def _dispatching(original: Any, kernels: dict[str, Dispatcher]) -> Any:
+    """The replacement of `matmul_ogs`, with the kernels of the points that are in."""
+    library = sources.module(_MATMUL)
+    flags = sources.module(_FLAGS)
+    swiglu = sources.module("triton_kernels.swiglu").swiglu_fn
+    plain = library.PrecisionConfig()
+
+    def matmul_ogs(
+        x: Any,
+        w: Any,
+        bias: Any,
+        routing_data: Any = None,
+        gather_indx: Any = None,
+        scatter_indx: Any = None,
+        precision_config: Any = None,
+        betas: Any = None,
+        gammas: Any = None,
+        out_alpha: Any = None,
+        y: Any = None,
+        fused_activation: Any = None,
+        epilogue: Any = None,
+    ) -> Any:
+        call = (
+            x,
+            w,
+            bias,
+            routing_data,
+            gather_indx,
+            scatter_indx,
+            precision_config,
+            betas,
+            gammas,
+            out_alpha,
+            y,
+            fused_activation,
+            epilogue,
+        )
+        first = gather_indx is not None
+        kernel = kernels.get((GateUp if first else Down).name)
+        if kernel is None:
+            return original(*call)
+        tensors = x, bias, y
+        if any(item is not None for item in (betas, out_alpha, epilogue)) or not all(
+            isinstance(item, torch.Tensor) for item in tensors
+        ):
+            reason: str | None = "another kind of matmul"
+        elif flags._opt_flags is not None or flags._opt_flags_constraints.get("split_k") != 1:
+            reason = "another split of K"
+        else:
+            reason = _unlike(w, precision_config, plain) or _partial(routing_data)
+        if reason is None and first:
+            reason = _not_first(scatter_indx, gammas, y, fused_activation, swiglu)
+        elif reason is None:
+            reason = _not_second(x, w, scatter_indx, gammas, y, fused_activation, routing_data)
+        if reason is not None:
+            kernel.book.reasons[reason] += 1
+            return original(*call)
+        data = routing_data.expt_data
+        scales = engine.scale_rows(precision_config.weight_scale, w.shape[1])
+        packed = w.storage.data.mT, scales
+        tables = data.hist, data.token_offs_raw, data.block_pid_map[16]
+        if first:
+            inputs = x, *packed, bias, gather_indx.src_indx, *tables, y[0]
+            if kernel(*inputs, *fused_activation.fn_args):
+                return y[0]
+            return original(*call)
+        row_map = scatter_indx.src_indx.view(-1, routing_data.n_expts_act)
+        rows = x.new_empty((1, 1, x.shape[0], w.shape[-1]))
+        if not kernel(x, *packed, bias, gammas, row_map, *tables, rows[0, 0]):
+            # hundreds of megabytes in a long prefill, which the engine allocates again
+            del rows
+            return original(*call)
+        return summed(rows, row_map, y, precision_config.flex_ctx.out_data).squeeze(0)
+
+    return matmul_ogs
 
 
-def _places() -> list[AttributePatch]:
-    experts = sources.module(_EXPERTS)
-    return [AttributePatch(experts, "matmul_ogs"), AttributePatch(experts, "make_routing_data")]
-
-
-def _marking(original: Any) -> Any:
+def _marking(original: Any, kernels: dict[str, Dispatcher]) -> Any:
     """Mark the tables of `make_routing_data`, which may omit choices (experts of other ranks).
 
     The tables show that only after waiting for the GPU, so their origin is marked instead.

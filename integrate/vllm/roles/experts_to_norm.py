@@ -1,30 +1,35 @@
-"""gpt-oss from a layer's experts to the next norm: expert sum, residual add and norm in one kernel.
+"""From a layer's experts to the next norm: expert sum, residual add and norm in one kernel.
 
 In vLLM the sum is the end of an operator that compilers do not decompose, and the norm follows in
-the next layer. So `GptOssModel.forward` is replaced by one with the same layers in the same order.
-It calls experts through an operator that returns their rows and the rows' map instead of the sum.
-Experts that do not end in a plain sum return their result as one row per token.
+the next layer. Both are operators of the graph that Dynamo traced, so pairs are fused there, of any
+model, and no forward is replaced: hooks, offloaded weights and readers between layers are in the
+graph, too. The experts' operator becomes one that returns their rows and the rows' map. Experts
+that do not end in a plain sum return their result as one row per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+from torch import fx
 
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.engine import engines_add_norm
-from patcher.integrate.vllm.point import TRITON, VllmPoint
-from patcher.integrate.vllm.roles import add_norm
-from patcher.integrate.vllm.roles.experts_sum import does_more, summed
+from patcher.integrate.vllm.engine import engines_add_norm, forward_context, must_allow_another
+from patcher.integrate.vllm.graph_seam import BACKENDS, graph_rewrite
+from patcher.integrate.vllm.roles import experts_graph
+from patcher.integrate.vllm.roles.add_norm import AddRmsNorm
+from patcher.integrate.vllm.roles.experts_graph import FusedOperators
+from patcher.integrate.vllm.roles.experts_sum import place_of_sums, summed
+from patcher.integrate.vllm.roles.graph_reads import NotFusedError
+from patcher.integrate.vllm.roles.triton_experts import MOE, TritonExperts
 from patcher.integrate.vllm.swap import AttributePatch
 
-_MODEL = "vllm.model_executor.models.gpt_oss"
 _RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
-_ROUTER = "vllm.model_executor.layers.fused_moe.router.zero_expert_router"
 _MATMUL = "triton_kernels.matmul_ogs"
 _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
 
@@ -33,25 +38,23 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 none."""
 
 
-class ExpertsToNorm(VllmPoint):
+class ExpertsToNorm(TritonExperts):
     """Every layer's experts, and the norm of the layer after it or of the model."""
 
     name: ClassVar[str] = "experts_to_norm"
     op: ClassVar[str] = "reduce_add_rms_norm"
-    wants: ClassVar[Mapping[str, str]] = TRITON
-    layers: ClassVar[tuple[str, ...]] = ("GptOssModel",)
-    weights: ClassVar[str | None] = "mxfp4"
+    layers: ClassVar[tuple[str, ...]] = (*MOE, "RMSNorm")
     parts: ClassVar[tuple[str, ...]] = (
-        f"{_MODEL}:GptOssModel.forward",
-        f"{_MODEL}:TransformerBlock.forward",
-        f"{_MODEL}:MLPBlock.forward",
-        f"{_RUNNER}:MoERunner.forward",
+        f"{BACKENDS}:split_graph",
+        f"{_RUNNER}:MoERunner._encode_layer_name",
         f"{_RUNNER}:MoERunner._forward_impl",
-        f"{_RUNNER}:MoERunner._maybe_pad_hidden_states",
-        f"{_RUNNER}:MoERunner._maybe_reduce_final_output",
         f"{_RUNNER}:_moe_forward",
+        f"{_RUNNER}:_moe_forward_fake",
         f"{_RUNNER}:get_layer_from_name",
-        *add_norm.AddRmsNorm.parts,
+        f"{_RUNNER}:_resolve_layer_name",
+        "vllm.ir.op:IrOpInplaceOverload.__init__",
+        "vllm.ir.ops.layernorm:fused_add_rms_norm",
+        "vllm._custom_ops:fused_add_rms_norm",
         f"{_MATMUL}:reduce_grouped",
         f"{_MATMUL}:matmul_ogs",
         f"{_MATMUL}:init_allocation",
@@ -65,103 +68,107 @@ class ExpertsToNorm(VllmPoint):
 
     def find(self) -> str:
         sources.must_be_as_read(self.name, self.parts)
-        AttributePatch(sources.module(_MODEL).GptOssModel, "forward").must_be_the_engines()
-        return f"{_MODEL}.GptOssModel.forward"
+        must_allow_another("norm")
+        graph_rewrite(self.name).must_have_room()
+        place_of_sums(self.name).must_have_room()
+        self._forward().must_be_the_engines()
+        return f"{BACKENDS}.split_graph"
+
+    def applies(self, layer: Any) -> str | None:
+        return "shared experts" if layer._shared_experts is not None else super().applies(layer)
 
     def install(self, kernel: Dispatcher) -> None:
         self.find()
-        swap = AttributePatch(sources.module(_MODEL).GptOssModel, "forward")
-        operator = kernel.op(_two_kernels())
-        self._library, experts = _experts_operator(f"experts_{kernel.book.digest[:12]}")
-        swap.install(_forward(swap.original, experts, operator))
-        self._swaps = [swap]
+        unsummed = _Unsummed()
+        self._library, experts = _experts_operator(
+            f"experts_{kernel.book.digest[:12]}", unsummed.run
+        )
+        operators = FusedOperators(experts, kernel.op(_two_kernels()), f"patcher::{AddRmsNorm.op}_")
+
+        def rewrite(graph: fx.GraphModule, splitting_ops: list[str]) -> list[str]:
+            kernel.book.reasons.update(experts_graph.fuse(graph, operators, self._top_k))
+            return splitting_ops
+
+        graphs, sums, forward = graph_rewrite(self.name), place_of_sums(self.name), self._forward()
+        self._swaps = [graphs, sums, forward]
+        graphs.install(rewrite)
+        sums.install(unsummed.take)
+        forward.install(_counted(forward.original, kernel))
 
     def remove(self) -> None:
-        super().remove()
         library, self._library = self._library, None
-        if library is not None:
-            library._destroy()
+        try:
+            super().remove()
+        finally:
+            if library is not None:
+                library._destroy()
+
+    def _forward(self) -> AttributePatch:
+        return AttributePatch(sources.module(_RUNNER).MoERunner, "forward")
+
+    def _top_k(self, name: Any, index: int) -> int:
+        """Experts a token of the layer that the engine is compiling; see `experts_graph.fuse`."""
+        runner, context = sources.module(_RUNNER), forward_context()
+        known = {} if context is None else context.no_compile_layers
+        given = None if name is None else runner._resolve_layer_name(name)
+        if given == "from_forward_context" and context is not None:
+            # experts are counted in the order of their calls
+            given = context.all_moe_layers[index]
+        layer = known.get(given)
+        if layer is None:
+            raise NotFusedError("experts of an unknown layer")
+        if (reason := self.applies(layer)) is not None:
+            raise NotFusedError(reason)
+        top_k: int = layer.moe_config.experts_per_token
+        return top_k
 
 
-def _forward(original: Any, experts: Any, operator: Callable[..., None]) -> Any:
-    """The replacement of `GptOssModel.forward`."""
-    engine, zero = sources.module(_MODEL), sources.module(_ROUTER).ZeroExpertRouter
+def _counted(original: Any, kernel: Dispatcher) -> Any:
+    """`MoERunner.forward`, which counts the calls that are in no graph of the engine's compiler."""
 
-    def normed(rows: Rows, residual: torch.Tensor, layer: Any) -> torch.Tensor:
-        output = torch.empty_like(residual)
-        operator(*rows, residual, layer.weight.data, output, layer.variance_epsilon)
-        return output
-
-    # vLLM's wrapper of compiled code requires this name
-    def forward(
-        self: Any,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        intermediate_tensors: Any = None,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> Any:
-        if not _plain(self, engine, zero):
-            return original(self, input_ids, positions, intermediate_tensors, inputs_embeds)
-        hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        residual: torch.Tensor = hidden
-        rows: Rows | None = None
-        for layer in self.layers[self.start_layer : self.end_layer]:
-            if rows is None:
-                hidden = layer.input_layernorm(hidden)
-            else:
-                hidden = normed(rows, residual, layer.input_layernorm)
-            hidden = layer.attn(hidden, positions)
-            hidden, residual = layer.post_attention_layernorm(hidden, residual)
-            runner = layer.mlp.experts
-            rows = experts(
-                hidden,
-                layer.mlp.router(hidden),
-                runner.moe_config.experts_per_token,
-                runner._encode_layer_name(),
-            )
-        assert rows is not None
-        return normed(rows, residual, self.norm)
+    def forward(runner: Any, *args: Any, **more: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            kernel.book.reasons["not in a graph that vLLM compiles"] += 1
+        return original(runner, *args, **more)
 
     return forward
 
 
-def _plain(model: Any, engine: Any, zero: type) -> bool:
-    """Whether every layer is attention, experts and two norms on one GPU, and nothing else reads
-    the tensors between layers. Compilers trace this function, too.
+class _Unsummed:
+    """Runs experts so that a plain sum at their end is left out; threads do not meet."""
 
-    Args:
-        model: the model's body.
-        engine: the module of vLLM's model.
-        zero: the class of the router whose experts add a further term.
-    """
-    group = engine.get_pp_group()
-    if not (group.is_first_rank and group.is_last_rank) or model.aux_hidden_state_layers:
-        return False
-    layers = model.layers[model.start_layer : model.end_layer]
-    norms = [*(layer.input_layernorm for layer in layers), model.norm]
-    if not layers or not all(add_norm.is_plain(each, engine.RMSNorm) for each in norms):
-        return False
-    for layer in layers:
-        if type(layer) is not engine.TransformerBlock or type(layer.mlp) is not engine.MLPBlock:
+    def __init__(self) -> None:
+        self._asked = threading.local()
+
+    def run(self, layer: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> Rows:
+        """The experts' rows and map, or their completed sum as one row per token."""
+        with self._collected() as found:
+            whole = layer._forward_impl(hidden_states, router_logits, None, None)
+        return found[0] if found else _one_row_each(whole, layer.moe_config.experts_per_token)
+
+    def take(self, x: Any, row_map: Any, out: Any, more: bool) -> bool:
+        """Keep the rows of a plain sum, if `run` asks for them in this thread; see `Sum`."""
+        found: list[Rows] | None = getattr(self._asked, "rows", None)
+        if found is None or more:
             return False
-        runner, config = layer.mlp.experts, layer.mlp.experts.moe_config
-        more = (
-            runner._shared_experts,
-            runner.gate,
-            runner.routed_input_transform,
-            runner.routed_output_transform,
-        )
-        if any(item is not None for item in more) or isinstance(runner.router, zero):
+        if x.shape[:3] != (1, 1, row_map.numel()) or x.dtype != out.dtype:
             return False
-        sizes = config.tp_size, config.ep_size, config.dp_size, config.pcp_size
-        if sizes != (1, 1, 1, 1) or layer.mlp.is_sequence_parallel:
-            return False
-        if runner.routed_scaling_factor != 1.0 or config.hidden_dim != layer.mlp.hidden_size:
-            return False
-    return not engine.current_platform.is_rocm()
+        found.append((x[0, 0], row_map))
+        return True
+
+    @contextmanager
+    def _collected(self) -> Iterator[list[Rows]]:
+        found: list[Rows] = []
+        self._asked.rows = found
+        try:
+            yield found
+        finally:
+            self._asked.rows = None
 
 
-def _experts_operator(name: str) -> tuple[Any, Any]:
+def _experts_operator(
+    name: str, run: Callable[[Any, torch.Tensor, torch.Tensor], Rows]
+) -> tuple[Any, Any]:
     """`vllm::moe_forward` without the sum, as an opaque operator.
 
     Returns:
@@ -172,9 +179,7 @@ def _experts_operator(name: str) -> tuple[Any, Any]:
 
     def experts(hidden_states, router_logits, top_k, layer_name):  # type: ignore[no-untyped-def]
         layer = runner.get_layer_from_name(runner._resolve_layer_name(layer_name))
-        with _unsummed() as unsummed:
-            whole = layer._forward_impl(hidden_states, router_logits, None, None)
-        return unsummed[0] if unsummed else _one_row_each(whole, top_k)
+        return run(layer, hidden_states, router_logits)
 
     def fake(hidden_states, router_logits, top_k, layer_name):  # type: ignore[no-untyped-def]
         tokens, hidden = hidden_states.shape
@@ -198,42 +203,7 @@ def _experts_operator(name: str) -> tuple[Any, Any]:
         target_lib=library,
         tags=(torch.Tag.needs_fixed_stride_order,),
     )
-    return library, getattr(torch.ops.patcher, name)
-
-
-@contextmanager
-def _unsummed() -> Iterator[list[Rows]]:
-    """Make `reduce_grouped` collect rows and map of plain sums over experts instead of summing.
-
-    For every other call, the function of the engine or of another patch runs.
-    """
-    library = sources.module(_MATMUL)
-    summing = library.reduce_grouped
-    rows: list[Rows] = []
-
-    def reduce_grouped(
-        x: Any,
-        indx: Any,
-        out: Any,
-        out_mx_scale: Any,
-        fused_activation: Any,
-        epilogue: Any,
-        **more: Any,
-    ) -> Any:
-        call = (x, indx, out, out_mx_scale, fused_activation, epilogue)
-        if indx is None or out_mx_scale is not None:
-            return summing(*call, **more)
-        a_row_each = x.shape[:3] == (1, 1, indx.numel()) and x.dtype == out.dtype
-        if not a_row_each or does_more(fused_activation, epilogue, more):
-            return summing(*call, **more)
-        rows.append((x[0, 0], indx))
-        return out, None
-
-    library.reduce_grouped = reduce_grouped
-    try:
-        yield rows
-    finally:
-        library.reduce_grouped = summing
+    return library, getattr(torch.ops.patcher, name).default
 
 
 def _one_row_each(whole: torch.Tensor, top_k: int) -> Rows:

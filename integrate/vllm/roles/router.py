@@ -14,7 +14,7 @@ import torch
 
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.point import TritonFunction
+from patcher.integrate.vllm.roles.triton_experts import TritonFunction
 
 _ROUTING = "triton_kernels.routing"
 _MATMUL = "triton_kernels.matmul_ogs"

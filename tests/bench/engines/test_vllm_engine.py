@@ -28,6 +28,7 @@ from patcher.bench import Shape, Workload
 from patcher.bench.engines import open_engine, open_measurable
 from patcher.bench.engines import vllm as driver
 from patcher.bench.engines.vllm import OPTIONS, VllmEngine, refuse_dummy
+from patcher.bench.engines.vllm_logits import forcing, runner_kind
 
 VOCAB = 31
 WORKLOAD = Workload(
@@ -134,9 +135,60 @@ class AsyncEngine:
         return sums
 
 
+class AsyncEngineV2(AsyncEngine):
+    """The same with the V2 runner, which gives `sample` the batch. It also computes logits of
+    prompts, as it does for `prompt_logprobs`.
+    """
+
+    def __init__(self, budget: int = 1000) -> None:
+        super().__init__(budget)
+        del self.discard_request_mask, self.input_batch
+
+    def _execute(self) -> list[tuple[str, int]]:
+        left = self.budget
+        names = sorted(self.requests, reverse=True)
+        before, now, whole = [], [], []
+        for name in names:
+            request = self.requests[name]
+            length = request.setdefault("length", request["unread"])
+            read = min(left, request["unread"])
+            before.append(length - request["unread"])
+            request["unread"] -= read
+            left -= read
+            now.append(read or 1)
+            whole.append(length)
+        batch = SimpleNamespace(
+            req_ids=[f"{name}-0a1b2c3d" for name in names],
+            num_draft_tokens=0,
+            num_computed_prefill_tokens_np=np.array(before),
+            num_scheduled_tokens=np.array(now),
+            prefill_len_np=np.array(whole),
+        )
+        sums = torch.tensor([sum(self.requests[name]["tokens"]) for name in names])
+        self.model.compute_logits(sums)
+        picked = self.sample(self._model_forward(sums), batch, None).argmax(-1).tolist()
+        made = []
+        for name, token in zip(names, picked, strict=True):
+            if not self.requests[name]["unread"]:
+                self.requests[name]["tokens"].append(token)
+                made.append((name, token))
+        return made
+
+    def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar: Any) -> torch.Tensor:
+        return self.model.compute_logits(hidden_states)
+
+
 @pytest.fixture(params=[1000, 7], ids=["whole prompts", "in chunks"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
-    inner = AsyncEngine(request.param)
+def budget(request: pytest.FixtureRequest) -> int:
+    found: int = request.param
+    return found
+
+
+@pytest.fixture(params=[AsyncEngine, AsyncEngineV2], ids=["V1", "V2"])
+def engine(
+    request: pytest.FixtureRequest, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> VllmEngine:
+    inner = request.param(budget)
 
     def llm(**arguments: Any) -> Any:
         assert arguments["max_num_seqs"] == 3
@@ -201,6 +253,7 @@ def test_logits_are_those_over_the_forced_tokens(engine: VllmEngine) -> None:
     # and it decodes by itself again
     assert engine.generate(prompts, 3).tokens.tolist() == expected(prompts, 3)
     assert "compute_logits" not in vars(engine.runner.model)
+    assert "sample" not in vars(engine.runner)
     assert "without compilation" in engine.how
 
 
@@ -367,3 +420,39 @@ def test_the_output_processor_gives_new_tokens_alone() -> None:
     # as `LLMEngine.abort_request` calls it
     assert processor.abort_requests(["patcher-0"], internal=False) == [request.request_id]
     assert not processor.has_unfinished_requests()
+
+
+def test_the_runner_is_told_by_what_it_has() -> None:
+    assert runner_kind(SimpleNamespace(input_batch=None, sample=None)) == "V1"
+    assert runner_kind(SimpleNamespace(sample=None)) == "V2"
+    with pytest.raises(bench.VerificationError, match="neither of vLLM's model runners"):
+        runner_kind(SimpleNamespace())
+
+
+@needs_vllm
+def test_the_v2_runner_samples_what_is_forced() -> None:
+    """The real `GPUModelRunner.sample` and `InputBatch`, on CPU tensors."""
+    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    class Greedy:
+        def __call__(self, logits: torch.Tensor, batch: Any) -> Any:
+            picked = logits.argmax(-1)
+            return SimpleNamespace(sampled=picked, num_sampled=picked, num_rejected=picked)
+
+    buffers = InputBuffers(4, 16, torch.device("cpu"))
+    batch = InputBatch.make_dummy(3, 3, buffers)
+    batch.req_ids = ["patcher-6-ab", "patcher-5-cd", "_warmup_0"]
+    batch.prefill_len_np = np.array([1, 2, 1])
+    batch.num_computed_prefill_tokens_np = np.array([0, 0, 0])
+    runner = GPUModelRunner.__new__(GPUModelRunner)
+    runner.model, runner.sampler, runner.rejection_sampler = Model(), Greedy(), None
+    runner.batch_sharder = None
+    sums = torch.tensor([3, 4, 5])
+    stock = ((sums * 7 + 3) % VOCAB).tolist()
+    with forcing(runner, torch.tensor([[9, 9], [8, 8]]), first=5) as seen:
+        sampled = runner.sample(sums, batch, None)[0].sampled.tolist()
+    assert sampled == [8, *stock[1:]], "the second prompt is not complete, the third is no request"
+    assert [len(rows) for rows in seen] == [0, 1]
+    assert seen[1][0].argmax() == stock[0]
+    assert runner.sample(sums, batch, None)[0].sampled.tolist() == stock

@@ -71,7 +71,7 @@ def test_the_right_one_is_right_and_hardly_anything_is_sent(judge: Judge) -> Non
     assert plan.returned_bytes < plan.sent_bytes < plan.set_bytes
 
 
-CHANGED = ENTRY + "    weights.view(-1)[-1] += 1\n"
+CHANGED = ENTRY + "    weights[-1, -1, -1] += 1\n"
 AROUND = ENTRY + "    weights.as_strided((1,), (1,), weights.storage_offset() - 1).fill_(0)\n"
 PACKED_ONCE = """
 made = {}
@@ -93,7 +93,7 @@ def moe_matmul_down("""
         ((ENTRY, CHANGED.replace("weights", "scales")), "guard_violation", {"guards"}, "scales"),
         (("weights.data_ptr()",), "mismatch", {"values", "determinism", "timed outputs"}, "output"),
         (
-            ("(bytes(weights.view(-1)[::97].tolist()), bytes(scales.view(-1).tolist()))",),
+            ("(bytes(weights.view(-1)[::97].tolist()), bytes(scales.reshape(-1).tolist()))",),
             "mismatch",
             {"timed outputs", "values after"},
             "output",

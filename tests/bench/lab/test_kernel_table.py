@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from fnmatch import fnmatch
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -10,17 +12,31 @@ from patch_sample import evaluation
 
 from patcher.bench import Check, Outcome, UsageError, load_op
 from patcher.bench.lab.kernel_table import main, read, table
+from patcher.bench.ops.header import comment_mark, read_header
 
 PAGE = Path(__file__).resolve().parents[3] / "bench" / "results" / "kernels"
 
 
 def test_the_page_is_its_verdicts_and_they_are_of_what_ships() -> None:
+    """A source that was changed since says so in its header, and the page says it of the row."""
     found = read(PAGE)
-    assert table(found) in (PAGE / "README.md").read_text(encoding="utf-8")
+    page = (PAGE / "README.md").read_text(encoding="utf-8")
+    assert table(found) in page
+    earlier = [line for line in page.splitlines() if line.startswith("- *Earlier contract*")]
     for name, one in found:
-        op, _, solution = name.partition("-")
+        op, _, file = name.partition("-")
+        solution = file.partition(".")[0]
         shipped = {info.name: candidate for info, candidate in load_op(op).solutions()}
-        assert shipped[solution.partition(".")[0]].digest == one.digest
+        if shipped[solution].digest != one.digest:
+            [source] = (load_op(op).folder / "solutions" / solution).glob(f"{op}.*")
+            mark = comment_mark(shipped[solution].language.in_python)
+            figures = read_header(source.read_text(encoding="utf-8"), mark)["Figures"]
+            assert figures.startswith("not measured since ")
+            named = re.findall(r"\(bench/results/kernels/(\S+)\)", figures)
+            assert any(fnmatch(name, each) for each in named), name
+            assert f"`{op}`" in earlier[0]
+        else:
+            assert not any(f"`{op}`" in line for line in earlier)
         assert one.environment is not None
         assert one.environment.device_kind == "cuda"
 

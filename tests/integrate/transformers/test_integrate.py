@@ -269,7 +269,7 @@ def dispatcher(run: Callable[..., object], strict: bool = True) -> Dispatcher:
 
 
 @pytest.mark.parametrize(
-    ("hidden", "reason"), [(12, "hidden 12 is no multiple of 8"), (128, "hidden 128 is over 64")]
+    ("hidden", "reason"), [(12, "hidden no multiple of 8"), (128, "hidden above 64")]
 )
 def test_guards_hold_shapes(hidden: int, reason: str) -> None:
     dispatch = dispatcher(kernel)

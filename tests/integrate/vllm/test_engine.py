@@ -9,7 +9,6 @@ import pytest
 import torch
 from vllm_here import config, needs_vllm
 
-from patcher import bench
 from patcher.integrate.vllm import engine
 
 __all__ = ("config",)  # a fixture of tests here
@@ -56,13 +55,6 @@ def test_padded_scales_are_narrowed_without_a_copy() -> None:
     narrow = engine.scale_rows(scale, 10)
     assert narrow.equal(data.mT[..., :10])
     assert (narrow.data_ptr(), narrow.stride()) == (data.data_ptr(), (36, 12, 1))
-
-
-def test_the_runner_is_told_by_what_it_has() -> None:
-    assert engine.runner_kind(SimpleNamespace(input_batch=None, sample=None)) == "V1"
-    assert engine.runner_kind(SimpleNamespace(sample=None)) == "V2"
-    with pytest.raises(bench.VerificationError, match="neither of vLLM's model runners"):
-        engine.runner_kind(SimpleNamespace())
 
 
 @needs_vllm

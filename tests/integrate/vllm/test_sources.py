@@ -118,12 +118,21 @@ def test_a_part_is_found_where_it_is_defined(tmp_path: Path) -> None:
 
 
 def test_a_release_with_the_same_code_is_recorded_untouched(
-    record: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    record: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     later = release(tmp_path, "1.2")
+    monkeypatch.setattr(Tree, "installed", lambda: later)
+    assert sources.untested() == (
+        "vLLM 1.2 was not tested with these patches (1.0, 1.1 were); the code that they replace "
+        "and rely on is the same"
+    )
     assert review.main(POINTS_HERE, ["--tree", str(later.folder), "--write"]) == 0
     assert "add_norm: as read" in capsys.readouterr().out
     assert sources.versions_read() == ("1.0", "1.1", "1.2")
+    assert sources.untested() is None
     assert [set(one.versions.values()) for one in sources.readings().values()] == [
         {("1.0", "1.1", "1.2")},
         {("1.0", "1.2"), ("1.1",)},

@@ -24,6 +24,7 @@ pytestmark = needs_vllm
 
 GATE_UP, DOWN = "experts.gate_up.mxfp4", "experts.down.mxfp4"
 REDUCE = "experts.sum.oai"
+SEAM = "matmul_ogs", "make_routing_data"
 TOKENS, TOP_K, N_EXPERTS, HIDDEN, INNER = 9, 2, 4, 128, 192
 DTYPES = {
     **dict.fromkeys("TXS", torch.bfloat16),
@@ -182,6 +183,33 @@ def test_two_points_share_a_seam_in_any_order() -> None:
         assert attribute(f"{EXPERTS}:matmul_ogs") is engines
 
 
+@torch.no_grad()
+def test_a_second_engine_with_other_patches_leaves_nothing_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, plain = Layer(), [attribute(f"{EXPERTS}:{n}") for n in SEAM]
+    expected = layer.expected(monkeypatch)
+    old, new = dispatching(GATE_UP), dispatching(GATE_UP)
+    first, down = POINTS[GATE_UP](), POINTS[DOWN]()
+    first.install(old)
+    first.remove()
+    assert [attribute(f"{EXPERTS}:{n}") for n in SEAM] == plain
+    second, other = POINTS[GATE_UP](), dispatching(DOWN)
+    reduce = POINTS[REDUCE]()  # whose own kernel needs a GPU
+    reduce.install(dispatching(REDUCE))
+    down.install(other)
+    second.install(new)
+    first.remove()  # of the engine that is gone: nothing of the second's
+    try:
+        torch.testing.assert_close(layer.run().float(), expected, rtol=0.02, atol=0.05)
+    finally:
+        for point in (second, down, reduce):
+            point.remove()
+    assert [attribute(f"{EXPERTS}:{n}") for n in SEAM] == plain
+    assert not old.book.calls
+    assert sum(new.book.calls.values()) == sum(other.book.calls.values()) == 1
+
+
 def swiglu(layer: Layer) -> Any:
     fused, specs = (
         attribute(f"triton_kernels.matmul_ogs:{n}") for n in ("FusedActivation", "FnSpecs")
@@ -221,16 +249,16 @@ def test_whatever_is_not_as_it_was_read_is_left_to_the_engine(
 
     layer, many = Layer(), Layer(tokens=130)
     asked: list[Any] = []
-    seam = experts._Seam()
-    first, second = (seam._kernels.setdefault(n, dispatching(n)) for n in (GATE_UP, DOWN))
-    run = seam._replacement(lambda *given: asked.append(given))
+    kernels = first, second = dispatching(GATE_UP), dispatching(DOWN)
+    parts = dict(zip((GATE_UP, DOWN), kernels, strict=True))
+    run = experts._dispatching(lambda *given: asked.append(given), parts)
     assert run(**first_call(layer)).shape == (TOKENS * TOP_K, INNER)
     assert not asked
 
     kinds = attribute("triton_kernels.tensor:Tensor").__init__.__globals__
     plain = kinds["Tensor"](kinds["Storage"](layer.w1.storage.data), dtype=kinds["FP4"], shape=[1])
     precision = layer.config.w1_precision
-    marked = experts._marking(lambda: (replace(layer.data), None, None))()[0]
+    marked = experts._marking(lambda: (replace(layer.data), None, None), {})()[0]
     alone = replace(layer.data, n_expts_act=1)
     other = {
         "another kind of matmul": [
@@ -250,7 +278,7 @@ def test_whatever_is_not_as_it_was_read_is_left_to_the_engine(
         "another activation": [first_call(layer, fused_activation=None)],
         "another kind of routing": [first_call(layer, routing_data=None)],
         "routing that may leave experts out": [first_call(layer, routing_data=marked)],
-        "tokens 130 is over 128": [first_call(many)],
+        "tokens above 128": [first_call(many)],
     }
     for reason, calls in other.items():
         for call in calls:
@@ -298,10 +326,13 @@ def test_a_call_that_is_left_to_the_engine_holds_no_rows_meanwhile(
 
     monkeypatch.setattr(torch.Tensor, "new_empty", watched)
     alive: list[int] = []
-    seam = experts._Seam()
-    kernel = seam._kernels.setdefault(DOWN, dispatching(DOWN))
-    run = seam._replacement(lambda *given: alive.append(sum(one() is not None for one in made)))
+    kernel = dispatching(DOWN)
+
+    def engines(*given: Any) -> None:
+        alive.append(sum(one() is not None for one in made))
+
+    run = experts._dispatching(engines, {DOWN: kernel})
     run(**second_call(Layer(tokens=130)))
-    assert kernel.book.fallbacks["tokens 130 is over 128"] == 1
+    assert kernel.book.fallbacks["tokens above 128"] == 1
     assert made
     assert alive == [0]

@@ -320,7 +320,7 @@ def test_too_few_blocks_are_refused(bundles: list[Path], tmp_path: Path) -> None
 def test_a_block_of_real_processes(
     bundles: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gpt-oss-tiny in transformers on the CPU, two patches, one block."""
+    """gpt-oss-tiny in transformers on the CPU, two patches, in one block if the memory allows."""
     monkeypatch.setattr(session, "STAGGER_S", 0.0)
     sets = {}
     for name in (ROPE, ROUTE):
@@ -336,11 +336,13 @@ def test_a_block_of_real_processes(
     own.open(silent)
     plan = ABPlan(process_pairs=1, pairs=2, shared=True, stagger_s=0.0)
     assert own.take(plan, clocks, silent)
-    [one] = own.taken
-    assert one.greedy["before"] == one.greedy["again"]
+    first = own.taken[0]
+    assert first.greedy["before"] == first.greedy["again"]
     baseline = own.folder.logits(BASELINE)
     assert torch.equal(baseline, own.folder.logits(CONTROL))
+    ran = []
     for name, [patch] in sets.items():
+        [one] = [each for each in own.taken if name in each.block.swapped]
         timed, compared = one.receipts[name], one.quality_receipts[name]
         assert timed.keys() == compared.keys() == {patch.manifest.id}
         [called, again] = (each[patch.manifest.id].calls for each in (timed, compared))
@@ -350,7 +352,8 @@ def test_a_block_of_real_processes(
         assert sum(called.values()) == 4 * (windows[0].kernel_calls or 0) > 0
         assert {w.kernel_calls for w in one.block.windows[name]} == {0, windows[0].kernel_calls}
         assert torch.allclose(baseline, own.folder.logits(name), atol=1e-4)
-    rope, route = ({*one.receipts[name].popitem()[1].calls} for name in sets)
+        ran.append(called.keys())
+    rope, route = ran
     assert not rope & route
 
 

@@ -5,12 +5,14 @@ run; what is missing is said with its fix; what is only compiled is never taken 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -435,3 +437,69 @@ def test_metal_is_compiled_once_for_each_choice_of_dtypes(op: Op) -> None:
     assert "#define T float\n" in unit
     assert "#define T bfloat\n" in unit
     assert unit.count("#undef T\n") == 2
+
+
+@pytest.fixture
+def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A double of nvcc that says its version and compiles anything; its folder."""
+    folder = tmp_path / "cuda"
+    (folder / "bin").mkdir(parents=True)
+    set_release(folder, "13.0")
+    monkeypatch.setenv("CUDA_HOME", str(folder))
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    return folder
+
+
+def set_release(folder: Path, release: str) -> None:
+    compiler = folder / "bin" / "nvcc"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        f'[ "$1" = --version ] && {{ echo "release {release}"; exit 0; }}\n'
+        "echo built > candidate.so\n"
+    )
+    compiler.chmod(0o755)
+
+
+UPGRADES = {
+    "torch": lambda patch: patch.setattr("torch.__version__", "2.99.0"),
+    "torch of another commit": lambda patch: patch.setattr("torch.version.git_version", "0"),
+    "torch's ABI": lambda patch: patch.setattr("torch.compiled_with_cxx11_abi", lambda: "other"),
+    "torch's CUDA": lambda patch: patch.setattr("torch.version.cuda", "13.9"),
+    "Python": lambda patch: patch.setitem(sysconfig.get_config_vars(), "SOABI", "cpython-399"),
+}
+
+
+@pytest.mark.parametrize("upgraded", [*UPGRADES, "CUDA", "apache-tvm-ffi"])
+def test_a_build_from_before_an_upgrade_is_not_used(
+    nvcc: Path, op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, upgraded: str
+) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    sources = {
+        "torch": f"#include <torch/extension.h>\nvoid {op.name}() {{}}\n",
+        "tvm-ffi": f"void {op.name}() {{}}\n",
+    }
+
+    def cached(binding: str) -> bool:
+        candidate = Candidate(op=op.name, language=Language.CUDA, source=sources[binding])
+        built = build(candidate, op.contract, folder=cache)
+        assert built.ok, built.log
+        assert built.binding == binding
+        return built.cached
+
+    for binding in sources:
+        assert not cached(binding)
+        assert cached(binding)
+    if upgraded == "CUDA":
+        set_release(nvcc, "13.1")
+    elif upgraded == "apache-tvm-ffi":
+        version = importlib.metadata.version
+        monkeypatch.setattr(
+            importlib.metadata,
+            "version",
+            lambda name: "99" if name == "apache-tvm-ffi" else version(name),
+        )
+    else:
+        UPGRADES[upgraded](monkeypatch)
+    assert cached("torch") == (upgraded == "apache-tvm-ffi")
+    assert cached("tvm-ffi") == (upgraded in UPGRADES)

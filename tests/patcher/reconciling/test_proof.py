@@ -274,3 +274,23 @@ def test_names_come_from_the_source(tmp_path: Path) -> None:
             own = {name for name in found if "::" not in name}
             assert own
             assert all(re.search(rf"\b{name}\(", candidate.source) for name in own)
+
+
+@pytest.mark.parametrize(
+    ("once", "taken", "expected"), [(True, 48, 48), (True, 3, 3), (True, None, 48), (False, 3, 48)]
+)
+def test_where_layers_are_called_once_receipts_say_how_many(
+    once: bool, taken: int | None, expected: int, tmp_path: Path
+) -> None:
+    patch = triton_patch(tmp_path / "patch")
+    specs = tuple(
+        spec.model_copy(update={"once_per_layer_taken": once})
+        for spec in patch.contract.patch_points
+    )
+    contract = patch.contract.model_copy(update={"patch_points": specs})
+    manifest = patch.manifest.model_copy(update={"contract": contract})
+    other = Patch(patch.folder, manifest, patch.digest)
+    profile = read(patched_profile(tmp_path / "patched.sqlite", f"{TRITON}_0"), "gpt-oss-20b")
+    proof = prove([claims(patch, 5000, layers_taken=taken)], profile, other)
+    assert proof.expected_per_step == expected
+    assert proof.passed == (expected == 48)

@@ -1,7 +1,7 @@
-// Op: linear: output[t, n] = bias[n] + sum over k of x[t, k] * weight[n, k]; sums and products in
-//   float32, rounded once.
-// Arguments: x[T: tokens, inner], weight[T: outer, inner], bias[T: outer], output[T: tokens,
-//   outer]; T: bfloat16 or float16 or float32
+// Op: linear: output[t, n] = bias[n] + sum over k of x[t, k] * weight[n, k], an empty bias adding
+//   nothing; sums and products in float32, rounded once.
+// Arguments: x[T: tokens, inner], weight[T: outer, inner], bias[T: biased * outer], output[T:
+//   tokens, outer]; T: bfloat16 or float16 or float32
 // Writes: output
 // Needs: compute capability 9.0 or later (clusters); tokens at most 64; 16-bit dtypes, 16-byte
 //   aligned and inner a multiple of 8, use tensor cores; float32 and the rest FMA; graph-safe.
@@ -9,15 +9,12 @@
 //   tokens each SM owns a contiguous piece and asks for all of it at once, in registers and
 //   cp.async. Else K is split over warps and clusters, and the weight goes straight into mma
 //   fragments. First weights are asked for before the wait for the kernel before.
-// Made by: the agent loop, recording bench/results/loop/linear-cuda-2, candidate 3, begun from the
-//   kernel that shipped then.
-// Figures: NVIDIA H200, geometric means, bench/results/kernels: sweep layers 1.67x against
-//   torch.compile, 1.11x to 2.73x at outer 32 to 5120 (linear-cuda_tuned.json.xz); sweep bf16 1.14x
-//   against torch.compile, 0.73x to 1.39x at tokens 1 to 64 (linear-cuda_tuned.bf16.json.xz); sweep
-//   qkv 0.93x against eager, 0.57x to 1.20x at tokens 1 to 64 (linear-cuda_tuned.qkv.json.xz);
-//   sweep router 2.09x against eager, 1.17x to 2.74x at tokens 1 to 64
-//   (linear-cuda_tuned.router.json.xz).
-// Digest: a8e2f6de04e7b1e19f6362df40591c0cbf3386400a2ae9f0ad5577bbd9ef144c
+// Made by: hand, from candidate 3 of the agent loop's recording bench/results/loop/linear-cuda-2,
+//   which always had a bias.
+// Figures: not measured since there may be no bias. Before, on an NVIDIA H200, with bias: sweep
+//   layers 1.67x against torch.compile, bf16 1.14x, router 2.09x against eager, qkv 0.93x
+//   (bench/results/kernels/linear-cuda_tuned.*).
+// Digest: dd388458429096dd0f492219608218e954c8ac0d941d329dd889e8b80c27ca0a
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -102,9 +99,19 @@ __device__ __forceinline__ uint4 load_x(const void* p, int k, int limit) {
   return r;
 }
 
-__device__ __forceinline__ unsigned short load_bias(const void* p) {
+// The bits of an output's bias; those of 0 where there is none.
+template <typename T>
+__device__ __forceinline__ unsigned short load_bias(const T* bias, int n) {
   unsigned short r;
-  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(r) : "l"(p));
+  asm volatile(
+      "{\n\t"
+      ".reg .pred p;\n\t"
+      "setp.ne.u64 p, %2, 0;\n\t"
+      "mov.u16 %0, 0;\n\t"
+      "@p ld.global.nc.u16 %0, [%1];\n\t"
+      "}"
+      : "=&h"(r)
+      : "l"(bias + n), "l"(bias));
   return r;
 }
 
@@ -202,7 +209,7 @@ __global__ void __launch_bounds__(Shape<NT, MT, S>::kThreads, Shape<NT, MT, S>::
     for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
       for (int h = 0; h < 2; ++h) w[j][mt][h] = load_weight(wp[mt][h] + j * 32, k + j * 32, inner);
-  unsigned short bias_now = load_bias(bias + min(tile * kRows + tid % kRows, outer - 1));
+  unsigned short bias_now = load_bias(bias, min(tile * kRows + tid % kRows, outer - 1));
 
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
@@ -268,7 +275,7 @@ __global__ void __launch_bounds__(Shape<NT, MT, S>::kThreads, Shape<NT, MT, S>::
 
     if (next_pass == 0) {  // the tile is complete: sum over warps, then over the cluster
       unsigned short bias_next = bias_now;
-      if (more) bias_next = load_bias(bias + min(next_tile * kRows + tid % kRows, outer - 1));
+      if (more) bias_next = load_bias(bias, min(next_tile * kRows + tid % kRows, outer - 1));
       const float bias_value = Traits<T>::from_bits(bias_now);
       uint32_t remote = 0;
       if constexpr (S > 1) {
@@ -450,7 +457,7 @@ __global__ void __launch_bounds__(kStreamWarps * 32, 1)
   int cell = tid;
   int token = cell / cols;
   int col = cell - token * cols;
-  unsigned short bias_bits = load_bias(bias + row0 + col);
+  unsigned short bias_bits = load_bias(bias, row0 + col);
 
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
@@ -535,7 +542,7 @@ __global__ void __launch_bounds__(kStreamWarps * 32, 1)
     if (cell < total) {
       token = cell / cols;
       col = cell - token * cols;
-      bias_bits = load_bias(bias + row0 + col);
+      bias_bits = load_bias(bias, row0 + col);
     }
   }
 }
@@ -619,7 +626,7 @@ __global__ void __launch_bounds__(256)
     const int t = t0 + (tid & 7);
     if (t < tokens && n < outer) {
       output[static_cast<size_t>(t) * static_cast<size_t>(outer) + n] =
-          Traits<T>::from_float(sum + Traits<T>::to_float(bias[n]));
+          Traits<T>::from_float(bias == nullptr ? sum : sum + Traits<T>::to_float(bias[n]));
     }
   }
 }
@@ -754,7 +761,7 @@ Call<T> make_call(tvm::ffi::TensorView x, tvm::ffi::TensorView weight, tvm::ffi:
   Call<T> c;
   c.x = static_cast<const T*>(x.data_ptr());
   c.weight = static_cast<const T*>(weight.data_ptr());
-  c.bias = static_cast<const T*>(bias.data_ptr());
+  c.bias = bias.numel() == 0 ? nullptr : static_cast<const T*>(bias.data_ptr());
   c.output = static_cast<T*>(output.data_ptr());
   c.tokens = static_cast<int>(x.size(0));
   c.inner = static_cast<int>(x.size(1));

@@ -1,0 +1,111 @@
+"""Find other code that would miss a call, or that holds a tensor which is overwritten later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import repeat
+from operator import contains
+from typing import Any
+
+import torch
+from torch.nn.modules import module as nn_module
+
+from patcher.integrate.transformers.parts import kind_of
+
+Modules = tuple[torch.nn.Module, ...]
+
+
+class Onlookers:
+    """The hooks and replaced parts around one place, as they are at each call.
+
+    Parts are compared by identity at each call, and gathered again if any has changed.
+    """
+
+    def __init__(
+        self, watched: Callable[[], tuple[Modules, Modules]], *skipped_kinds: type[torch.nn.Module]
+    ) -> None:
+        """Watch some modules.
+
+        Args:
+            watched: returns the modules that are no longer called, and those with a part whose
+                output is overwritten later.
+            skipped_kinds: the classes that may be no longer called.
+        """
+        self._watched, self._kinds = watched, skipped_kinds
+        self.keeps = False
+        """Whether a part that is neither torch's nor transformers' may keep an output, so that only
+        a copy may be overwritten."""
+        self._refusal: str | None = None
+        self._hooks: list[dict[int, Any]] = []
+        self._given: tuple[Modules, Modules] | None = None
+        self._modules: list[torch.nn.Module] = []
+        self._types: list[type[Any]] = []
+        self._children: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        self._childless: list[dict[str, Any]] = []
+        self._attributes: list[dict[str, Any]] = []
+        self._replaced: list[bool] = []
+        """Which modules have a forward in their own attributes."""
+
+    def refusal(self) -> str | None:
+        """Why the work must not be done in place; None if it may be."""
+        if torch.compiler.is_compiling():
+            _look_again(self)
+        elif self._changed():
+            self.look_again()
+        # transformers' own recording hooks do not count
+        if any(self._hooks) and any(
+            getattr(hook, "__name__", "") != "output_capturing_hook"
+            for hooks in self._hooks
+            for hook in hooks.values()
+        ):
+            return "a module has hooks"
+        return self._refusal
+
+    def look_again(self) -> None:
+        """Gather the modules and what may be observed there."""
+        self._given = skipped, roots = self._watched()
+        self._modules = [*skipped, *(module for root in roots for module in root.modules())]
+        self._types = [type(module) for module in self._modules]
+        trees = [module._modules for module in self._modules]
+        self._children = [(tree, tuple(tree.values())) for tree in trees if tree]
+        self._childless = [tree for tree in trees if not tree]
+        self._attributes = [module.__dict__ for module in self._modules]
+        self._replaced = ["forward" in attributes for attributes in self._attributes]
+        # the dicts are live, so they include hooks registered later
+        self._hooks = [
+            nn_module._global_forward_hooks,
+            nn_module._global_forward_pre_hooks,
+            *(module._forward_hooks for module in self._modules),
+            *(module._forward_pre_hooks for module in skipped),
+        ]
+        self.keeps = any(self._replaced) or not all(
+            kind_of(module).__module__.startswith(_PLAIN) for module in self._modules
+        )
+        self._refusal = next(
+            (
+                f"the forward of {kind.__name__} was replaced"
+                if kind in self._kinds
+                else f"{kind.__name__} is not {self._kinds[-1].__name__}"
+                for module, kind in ((module, kind_of(module)) for module in skipped)
+                if kind not in self._kinds or "forward" in module.__dict__
+            ),
+            None,
+        )
+
+    def _changed(self) -> bool:
+        return (
+            self._watched() != self._given
+            or list(map(type, self._modules)) != self._types
+            or any(self._childless)
+            or any(tuple(now.values()) != known for now, known in self._children)
+            or list(map(contains, self._attributes, repeat("forward"))) != self._replaced
+        )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _look_again(onlookers: Onlookers) -> None:
+    onlookers.look_again()
+
+
+_PLAIN = ("torch.", "transformers.")
+"""Packages whose modules keep no output."""

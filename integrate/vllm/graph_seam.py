@@ -1,0 +1,38 @@
+"""Where patch points rewrite the graph of a model: before vLLM splits it into pieces.
+
+`VllmBackend` calls `split_graph` once for each graph that Dynamo traced, whatever the model, under
+every mode of CUDA graphs. The graph is whole there: operators of several layers are side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from patcher.integrate.vllm import sources
+from patcher.integrate.vllm.swap import SharedPatch
+
+BACKENDS = "vllm.compilation.backends"
+
+GraphRewrite = Callable[[fx.GraphModule, list[str]], list[str]]
+"""Changes a graph in place; takes and returns the operators at which vLLM splits it."""
+
+
+def graph_rewrite(point: str) -> SharedPatch:
+    """The place of a point's `GraphRewrite`; points run in the order in which they were installed.
+
+    Args:
+        point: the name of the patch point.
+    """
+    return SharedPatch(sources.module(BACKENDS), "split_graph", point, _rewriting)
+
+
+def _rewriting(original: Any, parts: dict[str, GraphRewrite]) -> Any:
+    def split_graph(graph: fx.GraphModule, splitting_ops: list[str]) -> Any:
+        for rewrite in list(parts.values()):
+            splitting_ops = rewrite(graph, splitting_ops)
+        return original(graph, splitting_ops)
+
+    return split_graph

@@ -1,0 +1,211 @@
+"""Find experts in a graph that vLLM is about to split, and fuse their sum with the norm after it.
+
+Experts are the operator `vllm::moe_forward`; a norm is vLLM's operator of a residual add and
+RMSNorm, or that of the point `add_norm`. Where nothing else reads what the experts return, both
+become two operators: the experts without their sum, and the sum, the add and the norm in one.
+Everything between, such as an all-reduce, a shared expert, a hook or another reader, is an
+operator in the graph, so that pair stays as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from patcher.integrate.vllm.roles.graph_reads import NotFusedError, operator_name, value_of
+
+EXPERTS = "vllm::moe_forward"
+SHARED_EXPERTS = "vllm::moe_forward_shared"
+NORM = "vllm_ir::fused_add_rms_norm"
+
+
+@dataclass(frozen=True)
+class FusedOperators:
+    """What a pair of experts and norm becomes."""
+
+    experts: Any
+    """Hidden states [tokens, hidden], router logits [tokens, experts], top-k and the layer's name
+    to rows [tokens * top_k, hidden] and their map, int32 [tokens, top_k]."""
+    sum_to_norm: Any
+    """Takes rows, map, residual, weight, output and epsilon; writes residual and output, both
+    [tokens, hidden], in place."""
+    other_norm: str
+    """Prefix of the names of the operators that the point `add_norm` installs: x, residual, weight
+    and epsilon, the first two written in place."""
+
+
+def fuse(
+    module: fx.GraphModule,
+    operators: FusedOperators,
+    top_k_of: Callable[[Any, int], int],
+) -> list[str]:
+    """Replace each pair of experts and norm, in place.
+
+    Args:
+        module: Dynamo's graph.
+        operators: what a pair becomes.
+        top_k_of: experts a token of a layer, by the layer's name as the operator is given it and
+            the place of the call among all experts; raises `NotFusedError` for a layer that the
+            operators do not serve.
+
+    Returns:
+        A reason for each call of experts that stays vLLM's own.
+    """
+    graph = module.graph
+    calls = [node for node in graph.nodes if operator_name(node) in (EXPERTS, SHARED_EXPERTS)]
+    reasons: list[str] = []
+    for index, call in enumerate(calls):
+        try:
+            pair = _Pair(call, operators)
+            pair.replace(top_k_of(value_of(pair.layer_name), index))
+        except NotFusedError as error:
+            reasons.append(str(error))
+    graph.lint()
+    module.recompile()
+    return reasons
+
+
+class _Pair:
+    """One call of experts, and the norm that alone reads what it returns."""
+
+    def __init__(self, call: fx.Node, operators: FusedOperators) -> None:
+        """Look at the nodes.
+
+        Raises:
+            NotFusedError: they are no such pair.
+        """
+        if operator_name(call) == SHARED_EXPERTS:
+            raise NotFusedError("shared experts")
+        self._call, self._operators = call, operators
+        self._place = {node: index for index, node in enumerate(call.graph.nodes)}
+        self._hidden, self._logits, *more, self.layer_name, width = call.args
+        if call.kwargs or len(more) != 2 or any(item is not None for item in more):
+            raise NotFusedError("experts that are given more than hidden states and logits")
+        if width != 0:
+            raise NotFusedError("experts of another width")
+        self._views = [call, *_whole_views(call)]
+        self._x = self._views[-1]
+        readers = sorted(self._x.users, key=self._place.__getitem__)
+        if not readers:
+            raise NotFusedError("experts whose result is not read")
+        self._norm = readers[0]
+        self._in_place = operator_name(self._norm).startswith(operators.other_norm)
+        if not self._in_place and operator_name(self._norm) != NORM:
+            raise NotFusedError(f"{_label(self._norm)} reads the experts' result before a norm")
+        x, residual, self._weight, self._epsilon, *part = self._norm.args
+        if (
+            self._norm.kwargs
+            or x is not self._x
+            or self._weight is None
+            or part not in ([], [None])
+        ):
+            raise NotFusedError("another kind of norm")
+        if not isinstance(residual, fx.Node) or residual.op == "placeholder":
+            raise NotFusedError("a residual that belongs to the caller")
+        self._residual = residual
+        if not self._in_place:
+            self._must_own_its_arguments(readers)
+        if _form(residual) != _form(self._x) or _form(self._hidden) != _form(self._x):
+            raise NotFusedError("a residual of another shape")
+
+    def _must_own_its_arguments(self, readers: list[fx.Node]) -> None:
+        """Check that vLLM gives the norm both tensors to keep, so that they may be written.
+
+        Raises:
+            NotFusedError: it does not.
+        """
+        target = self._norm.target
+        given = isinstance(target, torch._ops.OpOverload) and (
+            target._overloadname == "maybe_inplace"
+        )
+        later = self._place[self._norm]
+        if not given or len(readers) > 1:
+            raise NotFusedError("a norm that leaves its arguments to others")
+        if any(self._place[user] > later for user in self._residual.users):
+            raise NotFusedError("a norm that leaves its arguments to others")
+        if any(user.target is not operator.getitem for user in self._norm.users):
+            raise NotFusedError("another kind of norm")
+
+    def replace(self, top_k: int) -> None:
+        """Put the fused operators in the place of both nodes."""
+        graph, call, norm = self._call.graph, self._call, self._norm
+        like: torch.Tensor = _example(self._x)
+        with graph.inserting_before(call):
+            unsummed = graph.call_function(
+                self._operators.experts, (self._hidden, self._logits, top_k, self.layer_name)
+            )
+            rows = graph.call_function(operator.getitem, (unsummed, 0))
+            row_map = graph.call_function(operator.getitem, (unsummed, 1))
+        tokens, hidden = like.shape
+        rows.meta["example_value"] = like.new_empty((tokens * top_k, hidden))
+        row_map.meta["example_value"] = like.new_empty((tokens, top_k), dtype=torch.int32)
+        unsummed.meta["example_value"] = (
+            rows.meta["example_value"],
+            row_map.meta["example_value"],
+        )
+        with graph.inserting_before(norm):
+            output = graph.call_function(torch.empty_like, (self._residual,))
+            graph.call_function(
+                self._operators.sum_to_norm,
+                (rows, row_map, self._residual, self._weight, output, self._epsilon),
+            )
+        output.meta["example_value"] = torch.empty_like(like)
+        if self._in_place:
+            self._x.replace_all_uses_with(output, lambda user: user is not norm)
+        for item in list(norm.users):
+            item.replace_all_uses_with((output, self._residual)[int(str(item.args[1]))])
+            graph.erase_node(item)
+        for node in (norm, *reversed(self._views)):
+            graph.erase_node(node)
+
+
+def _whole_views(node: fx.Node) -> Iterator[fx.Node]:
+    """The slices of all of a tensor that alone are read of it, each of the one before."""
+    while len(node.users) == 1:
+        [view] = node.users
+        if view.target is not operator.getitem or not _takes_all(view.args[1]):
+            return
+        if _form(view) != _form(node):
+            return
+        yield view
+        node = view
+
+
+def _takes_all(index: Any) -> bool:
+    items = index if isinstance(index, tuple) else (index,)
+    return all(
+        item is Ellipsis
+        or (isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1))
+        for item in items
+    )
+
+
+def _form(node: Any) -> tuple[object, ...]:
+    """Shape and dtype of a node's tensor, compared as text so that no guard is made."""
+    value = _example(node)
+    return (*map(str, value.shape), value.dtype)
+
+
+def _example(node: Any) -> Any:
+    """The fake tensor that Dynamo kept for a node.
+
+    Raises:
+        NotFusedError: it kept none.
+    """
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        raise NotFusedError("a graph without shapes")
+    return value
+
+
+def _label(node: fx.Node) -> str:
+    """A node for people: its operator, function or method."""
+    if node.op == "output":
+        return "the end of the graph"
+    target = node.target
+    return operator_name(node) or str(getattr(target, "__name__", target))

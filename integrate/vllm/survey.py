@@ -1,0 +1,86 @@
+"""Which layers of a loaded model each installed patch takes, and what that means.
+
+A point decides by the layer's class and settings. The guards decide by the layer's own tensors: a
+weight of another dtype or size would make every call fall back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from patcher.bench import VerificationError
+from patcher.integrate.activation import Installed
+from patcher.integrate.guards import CallGuards
+from patcher.integrate.layers import LayerSurvey
+from patcher.integrate.receipts import Receipt
+from patcher.integrate.vllm.point import VllmPoint
+
+log = logging.getLogger("patcher")
+_engines_log = logging.getLogger("vllm.patcher")
+"""Below vLLM's logger, which shows lines of level INFO, too."""
+
+
+def survey(point: VllmPoint, guards: CallGuards, layers: Iterable[Any]) -> LayerSurvey:
+    """Count the layers of a point's role.
+
+    Args:
+        point: the patch point.
+        guards: the guards of the patch's kernel.
+        layers: the modules of the models; each counts once.
+    """
+    taken, refused = 0, Counter[str]()
+    for layer in dict.fromkeys(layers):
+        if point.of_role(layer):
+            reason = point.applies(layer) or guards.refusal_for_good(point.constants(layer))
+            if reason is None:
+                taken += 1
+            else:
+                refused[reason] += 1
+    return LayerSurvey(taken, refused)
+
+
+def must_take_some(items: Iterable[Installed], strict: bool) -> None:
+    """Warn of patches that every layer of their role refused.
+
+    Raises:
+        VerificationError: there is one, and `strict` is set.
+    """
+    for item in items:
+        layers = item.book.layers
+        if layers is not None and layers.total and not layers.taken:
+            _warn(f"{item.patch.manifest.id} has no effect: no layer takes it ({layers})", strict)
+
+
+def report(items: Iterable[Installed], strict: bool) -> None:
+    """Log what each patch took until the end of warm-up, and warn of those that did nothing.
+
+    A patch whose calls all fell back is a warning only, since later calls may have other sizes.
+
+    Raises:
+        VerificationError: a patch was never reached, and `strict` is set.
+    """
+    kept = list(items)
+    if lines := list(_lines(kept)):
+        _engines_log.info("patched layers: %s", "; ".join(lines))
+    for item in kept:
+        receipt = Receipt.of(item.book)
+        if receipt.calls or item.book.recorded:
+            continue
+        why = ", ".join(f"{count:,}: {reason}" for reason, count in receipt.fallbacks.items())
+        said = f"{item.patch.manifest.id} has no effect after warm-up: {receipt.idle}"
+        _warn(f"{said} ({why})" if why else said, strict and not receipt.fallbacks)
+
+
+def _lines(items: Iterable[Installed]) -> Iterator[str]:
+    for item in items:
+        if (layers := item.book.layers) is not None:
+            yield f"{item.patch.manifest.target.point}: {layers}"
+
+
+def _warn(message: str, strict: bool) -> None:
+    if strict:
+        raise VerificationError(message, "leave the patch out, or unset PATCHER_STRICT")
+    log.warning("%s", message)

@@ -1,0 +1,78 @@
+"""Models of transformers in the hands of peft and accelerate."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers_sample import PER_LAYER, built, logits, patched
+
+from patcher.integrate.transformers import POINTS
+
+peft = pytest.importorskip("peft")
+accelerate = pytest.importorskip("accelerate")
+
+
+ADAPTERS = {
+    "LoRA": lambda: peft.LoraConfig(target_modules=["q_proj", "o_proj"]),
+    "LoRA on experts": lambda: peft.LoraConfig(
+        target_modules=[], target_parameters=["mlp.experts.down_proj"]
+    ),
+    "norms": lambda: peft.LNTuningConfig(
+        target_modules=["input_layernorm", "post_attention_layernorm", "norm"]
+    ),
+    "saved norms": lambda: peft.LoraConfig(
+        target_modules=["v_proj"], modules_to_save=["post_attention_layernorm"]
+    ),
+}
+
+
+def adapted(model: Any, adapter: str) -> Any:
+    """The model with an adapter that changes what it computes."""
+    torch.manual_seed(1)
+    made = peft.get_peft_model(model, ADAPTERS[adapter]()).eval()
+    for name, parameter in made.named_parameters():
+        if parameter.requires_grad:
+            parameter.data.uniform_(0.1, 0.3) if "lora" in name else parameter.data.mul_(3)
+    return made
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_an_adapter_counts_and_every_call_is_counted(adapter: str) -> None:
+    model = built()
+    plain = logits(model)
+    expected = logits(adapted(copy.deepcopy(model), adapter))
+    assert not torch.allclose(expected, plain)
+    with patched(model) as books:
+        found = adapted(model, adapter)
+        torch.testing.assert_close(logits(found), expected)
+        for name, book in books.items():
+            told = book.calls.total() + book.fallbacks.total()
+            assert told == len(model.model.layers) * PER_LAYER[name], f"{name}: {book.fallbacks}"
+        with found.disable_adapter():
+            torch.testing.assert_close(logits(found), plain)
+        merged = found.merge_and_unload()
+        torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_offloaded_weights_are_those_of_the_layer(later: bool) -> None:
+    """accelerate puts its hooks in the place of forwards, and moves weights at each call."""
+    expected = logits(built())
+    with patched(None if later else (model := built())) as books:
+        if later:
+            model = built()
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        torch.testing.assert_close(logits(model), expected)
+        for name, book in books.items():
+            told = book.calls.total() + book.fallbacks.total()
+            assert told == len(model.model.layers) * PER_LAYER[name], f"{name}: {book.fallbacks}"
+        before = [book.calls.total() + book.fallbacks.total() for book in books.values()]
+    torch.testing.assert_close(logits(model), expected)
+    assert [b.calls.total() + b.fallbacks.total() for b in books.values()] == before
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    assert not any(hasattr(type(module), "patch_point") for module in model.modules())
+    assert set(books) == set(POINTS)

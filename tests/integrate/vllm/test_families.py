@@ -1,0 +1,157 @@
+"""Which layers an architecture builds, by files; a small package stands for vLLM's models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from patch_sample import CANDIDATE, OP, evaluation
+from vllm_here import needs_vllm
+
+from patcher import bench
+from patcher.bench.engines.architecture import published_config
+from patcher.integrate import Patch, verify
+from patcher.integrate.vllm import families
+from patcher.integrate.vllm.points import POINTS
+from patcher.integrate.vllm.table import FAMILIES, page
+from patcher.integrate.vllm.tree import Tree
+
+FILES = {
+    "vllm/model_executor/models/registry.py": """
+_TEXT = {
+    "LlamaForCausalLM": ("llama", "LlamaForCausalLM"),
+    "OlderForCausalLM": ("llama", "OlderForCausalLM"),
+    "Step5ForCausalLM": ("vllm.models.step5", "Step5ForCausalLM"),
+}
+_ALL = {**_TEXT}
+""",
+    "vllm/model_executor/models/parts.py": """
+from vllm.model_executor.layers.linear import RowParallelLinear as Row
+
+def project(size):
+    return Row(size, size)
+""",
+    "vllm/model_executor/models/llama.py": """
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from .parts import project
+
+class Layer:
+    norm_class = RMSNorm
+
+class LlamaForCausalLM:
+    def __init__(self, size):
+        self.layers = [Layer() for _ in range(2)]
+        self.output = project(size)
+
+class OlderForCausalLM:
+    norm = GemmaRMSNorm
+""",
+    "vllm/models/step5/__init__.py": """
+if True:
+    from .nvidia.model import Step5ForCausalLM
+else:
+    from .amd.model import Step5ForCausalLM
+""",
+    "vllm/models/step5/nvidia/model.py": """
+from vllm.model_executor.layers.linear import ReplicatedLinear
+class Step5ForCausalLM:
+    def __init__(self): self.output = ReplicatedLinear(1, 1)
+""",
+    "vllm/models/step5/amd/model.py": """
+from vllm.model_executor.layers.layernorm import RMSNorm
+class Step5ForCausalLM:
+    def __init__(self): self.norm = RMSNorm(1)
+""",
+    "vllm-9.1.dist-info/METADATA": "Name: vllm\nVersion: 9.1\n",
+}
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
+    for name, text in FILES.items():
+        path = tmp_path / "tree" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = Tree(tmp_path / "tree")
+    monkeypatch.setattr(Tree, "installed", lambda: found)
+    return found
+
+
+def test_names_are_followed_through_the_files_of_models(tree: Tree) -> None:
+    known = families.architectures(tree)
+    llama, older, step = known.values()
+    assert llama.builds(("RMSNorm", "ReplicatedLinear|RowParallelLinear"))
+    assert not llama.builds(("GemmaRMSNorm",)), "another class of the same file"
+    assert older.builds(("GemmaRMSNorm",))
+    assert not older.builds(("RMSNorm",))
+    assert (llama.is_flat, step.is_flat) == (False, True)
+    assert step.builds(("ReplicatedLinear",))
+    assert not step.builds(("RMSNorm",)), "what other vendors' GPUs run"
+    assert list(families.architectures(tree, ["OlderForCausalLM", "gone"])) == ["OlderForCausalLM"]
+
+
+def test_a_patch_says_whether_a_model_has_layers_for_it(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("patcher.integrate.patch.engine_version", lambda engine: "9.1")
+    patch = Patch.create(
+        tmp_path / "patch", OP, CANDIDATE, evaluation(), engine="vllm", made_by="test"
+    )
+
+    def says(**config: Any) -> tuple[bool, str]:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        last = verify(patch, published_config(str(tmp_path))).checks[-1]
+        assert last.name == "model"
+        return last.passed, last.detail
+
+    assert says(architectures=["LlamaForCausalLM"]) == (
+        True,
+        "LlamaForCausalLM has layers of add_norm, by vllm.model_executor.models.llama",
+    )
+    passed, why = says(architectures=["Step5ForCausalLM"])
+    assert not passed
+    assert why.endswith("vllm.models.step5 does not refer to RMSNorm")
+    assert says(architectures=["Nobody"]) == (False, "vLLM 9.1 has no model Nobody")
+    assert "flat" in POINTS["linear"].of_model({"architectures": ["Step5ForCausalLM"]})
+    assert [check.name for check in verify(patch).checks][-1] == "kernel"
+    with pytest.raises(bench.UsageError, match="is no preset, and no folder"):
+        published_config(str(tmp_path / "nowhere"))
+    assert published_config("gpt-oss-20b")["quantization_config"]["quant_method"] == "mxfp4"
+
+
+def test_weights_of_another_format_are_told(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = POINTS["experts.down.mxfp4"]
+    monkeypatch.setattr(point, "layers", ("RMSNorm",))
+    config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
+    with pytest.raises(bench.VerificationError, match="this LlamaForCausalLM are not quantised"):
+        point.of_model(config)
+    with pytest.raises(bench.VerificationError, match="this LlamaForCausalLM are fp8"):
+        point.of_model({**config, "quantization_config": {"quant_method": "fp8"}})
+    point.of_model({**config, "quantization_config": {"quant_method": "mxfp4"}})
+
+
+def test_the_page_says_role_by_role_what_a_version_and_a_family_have(tree: Tree) -> None:
+    points = {name: POINTS[name] for name in ("add_norm", "linear")}
+    lines = page(points, [tree]).splitlines()
+    assert "| `linear` | `linear` | plain | refused: 4 of 5 parts are new |" in lines
+    assert "| `add_norm` | 1 |" in lines
+    assert "| `linear` | 2, 1 flat |" in lines
+    assert "| all | 3, 1 flat |" in lines
+    assert "| Llama 2, 3 | yes | yes |" in lines
+    assert "| Step 5 (flat) | no | partly |" in lines
+
+
+@needs_vllm
+def test_vllms_own_registry_is_read() -> None:
+    from vllm.model_executor.models.registry import _VLLM_MODELS
+
+    tree = Tree.installed()
+    registry = families._registry(tree.folder)
+    assert registry.keys() >= _VLLM_MODELS.keys()
+    assert {name: tuple(registry[name]) for name in _VLLM_MODELS} == _VLLM_MODELS
+    shown = families.architectures(tree, FAMILIES.values())
+    assert shown["LlamaForCausalLM"].builds(("RMSNorm", "RowParallelLinear", "get_rope"))
+    assert not shown["LlamaForCausalLM"].builds(("FusedMoE|FusedMoEFactory",))
+    assert shown["Qwen3MoeForCausalLM"].builds(("FusedMoE|FusedMoEFactory",))
