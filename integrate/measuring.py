@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
+from patcher.bench.engines import PLUGINS
 from patcher.integrate.activation import Activation, activate
 
 
+class EnginePlugin(Protocol):
+    """What an entry point `patcher.engine_plugins` of an engine's name refers to, such as a module.
+
+    An engine has one if its patches are installed when one of its processes starts.
+    """
+
+    def register(self) -> None:
+        """Let the engine install the enabled patches in each of its processes; idempotent.
+
+        Raises:
+            PatcherError: with `PATCHER_STRICT`, the reason why it cannot.
+        """
+        ...
+
+    def activation(self) -> Activation | None:
+        """The patches that were installed in this process; None before the engine was loaded."""
+        ...
+
+
 def await_engine(engine: str) -> None:
-    """Register the engine's plugin before the engine is loaded.
+    """Register the engine's plugin, if it has one, before the engine is loaded.
 
     It is needed if patcher runs from a checkout, where no entry point leads to the plugin.
 
     Raises:
         PatcherError: with `PATCHER_STRICT`, the reason why the plugin cannot be registered.
     """
-    if engine == "vllm":
-        from patcher.integrate.vllm import register
-
-        register()
+    if engine in PLUGINS:
+        plugin: EnginePlugin = PLUGINS.load(engine)
+        plugin.register()
 
 
 def activated(engine: str, model: Any = None) -> Activation:
@@ -31,11 +50,7 @@ def activated(engine: str, model: Any = None) -> Activation:
     Raises:
         PatcherError: with `PATCHER_STRICT`, the reason why a patch was not installed.
     """
-    if engine != "vllm":
+    if engine not in PLUGINS:
         return activate(engine, model)
-    from patcher.integrate.vllm import sources
-
-    worker = sources.module("vllm.v1.worker.worker_base").WorkerWrapperBase
-    plugin = getattr(worker.init_device, "plugin", None)
-    active: Activation | None = plugin.active if plugin is not None else None
-    return active or Activation(engine)
+    plugin: EnginePlugin = PLUGINS.load(engine)
+    return plugin.activation() or Activation(engine)

@@ -1,9 +1,10 @@
 """TensorRT-LLM's PyTorch backend: its patch point, and how its workers load patches.
 
 Written against these files of NVIDIA/TensorRT-LLM: _torch/custom_ops/flashinfer_custom_ops.py
-(53b897c), _torch/modules/rms_norm.py (0419019), _torch/models/modeling_gpt_oss.py (050b6cb),
-llmapi/mpi_session.py (00a1352); tests/doubles/trtllm/README.md lists all. It is tested with a
-double of them, but not yet with a running TensorRT-LLM.
+(53b897c), _torch/modules/rms_norm.py (0419019, and a version of 2026 with NVFP4 and cuda.tile),
+_torch/models/modeling_gpt_oss.py (050b6cb), llmapi/mpi_session.py (00a1352);
+tests/doubles/trtllm/README.md lists all. It is tested with a double of them, but not yet with a
+running TensorRT-LLM.
 
 Kernels launched in C++ have no such patch point; see `patcher.integrate.tensorrt_llm_source`.
 """
@@ -44,7 +45,8 @@ class FusedAddRmsNorm:
     kind of device (`CustomOpDef.register_kernel`); while that is disabled, its own body runs.
 
     With tensor parallelism (and without attention data parallelism), gpt-oss adds and normalises in
-    its all-reduce and never calls the operator; receipts show that.
+    its all-reduce and never calls the operator. Neither do norms that feed an NVFP4 layer, use
+    cuda.tile or have Gemma's weights. Receipts show that.
     """
 
     engine: ClassVar[str] = ENGINE

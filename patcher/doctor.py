@@ -33,7 +33,7 @@ class Machine:
     """An AMD GPU (its kernel driver, or a ROCm build of torch)."""
     mac: bool
     serving: bool
-    """Whether an engine that serves models is installed: vLLM or TensorRT-LLM."""
+    """Whether an engine that serves models is installed."""
 
     @classmethod
     def here(cls) -> Machine:
@@ -42,7 +42,7 @@ class Machine:
             nvidia=_cuda_works() or Path("/dev/nvidiactl").exists(),
             amd=Path("/dev/kfd").exists(),
             mac=sys.platform == "darwin",
-            serving=_version("vllm") is not None or _version("tensorrt_llm") is not None,
+            serving=any(_version(name) for name in ("sglang", "tensorrt_llm", "vllm")),
         )
 
     def wants(self, name: str) -> bool:
@@ -53,7 +53,7 @@ class Machine:
                 return self.amd
             case "toolchain metal":
                 return self.mac
-            case "toolchain sycl" | "engine tensorrt-llm":
+            case "toolchain sycl" | "engine sglang" | "engine tensorrt-llm":
                 return False
             case "toolchain cutedsl" | "baseline flashinfer":
                 return self.nvidia and self.serving
@@ -99,6 +99,7 @@ EXTRAS = ("profile", "report", "agent")
 ENGINES = (
     ("engine transformers", "transformers", "pip install 'transformers>=5.17'", True),
     ("engine vllm", "vllm", "pip install vllm", False),
+    ("engine sglang", "sglang", "pip install sglang", False),
     ("engine tensorrt-llm", "tensorrt_llm", "see TensorRT-LLM's guide, then patcher trtllm", False),
     ("baseline flashinfer", "flashinfer-python", "pip install flashinfer-python", False),
 )

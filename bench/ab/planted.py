@@ -157,27 +157,28 @@ def step_seconds(engine: Engine, seed: int) -> float:
 
 def runner_delay(runner: Any) -> StepDelay:
     """Delay each step of vLLM. It enqueues the next step before it waits for one, so a delay of the
-    host would be hidden behind the GPU. So the GPU itself spins before each forward, also with
+    host would be hidden behind the GPU. So the GPU itself spins before each step, also with
     graphs.
 
     Args:
-        runner: vLLM's `GPUModelRunner`, whose `_model_forward` is meant to be overridden.
+        runner: either of vLLM's model runners; both have `execute_model`, called once a step.
     """
 
     @contextmanager
     def delayed(seconds: float) -> Iterator[None]:
         cycles = round(seconds * spin_cycles_per_s())
-        original = runner._model_forward
+        original = runner.execute_model
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            _spin(cycles)
-            return original(*args, **kwargs)
+        def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            if scheduled.total_num_scheduled_tokens:  # else nothing runs but the end of requests
+                _spin(cycles)
+            return original(scheduled, *args, **kwargs)
 
-        runner._model_forward = forward
+        runner.execute_model = execute_model
         try:
             yield
         finally:
-            del runner._model_forward
+            del runner.execute_model
 
     return delayed
 

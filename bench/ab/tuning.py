@@ -36,30 +36,43 @@ EXCEPTION = re.compile(r"((\([^)]*\)|\[rank\d+\]:) )*[\w.]*(Error|Exception)\b")
 """Beginning of a line with an exception; vLLM prepends the process, PyTorch the rank."""
 
 Arguments = Mapping[str, JsonValue]
+Options = Sequence[Sequence[Arguments]]
+"""The engine's options, each with its values."""
 StartStock = Callable[[Arguments, float], EngineProcess]
 """Starts stock with these arguments and a share of the device's memory."""
 Rate = Callable[[EngineProcess, Arguments], ConfigTrial]
 """Measures the speed of a loaded process."""
 
 
-def options_of(engine: str) -> Sequence[Sequence[Arguments]]:
-    """The engine's options, each with the values to try besides stock.
+def options_of(engine: str) -> Options | Callable[[Workload], Options]:
+    """The engine's options, each with the values to try besides stock, or what lists them.
 
     Raises:
         UsageError: the engine has none.
     """
     from patcher.bench.engines import ENGINES
 
-    options: Sequence[Sequence[Arguments]] = getattr(ENGINES.load(engine), "options", ())
+    options: Options | Callable[[Workload], Options] = getattr(ENGINES.load(engine), "options", ())
     if options:
         return options
     raise UsageError(f"{engine} has no options to tune here", "choose another --engine: vllm")
 
 
+def options_for(workload: Workload) -> Options:
+    """The options of the workload's engine, with the values to try for its model on this machine.
+
+    Raises:
+        UsageError: the engine has none.
+        PatcherError: the engine does not list them.
+    """
+    options = options_of(workload.engine)
+    return options(workload) if callable(options) else options
+
+
 def tune(
     start: StartStock,
     workload: Workload,
-    options: Sequence[Sequence[Arguments]],
+    options: Options,
     clocks: ClockMonitor,
     *,
     wanted: Arguments | None = None,

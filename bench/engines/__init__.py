@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 ENGINES: Registry[EngineFactory] = Registry("engines")
 """By name: ours, and those of other packages."""
+PLUGINS: Registry[Any] = Registry("engine_plugins")
+"""By engine: the plugins of engines whose patches are installed when a process starts; see
+`patcher.integrate.measuring`."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +195,11 @@ class EngineFactory(Protocol):
     where it is not said, they do. Where they do not, each arm is a process of its own, instances
     are `Measurable`, and the class is also given `arguments`, `memory_share` and `room`, as
     `open_measurable` says. Such a class may have `options`, the ways to serve that a search of the
-    best stock configuration tries (as `patcher.bench.engines.vllm.OPTIONS`), and
-    `reference_arguments`, under which it computes the same without compilation and graphs.
+    best stock configuration tries: a sequence of options, each of values, each of arguments by
+    name, or a function that lists them for a workload. It may have `reference_arguments`, under
+    which it computes the same without compilation and graphs. Where an engine fills the memory that
+    it finds free, it has `cache_argument`, the argument that bounds its KV cache, and
+    `cache_size(workload, room)`, the value that suffices, or None.
     """
 
     def __call__(self, workload: Workload, /, *args: Any, **options: Any) -> Any:
@@ -213,8 +219,20 @@ def in_process(engine: str) -> bool:
         UsageError, MissingError: as `Registry.load`.
     """
     if ENGINES.ours(engine):  # without importing it: torch takes a second
-        return engine != "vllm"
+        return engine not in PLUGINS
     return bool(getattr(ENGINES.load(engine), "in_process", True))
+
+
+def cache_argument(engine: str) -> str:
+    """The argument that bounds the KV cache of an engine that else fills the memory that is free;
+    empty for other engines.
+
+    Raises:
+        UsageError, MissingError: as `Registry.load`.
+    """
+    if in_process(engine):
+        return ""
+    return str(getattr(ENGINES.load(engine), "cache_argument", ""))
 
 
 def open_engine(workload: Workload) -> Engine:
@@ -272,6 +290,7 @@ __all__ = [
     "EngineFactory",
     "Generation",
     "Measurable",
+    "cache_argument",
     "in_process",
     "open_decoder",
     "open_engine",

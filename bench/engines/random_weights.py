@@ -17,20 +17,19 @@ from collections.abc import Iterable
 
 STD = 0.02
 """Standard deviation of a matrix that reads the residual stream."""
-_EMBEDS = re.compile(r"(^|\.)embed")
-_ADDS = re.compile(r"(^|\.)(o_proj|down_proj|w2)(_|\.|$)")
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_EMBEDS = re.compile(r"(^|\.)((word_|tok_)?embed|wte\.)")
+_ADDS = re.compile(r"(^|\.)(o_proj|out_proj|c_proj|down_proj|dense_4h_to_h|fc2|wo|w2)(_|\.|$)")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
 
 def spread_of(names: Iterable[str]) -> dict[str, float]:
     """Standard deviation of each parameter, by name; norms are ignored by the callers.
 
-    Names are those of transformers and vLLM: `embed_tokens` or `embedding`; `o_proj` and
-    `down_proj` or `w2_weight`.
+    Names are those of transformers, vLLM and SGLang: `embed_tokens`, `embedding` or `wte`; `o_proj`
+    and `down_proj`, `w2_weight` or another name of a matrix that adds to the residual stream.
     """
     every = list(names)
-    layers = {match[1] for name in every if (match := _LAYER.search(name))}
-    added = STD / math.sqrt(2 * max(len(layers), 1))
+    added = added_spread(every)
 
     def spread(name: str) -> float:
         if _EMBEDS.search(name):
@@ -38,3 +37,13 @@ def spread_of(names: Iterable[str]) -> dict[str, float]:
         return added if _ADDS.search(name) else STD
 
     return {name: spread(name) for name in every}
+
+
+def added_spread(names: Iterable[str]) -> float:
+    """Standard deviation of a matrix whose output is added to the residual stream.
+
+    Args:
+        names: of all parameters of the model, which tell its number of layers.
+    """
+    layers = {match[1] for name in names if (match := _LAYER.search(name))}
+    return STD / math.sqrt(2 * max(len(layers), 1))

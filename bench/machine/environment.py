@@ -25,13 +25,15 @@ PACKAGES = (
     "apache-tvm-ffi",
     "nvidia-cutlass-dsl",
     "flashinfer-python",
+    "sglang",
     "vllm",
 )
 
 _KEPT = re.compile(
-    r"(HOME|LANG|LC_ALL|LD_LIBRARY_PATH|PATCHER_CACHE|PATH|TMPDIR|XDG_CACHE_HOME|MKL_NUM_THREADS"
-    r"|SSL_CERT_FILE|REQUESTS_CA_BUNDLE|(https?|no|HTTPS?|NO)_(proxy|PROXY))$"
-    r"|(CUDA|HF|NCCL|NVIDIA|OMP|TORCH|TORCHINDUCTOR|TRANSFORMERS|TRITON|VLLM)_"
+    r"(HOME|LANG|LC_ALL|LD_LIBRARY_PATH|LD_PRELOAD|PATCHER_CACHE|PATH|TMPDIR|XDG_CACHE_HOME"
+    r"|MKL_NUM_THREADS|SSL_CERT_FILE|REQUESTS_CA_BUNDLE|(https?|no|HTTPS?|NO)_(proxy|PROXY))$"
+    r"|(CUBLAS|CUDA|FLASHINFER|HF|NCCL|NVIDIA|OMP|PYTORCH|SGLANG|TORCH|TORCHINDUCTOR|TRANSFORMERS"
+    r"|TRITON|VLLM)_"
 )
 ROOT = Path(__file__).absolute().parents[3]
 """The folder that `patcher` is imported from: a checkout or a site-packages folder."""

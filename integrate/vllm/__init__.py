@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from patcher.integrate.activation import Activation
 
 log = logging.getLogger("patcher")
 
 
 def register() -> None:
     """The entry point `vllm.general_plugins`; idempotent."""
-    if os.environ.get(
-        "PATCHER_RANDOM_WEIGHTS"
-    ):  # never in serving: `patcher.bench.engines.vllm` sets it
-        from patcher.bench.engines.vllm import register_loader
+    # never in serving: `patcher.bench.engines.vllm` sets it
+    if os.environ.get("PATCHER_RANDOM_WEIGHTS"):
+        from patcher.bench.engines.vllm_weights import register_loader
 
         register_loader()
     chosen = os.environ.get("PATCHER_PATCHES") or os.environ.get("TLLM_PATCHER_PATCHES") or "off"
@@ -31,3 +34,10 @@ def register() -> None:
     from patcher.integrate.vllm.plugin import hook
 
     hook()
+
+
+def activation() -> Activation | None:
+    """The patches that the plugin installed in this process; None before a worker was started."""
+    from patcher.integrate.vllm.plugin import installed
+
+    return installed()

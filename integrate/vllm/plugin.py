@@ -14,14 +14,16 @@ from typing import Any
 
 from patcher.bench import PatcherError, UsageError
 from patcher.integrate.activation import Activation, Installed, Switches, activate
+from patcher.integrate.survey import look, report
 from patcher.integrate.switches import home_store, variable
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.engine import copy_to_ray_workers, decided_by, models_of
 from patcher.integrate.vllm.point import VllmPoint
-from patcher.integrate.vllm.survey import must_take_some, report, survey
 from patcher.integrate.vllm.swap import AttributePatch
 
 log = logging.getLogger("patcher")
+_engines_log = logging.getLogger("vllm.patcher")
+"""Below vLLM's logger, which shows lines of level INFO, too."""
 
 LOADS = ("load_model", "reload_weights", "finish_weight_update")
 """Methods of workers after which layers may be others."""
@@ -33,6 +35,7 @@ _READ_BY_WORKERS = (
     *(f"PATCHER_{name}" for name in ("PATCHES", "HOME", "RECEIPTS", "STRICT", "CACHE")),
     *(f"TLLM_PATCHER_{name}" for name in ("PATCHES", "HOME", "RECEIPTS", "STRICT")),
     "PATCHER_RANDOM_WEIGHTS",
+    "PATCHER_BUILD_TIMEOUT_S",
 )
 """Variables that a worker needs; keys of models are none of them."""
 
@@ -98,6 +101,10 @@ class VllmPlugin:
                     variable("HOME") or "~/.patcher",
                 )
             self._tie_compiled_code()
+        else:  # the patches are in, but this engine may have other passes than the one before
+            for item in self.active.installed:
+                if isinstance(item.point, VllmPoint):
+                    item.point.name_lost_fusions()
         self._engines.add(worker)
         _after(worker, "shutdown", functools.partial(self._engines.discard, worker))
 
@@ -132,20 +139,16 @@ class VllmPlugin:
         number, stages = next(self._workers), config.parallel_config.pipeline_parallel_size
         current = sources.module("vllm.config").set_current_vllm_config
 
-        def look() -> None:
+        def see() -> None:
             layers = [layer for model in models_of(worker) for layer in model.modules()]
             with current(config):
-                for item in self._installed:
-                    if isinstance(item.point, VllmPoint):  # others' points need not know layers
-                        seen = survey(item.point, item.dispatcher.guards, layers)
-                        item.book.surveys[number] = seen
-            must_take_some(self._installed, self._strict)
+                look(self._installed, layers, number, self._strict)
 
         def tell() -> None:
-            report(self._installed, self._strict and stages == 1)
+            report(self._installed, self._strict and stages == 1, _engines_log)
 
         for name in LOADS:
-            _after(worker, name, self._unharmed(look))
+            _after(worker, name, self._unharmed(see))
         _after(worker, WARMS_UP, self._unharmed(tell))
 
     def _unharmed(self, then: Callable[[], None]) -> Callable[[], None]:
@@ -218,6 +221,13 @@ def _after(worker: Any, name: str, then: Callable[[], None]) -> None:
 
     wrapped.patcher_follows = True  # type: ignore[attr-defined]
     setattr(worker, name, wrapped)
+
+
+def installed() -> Activation | None:
+    """The patches in this process's worker; None if no plugin is installed, or no worker began."""
+    worker = sources.module("vllm.v1.worker.worker_base").WorkerWrapperBase
+    plugin: VllmPlugin | None = getattr(worker.init_device, "plugin", None)
+    return None if plugin is None else plugin.active
 
 
 def hook() -> VllmPlugin | None:

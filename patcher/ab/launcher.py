@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from pydantic import JsonValue
 
@@ -12,7 +13,8 @@ from patcher.ab.job import ABJob
 from patcher.bench import Throughput, UsageError, Workload
 from patcher.bench.ab.engine_config import ConfigTrial, Tuning, overriding
 from patcher.bench.ab.phases import ABProgress
-from patcher.bench.ab.tuning import options_of, tune
+from patcher.bench.ab.tuning import options_for, tune
+from patcher.bench.engines import ENGINES, cache_argument
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.integrate import Patch, engine_wants
 
@@ -86,7 +88,7 @@ class ArmLauncher:
                     load_s=TUNED_LOAD_S if arguments else LOAD_S,
                 ),
                 self.job.workload,
-                options_of(self.job.workload.engine),
+                options_for(self.job.workload),
                 clocks,
                 wanted=engine_wants(self.job.workload.engine),
                 other_workloads=self.job.other_workloads,
@@ -127,19 +129,20 @@ def refuse_other_engines(workload: Workload, patches: Iterable[Patch]) -> None:
 
 
 def loads_beside(job: ABJob) -> bool:
-    """Whether two processes may load at the same time; not while vLLM measures free memory."""
-    return job.workload.engine != "vllm" or "kv_cache_memory_bytes" in job.arguments
+    """Whether two processes may load at the same time; not while an engine measures free memory."""
+    argument = cache_argument(job.workload.engine)
+    return not argument or argument in job.arguments
 
 
 def with_cache_size(job: ABJob) -> ABJob:
-    """The arguments with a fixed size of vLLM's KV cache. By default, the cache takes all that its
-    share leaves, so two engines cannot load side by side.
+    """The arguments with a fixed size of the engine's KV cache, if it has such an argument. By
+    default, the cache takes all that its share leaves, so two engines cannot load side by side.
     """
     if loads_beside(job):
         return job
-    from patcher.bench.engines.vllm import cache_bytes
-
-    size = cache_bytes(job.workload, job.other_workloads)
+    factory: Any = ENGINES.load(job.workload.engine)
+    size = factory.cache_size(job.workload, job.other_workloads)
     if size is None:
         return job
-    return job.model_copy(update={"arguments": {**job.arguments, "kv_cache_memory_bytes": size}})
+    argument = cache_argument(job.workload.engine)
+    return job.model_copy(update={"arguments": {**job.arguments, argument: size}})

@@ -9,6 +9,7 @@ from pathlib import Path
 from patcher.ab.launcher import refuse_other_engines
 from patcher.ab.verdict import refuse_one_point_twice
 from patcher.bench import VerificationError, Workload
+from patcher.bench.engines import in_process
 from patcher.bench.machine.environment import engine_environment
 from patcher.hotspot import Profile, capture
 from patcher.integrate import Patch, Receipt, patch_environment, read_receipts, startup_python_path
@@ -43,9 +44,9 @@ def capture_patched(
     shutil.rmtree(receipts, ignore_errors=True)  # of an earlier capture
     variables = patch_environment(patches, scratch, receipts)
     first = ""
-    if workload.engine == "vllm":
-        # needed in a checkout, where no entry point leads to the plugin
-        first = "from patcher.integrate import await_engine; await_engine('vllm')"
+    if not in_process(workload.engine):
+        # needed in a checkout, where no entry point leads to the engine's plugin
+        first = f"from patcher.integrate import await_engine; await_engine({workload.engine!r})"
     else:
         variables["PYTHONPATH"] = startup_python_path(engine_environment()["PYTHONPATH"])
     profile = capture(workload, folder, progress, variables=variables, first=first)

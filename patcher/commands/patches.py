@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 HOW_TO_RUN = {
     "transformers": 'call integrate.activate("transformers", model) once the model is built',
     "vllm": "run `vllm serve` or `vllm bench` as ever: every process loads the plugin",
+    "sglang": "run `python -m sglang.launch_server` as ever: every process loads the plugin",
     "tensorrt_llm": (
         "spell them TLLM_PATCHER_*, since only such names reach the workers, and run "
         "`trtllm-bench` or `trtllm-serve` with --custom_module_dirs"

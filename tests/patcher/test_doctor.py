@@ -87,7 +87,8 @@ def test_every_language_and_engine_has_its_rule(monkeypatch: pytest.MonkeyPatch)
     """A rule that names no finding would be dead."""
     names = {one.name for one in examine()}
     assert {f"toolchain {language}" for language in Language} <= names
-    assert {"engine vllm", "engine tensorrt-llm", "baseline flashinfer", "clocks"} <= names
+    assert {"engine vllm", "engine sglang", "engine tensorrt-llm"} <= names
+    assert {"baseline flashinfer", "clocks"} <= names
     assert {"nsys", "ncu", "compute-sanitizer"} <= names
 
 

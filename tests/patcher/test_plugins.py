@@ -136,7 +136,7 @@ def test_one_of_each_is_found(run: Run) -> None:
     assert {each["origin"] for each in found["plugins"]} == {"toyserve 1.2.3"}
     assert found["languages"][-1] == "numpy"
     assert found["presets"][-1] == "toy-4l"
-    assert found["engines"] == ["transformers", "vllm", "toyserve"]
+    assert found["engines"] == ["transformers", "vllm", "sglang", "toyserve"]
     assert found["models"].endswith("replay, shelf (from toyserve 1.2.3)")
 
 
@@ -385,7 +385,7 @@ def test_a_package_that_cannot_be_imported_is_said_and_breaks_nothing_else(
     [found] = plugins()
     assert (found.name, found.origin) == ("wreck", "broken 0.1")
     assert cause in found.problem
-    assert list(ENGINES) == ["transformers", "vllm", "wreck"]
+    assert list(ENGINES) == ["transformers", "vllm", "sglang", "wreck"]
     assert in_process("transformers")
     workload = Workload(
         model="gpt-oss-tiny", device="cpu", dtype="float32", batch=1, input_len=1, output_len=1
@@ -610,4 +610,4 @@ def test_nothing_is_installed_here_that_adds_anything() -> None:
     groups = [importlib.metadata.entry_points(group=f"patcher.{kind}") for kind in KINDS]
     assert not [entry for group in groups for entry in group]
     assert plugins() == found_plugins() == []
-    assert list(POINTS) == ["tensorrt_llm", "transformers", "vllm"]
+    assert list(POINTS) == ["sglang", "tensorrt_llm", "transformers", "vllm"]

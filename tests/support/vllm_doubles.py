@@ -16,6 +16,7 @@ from typing import Any
 
 DOUBLED = frozenset(
     (
+        "compressed_tensors",
         "fastsafetensors",
         "instanttensor",
         "llguidance",
@@ -67,13 +68,16 @@ class _DoubleModule(ModuleType):
         return made
 
 
-class _Finder:
+class Finder:
     """The last finder: asked for what no other one has."""
+
+    def __init__(self, doubled: frozenset[str]) -> None:
+        self.doubled = doubled
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name.partition(".")[0] not in DOUBLED:
+        if name.partition(".")[0] not in self.doubled:
             return None
         return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
@@ -84,4 +88,4 @@ class _Finder:
         pass
 
 
-sys.meta_path.append(_Finder())  # type: ignore[arg-type]
+sys.meta_path.append(Finder(DOUBLED))  # type: ignore[arg-type]

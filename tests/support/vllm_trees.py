@@ -24,7 +24,13 @@ from patcher.bench.toolchains import cache_root
 from patcher.integrate.vllm.sources import versions_read
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("tests/integrate/vllm", "tests/bench/engines/test_vllm_engine.py")
+TESTS = (
+    "tests/integrate/vllm",
+    *(
+        f"tests/bench/engines/test_vllm_{name}.py"
+        for name in ("engine", "options", "routing", "runners", "weights")
+    ),
+)
 PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (28, 31, 34, 35))
 DEPENDENCIES = ROOT / "tests" / "data" / "vllm-dependencies.txt"
 
@@ -41,7 +47,15 @@ def tree(version: str) -> Path:
     Raises:
         MissingError: pip does not get the wheel.
     """
-    place = folder() / version
+    return unpacked("vllm", version, folder() / version, (".py", ".json"))
+
+
+def unpacked(package: str, version: str, place: Path, endings: tuple[str, ...]) -> Path:
+    """A folder with those files of a wheel, which is downloaded if it is not there.
+
+    Raises:
+        MissingError: pip does not get the wheel.
+    """
     if place.is_dir():
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -55,13 +69,13 @@ def tree(version: str) -> Path:
             "--implementation=cp",
             *platforms,
             f"--dest={scratch}",
-            f"vllm=={version}",
+            f"{package}=={version}",
         )
-        [wheel] = Path(scratch).glob("vllm-*.whl")
+        [wheel] = Path(scratch).glob(f"{package}-*.whl")
         unpacked = Path(scratch) / "tree"
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
-                if name.endswith((".py", ".json")) or ".dist-info/" in name:
+                if name.endswith(endings) or ".dist-info/" in name:
                     archive.extract(name, unpacked)
         unpacked.rename(place)
     return place
@@ -75,12 +89,21 @@ def dependencies() -> Path:
     """
     if os.environ.get("PATCHER_VLLM_TREES"):
         return folder() / "deps"
-    place = folder() / f"deps-{hashlib.sha256(DEPENDENCIES.read_bytes()).hexdigest()[:12]}"
+    return installed(DEPENDENCIES)
+
+
+def installed(requirements: Path) -> Path:
+    """A folder of the cache with those packages, which are installed if they are not there.
+
+    Raises:
+        MissingError: pip does not get them.
+    """
+    place = folder() / f"deps-{hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]}"
     if not place.is_dir():
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
             _pip(
-                "install", "--no-deps", f"--target={scratch}/deps", f"--requirement={DEPENDENCIES}"
+                "install", "--no-deps", f"--target={scratch}/deps", f"--requirement={requirements}"
             )
             (Path(scratch) / "deps").rename(place)
     return place

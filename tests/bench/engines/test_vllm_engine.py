@@ -27,8 +27,8 @@ from patcher.ab.arm import delay_of
 from patcher.bench import Shape, Workload
 from patcher.bench.engines import open_engine, open_measurable
 from patcher.bench.engines import vllm as driver
-from patcher.bench.engines.vllm import OPTIONS, VllmEngine, refuse_dummy
-from patcher.bench.engines.vllm_logits import forcing, runner_kind
+from patcher.bench.engines.vllm import VllmEngine
+from patcher.bench.engines.vllm_weights import RANDOM_WEIGHTS, refuse_dummy
 
 VOCAB = 31
 WORKLOAD = Workload(
@@ -48,28 +48,10 @@ class Kind(Enum):
     DELTA = 1
 
 
-class Router(torch.nn.Module):
-    """Four experts, picked by the token."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.one_hot(tokens % 4, 4) + 0.1 * torch.arange(4.0)
-
-
-class Block(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.num_experts, self.experts_per_token = Router(), 4, 2
-
-
 class Model(torch.nn.Module):
     """The next token is a function of the sum of all before it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
     def compute_logits(self, sums: torch.Tensor) -> torch.Tensor:
-        self.block.router(sums)
         return torch.nn.functional.one_hot((sums * 7 + 3) % VOCAB, VOCAB).float()
 
 
@@ -102,7 +84,8 @@ class AsyncEngine:
 
     def step(self) -> list[Any]:
         if self.requests:
-            self.queue.appendleft(self._execute())
+            scheduled = SimpleNamespace(total_num_scheduled_tokens=len(self.requests))
+            self.queue.appendleft(self.execute_model(scheduled))
             if len(self.queue) < 2:
                 return []
         batch = self.queue.pop()
@@ -112,7 +95,7 @@ class AsyncEngine:
             if name in self.requests
         ]
 
-    def _execute(self) -> list[tuple[str, int]]:
+    def execute_model(self, scheduled: Any) -> list[tuple[str, int]]:
         left = self.budget
         # not in the order in which they came
         names = sorted(self.requests, reverse=True)
@@ -123,16 +106,13 @@ class AsyncEngine:
             self.discard_request_mask.np[row] = self.requests[name]["unread"] > 0
         self.input_batch.req_ids = [f"{name}-0a1b2c3d" for name in names]
         sums = torch.tensor([sum(self.requests[name]["tokens"]) for name in names])
-        picked = self.model.compute_logits(self._model_forward(sums)).argmax(-1).tolist()
+        picked = self.model.compute_logits(sums).argmax(-1).tolist()
         made = []
         for row, (name, token) in enumerate(zip(names, picked, strict=True)):
             if not self.discard_request_mask.np[row]:
                 self.requests[name]["tokens"].append(token)
                 made.append((name, token))
         return made
-
-    def _model_forward(self, sums: torch.Tensor) -> torch.Tensor:
-        return sums
 
 
 class AsyncEngineV2(AsyncEngine):
@@ -144,29 +124,18 @@ class AsyncEngineV2(AsyncEngine):
         super().__init__(budget)
         del self.discard_request_mask, self.input_batch
 
-    def _execute(self) -> list[tuple[str, int]]:
+    def execute_model(self, scheduled: Any) -> list[tuple[str, int]]:
         left = self.budget
         names = sorted(self.requests, reverse=True)
-        before, now, whole = [], [], []
         for name in names:
-            request = self.requests[name]
-            length = request.setdefault("length", request["unread"])
-            read = min(left, request["unread"])
-            before.append(length - request["unread"])
-            request["unread"] -= read
+            read = min(left, self.requests[name]["unread"])
+            self.requests[name]["unread"] -= read
             left -= read
-            now.append(read or 1)
-            whole.append(length)
-        batch = SimpleNamespace(
-            req_ids=[f"{name}-0a1b2c3d" for name in names],
-            num_draft_tokens=0,
-            num_computed_prefill_tokens_np=np.array(before),
-            num_scheduled_tokens=np.array(now),
-            prefill_len_np=np.array(whole),
-        )
+        batch = SimpleNamespace(req_ids=[f"{name}-0a1b2c3d" for name in names])
         sums = torch.tensor([sum(self.requests[name]["tokens"]) for name in names])
         self.model.compute_logits(sums)
-        picked = self.sample(self._model_forward(sums), batch, None).argmax(-1).tolist()
+        output, _, _ = self.sample(sums, batch, None)
+        picked = output.sampled_token_ids[:, 0].tolist()
         made = []
         for name, token in zip(names, picked, strict=True):
             if not self.requests[name]["unread"]:
@@ -174,8 +143,11 @@ class AsyncEngineV2(AsyncEngine):
                 made.append((name, token))
         return made
 
-    def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar: Any) -> torch.Tensor:
-        return self.model.compute_logits(hidden_states)
+    def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar: Any) -> Any:
+        picked = self.model.compute_logits(hidden_states).argmax(-1, keepdim=True)
+        unread = [self.requests[name[:-9]]["unread"] for name in input_batch.req_ids]
+        sampled = torch.tensor([not left for left in unread]).int()
+        return SimpleNamespace(sampled_token_ids=picked), sampled, 0 * sampled
 
 
 @pytest.fixture(params=[1000, 7], ids=["whole prompts", "in chunks"])
@@ -257,11 +229,8 @@ def test_logits_are_those_over_the_forced_tokens(engine: VllmEngine) -> None:
     assert "without compilation" in engine.how
 
 
-def test_routing_is_counted_in_an_engine_that_is_not_compiled(engine: VllmEngine) -> None:
-    entropy = engine.routing_entropy_pct(engine.prompts(3), 8)
-    assert entropy is not None
-    assert 40 < entropy <= 100
-    assert not engine.runner.model.block.router._forward_hooks
+def test_routing_is_not_counted_in_compiled_code(engine: VllmEngine) -> None:
+    """It does not call layers; `test_vllm_routing` has the rest."""
     engine._eager = False
     assert engine.routing_entropy_pct(engine.prompts(3), 8) is None
 
@@ -272,7 +241,7 @@ def test_every_process_has_the_model_at_one_path(
     """The path enters vLLM's hash of what it compiled."""
     monkeypatch.setenv("PATCHER_CACHE", str(tmp_path))
     monkeypatch.setattr(driver, "register_loader", lambda: None)
-    monkeypatch.setenv(driver.RANDOM_WEIGHTS, "1")  # it is set, and put back afterwards
+    monkeypatch.setenv(RANDOM_WEIGHTS, "1")  # it is set, and put back afterwards
     random = WORKLOAD.model_copy(update={"weights": "random"})
     driver._arguments(random)  # transformers imports lazily, and not in several threads at once
     with ThreadPoolExecutor(4) as pool:
@@ -324,7 +293,7 @@ def test_a_planted_delay_is_on_the_device_before_each_forward(
     steps = spun[before:]
     assert len(steps) >= 6
     assert set(steps) == {100_000}
-    assert "_model_forward" not in vars(engine.runner)
+    assert "execute_model" not in vars(engine.runner)
     engine.generate(prompts, 2)
     assert len(spun) == before + len(steps)
 
@@ -368,33 +337,13 @@ def test_what_is_called_takes_what_it_is_called_with() -> None:
     inspect.signature(LLMEngine.add_request).bind(None, "a", {"prompt_token_ids": [1]}, None)
     inspect.signature(LLMEngine.abort_request).bind(None, ["a"])
     inspect.signature(LLMEngine.step).bind(None)
-    runner = pytest.importorskip("vllm.v1.worker.gpu_model_runner", exc_type=ImportError)
-    assert callable(runner.GPUModelRunner._model_forward)
+    for name in ("gpu_model_runner", "gpu.model_runner"):  # V1 and V2
+        runner = pytest.importorskip(f"vllm.v1.worker.{name}", exc_type=ImportError)
+        inspect.signature(runner.GPUModelRunner.execute_model).bind(None, None, None)
+        assert callable(runner.GPUModelRunner.get_model)
     inspect.signature(LLM.__init__).bind(None, model="m", gpu_memory_utilization=0.4)
     parameters = greedy()
     assert parameters.sampling_type.name == "GREEDY"
-
-
-@needs_vllm
-def test_the_options_that_are_tried_are_known_to_vllm() -> None:
-    from typing import get_args
-
-    from vllm.config.compilation import CUDAGraphMode
-    from vllm.config.kernel import MoEBackend
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    moe, attention, graphs = OPTIONS
-    assert {way["moe_backend"] for way in moe} <= set(get_args(MoEBackend))
-    names = set(AttentionBackendEnum.__members__)
-    assert {way["attention_backend"] for way in attention} <= names
-    modes = {way["compilation_config"]["cudagraph_mode"] for way in graphs}
-    assert modes <= set(CUDAGraphMode.__members__)
-    fields = set(inspect.signature(EngineArgs).parameters)
-    assert {name for ways in OPTIONS for way in ways for name in way} <= fields
-    assert set(driver._arguments(WORKLOAD)) | {"kv_cache_memory_bytes"} <= fields
-    config = EngineArgs(model="m", **graphs[0]).compilation_config
-    assert getattr(config, "cudagraph_mode", config) is not None
 
 
 @needs_vllm
@@ -420,39 +369,3 @@ def test_the_output_processor_gives_new_tokens_alone() -> None:
     # as `LLMEngine.abort_request` calls it
     assert processor.abort_requests(["patcher-0"], internal=False) == [request.request_id]
     assert not processor.has_unfinished_requests()
-
-
-def test_the_runner_is_told_by_what_it_has() -> None:
-    assert runner_kind(SimpleNamespace(input_batch=None, sample=None)) == "V1"
-    assert runner_kind(SimpleNamespace(sample=None)) == "V2"
-    with pytest.raises(bench.VerificationError, match="neither of vLLM's model runners"):
-        runner_kind(SimpleNamespace())
-
-
-@needs_vllm
-def test_the_v2_runner_samples_what_is_forced() -> None:
-    """The real `GPUModelRunner.sample` and `InputBatch`, on CPU tensors."""
-    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    class Greedy:
-        def __call__(self, logits: torch.Tensor, batch: Any) -> Any:
-            picked = logits.argmax(-1)
-            return SimpleNamespace(sampled=picked, num_sampled=picked, num_rejected=picked)
-
-    buffers = InputBuffers(4, 16, torch.device("cpu"))
-    batch = InputBatch.make_dummy(3, 3, buffers)
-    batch.req_ids = ["patcher-6-ab", "patcher-5-cd", "_warmup_0"]
-    batch.prefill_len_np = np.array([1, 2, 1])
-    batch.num_computed_prefill_tokens_np = np.array([0, 0, 0])
-    runner = GPUModelRunner.__new__(GPUModelRunner)
-    runner.model, runner.sampler, runner.rejection_sampler = Model(), Greedy(), None
-    runner.batch_sharder = None
-    sums = torch.tensor([3, 4, 5])
-    stock = ((sums * 7 + 3) % VOCAB).tolist()
-    with forcing(runner, torch.tensor([[9, 9], [8, 8]]), first=5) as seen:
-        sampled = runner.sample(sums, batch, None)[0].sampled.tolist()
-    assert sampled == [8, *stock[1:]], "the second prompt is not complete, the third is no request"
-    assert [len(rows) for rows in seen] == [0, 1]
-    assert seen[1][0].argmax() == stock[0]
-    assert runner.sample(sums, batch, None)[0].sampled.tolist() == stock

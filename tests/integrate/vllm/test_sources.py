@@ -15,9 +15,10 @@ from patch_sample import CANDIDATE, OP, evaluation
 from patcher import bench
 from patcher.integrate import Patch
 from patcher.integrate.changes import SourceChangedError
+from patcher.integrate.source_parts import ABSENT
 from patcher.integrate.vllm import review, sources
 from patcher.integrate.vllm.points import POINTS
-from patcher.integrate.vllm.tree import ABSENT, Tree
+from patcher.integrate.vllm.tree import Tree
 
 ROOT = Path(__file__).resolve().parents[3]
 NORM = "vllm.layers.norm:Norm.forward"

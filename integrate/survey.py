@@ -8,22 +8,57 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
 
 from patcher.bench import VerificationError
 from patcher.integrate.activation import Installed
 from patcher.integrate.guards import CallGuards
 from patcher.integrate.layers import LayerSurvey
 from patcher.integrate.receipts import Receipt
-from patcher.integrate.vllm.point import VllmPoint
 
 log = logging.getLogger("patcher")
-_engines_log = logging.getLogger("vllm.patcher")
-"""Below vLLM's logger, which shows lines of level INFO, too."""
 
 
-def survey(point: VllmPoint, guards: CallGuards, layers: Iterable[Any]) -> LayerSurvey:
+@runtime_checkable
+class LayerPoint(Protocol):
+    """A patch point of a layer's role, which knows the layers of a loaded model."""
+
+    def of_role(self, layer: Any) -> bool:
+        """Whether a module of a loaded model is a layer of this point's role."""
+        ...
+
+    def applies(self, layer: Any) -> str | None:
+        """Why a layer of the role keeps the engine's own code; None if the patch takes it."""
+        ...
+
+    def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
+        """The layer's own tensors that every call passes, by their names in the contract."""
+        ...
+
+
+def look(items: Iterable[Installed], layers: Iterable[Any], number: int, strict: bool) -> None:
+    """Count the layers that each patch takes, in its counters.
+
+    Args:
+        items: the installed patches; points of other packages need not know layers.
+        layers: the modules of the models of one worker.
+        number: the number of that worker in this process.
+        strict: whether a patch that no layer takes is an error.
+
+    Raises:
+        VerificationError: see `must_take_some`.
+    """
+    kept, modules = list(items), list(layers)
+    for item in kept:
+        if isinstance(item.point, LayerPoint):
+            item.book.surveys[number] = survey(item.point, item.dispatcher.guards, modules)
+    must_take_some(kept, strict)
+
+
+def survey(point: LayerPoint, guards: CallGuards, layers: Iterable[Any]) -> LayerSurvey:
     """Count the layers of a point's role.
 
     Args:
@@ -54,17 +89,22 @@ def must_take_some(items: Iterable[Installed], strict: bool) -> None:
             _warn(f"{item.patch.manifest.id} has no effect: no layer takes it ({layers})", strict)
 
 
-def report(items: Iterable[Installed], strict: bool) -> None:
+def report(items: Iterable[Installed], strict: bool, shown: logging.Logger = log) -> None:
     """Log what each patch took until the end of warm-up, and warn of those that did nothing.
 
     A patch whose calls all fell back is a warning only, since later calls may have other sizes.
+
+    Args:
+        items: the installed patches.
+        strict: whether a patch without effect is an error.
+        shown: the logger for what the patches took; one whose lines the engine shows.
 
     Raises:
         VerificationError: a patch was never reached, and `strict` is set.
     """
     kept = list(items)
     if lines := list(_lines(kept)):
-        _engines_log.info("patched layers: %s", "; ".join(lines))
+        shown.info("patched layers: %s", "; ".join(lines))
     for item in kept:
         receipt = Receipt.of(item.book)
         if receipt.calls or item.book.recorded:

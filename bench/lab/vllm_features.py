@@ -1,0 +1,299 @@
+"""What people switch on in vLLM, stock and patched: `python -m patcher.bench.lab.vllm_features OUT
+BUNDLE...`, on a GPU host.
+
+Each feature is served by two layers of gpt-oss-20b with random weights in three processes: stock,
+patched, and stock without compilation or graphs as the reference. Logits over the same tokens are
+compared as in every verdict (`patcher.bench.ab.quality`), after what the feature does, such as a
+sleep. With speculative decoding a step has several rows, so that only greedy tokens are compared.
+OUT/features.json has a cell for each feature and patch; a second call goes on where a first ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from patcher.bench import Workload
+from patcher.bench.ab.quality import compare_logits
+from patcher.bench.engines.architecture import full_config
+from patcher.bench.machine.environment import engine_environment
+from patcher.integrate import (
+    Patch,
+    await_engine,
+    patch_environment,
+    read_receipts,
+    unpacked,
+)
+
+MODEL, LAYERS, STEPS = "gpt-oss-20b", 2, 24
+ARMS = ("stock", "patched", "reference")
+MEMORY_SHARE = 0.75
+"""Of the GPU's memory, for all processes at a time."""
+TIMEOUT_S = 280
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that is switched on."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Of vLLM's `LLM`."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Of the environment."""
+    passes: int = 1
+    """How often the same prompts are run; the last is compared."""
+    then: Callable[[Any], None] | None = None
+    """What is done to the `LLM` between a first pass and the one that is compared."""
+    adapters: bool = False
+    """Whether every second request has a LoRA adapter."""
+    tokens_alone: bool = False
+    """Whether tokens are compared, not logits."""
+
+
+def _sleep(llm: Any) -> None:
+    llm.sleep(level=1)
+    llm.wake_up()
+
+
+def _sleep_and_load(llm: Any) -> None:
+    llm.sleep(level=2)
+    llm.wake_up(tags=["weights"])
+    llm.collective_rpc("reload_weights")
+    llm.wake_up(tags=["kv_cache"])
+
+
+_PIECES = {"cudagraph_mode": "PIECEWISE"}
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+FEATURES = {
+    "as served": Feature(),
+    "eager": Feature({"enforce_eager": True}),
+    "piecewise graphs": Feature({"compilation_config": _PIECES}),
+    "prefix cache, hit": Feature({"enable_prefix_caching": True}, passes=2),
+    "chunked prefill": Feature({"max_num_batched_tokens": 64}),
+    "fp8 KV cache": Feature({"kv_cache_dtype": "fp8"}),
+    "KV offload": Feature({"enable_prefix_caching": True, "kv_offloading_size": 1}, passes=2),
+    "weights offloaded": Feature({"cpu_offload_gb": 0.3}),
+    "sleep 1, wake": Feature({"enable_sleep_mode": True}, then=_sleep),
+    "sleep 2, wake, reload": Feature({"enable_sleep_mode": True}, then=_sleep_and_load),
+    "LoRA, every second request": Feature({"enable_lora": True, "max_lora_rank": 8}, adapters=True),
+    "n-gram speculation": Feature({"speculative_config": _NGRAM}, tokens_alone=True),
+    "batch invariant": Feature(variables={"VLLM_BATCH_INVARIANT": "1"}),
+    "layerwise NVTX": Feature({"enable_layerwise_nvtx_tracing": True}),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="patcher.bench.lab.vllm_features")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("bundles", type=Path, nargs="*")
+    parser.add_argument("--only", default=",".join(FEATURES), help="features, with commas")
+    parser.add_argument("--jobs", type=int, default=3, help="processes at a time")
+    parser.add_argument("--process", nargs=2, metavar=("FEATURE", "ARM"), help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    out: Path = given.out.resolve()
+    if given.process:
+        name, arm = given.process
+        run(out, name, arm, MEMORY_SHARE / given.jobs)
+        return 0
+    names = given.only.split(",")
+    if unknown := [name for name in names if name not in FEATURES]:
+        parser.error(f"no features: {', '.join(unknown)}; there are: {', '.join(FEATURES)}")
+    write_model(out)
+    with ExitStack() as kept:
+        patches = [Patch.load(kept.enter_context(unpacked(path))) for path in given.bundles]
+        return compare(out, names, patches, given.jobs)
+
+
+def compare(out: Path, names: Sequence[str], patches: Sequence[Patch], jobs: int) -> int:
+    """Run all processes that have not run, and tell the outcomes; 1 if one is wrong."""
+    # the tokens that all arms are forced to are stock's, which has to run first
+    with ThreadPoolExecutor(jobs) as pool:
+        for arms in (ARMS[:1], ARMS[1:]):
+            begin = partial(start, out, patches=patches, jobs=jobs)
+            list(pool.map(begin, *zip(*product(names, arms), strict=True)))
+    cells = {name: cell(out, name, patches) for name in names}
+    (out / "features.json").write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
+    for name, found in cells.items():
+        print(f"{name:28s} {found['outcome']:14s} {found['why']}")
+        for patch, told in found["patches"].items():
+            print(f"    {patch:40s} {told}")
+    return 0 if all(found["outcome"] != "wrong" for found in cells.values()) else 1
+
+
+def write_model(out: Path) -> None:
+    """Write the config.json of the first layers of `MODEL`."""
+    config = full_config(MODEL)
+    kinds = config.get("layer_types")
+    config |= {"num_hidden_layers": LAYERS, "layer_types": kinds and kinds[:LAYERS]}
+    (out / "model").mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**config, "torch_dtype": "bfloat16"})
+    (out / "model/config.json").write_text(text, encoding="utf-8")
+
+
+def start(out: Path, name: str, arm: str, patches: Sequence[Patch], jobs: int) -> None:
+    """Run one process, unless it has run; its log has what went wrong."""
+    folder = place(out, name, arm)
+    if (folder / "result.pt").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    enabled = patches if arm == "patched" else ()
+    variables = patch_environment(enabled, folder / "home", folder / "receipts")
+    # a patch that a feature leaves idle is an outcome here, not an error
+    variables |= {"PATCHER_STRICT": "0", **FEATURES[name].variables}
+    command = [sys.executable, "-P", "-m", __spec__.name, str(out), "--jobs", str(jobs)]
+    command += ["--process", name, arm]
+    with (folder / "log").open("wb") as log:
+        try:
+            subprocess.run(
+                command,
+                env=engine_environment() | variables,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            log.write(f"\nended after {TIMEOUT_S} s\n".encode())
+
+
+def run(out: Path, name: str, arm: str, share: float) -> None:
+    """Serve a feature in this process, and save what is compared."""
+    from patcher.bench.engines.vllm import VllmEngine
+
+    feature = FEATURES[name]
+    workload = Workload(
+        model=str(out / "model"),
+        engine="vllm",
+        device="cuda",
+        dtype="bfloat16",
+        batch=8,
+        input_len=160,
+        output_len=STEPS,
+    )
+    arguments = {"gpu_memory_utilization": share, **feature.arguments}
+    if arm == "reference":
+        arguments |= VllmEngine.reference_arguments
+    await_engine("vllm")
+    engine = VllmEngine(workload, arguments)
+    if feature.adapters:
+        give_adapters(engine, out)
+    prompts = engine.prompts(1)
+    forced_at = place(out, name, "stock") / "tokens.pt"
+    if arm == "stock":
+        torch.save(engine.generate(prompts, STEPS).tokens, forced_at)
+    forced = torch.load(forced_at)
+
+    def observe() -> torch.Tensor:
+        if feature.tokens_alone:
+            return engine.generate(prompts, STEPS).tokens
+        return engine.served_logits(prompts, forced).flatten(0, 1)
+
+    found = [observe() for _ in range(feature.passes)][-1]
+    if feature.then is not None:
+        feature.then(engine._llm)
+        found = observe()
+    torch.save(found, place(out, name, arm) / "result.pt")
+    engine.close()
+
+
+def give_adapters(engine: Any, out: Path) -> None:
+    """Give every second request a LoRA adapter with random weights for the attention's layers."""
+    from safetensors.torch import save_file
+    from vllm.lora.request import LoRARequest
+
+    folder, rank = out / "adapter", 8
+    config = json.loads((out / "model/config.json").read_text(encoding="utf-8"))
+    hidden = config["hidden_size"]
+    wide = config["num_attention_heads"] * config["head_dim"]
+    sizes = {"q_proj": (hidden, wide), "o_proj": (wide, hidden)}
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for layer in range(LAYERS):
+        for module, (inner, outer) in sizes.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}.lora"
+            for half, shape in (("A", (rank, inner)), ("B", (outer, rank))):
+                values = torch.randn(shape, generator=generator) / 16
+                weights[f"{name}_{half}.weight"] = values.bfloat16()
+    folder.mkdir(exist_ok=True)
+    written = folder / f"{os.getpid()}.safetensors"  # other arms write it at the same time
+    save_file(weights, written)
+    written.replace(folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(sizes)}
+    (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    original, adapter = engine._engine.add_request, LoRARequest("random", 1, str(folder))
+
+    def add(name: str, *args: Any, **more: Any) -> Any:
+        odd = int(name.rpartition("-")[2]) % 2
+        return original(name, *args, **more, lora_request=adapter if odd else None)
+
+    engine._engine.add_request = add
+
+
+def cell(out: Path, name: str, patches: Sequence[Patch]) -> dict[str, Any]:
+    """The outcome of a feature, and of each patch under it."""
+    results = {
+        arm: torch.load(path)
+        for arm in ARMS
+        if (path := place(out, name, arm) / "result.pt").exists()
+    }
+    told = {patch.manifest.id: calls_of(place(out, name, "patched"), patch) for patch in patches}
+
+    def found(outcome: str, why: str) -> dict[str, Any]:
+        return {"outcome": outcome, "why": why, "patches": told}
+
+    missing = [arm for arm in ARMS if arm not in results]
+    if "patched" in missing and "stock" not in missing:
+        return found("wrong", f"patched, it stops: {end(out, name, 'patched')}")
+    if missing:
+        why = f"not tried: the {missing[0]} process stops: {end(out, name, missing[0])}"
+        return found("not tried", why)
+    stock, patched, reference = (results[arm] for arm in ARMS)
+    if FEATURES[name].tokens_alone:
+        same, first = (
+            float((ours == theirs).float().mean())
+            for ours, theirs in ((patched, stock), (patched[:, 0], stock[:, 0]))
+        )
+        why = f"{100 * same:.0f} % of greedy tokens agree, {100 * first:.0f} % of the first"
+        return found("right" if first > 0.8 else "wrong", why)
+    quality = compare_logits(stock, stock, patched, reference, "the same engine, eager")
+    return found("right" if quality.passed else "wrong", quality.reason)
+
+
+def calls_of(folder: Path, patch: Patch) -> str:
+    """What a patch did, by its receipts."""
+    own = [one for one in read_receipts(folder / "receipts") if one.patch_id == patch.manifest.id]
+    if not own:
+        return "refused: no receipt"
+    calls = sum(one.total_calls for one in own)
+    why = {reason: count for one in own for reason, count in one.fallbacks.items()}
+    failure = next((one.failure for one in own if one.failure), None)
+    layers = ", ".join(dict.fromkeys(str(one.layers) for one in own if one.layers is not None))
+    fell = "; ".join(f"{count:,}: {reason}" for reason, count in why.items())
+    state = failure or ("runs" if calls else "falls back")
+    return f"{state}; {layers}; {calls:,} calls; fell back {fell or 'never'}"
+
+
+def place(out: Path, name: str, arm: str) -> Path:
+    return out / name.replace(" ", "-").replace(",", "") / arm
+
+
+def end(out: Path, name: str, arm: str) -> str:
+    log = place(out, name, arm) / "log"
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1][-300:] if lines else "it said nothing"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,64 @@
+"""The outcomes of features in vLLM, from what their processes leave; the processes need a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from patcher.bench.lab.vllm_features import ARMS, FEATURES, cell, main, place, write_model
+
+STOCK = torch.randn((64, 50), generator=torch.Generator().manual_seed(0))
+
+
+def left(out: Path, name: str, **found: torch.Tensor) -> None:
+    for arm in ARMS:
+        place(out, name, arm).mkdir(parents=True)
+        (place(out, name, arm) / "log").write_text("loading\nit broke\n", encoding="utf-8")
+        if arm in found:
+            torch.save(found[arm], place(out, name, arm) / "result.pt")
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(0.9e-2, "right"), (5e-2, "wrong"), (float("nan"), "wrong")]
+)
+def test_logits_are_held_to_stocks_own_error(error: float, outcome: str, tmp_path: Path) -> None:
+    other = torch.randn(STOCK.shape, generator=torch.Generator().manual_seed(1))
+    left(tmp_path, "eager", stock=STOCK + 1e-2 * other, patched=STOCK + error, reference=STOCK)
+    assert cell(tmp_path, "eager", ())["outcome"] == outcome
+
+
+def test_tokens_are_compared_where_a_step_has_several_rows(tmp_path: Path) -> None:
+    name = "n-gram speculation"
+    tokens = torch.arange(80).reshape(8, 10)
+    left(tmp_path, name, stock=tokens, patched=tokens.flip(0), reference=tokens)
+    found = cell(tmp_path, name, ())
+    assert found["outcome"] == "wrong"
+    assert "0 % of greedy tokens agree" in found["why"]
+
+
+def test_what_only_a_patched_engine_cannot_do_is_wrong(tmp_path: Path) -> None:
+    left(tmp_path, "eager", stock=STOCK, reference=STOCK)
+    assert cell(tmp_path, "eager", ())["outcome"] == "wrong"
+    left(tmp_path, "as served")
+    found = cell(tmp_path, "as served", ())
+    assert (found["outcome"], found["why"]) == (
+        "not tried",
+        "not tried: the stock process stops: it broke",
+    )
+
+
+def test_the_served_model_has_the_first_layers_of_the_real_one(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    text = (tmp_path / "model/config.json").read_text(encoding="utf-8")
+    assert '"num_hidden_layers": 2' in text
+    assert '"hidden_size": 2880' in text
+
+
+def test_a_feature_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["out", "--only", "sleep"])
+    told = capsys.readouterr().err
+    assert "no features: sleep;" in told
+    assert all(name in told for name in FEATURES)
