@@ -1,7 +1,9 @@
 """Time candidate and baseline in alternating blocks, with new values for each call and all outputs
 checked.
 
-CPU: each call is timed by itself with the performance counter, and a block's time is the median of
+CPU: values reach the buffers while the process is stopped; it may run from the judge's command to
+its reply, and is stopped again before the judge reads what came of it. A block's time is the CPU
+time of all its threads meanwhile, by the kernel's count, less that of an empty command, divided by
 its calls. CUDA: calls are captured one by one and composed into one graph in a secret order. The
 graph is replayed once on new values, and a block's time is the time between two events of that
 graph, divided by its calls. Some sets are never called and must stay unchanged.
@@ -26,9 +28,9 @@ from patcher.bench.judge.ceilings import Ceilings
 from patcher.bench.judge.clockcheck import (
     TimedBlock,
     Traced,
-    blind,
+    below_floor,
     overran,
-    overworked,
+    shared_us,
     suspicious,
     traced,
     unsteady,
@@ -50,20 +52,20 @@ CALLED = 2 / 3
 SINGLES = 4
 """Number of blocks of one call each."""
 MEASUREMENTS = 5
-"""Most measurements of a point. Its clocks are rejected if most measurements looked implausible,
-since a busy machine can look implausible once."""
+"""Most measurements of a point. The majority decides, since a busy machine can look implausible
+once, and the slowest of those that looked plausible counts."""
 FEWEST_PAIRS = 6
 """With fewer pairs, Student's quantile makes any machine look busy."""
-PAUSE_S = 4.0
+PAUSE_S = {"cpu": 1.0, "cuda": 4.0}
 """Seconds before the first re-measurement of a point after other programs disturbed the baseline;
-doubled each time, a minute in total."""
+doubled each time."""
 COLD_CALLS = 12
 """Calls of a block with cold caches, or outside a graph."""
 SPANS_S = 60.0
 """Time limit in seconds of a profiled launch; CUPTI starts slowly."""
 METHODS = {
-    "cpu": "per call, performance counter, median of a block; interleaved ABBA pairs, "
-    "the other arm stopped; caches warm from the copy-in",
+    "cpu": "CPU time of all threads from the judge's command to the reply, less that of an empty "
+    "command, mean of a block; ABBA pairs; a process runs only while it is timed",
     "cuda": "calls captured one by one, composed in secret order, one graph replay between events; "
     "interleaved ABBA pairs; L2 warm from the copy-in (cold figures beside it)",
 }
@@ -88,6 +90,27 @@ class Precision:
         return self.most_pairs >= FEWEST_PAIRS
 
 
+@dataclass(frozen=True)
+class Measured:
+    """One measurement of a point."""
+
+    ours: list[TimedBlock]
+    """Blocks of the candidate."""
+    theirs: list[TimedBlock]
+    """Blocks of the baseline."""
+    dropped: int
+    """Number of pairs that were dropped."""
+    problem: str | None
+    """What is implausible of the candidate's times."""
+    disturbance: str | None
+    """Why other programs make it unusable."""
+
+    @property
+    def ratio(self) -> float:
+        """The candidate's time over the baseline's."""
+        return math.exp(-of_pairs(self.ours, self.theirs).middle)
+
+
 class TimingSession:
     """Compares a candidate with a baseline point by point, each loaded in its own runner."""
 
@@ -105,8 +128,8 @@ class TimingSession:
     ) -> None:
         self.op, self.device, self.clocks = op, device, clocks
         self.draw, self.stock = draw, stock
-        self.ours = TimedArm(op, device, candidate, stock, checked=True)
         self.theirs = TimedArm(op, device, baseline, stock, checked=False, accused=False)
+        self.ours = TimedArm(op, device, candidate, stock, checked=True, empty=self.theirs.empty)
         self.ceilings, self.precision = ceilings, precision
         self.method = METHODS[device]
         self.calls = 0
@@ -117,8 +140,7 @@ class TimingSession:
         Raises:
             WrongCall: a timed call failed a check, or its times are implausible.
             RunnerFailure: the candidate failed while timed.
-            BusyError: this machine is too busy: the baseline's times or the judge's clock are
-                too noisy.
+            BusyError: this machine is too busy: the baseline's times are too noisy.
         """
         sets = block_sets(self.op, point, self.device)
         for arm in (self.theirs, self.ours):
@@ -126,7 +148,8 @@ class TimingSession:
         if self.device == "cuda":
             for _ in range(2):
                 self._take(self.ours, self._fresh(point, sets), sets // 2, "verified")
-        ours, theirs, dropped = self._remeasured(point, sets)
+        measured = self._remeasured(point, sets)
+        ours, theirs = measured.ours, measured.theirs
         speedup = of_pairs(ours, theirs)
         candidate_us = statistics.median(block.figure for block in ours)
         more = self._served_otherwise(point, sets) if self.device == "cuda" else {}
@@ -138,59 +161,54 @@ class TimingSession:
             speedup_low=math.exp(speedup.low),
             speedup_high=math.exp(speedup.high),
             pairs=len(ours),
-            dropped_pairs=dropped,
+            dropped_pairs=measured.dropped,
             calls=sum(block.calls for block in ours),
             sol_pct=100 * self.ceilings.sol_us(self.op.contract, point) / candidate_us,
             launch_pct=self.ceilings.launch_pct(candidate_us),
             **more,
         )
 
-    def _remeasured(
-        self, point: Point, sets: int
-    ) -> tuple[list[TimedBlock], list[TimedBlock], int]:
-        """Measure a point until a measurement is plausible and undisturbed.
+    def _remeasured(self, point: Point, sets: int) -> Measured:
+        """Measure a point until most undisturbed measurements are plausible, or most are not.
 
-        If only outputs are checked (not `tells`), the last measurement is used in any case. See
-        `compare` for what it raises.
+        If only outputs are checked (not `tells`), a disturbed one is used as well. See `compare`
+        for what it raises.
 
         Returns:
-            Blocks of both arms, and the number of pairs that were dropped.
+            The measurement in which the candidate was slowest.
         """
+        tells = self.precision.tells
+        plausible: list[Measured] = []
         problems: list[str] = []
-        measurement, tells = 0, self.precision.tells
-        while True:
-            measurement += 1
-            ours, theirs, dropped = self._pairs(point, sets)
-            alone = [self._single(point, sets) for _ in range(SINGLES)]
-            floor = self.ceilings.floor_us(self.op.contract, point)
-            if (cpus := self.ours.runner.cpus) and (found := overworked(ours, len(cpus))):
-                raise WrongCall("guards", found)
-            problem = suspicious(ours, theirs, [a for a, _ in alone], [b for _, b in alone], floor)
-            disturbance = self._disturbance(theirs)
-            problems += [problem] if problem else []
-            if problem is None and disturbance is None:
-                return ours, theirs, dropped
-            if measurement == MEASUREMENTS:
-                break
-            if disturbance and tells:
-                time.sleep(PAUSE_S * 2 ** (measurement - 1))
-        if problems and (2 * len(problems) > MEASUREMENTS or not tells):
+        for number in range(MEASUREMENTS):
+            last = self._measured(point, sets)
+            if last.problem:
+                problems.append(last.problem)
+            elif last.disturbance is None or not tells:
+                plausible.append(last)
+            if len(plausible) > len(problems):
+                return max(plausible, key=lambda each: each.ratio)
+            if last.disturbance and tells and number < MEASUREMENTS - 1:
+                time.sleep(PAUSE_S[self.device] * 2**number)
+        if 2 * len(problems) > MEASUREMENTS or not tells:
             raise WrongCall("clocks", problems[-1])
-        if tells:
-            raise BusyError(
-                f"this machine is too busy to time {point.label()}: {disturbance or problems[-1]}",
-                "stop other programs, or judge on another machine (--judge)",
-            )
-        return ours, theirs, dropped
+        raise BusyError(
+            f"this machine is too busy to time {point.label()}: {last.disturbance or problems[-1]}",
+            "stop other programs, or judge on another machine (--judge)",
+        )
 
-    def _disturbance(self, theirs: Sequence[TimedBlock]) -> str | None:
-        """Why the baseline's blocks make the measurement unusable, or None.
-
-        On CUDA the times come from events, and CUPTI checks what they leave out.
-        """
-        if self.precision.tells and (problem := unsteady(theirs)):
-            return problem
-        return blind(theirs) if self.device == "cpu" else None
+    def _measured(self, point: Point, sets: int) -> Measured:
+        ours, theirs, dropped = self._pairs(point, sets)
+        alone = [self._single(point, sets) for _ in range(SINGLES)]
+        each_alone = [a for a, _ in alone], [b for _, b in alone]
+        problem = below_floor(ours, self.ceilings.floor_us(self.op.contract, point))
+        if self.device == "cpu":
+            more = shared_us(ours, theirs, *each_alone)
+            ours = [TimedBlock([block.figure + more], block.calls, block.wall_us) for block in ours]
+        else:
+            problem = problem or suspicious(ours, theirs, *each_alone)
+        disturbance = unsteady(theirs) if self.precision.tells else None
+        return Measured(ours, theirs, dropped, problem, disturbance)
 
     def _pairs(self, point: Point, sets: int) -> tuple[list[TimedBlock], list[TimedBlock], int]:
         ours: list[TimedBlock] = []
@@ -231,11 +249,8 @@ class TimingSession:
             if is_ours:
                 blocks[True] = self._checked(batch, order, "whole")
             else:
-                self.ours.runner.freeze(True)
-                try:
-                    blocks[False] = self.theirs.block(batch, order)[0]
-                finally:
-                    self.ours.runner.freeze(False)
+                self.ours.runner.stop()  # until its next command
+                blocks[False] = self.theirs.block(batch, order)[0]
         return blocks[True], blocks[False]
 
     def _fresh(self, point: Point, sets: int) -> CallSets:

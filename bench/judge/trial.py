@@ -18,11 +18,13 @@ from patcher.bench.judge.cases import Case, Secrets
 from patcher.bench.judge.ceilings import ceilings
 from patcher.bench.judge.evaluation import Check, Evaluation, Outcome, Timing
 from patcher.bench.judge.planning import soaked_calls, soaked_sets
-from patcher.bench.judge.process import Left, Runner, placed
+from patcher.bench.judge.process import Runner
 from patcher.bench.judge.random_pool import RandomPool
+from patcher.bench.judge.runner_folder import placed
 from patcher.bench.judge.sanitizer import Sanitized, sanitize
 from patcher.bench.judge.sets import CallSets
-from patcher.bench.judge.timed_arm import WrongCall, fresh
+from patcher.bench.judge.shared_sets import Left
+from patcher.bench.judge.timed_arm import WrongCall, fresh, make_ready
 from patcher.bench.judge.timing import FEWEST_PAIRS, Precision, TimingSession
 from patcher.bench.judge.zygote import RunnerFailure
 from patcher.bench.machine.clocks import ClockMonitor
@@ -145,10 +147,14 @@ class Trial:
     def _called(self, sets: CallSets) -> Left:
         count = len(sets.cases)
         try:
-            self.stock.lend(self.runner)
-            self.runner.send(sets.data)
             late = self.state.candidate.language.traits.compiles_late
             limit = self.settings.load_timeout_s if late else None
+            if self.state.device == "cpu":
+                make_ready(self.runner, sets, list(range(count)))
+                self.runner.clocked("go", limit)
+                return self.runner.sets.left(sets.plan, count)
+            self.stock.lend(self.runner)
+            self.runner.send(sets.data)
             self.runner.command("call", limit, **sets.told(), order=list(range(count)))
             return self.runner.left("hand", sets.plan, count)
         except RunnerFailure as failure:

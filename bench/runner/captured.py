@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,18 +14,18 @@ SPAN_LIMIT = 1000
 
 
 class Arena:
-    """Buffer sets side by side in one allocation, and the tensors of each call.
+    """Buffer sets on a GPU, side by side in one allocation, and the tensors of each call.
 
     The first `sent` bytes of each set come from the judge, and the first `returned` bytes go back.
     With `bare` there are only bytes and no tensors.
     """
 
-    def __init__(self, plan: dict[str, Any], sets: int, device: str, bare: bool = False) -> None:
+    def __init__(self, plan: dict[str, Any], sets: int, bare: bool = False) -> None:
         import torch
 
         self.set_bytes, self.sets = plan["set_bytes"], sets
         self.sent, self.returned = plan["sent_bytes"], plan["returned_bytes"]
-        self.bytes = torch.empty(self.set_bytes * sets, dtype=torch.uint8, device=device)
+        self.bytes = torch.empty(self.set_bytes * sets, dtype=torch.uint8, device="cuda")
         self.pointer = self.bytes.data_ptr()
         self.slots = [slot for slot in plan["slots"] if slot["travel"] != "bytes"]
         self.constants = [slot for slot in plan["slots"] if slot["constant"]]
@@ -73,6 +75,25 @@ def _view(block: Any, slot: dict[str, Any]) -> Any:
     dtype = getattr(torch, slot["dtype"])
     data = block[slot["begin"] : slot["begin"] + slot["span_bytes"]]
     return data.view(dtype).as_strided(slot["shape"], slot["strides"])
+
+
+def map_sets(plan: dict[str, Any], sets: int, descriptor: int) -> list[list[Any]]:
+    """Tensors of each call on a CPU, each set in a mapping by itself, which the judge shares.
+
+    The mappings lie at new places for each block, with gaps of random sizes between them.
+    """
+    import torch
+
+    pitch = -(-plan["set_bytes"] // mmap.PAGESIZE) * mmap.PAGESIZE
+    arguments, gaps = [], []
+    for index in range(sets):
+        gaps.append(mmap.mmap(-1, (1 + os.urandom(1)[0]) * mmap.PAGESIZE, prot=0))
+        mapped = mmap.mmap(
+            descriptor, pitch, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=index * pitch
+        )
+        block = torch.frombuffer(mapped, dtype=torch.uint8, count=plan["set_bytes"])
+        arguments.append([_view(block, slot) for slot in plan["slots"]])
+    return arguments
 
 
 class Captured:

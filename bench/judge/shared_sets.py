@@ -1,0 +1,74 @@
+"""Buffer sets that a runner on the CPU shares with the judge, and what they hold afterwards.
+
+The judge writes values into them, and reads what came of them, only while the runner is stopped. So
+no value is seen before the judge's clock runs, and nothing is written after it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from patcher.bench.judge.blob import Bytes, Layout, as_slot
+
+SETS_CAPACITY = 1 << 36
+"""Most bytes of all sets of one runner; memory is allocated as it is written."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """Contents of the buffers after a block of calls."""
+
+    blocks: Bytes
+    """Returned bytes, uint8 of shape [sets, returned_bytes]."""
+    key: int = 0
+    """Key of the digests, drawn after the calls."""
+    digests: object = None
+    """Keyed digests of each watched tensor of each set. Untrusted: the runner may send anything."""
+    whole: Bytes | None = None
+    """In place of digests, where the judge sees the buffers: all bytes, [sets, set_bytes]. They
+    hold until the runner's next command."""
+
+
+class SharedSets:
+    """The judge's view of a file in memory that holds the sets of a runner.
+
+    Each set begins at a page, and the runner maps each by itself.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._file = descriptor
+        self._memory: mmap.mmap | None = None
+
+    def write(self, plan: Layout, data: Bytes, values: Sequence[Mapping[str, Tensor]]) -> None:
+        """Fill the sets.
+
+        Args:
+            plan: layout of a set.
+            data: sent bytes, uint8 of shape [sets, sent_bytes].
+            values: the values of each set; those are written that are not sent.
+        """
+        sets = self._view(plan, len(data))
+        sets[:, : plan.sent_bytes] = data
+        for slot in plan.slots:
+            if slot.travel == "mixed":
+                part = slice(slot.offset, slot.offset + slot.slot_bytes)
+                for row, each in zip(sets, values, strict=True):
+                    row[part] = as_slot(slot, each[slot.name]).numpy()
+
+    def left(self, plan: Layout, count: int) -> Left:
+        """What `count` sets hold; the runner must be stopped."""
+        sets = self._view(plan, count)
+        return Left(sets[:, : plan.returned_bytes].copy(), whole=sets)
+
+    def _view(self, plan: Layout, count: int) -> Bytes:
+        pitch = -(-plan.set_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = max(pitch * count, mmap.PAGESIZE)
+        if self._memory is None or len(self._memory) < size:
+            self._memory = mmap.mmap(self._file, size)
+        rows = np.frombuffer(self._memory, dtype=np.uint8, count=pitch * count)
+        return rows.reshape(count, pitch)[:, : plan.set_bytes]
