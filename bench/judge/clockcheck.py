@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from patcher.bench.judge.tools import library_of
+from patcher.bench.stats.hodges_lehmann import hodges_lehmann
 from patcher.bench.stats.intervals import half_width
 
 HIDDEN = 0.15
@@ -133,18 +134,20 @@ def shared_us(
     ours_alone: Sequence[TimedBlock],
     theirs_alone: Sequence[TimedBlock],
 ) -> float:
-    """Microseconds by which a call of the candidate by itself takes longer than one among others,
-    beyond what the baseline's does and beyond the noise of such calls.
+    """Microseconds by which a call of the candidate by itself surely takes longer than one among
+    others, beyond what the baseline's call next to it does.
 
-    A call that does the work of others is so paid for at the price of each by itself.
+    A call that does the work of others is so paid for at the price of each by itself. Blocks of a
+    single call come in pairs of both arms.
     """
-    more, usual = (
-        statistics.median(block.figure for block in alone)
-        - statistics.median(block.figure for block in together)
-        for alone, together in ((ours_alone, ours), (theirs_alone, theirs))
-    )
-    noise = SPREADS * _spread([block.figure for block in theirs_alone])
-    return max(more - max(usual, 0.0) - noise, 0.0)
+    claimed = statistics.median(block.figure for block in ours)
+    baseline = statistics.median(block.figure for block in theirs)
+    more = [
+        mine.figure
+        - claimed * max(other.figure / baseline, 1 + (other.figure - baseline) / claimed)
+        for mine, other in zip(ours_alone, theirs_alone, strict=True)
+    ]
+    return max(hodges_lehmann(more).low, 0.0)
 
 
 def unsteady(theirs: Sequence[TimedBlock]) -> str | None:

@@ -49,7 +49,7 @@ from patcher.bench.stats.hodges_lehmann import Interval, hodges_lehmann
 
 CALLED = 2 / 3
 """Smallest share of the sets that is called."""
-SINGLES = 4
+SINGLES = {"cpu": 8, "cuda": 4}
 """Number of blocks of one call each."""
 MEASUREMENTS = 5
 """Most measurements of a point. The majority decides, since a busy machine can look implausible
@@ -199,7 +199,7 @@ class TimingSession:
 
     def _measured(self, point: Point, sets: int) -> Measured:
         ours, theirs, dropped = self._pairs(point, sets)
-        alone = [self._single(point, sets) for _ in range(SINGLES)]
+        alone = [self._single(point, sets) for _ in range(SINGLES[self.device])]
         each_alone = [a for a, _ in alone], [b for _, b in alone]
         problem = below_floor(ours, self.ceilings.floor_us(self.op.contract, point))
         if self.device == "cpu":
