@@ -188,6 +188,8 @@ class TimingSession:
                 plausible.append(last)
             if len(plausible) > len(problems):
                 return max(plausible, key=lambda each: each.ratio)
+            if 2 * len(problems) > MEASUREMENTS:
+                break
             if last.disturbance and tells and number < MEASUREMENTS - 1:
                 time.sleep(PAUSE_S[self.device] * 2**number)
         if 2 * len(problems) > MEASUREMENTS or not tells:
