@@ -17,7 +17,7 @@ from patcher.show.evaluation import evaluation_table
 OPS = Path(__file__).parents[2] / "data/ops"
 TRUE = """
 def scaled_add(x, y, out, scale):
-    out.copy_(x + scale * y)
+    out.copy_(x.float() + scale * y.float())
 """
 MORE = '''
 
