@@ -310,7 +310,8 @@ class Trial:
         self.state.check("timed outputs", True, timed)
         if self.followed:
             self.state.check("stream order", True, self.followed)
-        clocks = "the runner's clock, the judge's, calls alone and the machine's floor agree"
+        runners = "" if self.state.device == "cpu" else "the runner's clock, "
+        clocks = f"{runners}the judge's, calls by themselves and the machine's floor agree"
         self.state.check("clocks", True, "; ".join(filter(None, (clocks, self.traced))))
 
     def _failed(self, failure: RunnerFailure, check: str, detail: str) -> Wrong:
