@@ -25,6 +25,9 @@ HIDDEN = 0.15
 ALONE = 0.5
 """Largest extra cost of a single call, as a share of the baseline's call, beyond the baseline's own
 extra cost."""
+COLDER = 0.15
+"""CPU: share of what the baseline's call loses to cold caches by which the candidate's may lose
+more, as where other programs run between the calls."""
 NOISE_US = 25.0
 """Absolute noise of the judge's clock that is always allowed, in microseconds."""
 SPREADS = 4.0
@@ -134,20 +137,21 @@ def shared_us(
     ours_alone: Sequence[TimedBlock],
     theirs_alone: Sequence[TimedBlock],
 ) -> float:
-    """Microseconds by which a call of the candidate by itself surely takes longer than one among
-    others, beyond what the baseline's call next to it does.
+    """Microseconds by which a call of the candidate by itself takes longer than one among others,
+    beyond what the baseline's does; 0 where noise may be the reason.
 
     A call that does the work of others is so paid for at the price of each by itself. Blocks of a
     single call come in pairs of both arms.
     """
     claimed = statistics.median(block.figure for block in ours)
     baseline = statistics.median(block.figure for block in theirs)
-    more = [
-        mine.figure
-        - claimed * max(other.figure / baseline, 1 + (other.figure - baseline) / claimed)
-        for mine, other in zip(ours_alone, theirs_alone, strict=True)
-    ]
-    return max(hodges_lehmann(more).low, 0.0)
+    more = []
+    for mine, other in zip(ours_alone, theirs_alone, strict=True):
+        colder = max(other.figure - baseline, 0.0)
+        usual = max(claimed + colder, claimed * other.figure / baseline) + COLDER * colder
+        more.append(mine.figure - usual)
+    found = hodges_lehmann(more)
+    return found.middle if found.low > 0 else 0.0
 
 
 def unsteady(theirs: Sequence[TimedBlock]) -> str | None:

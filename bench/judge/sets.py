@@ -79,6 +79,8 @@ class CallSets:
         cases = [self.cases[index] for index in called]
         if found := value_problem(self.op, cases, expected, values):
             return "values", found
+        if left.late:
+            return "guards", "wrote to its outputs after the call had returned"
         return None
 
     def _guard_problem(self, left: Left, called: Sequence[int]) -> str | None:

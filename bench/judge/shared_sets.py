@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -32,6 +32,8 @@ class Left:
     whole: Bytes | None = None
     """In place of digests, where the judge sees the buffers: all bytes, [sets, set_bytes]. They
     hold until the runner's next command."""
+    late: bool = False
+    """Whether something changed after the call had returned; the blocks are from before."""
 
 
 class SharedSets:
@@ -44,26 +46,41 @@ class SharedSets:
         self._file = descriptor
         self._memory: mmap.mmap | None = None
 
-    def write(self, plan: Layout, data: Bytes, values: Sequence[Mapping[str, Tensor]]) -> None:
-        """Fill the sets.
+    def write(
+        self,
+        plan: Layout,
+        data: Bytes,
+        values: Sequence[Mapping[str, Tensor]],
+        only: slice = slice(None),
+    ) -> None:
+        """Fill the sets, or some.
 
         Args:
             plan: layout of a set.
             data: sent bytes, uint8 of shape [sets, sent_bytes].
             values: the values of each set; those are written that are not sent.
+            only: the sets to fill.
         """
-        sets = self._view(plan, len(data))
-        sets[:, : plan.sent_bytes] = data
+        sets = self._view(plan, len(data))[only]
+        sets[:, : plan.sent_bytes] = data[only]
         for slot in plan.slots:
             if slot.travel == "mixed":
                 part = slice(slot.offset, slot.offset + slot.slot_bytes)
-                for row, each in zip(sets, values, strict=True):
+                for row, each in zip(sets, values[only], strict=True):
                     row[part] = as_slot(slot, each[slot.name]).numpy()
 
     def left(self, plan: Layout, count: int) -> Left:
         """What `count` sets hold; the runner must be stopped."""
         sets = self._view(plan, count)
         return Left(sets[:, : plan.returned_bytes].copy(), whole=sets)
+
+    def kept(self, plan: Layout, count: int, order: Sequence[int]) -> Left:
+        """The same, for a runner that kept the sets of `order` as their calls left them."""
+        left = self.left(plan, count)
+        kept = self._view(plan, 2 * count)[count:, : plan.returned_bytes]
+        late = not np.array_equal(kept[order], left.blocks[order])
+        left.blocks[order] = kept[order]
+        return replace(left, late=late)
 
     def _view(self, plan: Layout, count: int) -> Bytes:
         pitch = -(-plan.set_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

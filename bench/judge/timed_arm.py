@@ -134,19 +134,42 @@ class TimedArm:
                 "choose another one with --baseline, or see `patcher doctor`",
             ) from failure
 
-    def _cpu_block(self, sets: CallSets, order: list[int]) -> tuple[TimedBlock, Left | None]:
-        """Time one block by the judge's clocks, which are all that counts.
+    def ready(self, sets: CallSets, order: list[int]) -> None:
+        """On a CPU: prepare the calls of the sets of `order`."""
+        with self._answering():
+            self.runner.command("ready", **sets.told(), order=order)
 
-        Raises:
-            WrongCall: a thread may run on another CPU than those the arm is pinned to.
-        """
-        self.runner.command("ready", **sets.told(), order=order)
+    def _cpu_block(self, sets: CallSets, order: list[int]) -> tuple[TimedBlock, Left | None]:
+        """Time one block by the judge's clocks, which are all that counts."""
+        self.ready(sets, order)
         # values come after the empty commands, the first of which warms the caches of both arms
         self.runner.clocked("go", empty=True)
         if not self.checked:
             self.empty.add(self.runner.clocked("go", empty=True)[1])
         self.runner.sets.write(sets.plan, sets.data, sets.inputs)
-        _, spent = self.runner.clocked("go")
+        block = self._gone(len(order))
+        return block, self.runner.sets.left(sets.plan, len(sets.cases)) if self.checked else None
+
+    def call_alone(self, sets: CallSets, index: int) -> TimedBlock:
+        """On a CPU: call a set in a command of its own, which is the first to see its values.
+
+        The sets must be ready.
+        """
+        with self._answering():
+            _, spent = self.runner.clocked("go", empty=True)
+            if not self.checked:
+                self.empty.add(spent)
+            here = slice(index, index + 1)
+            self.runner.sets.write(sets.plan, sets.data, sets.inputs, here)
+            return self._gone(1, only=index)
+
+    def _gone(self, calls: int, **which: int) -> TimedBlock:
+        """Let the stopped runner make its calls.
+
+        Raises:
+            WrongCall: a thread may run on another CPU than those the arm is pinned to.
+        """
+        _, spent = self.runner.clocked("go", **which)
         cpus = self.runner.cpus or []
         if self.checked and (strayed := self.runner.strayed_cpus()):
             raise WrongCall(
@@ -155,9 +178,8 @@ class TimedArm:
                 f"{', '.join(map(str, cpus))}",
             )
         # noise may leave nothing of a very short call
-        call_us = max(self.empty.net_us(spent, len(cpus)) / len(order), 1e-3)
-        block = TimedBlock([call_us], len(order), spent.wall_us)
-        return block, self.runner.sets.left(sets.plan, len(sets.cases)) if self.checked else None
+        call_us = max(self.empty.net_us(spent, len(cpus)) / calls, 1e-3)
+        return TimedBlock([call_us], calls, spent.wall_us)
 
     def _gpu_block(
         self, sets: CallSets, order: list[int], mode: str

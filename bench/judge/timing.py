@@ -40,6 +40,7 @@ from patcher.bench.judge.planning import block_sets
 from patcher.bench.judge.process import Runner
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
+from patcher.bench.judge.shared_sets import Left
 from patcher.bench.judge.timed_arm import TimedArm, WrongCall, fresh_sets
 from patcher.bench.judge.zygote import RunnerFailure
 from patcher.bench.machine.clocks import TOLERANCE, ClockMonitor
@@ -49,8 +50,8 @@ from patcher.bench.stats.hodges_lehmann import Interval, hodges_lehmann
 
 CALLED = 2 / 3
 """Smallest share of the sets that is called."""
-SINGLES = {"cpu": 8, "cuda": 4}
-"""Number of blocks of one call each."""
+SINGLES = 4
+"""CUDA: number of blocks of one call each."""
 MEASUREMENTS = 5
 """Most measurements of a point. The majority decides, since a busy machine can look implausible
 once, and the slowest of those that looked plausible counts."""
@@ -201,7 +202,9 @@ class TimingSession:
 
     def _measured(self, point: Point, sets: int) -> Measured:
         ours, theirs, dropped = self._pairs(point, sets)
-        alone = [self._single(point, sets) for _ in range(SINGLES[self.device])]
+        alone = (
+            self._one_by_one(point, sets) if self.device == "cpu" else self._singles(point, sets)
+        )
         each_alone = [a for a, _ in alone], [b for _, b in alone]
         problem = below_floor(ours, self.ceilings.floor_us(self.op.contract, point))
         if self.device == "cpu":
@@ -237,9 +240,24 @@ class TimingSession:
         chosen = [i for i, one in enumerate(steady) if one]
         return [ours[i] for i in chosen], [theirs[i] for i in chosen], dropped
 
-    def _single(self, point: Point, sets: int) -> tuple[TimedBlock, TimedBlock]:
-        """A pair of blocks of one call each, so that no work can be shared between calls."""
-        return self._pair(point, sets, bool(self.draw.random.getrandbits(1)), 1, exactly=1)
+    def _singles(self, point: Point, sets: int) -> list[tuple[TimedBlock, TimedBlock]]:
+        """Pairs of blocks of one call each, so that no work can be shared between calls."""
+        draw = self.draw.random
+        return [
+            self._pair(point, sets, bool(draw.getrandbits(1)), 1, exactly=1) for _ in range(SINGLES)
+        ]
+
+    def _one_by_one(self, point: Point, sets: int) -> list[tuple[TimedBlock, TimedBlock]]:
+        """The same, of calls whose values come after the call before them has ended."""
+        batch, order = self._fresh(point, sets), list(range(sets))
+        for arm in (self.ours, self.theirs):
+            arm.ready(batch, order)
+        pairs = [
+            (self.ours.call_alone(batch, index), self.theirs.call_alone(batch, index))
+            for index in order
+        ]
+        self._check(batch, self.ours.runner.sets.left(batch.plan, sets), order)
+        return pairs
 
     def _pair(
         self, point: Point, sets: int, swapped: bool, least: int, exactly: int | None = None
@@ -344,12 +362,15 @@ class TimingSession:
         """Time a block of the candidate and check the outputs of the timed calls."""
         block, left = self.ours.block(batch, order, mode)
         assert left is not None
+        self._check(batch, left, order)
+        return block
+
+    def _check(self, batch: CallSets, left: Left, order: list[int]) -> None:
         if problem := batch.problem(left, order):
             check, detail = problem
             name = "timed outputs" if check == "values" else check
             raise WrongCall(name, f"in a timed call: {detail}")
         self.calls += len(order)
-        return block
 
 
 def of_pairs(ours: Sequence[TimedBlock], theirs: Sequence[TimedBlock]) -> Interval:

@@ -150,9 +150,10 @@ class Trial:
             late = self.state.candidate.language.traits.compiles_late
             limit = self.settings.load_timeout_s if late else None
             if self.state.device == "cpu":
-                make_ready(self.runner, sets, list(range(count)))
-                self.runner.clocked("go", limit)
-                return self.runner.sets.left(sets.plan, count)
+                order = list(range(count))
+                make_ready(self.runner, sets, order)
+                self.runner.clocked("go", limit, keep=True)
+                return self.runner.sets.kept(sets.plan, count, order)
             self.stock.lend(self.runner)
             self.runner.send(sets.data)
             self.runner.command("call", limit, **sets.told(), order=list(range(count)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from . import cudart
 
 NAME_LIMIT = 200
 SPAN_LIMIT = 1000
+_move = ctypes.memmove  # bound before any candidate is loaded
 
 
 class Arena:
@@ -77,23 +79,32 @@ def _view(block: Any, slot: dict[str, Any]) -> Any:
     return data.view(dtype).as_strided(slot["shape"], slot["strides"])
 
 
-def map_sets(plan: dict[str, Any], sets: int, descriptor: int) -> list[list[Any]]:
-    """Tensors of each call on a CPU, each set in a mapping by itself, which the judge shares.
+class MappedSet:
+    """One buffer set on a CPU, in a mapping by itself, which the judge shares.
 
-    The mappings lie at new places for each block, with gaps of random sizes between them.
+    The mappings lie at new places for each block, with gaps of random sizes between them. A second
+    one takes what the set holds when a call returns.
     """
+
+    def __init__(self, plan: dict[str, Any], descriptor: int, index: int, sets: int) -> None:
+        self._gap = mmap.mmap(-1, (1 + os.urandom(1)[0]) * mmap.PAGESIZE, prot=0)
+        block, snapshot = (_mapped(plan, descriptor, at) for at in (index, sets + index))
+        self.arguments = [_view(block, slot) for slot in plan["slots"]]
+        self._copy = (snapshot.data_ptr(), block.data_ptr(), plan["returned_bytes"])
+        self._kept = snapshot
+
+    def keep(self) -> None:
+        """Copy the returned bytes to the second mapping."""
+        _move(*self._copy)
+
+
+def _mapped(plan: dict[str, Any], descriptor: int, index: int) -> Any:
     import torch
 
     pitch = -(-plan["set_bytes"] // mmap.PAGESIZE) * mmap.PAGESIZE
-    arguments, gaps = [], []
-    for index in range(sets):
-        gaps.append(mmap.mmap(-1, (1 + os.urandom(1)[0]) * mmap.PAGESIZE, prot=0))
-        mapped = mmap.mmap(
-            descriptor, pitch, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=index * pitch
-        )
-        block = torch.frombuffer(mapped, dtype=torch.uint8, count=plan["set_bytes"])
-        arguments.append([_view(block, slot) for slot in plan["slots"]])
-    return arguments
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    mapped = mmap.mmap(descriptor, pitch, flags=flags, offset=index * pitch)
+    return torch.frombuffer(mapped, dtype=torch.uint8, count=plan["set_bytes"])
 
 
 class Captured:

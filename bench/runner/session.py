@@ -14,7 +14,7 @@ import zlib
 from typing import Any
 
 from . import cudart, loading
-from .captured import Arena, Captured, map_sets
+from .captured import Arena, Captured, MappedSet
 from .late_writer import LateWriter
 from .mixing import Mixer
 
@@ -149,8 +149,10 @@ class Session:
         """
         self.ready = None
         if self.cuda is None:
-            mapped = map_sets(plan, sets, self.shared)
-            self.ready = [(*mapped[index], *scalars) for index in order]
+            mapped = [MappedSet(plan, self.shared, index, sets) for index in range(sets)]
+            self.ready = [
+                ((*mapped[index].arguments, *scalars), mapped[index].keep) for index in order
+            ]
             return {}
         arena, snapshot = Arena(plan, sets), Arena(plan, sets, bare=True)
         self._fill(arena, recipes)
@@ -158,10 +160,13 @@ class Session:
         self.ready = (arena, arguments, order, snapshot)
         return {}
 
-    def do_go(self, empty: bool = False) -> dict[str, Any]:
-        """Make the calls that `do_ready` prepared, or none if `empty`.
+    def do_go(
+        self, empty: bool = False, keep: bool = False, only: int | None = None
+    ) -> dict[str, Any]:
+        """Make the calls that `do_ready` prepared: all, or one, or none if `empty`.
 
-        On CUDA the reply has their times in nanoseconds.
+        On a CPU, with `keep`, buffers are copied as each call leaves them. On CUDA they always are,
+        and the reply has the calls' times in nanoseconds.
         """
         import torch
 
@@ -171,8 +176,11 @@ class Session:
             with torch.inference_mode():
                 if self.cuda is not None:
                     return {"times_ns": self._call_on_gpu(function)}
-                for arguments in [] if empty else self.ready:
+                calls = self.ready if only is None else self.ready[only : only + 1]
+                for arguments, kept in [] if empty else calls:
                     function(*arguments)
+                    if keep:
+                        kept()
         finally:
             gc.enable()
         return {}
