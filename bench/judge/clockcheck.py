@@ -25,7 +25,7 @@ HIDDEN = 0.15
 ALONE = 0.5
 """Largest extra cost of a single call, as a share of the baseline's call, beyond the baseline's own
 extra cost."""
-COLDER = 0.15
+COLDER = 0.25
 """CPU: share of what the baseline's call loses to cold caches by which the candidate's may lose
 more, as where other programs run between the calls."""
 NOISE_US = 25.0

@@ -20,7 +20,6 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from patcher.bench.errors import BusyError
 from patcher.bench.judge.cases import Secrets
@@ -36,6 +35,7 @@ from patcher.bench.judge.clockcheck import (
     unsteady,
 )
 from patcher.bench.judge.evaluation import Timing
+from patcher.bench.judge.measured import Measured, Precision, are_steady, of_pairs
 from patcher.bench.judge.planning import block_sets
 from patcher.bench.judge.process import Runner
 from patcher.bench.judge.random_pool import RandomPool
@@ -43,10 +43,9 @@ from patcher.bench.judge.sets import CallSets
 from patcher.bench.judge.shared_sets import Left
 from patcher.bench.judge.timed_arm import TimedArm, WrongCall, fresh_sets
 from patcher.bench.judge.zygote import RunnerFailure
-from patcher.bench.machine.clocks import TOLERANCE, ClockMonitor
+from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op
-from patcher.bench.stats.hodges_lehmann import Interval, hodges_lehmann
 
 CALLED = 2 / 3
 """Smallest share of the sets that is called."""
@@ -55,8 +54,6 @@ SINGLES = 4
 MEASUREMENTS = 5
 """Most measurements of a point. The majority decides, since a busy machine can look implausible
 once, and the slowest of those that looked plausible counts."""
-FEWEST_PAIRS = 6
-"""With fewer pairs, Student's quantile makes any machine look busy."""
 PAUSE_S = {"cpu": 1.0, "cuda": 4.0}
 """Seconds before the first re-measurement of a point after other programs disturbed the baseline;
 doubled each time."""
@@ -70,46 +67,6 @@ METHODS = {
     "cuda": "calls captured one by one, composed in secret order, one graph replay between events; "
     "interleaved ABBA pairs; L2 warm from the copy-in (cold figures beside it)",
 }
-
-
-@dataclass
-class Precision:
-    """When to stop measuring a point."""
-
-    fewest_pairs: int = FEWEST_PAIRS
-    """Fewest pairs of blocks."""
-    most_pairs: int = 24
-    """Most pairs of blocks."""
-    half_width: float = 0.01
-    """Half-width of the log-ratio's 95 % interval at which to stop."""
-    budget_s: float = 20.0
-    """Time budget in seconds."""
-
-    @property
-    def tells(self) -> bool:
-        """Whether the ratio matters; otherwise only the outputs of timed calls are checked."""
-        return self.most_pairs >= FEWEST_PAIRS
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One measurement of a point."""
-
-    ours: list[TimedBlock]
-    """Blocks of the candidate."""
-    theirs: list[TimedBlock]
-    """Blocks of the baseline."""
-    dropped: int
-    """Number of pairs that were dropped."""
-    problem: str | None
-    """What is implausible of the candidate's times."""
-    disturbance: str | None
-    """Why other programs make it unusable."""
-
-    @property
-    def ratio(self) -> float:
-        """The candidate's time over the baseline's."""
-        return math.exp(-of_pairs(self.ours, self.theirs).middle)
 
 
 class TimingSession:
@@ -233,7 +190,7 @@ class TimingSession:
             late = time.monotonic() - begin > limits.budget_s
             if of_pairs(ours, theirs).half_width <= limits.half_width or late:
                 break
-        steady = _steady(clocks)
+        steady = are_steady(clocks)
         if sum(steady) < len(steady) / 2:  # this load always runs so, in both arms alike
             steady = [True] * len(steady)
         dropped = len(steady) - sum(steady)
@@ -371,21 +328,3 @@ class TimingSession:
             name = "timed outputs" if check == "values" else check
             raise WrongCall(name, f"in a timed call: {detail}")
         self.calls += len(order)
-
-
-def of_pairs(ours: Sequence[TimedBlock], theirs: Sequence[TimedBlock]) -> Interval:
-    """Hodges-Lehmann estimate of the logarithm of the speedup, with its interval."""
-    return hodges_lehmann(
-        [math.log(b.figure / a.figure) for a, b in zip(ours, theirs, strict=True)]
-    )
-
-
-def _steady(clocks: list[int | None]) -> list[bool]:
-    """For each pair, whether it neither throttled nor drifted. `clocks` holds the SM clock in MHz,
-    0 if unknown, None if the pair throttled.
-    """
-    seen = [clock for clock in clocks if clock]
-    if not seen:
-        return [clock is not None for clock in clocks]
-    middle = statistics.median(seen)
-    return [clock is not None and abs(clock - middle) <= TOLERANCE * middle for clock in clocks]

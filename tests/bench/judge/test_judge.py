@@ -19,6 +19,7 @@ from patcher.bench import BaselineTime, Candidate, Evaluation, Language, Missing
 from patcher.bench.judge import JudgeSettings, evaluate, open_judge, process
 from patcher.bench.judge.accuracy import explain_mismatch, rmse_factor
 from patcher.bench.judge.blob import FILL, RED_ZONE, Wanted, layout, read_set, strayed, write_set
+from patcher.bench.judge.measured import FEWEST_PAIRS
 
 OP = bench.load_op("fused_add_rms_norm")
 SOLUTIONS = {info.name: candidate for info, candidate in OP.solutions()}
@@ -133,10 +134,10 @@ def test_a_machine_too_busy_to_time_is_said_where_a_ratio_is_asked_for(
     monkeypatch.setattr(patcher.bench.judge.timing, "PAUSE_S", {"cpu": 0.0})
     candidate = Candidate(op=OP.name, language=Language.CPP, source=GOOD)
     quick = replace(SETTINGS, points=1, calls=40, lives_s=0.0)
-    found = evaluate(candidate, replace(quick, pairs=patcher.bench.judge.timing.FEWEST_PAIRS - 1))
+    found = evaluate(candidate, replace(quick, pairs=FEWEST_PAIRS - 1))
     assert found.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
     with pytest.raises(MissingError, match=f"too busy to time .*: {busy}"):
-        evaluate(candidate, replace(quick, pairs=patcher.bench.judge.timing.FEWEST_PAIRS))
+        evaluate(candidate, replace(quick, pairs=FEWEST_PAIRS))
 
 
 @pytest.mark.parametrize("believed", ["never", "sometimes", "mostly"])
