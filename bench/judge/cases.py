@@ -16,11 +16,10 @@ from patcher.bench.errors import UsageError
 from patcher.bench.judge import regimes
 from patcher.bench.judge.accuracy import FLUSHED, explain_mismatch, explain_touched
 from patcher.bench.judge.blob import Layout, Travel, Wanted, layout
-from patcher.bench.judge.drawn import drawn_points
 from patcher.bench.judge.numbers import numbers, stacked
 from patcher.bench.judge.placement import SHIFT, placements, strides_of
 from patcher.bench.ops.codes import nudge
-from patcher.bench.ops.contract import Point, Sweep, TensorSpec
+from patcher.bench.ops.contract import AxisGuard, Contract, Point, Sweep, TensorSpec
 from patcher.bench.ops.dtypes import DTYPES, dtype_of
 from patcher.bench.ops.op import Op
 
@@ -29,6 +28,8 @@ MIXED_BYTES = 16 << 20
 """Size in bytes above which a read-only tensor of arbitrary bits is not sent."""
 CHECKED_BYTES = 1 << 20
 """Size in bytes above which a digest of a read-only tensor is returned."""
+WIDTHS = 2
+"""Points of a verdict with other widths. Each new width costs a just-in-time compilation."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,60 @@ def correctness_cases(op: Op, sweep: Sweep, draw: Secrets, rounds: int = 1) -> l
                 add(point, "normal", placed=placed)
     draw.random.shuffle(cases)
     return cases
+
+
+def drawn_points(contract: Contract, sweep: Sweep, draw: random.Random) -> list[Point]:
+    """Draw points that no file names, within the guards of a contract.
+
+    The swept and hidden shapes stand in `op.toml`, so a candidate could be right at these alone. A
+    guard lets the engine call a kernel at every size within it, so some of them are tried, too.
+
+    Every combination of dtypes gets two numbers of rows: an odd one and any other. `WIDTHS` points
+    also change the axes whose guard is a multiple, such as `hidden`. No axis exceeds what the sweep
+    or a hidden shape has, so that every point is as possible as those.
+
+    Args:
+        contract: the op's contract.
+        sweep: the sweep that is judged.
+        draw: the source of random numbers.
+    """
+    points = []
+    for dtypes in contract.dtype_choices():
+        for odd in (True, False):
+            axes = _rows(contract, sweep, draw, odd)
+            points.append(Point(axes=axes, dtypes=dtypes))
+    for _ in range(WIDTHS):
+        axes = _rows(contract, sweep, draw, odd=False)
+        if contract.hidden and draw.random() < 0.5:
+            shape = draw.choice(contract.hidden).axes
+            axes = {**shape, sweep.axis: _within(contract, sweep.axis, shape[sweep.axis], draw)}
+        for axis, guard in contract.guards.axes.items():
+            if guard.multiple_of > 1 and axis in axes:
+                axes[axis] = _within(contract, axis, axes[axis], draw)
+        points.append(Point(axes=axes, dtypes=sweep.dtypes))
+    return points
+
+
+def _rows(contract: Contract, sweep: Sweep, draw: random.Random, odd: bool) -> dict[str, int]:
+    """The sweep's axes with another size of the swept one, odd if its guard allows that."""
+    size = _within(contract, sweep.axis, max(sweep.values), draw)
+    step = _guard(contract, sweep.axis).multiple_of
+    if odd and step % 2 and size % 2 == 0:
+        size -= step if size > step else -step
+    return {sweep.axis: size, **sweep.fixed}
+
+
+def _within(contract: Contract, axis: str, most: int, draw: random.Random) -> int:
+    """A size of the axis that its guard allows, from 1 to `most`."""
+    guard = _guard(contract, axis)
+    step = guard.multiple_of
+    largest = most if guard.maximum is None else min(most, guard.maximum)
+    fewest = -(-max(guard.minimum, 1) // step)
+    return step * draw.randint(min(fewest, largest // step), largest // step)
+
+
+def _guard(contract: Contract, axis: str) -> AxisGuard:
+    return contract.guards.axes.get(axis, AxisGuard())
 
 
 def _drawn_scalars(op: Op, draw: Secrets) -> tuple[float, ...]:

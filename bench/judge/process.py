@@ -20,10 +20,16 @@ import numpy as np
 
 from patcher.bench.errors import MissingError
 from patcher.bench.judge.blob import Bytes, Layout
-from patcher.bench.judge.memory_file import CAPACITY, memory_file, read_from_start, write_at_start
-from patcher.bench.judge.runner_folder import caches
-from patcher.bench.judge.shared_sets import SETS_CAPACITY, Left, SharedSets
-from patcher.bench.judge.zygote import RunnerFailure, Zygote
+from patcher.bench.judge.memory_file import (
+    CAPACITY,
+    SETS_CAPACITY,
+    Left,
+    SharedSets,
+    memory_file,
+    read_from_start,
+    write_at_start,
+)
+from patcher.bench.judge.zygote import RunnerFailure, Zygote, caches
 from patcher.bench.machine.environment import ROOT
 from patcher.bench.sandbox import policy as sandbox
 from patcher.bench.sandbox import process_tree as tree

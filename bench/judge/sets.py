@@ -18,8 +18,8 @@ from patcher.bench.judge.cases import (
     tensors_of,
     value_problem,
 )
+from patcher.bench.judge.memory_file import Left
 from patcher.bench.judge.random_pool import RandomPool, Recipe
-from patcher.bench.judge.shared_sets import Left
 from patcher.bench.ops.op import Op
 from patcher.bench.runner.mixing import Mixer
 

@@ -14,10 +14,10 @@ import numpy as np
 from patcher.bench.errors import MissingError
 from patcher.bench.judge.cases import Case, Secrets
 from patcher.bench.judge.clockcheck import TimedBlock
+from patcher.bench.judge.memory_file import Left
 from patcher.bench.judge.process import Runner, Spent
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
-from patcher.bench.judge.shared_sets import Left
 from patcher.bench.judge.zygote import RunnerFailure
 from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op

@@ -25,9 +25,13 @@ from patcher.bench.errors import BusyError
 from patcher.bench.judge.cases import Secrets
 from patcher.bench.judge.ceilings import Ceilings
 from patcher.bench.judge.clockcheck import (
+    Measured,
+    Precision,
     TimedBlock,
     Traced,
+    are_steady,
     below_floor,
+    of_pairs,
     overran,
     shared_us,
     suspicious,
@@ -35,12 +39,11 @@ from patcher.bench.judge.clockcheck import (
     unsteady,
 )
 from patcher.bench.judge.evaluation import Timing
-from patcher.bench.judge.measured import Measured, Precision, are_steady, of_pairs
+from patcher.bench.judge.memory_file import Left
 from patcher.bench.judge.planning import block_sets
 from patcher.bench.judge.process import Runner
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
-from patcher.bench.judge.shared_sets import Left
 from patcher.bench.judge.timed_arm import TimedArm, WrongCall, fresh_sets
 from patcher.bench.judge.zygote import RunnerFailure
 from patcher.bench.machine.clocks import ClockMonitor

@@ -16,18 +16,17 @@ from patcher.bench.judge import JudgeSettings, Progress
 from patcher.bench.judge import cases as cases_
 from patcher.bench.judge.cases import Case, Secrets
 from patcher.bench.judge.ceilings import ceilings
+from patcher.bench.judge.clockcheck import FEWEST_PAIRS, Precision
 from patcher.bench.judge.evaluation import Check, Evaluation, Outcome, Timing
-from patcher.bench.judge.measured import FEWEST_PAIRS, Precision
+from patcher.bench.judge.memory_file import Left
 from patcher.bench.judge.planning import soaked_calls, soaked_sets
 from patcher.bench.judge.process import Runner
 from patcher.bench.judge.random_pool import RandomPool
-from patcher.bench.judge.runner_folder import placed
 from patcher.bench.judge.sanitizer import Sanitized, sanitize
 from patcher.bench.judge.sets import CallSets
-from patcher.bench.judge.shared_sets import Left
 from patcher.bench.judge.timed_arm import WrongCall, fresh, make_ready
 from patcher.bench.judge.timing import TimingSession
-from patcher.bench.judge.zygote import RunnerFailure
+from patcher.bench.judge.zygote import RunnerFailure, placed
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.machine.environment import describe
 from patcher.bench.ops.candidate import Candidate

@@ -19,7 +19,7 @@ from patcher.bench import BaselineTime, Candidate, Evaluation, Language, Missing
 from patcher.bench.judge import JudgeSettings, evaluate, open_judge, process
 from patcher.bench.judge.accuracy import explain_mismatch, rmse_factor
 from patcher.bench.judge.blob import FILL, RED_ZONE, Wanted, layout, read_set, strayed, write_set
-from patcher.bench.judge.measured import FEWEST_PAIRS
+from patcher.bench.judge.clockcheck import FEWEST_PAIRS
 
 OP = bench.load_op("fused_add_rms_norm")
 SOLUTIONS = {info.name: candidate for info, candidate in OP.solutions()}
