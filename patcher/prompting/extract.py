@@ -13,6 +13,8 @@ from patcher.models import Reply
 
 _FENCE = re.compile(r"[ \t]{0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)([^`\n]*)")
 _MAX_BRACES = 500
+LONGEST_SOURCE = 60_000
+"""Characters of a source, unless a prompt has less room; kernels have some thousands."""
 
 
 class CodeBlock(Record):
@@ -49,12 +51,22 @@ def unusable(reply: Reply) -> ReplyFailure | None:
         return ReplyFailure(kind="truncated", detail="the reply was cut off before its end")
     if reply.stop_reason == "refusal":
         return ReplyFailure(kind="refused", detail="the model declined to answer")
+    if reply.stop_reason == "pause_turn":
+        return ReplyFailure(kind="truncated", detail="the reply paused before its end")
+    if reply.stop_reason == "too_long":
+        return ReplyFailure(kind="too_long", detail="the reply is too long")
     return None
 
 
-def extract_source(text: str, language: Language, entry: str) -> str | ReplyFailure:
+def extract_source(
+    text: str, language: Language, entry: str, longest: int = LONGEST_SOURCE
+) -> str | ReplyFailure:
     """The source in a reply: the last block of the language that names the entry, or else the only
-    block."""
+    block.
+
+    Args:
+        longest: characters that the source may have; a later prompt must have room for it.
+    """
     found = blocks(text)
     if not found:
         return ReplyFailure(kind="no_source", detail="the reply holds no fenced code block")
@@ -76,7 +88,11 @@ def extract_source(text: str, language: Language, entry: str) -> str | ReplyFail
         )
     if not chosen.source.strip():
         return ReplyFailure(kind="empty", detail="the code block is empty")
-    return chosen.source.rstrip() + "\n"
+    source = chosen.source.rstrip() + "\n"
+    if len(source) > longest:
+        detail = f"the source is too long: {len(source):,} characters; at most {longest:,} may be"
+        return ReplyFailure(kind="too_long", detail=detail)
+    return source
 
 
 def extract_json(text: str, key: str) -> dict[str, Any] | ReplyFailure:

@@ -8,14 +8,18 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import anthropic
+
+from patcher.models import Reply, Request, Usage
 from patcher.models.anthropic import AnthropicModel
 from patcher.models.api import ApiModel
+from patcher.models.gate import Draft
 from patcher.models.openai import OpenAIModel
 from patcher.models.registry import ModelEntry
 from patcher.models.retry import Clock
@@ -128,7 +132,7 @@ class Api:
 
 
 def _anthropic_events(
-    text: str = "Hello", stop: str = "end_turn", tokens: tuple[int, int] = (1000, 2000)
+    text: str = "Hello", stop: str = "end_turn", tokens: tuple[int, int] = (300, 2000)
 ) -> list[bytes]:
     """Text in two deltas, after a thinking block."""
     message: dict[str, Any] = {
@@ -174,7 +178,7 @@ def _anthropic_events(
 def _openai_events(
     text: str = "Hello",
     stop: str = "end_turn",
-    tokens: tuple[int, int] | None = (1000, 2000),
+    tokens: tuple[int, int] | None = (300, 2000),
 ) -> list[bytes]:
     """Text in two deltas, the reason to stop, the usage in a chunk without choices, the end."""
     common = {"id": "c-1", "object": "chat.completion.chunk", "created": 1, "model": "gpt-5.4-mini"}
@@ -249,6 +253,36 @@ APIS = {
         quota=(429, "insufficient_quota", "You exceeded your current quota"),
     ),
 }
+
+
+class ModelDouble(ApiModel):
+    """A paid model without a server: a test writes its `_once`."""
+
+    _sdk = anthropic
+
+    def _open(self, request: Request) -> AbstractContextManager[Any]:
+        raise NotImplementedError
+
+    def _hear(self, event: dict[str, Any], draft: Draft) -> None:
+        raise NotImplementedError
+
+    def reply(self, request: Request, stop: str, tokens: tuple[int, int] | None) -> Reply:
+        """`tokens`: of input and output; None: it does not say."""
+        usage, price = Usage(), self.entry.price
+        if tokens:
+            usage = Usage(
+                input_tokens=tokens[0],
+                output_tokens=tokens[1],
+                cost_usd=price.cost_usd(*tokens) if price else None,
+            )
+        return Reply(
+            text="text",
+            model="m",
+            usage=usage,
+            stop_reason=stop,
+            source="api",
+            prompt_digest=request.digest,
+        )
 
 
 class Slept:

@@ -123,7 +123,7 @@ def test_without_a_terminal_each_candidate_is_a_line() -> None:
     assert isinstance(plain.file, io.StringIO)
     assert plain.file.getvalue().splitlines() == [
         "  candidate 0 (1 of 8, functional): asking",
-        "  candidate 0 (functional): correct, fine; best 1.500x; 100 tokens so far",
+        "  candidate 0 (functional): correct, fine; best 1.500x; so far 100 tokens",
     ]
     quiet = Console(file=io.StringIO())
     with Watch(quiet, quiet=True) as watch:
