@@ -8,7 +8,7 @@ from pydantic import Field
 
 from patcher.bench import SCHEMA_VERSION, Language, Outcome, Record
 from patcher.models import Usage
-from patcher.models.ceilings import Ledger
+from patcher.models.ceilings import CostLedger
 
 Phase = Literal["functional", "optimisation"]
 """As recorded loops spell it."""
@@ -150,5 +150,5 @@ class Progress(Record):
     phase: Phase
     attempt: Attempt | None = None
     """With `done`."""
-    ledger: Ledger | None = None
+    ledger: CostLedger | None = None
     """What the run cost so far."""

@@ -136,6 +136,10 @@ class ApiModel(ABC):
             # What a broken server sends ends in whatever exception of the SDK or of its HTTP
             # client. From None: those of the SDK hold the request and its headers.
             raise self._faults.lost(error, draft) from None
+        return self._record(request, draft)
+
+    def _record(self, request: Request, draft: Draft) -> Reply:
+        """The reply, now that all of it came."""
         if draft.broken:
             raise self._faults.broken(draft.broken, draft)
         counts = Counts(

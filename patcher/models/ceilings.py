@@ -140,7 +140,7 @@ class Account(Record):
         return self.committed.usd
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> CostLedger:
         def total(name: str) -> int:
             return sum(getattr(call, name) for call in self.calls)
 
@@ -149,7 +149,7 @@ class Account(Record):
                 dict.fromkeys(said for call in self.calls if (said := getattr(call, name)))
             )
 
-        return Ledger(
+        return CostLedger(
             used=self.used,
             set_aside=self.set_aside,
             unknown=self.unknown,
@@ -162,7 +162,7 @@ class Account(Record):
         )
 
 
-class Ledger(Record):
+class CostLedger(Record):
     """What a run cost, in three columns: their sum is the most that it can have cost."""
 
     used: Amount = Amount()
@@ -188,6 +188,18 @@ class Ledger(Record):
     def columns(self) -> dict[str, Amount]:
         """By the name that people read."""
         return {"used": self.used, "set aside": self.set_aside, "unknown": self.unknown}
+
+    def details(self) -> str:
+        """What lies behind the figures, in a sentence."""
+        said = (
+            f"{self.calls:,} replies: {self.input_tokens:,} tokens in "
+            f"({self.cached_tokens:,} of them cached), {self.output_tokens:,} out"
+        )
+        if self.models:
+            said += f"; answered by {', '.join(self.models)}"
+        if self.price_sources:
+            said += f"; prices by {', '.join(self.price_sources)}"
+        return f"{said}."
 
     def sentence(self) -> str:
         """Money, or else tokens, in words; empty where nothing was asked."""

@@ -75,15 +75,13 @@ class Cleaner:
             for begin in range(len(key) - length + 1)
             for at in _places(text, key[begin : begin + length])
         )
-        merged: list[tuple[int, int]] = []
+        kept: list[str] = []
+        done = 0
         for start, end in spans:
-            if merged and start <= merged[-1][1]:
-                merged[-1] = merged[-1][0], max(end, merged[-1][1])
-            else:
-                merged.append((start, end))
-        for start, end in reversed(merged):
-            text = f"{text[:start]}[key]{text[end:]}"
-        return text
+            if start > done or not kept:
+                kept.append(text[done:start] + "[key]")
+            done = max(done, end)
+        return "".join(kept) + text[done:]
 
 
 def _places(text: str, part: str) -> Iterator[int]:

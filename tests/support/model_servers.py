@@ -3,11 +3,12 @@ and fail as they are told to."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,6 +37,8 @@ class Item:
     headers: dict[str, str] = field(default_factory=dict)
     then: str = "end"
     """After the body: `end`, `reset` the connection, or be `silent` until the server stops."""
+    raw: Iterable[bytes] = ()
+    """All that is sent, in place of the rest: it need not be HTTP, nor come to an end."""
 
 
 class ApiServer(ThreadingHTTPServer):
@@ -47,6 +50,8 @@ class ApiServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.script: list[Item] = []
         self.seen: list[dict[str, Any]] = []
+        self.sent = 0
+        """Bytes of raw items."""
         self.over = threading.Event()
 
     @property
@@ -62,10 +67,19 @@ class _Handler(BaseHTTPRequestHandler):
         key = self.headers["x-api-key"] or self.headers["authorization"].removeprefix("Bearer ")
         server.seen.append({"path": self.path, "key": key, **body})
         item = server.script.pop(0)
+        if item.raw:
+            self.close_connection = True
+            with contextlib.suppress(OSError):  # the client has had enough
+                for piece in item.raw:
+                    self.wfile.write(piece)
+                    server.sent += len(piece)
+            return
         streamed = item.status == 200
         if item.body or item.then == "end":
             self.send_response(item.status)
-            self.send_header("content-type", "text/event-stream" if streamed else "text/json")
+            kind = "text/event-stream" if streamed else "text/json"
+            if "content-type" not in item.headers:
+                self.send_header("content-type", kind)
             if item.then == "end":
                 self.send_header("content-length", str(len(item.body)))
             for name, value in item.headers.items():
