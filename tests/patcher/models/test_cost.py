@@ -48,11 +48,17 @@ def test_three_columns_and_their_words(tmp_path: Path) -> None:
     with Run.create(tmp_path, command="optimize") as run:
         budget = Budget(run)
         budget.reserve("a", Amount(usd=1.0, tokens=900))
-        said = {"model": "m", "price": "list price", "input_tokens": 60, "output_tokens": 40}
-        budget.spend("a", Amount(usd=0.25, tokens=100), **said, cached_tokens=7)
         budget.spend(
-            "b", Amount(usd=1.0, tokens=900), Amount(usd=1.0, tokens=900), trouble="broken"
+            "a",
+            Amount(usd=0.25, tokens=100),
+            model="m",
+            price="list price",
+            input_tokens=60,
+            output_tokens=40,
+            cached_tokens=7,
         )
+        lost = Amount(usd=1.0, tokens=900)
+        budget.spend("b", lost, lost, trouble="broken")
         for _ in range(3):  # killed thrice in one call
             budget.reserve("c", lost)
         run.note("d", spent_usd=2.0, spent_tokens=5, trouble="broken")  # of an earlier version
