@@ -191,8 +191,9 @@ class CostLedger(Record):
 
     def details(self) -> str:
         """What lies behind the figures, in a sentence."""
+        replies = "1 reply" if self.calls == 1 else f"{self.calls:,} replies"
         said = (
-            f"{self.calls:,} replies: {self.input_tokens:,} tokens in "
+            f"{replies}: {self.input_tokens:,} tokens in "
             f"({self.cached_tokens:,} of them cached), {self.output_tokens:,} out"
         )
         if self.models:

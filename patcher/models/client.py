@@ -7,7 +7,16 @@ from collections import Counter
 from collections.abc import Callable
 
 from patcher.bench import PatcherError, UsageError
-from patcher.models import TOKENS_CEILING, Model, ModelCall, ModelError, Reply, Request, Trouble
+from patcher.models import (
+    TOKENS_CEILING,
+    Model,
+    ModelCall,
+    ModelError,
+    Reply,
+    Request,
+    Trouble,
+    Usage,
+)
 from patcher.models.api import ApiModel
 from patcher.models.budget import Budget, time_is_up
 from patcher.models.ceilings import Amount
@@ -89,14 +98,13 @@ class ModelClient:
             worst = _at_least(model, asked.request, worst, reply.received_characters or 0)
         tokens = (usage.input_tokens or 0) + (usage.output_tokens or 0)
         known = usage.input_tokens is not None and usage.output_tokens is not None
+        usd, unsure_usd = _dollars(model, usage, worst)
         spent = Amount(
-            usd=worst.usd if usage.cost_usd is None else usage.cost_usd,
+            usd=usd,
             tokens=tokens if known else worst.tokens,
             wall_s=worst.wall_s if took_s is None else took_s,
         )
-        unknown = Amount(
-            usd=spent.usd if usage.cost_usd is None else 0.0, tokens=0 if known else spent.tokens
-        )
+        unknown = Amount(usd=unsure_usd, tokens=0 if known else spent.tokens)
         if isinstance(model, ApiModel):
             self._budget.spend(
                 asked.request.step,
@@ -188,6 +196,18 @@ class ModelClient:
         worst = Amount(usd=usd or 0.0, tokens=tokens, wall_s=limit or 0.0)
         self._budget.reserve(request.step, worst)
         return limit
+
+
+def _dollars(model: Model, usage: Usage, worst: Amount) -> tuple[float, float]:
+    """What a reply is booked at, and the part of it of which nobody knows whether it was charged:
+    all of it without a price, and what the model that was asked would have cost more than the one
+    that says it answered. No server lowers its bill by a name."""
+    if usage.cost_usd is None:
+        return worst.usd, worst.usd
+    asked_usd = 0.0
+    if isinstance(model, ApiModel) and (price := model.entry.price):
+        asked_usd = price.cost_usd(usage.input_tokens or 0, usage.output_tokens or 0)
+    return max(asked_usd, usage.cost_usd), max(asked_usd - usage.cost_usd, 0.0)
 
 
 def _at_least(model: ApiModel, request: Request, worst: Amount, characters: int) -> Amount:

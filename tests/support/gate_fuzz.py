@@ -1,6 +1,6 @@
 """Damaged streams of both protocols, through the gate: what comes is a clean reply or our error.
 
-`python -P tests/support/gate_fuzz.py [COUNT] [FIRST SEED]` tries a million inputs, about 1,500 a
+`python tests/support/gate_fuzz.py [COUNT] [FIRST SEED]` tries a million inputs, about 1,500 a
 second and core; `test_gate.py` tries a few.
 """
 
@@ -13,6 +13,7 @@ import random
 import re
 import resource
 import sys
+from copy import deepcopy
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -53,7 +54,7 @@ def stream(rng: random.Random, api: Api) -> tuple[list[bytes], str]:
                 places = _places(value)
                 if places:
                     container, key = rng.choice(places)
-                    container[key] = rng.choice(ODD)
+                    container[key] = deepcopy(rng.choice(ODD))  # it may be changed in turn
             data = json.dumps(value if rng.random() < 0.9 else rng.choice(ODD)) + "\n\n"
         out.append(f"{head}data: {data}".encode("utf-8", "surrogatepass"))
     if rng.random() < 0.2:
@@ -113,7 +114,7 @@ def _clean_sentence(said: str, seed: int) -> None:
 
 def main() -> None:
     """Try many."""
-    count, first = (int(each) for each in (*sys.argv[1:], "1000000", "0")[:2])
+    count, first = (int(each) for each in [*sys.argv[1:], *("1000000", "0")[len(sys.argv) - 1 :]])
     replies = sum(check(seed) is not None for seed in range(first, first + count))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     print(f"{count:,} inputs: {replies:,} replies, {count - replies:,} errors; peak {peak} MiB")

@@ -4,24 +4,18 @@ server that fails at random and a process that is killed at random."""
 from __future__ import annotations
 
 import json
-import random
 import re
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from command_line import error_of, patcher
-from model_servers import APIS, KEY, Api, ApiServer, Item, Slept, serving
+from gate_soak import soak
+from model_servers import APIS, KEY, Api, ApiServer, Item, serving
 
-from patcher.bench import PatcherError
-from patcher.models import Request
 from patcher.models.budget import Budget
-from patcher.models.ceilings import Amount, account
-from patcher.models.client import ModelClient
+from patcher.models.ceilings import Amount
 from patcher.report.gather import write_report
 from patcher.runs.run import Run
 
@@ -38,10 +32,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
             monkeypatch.setenv(f"{name}_BASE_URL", found.url + path)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         yield found
-
-
-def request(step: str) -> Request:
-    return Request(step=step, role="generate", system="s", prompt="Write. " * 100, max_tokens=4000)
 
 
 def test_three_columns_and_their_words(tmp_path: Path) -> None:
@@ -144,90 +134,7 @@ class TestOnTheCommandLine:
         assert again.returncode == 1, again.stderr
 
 
-def _faulty(rng: random.Random, api: Api) -> tuple[Item, int]:
-    """One answer, and the tokens that it truly took."""
-    given_in, given_out = rng.randrange(200, 900), rng.randrange(1, 4000)
-    whole = api.events("Hello", "end_turn", (given_in, given_out))
-    truth = given_in + given_out
-    match rng.randrange(8):
-        case 0:
-            return api.failure(rng.choice((429, 500, 529)), "api_error"), 0
-        case 1:
-            return Item(b"".join(whole[: rng.randrange(1, 4)]), then="reset"), truth
-        case 2:
-            lie = rng.choice((-5, 0, 10**18, None, 0.5, "few"))
-            return Item(b"".join(api.events("Hello", "end_turn", (lie, lie)))), truth
-        case 3:
-            return Item(b"".join(reversed(whole))), truth
-        case _:
-            return Item(b"".join(whole)), truth
-
-
-def _life(url: str, run_dir: Path, name: str, steps: int) -> subprocess.Popen[bytes]:
-    """A process that goes on with the run's questions."""
-    code = (
-        "import sys; from pathlib import Path; import test_cost; "
-        "test_cost.live(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
-    )
-    here = Path(__file__).resolve()
-    path = f"{here.parent}:{here.parents[2] / 'support'}"
-    env = {"PYTHONPATH": path, "NO_PROXY": "127.0.0.1", "PATH": ""}
-    for each, tail in (("ANTHROPIC", ""), ("OPENAI", "/v1")):
-        env |= {f"{each}_API_KEY": KEY, f"{each}_BASE_URL": url + tail}
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", code, str(run_dir), name, str(steps)], env=env
-    )
-
-
-def live(run_dir: Path, name: str, steps: int) -> None:
-    """Ask each question once; an answer that stays out is asked for again."""
-    with Run.open(run_dir) as run:
-        client = ModelClient(Budget(run), clock=Slept().clock)
-        model = APIS[name].open(None)
-        for number in range(steps):
-            while True:
-                try:
-                    client.ask(model, request(f"op/{number}/ask-generate"))
-                    break
-                except PatcherError:
-                    continue
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(APIS))
-def test_a_soak_with_faults_and_kills_books_what_the_server_saw(
-    name: str, server: ApiServer, tmp_path: Path
-) -> None:
-    """Never less than what was truly used; and what is used is what honest replies took."""
-    rng, api, steps, truth = random.Random(7), APIS[name], 200, [0]
-
-    class Script(list[Item]):
-        def pop(self, index: Any = -1) -> Item:
-            item, took = _faulty(rng, api)
-            truth[0] += took
-            return item
-
-    server.script = Script()
-    with Run.create(tmp_path, command="optimize") as run:
-        path = run.path
-    deadly = 12
-    while True:
-        life = _life(server.url, path, name, steps)
-        seen = len(server.seen) + rng.randrange(5, 30)
-        while life.poll() is None and (not deadly or len(server.seen) < seen):
-            try:
-                life.wait(0.01)
-            except subprocess.TimeoutExpired:
-                continue
-        if life.poll() is not None:
-            break
-        life.send_signal(signal.SIGKILL)
-        life.wait()
-        deadly -= 1
-    assert life.returncode == 0
-    found = account(Run.open(path, read_only=True).events)
-    assert len(server.seen) > steps
-    assert not found.reserved
-    assert found.spent.tokens >= truth[0]
-    assert found.ledger.calls == steps
-    assert found.used.tokens == found.ledger.input_tokens + found.ledger.output_tokens
+def test_with_faults_and_kills_the_ledger_is_that_of_the_server(name: str, tmp_path: Path) -> None:
+    assert "60 calls" in soak(name, tmp_path, calls=60, kills=4)

@@ -228,6 +228,17 @@ class TestTexts:
             assert (account.used.tokens, account.used.usd) == (2300, 0.0)
             assert account.unknown.usd == api.open(server).worst_cost_usd(REQUEST)
 
+    def test_a_cheaper_name_lowers_no_bill(self, api: Api, server: ApiServer, run: Run) -> None:
+        cheap = {"anthropic": "claude-haiku-4-5", "openai": "gpt-5.4-nano"}[api.name]
+        entry = api.open(server).entry
+        asked_price, own_price = entry.price, entry.price_of(cheap)
+        assert asked_price
+        assert own_price
+        ask(run, api, server, edited(api, named(cheap)))
+        account = Budget(run).account
+        assert account.used.usd == pytest.approx(own_price.cost_usd(300, 2000))
+        assert account.spent.usd == pytest.approx(asked_price.cost_usd(300, 2000))
+
     @pytest.mark.parametrize("reason", ["because", KEY, ANSI, "<script>", 7, {}])
     def test_an_unknown_reason_to_stop(
         self, api: Api, server: ApiServer, run: Run, reason: Any
