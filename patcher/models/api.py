@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from patcher.bench import MissingError, PatcherError, UsageError
-from patcher.models import Reply, Request, Usage
+from patcher.models import ModelError, Reply, Request, Usage
 from patcher.models.faults import Faults, message_of, words_of
 from patcher.models.gate import Cleaner, Counts, Draft, inside, reply_of
 from patcher.models.limits import smaller_room
@@ -82,6 +82,14 @@ class ApiModel(ABC):
             return None
         return self.entry.price.cost_usd(self._worst_input(request), self._room(request))
 
+    def late(self, request: Request) -> ModelError:
+        """The error of a call that was given up after `patience_s`."""
+        return self._faults.late(self.patience_s(request))
+
+    def patience_s(self, request: Request) -> float:
+        """Seconds after which a call is given up even if bytes of the reply's head still come."""
+        return Bounds.of(self._room(request)).seconds + 60.0
+
     def over_room(self, request: Request, characters: int) -> tuple[int, float]:
         """Tokens and dollars that a text of this length took beyond the room, at the least."""
         tokens = max(0, characters // 4 - self._room(request))
@@ -124,6 +132,8 @@ class ApiModel(ABC):
         self._bounds = Bounds.of(self._room(request))
         try:
             with self._open(request) as response:
+                if response.http_response.status_code in (204, 205):
+                    raise self._faults.nothing(response.http_response.status_code)
                 draft.started = True
                 self._take(events(response.iter_bytes()), draft)
                 if getattr(response.http_response.stream, "cut", False):
@@ -159,6 +169,7 @@ class ApiModel(ABC):
             elif isinstance(value, dict):
                 if inside(value, "error") is not None:
                     raise self._faults.told(None, value, {}, draft)
+                draft.heard = True
                 self._hear(value, draft)
             else:
                 draft.repair("an event that is no object was passed over")

@@ -3,6 +3,7 @@ its reply was cut off, in other words when it declined."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 
@@ -142,8 +143,7 @@ class ModelClient:
         limit = self._reserve(model, request)
         begun_s = self._clock.now()
         try:
-            with self._clock.alarm(limit):
-                reply = model.ask(request)
+            reply = self._asked(model, request, limit)
         except BaseException as error:
             worst = self._budget.reserved(request.step)
             if worst is not None:
@@ -163,6 +163,19 @@ class ModelClient:
         finally:
             self._remember(model)
         return reply, self._clock.now() - begun_s
+
+    def _asked(self, model: Model, request: Request, limit: float | None) -> Reply:
+        """Ask within the time that there is. Without a ceiling a server still has an end: the HTTP
+        client alone would wait for ever while a byte of a header comes now and then."""
+        main = threading.current_thread() is threading.main_thread()  # alarms ring there alone
+        if limit is not None or not isinstance(model, ApiModel) or not main:
+            with self._clock.alarm(limit):
+                return model.ask(request)
+        try:
+            with self._clock.alarm(model.patience_s(request)):
+                return model.ask(request)
+        except TimeUp:
+            raise model.late(request) from None
 
     def _remember(self, model: Model) -> None:
         """Write down a limit that a server named, for this run and for the person who runs it."""

@@ -91,6 +91,22 @@ class Faults:
             received_characters=draft.characters if draft else 0,
         )
 
+    def nothing(self, status: int) -> UsageError:
+        """A success without a reply, of something that is no model's server."""
+        return UsageError(
+            f"the {self.entry.provider} server answered with HTTP {status}, which holds no reply",
+            f"set {self.entry.address_setting} to the address of an API; {_RESUME}",
+        )
+
+    def late(self, seconds: float) -> ModelError:
+        """The whole call took too long, although the server was never silent for long."""
+        return ModelError(
+            f"the {self.entry.provider} server took more than {seconds:.0f} s for one reply",
+            _RESUME,
+            trouble="timeout",
+            charged=True,
+        )
+
     def refused(self, error: GateError, draft: Draft) -> PatcherError:
         if error.web_page:
             return UsageError(

@@ -8,6 +8,7 @@ field alone and is told as a repair.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,17 +71,18 @@ class Cleaner:
         if len(key) < 8:
             return text
         length = max(8, (len(key) + 1) // 2)
-        spans = sorted(
-            (at, at + length)
-            for begin in range(len(key) - length + 1)
-            for at in _places(text, key[begin : begin + length])
-        )
+        parts = [key[begin : begin + length] for begin in range(len(key) - length + 1)]
+        if not any(part in text for part in parts):
+            return text
+        marks = bytearray(len(text))
+        for part in parts:
+            for at in _places(text, part):
+                marks[at : at + length] = b"\1" * length
         kept: list[str] = []
         done = 0
-        for start, end in spans:
-            if start > done or not kept:
-                kept.append(text[done:start] + "[key]")
-            done = max(done, end)
+        for span in re.finditer(b"\1+", marks):
+            kept.append(text[done : span.start()] + "[key]")
+            done = span.end()
         return "".join(kept) + text[done:]
 
 
@@ -102,6 +104,8 @@ class Draft:
     model: object = None
     stop: object = None
     refused: bool = False
+    heard: bool = False
+    """Whether anything came that is an event of a model's protocol, as far as its form goes."""
     started: bool = False
     """Whether the server began to answer."""
     ended: bool = False
@@ -150,9 +154,11 @@ class Draft:
             return "a part of it cannot be read"
         if self.ended or (self.too_long and self.characters and self.pieces):
             return ""
-        return (
-            "more came than a reply can hold" if self.too_long else "it ended before its last event"
-        )
+        if self.too_long:
+            return "more came than a reply can hold"
+        if not self.heard:
+            return "nothing in it is the protocol of a model"
+        return "it ended before its last event"
 
     def repair(self, what: str) -> None:
         """Note once how something was read that was not as it should be."""
@@ -210,6 +216,12 @@ def reply_of(
         price = prices(model)
         how = "at its own price" if price else "at the worst case, as its price is not known"
         draft.repair(f"{model} answered, where {asked} was asked: booked {how}")
+    said = "".join(draft.pieces)
+    text = clean.text(said)
+    if text != said.replace("\r\n", "\n"):
+        draft.repair("characters that no text should hold, or a key, were replaced in it")
+    if len(text) > TEXT_CHARACTERS:  # what is invisible takes more room once it is shown
+        text, draft.too_long = text[:TEXT_CHARACTERS], True
     stop = STOP_REASONS.get(draft.stop, "") if isinstance(draft.stop, str) else ""
     if draft.too_long:
         stop = "too_long"
@@ -221,10 +233,6 @@ def reply_of(
     elif not stop:
         stop = clean.line(draft.stop, NAME_LIMIT) or "unknown"
         draft.repair(f"its reason to stop is not known: {stop}")
-    said = "".join(draft.pieces)
-    text = clean.text(said)
-    if text != said.replace("\r\n", "\n"):
-        draft.repair("characters that no text should hold, or a key, were replaced in it")
     return Reply(
         text=text,
         model=model,

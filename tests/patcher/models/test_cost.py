@@ -102,8 +102,11 @@ class TestOnTheCommandLine:
             SOURCE.replace("#error", f"// {KEY}\n// {'x' * 3_000_000}\n#error"),
             "```cpp\n" + "[" * 200_000 + "\n```",
             "no code " * 100_000,
+            SOURCE.replace("Here", "<script>alert(1)</script> ../../../x.cpp").replace(
+                "does", "</pre><img src=x onerror=alert(1)>"
+            ),
         ],
-        ids=["surrogates", "giant", "deep", "prose"],
+        ids=["surrogates", "giant", "deep", "prose", "markup"],
     )
     def test_whatever_a_reply_holds_the_loop_goes_on(
         self, name: str, server: ApiServer, tmp_path: Path, text: str
@@ -119,6 +122,8 @@ class TestOnTheCommandLine:
         assert all(len(json.dumps(seen)) < 300_000 for seen in server.seen)
         for path in tmp_path.rglob("*"):
             assert path.is_dir() or KEY.encode() not in path.read_bytes()
+        for report in tmp_path.rglob("report.html"):
+            assert not re.search("<script>alert|<img src=x", report.read_text())
 
     def test_a_failing_server_is_no_verdict_and_the_run_goes_on(
         self, name: str, server: ApiServer, tmp_path: Path

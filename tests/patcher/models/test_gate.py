@@ -17,10 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_servers import APIS, KEY, Api, ApiServer, Item, Slept, serving
 
-from patcher.bench import PatcherError, UsageError
+from patcher.bench import Language, PatcherError, UsageError
 from patcher.models import ModelError, Reply, Request
+from patcher.models.api import ApiModel
 from patcher.models.budget import Budget
 from patcher.models.client import ModelClient
+from patcher.models.gate import TEXT_CHARACTERS
 from patcher.models.limits import smaller_room
 from patcher.prompting.extract import extract_source, unusable
 from patcher.runs.run import Run
@@ -213,6 +215,25 @@ class TestTexts:
             assert again.state.results
 
     @pytest.mark.parametrize(
+        ("flood", "start"),
+        [("\0" * BIG, "<U+0000><U+0000>"), (KEY * 50_000, "[key]"), (KEY + "x", "[key]x")],
+    )
+    def test_a_flood_of_what_is_replaced_is_bounded(
+        self, api: Api, server: ApiServer, run: Run, flood: str, start: str
+    ) -> None:
+        item = Item(b"".join(api.events(flood, tokens=(300, 32_000))))
+        reply = ask(run, api, server, item).right
+        assert reply.text.startswith(start)
+        assert len(reply.text) <= TEXT_CHARACTERS
+        assert (unusable(reply) is not None) == ("\0" in flood)
+
+    @pytest.mark.parametrize("line", ["```" + "a" * 900_000 + "`", " ~~~" + "~" * 900_000 + "a`"])
+    def test_a_long_line_takes_no_square_of_time(self, line: str) -> None:
+        """The patterns that look for blocks would not come back within hours."""
+        found = extract_source(line, Language.CPP, "x")
+        assert not isinstance(found, str)
+
+    @pytest.mark.parametrize(
         "name", [None, 42, [], KEY, "m" * BIG, ANSI, "other-model-9", "\ud800"]
     )
     def test_the_model_that_answered(
@@ -254,8 +275,6 @@ class TestTexts:
         assert asked.spent == 3 * asked.worst
 
     def test_a_source_without_room_in_a_prompt_is_a_failed_candidate(self) -> None:
-        from patcher.bench import Language
-
         found = extract_source("```cpp\n" + "x" * 70_000 + "\n```", Language.CPP, "x")
         assert not isinstance(found, str)
         assert "too long" in found.detail
@@ -295,19 +314,110 @@ class TestEvents:
         asked = ask(run, api, server, broken, backwards, api.reply())
         assert (asked.right.text, asked.asks) == ("Hello", 3)
 
-    def test_a_whole_reply_where_a_stream_was_asked_for(self, server: ApiServer, run: Run) -> None:
-        api = APIS["openai"]
-        message = {"role": "assistant", "content": "Hello"}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        usage = {"prompt_tokens": 300, "completion_tokens": 20}
-        body = {"model": api.model, "choices": [choice], "usage": usage}
+    def test_a_whole_reply_where_a_stream_was_asked_for(
+        self, api: Api, server: ApiServer, run: Run
+    ) -> None:
+        body: dict[str, Any] = {
+            "type": "message",
+            "model": api.model,
+            "content": [{"type": "text", "text": "Hello"}],
+            "stop_reason": "end_turn",
+            "usage": {"input_tokens": 300, "output_tokens": 20},
+        }
+        if api.name == "openai":
+            message = {"role": "assistant", "content": "Hello"}
+            body = {
+                "model": api.model,
+                "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+                "usage": {"prompt_tokens": 300, "completion_tokens": 20},
+            }
         asked = ask(run, api, server, Item(json.dumps(body).encode()))
         assert (asked.right.text, asked.spent) == ("Hello", 320)
+
+    def test_many_small_events(self, api: Api, server: ApiServer, run: Run) -> None:
+        at = {"anthropic": 6, "openai": 1}[api.name]
+        events = api.events("zz", tokens=(300, 10_001))
+        body = b"".join([*events[:at], *[events[at]] * 10_000, *events[at + 1 :]])
+        asked = ask(run, api, server, Item(body))
+        assert (asked.right.text, asked.spent) == ("z" * 10_001, 10_301)
 
     def test_a_compressed_reply_is_unpacked(self, api: Api, server: ApiServer, run: Run) -> None:
         packed = gzip.compress(b"".join(api.events()))
         asked = ask(run, api, server, Item(packed, headers={"content-encoding": "gzip"}))
         assert asked.right.text == "Hello"
+
+
+def becomes(anthropic: dict[str, Any], openai: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
+    """A change of every piece of text into something else."""
+
+    def change(event: dict[str, Any]) -> None:
+        if event.get("delta", {}).get("type") == "text_delta":
+            event["delta"] = anthropic
+        for choice in event.get("choices", ()):
+            if choice["delta"].get("content") is not None:
+                choice["delta"] = openai
+
+    return change
+
+
+class TestContents:
+    @pytest.mark.parametrize(
+        ("anthropic", "openai"),
+        [
+            ({"type": "text_delta", "text": ""}, {}),
+            ({"type": "text_delta", "text": 7}, {"content": 7}),
+            ({"type": "text_delta"}, {"content": {"text": "x"}}),
+            (
+                {"type": "input_json_delta", "partial_json": "{]]]"},
+                {"tool_calls": [{"index": 0, "function": {"name": "sh", "arguments": "{]]]"}}]},
+            ),
+            ({"type": "thinking_delta", "thinking": "hm"}, {"reasoning_content": "hm"}),
+        ],
+        ids=["empty", "number", "object", "tool", "thinking"],
+    )
+    def test_a_reply_without_text_is_a_failed_candidate(
+        self,
+        api: Api,
+        server: ApiServer,
+        run: Run,
+        anthropic: dict[str, Any],
+        openai: dict[str, Any],
+    ) -> None:
+        asked = ask(run, api, server, edited(api, becomes(anthropic, openai)))
+        assert (asked.right.text, asked.asks) == ("", 1)
+        failure = extract_source(asked.right.text, Language.CPP, "x")
+        assert not isinstance(failure, str)
+        assert failure.kind == "no_source"
+
+    def test_a_tool_call_beside_a_text_does_not_matter(
+        self, api: Api, server: ApiServer, run: Run
+    ) -> None:
+        reason = {"anthropic": "tool_use", "openai": "tool_calls"}[api.name]
+        reply = ask(run, api, server, edited(api, stopped(reason))).right
+        assert (reply.text, unusable(reply), reply.repairs) == ("Hello", None, ())
+
+    def test_a_paused_turn_is_not_judged(self, api: Api, server: ApiServer, run: Run) -> None:
+        reply = ask(run, api, server, edited(api, stopped("pause_turn"))).right
+        failure = unusable(reply)
+        assert failure is not None
+        assert failure.kind == "truncated"
+
+    def test_a_key_in_headers_and_ids_goes_nowhere(
+        self, api: Api, server: ApiServer, run: Run
+    ) -> None:
+        headers = {"request-id": KEY, "x-request-id": KEY, "set-cookie": f"k={KEY}"}
+
+        def change(event: dict[str, Any]) -> None:
+            event["id"] = KEY
+
+        item = edited(api, change)
+        assert ask(run, api, server, Item(item.body, headers=headers)).right.text == "Hello"
+
+    def test_the_last_of_two_equal_names_counts(
+        self, api: Api, server: ApiServer, run: Run
+    ) -> None:
+        body = b"".join(api.events()).replace(b'"model": "', b'"model": "x", "model": "')
+        assert ask(run, api, server, Item(body)).right.model == api.model
 
 
 def bomb() -> bytes:
@@ -323,10 +433,19 @@ class TestTheWire:
             (Item(b"<html>Log in</html>", headers={"content-type": "text/html"}), "web page", 1),
             (Item(b"null"), "broke off", 3),
             (Item(b""), "broke off", 3),
+            (Item(b"Service is down", headers={"content-type": "text/plain"}), "the protocol", 3),
             (Item(b"no gzip at all", headers={"content-encoding": "gzip"}), "compression", 3),
             (Item(b"x", headers={"content-encoding": "br"}), "not asked for", 3),
             (Item(bomb(), headers={"content-encoding": "gzip"}), "more came", 3),
             (Item(b"", raw=[b"SSH-2.0-OpenSSH_9.6\r\nbye\r\n"]), "no HTTP", 4),
+            (
+                Item(b"", raw=[b"HTTP/1.1 200 OK\r\n", *[b"x: %s\r\n" % (b"v" * 999)] * 999]),
+                "no HTTP",
+                4,
+            ),
+            (Item(b"", raw=[b"HTTP/1.1 200 OK\r\ncontent-length: -5\r\n\r\n"]), "no HTTP", 4),
+            (Item(b"", 302, {"location": "/elsewhere"}), "not followed", 1),
+            (Item(b"", 204), "HTTP 204", 1),
             (Item(b"", 307, {"location": f"http://localhost:1/{KEY}"}), "not followed", 1),
             (Item(b"<html>Bad gateway</html>", 502), "HTTP 502", 4),
             (Item(b'[{"error": 1}]', 500), "HTTP 500", 4),
@@ -351,6 +470,27 @@ class TestTheWire:
         assert server.sent < 60 * BIG
         assert asked.spent > asked.worst  # more came than was asked for
 
+    def test_a_body_that_ends_in_the_middle_of_a_chunk(
+        self, api: Api, server: ApiServer, run: Run
+    ) -> None:
+        half = b"".join(api.events()[:3])
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+        cut = b"transfer-encoding: chunked\r\n\r\n%x\r\n" % (len(half) + 500)
+        asked = ask(run, api, server, Item(b"", raw=[head + cut + half]), api.reply())
+        assert (asked.right.text, asked.asks) == ("Hello", 2)
+        assert asked.spent == asked.worst + 2300
+
+    def test_a_head_that_never_ends(
+        self, api: Api, server: ApiServer, run: Run, monkeypatch: Any
+    ) -> None:
+        """A byte now and then is no silence; the time alone is shortened here."""
+        monkeypatch.setattr(ApiModel, "patience_s", lambda self, request: 0.5)
+        drips = [Item(b"", raw=_dripping(server)) for _ in range(2)]
+        asked = ask(run, api, server, *drips)
+        assert asked.error is not None
+        assert "took more than" in asked.error.message
+        assert asked.spent == 2 * asked.worst
+
     def test_no_tls_there(self, api: Api, server: ApiServer, run: Run, monkeypatch: Any) -> None:
         address = server.url.replace("http:", "https:")
         monkeypatch.setenv(f"{api.name.upper()}_BASE_URL", address)
@@ -358,6 +498,12 @@ class TestTheWire:
         assert asked.error is not None
         assert "TLS" in asked.error.message
         assert asked.spent == 0
+
+
+def _dripping(server: ApiServer) -> Iterator[bytes]:
+    yield b"HTTP/1.1 200 OK\r\nx: "
+    while not server.over.wait(0.05):
+        yield b"v"
 
 
 def _endless(head: bytes, piece: bytes) -> Iterator[bytes]:
