@@ -195,11 +195,13 @@ class Counts:
             what = "cannot be true" if said_any else "are missing"
             draft.repair(f"its counts of tokens {what}: the worst case is booked")
             return Usage()
+        # providers charge up to twice the price of input for what they write to a cache
+        charged = given + (count(cached[0], 0, given) or 0)
         return Usage(
             input_tokens=given,
             output_tokens=written,
             cached_tokens=count(said.get("cached", cached[1]), 0, given),
-            cost_usd=price.cost_usd(given, written) if price else None,
+            cost_usd=price.cost_usd(charged, written) if price else None,
         )
 
 

@@ -23,7 +23,10 @@ from model_servers import APIS, KEY, Api
 from patcher.bench import PatcherError
 from patcher.models import Reply, Request
 from patcher.models.api import ApiModel
+from patcher.models.faults import message_of
 from patcher.models.gate import Draft
+from patcher.models.limits import LEAST_ROOM, smaller_room
+from patcher.models.retry import retry_after_s
 from patcher.models.wire import GateError, events, unpacked
 
 REQUEST = Request(step="op/0/ask", role="generate", system="s", prompt="p" * 900, max_tokens=4000)
@@ -75,6 +78,24 @@ def stream(rng: random.Random, api: Api) -> tuple[list[bytes], str]:
     return chunks, "gzip" if packed else ""
 
 
+def refusal(rng: random.Random, model: ApiModel) -> PatcherError:
+    """What is made of a damaged error."""
+    numbers = f"{rng.choice(ODD)} max_tokens {10 ** rng.randrange(30)} > {rng.randrange(9000)}"
+    body = APIS[model.entry.provider].fault(str(rng.choice(ODD)), numbers)
+    if places := _places(body):
+        for _ in range(rng.randrange(3)):
+            container, key = rng.choice(places)
+            container[key] = deepcopy(rng.choice(ODD))
+    wish = str(rng.choice((*ODD, "-7", "1e400", "Wed, 21 Oct 9999 07:28:00 GMT", "0.001")))
+    headers = {rng.choice(("retry-after", "retry-after-ms")): wish, "location": str(wish)}
+    room = smaller_room(message_of(body), 4000)
+    assert room is None or LEAST_ROOM <= room < 4000
+    wait = retry_after_s(headers)
+    assert wait is None or wait > 0
+    said: object = body if rng.random() < 0.9 else rng.choice(ODD)
+    return model._faults.told(rng.choice((None, 204, 302, 400, 401, 429, 500)), said, headers)
+
+
 @cache
 def _model(name: str) -> ApiModel:
     with patch.dict(os.environ, {"ANTHROPIC_API_KEY": KEY, "OPENAI_API_KEY": KEY}):
@@ -85,6 +106,9 @@ def check(seed: int) -> Reply | None:
     """Try one input: the reply that came of it, if one did."""
     rng = random.Random(seed)
     model = _model(rng.choice(sorted(APIS)))
+    if rng.random() < 0.1:
+        _clean_sentence(str(refusal(rng, model)), seed)
+        return None
     chunks, encoding = stream(rng, APIS[model.entry.provider])
     draft = Draft(model.name)
     try:

@@ -178,6 +178,24 @@ class TestCounts:
         assert Budget(run).account.unknown.tokens == asked.worst
         assert any("counts of tokens" in line for line in asked.said)
 
+    def test_a_cache_that_a_gateway_adds_is_counted_and_paid(
+        self, server: ApiServer, run: Run
+    ) -> None:
+        api = APIS["anthropic"]
+
+        def change(event: dict[str, Any]) -> None:
+            if event["type"] == "message_start":
+                event["message"]["usage"] |= {
+                    "cache_creation_input_tokens": 100,
+                    "cache_read_input_tokens": 40,
+                }
+
+        usage = ask(run, api, server, edited(api, change)).right.usage
+        price = api.open(server).entry.price
+        assert price
+        assert (usage.input_tokens, usage.cached_tokens) == (440, 40)
+        assert usage.cost_usd == pytest.approx(price.cost_usd(540, 2000))
+
     def test_a_giant_that_was_counted_is_booked_as_it_came(
         self, api: Api, server: ApiServer, run: Run
     ) -> None:
