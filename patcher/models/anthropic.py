@@ -75,6 +75,8 @@ class AnthropicModel(ApiModel):
             case "message_delta":
                 draft.stopped(inside(event, "delta", "stop_reason"))
                 self._count(event.get("usage"), draft)
+            case "message_stop":
+                draft.closed = draft.ended
             case "message":  # a whole reply: the server does not stream
                 draft.named(event.get("model"))
                 blocks = event.get("content")

@@ -23,6 +23,7 @@ QUIET_S = 300.0
 FILTERED = {"content_filter", "content_policy_violation", "invalid_prompt"}
 IMAGE_TOKENS = 10_000
 """More than an API charges for an image, whatever its size."""
+_AFTER_ITS_END = "the connection failed after its end"
 OVERHEAD_TOKENS = 500
 """More than a server wraps around a prompt."""
 
@@ -141,11 +142,15 @@ class ApiModel(ABC):
         except (PatcherError, self._sdk.APIStatusError):
             raise
         except GateError as error:
-            raise self._faults.refused(error, draft) from None
+            if not draft.whole:
+                raise self._faults.refused(error, draft) from None
+            draft.repair(_AFTER_ITS_END)
         except Exception as error:
             # What a broken server sends ends in whatever exception of the SDK or of its HTTP
             # client. From None: those of the SDK hold the request and its headers.
-            raise self._faults.lost(error, draft) from None
+            if not draft.whole:
+                raise self._faults.lost(error, draft) from None
+            draft.repair(_AFTER_ITS_END)
         return self._record(request, draft)
 
     def _record(self, request: Request, draft: Draft) -> Reply:
@@ -168,9 +173,14 @@ class ApiModel(ABC):
                 draft.holes = True
             elif isinstance(value, dict):
                 if inside(value, "error") is not None:
+                    if draft.whole:
+                        draft.repair("an error that came after its end was passed over")
+                        return
                     raise self._faults.told(None, value, {}, draft)
                 draft.heard = True
                 self._hear(value, draft)
+                if draft.closed:
+                    return
             else:
                 draft.repair("an event that is no object was passed over")
 

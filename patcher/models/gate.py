@@ -110,6 +110,8 @@ class Draft:
     """Whether the server began to answer."""
     ended: bool = False
     """Whether a reason to stop came."""
+    closed: bool = False
+    """Whether nothing more is to come."""
     too_long: bool = False
     holes: bool = False
     """Whether a part is lost: the rest must not be used."""
@@ -146,6 +148,11 @@ class Draft:
         """Why it ended."""
         if reason is not None:
             self.stop, self.ended = reason, True
+
+    @property
+    def whole(self) -> bool:
+        """Whether it can be used although its last bytes did not come."""
+        return self.ended and not self.holes
 
     @property
     def broken(self) -> str:

@@ -148,6 +148,8 @@ class TooLong:
 
 UNREADABLE = object()
 """In place of an event that is no JSON."""
+_END = object()
+"""The mark that ends a stream of OpenAI's: what comes after it is not waited for."""
 
 
 def events(chunks: Iterable[bytes]) -> Iterator[object]:
@@ -175,11 +177,15 @@ def events(chunks: Iterable[bytes]) -> Iterator[object]:
             if size <= EVENT_BYTES:
                 data.append(line[5:])
         elif not line and (data or size):
-            if (value := _value(b"\n".join(data), size)) is not None:
-                yield value
+            value = _value(b"\n".join(data), size)
+            if value is _END:
+                return
+            yield value
             data, size = [], 0
-    if (data or size) and (value := _value(b"\n".join(data), size)) not in (None, UNREADABLE):
-        yield value  # its blank line is missing
+    if data or size:  # its blank line is missing
+        value = _value(b"\n".join(data), size)
+        if value is not _END and value is not UNREADABLE:
+            yield value
 
 
 def _document(head: bytes, pieces: Iterator[bytes]) -> object:
@@ -189,7 +195,7 @@ def _document(head: bytes, pieces: Iterator[bytes]) -> object:
         if size <= EVENT_BYTES:
             held.append(piece)
     value = _value(b"".join(held), size)
-    return UNREADABLE if value is None else value
+    return UNREADABLE if value is None or value is _END else value
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[object]:
@@ -219,12 +225,12 @@ def _whole(held: list[bytes], size: int) -> Iterator[object]:
         yield from b"".join(held).removesuffix(b"\r").split(b"\r")
 
 
-def _value(data: bytes, size: int) -> object | None:
-    """The JSON value of an event; None for the mark that ends a stream of OpenAI's."""
+def _value(data: bytes, size: int) -> object:
+    """The JSON value of an event."""
     if size > EVENT_BYTES:
         return TooLong(size)
     if data.strip() == b"[DONE]":
-        return None
+        return _END
     try:
         value: object = json.loads(data.decode("utf-8", "replace"), parse_int=_whole_number)
     except (ValueError, RecursionError):

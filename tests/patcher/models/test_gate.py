@@ -82,7 +82,7 @@ class Asked:
         return self.reply
 
 
-def ask(run: Run, api: Api, server: ApiServer, *script: Item) -> Asked:
+def ask(run: Run, api: Api, server: ApiServer, *script: Item, step: str = REQUEST.step) -> Asked:
     """Ask as the loop does; what must hold of every answer is checked here."""
     server.script = list(script)
     said: list[str] = []
@@ -90,7 +90,7 @@ def ask(run: Run, api: Api, server: ApiServer, *script: Item) -> Asked:
     client = ModelClient(Budget(run), clock=Slept().clock, say=said.append)
     reply = error = None
     try:
-        reply = client.ask(model, REQUEST).reply
+        reply = client.ask(model, REQUEST.model_copy(update={"step": step})).reply
     except PatcherError as found:
         error = found
     shown = "\n".join([*said, error.message if error else "", error.hint if error else ""])
@@ -327,7 +327,7 @@ class TestEvents:
     ) -> None:
         deep = b"data: " + b"[" * 100_000 + b"\n\n"
         events = api.events()
-        broken = Item(b"".join([*events[:6], deep, *events[6:]]))
+        broken = Item(b"".join([*events[:3], deep, *events[3:]]))
         backwards = Item(b"".join(reversed(events)))
         asked = ask(run, api, server, broken, backwards, api.reply())
         assert (asked.right.text, asked.asks) == ("Hello", 3)
@@ -358,6 +358,20 @@ class TestEvents:
         body = b"".join([*events[:at], *[events[at]] * 10_000, *events[at + 1 :]])
         asked = ask(run, api, server, Item(body))
         assert (asked.right.text, asked.spent) == ("z" * 10_001, 10_301)
+
+    def test_what_comes_after_the_end_costs_no_reply(
+        self, api: Api, server: ApiServer, run: Run
+    ) -> None:
+        events = api.events()
+        late = [
+            Item(b"".join(events), then="silent"),
+            Item(b"".join(events[:-1]), then="reset"),
+            Item(b"".join([*events[:-1], api.error_event("overloaded_error", "no")])),
+        ]
+        for number, item in enumerate(late, 1):
+            asked = ask(run, api, server, item, step=f"op/{number}/ask-generate")
+            assert (asked.right.text, asked.asks) == ("Hello", number)
+            assert asked.spent == 2300 * number
 
     def test_a_compressed_reply_is_unpacked(self, api: Api, server: ApiServer, run: Run) -> None:
         packed = gzip.compress(b"".join(api.events()))
