@@ -173,9 +173,6 @@ class ApiModel(ABC):
                 draft.holes = True
             elif isinstance(value, dict):
                 if inside(value, "error") is not None:
-                    if draft.whole:
-                        draft.repair("an error that came after its end was passed over")
-                        return
                     raise self._faults.told(None, value, {}, draft)
                 draft.heard = True
                 self._hear(value, draft)

@@ -366,12 +366,14 @@ class TestEvents:
         late = [
             Item(b"".join(events), then="silent"),
             Item(b"".join(events[:-1]), then="reset"),
-            Item(b"".join([*events[:-1], api.error_event("overloaded_error", "no")])),
         ]
         for number, item in enumerate(late, 1):
             asked = ask(run, api, server, item, step=f"op/{number}/ask-generate")
             assert (asked.right.text, asked.asks) == ("Hello", number)
             assert asked.spent == 2300 * number
+        failed = Item(b"".join([*events[:-1], api.error_event("overloaded_error", "no")]))
+        asked = ask(run, api, server, failed, api.reply(), step="op/3/ask-generate")
+        assert asked.asks == 4
 
     def test_a_compressed_reply_is_unpacked(self, api: Api, server: ApiServer, run: Run) -> None:
         packed = gzip.compress(b"".join(api.events()))
