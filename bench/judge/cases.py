@@ -16,6 +16,7 @@ from patcher.bench.errors import UsageError
 from patcher.bench.judge import regimes
 from patcher.bench.judge.accuracy import FLUSHED, explain_mismatch, explain_touched
 from patcher.bench.judge.blob import Layout, Travel, Wanted, layout
+from patcher.bench.judge.drawn import drawn_points
 from patcher.bench.judge.numbers import numbers, stacked
 from patcher.bench.judge.placement import SHIFT, placements, strides_of
 from patcher.bench.ops.codes import nudge
@@ -66,8 +67,8 @@ class Secrets:
 
 
 def correctness_cases(op: Op, sweep: Sweep, draw: Secrets, rounds: int = 1) -> list[Case]:
-    """Every swept point, every regime, the hidden shapes in every dtype of the contract, and every
-    placement that it allows, in random order. `rounds` repeats them.
+    """Every swept point, every regime, the hidden shapes in every dtype of the contract, points
+    drawn anew, and every placement that it allows, in random order. `rounds` repeats them.
 
     Scalars vary too: some cases use another epsilon than the sweep's.
     """
@@ -89,19 +90,40 @@ def correctness_cases(op: Op, sweep: Sweep, draw: Secrets, rounds: int = 1) -> l
             for only in regimes.targets(op, regime):
                 # a constant tensor can give all outputs of a row one sum, which may be small by
                 # chance though its terms are not, so use many rows to know the size of sums
-                # chance while its terms are not: then many rows must say how large sums are
                 few, many = points[: len(points) // 2 + 1], points[len(points) // 2 :]
-                add(draw.random.choice(many if regime == "ones" else few), regime, only=only)
+                there = _holding(op, only, many if regime == "ones" else few, sweep)
+                add(draw.random.choice(there), regime, only=only)
         add(points[len(points) // 2], "normal", scalars=other)
         for index, shape in enumerate(op.contract.hidden):
             add(Point(axes=shape.axes, dtypes=sweep.dtypes), "normal")
             dtypes = choices[(index + turn) % len(choices)]
-            add(Point(axes=shape.axes, dtypes=dtypes), names[(index + turn) % len(names)])
+            add(Point(axes=shape.axes, dtypes=dtypes), draw.random.choice(names))
+        for index, point in enumerate(drawn_points(op.contract, sweep, draw.random)):
+            regime = draw.random.choice(names) if index % 2 else "normal"
+            add(point, regime, scalars=_drawn_scalars(op, draw) if index % 3 == 0 else served)
         for placed in placements(op):
             for point in (points[0], points[-1]):
                 add(point, "normal", placed=placed)
     draw.random.shuffle(cases)
     return cases
+
+
+def _drawn_scalars(op: Op, draw: Secrets) -> tuple[float, ...]:
+    """Scalars from a tenth to a hundred times those of the sweep; integers stay as they are."""
+    factor = math.exp(draw.random.uniform(math.log(0.1), math.log(100)))
+    scalars = op.contract.scalars
+    return tuple(each.value if each.type == "int" else each.value * factor for each in scalars)
+
+
+def _holding(op: Op, name: str, points: Sequence[Point], sweep: Sweep) -> Sequence[Point]:
+    """The points where a tensor has elements: those given, or else hidden shapes in the sweep's
+    dtypes. An optional tensor may be empty in a whole sweep."""
+    [tensor] = [each for each in op.contract.tensors if each.name == name]
+    hidden = [Point(axes=shape.axes, dtypes=sweep.dtypes) for shape in op.contract.hidden]
+    for some in (points, hidden):
+        if there := [each for each in some if math.prod(op.contract.shape(tensor, each))]:
+            return there
+    return points
 
 
 def shapes_tried(op: Op, sweep: Sweep) -> list[Point]:

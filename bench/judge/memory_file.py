@@ -11,10 +11,10 @@ CAPACITY = 1 << 30
 """Most bytes of inputs, or outputs, of one command; memory is allocated as it is written."""
 
 
-def memory_file(name: str) -> int:
+def memory_file(name: str, capacity: int = CAPACITY) -> int:
     """A descriptor of a file without a path that nobody can shrink under a reader."""
     descriptor = os.memfd_create(f"patcher-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, CAPACITY)
+    os.ftruncate(descriptor, capacity)
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     return descriptor

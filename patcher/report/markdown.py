@@ -105,6 +105,8 @@ def _sweep(report: Report) -> str:
         return ""
     baseline = plain(report.best.baseline or "the strongest baseline")
     blocks = [f"### Kernel: {code(report.best.op)} against {baseline}"]
+    if failed := report.best.failed_baselines:
+        blocks.append(f"Not against {plain(', '.join(failed))}, which failed on this machine.")
     for group in views.sweep_groups(report.best.timings):
         if group.fixed:
             blocks.append(plain(group.fixed))
