@@ -210,7 +210,7 @@ def _openai_events(
     ]
     if tokens:
         usage = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1]}
-        told.append({**common, "choices": [], "usage": {**usage, "total_tokens": sum(tokens)}})
+        told.append({**common, "choices": [], "usage": usage})
     return [*(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in told), b"data: [DONE]\n\n"]
 
 
