@@ -9,6 +9,7 @@ from patcher.hotspot.nsys import find_nsys, nsys_environment, nsys_finding
 from patcher.hotspot.profile import Gpu, Hotspot, KernelStat, Profile, ProfileWarning
 from patcher.hotspot.read import read
 from patcher.hotspot.roofline import Places
+from patcher.hotspot.shorten import shortened
 
 __all__ = [
     "NSYS_OPTIONS",
@@ -29,4 +30,5 @@ __all__ = [
     "nsys_environment",
     "nsys_finding",
     "read",
+    "shortened",
 ]

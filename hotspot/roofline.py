@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from patcher.bench import Op, PatcherError, Point, UsageError, presets
 from patcher.bench.engines.architecture import known_sizes
@@ -32,7 +33,9 @@ class ServedModel:
     axes: dict[str, int] | None = None
     """Sizes by the axis names of the op contracts; `tokens` is the batch of a decode step."""
     places: Places | None = None
-    """None: what the contracts name, since the model was not asked."""
+    """None: the model cannot be asked, only its name."""
+    name: str = field(default="", compare=False)
+    """As a person wrote it."""
 
     @classmethod
     def of(cls, model: str, batch: int | None = None, places: Places | None = None) -> ServedModel:
@@ -43,20 +46,35 @@ class ServedModel:
         batch = batch or (known.batch if known else None)
         tokens = {"tokens": batch} if batch else {}
         if known is None and places is None and not Path(model).exists():
-            return cls(axes=tokens or None)
+            return cls(axes=tokens or None, name=model)
         try:
             sizes = known_sizes(model)
         except PatcherError:  # an engine's own architecture, or a file that is no model
-            return cls(axes=tokens or None, places=places)
-        return cls(layers=sizes.layers or None, axes=tokens | sizes.axes(), places=places)
+            return cls(axes=tokens or None, places=places, name=model)
+        axes = tokens | sizes.axes()
+        return cls(layers=sizes.layers or None, axes=axes, places=places, name=model)
 
     def places_of(self, op: Op | None) -> tuple[tuple[str, ...], str]:
-        """See `Places`; nowhere without an op."""
+        """See `Places`; nowhere without an op. Where the model cannot be asked, a point that is
+        named for an architecture (`gpt_oss.router`) is only for models named so."""
         if op is None:
             return (), ""
         if self.places is not None:
             return self.places(op)
-        return tuple(f"{p.engine}: {p.point}" for p in op.contract.patch_points), ""
+        known = {preset.architecture for preset in presets().values()}
+        name, points, refusal = _bare(self.name), [], ""
+        for spec in op.contract.patch_points:
+            alone = spec.point.partition(".")[0]
+            if alone in known and _bare(alone) not in name:
+                refusal = f"{spec.point} is of {alone} alone"
+            else:
+                points.append(f"{spec.engine}: {spec.point}")
+        return tuple(points), "" if points else refusal
+
+
+def _bare(name: str) -> str:
+    """Lower-case letters and digits alone: `gptoss20b`."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 @dataclass(frozen=True)
@@ -102,18 +120,50 @@ def speed_of_light_ns(cost: LaunchCost, gpu: Gpu | None) -> float | None:
 
 def completed(gpu: Gpu | None) -> Gpu | None:
     """The GPU with missing peaks filled in from `gpus.toml`."""
+    row = _row(gpu)
+    if gpu is None or row is None:
+        return gpu
+    known = {"memory_bytes_per_s": row["memory_bytes_per_s"], "clock_hz": row["clock_hz"]}
+    missing = {key: value for key, value in known.items() if getattr(gpu, key) is None}
+    return gpu.model_copy(update=missing)
+
+
+def named_by_size(
+    name: str, multiprocessors: int | None, capability: str | None, memory: int | None
+) -> str:
+    """The name of a GPU that its driver leaves empty or general, by what it has.
+
+    Args:
+        name: as the source gives it.
+        multiprocessors: multiprocessors or compute units.
+        capability: compute capability; `9.4` is gfx942.
+        memory: bytes of device memory.
+    """
+    if name and not re.fullmatch(rules("gpus")["general_names"], name):
+        return name
+    for row in rules("gpus")["size"]:
+        if (
+            row["multiprocessors"] == multiprocessors
+            and row["compute_capability"] == capability
+            and memory is not None
+            and row["least_memory_bytes"] <= memory < row["most_memory_bytes"]
+        ):
+            return str(row["name"])
+    return name
+
+
+def _row(gpu: Gpu | None) -> dict[str, Any] | None:
     if gpu is None:
         return None
-    for row in rules("gpus")["gpu"]:
-        if re.search(row["name"], gpu.name):
-            known = {"memory_bytes_per_s": row["memory_bytes_per_s"], "clock_hz": row["clock_hz"]}
-            missing = {key: value for key, value in known.items() if getattr(gpu, key) is None}
-            return gpu.model_copy(update=missing)
-    return gpu
+    return next((row for row in rules("gpus")["gpu"] if re.search(row["name"], gpu.name)), None)
 
 
 def _tensor_flops(gpu: Gpu) -> float | None:
-    per_clock = rules("gpus")["tensor_flops_per_sm_and_clock"].get(gpu.compute_capability or "")
+    row = _row(gpu) or {}
+    per_clock = row.get("tensor_flops_per_sm_and_clock")
+    if per_clock is None and not row.get("amd"):
+        table = rules("gpus")["tensor_flops_per_sm_and_clock"]
+        per_clock = table.get(gpu.compute_capability or "")
     if per_clock is None or not gpu.multiprocessors or not gpu.clock_hz:
         return None
     return float(per_clock) * gpu.multiprocessors * gpu.clock_hz

@@ -59,13 +59,15 @@ def profile(
     ] = None,
     window: Annotated[
         str | None,
-        typer.Option(help="NVTX range to rank; `all` includes warm-up; default: steady steps."),
+        typer.Option(
+            help="Range or annotation to rank; `all` includes warm-up; default: steady steps."
+        ),
     ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Number of decode steps, where the source does not tell (a summary, --minus).",
+            help="Number of steps on each device, where the source does not tell or tells wrongly.",
         ),
     ] = None,
     force: Annotated[
@@ -95,6 +97,9 @@ def profile(
         int | None,
         typer.Option(help="Rows to print; default: those that cover 95 % of busy time.", min=1),
     ] = None,
+    wide: Annotated[
+        bool, typer.Option("--wide", help="Print all columns and kernel names in full.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Rank what decode spends its time in, with the gain that each row could give end to end.
@@ -105,7 +110,7 @@ def profile(
     from patcher.hotspot import compare, read
     from patcher.hotspot.read import UNNAMED
     from patcher.places import places_in
-    from patcher.show.profile import compare_table, profile_tables
+    from patcher.show.profile import compare_table, profile_tables, wide_columns
 
     output = Output(as_json)
     if patches and (source or compare_files):
@@ -156,7 +161,9 @@ def profile(
         except OSError as error:
             message = f"cannot write the plot to {plot_file}: {error.strerror}"
             raise UsageError(message, "give a file in a folder that exists") from error
-    output.emit(found, *profile_tables(found, top))
+    if wide:
+        output.out.width = max(output.out.width, wide_columns(found))
+    output.emit(found, *profile_tables(found, top, wide))
     if plot_file is not None and not as_json:
         output.err.print(f"drawn: {plot_file}", highlight=False)
     return 0
