@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import lzma
 import sqlite3
 from collections import defaultdict
 from pathlib import Path
@@ -11,22 +9,14 @@ from statistics import median
 
 import numpy as np
 import pytest
+from nsys_sample import content
 
 from patcher import bench
 from patcher.hotspot.readers.summary import read_summary
 from patcher.hotspot.recording import Recording, SummaryRow
 
-DATA = Path(__file__).parents[1] / "data/nsys"
 Times = dict[str, list[tuple[int, int]]]
 """Start and end of the launches of each kernel."""
-
-
-def content(name: str) -> str:
-    path = DATA / name
-    raw = (
-        path.read_bytes() if path.exists() else gzip.decompress((DATA / f"{name}.gz").read_bytes())
-    )
-    return raw.decode("utf-8")
 
 
 def recorded(name: str) -> Recording:
@@ -38,12 +28,10 @@ def kinds(recording: Recording) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def databases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, sqlite3.Connection]:
-    found = {}
-    for name in ("h", "n"):
-        path = tmp_path_factory.mktemp("databases") / f"{name}.sqlite"
-        path.write_bytes(lzma.decompress((DATA / f"golden/{name}.sqlite.xz").read_bytes()))
-        found[name] = sqlite3.connect(path)
+def databases() -> dict[str, sqlite3.Connection]:
+    found = {name: sqlite3.connect(":memory:") for name in ("h", "n")}
+    for name, database in found.items():
+        database.executescript(content(f"golden/{name}.sql"))
     return found
 
 

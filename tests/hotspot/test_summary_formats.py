@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import html
 import io
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nsys_sample import content
 
 from patcher import bench
 from patcher.hotspot.readers.summary import read_summary
 from patcher.hotspot.readers.tables import tables
 from patcher.hotspot.recording import SummaryRow
-
-DATA = Path(__file__).parents[1] / "data/nsys"
-
-
-def content(name: str) -> str:
-    path = DATA / name
-    raw = (
-        path.read_bytes() if path.exists() else gzip.decompress((DATA / f"{name}.gz").read_bytes())
-    )
-    return raw.decode("utf-8")
-
 
 HEAD = "Time (%),Total Time (ns),Instances,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns)"
 PLANTED = (

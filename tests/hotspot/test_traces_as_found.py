@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from nsys_sample import content
 
 from patcher.hotspot import Profile, read
 from patcher.hotspot.profile import Hotspot
@@ -95,7 +96,9 @@ def test_a_step_owns_what_autograds_thread_launched() -> None:
 
 
 def test_a_summary_beside_calls_that_take_longer(tmp_path: Path) -> None:
-    profile = read(plain(DATA / "nsys/text/launch_bound_2026.1.1.md.gz", tmp_path))
+    path = tmp_path / "launch_bound.md"
+    path.write_text(content("text/launch_bound_2026.1.1.md"), encoding="utf-8")
+    profile = read(path)
     assert profile.ceiling_of == "kernel time"
     assert profile.hotspots[0].ceiling_pct == pytest.approx(26.2, abs=0.1)
     [warning] = [w for w in profile.warnings if w.kind == "host_bound"]

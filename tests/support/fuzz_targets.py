@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import importlib
-import lzma
 import os
 import pkgutil
 import random
@@ -20,9 +19,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from nsys_sample import ARCHIVE, printed
+
 from patcher.bench import PatcherError
 
 DATA = Path(__file__).parents[1] / "data"
+NAMES = DATA / "nsys/kernel_names.txt.gz"
 SECONDS = 1.0
 """Processor time that no input may take."""
 MOST_BYTES = 200_000
@@ -114,7 +116,7 @@ def seeds(target: str) -> list[bytes]:
 
 def _files(target: str) -> Iterator[tuple[Path, bytes]]:
     if target == "names":
-        text = gzip.decompress((DATA / "nsys/kernel_names.txt.gz").read_bytes())
+        text = gzip.decompress(NAMES.read_bytes())
         yield from ((DATA, line) for line in text.split(b"\n"))
         return
     folders = {"summary": "nsys", "sqlite": "nsys", "ncu": "ncu", "parquet": "parquet"}
@@ -122,11 +124,12 @@ def _files(target: str) -> Iterator[tuple[Path, bytes]]:
         content = path.read_bytes()
         if path.suffix == ".gz" and target != "kineto-gz":
             content = gzip.decompress(content)
-        elif path.suffix == ".xz":
-            content = lzma.decompress(content)
         is_database = content.startswith(b"SQLite format 3\0")
-        if is_database == (target == "sqlite") and path.name != "kernel_names.txt.gz":
+        if is_database == (target == "sqlite") and path not in (ARCHIVE, NAMES):
             yield path, content
+    if target == "summary":
+        printed_files = (item for item in printed().items() if not item[0].endswith(".sql"))
+        yield from ((DATA / name, content) for name, content in printed_files)
 
 
 _scratch = tempfile.TemporaryDirectory(prefix="patcher-fuzz-")
