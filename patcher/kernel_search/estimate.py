@@ -22,7 +22,7 @@ LATER_PROMPT = 2.0
 USED_ROOM = 0.25
 """The part of its room that a reply takes, thinking included: an assumption."""
 JUDGE_S = 36.0
-"""Of one judgement on a GPU: the median of `bench/results/h200-transformers/evaluate-*.json`."""
+"""Of one judgement on a GPU: the median of `bench/results/h200-transformers/evaluate-*.json.xz`."""
 
 
 class Figure(Record):

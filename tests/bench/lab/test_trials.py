@@ -267,7 +267,7 @@ def test_what_is_no_record_is_told(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["h200-capped", "h200-order"])
 def test_the_verdicts_of_the_evidence_are_those_of_its_windows(name: str) -> None:
     folder = Path(__file__).parents[3] / "bench" / "results" / "verdict-trials"
-    shown = json.loads((folder / f"{name}.json").read_text())
+    shown = json.loads(bench.content(folder / f"{name}.json.xz"))
     with lzma.open(folder / f"{name}.trials.jsonl.xz", "rt") as file:
         taken = [VerdictTrial.model_validate_json(line) for line in file]
     kept = folder / f"{name}.repeats.jsonl"

@@ -11,9 +11,9 @@
 //   the wait for that kernel.
 // Made by: hand.
 // Figures: NVIDIA H200, geometric means, bench/results/h200-transformers: sweep bf16 1.11x against
-//   flashinfer, 1.09x to 1.14x at tokens 1 to 128 (evaluate-cuda_row-bf16.json); sweep
+//   flashinfer, 1.09x to 1.14x at tokens 1 to 128 (evaluate-cuda_row-bf16.json.xz); sweep
 //   bf16-fp32-weight 1.80x against torch.compile, 1.39x to 2.01x at tokens 1 to 128
-//   (evaluate-cuda_row-bf16-fp32-weight.json).
+//   (evaluate-cuda_row-bf16-fp32-weight.json.xz).
 // Digest: 42861d227fd6ebcb838178ef344dd5b1f73399e2d425c93d2d9797bb26c54437
 
 // fused_add_rms_norm(input[T: tokens, hidden], residual[T: tokens, hidden], weight[W: hidden], epsilon)

@@ -9,9 +9,9 @@
 #   dtypes.
 # Made by: hand.
 # Figures: NVIDIA H200, geometric means, bench/results/h200-transformers: sweep bf16 0.96x against
-#   flashinfer, 0.94x to 0.98x at tokens 1 to 128 (evaluate-triton_row-bf16.json); sweep
+#   flashinfer, 0.94x to 0.98x at tokens 1 to 128 (evaluate-triton_row-bf16.json.xz); sweep
 #   bf16-fp32-weight 1.40x against torch.compile, 1.21x to 1.52x at tokens 1 to 128
-#   (evaluate-triton_row-bf16-fp32-weight.json).
+#   (evaluate-triton_row-bf16-fp32-weight.json.xz).
 # Digest: cb9abb71d1ca8cec12f926c999d0d1fa95447a9c3012026cfc6222161f088c18
 
 """fused_add_rms_norm(input[T: tokens, hidden], residual[T: tokens, hidden], weight[W: hidden],
