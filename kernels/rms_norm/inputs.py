@@ -25,7 +25,7 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
         ValueError: unknown regime.
     """
     device = generator.device
-    shape = (point.axes["rows"], point.axes["hidden"])
+    shape = (point.axes["tokens"], point.axes["hidden"])
     dtype, weight_dtype = (getattr(torch, point.dtypes[symbol]) for symbol in ("T", "W"))
     rows = torch.randn(shape, generator=generator, device=device)
     weight = 1.0 + 0.25 * torch.randn(shape[1], generator=generator, device=device)

@@ -10,9 +10,9 @@ def reference(input: Tensor, weight: Tensor, output: Tensor, epsilon: float) -> 
     """float64 values of what the contract says is written.
 
     Args:
-        input: [rows, hidden], any float dtype.
+        input: [tokens, hidden], any float dtype.
         weight: [hidden], any float dtype.
-        output: [rows, hidden], not read.
+        output: [tokens, hidden], not read.
         epsilon: added to the mean square.
     """
     wide = input.double()

@@ -42,7 +42,7 @@ from patcher.bench.runner.loading import load
 
 NAMES = (
     *("decode_attention", "linear", "moe_finalize", "moe_reduce", "moe_route", "moe_topk"),
-    *("reduce_add_rms_norm", "rope", "rope_kv_update"),
+    *("reduce_add_rms_norm", "rms_norm", "rope", "rope_kv_update"),
 )
 OPS = {name: bench.load_op(name) for name in NAMES}
 SOLUTIONS = {
@@ -154,7 +154,8 @@ def test_the_planted_control_is_told_from_the_honest_baseline(name: str) -> None
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "moe_topk"])
 def test_gpu_baselines_say_why_they_do_not_run_here(name: str) -> None:
-    for baseline in set(OPS[name].baselines) - {"torch.compile", "eager", "transformers"}:
+    anywhere = {"torch", "torch.compile", "eager", "transformers"}
+    for baseline in set(OPS[name].baselines) - anywhere:
         with pytest.raises(ImportError, match="CUDA device"):
             OPS[name].baselines[baseline]("cpu")
 
@@ -257,6 +258,8 @@ WRONG = {
         "term.masked_fill((chosen < 0).unsqueeze(1), 0.0)",
         "term * (chosen >= 0).unsqueeze(1)",
     ),
+    # not squared
+    "rms_norm": ("wide.pow(2).mean", "wide.abs().mean"),
     # turned the other way
     "rope": ("second * cos + first * sin", "second * cos - first * sin"),
     # padding is written to the last place

@@ -1,6 +1,6 @@
 # Op: rms_norm: output = input / sqrt(mean(input^2) + epsilon) * weight for each row; arithmetic in
 #   float32.
-# Arguments: input[T: rows, hidden], weight[W: hidden], output[T: rows, hidden], epsilon; T:
+# Arguments: input[T: tokens, hidden], weight[W: hidden], output[T: tokens, hidden], epsilon; T:
 #   bfloat16 or float16 or float32; W: T or float32
 # Writes: output
 # Needs: PyTorch alone; shipped for the CPU; any size.
