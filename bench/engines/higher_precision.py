@@ -30,26 +30,37 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @contextmanager
 def upcast_in_turn(modules: list[torch.nn.Module], wide: torch.dtype) -> Iterator[None]:
-    """Hold each module in `wide` only while it runs, which takes more memory for one block only."""
+    """Hold each module in `wide` only while it runs, which takes more memory for one block only.
+    Afterwards it is as before, even if its forward raises.
+    """
     handles = []
-    before: dict[int, dict[str, torch.Tensor]] = {}
+    before: dict[int, tuple[dict[str, torch.Tensor], dict[str, torch.dtype]]] = {}
 
     def widen(module: Any, _args: Any) -> None:
-        before[id(module)] = {name: p.data for name, p in module.named_parameters()}
+        values = {name: parameter.data for name, parameter in module.named_parameters()}
+        before[id(module)] = values, {name: each.dtype for name, each in module.named_buffers()}
         module.to(wide)
 
-    def narrow(module: Any, _args: Any, _output: Any) -> None:
-        narrow_ones = before.pop(id(module))
+    def narrow(module: Any, *_: Any) -> None:
+        values, dtypes = before.pop(id(module))
         for name, parameter in module.named_parameters():
-            parameter.data = narrow_ones[name]
+            parameter.data = values[name]
+        for name, buffer in module.named_buffers():  # a forward may have written to it
+            buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
 
     for module in modules:
-        handles += [module.register_forward_pre_hook(widen), module.register_forward_hook(narrow)]
+        handles += [
+            module.register_forward_pre_hook(widen),
+            module.register_forward_hook(narrow, always_call=True),
+        ]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+        for module in modules:
+            if id(module) in before:  # another hook raised before its forward
+                narrow(module)
 
 
 @contextmanager

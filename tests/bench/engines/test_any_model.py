@@ -111,10 +111,15 @@ def multimodal(folder: Path) -> str:
     return str(folder)
 
 
+def values_of(engine: TransformersEngine) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from engine.model.named_parameters()
+    yield from engine.model.named_buffers()
+
+
 def serves(model: str, experts: bool) -> None:
     """It decodes what its logits say, from the seed, and the reference is near and finer."""
     engine = TransformersEngine(workload(model))
-    before = {name: each.clone() for name, each in engine.model.named_parameters()}
+    before = {name: each.clone() for name, each in values_of(engine)}
     prompts = engine.prompts(1)
     tokens = engine.generate(prompts, 4).tokens
     whole = torch.cat([prompts, tokens], 1)
@@ -127,7 +132,8 @@ def serves(model: str, experts: bool) -> None:
     assert how == "float64 upcast of the same weights"
     off = (wide[:, prompts.shape[1] - 1 : -1] - logits).abs().max()
     assert off < 1e-3 * logits.abs().max()
-    assert all(each.equal(before[name]) for name, each in engine.model.named_parameters())
+    assert all(each.equal(before[name]) for name, each in values_of(engine))
+    assert all(each.dtype is before[name].dtype for name, each in values_of(engine))
     assert {each.dtype for each in engine.model.parameters()} == {torch.float32}
     entropy = engine.routing_entropy_pct(prompts, 3)
     assert (entropy is not None) == experts
