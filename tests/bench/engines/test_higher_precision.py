@@ -68,7 +68,8 @@ def test_a_hook_of_others_that_raises_leaves_no_wide_block() -> None:
 
     block = Block()
     before = state([block])
-    with pytest.raises(RuntimeError, match="before the"), upcast_in_turn([block], torch.float64):
+    with upcast_in_turn([block], torch.float64):
         block.register_forward_pre_hook(stop)
-        block(torch.ones(1, 4, dtype=torch.float64))
+        with pytest.raises(RuntimeError, match="before the"):
+            block(torch.ones(1, 4))
     assert state([block]) == before
