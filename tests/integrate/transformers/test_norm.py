@@ -10,7 +10,7 @@ import transformers
 from transformers_sample import inside, original_kernel
 
 from patcher.bench import VerificationError, load_op
-from patcher.hotspot.rank import _covering
+from patcher.hotspot.rows import _covering
 from patcher.integrate.transformers.norm import RmsNorms
 
 SIZES = {
