@@ -1,4 +1,6 @@
-"""Plausibility checks of times, against single calls, the machine's floor and the judge's clock.
+"""Blocks of timed calls: what a measurement says, and whether its times are plausible.
+
+They are held against calls by themselves, the machine's floor and the judge's clock.
 
 On a CPU the times are the judge's own. On CUDA the candidate shares its process with the events
 that time it. Its times are therefore checked against something it cannot forge: when the judge
@@ -132,6 +134,23 @@ def suspicious(
                 f"{claimed:.3g} us: work is shared between calls"
             )
     return None
+
+
+def hidden_paid(ours: Sequence[TimedBlock], theirs: Sequence[TimedBlock]) -> list[TimedBlock]:
+    """CUDA: the candidate's blocks, with what the judge's clock saw and their times leave out.
+
+    It is the mean over the blocks, beyond what the baseline's leave out; nothing where noise may be
+    the reason. So a clock that is true in some blocks gains nothing in the others.
+    """
+    usual = statistics.median(block.hidden_us for block in theirs)
+    more = [(block.hidden_us - usual) / block.calls for block in ours]
+    if hodges_lehmann(more).low <= 0:
+        return list(ours)
+    mean = statistics.fmean(more)
+    return [
+        TimedBlock([time + mean for time in block.times_us], block.calls, block.wall_us)
+        for block in ours
+    ]
 
 
 def shared_us(
