@@ -10,6 +10,7 @@ from patcher.hotspot.profile import Gpu, Hotspot, KernelStat, Profile, ProfileWa
 from patcher.hotspot.read import read
 from patcher.hotspot.roofline import Places
 from patcher.hotspot.shorten import shortened
+from patcher.hotspot.step_record import StepLedger
 
 __all__ = [
     "NSYS_OPTIONS",
@@ -21,6 +22,7 @@ __all__ = [
     "Profile",
     "ProfileComparison",
     "ProfileWarning",
+    "StepLedger",
     "capture",
     "classify",
     "compare",

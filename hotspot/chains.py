@@ -102,7 +102,7 @@ def _kinds(sequences: Sequence[Codes]) -> Integers:
 
 def find_chains(places: Sequence[Place], texts: Sequence[str]) -> list[Chain]:
     """Chains that run at least twice in a step, in order of decreasing time."""
-    kinds = [_kind(place, texts[place.name]) for place in places]
+    kinds = [small_operation(place.mean_ns, texts[place.name]) for place in places]
     candidates: dict[tuple[str, ...], list[tuple[int, int]]] = {}
     begin = 0
     for index in range(len(places) + 1):
@@ -134,11 +134,11 @@ def _without_repeats(items: Sequence[str]) -> list[str]:
     return [item for i, item in enumerate(items) if i == 0 or items[i - 1] != item]
 
 
-def _kind(place: Place, text: str) -> str | None:
+def small_operation(mean_ns: float, text: str) -> str | None:
     """The operation of a small kernel; None for one that ends a chain."""
     operation = classify(text)[1]
     limits = rules("advice")["chains"]
-    if place.mean_ns > 1e3 * limits["small_us"]:
+    if mean_ns > 1e3 * limits["small_us"]:
         return None
     if operation in limits["breaks"] and not re.search(limits["auxiliary"], text[:4000]):
         return None

@@ -8,6 +8,7 @@ from pydantic import AliasChoices, Field
 
 from patcher.bench import SCHEMA_VERSION, Record
 from patcher.hotspot.marks import Phase
+from patcher.hotspot.step_record import StepLedger
 
 Triage = Literal["replace", "fuse", "closed", "configuration", "leave"]
 """What to do about a row. `closed`: the kernel has no public source, so replace the call.
@@ -251,3 +252,5 @@ class Profile(Record):
     """What ceilings are gains in."""
     devices: tuple[DeviceProfile, ...] = ()
     """Each device by itself; empty if there is only one. The other fields add them up."""
+    ledger: StepLedger | None = None
+    """A step against the floor of its model, if it was asked for."""

@@ -113,7 +113,7 @@ def speed_of_light_ns(cost: LaunchCost, gpu: Gpu | None) -> float | None:
     times = []
     if cost.bytes and gpu.memory_bytes_per_s:
         times.append(1e9 * cost.bytes / gpu.memory_bytes_per_s)
-    if cost.flops and (peak := _tensor_flops(gpu)):
+    if cost.flops and (peak := tensor_flops(gpu)):
         times.append(1e9 * cost.flops / peak)
     return max(times, default=None)
 
@@ -158,7 +158,35 @@ def _row(gpu: Gpu | None) -> dict[str, Any] | None:
     return next((row for row in rules("gpus")["gpu"] if re.search(row["name"], gpu.name)), None)
 
 
-def _tensor_flops(gpu: Gpu) -> float | None:
+@dataclass(frozen=True)
+class CopyRate:
+    """What a GPU's memory gives to a kernel, and how that is known."""
+
+    bytes_per_s: float
+    source: str
+
+
+def copy_rate(gpu: Gpu | None) -> CopyRate | None:
+    """The rate that a copy reaches; else the peak of the data sheet or driver, which none reaches.
+
+    A rate in `gpus.toml` comes before one that was measured here, so that ledgers compare.
+    """
+    row, known = _row(gpu) or {}, completed(gpu)
+    if known is None:
+        return None
+    if "copied_bytes_per_s" in row:
+        return CopyRate(float(row["copied_bytes_per_s"]), "reached by a copy, by gpus.toml")
+    from patcher.bench.judge.ceilings import remembered_ceilings
+
+    if (here := remembered_ceilings(known.name)) is not None:
+        return CopyRate(1e9 * here.memory_gb_s, "reached by a copy on this machine")
+    if known.memory_bytes_per_s:
+        return CopyRate(known.memory_bytes_per_s, "the peak, since no copy was measured")
+    return None
+
+
+def tensor_flops(gpu: Gpu) -> float | None:
+    """Dense operations per second in 16 bits; None if the GPU is not known well enough."""
     row = _row(gpu) or {}
     per_clock = row.get("tensor_flops_per_sm_and_clock")
     if per_clock is None and not row.get("amd"):

@@ -10,7 +10,7 @@ from typing import Any
 
 @cache
 def rules(name: str) -> dict[str, Any]:
-    """The contents of `families.toml`, `advice.toml` or `gpus.toml`, by name without suffix."""
+    """The contents of a TOML file of this folder, by its name without suffix."""
     return tomllib.loads(
         resources.files("patcher.hotspot").joinpath(f"{name}.toml").read_text("utf-8")
     )

@@ -49,6 +49,7 @@ from patcher.judges import LOCAL, exchange_folder
 from patcher.judges.languages import judge_device_kind, require_here, require_sense
 from patcher.kernel_search.context import MACHINE_INDEPENDENT, run_levers
 from patcher.kernel_search.stage import require_models, search_kernel
+from patcher.ledgers import with_ledger_if_known
 from patcher.levers.load import load_levers
 from patcher.places import places_in, require_some_place
 from patcher.plan import DEMO as DEMO
@@ -92,6 +93,7 @@ def start(
     if profile_file is not None and workload is not None:
         places = places_in(workload.model, workload.engine)
         profile = read(profile_file, workload.model, places=places)
+        profile = with_ledger_if_known(profile, workload)
         plan = plan.model_copy(update={"profile_file": profile_file.name})
     _require_start(plan, workload, settings.judge, profile)
     run = Run.create(
@@ -250,7 +252,8 @@ def _profile(run: Run, plan: RunPlan, workload: Workload, report: Report) -> Pro
     # a report of nsys names the host and its folders: only what is ranked goes into the run
     with tempfile.TemporaryDirectory() as scratch:
         places = places_in(workload.model, workload.engine)
-        return capture(workload, Path(scratch), places=places)
+        profile = capture(workload, Path(scratch), places=places)
+    return with_ledger_if_known(profile, workload)
 
 
 def _first_covered(profile: Profile, workload: Workload) -> str:

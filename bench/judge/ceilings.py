@@ -71,6 +71,18 @@ def ceilings(device: str, threads: int | None = None) -> Ceilings:
     return remembered(path, Ceilings, lambda: _measured(device, threads))
 
 
+def remembered_ceilings(name: str) -> Ceilings | None:
+    """The ceilings of a device of that name, if they were measured on this machine."""
+    for path in sorted((cache_root() / "ceilings").glob(f"{METHOD}-*.json")):
+        try:
+            found = Ceilings.model_validate_json(path.read_bytes())
+        except (OSError, ValueError):  # another process writes it
+            continue
+        if found.device == name:
+            return found
+    return None
+
+
 def _measured(device: str, threads: int | None) -> Ceilings:
     import torch
 
@@ -171,4 +183,4 @@ def seconds_of(function: Callable[[], Any], device: str) -> float:
             return min(runs)
 
 
-__all__ = ("SLACK", "Ceilings", "ceilings", "seconds_of", "seconds_of_each")
+__all__ = ("SLACK", "Ceilings", "ceilings", "remembered_ceilings", "seconds_of", "seconds_of_each")

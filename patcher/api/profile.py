@@ -23,6 +23,7 @@ from patcher.bench import (
 from patcher.extras import names_its_extra
 from patcher.hotspot import Hotspot, KernelStat, Profile, capture, read
 from patcher.hotspot.read import UNNAMED
+from patcher.ledgers import with_ledger, with_ledger_of
 from patcher.places import places_in
 
 if TYPE_CHECKING:
@@ -116,6 +117,8 @@ def profile(
     ncu: FilePath | None = None,
     steps: Count | None = None,
     force: bool = False,
+    ledger: bool = False,
+    gpu: str | None = None,
     engine: str = "transformers",
     device: str | None = None,
     batch: Count | None = None,
@@ -140,6 +143,9 @@ def profile(
         ncu: Nsight Compute's counters for the same kernels: a report, or its csv.
         steps: decode steps in the file, where it cannot tell.
         force: rank a trace that hides kernels, under a warning.
+        ledger: also compare a decode step with the least that the model needs, as `ledger` of the
+            result.
+        gpu: the GPU of a file that does not name it, for the ledger.
         engine: the engine that runs the model, to capture.
         device: `cpu` or `cuda`, to capture; by default CUDA where there is one.
         batch: sequences in a decode step; the preset's by default.
@@ -176,8 +182,12 @@ def profile(
         "keep": keep,
         "patches": patches or None,
     }
+    if gpu is not None and not (ledger and source):
+        raise UsageError("gpu names the GPU of a file, for its ledger", "add ledger=True")
     with progress_bar(progress) as report:
         if source is not None:
+            if ledger:  # which counts with the prompt of a file
+                captures.pop("input_len")
             if wrong := [name for name, value in captures.items() if value is not None]:
                 raise UsageError(
                     f"{wrong[0]} applies only to a capture", "leave it out, or leave source out"
@@ -199,6 +209,10 @@ def profile(
                 force=force,
                 places=None if model is None else places_in(model),
             )
+            if ledger:
+                if model is None:
+                    raise UsageError("a ledger needs the model's sizes", "name the model")
+                found = with_ledger(found, model, batch=batch, context=input_len, gpu=gpu)
             return _result(found)
         if model is None:
             raise UsageError("nothing to profile", "give a file, or model= to capture")
@@ -211,6 +225,8 @@ def profile(
         )
         folder = None if keep is None else Path(keep)
         found, _ = capture_here(workload, folder, [Path(one) for one in as_paths(patches)], report)
+        if ledger:
+            found = with_ledger_of(found, workload)
         return _result(found)
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # every other command starts without the readers
     "patcher profile gpt-oss-20b --from decode.nsys-rep --ncu counters.ncu-rep",
     "patcher profile gpt-oss-20b --from kernels.csv --json",
     "patcher profile gpt-oss-20b --from run.sqlite --window decode",
+    "patcher profile gpt-oss-20b --from decode.sqlite --ledger   (against the floor)",
     "patcher profile gpt-oss-20b --from tokens512.csv --minus tokens256.csv --steps 256",
     "patcher profile --compare stock.sqlite patched.sqlite",
     "patcher profile gpt-oss-20b --batch 8 --input-len 1024   (captures, on a GPU host)",
@@ -76,6 +77,18 @@ def profile(
     plot_file: Annotated[
         Path | None, typer.Option("--plot", help="Draw one decode step and the ranking (SVG).")
     ] = None,
+    ledger: Annotated[
+        bool,
+        typer.Option(
+            "--ledger",
+            help="Compare a decode step with the least that the model needs: floor, time and gap "
+            "of each role; of each kernel, whether it could be faster or fused.",
+        ),
+    ] = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="The GPU of a file that does not name it, for --ledger: H200."),
+    ] = None,
     engine: Engine = "transformers",
     device: Device = None,
     batch: Batch = None,
@@ -109,14 +122,18 @@ def profile(
     """
     from patcher.hotspot import compare, read
     from patcher.hotspot.read import UNNAMED
+    from patcher.ledgers import with_ledger, with_ledger_of
     from patcher.places import places_in
     from patcher.show.profile import compare_table, profile_tables, wide_columns
+    from patcher.show.step_ledger import ledger_tables
 
     output = Output(as_json)
     if patches and (source or compare_files):
         raise UsageError("--patch applies only to a capture", "leave out --from and --compare")
+    if gpu and not (ledger and source):
+        raise UsageError("--gpu names the GPU of a file, for its ledger", "add --from and --ledger")
     if compare_files is not None:
-        if source or minus or plot_file:
+        if source or minus or plot_file or ledger:
             raise UsageError("--compare takes two files and no other", "leave the others out")
         before, after = (
             read(path, model or UNNAMED, window=window, batch=batch, force=force)
@@ -142,6 +159,9 @@ def profile(
                 force=force,
                 places=places_in(model),
             )
+            if ledger:
+                bar("ledger", 0, 1)
+                found = with_ledger(found, model, batch=batch, context=input_len, gpu=gpu)
     else:
         if minus or ncu or window:
             raise UsageError("--minus, --ncu and --window go with --from", "name a profile")
@@ -150,6 +170,8 @@ def profile(
 
         with output.progress() as bar:
             found, told = capture_here(workload, keep, patches or [], bar)
+            if ledger:
+                found = with_ledger_of(found, workload)
         for line in told:
             output.err.print(Text(line))
     _warn(output, found.warnings)
@@ -163,7 +185,10 @@ def profile(
             raise UsageError(message, "give a file in a folder that exists") from error
     if wide:
         output.out.width = max(output.out.width, wide_columns(found))
-    output.emit(found, *profile_tables(found, top, wide))
+    if found.ledger is not None:
+        output.emit(found, *ledger_tables(found.ledger, f"{found.model}: {found.source}"))
+    else:
+        output.emit(found, *profile_tables(found, top, wide))
     if plot_file is not None and not as_json:
         output.err.print(f"drawn: {plot_file}", highlight=False)
     return 0

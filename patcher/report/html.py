@@ -7,14 +7,14 @@ or sources contain.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import resources
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
-from patcher.report import charts, views, wording
+from patcher.report import charts, floor, views, wording
 from patcher.report.bars import bars
 from patcher.report.lanes import lanes
 from patcher.report.receipts import receipt_totals
@@ -50,6 +50,8 @@ def render_html(report: Report) -> str:
         totals=receipt_totals(report),
         stages=views.stages(report),
         hotspots=hotspots[:MOST_ROWS],
+        ledger_tables=_ledger_tables(report),
+        numeric=("MB", "Floor", "Time", "Gap", "Of floor", "Of step", "Launches"),
         hotspots_left=len(hotspots) - len(hotspots[:MOST_ROWS]),
         pairs=pairs,
         control_pairs=control_pairs,
@@ -178,6 +180,17 @@ def _ab(
         description,
         lambda width: charts.ab(pairs, found, control_pairs, control, width),
     )
+
+
+def _ledger_tables(report: Report) -> list[tuple[str, Sequence[str], list[list[str]]]]:
+    """Name, heading and rows of the tables of the step's ledger."""
+    if report.profile is None or report.profile.ledger is None:
+        return []
+    ledger = report.profile.ledger
+    return [
+        ("Roles against the floor", floor.ROLE_HEAD, floor.role_rows(ledger)),
+        ("Kernels of a step", floor.KERNEL_HEAD, floor.kernel_rows(ledger)),
+    ]
 
 
 def _hotspots(rows: list[views.HotspotRow]) -> Markup | None:

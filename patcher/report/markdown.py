@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from patcher.report import views, wording
 from patcher.report.evidence import elsewhere, person, reconciliation
+from patcher.report.floor import floor_section
 from patcher.report.markup import code, fence, plain, table
 from patcher.report.profiled import hotspots
 from patcher.report.receipts import receipt_totals
@@ -24,6 +25,7 @@ def render_markdown(report: Report) -> str:
         _comparison(report),
         elsewhere(report),
         hotspots(report.profile),
+        floor_section(report.profile),
         _sweep(report),
         _attempts(report),
         _cost(report),

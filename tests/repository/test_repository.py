@@ -37,7 +37,17 @@ PUBLIC = {
         "stats",
         "toolchains",
     },
-    "hotspot": {"capture", "compare", "ledger", "nsys", "profile", "read"},
+    "hotspot": {
+        "capture",
+        "compare",
+        "ledger",
+        "nsys",
+        "profile",
+        "read",
+        "step_bytes",
+        "step_ledger",
+        "step_record",
+    },
     "integrate": {"switches", "verify"},
 }
 """Folders and files that other rooms may import; everything else goes through the `__init__`."""
