@@ -6,6 +6,7 @@ import re
 from functools import cache
 
 from patcher.bench import Language, Op, load_ops
+from patcher.bench.toolchains.ptx_source import kernel_names
 from patcher.hotspot.names import normalise
 
 _CUDA = re.compile(
@@ -38,8 +39,10 @@ def _forms() -> tuple[tuple[re.Pattern[str], Op], ...]:
         for info, candidate in op.solutions():
             if info.language is Language.CUDA:
                 found += [(form, op) for form in _of_cuda(candidate.source)]
-            elif info.language is Language.TRITON:
-                names = _TRITON.findall(candidate.source)
+            elif info.language in (Language.TRITON, Language.PTX):
+                is_ptx = info.language is Language.PTX
+                source = candidate.source
+                names = kernel_names(source) if is_ptx else _TRITON.findall(source)
                 found += [(re.compile(rf"^{name}$"), op) for name in names]
     return tuple(found)
 

@@ -59,7 +59,7 @@ class Machine:
                 return self.nvidia and self.serving
             case "engine vllm":
                 return self.nvidia and not self.serving
-            case "clocks" | "toolchain cuda" | "toolchain triton":
+            case "clocks" | "toolchain cuda" | "toolchain ptx" | "toolchain triton":
                 return self.nvidia
             case "nsys" | "ncu" | "compute-sanitizer":
                 return self.nvidia or variable in os.environ

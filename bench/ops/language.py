@@ -51,6 +51,8 @@ class Language(StrEnum, metaclass=_WithPlugins):
     TORCH = "torch"
     CUTEDSL = "cutedsl"
     """NVIDIA's CuTe DSL: Python, package nvidia-cutlass-dsl."""
+    PTX = "ptx"
+    """NVIDIA's virtual assembly, with comments that say how its kernels are launched."""
     HIP = "hip"
     SYCL = "sycl"
     METAL = "metal"
@@ -112,6 +114,7 @@ _TRAITS = {
         in_python=True,
         compiles_late=True,
     ),
+    "ptx": LanguageTraits(suffix=".ptx", tags=("ptx", "asm", "nvptx"), device="cuda"),
     "hip": LanguageTraits(
         suffix=".hip",
         tags=("cpp", "c++", "cc", "cxx", "c", "hip", "cuda", "cu"),
@@ -148,6 +151,8 @@ def guess_language(path: Path, source: str) -> Language:
     match path.suffix:
         case ".cu":
             return Language.CUDA
+        case ".ptx":
+            return Language.PTX
         case ".hip":
             return Language.HIP
         case ".metal":

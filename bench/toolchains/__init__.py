@@ -147,7 +147,7 @@ def load(built: Built, entry: str) -> Callable[..., Any]:
     if built.binding == "none":
         raise UsageError(
             f"a {built.language} kernel can only be compiled, not run",
-            "write it in cpp, cuda, triton or cutedsl",
+            "write it in cpp, cuda, ptx, triton or cutedsl",
         )
     return loading.load(str(built.path), built.binding, entry)
 

@@ -49,6 +49,6 @@ def device_of(candidate: Candidate, evidence: Evaluation) -> str:
     match candidate.language:
         case Language.CPP:
             return "cpu"
-        case Language.CUDA | Language.TRITON | Language.CUTEDSL:
+        case Language.CUDA | Language.PTX | Language.TRITON | Language.CUTEDSL:
             return "cuda"
     return evidence.environment.device_kind if evidence.environment else "cpu"

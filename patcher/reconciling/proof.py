@@ -15,6 +15,7 @@ from functools import cache
 from typing import Literal
 
 from patcher.bench import SCHEMA_VERSION, Language, Record
+from patcher.bench.toolchains.ptx_source import kernel_names as ptx_kernels
 from patcher.hotspot import KernelStat, Profile
 from patcher.integrate import Patch, Receipt
 
@@ -142,6 +143,8 @@ def kernel_names(patch: Patch) -> set[str]:
     names = {f"patcher::{manifest.entry}_{patch.digest[:12]}"}
     if candidate.language is Language.CUDA:
         return names | set(_GLOBAL.findall(_BOUNDS.sub("", candidate.source)))
+    if candidate.language is Language.PTX:
+        return names | set(ptx_kernels(candidate.source))
     if candidate.language in _MARKS:
         mark = _MARKS[candidate.language]
         return names | {

@@ -11,6 +11,7 @@ from patcher.report.receipts import receipt_totals
 from patcher.report.record import Report
 
 _TAGS = {
+    "ptx": "asm",
     **dict.fromkeys(("cuda", "hip", "sycl"), "cpp"),
     **dict.fromkeys(("triton", "torch", "cutedsl"), "python"),
 }
