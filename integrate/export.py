@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from patcher.bench import SCHEMA_VERSION, Record, UsageError
+from patcher.bench import SCHEMA_VERSION, Language, Record, UsageError
 from patcher.integrate.formats import (
     CARRIED,
     ExportRecord,
@@ -63,6 +63,11 @@ def export_patch(
             something else or cannot be written.
         VerificationError: the patch is damaged, or its op has changed since the patch was made.
     """
+    if patch.manifest.language is Language.PTX and to in FORMATS:
+        raise UsageError(
+            f"{to} has no form for a PTX kernel, whose host function patcher generates",
+            "export a kernel in CUDA C++, which may hold PTX inline",
+        )
     match to:
         case "hf-kernels":
             written = hf_repository.write(patch, license)

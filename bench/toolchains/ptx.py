@@ -136,7 +136,9 @@ class PtxToolchain(Toolchain):
                 fix="install the CUDA toolkit, or pip install nvidia-cuda-nvcc",
             )
         if not find("g++"):
-            return Missing(reason="g++, which builds the host function, is not here", fix="install g++")
+            return Missing(
+                reason="g++, which builds the host function, is not here", fix="install g++"
+            )
         return None
 
     def build(self, candidate: Candidate, contract: Contract, folder: Path) -> Built:
@@ -169,7 +171,9 @@ class PtxToolchain(Toolchain):
             return made.model_copy(update={"binding": "tvm-ffi"})
         includes, libraries = ffi_paths()
         host = CompileJob(
-            files={_UNIT: host_unit(contract, candidate.file_name, kernels, made.path.read_bytes())},
+            files={
+                _UNIT: host_unit(contract, candidate.file_name, kernels, made.path.read_bytes())
+            },
             command=(
                 *("g++", "-O2", "-std=c++17", "-fPIC", "-shared"),
                 *(part for path in includes for part in ("-isystem", path)),

@@ -8,9 +8,9 @@ Comments above a kernel say its launch, one thing a line:
     //@ block 256
     //@ shared 4 * n
 
-`when` and `shared` may be missing, and `block` where the kernel has `.reqntid` or `.maxntid`. A call
-runs the first kernel whose conditions hold. Parameters are bound by their names: a tensor's is its
-address, a scalar's its value, an axis' its size; `x_size_0` and `x_stride_0` are of a tensor's axis.
+`when` and `shared` may be missing, and `block` where the kernel has `.reqntid` or `.maxntid`. A
+call runs the first kernel whose conditions hold. Parameters are bound by their names: a tensor's is
+its address, a scalar's its value, an axis' its size; `x_size_0` and `x_stride_0` are of an axis.
 Expressions are of the latter, of integer scalars and numbers, with `+ - * // %`, `min` and `max`.
 """
 
