@@ -219,6 +219,23 @@ def driver_version() -> str | None:
         pynvml.nvmlShutdown()
 
 
+def device_memory_held() -> int | None:
+    """Bytes of the first GPU's memory that programs hold; None if NVML does not answer."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
 @cache
 def compiler_version(name: str) -> str | None:
     """Name and version, such as `g++ 12.2.0` or `nvcc 13.0`; None if it is not on PATH."""
