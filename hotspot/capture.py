@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from patcher.bench import MissingError, PatcherError, Workload, presets, relayed
+from patcher.bench import PatcherError, Workload, relayed
+from patcher.bench.engines.architecture import must_fit_cpu
 from patcher.bench.engines.child_errors import child_failed
 from patcher.bench.machine.environment import engine_environment
 from patcher.bench.sandbox.die_with_parent import die_with_parent
@@ -88,18 +89,13 @@ def capture(
 
 
 def require_room(workload: Workload) -> None:
-    """Refuse a preset that fits no device of this machine.
+    """Refuse a model that fits no device of this machine.
 
     Raises:
         MissingError: it would run on the CPU and is too large.
     """
-    preset = presets().get(workload.model)
-    if workload.device == "cpu" and preset is not None and not preset.fits_cpu:
-        raise MissingError(
-            f"no GPU here, and {preset.name} ({preset.parameters_b:g} billion parameters) does not "
-            "fit a CPU",
-            "read a profile with --from FILE, or try `patcher demo`",
-        )
+    if workload.device == "cpu":
+        must_fit_cpu(workload.model)
 
 
 @dataclass(frozen=True)

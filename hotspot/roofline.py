@@ -9,11 +9,23 @@ import re
 from dataclasses import dataclass
 
 from patcher.bench import Op, Point, UsageError, presets
+from patcher.bench.engines.architecture import config_file, read_config
 from patcher.hotspot.profile import Counters, Gpu
 from patcher.hotspot.rules import rules
 
 REACHABLE = 0.8
 """The fraction of the speed of light that a good kernel reaches."""
+
+
+_SIZES = {
+    "hidden": "hidden_size",
+    "q_heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "experts": "num_local_experts",
+    "top_k": "num_experts_per_tok",
+}
+"""What Hugging Face configurations call the axes of op contracts."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +38,22 @@ class ServedModel:
 
     @classmethod
     def of(cls, model: str, batch: int | None = None) -> ServedModel:
-        """The sizes of a preset; for any other model only the batch is known."""
-        known = presets().get(model)
-        if known is None:
-            return cls(axes={"tokens": batch} if batch else None)
-        axes = {"tokens": batch or known.batch, "hidden": int(known.config["hidden_size"])}
-        return cls(layers=known.layers, axes=axes)
+        """The sizes of a preset, or of a config.json on this machine; for any other model only the
+        batch is known.
+        """
+        known, file = presets().get(model), config_file(model)
+        batch = batch or (known.batch if known else None)
+        tokens = {"tokens": batch} if batch else {}
+        if known is not None:
+            config = known.config
+        elif file is not None:
+            config = read_config(file)
+            config = config.get("text_config") or config
+        else:
+            return cls(axes=tokens or None)
+        named = {axis: config.get(name) for axis, name in _SIZES.items()}
+        sizes = {axis: size for axis, size in named.items() if isinstance(size, int)}
+        return cls(layers=config.get("num_hidden_layers"), axes=tokens | sizes)
 
 
 @dataclass(frozen=True)

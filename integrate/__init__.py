@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from patcher.integrate.archive import is_archive, pack, require_target, unpacked
 from patcher.integrate.bundle import open_bundle
 from patcher.integrate.changes import Change
-from patcher.integrate.engine import engine_version, patch_point
+from patcher.integrate.engine import engine_version, must_fit_model, patch_point
 from patcher.integrate.manifest import Manifest
 from patcher.integrate.patch import Patch
 from patcher.integrate.receipts import Receipt, idle_patches, read_receipts
@@ -84,6 +84,7 @@ __all__ = [
     "import_kernel",
     "is_archive",
     "make_diff",
+    "must_fit_model",
     "names_taken",
     "open_bundle",
     "pack",

@@ -61,6 +61,8 @@ class CallCounters:
         self.patch_id, self.digest = patch_id, digest
         self.pid, self.started = os.getpid(), time.time_ns()
         self.cases: list[CallSignature] = []
+        self._former: Counter[str] = Counter()
+        """Eager calls of signatures that are no longer in `cases`, by label."""
         self.reasons: Counter[str] = Counter()
         """Eager calls that fell back to the original, by reason."""
         self.recordings: list[GraphRecording] = []
@@ -71,10 +73,15 @@ class CallCounters:
         """Start at zero in a process that was forked, since its parent counts what was before."""
         self.pid, self.started = os.getpid(), time.time_ns()
         self.reasons.clear()
+        self._former = Counter()
         for case in self.cases:
             case.calls = 0
         for recording in self.recordings:
             recording.replays = 0
+
+    def forget_cases(self) -> None:
+        """Keep the counts of all signatures, and drop the signatures, which may be many."""
+        self._former, self.cases = self.eager, []
 
     @property
     def layers(self) -> LayerSurvey | None:
@@ -93,7 +100,7 @@ class CallCounters:
     @property
     def eager(self) -> Counter[str]:
         """Calls outside graphs, by label."""
-        total: Counter[str] = Counter()
+        total = Counter(self._former)
         for case in list(self.cases):
             if case.calls:
                 total[case.label] += case.calls

@@ -170,7 +170,7 @@ class Dispatcher:
             return False
         tensors = len(self.guards.tensors)
         copied = [
-            arg.clone()
+            _alike(arg)
             if guard.mutated and not guard.in_part and arg.nbytes <= _MOST_COPIED
             else arg
             for guard, arg in zip(self.guards.tensors, args[:tensors], strict=True)
@@ -215,8 +215,9 @@ class Dispatcher:
         refusal = self.guards.refusal(args)
         tensors = args[: len(self.guards.tensors)]
         label = self.name if refusal else f"{self.name} {self.guards.label(tensors)}"
-        if len(self._known) >= _MOST_CASES:
+        if len(self._known) >= _MOST_CASES and not self._capturing():
             self._known.clear()
+            self.book.forget_cases()
         case = self._known[key] = CallSignature(label, refusal, device=_one_of_several(tensors))
         if refusal is None:
             self.book.cases.append(case)
@@ -227,6 +228,17 @@ def _one_of_several(tensors: tuple[torch.Tensor, ...]) -> int | None:
     """Index of the CUDA device of a call; None where no other could be the current one."""
     device = tensors[0].device
     return device.index if device.type == "cuda" and torch.cuda.device_count() > 1 else None
+
+
+def _alike(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, which `clone` keeps for dense tensors alone. So the first call
+    is of the kernel that later calls run; what lies between far rows is not worth the memory.
+    """
+    shape, strides = tensor.shape, tensor.stride()
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if last * tensor.element_size() >= _MOST_COPIED:
+        return tensor.clone()
+    return tensor.new_empty_strided(shape, strides).copy_(tensor)
 
 
 def _schema(guards: CallGuards) -> str:

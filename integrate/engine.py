@@ -3,8 +3,41 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from patcher.bench import MissingError, Op, PatchPointSpec, UsageError, VerificationError
+
+
+def must_fit_model(op: Op, engine: str, config: Callable[[], Mapping[str, Any]]) -> str:
+    """The op's first patch point in an engine that a model has layers for.
+
+    Args:
+        op: the op.
+        engine: the engine's name.
+        config: reads the model's config.json, if a point asks for it.
+
+    Returns:
+        The point's name.
+
+    Raises:
+        UsageError: the op has no patch point in the engine.
+        VerificationError: the model has layers for none of them.
+        MissingError: the engine is not installed.
+    """
+    from patcher.integrate.points import find_point, specs_of
+
+    patch_point(op, engine)
+    refusals: list[VerificationError] = []
+    for spec in specs_of(op, engine):
+        says = getattr(find_point(engine, spec.point), "of_model", None)
+        try:
+            if says is not None:
+                says(config())
+            return spec.point
+        except VerificationError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def patch_point(op: Op, engine: str, name: str | None = None) -> PatchPointSpec:

@@ -114,6 +114,8 @@ class CallGuards:
     def refusal_for_good(self, constants: Mapping[str, torch.Tensor]) -> str | None:
         """Why no call with some tensors can ever be allowed; None if one can.
 
+        A tensor on another device may be offloaded: an engine brings it before each call.
+
         Args:
             constants: tensors that every call passes, such as a layer's weight, by their names in
                 the contract.
@@ -121,8 +123,6 @@ class CallGuards:
         sizes: dict[str, int] = {}
         known = [(g, constants[g.name]) for g in self.tensors if g.name in constants]
         for guard, tensor in known:
-            if tensor.device.type != self.device:
-                return f"{guard.name} on {tensor.device.type}"
             if tensor.dim() != len(guard.axes):
                 return f"{guard.name} with {tensor.dim()} axes"
             if not any(tensor.dtype == choice[guard.dtype] for choice in self.dtypes):
@@ -134,7 +134,8 @@ class CallGuards:
                 bounds = self.axes.get(axis)
                 if bounds is not None and (reason := _beyond(axis, size, bounds)):
                     return reason
-            if reason := guard.misplaced(tensor):
+            here = tensor.device.type == self.device
+            if here and (reason := guard.misplaced(tensor)):
                 return f"{guard.name} {reason}"
         dtypes = [(guard.dtype, tensor.dtype) for guard, tensor in known]
         if not any(all(choice[name] == dtype for name, dtype in dtypes) for choice in self.dtypes):

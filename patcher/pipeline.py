@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from patcher.ab.compare import compare_patch
@@ -25,13 +26,16 @@ from patcher.bench import (
     Evaluation,
     Language,
     MissingError,
+    PatcherError,
     UsageError,
+    VerificationError,
     Workload,
     comment_mark,
     header_hint,
     load_op,
 )
 from patcher.bench.engines import in_process
+from patcher.bench.engines.architecture import published_config
 from patcher.bench.judge import JudgeSettings
 from patcher.bench.machine.environment import describe
 from patcher.bench.machine.environment import facts as machine_facts
@@ -40,7 +44,7 @@ from patcher.bench.toolchains import build
 from patcher.extras import missing_package
 from patcher.hotspot import Profile, capture, read
 from patcher.hotspot.capture import require_room
-from patcher.integrate import Patch, engine_version, patch_point, specs_of
+from patcher.integrate import Patch, engine_version, must_fit_model
 from patcher.judges import LOCAL, exchange_folder
 from patcher.judges.languages import judge_device_kind, require_here, require_sense
 from patcher.kernel_search.context import MACHINE_INDEPENDENT, run_levers
@@ -116,7 +120,7 @@ def _require_start(
         if profile is None:
             require_room(workload)
         elif op_name is None:
-            op_name = _first_covered(profile, workload.engine)
+            op_name = _first_covered(profile, workload)
     if exchange_folder(where) is None:
         require_here(language)
     kind = judge_device_kind(where, language)
@@ -125,7 +129,7 @@ def _require_start(
     op = load_op(op_name)
     op.sweep(kind, plan.sweep)
     if workload is not None:
-        patch_point(op, workload.engine)
+        must_fit_model(op, workload.engine, partial(published_config, workload.model))
 
 
 def _language(plan: RunPlan, workload: Workload | None) -> Language:
@@ -172,7 +176,7 @@ def execute(
     if plan.whole:
         assert workload is not None
         profile = run.step("profile", lambda: _profile(run, plan, workload, report), Profile)
-        op_name = op_name or _first_covered(profile, workload.engine)
+        op_name = op_name or _first_covered(profile, workload)
         spot = next((spot for spot in profile.hotspots if spot.op == op_name), None)
         share = f"{spot.share_pct:.1f} % of the profile" if spot else "not in the profile"
         say(f"profile: {len(profile.kernels)} kernels; op {op_name}: {share}")
@@ -240,14 +244,26 @@ def _profile(run: Run, plan: RunPlan, workload: Workload, report: Report) -> Pro
         return capture(workload, Path(scratch))
 
 
-def _first_covered(profile: Profile, engine: str) -> str:
-    """The first hotspot's op that has somewhere to go in this engine."""
-    for spot in profile.hotspots:
-        if spot.op and specs_of(load_op(spot.op), engine):
-            return spot.op
+def _first_covered(profile: Profile, workload: Workload) -> str:
+    """The first hotspot's op that has somewhere to go in this model on its engine.
+
+    Raises:
+        UsageError: no hotspot has one; the message says why each does not.
+    """
+    refused: list[PatcherError] = []
+    for name in dict.fromkeys(spot.op for spot in profile.hotspots if spot.op):
+        try:
+            must_fit_model(
+                load_op(name), workload.engine, partial(published_config, workload.model)
+            )
+        except (UsageError, VerificationError) as error:
+            refused.append(error)
+        else:
+            return name
+    why = "".join(f"; {error.message}" for error in refused)
     raise UsageError(
-        f"no hotspot of this profile is covered by an op of the library that {engine} takes",
-        "see `patcher ops`; CONTRIBUTING.md says how to add one",
+        f"no hotspot of {workload.model} is covered by an op that {workload.engine} takes{why}",
+        refused[0].hint if refused else "see `patcher ops`; CONTRIBUTING.md says how to add one",
     )
 
 

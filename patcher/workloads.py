@@ -13,10 +13,10 @@ from patcher.bench import (
     check_arguments,
     fit_context,
     pick_device,
-    preset,
     presets,
 )
 from patcher.bench.engines import ENGINES
+from patcher.bench.engines.architecture import model_config
 
 Device = Literal["cpu", "cuda"]
 WEIGHTS = ("random", "hub", "local")
@@ -71,14 +71,14 @@ def workload_for(
     weights: Literal["random", "hub", "local"] = "random",
     threads: int | None = None,
 ) -> Workload:
-    """The preset's traffic with what was asked for instead.
+    """The preset's traffic with what was asked for instead; for other models the project's own.
 
     Raises:
-        UsageError: unknown preset (a folder or hub id needs --weights hub or local), no such
-            folder, a folder without a model, or a prompt that fills the model's context.
+        UsageError: the model is no preset, no folder with a config.json, no such file and no
+            Hugging Face id, or transformers does not know it; a folder without weights that are
+            to be loaded; or a prompt that fills the model's context.
     """
-    if model in presets() or weights == "random":
-        known = preset(model)
+    if known := presets().get(model):
         defaults: dict[str, Any] = {
             "dtype": known.dtype,
             "batch": known.batch,
@@ -93,8 +93,11 @@ def workload_for(
     workload = Workload(
         model=model, engine=engine, device=device, weights=weights, threads=threads, **chosen
     )
-    if model in presets():
-        fit_context(workload, presets()[model].config.get("max_position_embeddings"))
+    if known:
+        fit_context(workload, known.config.get("max_position_embeddings"))
+    elif weights == "random":
+        text = model_config(model).get_text_config()
+        fit_context(workload, getattr(text, "max_position_embeddings", None))
     elif weights == "local" and not Path(model).is_dir():
         raise UsageError(
             f"there is no folder {model}", "give the model's folder, or use --weights hub"

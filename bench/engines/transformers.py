@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from inspect import signature
 from typing import Any, ClassVar, cast
 
 import torch
@@ -19,10 +18,10 @@ from patcher.bench.engines import (
     peak_memory_bytes,
     random_prompts,
 )
-from patcher.bench.engines.architecture import configuration
+from patcher.bench.engines.architecture import must_fit_cpu, text_config
 from patcher.bench.engines.random_weights import spread_of
+from patcher.bench.engines.upcast import blocks, offset_of, upcast_in_turn, wide_parts
 from patcher.bench.errors import MissingError, UsageError
-from patcher.bench.presets import presets
 from patcher.bench.workload import Workload, fit_context, weights_id
 
 OLDEST = Version("5.17")
@@ -40,8 +39,9 @@ class TransformersEngine:
         if workload.threads is not None:
             torch.set_num_threads(workload.threads)
         self.model = _load_model(workload)
-        self.vocab_size: int = self.model.config.vocab_size
-        fit_context(workload, getattr(self.model.config, "max_position_embeddings", None))
+        text = self.model.config.get_text_config()
+        self.vocab_size: int = text.vocab_size
+        fit_context(workload, getattr(text, "max_position_embeddings", None))
 
     def prompts(self, seed: int) -> torch.Tensor:
         return random_prompts(self.workload, self.vocab_size, seed)
@@ -54,7 +54,7 @@ class TransformersEngine:
         output = self.model(input_ids=tokens, use_cache=True, logits_to_keep=1)
         token = output.logits[:, -1:].argmax(-1)
         self.synchronize()
-        return Decoding(output.past_key_values, [token], time.perf_counter() - begin)
+        return Decoding(_cache_of(output), [token], time.perf_counter() - begin)
 
     @torch.inference_mode()
     def decode(self, decoding: Decoding, steps: int) -> None:
@@ -62,10 +62,11 @@ class TransformersEngine:
         self.synchronize()
         begin = time.perf_counter()
         for _ in range(steps):
-            output = self.model(input_ids=token, past_key_values=cache, use_cache=True)
-            token = output.logits[:, -1:].argmax(-1)
+            output = self.model(input_ids=token, **cache, use_cache=True)
+            cache, token = _cache_of(output), output.logits[:, -1:].argmax(-1)
             decoding.picked.append(token)
         self.synchronize()
+        decoding.cache = cache
         decoding.decode_s += time.perf_counter() - begin
 
     def release(self, decoding: Decoding) -> None:
@@ -88,37 +89,34 @@ class TransformersEngine:
         Both casts are exact.
         """
         wide = torch.float64 if self.workload.dtype == "float32" else torch.float32
-        embedded = self.model.get_input_embeddings()(tokens.to(self.device)).to(wide)
-        body = self.model.model
-        with (
-            _upcast_in_turn([*body.layers, body.norm, self.model.lm_head], wide),
-            _wide_parts(self.model, wide),
-        ):
-            output = self.model(inputs_embeds=embedded, use_cache=False, logits_to_keep=keep)
+        with wide_parts(self.model, wide), upcast_in_turn(blocks(self.model), wide):
+            output = self.model(
+                input_ids=tokens.to(self.device), use_cache=False, logits_to_keep=keep
+            )
         name = str(wide).removeprefix("torch.")
         return output.logits.cpu(), f"{name} upcast of the same weights"
 
     @torch.inference_mode()
     def routing_entropy_pct(self, prompts: torch.Tensor, steps: int) -> float | None:
-        routers = [
-            module
-            for module in self.model.modules()
-            if type(module).__name__.endswith("TopKRouter")
-        ]
-        if not routers:
+        layers = [module for module in self.model.modules() if _takes_selections(module)]
+        if not layers:
             return None
-        experts = routers[0].num_experts
-        counts = torch.zeros(len(routers), experts)
+        counts = torch.zeros(len(layers), int(layers[0].num_experts))
 
         def hook(index: int) -> Any:
-            def count(_module: Any, _args: Any, output: Any) -> None:
-                if output[2].shape[0] == prompts.shape[0]:  # decode: one row per sequence
-                    counts[index] += torch.bincount(output[2].flatten().cpu(), minlength=experts)
+            def count(_module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+                picked = next((named[name] for name in _SELECTED & named.keys()), None)
+                picked = args[1] if picked is None else picked
+                if picked.shape[0] == prompts.shape[0]:  # decode: one row per sequence
+                    counts[index] += torch.bincount(
+                        picked.flatten().cpu(), minlength=counts.shape[1]
+                    )[: counts.shape[1]]
 
             return count
 
         handles = [
-            router.register_forward_hook(hook(index)) for index, router in enumerate(routers)
+            layer.register_forward_pre_hook(hook(index), with_kwargs=True)
+            for index, layer in enumerate(layers)
         ]
         try:
             self.generate(prompts, steps)
@@ -156,12 +154,8 @@ def _check_machine(workload: Workload) -> None:
         raise MissingError(
             "no CUDA device for this workload", "run it on a GPU host, or use --device cpu"
         )
-    preset = presets().get(workload.model)
-    if workload.device == "cpu" and preset and not preset.fits_cpu:
-        raise MissingError(
-            f"{preset.name} ({preset.parameters_b:g} billion parameters) does not fit a CPU",
-            "run on a GPU host, read a profile with --from FILE, or try `patcher demo`",
-        )
+    if workload.device == "cpu":
+        must_fit_cpu(workload.model)
 
 
 def _load_model(workload: Workload) -> Any:
@@ -170,12 +164,8 @@ def _load_model(workload: Workload) -> Any:
 
     auto: Any = transformers.AutoModelForCausalLM
     dtype = getattr(torch, workload.dtype)
-    preset = presets().get(workload.model)
     if workload.weights == "random":
-        if preset is not None:
-            config = configuration(preset)
-        else:
-            config = transformers.AutoConfig.from_pretrained(workload.model)
+        config = text_config(workload.model)
         with torch.device(workload.device), no_init_weights():
             model = auto.from_config(config, dtype=dtype)
         _randomise(model, workload.seed)
@@ -197,67 +187,51 @@ def _load_model(workload: Workload) -> Any:
 def _randomise(model: torch.nn.Module, seed: int) -> None:
     """Fill a model with seeded normal weights, as in `engines.random_weights`.
 
-    Norms are one and in float32, as `from_pretrained` loads them. Near-zero dummy weights would
-    send every token to the same experts, and decode would read a fraction of the model. Buffers
-    (rotary tables) are computed from the configuration and stay unchanged.
+    Norms are one and in float32, as `from_pretrained` loads them; where one is added to their
+    weight, it is zero. Near-zero dummy weights would send every token to the same experts, and
+    decode would read a fraction of the model. Buffers (rotary tables) are computed from the
+    configuration and stay unchanged.
     """
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
     spread = spread_of(name for name, _ in model.named_parameters())
+    norms: dict[int, float] = {}
+    for norm in model.modules():
+        if type(norm).__name__.endswith("Norm"):
+            for name, parameter in norm.named_parameters(recurse=False):
+                parameter.data = torch.ones_like(parameter, dtype=torch.float32)
+                norms[id(parameter)] = 1.0 if name == "weight" else 0.0
+            if offset_of(norm):
+                norms[id(norm.weight)] = 0.0
     for name, parameter in model.named_parameters():
-        if "norm" in name.rsplit(".", 2)[-2]:
-            parameter.data = torch.ones_like(parameter, dtype=torch.float32)
+        if id(parameter) in norms:
+            parameter.fill_(norms[id(parameter)])
         elif parameter.is_floating_point():
             parameter.normal_(0.0, spread[name], generator=generator)
 
 
-@contextmanager
-def _upcast_in_turn(modules: list[Any], wide: torch.dtype) -> Iterator[None]:
-    """Hold each module in `wide` only while it runs, which doubles the memory of one block only."""
-    handles = []
-
-    def widen(module: Any, _args: Any) -> None:
-        module._patcher_dtypes = {name: p.dtype for name, p in module.named_parameters()}
-        module.to(wide)
-
-    def narrow(module: Any, _args: Any, _output: Any) -> None:
-        for name, parameter in module.named_parameters():
-            parameter.data = parameter.data.to(module._patcher_dtypes[name])
-        del module._patcher_dtypes
-
-    for module in modules:
-        handles += [module.register_forward_pre_hook(widen), module.register_forward_hook(narrow)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+_CACHES = ("past_key_values", "cache_params", "state")
+"""What models call what they keep between steps: attention, Mamba, RWKV."""
+_SELECTED = {"top_k_index", "router_indices"}
+"""The arguments by which layers of experts get what the router selected."""
 
 
-@contextmanager
-def _wide_parts(model: Any, wide: torch.dtype) -> Iterator[None]:
-    """Keep norms and the grouped expert matmul in `wide`; both cast to a narrower dtype."""
-    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
-    experts = model.config._experts_implementation
+def _cache_of(output: Any) -> dict[str, Any]:
+    """What a model keeps between steps, by the argument that takes it back.
 
-    def wide_norm(norm: Any) -> Any:
-        def forward(hidden: torch.Tensor) -> torch.Tensor:
-            hidden = hidden.to(wide)
-            scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-            return cast(torch.Tensor, norm.weight.to(wide) * hidden * scale)
+    Raises:
+        UsageError: it keeps nothing that is known here.
+    """
+    for name in _CACHES:
+        if (found := getattr(output, name, None)) is not None:
+            return {name: found}
+    raise UsageError(
+        f"{type(output).__name__} has none of {', '.join(_CACHES)}: what this model keeps between "
+        "its steps is not known here",
+        "serve it in vLLM: --engine vllm",
+    )
 
-        return forward
 
-    # an instance's own forward (a wrapper that somebody installed) is restored afterwards
-    own = [norm.__dict__.get("forward") for norm in norms]
-    for norm in norms:
-        norm.forward = wide_norm(norm)
-    model.config._experts_implementation = "eager"
-    try:
-        yield
-    finally:
-        model.config._experts_implementation = experts
-        for norm, forward in zip(norms, own, strict=True):
-            if forward is None:
-                del norm.forward
-            else:
-                norm.forward = forward
+def _takes_selections(module: Any) -> bool:
+    """Whether a module computes the experts that a router selected for each row."""
+    names = signature(module.forward).parameters.keys()
+    return hasattr(module, "num_experts") and bool(_SELECTED & names)

@@ -9,7 +9,7 @@ forward counts the parts that were not called.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -78,6 +78,21 @@ class GptOssPoint(ABC):
     @classmethod
     @abstractmethod
     def fingerprint(cls) -> str: ...
+
+    @classmethod
+    def of_model(cls, config: Mapping[str, Any]) -> str:
+        """Whether a model has the layers, by its config.json.
+
+        Raises:
+            VerificationError: it has none.
+        """
+        names = ", ".join(map(str, config.get("architectures") or ())) or "the model"
+        if config.get("model_type", "gpt_oss") != "gpt_oss" or "GptOss" not in names:
+            raise VerificationError(
+                f"{names} has no layer of {cls.name}, which is of gpt-oss alone",
+                "take an engine whose patch points fit any model: --engine vllm",
+            )
+        return f"{names} has layers of {cls.name}"
 
     @abstractmethod
     def parts(self, body: Any) -> list[torch.nn.Module]:

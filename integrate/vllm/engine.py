@@ -41,6 +41,26 @@ def kv_caches(cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.T
     return None
 
 
+def window_of(impl: Any, metadata: Any) -> int:
+    """How many of the last tokens a layer with FlashAttention attends to; 0 for all.
+
+    Args:
+        impl: the layer's `FlashAttentionImpl`.
+        metadata: of the step; until 0.26.0 its window goes over the layer's.
+    """
+    window = getattr(metadata, "sliding_window", None) or impl.sliding_window
+    return int(window[0]) + 1
+
+
+def records_mixed_steps() -> bool:
+    """Whether attention is in CUDA graphs that also serve steps of prefill and decode together."""
+    config = _compilation()
+    if config is None or config.cudagraph_mode is None:
+        return False
+    modes = sources.module("vllm.config.compilation").CUDAGraphMode
+    return bool(config.cudagraph_mode.mixed_mode() == modes.FULL)
+
+
 def calculates_kv_scales(attention: Any) -> bool:
     """Whether an `Attention` layer measures the scales of its KV cache; gone in 0.28.0."""
     return bool(getattr(attention, "calculate_kv_scales", False))
@@ -77,16 +97,26 @@ def splits_sequences() -> bool:
     """Whether sequence parallelism is on (`enable_sp`, until 0.28.0): its pass gives each rank its
     share of the residual between vLLM's own norms, which it knows by their operator.
     """
-    return bool(getattr(_passes(), "enable_sp", False))
+    return bool(passes_on(["enable_sp"]))
 
 
-def norm_fusions() -> tuple[str, ...]:
-    """The passes that are on and fuse vLLM's own norms with their neighbours, by name."""
-    return tuple(
-        name
-        for name in ("fuse_allreduce_rms", "fuse_norm_quant")
-        if getattr(_passes(), name, False)
-    )
+def must_not_split_sequences() -> None:
+    """Refuse an engine whose pass must find vLLM's own norms.
+
+    Raises:
+        VerificationError: sequence parallelism is on.
+    """
+    if splits_sequences():
+        raise VerificationError(
+            "sequence parallelism (enable_sp) knows norms by vLLM's own operator",
+            "turn enable_sp off, or revert the patch",
+        )
+
+
+def passes_on(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of the compiler's passes that are on in the current configuration, by name."""
+    passes = _passes()
+    return tuple(name for name in names if getattr(passes, name, False))
 
 
 def batch_invariant() -> bool:

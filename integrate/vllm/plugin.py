@@ -18,6 +18,7 @@ from patcher.integrate.survey import look, report
 from patcher.integrate.switches import home_store, variable
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.engine import copy_to_ray_workers, decided_by, models_of
+from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.swap import AttributePatch
 
 log = logging.getLogger("patcher")
@@ -34,6 +35,7 @@ _READ_BY_WORKERS = (
     *(f"PATCHER_{name}" for name in ("PATCHES", "HOME", "RECEIPTS", "STRICT", "CACHE")),
     *(f"TLLM_PATCHER_{name}" for name in ("PATCHES", "HOME", "RECEIPTS", "STRICT")),
     "PATCHER_RANDOM_WEIGHTS",
+    "PATCHER_BUILD_TIMEOUT_S",
 )
 """Variables that a worker needs; keys of models are none of them."""
 
@@ -99,6 +101,10 @@ class VllmPlugin:
                     variable("HOME") or "~/.patcher",
                 )
             self._tie_compiled_code()
+        else:  # the patches are in, but this engine may have other passes than the one before
+            for item in self.active.installed:
+                if isinstance(item.point, VllmPoint):
+                    item.point.name_lost_fusions()
         self._engines.add(worker)
         _after(worker, "shutdown", functools.partial(self._engines.discard, worker))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -12,9 +13,12 @@ from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import Fingerprint
 from patcher.integrate.vllm import sources
+from patcher.integrate.vllm.engine import passes_on
 from patcher.integrate.vllm.families import architectures
 from patcher.integrate.vllm.swap import AttributePatch, SharedPatch, remove_all
 from patcher.integrate.vllm.tree import Tree
+
+log = logging.getLogger("patcher")
 
 
 class VllmPoint(ABC):
@@ -30,6 +34,8 @@ class VllmPoint(ABC):
     layers: ClassVar[tuple[str, ...]]
     """Names by which vLLM's model files build the layers of the role, all of which a model needs;
     `A|B` is either of two, as where a version renamed one."""
+    fusions: ClassVar[tuple[str, ...]] = ()
+    """The compiler's passes that would fuse what it replaces, by their names in `PassConfig`."""
     weights: ClassVar[str | None] = None
     """The `quant_method` of the checkpoints whose layers it takes; None for plain weights."""
 
@@ -94,6 +100,13 @@ class VllmPoint(ABC):
     def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
         """The layer's own tensors that every call passes, by their names in the contract."""
         return {}
+
+    def name_lost_fusions(self) -> None:
+        """Warn of passes of the current configuration that no longer find what they would fuse."""
+        if lost := passes_on(self.fusions):
+            log.warning(
+                "%s: what the patch runs is no longer fused by %s", self.name, ", ".join(lost)
+            )
 
     def remove(self) -> None:
         swaps, self._swaps = self._swaps, []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.roles.add_norm import AddRmsNorm
+from patcher.integrate.vllm.roles.decode_attention import DecodeAttention
 from patcher.integrate.vllm.roles.experts import Down, GateUp
 from patcher.integrate.vllm.roles.experts_sum import Reduce
 from patcher.integrate.vllm.roles.experts_to_norm import ExpertsToNorm
@@ -19,6 +20,7 @@ POINTS: dict[str, type[VllmPoint]] = {
     for point in (
         AddRmsNorm,
         RopeKvUpdate,
+        DecodeAttention,
         Routing,
         Reduce,
         GateUp,

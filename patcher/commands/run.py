@@ -43,7 +43,13 @@ DEMO_MODEL = "gpt-oss-wide"
     "patcher run gpt-oss-20b --language cuda --budget-usd 10",
 )
 def run(
-    served: Annotated[str, typer.Argument(metavar="MODEL", help="The served model.")],
+    served: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="The served model: preset, Hugging Face id, folder or config.json.",
+        ),
+    ],
     op: Annotated[
         str | None, typer.Option(help="Default: the first hotspot that an op covers.")
     ] = None,

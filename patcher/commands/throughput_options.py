@@ -16,7 +16,7 @@ from patcher.commands.workloads import Batch, Prompt, Steps, Weights, workload_o
 if TYPE_CHECKING:
     from patcher.ab.job import ABJob
 
-Model = Annotated[str, typer.Argument(help="Preset, Hugging Face id or folder.")]
+Model = Annotated[str, typer.Argument(help="Preset, Hugging Face id, folder or config.json.")]
 Patches = Annotated[
     list[Path],
     typer.Option("--patch", help="A patch bundle; several: all in together.", show_default=False),

@@ -72,6 +72,7 @@ def test_every_row_says_what_to_do_and_why(profile: Profile) -> None:
         "transformers: gpt_oss.decoder_layer",
         "vllm: add_norm",
         "tensorrt_llm: flashinfer_fused_add_rmsnorm",
+        "sglang: add_norm",
     )
     routing, small = by_name["_topk_forward"], by_name["triton_poi_fused_2"]
     assert (routing.triage, routing.op) == ("replace", "moe_route")
@@ -277,6 +278,7 @@ def test_a_comparison_says_whether_the_new_kernel_is_there_and_the_old_one_gone(
     assert ops.pop("fused_add_rms_norm") == (True, True)
     assert set(ops) == {
         *("moe_matmul_swiglu", "moe_matmul_down", "moe_reduce", "moe_route", "rope_kv_update"),
+        "decode_attention",
     }
     assert set(ops.values()) == {(False, False)}
     assert {(op.patched, op.gone) for op in compare(profile, profile).ops} == {(False, False)}

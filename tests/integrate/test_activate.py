@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_matrix import ANY, feature
 from patch_sample import LAYERS, OP, TINY, evaluation, state
 
 from patcher import bench
@@ -163,6 +164,7 @@ def test_a_refused_patch_has_a_receipt_that_says_why(
     assert receipt.total_calls == 0
 
 
+@feature("a tensor parallel size without a verdict", "refused", ANY)
 def test_a_tensor_parallel_size_that_was_not_foreseen_is_refused(
     engine: Engine, store: Store
 ) -> None:

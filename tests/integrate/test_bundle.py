@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_matrix import ANY, feature
 from patch_sample import CANDIDATE, OP, evaluation, kernel, make_patch
 
 from patcher import bench
@@ -285,6 +286,7 @@ def test_a_bundle_without_its_binary_is_the_same_bundle_and_is_built_from_source
         Patch.load(patch.folder)
 
 
+@feature("a binary of another ABI", "right", ANY)
 @needs_compiler
 def test_a_binary_that_does_not_load_is_built_anew_and_said(
     made: tuple[Candidate, Built], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -308,6 +310,7 @@ def test_a_source_that_does_not_build_is_one_sentence(tmp_path: Path) -> None:
     assert "\n" not in caught.value.message
 
 
+@feature("a build cache that cannot be written", "refused", ANY)
 def test_a_cache_that_cannot_be_written_is_wrong_usage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

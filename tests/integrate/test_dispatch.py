@@ -23,6 +23,7 @@ from dispatch_sample import (
     made,
     tensors,
 )
+from feature_matrix import ANY, feature
 from patch_sample import add_norm_guards, kernel
 
 from patcher.integrate import CallCounters, Receipt, read_receipts
@@ -66,6 +67,7 @@ def test_what_a_graph_holds_counts_once_for_each_replay() -> None:
     assert dict(vars(Graph)) == own
 
 
+@feature("two activations of one process", "right", ANY)
 @torch.inference_mode()
 @pytest.mark.parametrize("out", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1)])
 def test_watches_of_several_activations_come_and_go_in_any_order(out: tuple[int, ...]) -> None:
@@ -224,6 +226,22 @@ def test_a_call_that_differs_from_the_last_one_in_one_thing_is_looked_at_anew(
     [told] = dispatch.book.fallbacks
     assert reason in told
     assert dispatch.book.calls == {CALL: 3, CALL.replace("tokens=2", "tokens=4"): 1}
+
+
+@torch.inference_mode()
+def test_calls_of_very_many_shapes_are_counted_and_not_all_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("patcher.integrate.dispatch._MOST_CASES", 4)
+    dispatch = made()
+    for _ in range(3):
+        for hidden in range(1, 9):
+            assert dispatch(*tensors(hidden), 1e-5)
+    assert dispatch.book.calls.total() == 24
+    assert set(dispatch.book.calls.values()) == {3}
+    assert len(dispatch.book.cases) <= 4
+    dispatch.book.begin_again()
+    assert not dispatch.book.calls
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from dispatch_sample import tensors
+from feature_matrix import ANY, feature
 from patch_sample import add_norm_guards
 
 from patcher.integrate import CallCounters
@@ -17,6 +18,7 @@ from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.guards import CallGuards, TensorGuard
 
 
+@feature("KV offload and connectors while a shape is proven", "right", ANY)
 @torch.inference_mode()
 def test_a_tensor_in_part_keeps_what_arrives_while_a_shape_is_proven() -> None:
     """A KV cache: another stream may write other blocks while the first call of a shape runs."""
@@ -48,6 +50,28 @@ def test_a_tensor_in_part_keeps_what_arrives_while_a_shape_is_proven() -> None:
     assert rows.tolist() == torch.ones(2, 8).tolist()  # the failed call worked on a copy
 
 
+@torch.inference_mode()
+def test_a_shape_is_proven_with_the_strides_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def adds(x: torch.Tensor) -> None:
+        seen.append(x.stride())
+        x.add_(1)
+
+    rows = TensorGuard("x", ("rows", "width"), "T", mutated=True, layout="rows")
+    guards = CallGuards("cpu", (rows,), (), ({"T": torch.float32},))
+    wide = torch.zeros(3, 24)
+    for call in (wide[:, :8], wide[:, 8:16]):
+        serves = Dispatcher("op", adds, guards, CallCounters("id", "d"), strict=False)
+        assert serves(call)
+        assert serves(call)
+    assert seen == [(24, 1)] * 4
+    assert wide.sum(0).tolist() == [6.0] * 16 + [0.0] * 8
+    monkeypatch.setattr("patcher.integrate.dispatch._MOST_COPIED", 100)
+    assert Dispatcher("op", adds, guards, CallCounters("id", "d"), strict=False)(wide[:, :8])
+    assert seen[-1] == (8, 1), "rows so far apart are copied without what lies between"
+
+
 class OnAnother(torch.Tensor):
     """A tensor of the host that says that it is on the second GPU."""
 
@@ -56,6 +80,7 @@ class OnAnother(torch.Tensor):
         return torch.device("cuda", 1)
 
 
+@feature("another current device", "right", ANY)
 @pytest.mark.parametrize("strict", [True, False])
 @torch.inference_mode()
 def test_a_call_is_launched_on_the_device_of_its_tensors(

@@ -35,7 +35,6 @@ def refusal(weight: torch.Tensor) -> str | None:
         (torch.zeros(4, 16), None),
         (torch.zeros(4, 16, dtype=torch.float16), None),
         (torch.zeros(4, 16, dtype=torch.bfloat16), "weight in bfloat16"),
-        (torch.zeros(4, 16, device="meta"), "weight on meta"),
         (torch.zeros(2, 4, 16), "weight with 3 axes"),
         (torch.zeros(4, 12), "inner no multiple of 8"),
         (torch.zeros(16, 4).t(), "weight not contiguous"),
@@ -48,6 +47,14 @@ def test_a_layers_own_tensor_may_rule_every_call_out(
     assert refusal(weight) == reason
     calls = [GUARDS.refusal((torch.zeros(n, weight.shape[-1]).to(weight), weight)) for n in (1, 48)]
     assert all(call is None for call in calls) == (reason is None)
+
+
+def test_a_tensor_that_is_offloaded_rules_nothing_out() -> None:
+    """As the weights of `cpu_offload_gb` without UVA, which lie in memory until a layer runs."""
+    elsewhere = torch.zeros(4, 16, device="meta")
+    assert refusal(elsewhere) is None
+    assert refusal(elsewhere[:, :12]) == "inner no multiple of 8"
+    assert GUARDS.refusal((torch.zeros(1, 16), elsewhere)) == "device meta"
 
 
 def test_a_layers_tensors_may_not_fit_each_other() -> None:

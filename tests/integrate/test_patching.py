@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_matrix import ANY, feature
 from patch_sample import CANDIDATE, OP, evaluation, make_patch
 from proof_sample import TRITON, claims, patched_profile, triton_patch
 
@@ -311,6 +312,7 @@ def test_receipts_and_doctor_say_what_a_patch_did_not_do(
     assert "is not a receipt" in doctor_says()["detail"]
 
 
+@feature("`VLLM_PLUGINS` without patcher, told by `doctor`", "refused", ANY)
 def test_doctor_says_that_vllm_would_not_load_the_plugin(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

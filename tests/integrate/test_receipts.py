@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from feature_matrix import ANY, feature
 from rich.console import Console
 
 from patcher import bench
@@ -45,6 +46,7 @@ FULL = """
 """
 
 
+@feature("`PATCHER_RECEIPTS` on a full volume", "right", ANY)
 @pytest.mark.parametrize(
     ("volume", "counted"),
     [
@@ -77,6 +79,7 @@ def test_a_full_volume_costs_the_receipt_and_nothing_else(
     assert not [path for path in folder.iterdir() if path.suffix != ".json"]
 
 
+@feature("`PATCHER_RECEIPTS` that is no folder", "refused", ANY)
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(bench.UsageError, match="cannot write receipts"):
@@ -91,6 +94,7 @@ def write(folder: Path, patch_id: str = "norm") -> None:
     writer.close()
 
 
+@feature("several hosts and containers, one folder of receipts", "right", ANY)
 def test_containers_whose_processes_have_one_id_keep_their_receipts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +136,7 @@ def count(book: CallCounters, how_often: int) -> None:
     book.reasons["too wide"] += how_often
 
 
+@feature("a process that forks", "right", ANY)
 @pytest.mark.parametrize("forked_by", ["os", "multiprocessing"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_calls_of_a_forked_process_are_in_a_receipt_of_its_own(

@@ -9,7 +9,6 @@ built later and cannot be undone. The IR op's providers are not used, since vLLM
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -21,15 +20,14 @@ from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.engine import (
     engines_add_norm,
     must_allow_another,
-    norm_fusions,
-    splits_sequences,
+    must_not_split_sequences,
 )
 from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.swap import AttributePatch
 
-log = logging.getLogger("patcher")
-
 _LAYERNORM = "vllm.model_executor.layers.layernorm"
+
+NORM_FUSIONS = "fuse_allreduce_rms", "fuse_norm_quant", "fuse_act_padding"
 
 
 class AddRmsNorm(VllmPoint):
@@ -38,6 +36,7 @@ class AddRmsNorm(VllmPoint):
     name: ClassVar[str] = "add_norm"
     op: ClassVar[str] = "fused_add_rms_norm"
     layers: ClassVar[tuple[str, ...]] = ("RMSNorm",)
+    fusions: ClassVar[tuple[str, ...]] = NORM_FUSIONS
     parts: ClassVar[tuple[str, ...]] = (
         f"{_LAYERNORM}:RMSNorm.__init__",
         f"{_LAYERNORM}:RMSNorm.forward_native",
@@ -55,11 +54,7 @@ class AddRmsNorm(VllmPoint):
                 f"RMSNorm is replaced by {replaced['RMSNorm'].__name__}", "disable its plugin"
             )
         must_allow_another("norm")
-        if splits_sequences():
-            raise VerificationError(
-                "sequence parallelism (enable_sp) knows norms by vLLM's own operator",
-                "turn enable_sp off, or revert the patch",
-            )
+        must_not_split_sequences()
         return f"{_LAYERNORM}.RMSNorm.forward"
 
     def of_role(self, layer: Any) -> bool:
@@ -81,8 +76,6 @@ class AddRmsNorm(VllmPoint):
         swap = AttributePatch(norm, "forward")
         original = swap.original
         operator = kernel.op(engines_add_norm())
-        if fusions := norm_fusions():
-            log.warning("%s: vLLM's norms are no longer fused by %s", self.name, ", ".join(fusions))
 
         def forward(layer: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
             if residual is None or _unlike(layer, norm) is not None:
@@ -92,6 +85,7 @@ class AddRmsNorm(VllmPoint):
 
         swap.install(forward)
         self._swaps = [swap]
+        self.name_lost_fusions()
 
 
 def _unlike(layer: Any, kind: Any) -> str | None:

@@ -19,10 +19,15 @@ from torch import fx
 
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.vllm import sources
-from patcher.integrate.vllm.engine import engines_add_norm, forward_context, must_allow_another
+from patcher.integrate.vllm.engine import (
+    engines_add_norm,
+    forward_context,
+    must_allow_another,
+    must_not_split_sequences,
+)
 from patcher.integrate.vllm.graph_seam import BACKENDS, graph_rewrite
 from patcher.integrate.vllm.roles import experts_graph
-from patcher.integrate.vllm.roles.add_norm import AddRmsNorm
+from patcher.integrate.vllm.roles.add_norm import NORM_FUSIONS, AddRmsNorm
 from patcher.integrate.vllm.roles.experts_graph import FusedOperators
 from patcher.integrate.vllm.roles.experts_sum import place_of_sums, summed
 from patcher.integrate.vllm.roles.graph_reads import NotFusedError
@@ -44,6 +49,7 @@ class ExpertsToNorm(TritonExperts):
     name: ClassVar[str] = "experts_to_norm"
     op: ClassVar[str] = "reduce_add_rms_norm"
     layers: ClassVar[tuple[str, ...]] = (*MOE, "RMSNorm")
+    fusions: ClassVar[tuple[str, ...]] = NORM_FUSIONS
     parts: ClassVar[tuple[str, ...]] = (
         f"{BACKENDS}:split_graph",
         f"{_RUNNER}:MoERunner._encode_layer_name",
@@ -69,6 +75,7 @@ class ExpertsToNorm(TritonExperts):
     def find(self) -> str:
         sources.must_be_as_read(self.name, self.parts)
         must_allow_another("norm")
+        must_not_split_sequences()
         graph_rewrite(self.name).must_have_room()
         place_of_sums(self.name).must_have_room()
         self._forward().must_be_the_engines()
@@ -94,6 +101,7 @@ class ExpertsToNorm(TritonExperts):
         graphs.install(rewrite)
         sums.install(unsummed.take)
         forward.install(_counted(forward.original, kernel))
+        self.name_lost_fusions()
 
     def remove(self) -> None:
         library, self._library = self._library, None

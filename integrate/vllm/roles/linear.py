@@ -78,6 +78,7 @@ class _Matmul(VllmPoint):
 
         swap.install(apply)
         self._swaps = [swap]
+        self.name_lost_fusions()
 
     def _target(self) -> AttributePatch:
         return AttributePatch(getattr(sources.module(self.module), self.method), "apply")
@@ -90,6 +91,7 @@ class Linear(_Matmul):
     module: ClassVar[str] = _LINEAR
     layer: ClassVar[str] = "LinearBase"
     method: ClassVar[str] = "UnquantizedLinearMethod"
+    fusions: ClassVar[tuple[str, ...]] = ("fuse_gemm_comms",)
     layers: ClassVar[tuple[str, ...]] = ("RowParallelLinear|ColumnParallelLinear|ReplicatedLinear",)
     parts: ClassVar[tuple[str, ...]] = (
         f"{_LINEAR}:UnquantizedLinearMethod.__init__",

@@ -44,6 +44,11 @@ class RopeKvUpdate(VllmPoint):
     name: ClassVar[str] = "rope_kv"
     op: ClassVar[str] = "rope_kv_update"
     layers: ClassVar[tuple[str, ...]] = ("Attention", "get_rope")
+    fusions: ClassVar[tuple[str, ...]] = (
+        "enable_qk_norm_rope_fusion",
+        "fuse_rope_kvcache",
+        "fuse_qk_norm_rope_kvcache",
+    )
     parts: ClassVar[tuple[str, ...]] = (
         "vllm.model_executor.custom_op:CustomOp.forward",
         f"{ROTARY}:RotaryEmbeddingBase.__init__",
@@ -84,6 +89,7 @@ class RopeKvUpdate(VllmPoint):
         forward.install(_forward(forward.original, kernel))
         graph.install(_rewrite(operator, kernel))
         fix.install(_fix(fix.original, operator))
+        self.name_lost_fusions()
 
     def of_role(self, layer: Any) -> bool:
         rotation, attention = _parts_of(layer)
@@ -127,13 +133,13 @@ def _unlike(rotation: Any, kind: Any) -> str | None:
 
 
 def _forward(original: Any, kernel: Dispatcher) -> Any:
-    reasons, kind = kernel.book.reasons, sources.module(ROTARY).RotaryEmbedding
+    kind = sources.module(ROTARY).RotaryEmbedding
 
     def forward(
         layer: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> Any:
         if not torch.compiler.is_compiling():
-            reasons["outside vLLM's compiled graphs"] += 1
+            kernel.book.reasons["outside vLLM's compiled graphs"] += 1
             return original(layer, positions, query, key)
         if key is None:
             return original(layer, positions, rope_graph.left_alone(query, "no key"), key)

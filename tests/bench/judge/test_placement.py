@@ -61,7 +61,7 @@ def test_no_two_elements_meet_and_the_guards_allow_each_placement(name: str, pla
             assert len(set(places.flatten().tolist())) == places.numel()
             tensor = made(slot)
             assert guard.misplaced(tensor) is None
-            changed += not tensor.is_contiguous()
+            changed += not tensor.is_contiguous() or placed == "shifted"  # in its address alone
     assert changed
 
 

@@ -41,7 +41,7 @@ from patcher.bench.runner.captured import Arena, Captured
 from patcher.bench.runner.loading import load
 
 NAMES = (
-    *("linear", "moe_finalize", "moe_reduce", "moe_route", "moe_topk"),
+    *("decode_attention", "linear", "moe_finalize", "moe_reduce", "moe_route", "moe_topk"),
     *("reduce_add_rms_norm", "rope", "rope_kv_update"),
 )
 OPS = {name: bench.load_op(name) for name in NAMES}
@@ -173,6 +173,7 @@ def test_gpu_baselines_say_why_they_do_not_run_here(name: str) -> None:
         ),
         ("moe_route", "_topk_forward _sum_bitmatrix_rows _combined_routing_memset"),
         ("moe_route", "_combined_routing_compute_pow2"),
+        ("decode_attention", "FlashAttnFwdCombine prepare_varlen_num_blocks"),
         ("rope_kv_update", "vllm::reshape_and_cache_flash_kernel<__nv_bfloat16>"),
         ("rope_kv_update", "applyBiasRopeUpdateKVCacheV2<__nv_bfloat16>"),
     ],
@@ -236,6 +237,8 @@ SETTINGS = JudgeSettings(
     baseline="eager", pairs=3, points=2, threads=1, calls=40, lives_s=0.0, timeout_s=20
 )
 WRONG = {
+    # one token more than the window has
+    "decode_attention": ("length - int(window)", "length - int(window) - 1"),
     # the last output has another's bias
     "linear": ("bias.float()", "bias.roll(1).float()"),
     # the bias of another expert

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_matrix import feature
 from transformers_sample import LAYERS, PER_LAYER, TOKENS, built, logits, original_kernel, patched
 
 from patcher import bench
@@ -140,6 +141,7 @@ CHANGES = [
 ]
 
 
+@feature("parts, norms, layers, hooks or weights changed later", "right", *POINTS)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("ran_before", [False, True])
 def test_a_part_that_is_replaced_later_is_used_and_every_call_is_counted(
@@ -174,7 +176,13 @@ def replica(module: Any) -> Any:
     return made
 
 
-@pytest.mark.parametrize("copied", [replica, copy.deepcopy])
+@pytest.mark.parametrize(
+    "copied",
+    [
+        pytest.param(replica, marks=feature("`DataParallel`", "falls back", *POINTS)),
+        copy.deepcopy,
+    ],
+)
 def test_replicas_and_copies_run_with_what_is_theirs(copied: Callable[[Any], Any]) -> None:
     model = built()
 
@@ -197,6 +205,7 @@ def test_replicas_and_copies_run_with_what_is_theirs(copied: Callable[[Any], Any
             assert not any(map(counted, books.values()))
 
 
+@feature("`copy.copy` of a module", "falls back", "gpt_oss.router")
 def test_a_shallow_copy_runs_with_parameters_of_its_own() -> None:
     model = built()
     router = model.model.layers[0].mlp.router
@@ -214,6 +223,7 @@ def test_a_shallow_copy_runs_with_parameters_of_its_own() -> None:
         assert torch.equal(other(), before)
 
 
+@feature("wrappers over it when it is taken out", "right", *POINTS)
 @pytest.mark.parametrize("name", POINTS)
 def test_after_removal_no_wrapper_calls_the_kernel(name: str) -> None:
     kernel, point = original_kernel(name), POINTS[name]()
@@ -235,6 +245,7 @@ def test_after_removal_no_wrapper_calls_the_kernel(name: str) -> None:
     point.remove()
 
 
+@feature("other points beside it", "right", *POINTS)
 def test_points_come_and_go_in_any_order() -> None:
     model = built()
     before = logits(model)
@@ -271,16 +282,21 @@ def test_an_exported_program_stands_alone(strict: bool) -> None:
             torch.testing.assert_close(found, expected)
 
 
+@feature("`torch.export`", "falls back", *POINTS)
 def test_a_whole_model_is_exported_without_the_patch() -> None:
     model = built()
     before = logits(model)
-    with patched(model), torch.no_grad():
+    with patched(model) as books, torch.no_grad():
         program = torch.export.export(model, (TOKENS,), {"use_cache": False}, strict=False)
     assert "patcher" not in str(program.graph)
+    for name, book in books.items():
+        assert any("exported" in reason for reason in book.fallbacks), name
+        assert not book.calls
     with torch.no_grad():
         torch.testing.assert_close(program.module()(TOKENS, use_cache=False).logits, before)
 
 
+@feature("`torch.jit.trace`", "falls back", "gpt_oss.router")
 def test_a_traced_program_stands_alone() -> None:
     model = built().requires_grad_(False)
     router = model.model.layers[0].mlp.router
@@ -304,6 +320,8 @@ class Mxfp4(torch.nn.Module):
         return hidden * 0.5, scores
 
 
+@feature("MXFP4 checkpoints", "falls back", "gpt_oss.experts", "gpt_oss.router")
+@feature("`experts_implementation='eager'`", "falls back", "gpt_oss.experts")
 def test_layers_that_a_patch_does_not_reach_are_told() -> None:
     with patched() as books:
         model = built()
@@ -348,3 +366,41 @@ def test_layers_that_a_compiled_model_does_not_reach_are_told_once() -> None:
         assert books["gpt_oss.router"].fallbacks == {reason: LAYERS}
     finally:
         torch._dynamo.reset()
+
+
+@feature("training, gradient checkpointing", "falls back", *POINTS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_is_the_engines_own(checkpointing: bool) -> None:
+    def step(model: Any) -> list[torch.Tensor]:
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+        return [each.grad for each in model.parameters() if each.grad is not None]
+
+    expected, model = step(built()), built()
+    with patched(model) as books:
+        found = step(model)
+        for name, book in books.items():
+            assert not book.calls, name
+            told = LAYERS * PER_LAYER[name]
+            assert book.fallbacks["gradients are on"] >= told, (name, book.fallbacks)
+    for mine, own in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, own)
+
+
+@feature("`functional_call`, autocast", "right", *POINTS)
+def test_parameters_of_a_call_are_those_that_it_was_given() -> None:
+    model = built()
+    with patched(model) as books, torch.inference_mode():
+        given = {name: value * 1.5 for name, value in model.named_parameters()}
+        found = torch.func.functional_call(model, given, (TOKENS,), {"use_cache": False}).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = logits(model)
+        for name, book in books.items():
+            assert counted(book) == 2 * LAYERS * PER_LAYER[name], name
+    other = built()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(mixed, logits(other))
+    other.load_state_dict(given, strict=False)
+    torch.testing.assert_close(found, logits(other))

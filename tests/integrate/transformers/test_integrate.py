@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_matrix import feature
 from patch_sample import (
     CANDIDATE,
     LAYERS,
@@ -144,6 +145,7 @@ def test_a_patch_cannot_name_a_folder_outside_the_store(patch: Patch, tmp_path: 
     assert kept.read_text() == "x"
 
 
+@feature("another version, changed code", "refused", "gpt_oss.decoder_layer")
 def test_another_version_or_other_code_is_refused(
     patch: Patch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +213,7 @@ def test_another_model_is_refused(patch: Patch) -> None:
         prepare(torch.nn.Linear(2, 2), patch, kernel=kernel)
 
 
+@feature("`output_hidden_states`", "falls back", "gpt_oss.decoder_layer")
 def test_recorded_hidden_states_are_what_they_were(engine: Engine, patch: Patch) -> None:
     prompts = engine.prompts(2)
     with torch.inference_mode():
@@ -232,6 +235,7 @@ def test_a_callers_tensor_is_not_written_to(engine: Engine, patch: Patch) -> Non
     assert book.calls
 
 
+@feature("hooks, gradients", "falls back", "gpt_oss.decoder_layer")
 def test_foreign_hooks_and_gradients_fall_back(engine: Engine, patch: Patch) -> None:
     body: Any = engine.model
     seen: list[torch.Tensor] = []

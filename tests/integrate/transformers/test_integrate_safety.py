@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_matrix import feature
 from patch_sample import LAYERS, TINY, add_norm_guards, kernel, make_patch, state
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -102,6 +103,7 @@ def test_layers_called_one_by_one_keep_their_results(engine: Engine, patch: Patc
     assert book.fallbacks == {"a layer is called on its own": 2 * LAYERS}
 
 
+@feature("several threads", "right", "gpt_oss.decoder_layer")
 def test_overlapping_forwards_of_two_threads_do_not_mix(engine: Engine, patch: Patch) -> None:
     first, second = engine.prompts(1), engine.prompts(2)
     with prepare(engine.model, patch, kernel=kernel):

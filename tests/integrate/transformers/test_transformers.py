@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from feature_matrix import feature
 from patch_sample import LAYERS, TINY, evaluation, state
 from transformers import StaticCache
 from transformers.models.gpt_oss import modeling_gpt_oss as source
@@ -112,6 +113,7 @@ def inside(point: Any, kernel: Dispatcher) -> Iterator[CallCounters]:
         point.remove()
 
 
+@feature("`generate`, batches, a cache", "right", *POINTS)
 @pytest.mark.parametrize("name", POINTS)
 def test_a_patch_that_is_the_original_changes_no_bit(
     engine: Engine, patches: dict[str, Patch], name: str
@@ -143,6 +145,7 @@ def test_the_librarys_own_solution_serves_the_same_model(
     assert book.calls.total() == PER_LAYER[name] * LAYERS * (STEPS + 1)
 
 
+@feature("another dtype or shape", "falls back", *POINTS)
 @pytest.mark.parametrize("name", POINTS)
 def test_a_shape_or_dtype_that_is_not_supported_runs_the_original(
     engine: Engine, patches: dict[str, Patch], name: str
@@ -179,6 +182,7 @@ def small() -> Any:
     return built()
 
 
+@feature("`torch.compile` with a static cache", "right", *POINTS)
 def test_compiled_with_a_static_cache_all_points_run_and_go(
     engine: Engine, small: Any, patches: dict[str, Patch]
 ) -> None:
@@ -217,6 +221,7 @@ def test_compiled_with_a_static_cache_all_points_run_and_go(
         torch._dynamo.reset()
 
 
+@feature("compiled in parts", "falls back", "gpt_oss.decoder_layer")
 def test_what_is_compiled_in_parts_or_watched_runs_the_original(
     engine: Engine, small: Any, patches: dict[str, Patch]
 ) -> None:
@@ -252,6 +257,7 @@ def test_what_is_compiled_in_parts_or_watched_runs_the_original(
         torch._dynamo.reset()
 
 
+@feature("`deepcopy`, `pickle`: a model of its own, without the patch", "right", *POINTS)
 def test_copies_and_pickles_of_a_patched_model_are_transformers_own(
     engine: Engine, patches: dict[str, Patch]
 ) -> None:
@@ -298,6 +304,7 @@ def test_models_that_are_built_later_are_patched_until_it_is_taken_out(
         assert torch.equal(model(prompts).logits, found)
 
 
+@feature("models built later, in any way", "right", "gpt_oss.decoder_layer")
 @pytest.mark.parametrize(
     "build",
     [transformers.GptOssForCausalLM, transformers.GptOssModel, transformers.AutoModel.from_config],

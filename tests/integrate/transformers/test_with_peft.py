@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_matrix import feature
 from transformers_sample import PER_LAYER, built, logits, patched
 
 from patcher.integrate.transformers import POINTS
@@ -39,7 +40,13 @@ def adapted(model: Any, adapter: str) -> Any:
     return made
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        pytest.param(name, marks=feature(f"peft: {name}, off, merged", "right", *POINTS))
+        for name in ADAPTERS
+    ],
+)
 def test_an_adapter_counts_and_every_call_is_counted(adapter: str) -> None:
     model = built()
     plain = logits(model)
@@ -58,6 +65,7 @@ def test_an_adapter_counts_and_every_call_is_counted(adapter: str) -> None:
     torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
 
 
+@feature("accelerate: offload and hooks, then removed", "right", *POINTS)
 @pytest.mark.parametrize("later", [False, True])
 def test_offloaded_weights_are_those_of_the_layer(later: bool) -> None:
     """accelerate puts its hooks in the place of forwards, and moves weights at each call."""
@@ -70,6 +78,13 @@ def test_offloaded_weights_are_those_of_the_layer(later: bool) -> None:
         for name, book in books.items():
             told = book.calls.total() + book.fallbacks.total()
             assert told == len(model.model.layers) * PER_LAYER[name], f"{name}: {book.fallbacks}"
+        accelerate.hooks.remove_hook_from_module(model, recurse=True)
+        torch.testing.assert_close(logits(model), expected)
+        for name, book in books.items():
+            told = book.calls.total() + book.fallbacks.total()
+            assert told == 2 * len(model.model.layers) * PER_LAYER[name], (
+                f"{name}: {book.fallbacks}"
+            )
         before = [book.calls.total() + book.fallbacks.total() for book in books.values()]
     torch.testing.assert_close(logits(model), expected)
     assert [b.calls.total() + b.fallbacks.total() for b in books.values()] == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from feature_matrix import feature
 from patch_sample import kernel as add_norm
+from vllm_experts import HIDDEN, TOKENS, TOP_K, Kernel, gpt_oss, reduce_add_norm
 from vllm_here import config, dispatcher, guards_of, needs_vllm, nothing
-from vllm_sample import EXPERTS
 
 from patcher import bench
 from patcher.integrate.dispatch import Dispatcher
@@ -24,130 +24,12 @@ from patcher.integrate.guards import AxisBounds
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.points import POINTS
 
-__all__ = ("config",)  # a fixture of tests here
+__all__ = ("config", "gpt_oss")  # fixtures of tests here
 
 pytestmark = needs_vllm
 
-TOP_K, TOKENS, HIDDEN = 2, 5, 32
 LABEL = f"reduce_add_rms_norm tokens={TOKENS} hidden={HIDDEN} top_k={TOP_K} spare=0 float32/int32"
 SUM, POINT = "experts.sum.oai", "experts_to_norm"
-
-
-class Kernel:
-    """What a layer's method keeps of its experts."""
-
-    def __init__(self, name: str) -> None:
-        cls = sources.part(f"{EXPERTS}:{name}")
-        self.fused_experts = cls.__new__(cls)
-
-    def output_is_reduced(self) -> bool:
-        return False
-
-
-@pytest.fixture
-def gpt_oss(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes gpt-oss models of vLLM's own classes, two layers deep, with doubles for what needs a
-    GPU: attention, and the experts, which are linear maps. Those end as vLLM's do, in
-    `reduce_grouped` (its double sums in PyTorch), or in a sum of their own.
-    """
-    import transformers
-    from vllm import ir
-    from vllm.model_executor.layers.fused_moe.runner import moe_runner
-    from vllm.model_executor.models import gpt_oss as engine
-
-    class Attention(torch.nn.Module):
-        def __init__(self, config: Any, **rest: Any) -> None:
-            super().__init__()
-            self.mix = torch.nn.Linear(config.hidden_size, config.hidden_size)
-
-        def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            mixed: torch.Tensor = self.mix(hidden)
-            return mixed + positions.unsqueeze(1)
-
-    class Experts(moe_runner.MoERunner):  # type: ignore[misc]
-        grouped, kind = True, "OAITritonMxfp4ExpertsMonolithic"
-
-        def __init__(self, num_experts: int, hidden_size: int, prefix: str, **rest: Any) -> None:
-            torch.nn.Module.__init__(self)
-            sizes = dict.fromkeys(("tp_size", "ep_size", "dp_size", "pcp_size"), 1)
-            sizes |= dict.fromkeys(("hidden_dim", "hidden_dim_unpadded"), hidden_size)
-            flags = {"is_sequence_parallel": False, "skip_final_all_reduce": False}
-            self.moe_config = SimpleNamespace(experts_per_token=TOP_K, **sizes, **flags)
-            self.router = self.gate = self._shared_experts = None
-            self.routed_input_transform = self.routed_output_transform = None
-            self.routed_scaling_factor = 1.0
-            self.layer_name = prefix
-            # on a GPU, vLLM calls its operator
-            self._forward_entry = torch.ops.vllm.moe_forward
-            self.maps = torch.nn.Parameter(torch.empty(num_experts, hidden_size, hidden_size))
-            self.routed_experts: Any = SimpleNamespace(expert_map=None)
-            self.method = SimpleNamespace(
-                skip_forward_padding=True,
-                has_unpadded_output=False,
-                moe_kernel=Kernel(self.kind),
-            )
-            moe_runner.register_layer_for_moe_forward_op(config, self)
-
-        @property
-        def _quant_method(self) -> Any:
-            return self.method
-
-        def _forward_impl(self, hidden: Any, logits: Any, *rest: Any) -> Any:
-            scores, chosen = logits.topk(TOP_K)
-            order = chosen.flatten().argsort(stable=True)
-            maps = self.maps[chosen.flatten()[order]]
-            rows = torch.einsum("rh,rhk->rk", hidden[order // TOP_K], maps)
-            rows = rows * scores.softmax(-1).flatten()[order, None]
-            index = order.argsort().view(-1, TOP_K).int()
-            if not self.grouped:
-                return rows[index.long()].sum(1)
-            library = sys.modules["triton_kernels.matmul_ogs"]
-            plain = library.FusedActivation(), library.Epilogue(library.FnSpecs.default())
-            output = torch.full_like(hidden, torch.nan)
-            more = {"x_mx_scale": None, "out_dtype": output.dtype}
-            summed, _ = library.reduce_grouped(
-                rows[None, None], index, output[None], None, *plain, **more
-            )
-            return summed[0]
-
-    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": 16, "head_dim": 8}
-    sizes |= {"num_hidden_layers": 2, "vocab_size": 50}
-    experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": TOP_K}
-    model = transformers.GptOssConfig(**sizes, **experts)
-    monkeypatch.setattr(engine.TransformerBlock, "attention_cls", Attention)
-    factory = "FusedMoEFactory" if hasattr(engine, "FusedMoEFactory") else "FusedMoE"
-    monkeypatch.setattr(engine, factory, Experts)
-
-    def forget() -> None:
-        config.compilation_config.static_forward_context.clear()
-        config.compilation_config.static_all_moe_layers.clear()
-        # counts of layers, which are in older versions' hash of compiled code
-        config.compilation_config.enabled_custom_ops.clear()
-        config.compilation_config.disabled_custom_ops.clear()
-
-    def make(grouped: bool = False, kind: str = Experts.kind) -> Any:
-        forget()
-        Experts.grouped, Experts.kind = grouped, kind
-        with monkeypatch.context() as known:
-            known.setattr(config, "model_config", SimpleNamespace(hf_config=model))
-            made = engine.GptOssModel(vllm_config=config)
-        generator = torch.Generator().manual_seed(1)
-        for parameter in made.parameters():
-            parameter.data.normal_(0, 0.2, generator=generator)
-        return made
-
-    # as a worker sets it for a model that is compiled
-    with ir.enable_torch_wrap(True):
-        yield make
-    forget()
-
-
-def reduce_add_norm(rows, row_map, residual, weight, output, epsilon):  # type: ignore[no-untyped-def]
-    """The contract of reduce_add_rms_norm in plain PyTorch."""
-    some = (row_map >= 0).unsqueeze(-1)
-    added = rows[row_map.clamp(min=0).long()].masked_fill(~some, 0.0).sum(1)
-    output.copy_(added)
-    add_norm(output, residual, weight, epsilon)
 
 
 def dispatching() -> Dispatcher:
@@ -233,6 +115,7 @@ def test_experts_and_the_norm_after_them_are_one_call(
     assert torch.equal(run(config, model.forward), expected)
 
 
+@feature("other points beside it", "right", "add_norm", "experts_to_norm", "experts.sum.oai")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("first", ["add_norm", POINT])
 def test_it_is_fused_beside_the_point_of_the_norm_and_of_the_sum(
@@ -262,6 +145,25 @@ def test_it_is_fused_beside_the_point_of_the_norm_and_of_the_sum(
         assert not sums
 
 
+@feature("new weights: in place, `.data`, a new Parameter", "right", POINT)
+def test_new_weights_of_norms_and_experts_count(config: Any, gpt_oss: Any) -> None:
+    model, kernel = gpt_oss(), dispatching()
+    old = run(config, model.forward)
+    with patched(kernel):
+        forward = compiled(model.forward)
+        torch.testing.assert_close(run(config, forward), old)
+        first, second = model.layers
+        first.mlp.experts.maps.data.mul_(2)
+        second.input_layernorm.weight.data = second.input_layernorm.weight.data * 3
+        other = torch.nn.Parameter(model.norm.weight.data * 5, requires_grad=False)
+        model.norm.weight = other
+        found = run(config, forward)
+        assert sum(kernel.book.calls.values()) == 4
+    torch.testing.assert_close(found, run(config, model.forward))
+    assert not torch.allclose(found, old)
+
+
+@feature("compiled in pieces, and from the compile cache", "right", POINT)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_the_model_as_vllm_compiles_it_runs_the_one_call(
     backend: str, config: Any, gpt_oss: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -296,6 +198,7 @@ def test_the_model_as_vllm_compiles_it_runs_the_one_call(
     assert found == (1 if backend == "inductor" else 0)
 
 
+@feature("`enforce_eager`, mode NONE", "falls back", POINT)
 def test_a_model_that_is_not_compiled_keeps_its_own_and_says_so(config: Any, gpt_oss: Any) -> None:
     model, kernel = gpt_oss(), dispatching()
     expected = run(config, model.forward)
@@ -382,33 +285,43 @@ def _scaled(model: Any) -> None:
 
 CHANGED: dict[str, tuple[Callable[[Any], None], int, tuple[str, ...]]] = {
     # what was switched on; pairs that are still fused; what is said of the others
-    "weights are offloaded": (
+    "weights offloaded: prefetch, or without UVA": (
         _offloaded,
         0,
         ("vllm::start_prefetch reads the experts' result before a norm",),
     ),
     "a hook on a layer": (_steered, 1, ("add reads the experts' result before a norm",)),
-    "a hook on the norm": (
+    "a hook on a norm": (
         _normed_differently,
         1,
         ("mul reads the experts' result before a norm",),
     ),
-    "a hook on the router": (_scaled_router, 2, ()),
-    "EAGLE3": (_read, 1, ("add reads the experts' result before a norm",)),
-    "other experts": (_other_experts, 1, ("experts by OAITritonExperts",)),
+    "a hook on a router": (_scaled_router, 2, ()),
+    "EAGLE3: hidden states of layers are read": (
+        _read,
+        1,
+        ("add reads the experts' result before a norm",),
+    ),
+    "experts of another class": (_other_experts, 1, ("experts by OAITritonExperts",)),
     "expert parallelism": (_of_several_ranks, 1, ("experts shared by several ranks",)),
-    "LoRA": (_lora, 0, ("experts by UnfusedOAITritonExperts",)),
+    "LoRA on experts": (_lora, 0, ("experts by UnfusedOAITritonExperts",)),
     "tensor parallelism": (
         _parallel,
         0,
         ("vllm::all_reduce reads the experts' result before a norm",),
     ),
-    "a transform": (_scaled, 1, ("linear reads the experts' result before a norm",)),
+    "a transform after experts": (_scaled, 1, ("linear reads the experts' result before a norm",)),
 }
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside add_norm"])
-@pytest.mark.parametrize("change", CHANGED)
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(name, marks=feature(name, "right" if fused == 2 else "falls back", POINT))
+        for name, (_, fused, _) in CHANGED.items()
+    ],
+)
 def test_what_people_switch_on_stays_right_and_is_told(
     change: str, beside: bool, config: Any, gpt_oss: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,6 +357,8 @@ def test_what_people_switch_on_stays_right_and_is_told(
     assert sum(kernel.book.fallbacks.values()) == 2 - fused
 
 
+@feature("pipeline parallelism", "falls back", POINT)
+@feature("shared experts", "falls back", POINT)
 def test_pipeline_stages_and_shared_experts_and_other_widths_are_told(
     config: Any, gpt_oss: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -528,13 +443,20 @@ def test_a_norm_that_leaves_its_arguments_to_others_is_not_fused(config: Any, gp
         assert not kernel.book.calls
 
 
-@pytest.mark.parametrize("point", [POINT, SUM, "router.oai", "experts.down.mxfp4"])
+TRITON = (POINT, SUM, "router.oai", "experts.gate_up.mxfp4", "experts.down.mxfp4")
+
+
+@feature("experts of EPLB, data parallelism, all2all, Marlin or FlashInfer", "falls back", *TRITON)
+@feature("expert parallelism", "falls back", *TRITON)
+@pytest.mark.parametrize("point", TRITON)
 def test_layers_with_experts_of_other_classes_are_told(point: str, gpt_oss: Any) -> None:
     """Those of EPLB, data parallelism and all2all, of LoRA, and of another backend."""
     experts = gpt_oss().layers[0].mlp.experts
     installed = POINTS[point]()
     assert installed.of_role(experts)
     assert installed.applies(experts) is None
+    experts.routed_experts.expert_map = torch.zeros(4)
+    assert installed.applies(experts) == "experts shared by several ranks"
     for name in ("OAITritonExperts", "UnfusedOAITritonExperts"):
         experts.method.moe_kernel = Kernel(name)
         assert installed.applies(experts) == f"experts by {name}"
@@ -542,6 +464,7 @@ def test_layers_with_experts_of_other_classes_are_told(point: str, gpt_oss: Any)
     assert installed.applies(experts) == "experts by SimpleNamespace"
 
 
+@feature("`VLLM_BATCH_INVARIANT`", "refused", POINT, "add_norm")
 def test_it_refuses_an_engine_that_must_be_invariant_to_batches(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -551,6 +474,7 @@ def test_it_refuses_an_engine_that_must_be_invariant_to_batches(
             POINTS[name]().find()
 
 
+@feature("several engines of one process", "right", POINT)
 def test_engines_in_threads_do_not_take_each_others_rows(
     config: Any, gpt_oss: Any, sums: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_matrix import feature
 from vllm_here import needs_vllm
 
 from patcher import bench
@@ -62,6 +63,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, torch.Tensor]
         yield f"{layout}, all layers of a block together", whole[1]
 
 
+@feature("`VLLM_KV_CACHE_LAYOUT`, packed caches", "right", "rope_kv")
 def test_the_contract_takes_the_kv_cache_in_every_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     point = bench.Point(
         axes={

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_matrix import feature
 from vllm_here import config, dispatcher, guards_of, needs_vllm
 
 from patcher import bench
@@ -53,7 +54,16 @@ def label(biased: int) -> str:
     return f"linear tokens=3 outer=40 inner=64 biased={biased} float32"
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@feature("layers without bias", "right", "linear")
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        pytest.param(False, marks=feature("`enforce_eager`, mode NONE", "right", "linear")),
+        pytest.param(
+            True, marks=feature("compiled in pieces, and from the compile cache", "right", "linear")
+        ),
+    ],
+)
 def test_layers_run_the_kernel_with_and_without_bias_and_many_rows_the_engines_own(
     compiled: bool, config: Any
 ) -> None:
@@ -80,6 +90,7 @@ def test_layers_run_the_kernel_with_and_without_bias_and_many_rows_the_engines_o
     assert torch.equal(layer(few), expected[0])
 
 
+@feature("`model_impl='transformers'`", "right", "linear")
 def test_a_further_axis_is_flattened_for_the_kernel(config: Any) -> None:
     layer, x = linear_layer(bias=False), torch.randn(1, 3, 64)
     expected = layer(x)
@@ -96,6 +107,7 @@ def test_a_further_axis_is_flattened_for_the_kernel(config: Any) -> None:
         dispatch.close()
 
 
+@feature("tensor parallelism", "right", "linear")
 def test_a_bias_that_only_the_first_rank_adds_is_no_bias_on_the_others(config: Any) -> None:
     from vllm.model_executor.layers.linear import RowParallelLinear
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -117,6 +129,7 @@ def test_a_bias_that_only_the_first_rank_adds_is_no_bias_on_the_others(config: A
         dispatch.close()
 
 
+@feature("`enforce_eager`, mode NONE", "right", "lm_head")
 def test_the_vocabularys_matrix_runs_the_kernel(config: Any) -> None:
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -140,6 +153,7 @@ def test_the_vocabularys_matrix_runs_the_kernel(config: Any) -> None:
         dispatch.close()
 
 
+@feature("quantised layers, another `linear_backend`", "falls back", "linear")
 def test_each_layer_that_keeps_the_engines_matmul_has_a_reason(config: Any) -> None:
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
     from vllm.model_executor.layers.linear import LinearMethodBase, ReplicatedLinear
@@ -175,6 +189,7 @@ def test_each_layer_that_keeps_the_engines_matmul_has_a_reason(config: Any) -> N
     assert str(seen).startswith("2 of 8 layers; 1: ")
 
 
+@feature("`VLLM_BATCH_INVARIANT`", "refused", "linear", "lm_head")
 def test_the_batch_invariant_matmul_is_left_alone(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from dispatch_sample import Graph
+from feature_matrix import feature
 from vllm_attention import (
     ATTEND,
     HEAD_DIM,
@@ -24,6 +26,7 @@ from vllm_attention import (
 )
 from vllm_here import config, dispatcher, needs_vllm
 
+from patcher.integrate.counts import GraphWatch
 from patcher.integrate.vllm.points import POINTS
 from patcher.integrate.vllm.roles.rope_graph import MARKS
 
@@ -118,6 +121,7 @@ def test_the_same_patch_can_be_put_in_twice(config: Any, attention: Any, hidden:
         point.remove()
 
 
+@feature("whole graphs, `use_inductor_graph_partition`", "right", "rope_kv")
 def test_graphs_are_only_cut_at_it_where_vllm_cuts_at_the_write(
     config: Any, attention: Any, hidden: Any, kernel: Any
 ) -> None:
@@ -255,7 +259,26 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("change", LEFT)
+FEATURES = {
+    with_fp8_cache: "FP8 KV cache",
+    with_cache_of_another_layer: "shared KV cache",
+    with_context_parallelism: "decode context parallelism",
+    with_scales: "KV scales",
+    with_another_attention: "FlashInfer, Triton or Flex attention",
+    with_hook_before_attention: "a hook on attention",
+    with_hook_after_the_rotation: "a hook on the rotation",
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(each, marks=feature(FEATURES[each], "falls back", "rope_kv"))
+        if each in FEATURES
+        else each
+        for each in LEFT
+    ],
+)
 def test_another_rotation_is_compiled_as_without_the_patch(
     change: Any, config: Any, attention: Any, hidden: Any
 ) -> None:
@@ -491,6 +514,7 @@ def test_in_one_graph_inductor_copies_neither_query_nor_key(
         assert kernels[0] <= kernels[1]
 
 
+@feature("`enforce_eager`, mode NONE", "falls back", "rope_kv")
 def test_outside_of_compiled_graphs_the_rotation_is_vllms_and_counted(
     config: Any, attention: Any, hidden: Any, kernel: Any
 ) -> None:
@@ -498,6 +522,12 @@ def test_outside_of_compiled_graphs_the_rotation_is_vllms_and_counted(
     step(config, layer, hidden, SLOTS)
     assert not kernel.book.calls
     assert dict(kernel.book.fallbacks) == {"outside vLLM's compiled graphs": 1}
+    graph = Graph()
+    with GraphWatch([kernel.book], kind=Graph):  # a recording keeps its counts apart
+        graph.capture_begin()
+        graph.capture_end()
+        step(config, layer, hidden, SLOTS)
+    assert dict(kernel.book.fallbacks) == {"outside vLLM's compiled graphs": 2}
 
 
 def test_a_compiler_other_than_vllms_sees_no_marks(
@@ -510,6 +540,7 @@ def test_a_compiler_other_than_vllms_sees_no_marks(
     assert not kernel.book.calls
 
 
+@feature("several engines of one process", "right", "rope_kv")
 def test_two_engines_of_one_process_have_tables_of_their_own(
     config: Any, attention: Any, hidden: Any, kernel: Any
 ) -> None:
@@ -532,6 +563,7 @@ def test_two_engines_of_one_process_have_tables_of_their_own(
     assert count(kernel) == 4
 
 
+@feature("new weights: in place, `.data`, a new Parameter", "right", "rope_kv")
 def test_new_weights_and_a_new_cache_count(
     config: Any, attention: Any, hidden: Any, kernel: Any
 ) -> None:
@@ -585,6 +617,7 @@ def test_layers_say_whether_they_are_taken(
     assert "no graph" in str(point.applies(layer))
 
 
+@feature("compiled in pieces, and from the compile cache", "right", "rope_kv")
 def test_a_model_as_vllm_compiles_it_runs_the_one_call(
     config: Any, attention: Any, hidden: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_matrix import feature
 from patch_sample import CANDIDATE, OP, add_norm_guards, evaluation
 from patch_sample import kernel as add_norm
 from vllm_here import config, dispatcher, needs_vllm, nothing
@@ -20,6 +21,7 @@ from patcher import bench
 from patcher.integrate import Patch, Store
 from patcher.integrate.vllm import engine
 from patcher.integrate.vllm.plugin import LOADS, WARMS_UP, VllmPlugin
+from patcher.integrate.vllm.points import POINTS
 
 __all__ = ("config",)  # a fixture of tests here
 
@@ -140,6 +142,7 @@ def test_vllms_workers_have_the_methods_that_are_followed() -> None:
     assert [name for name in (*LOADS, WARMS_UP, "get_model") if not hasattr(Worker, name)] == []
 
 
+@feature("weights reloaded in another dtype", "falls back", "add_norm")
 def test_layers_are_counted_when_a_model_is_loaded_and_again_when_weights_are(
     start: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -202,6 +205,7 @@ def test_a_patch_that_warm_up_never_calls_is_said(
             worker.compile_or_warm_up_model()
 
 
+@feature("pipeline parallelism", "right", "add_norm")
 def test_a_stage_of_a_pipeline_may_have_no_layer_of_a_role(
     start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, config: Any
 ) -> None:
@@ -237,12 +241,12 @@ def test_a_draft_model_counts_too(kept_by: str) -> None:
     assert engine.models_of(worker) == (served,)
 
 
+@feature("`enable_sp`", "refused", "add_norm", "experts_to_norm")
+@pytest.mark.parametrize("name", ["add_norm", "experts_to_norm"])
 def test_norms_that_sequence_parallelism_must_know_are_left_to_it(
-    monkeypatch: pytest.MonkeyPatch, config: Any
+    name: str, monkeypatch: pytest.MonkeyPatch, config: Any
 ) -> None:
-    from patcher.integrate.vllm.points import POINTS
-
-    point, passes = POINTS["add_norm"](), config.compilation_config.pass_config
+    point, passes = POINTS[name](), config.compilation_config.pass_config
     assert point.find()
     if not hasattr(passes, "enable_sp"):
         pytest.skip("this vLLM has no such pass")
@@ -251,16 +255,47 @@ def test_norms_that_sequence_parallelism_must_know_are_left_to_it(
         point.find()
 
 
-def test_passes_that_a_norm_is_taken_from_are_named(
-    monkeypatch: pytest.MonkeyPatch, config: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    from patcher.integrate.vllm.points import POINTS
+PASSES = [(point.name, name) for point in POINTS.values() for name in point.fusions]
 
+
+@pytest.mark.parametrize(("name", "lost"), PASSES)
+def test_passes_that_a_patch_takes_something_from_are_named(
+    name: str,
+    lost: str,
+    monkeypatch: pytest.MonkeyPatch,
+    config: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     passes = config.compilation_config.pass_config
-    monkeypatch.setattr(passes, "fuse_norm_quant", False)
-    monkeypatch.setattr(passes, "fuse_allreduce_rms", True)
-    point, kernel = POINTS["add_norm"](), dispatcher(OP.name, nothing, add_norm_guards())
-    point.install(kernel)
-    point.remove()
+    for known in {known for _, known in PASSES if hasattr(passes, known)}:
+        monkeypatch.setattr(passes, known, False)
+    point, kernel = POINTS[name](), dispatcher(OP.name, nothing, add_norm_guards())
+
+    def said() -> str:
+        caplog.clear()
+        point.install(kernel)
+        point.remove()
+        return caplog.text
+
+    assert "fused by" not in said()
+    if not hasattr(passes, lost):
+        pytest.skip("this vLLM has no such pass")
+    monkeypatch.setattr(passes, lost, True)
+    assert f"{name}: what the patch runs is no longer fused by {lost}\n" in said()
     kernel.close()
-    assert "vLLM's norms are no longer fused by fuse_allreduce_rms\n" in caplog.text
+
+
+def test_passes_of_a_second_engine_are_named_too(
+    start: Any, monkeypatch: pytest.MonkeyPatch, config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    passes = config.compilation_config.pass_config
+    for name in POINTS["add_norm"].fusions:
+        monkeypatch.setattr(passes, name, False)
+    first = Runner(Block())
+    engine = start(first)
+    assert "fused by" not in caplog.text
+    monkeypatch.setattr(passes, "fuse_norm_quant", True)
+    other = start(Runner(Block()))
+    assert "no longer fused by fuse_norm_quant" in caplog.text
+    for worker in (engine, other):
+        worker.shutdown()

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_matrix import feature
 from patch_sample import CANDIDATE, OP, add_norm_guards, evaluation
 from patch_sample import kernel as add_norm
 from vllm_here import (
@@ -35,6 +36,8 @@ from vllm_sample import (
 from patcher import bench
 from patcher.integrate import Patch, Store
 from patcher.integrate.points import find_point
+from patcher.integrate.source_record import Reading, SourceRecord
+from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.points import POINTS
 from patcher.integrate.vllm.roles import experts_sum
 
@@ -138,6 +141,7 @@ PLACES = {
         "vllm.compilation.backends:split_graph",
         "vllm.compilation.passes.utility.fix_functionalization:FixFunctionalizationPass.__call__",
     ],
+    "decode_attention": ["vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward"],
     "router.oai": ["triton_kernels.routing:routing"],
     "experts.sum.oai": ["triton_kernels.matmul_ogs:reduce_grouped"],
     "experts.gate_up.mxfp4": [f"{EXPERTS}:matmul_ogs", f"{EXPERTS}:make_routing_data"],
@@ -150,6 +154,7 @@ PLACES = {
 }
 
 
+@feature("someone else's patch in its place", "refused", *POINTS)
 @needs_vllm
 @pytest.mark.parametrize("name", POINTS)
 def test_a_point_goes_in_and_out_without_a_trace(name: str, config: Any) -> None:
@@ -185,6 +190,20 @@ def test_a_point_goes_in_and_out_without_a_trace(name: str, config: Any) -> None
     assert [attribute(place) for place in PLACES[name]] == before
 
 
+@feature("another version, changed code", "refused", *POINTS)
+@needs_vllm
+@pytest.mark.parametrize("name", POINTS)
+def test_code_that_no_version_read_has_is_refused(
+    name: str, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = sources.record().readings()
+    changed = {**known, POINTS[name].parts[-1]: Reading({})}
+    monkeypatch.setattr(SourceRecord, "readings", lambda record: changed)
+    with pytest.raises(bench.VerificationError, match=f"the adapter of {name} was written for"):
+        POINTS[name]().find()
+
+
+@feature("`enforce_eager`, mode NONE", "right", "add_norm")
 @needs_vllm
 def test_the_norm_runs_the_kernel_in_place_and_falls_back_to_the_engines_own(config: Any) -> None:
     from vllm.model_executor.layers.layernorm import RMSNorm
@@ -227,6 +246,7 @@ def _plain(x: torch.Tensor, norm: Any) -> Any:
     return ir.ops.rms_norm.impls["native"].impl_fn(x, norm.weight.data, 1e-5)
 
 
+@feature("compiled in pieces, and from the compile cache", "right", "add_norm")
 @needs_vllm
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compilers_leave_the_norm_whole(backend: str, config: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_matrix import feature
 from vllm_here import attribute, dispatcher, guards_of, needs_vllm, nothing
 from vllm_sample import EXPERTS, _reference
 
@@ -168,6 +169,7 @@ def test_what_the_contracts_say_of_the_layout_is_what_the_library_makes() -> Non
             assert torch.equal(found, numbers[expert].T)
 
 
+@feature("other points beside it", "right", GATE_UP, DOWN)
 def test_two_points_share_a_seam_in_any_order() -> None:
     engines = attribute(f"{EXPERTS}:matmul_ogs")
     for names in ((GATE_UP, DOWN), (DOWN, GATE_UP)):
@@ -183,6 +185,7 @@ def test_two_points_share_a_seam_in_any_order() -> None:
         assert attribute(f"{EXPERTS}:matmul_ogs") is engines
 
 
+@feature("several engines of one process", "right", GATE_UP, DOWN)
 @torch.no_grad()
 def test_a_second_engine_with_other_patches_leaves_nothing_of_the_first(
     monkeypatch: pytest.MonkeyPatch,
@@ -241,6 +244,8 @@ def second_call(layer: Layer, **more: Any) -> dict[str, Any]:
     }
 
 
+@feature("LoRA on experts", "falls back", GATE_UP)
+@feature("another layout, precision or activation", "falls back", GATE_UP, DOWN)
 @torch.no_grad()
 def test_whatever_is_not_as_it_was_read_is_left_to_the_engine(
     monkeypatch: pytest.MonkeyPatch,

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from feature_matrix import feature
 from patch_sample import CANDIDATE, OP, evaluation
 from patch_sample import kernel as add_norm
 from vllm_here import config, needs_vllm
 
 from patcher import bench
 from patcher.integrate import Patch, Store
+from patcher.integrate.vllm.points import POINTS
 
 __all__ = ("config",)  # a fixture of tests here
 
@@ -93,6 +95,7 @@ def test_an_engine_after_another_has_what_the_store_says_then(
         del worker
 
 
+@feature("several engines of one process", "right", "add_norm")
 def test_an_engine_beside_another_keeps_the_others_patches_or_is_refused(
     plugin: Any, store: Store, patch: Patch, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +137,7 @@ def test_a_worker_without_an_applied_patch_says_so(
     assert str(store.root) in caplog.text
 
 
+@feature("Ray: workers get the switches", "right", *POINTS)
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_workers_on_ray_get_the_switches_and_no_key(
     store: Store, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
@@ -161,5 +165,6 @@ def test_workers_on_ray_get_the_switches_and_no_key(
         plugin: Any = WorkerWrapperBase.init_device
         plugin.plugin.remove()
     wanted = {"PATCHER_PATCHES", "PATCHER_HOME", "PATCHER_RECEIPTS", "PATCHER_STRICT"}
+    wanted |= {"PATCHER_CACHE", "PATCHER_BUILD_TIMEOUT_S"}
     assert wanted | {"MINE", "MINE_TOO", "PYTHONHASHSEED"} <= copied
     assert "PATCHER_MODEL_KEY" not in copied

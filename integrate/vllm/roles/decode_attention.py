@@ -1,0 +1,152 @@
+"""Attention of decode steps: `FlashAttentionImpl.forward` where each request has one new token.
+
+FlashAttention also serves prefill, and steps that mix both; those stay with it. Whether a step is
+one of decode is in its metadata, which Python sees when it runs, or when a graph of decode steps is
+recorded. A graph of mixed steps is recorded with one token a request too, so that an engine which
+replays such graphs (`cudagraph_mode` FULL) is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from patcher.bench import VerificationError
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.vllm import engine, sources
+from patcher.integrate.vllm.point import VllmPoint
+from patcher.integrate.vllm.roles.rope_operator import ATTENTION, FLASH, refusal
+from patcher.integrate.vllm.swap import AttributePatch
+
+
+class DecodeAttention(VllmPoint):
+    """Decoder layers with FlashAttention's own cache, a causal mask, and perhaps a window."""
+
+    name: ClassVar[str] = "decode_attention"
+    op: ClassVar[str] = "decode_attention"
+    layers: ClassVar[tuple[str, ...]] = ("Attention",)
+    parts: ClassVar[tuple[str, ...]] = (
+        f"{FLASH}:FlashAttentionImpl.__init__",
+        f"{FLASH}:FlashAttentionImpl.forward",
+        f"{FLASH}:FlashAttentionMetadata",
+        f"{FLASH}:FlashAttentionMetadataBuilder.build",
+    )
+
+    def find(self) -> str:
+        sources.must_be_as_read(self.name, self.parts)
+        self._target().must_be_the_engines()
+        engine.must_allow_another("attention")
+        if engine.records_mixed_steps():
+            raise VerificationError(
+                "cudagraph_mode FULL replays one graph for decode and for mixed steps",
+                "take FULL_AND_PIECEWISE, vLLM's default, or revert the patch",
+            )
+        return f"{FLASH}.FlashAttentionImpl.forward"
+
+    def of_role(self, layer: Any) -> bool:
+        return isinstance(layer, sources.module(ATTENTION).Attention)
+
+    def applies(self, layer: Any) -> str | None:
+        return refusal(layer) or _unlike(layer.impl)
+
+    def install(self, kernel: Dispatcher) -> None:
+        self.find()
+        forward = self._target()
+        forward.install(_forward(forward.original, kernel))
+        self._swaps = [forward]
+
+    @staticmethod
+    def _target() -> AttributePatch:
+        return AttributePatch(sources.module(FLASH).FlashAttentionImpl, "forward")
+
+
+def _unlike(impl: Any) -> str | None:
+    """Why a layer's attention is not that of the contract; None if it is."""
+    if impl.alibi_slopes is not None or impl.logits_soft_cap:
+        return "scores with a slope or a cap"
+    return None if impl.sliding_window[1] in (-1, 0) else "a window to both sides"
+
+
+def _other_step(metadata: Any, output_scale: Any, output_block_scale: Any) -> str | None:
+    """Why a step is not one of decode alone; None if it is."""
+    if metadata is None:
+        return "no KV cache yet"
+    if metadata.max_query_len != 1 or metadata.num_actual_tokens > len(metadata.seq_lens):
+        return "more than one token of a request"
+    if metadata.causal is not True or getattr(metadata, "use_cascade", False):
+        return "another kind of mask, or a cascade"
+    if output_scale is not None or output_block_scale is not None:
+        return "a quantised output"
+    special = ("rswa_prefix_lens", "mm_prefix_range_tensor", "mm_prefix_query_range_tensor")
+    if any(getattr(metadata, name, None) is not None for name in special):
+        return "a mask of its own"
+    return None
+
+
+def _forward(original: Any, kernel: Dispatcher) -> Any:
+    windows = _Windows()
+    reasons = kernel.book.reasons
+
+    def forward(
+        impl: Any,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        reason = _other_step(attn_metadata, output_scale, output_block_scale)
+        reason = reason or refusal(layer) or _unlike(impl)
+        caches = None if reason else engine.kv_caches(kv_cache, query.shape[-1])
+        if caches is None:
+            reasons[reason or "no KV cache yet"] += 1
+        else:
+            tokens = attn_metadata.num_actual_tokens
+            ran = kernel(
+                query[:tokens].flatten(1),
+                *caches,
+                attn_metadata.block_table[:tokens],
+                attn_metadata.seq_lens[:tokens],
+                windows.of(engine.window_of(impl, attn_metadata), query.device),
+                query.new_empty(0) if impl.sinks is None else impl.sinks.data,
+                output[:tokens].view(tokens, -1),
+                impl.scale,
+            )
+            if ran:
+                return output
+        found: torch.Tensor = original(
+            impl,
+            layer,
+            query,
+            key,
+            value,
+            kv_cache,
+            attn_metadata,
+            output,
+            output_scale,
+            output_block_scale,
+        )
+        return found
+
+    return forward
+
+
+class _Windows:
+    """The size of a window as a tensor, one for each size and device."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    def of(self, size: int, device: torch.device) -> torch.Tensor:
+        """int32, [1]; or [0] for a size of 0, which means none."""
+        if (size, device) not in self._kept:
+            # outside of a step's graph, where its memory could be another tensor's in replay:
+            # vLLM runs every size before it records it
+            values = [size] if size else []
+            self._kept[size, device] = torch.tensor(values, dtype=torch.int32, device=device)
+        return self._kept[size, device]

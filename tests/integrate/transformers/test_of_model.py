@@ -1,0 +1,36 @@
+"""Which models have somewhere for an op to go, by their config.json, before a loop is paid for."""
+
+from __future__ import annotations
+
+import pytest
+
+from patcher import bench
+from patcher.bench import UsageError, VerificationError
+from patcher.bench.engines.architecture import published_config
+from patcher.integrate import must_fit_model
+from patcher.integrate.transformers import POINTS
+
+OTHER = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+NORM = bench.load_op("fused_add_rms_norm")
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_transformers_points_are_of_gpt_oss(name: str) -> None:
+    assert POINTS[name].of_model(published_config("gpt-oss-tiny")).startswith("GptOssForCausalLM")
+    with pytest.raises(VerificationError, match=f"Qwen3ForCausalLM has no layer of {name}"):
+        POINTS[name].of_model(OTHER)
+
+
+def test_the_config_is_read_if_a_point_asks() -> None:
+    found = must_fit_model(NORM, "transformers", lambda: published_config("gpt-oss-20b"))
+    assert found == "gpt_oss.decoder_layer"
+    with pytest.raises(VerificationError, match="Qwen3ForCausalLM has no layer") as caught:
+        must_fit_model(NORM, "transformers", lambda: OTHER)
+    assert "--engine vllm" in caught.value.hint
+
+    def never() -> dict[str, object]:
+        raise AssertionError("no point of this engine asks")
+
+    assert must_fit_model(NORM, "tensorrt_llm", never)
+    with pytest.raises(UsageError, match="no patch point in"):
+        must_fit_model(bench.load_op("moe_finalize"), "transformers", never)
