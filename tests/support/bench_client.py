@@ -23,8 +23,8 @@ def answer(method: str, path: str, body: object = None) -> bytes:
 
 
 delays = json.loads(answer("GET", "/delays"))
-first = lines[0]
-body = {"prompt": first["prompt"], "max_tokens": 2, "stream": True}
+body = {"prompt": lines[0]["prompt"], "max_tokens": 2, "stream": True}
+body |= {"ignore_eos": True, "temperature": 0}
 assert answer("POST", "/v1/completions", body).endswith(b"data: [DONE]\n\n")
 tokens = [line["output_tokens"] for line in lines]
 each = [delays["first_ms"] + (count - 1) * delays["token_ms"] for count in tokens]

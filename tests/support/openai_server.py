@@ -52,6 +52,9 @@ class Completions(BaseHTTPRequestHandler):
             print("out of luck", flush=True)
             os._exit(3)
         tokens = int(asked["max_tokens"])
+        if not asked.get("ignore_eos") or asked.get("temperature") != 0:
+            self._whole(400, {"error": "lengths and tokens are not those that were asked for"})
+            return
         if not asked.get("stream"):
             self._whole(200, {"choices": [{"text": " t5" * tokens}]})
             return
@@ -62,8 +65,9 @@ class Completions(BaseHTTPRequestHandler):
         for index in range(tokens):
             time.sleep((OPTIONS.token_ms if index else OPTIONS.first_ms) / 1e3)
             self._event({"choices": [{"index": 0, "text": " t5", "finish_reason": None}]})
-        usage = {"prompt_tokens": len(asked["prompt"].split()), "completion_tokens": tokens}
-        self._event({"choices": [], "usage": {**usage, "total_tokens": sum(usage.values())}})
+        if (asked.get("stream_options") or {}).get("include_usage"):
+            usage = {"prompt_tokens": len(asked["prompt"].split()), "completion_tokens": tokens}
+            self._event({"choices": [], "usage": {**usage, "total_tokens": sum(usage.values())}})
         self.wfile.write(b"data: [DONE]\n\n")
         self.close_connection = True
 
