@@ -49,15 +49,16 @@ class ServingTrace(Record):
     summary: str
     concurrencies: tuple[int, ...] = Field(min_length=1)
     rounds: int = Field(ge=1)
-    """Requests of a run for each user."""
+    """Fewest requests of a run for each user."""
     least: int = Field(ge=2)
-    """Fewest requests of a run."""
+    """Fewest requests of a run, unless these are more than `most_rounds` for each user."""
+    most_rounds: int = Field(ge=1)
     parts: tuple[TracePart, ...] = Field(min_length=1)
     slo: Slo
 
     def requests(self, concurrency: int) -> int:
         """Requests of one run."""
-        return max(self.least, self.rounds * concurrency)
+        return max(self.rounds * concurrency, min(self.least, self.most_rounds * concurrency))
 
     @property
     def longest(self) -> int:

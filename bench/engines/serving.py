@@ -50,9 +50,12 @@ class ServingClient(Record):
     random_environment: dict[str, str] = Field(default_factory=dict)
     health: str
     """A path that answers with 200 once requests are served."""
+    imports: str
+    """What takes the client long to import; it is imported while the server loads."""
     bench: tuple[str, ...] = Field(min_length=1)
-    """It writes a JSON document whose last line has `duration`, and by request `input_lens`,
-    `output_lens`, `ttfts` and `itls`; see `patcher.bench.ab.served.run_of`."""
+    """A module, as `python -m` takes it, and its arguments. It writes a file whose last line is a
+    JSON object with `duration`, and by request `input_lens`, `output_lens`, `ttfts` and `itls`; see
+    `patcher.bench.ab.served.run_of`."""
     request: str
     """A line of the file of requests; `prompt` and `answer`, of as many tokens as are asked for,
     are JSON strings."""

@@ -7,15 +7,15 @@ folder, so that the same command goes on after a stop, or with more pairs.
 
 from __future__ import annotations
 
-import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from patcher.ab.bench_client import BenchClient
 from patcher.ab.launcher import refuse_other_engines
 from patcher.ab.receipt_counts import calls_between
 from patcher.ab.record_files import read_record, write_record
@@ -29,14 +29,12 @@ from patcher.ab.served_records import (
 )
 from patcher.ab.served_verdict import judge_served
 from patcher.ab.server import (
-    DYING_S,
     WARM_UP_TOKENS,
     EngineServer,
     Installation,
     WarmUp,
     free_port,
     server_environment,
-    side_environment,
     warm_up,
 )
 from patcher.ab.verdict import refuse_one_point_twice
@@ -53,23 +51,18 @@ from patcher.bench.ab.served import (
     run_of,
 )
 from patcher.bench.ab.window_clocks import block_clocks
-from patcher.bench.engines.child_errors import child_failed
 from patcher.bench.engines.served_prompts import ServedPrompts
 from patcher.bench.engines.serving import ServingClient, filled, request_line
-from patcher.bench.machine.clocks import ClockMonitor, ClockSample
+from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.machine.environment import describe, device_memory_held
-from patcher.bench.sandbox.die_with_parent import die_with_parent
 from patcher.bench.stats.comparison import Arm
 from patcher.integrate import Patch, engine_wants
 
 TRIES = 3
 """Most runs at a point of a process; one that stalled is taken again, in either arm."""
-CLIENT_S = 900.0
-POLL_S = 0.25
-"""Seconds between two looks at the client, the server and the clocks."""
 RECEIPTS_S = 1.5
 """Seconds until receipts hold all calls: they are written once a second."""
-MOST_HELD = 1 << 30
+MOST_HELD = 2 << 30
 """Bytes of the GPU's memory that may be in use before a server starts."""
 FREED_S = 30.0
 FIRST_RUN = 500
@@ -143,6 +136,13 @@ def with_patches(
     return job, SideSetup("patched", arguments, tuple(patches))
 
 
+class _Running(NamedTuple):
+    """Two processes that were started."""
+
+    client: BenchClient
+    server: EngineServer
+
+
 class _Taking:
     """Measures one process of a side."""
 
@@ -168,7 +168,7 @@ class _Taking:
             index: number of processes that were taken before.
             python: the client's interpreter.
         """
-        self._done, self._python = index, python
+        self._done = index
         begin = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="patcher-served-") as scratch:
             folder = Path(scratch)
@@ -182,13 +182,14 @@ class _Taking:
             environment |= self.side.environment(folder)
             values = {**self.job.values(self.prompts), "port": port, "folder": folder}
             command = self.job.serve_command(self.side, values)
-            with EngineServer(
-                arm, command, environment, folder, port, self.client.health
-            ) as server:
+            with (
+                BenchClient(self.client, self.job.client, python, folder) as client,
+                EngineServer(arm, command, environment, folder, port, self.client.health) as server,
+            ):
                 warm = self._warm_up(server, number)
                 time.sleep(RECEIPTS_S)
                 before = server.receipts()
-                runs, stalled = self._runs(server, number, warm, values)
+                runs, stalled = self._runs(_Running(client, server), number, warm, values)
                 time.sleep(RECEIPTS_S)
                 receipts = calls_between(before, server.receipts())
                 server.check()
@@ -233,7 +234,7 @@ class _Taking:
         return found
 
     def _runs(
-        self, server: EngineServer, number: int, warm: Mapping[str, WarmUp], values: dict[str, Any]
+        self, at: _Running, number: int, warm: Mapping[str, WarmUp], values: dict[str, Any]
     ) -> tuple[list[ServedRun], list[StalledRun]]:
         """A run at each point; one that stalled is taken again."""
         runs: list[ServedRun] = []
@@ -244,7 +245,7 @@ class _Taking:
                 self._tell(ABPhase.PAIRS, point.label)
                 # prompts of one number are the same in both arms, and new to a server's cache
                 seed = 1000 * (number + 1) + FIRST_RUN + 10 * index + attempt
-                run = self._run(server, point, seed, values)
+                run = self._run(at, point, seed, values)
                 if run.longest_gap_ms <= limit_ms:
                     break
                 gap = StalledRun(point=point, longest_gap_ms=run.longest_gap_ms, limit_ms=limit_ms)
@@ -256,7 +257,7 @@ class _Taking:
         return runs, stalled
 
     def _run(
-        self, server: EngineServer, point: ServedPoint, seed: int, values: dict[str, Any]
+        self, at: _Running, point: ServedPoint, seed: int, values: dict[str, Any]
     ) -> ServedRun:
         """Let the client send the requests of a seed."""
         trace, folder = self.header.traces[point.trace], Path(values["folder"])
@@ -273,7 +274,6 @@ class _Taking:
             self.client.bench,
             {
                 **values,
-                "python": self._python,
                 "requests": file,
                 "count": count,
                 "concurrency": point.concurrency,
@@ -281,7 +281,7 @@ class _Taking:
                 "result": result.name,
             },
         )
-        samples = self._drive(server, command, folder)
+        samples = at.client.run(command, at.server, self.clocks)
         try:
             found = parse_json(result.read_text(encoding="utf-8").splitlines()[-1])
             run = run_of(point, trace, found)
@@ -294,36 +294,6 @@ class _Taking:
         return run.model_copy(
             update={name: clocks[name] for name in ("sm_clock_mhz", "throttle_reasons")}
         )
-
-    def _drive(
-        self, server: EngineServer, command: Sequence[str], folder: Path
-    ) -> list[ClockSample]:
-        """Run the client, and watch clocks and the server until it ends."""
-        log, deadline = folder / "client.log", time.monotonic() + CLIENT_S
-        with log.open("wb") as output:
-            client = subprocess.Popen(
-                die_with_parent(*command),
-                cwd=folder,
-                env=side_environment(self._python),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        samples = []
-        try:
-            while client.poll() is None:
-                server.check()
-                if time.monotonic() > deadline:
-                    raise PatcherError(f"{self.job.client} took longer than {CLIENT_S:.0f} s")
-                samples.append(self.clocks.sample())
-                time.sleep(POLL_S)
-        finally:
-            client.kill()
-            client.wait()
-        if client.returncode != 0:
-            server.check(DYING_S)
-            raise child_failed(self.job.client, client.returncode, log.read_bytes())
-        return samples
 
     def _await_free_device(self) -> None:
         """Check that the server will be alone; an ended one may take seconds to free its memory."""

@@ -262,5 +262,5 @@ def header_of(
         points=job.points,
         sides=(baseline, patched),
         serve=tuple(job.serve_command(SideSetup("", python="PYTHON"), values)),
-        bench=tuple(filled(job.serving.bench, values)),
+        bench=("PYTHON", "-m", *filled(job.serving.bench, values)),
     ), (one, other)

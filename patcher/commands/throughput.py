@@ -90,6 +90,11 @@ def compare(
     from patcher.commands.throughput_results import ThroughputCommand
 
     if served.client is not None:
+        if quick or page.profile or page.patched_profile:
+            raise UsageError(
+                "a server is measured alone, and not profiled",
+                "leave out --quick, --profile and --patched-profile, or --client",
+            )
         chosen = (model, workload, engine, size, baseline, others, served, margin_pct)
         return compare_patched(*served_job(*chosen), patches, Output(as_json), out, page)
     command = ThroughputCommand.of(Output(as_json), out, page)

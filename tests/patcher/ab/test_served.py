@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from patcher.ab import served
-from patcher.ab.served import compare_served
-from patcher.ab.served_records import ServedHeader, ServedJob, ServedProcess, ServedSide, SideSetup
+from patcher.ab import bench_client, served
+from patcher.ab.served import compare_served, with_patches
+from patcher.ab.served_records import (
+    ServedHeader,
+    ServedJob,
+    ServedProcess,
+    ServedResult,
+    ServedSide,
+    SideSetup,
+)
 from patcher.ab.served_verdict import judge_served
 from patcher.ab.server import WarmUp, installation, warm_up
 from patcher.bench import MissingError, PatcherError, UsageError, Workload
@@ -30,8 +40,10 @@ from patcher.bench.ab.served import (
     run_of,
     traces,
 )
+from patcher.bench.engines import serving
 from patcher.bench.engines.serving import ServingClient, client_of, clients, flags, request_line
 from patcher.bench.stats.comparison import Arm
+from patcher.commands.console import app
 from patcher.integrate import Receipt
 from patcher.report.served import served_html, served_markdown
 from patcher.show.served import served_lines
@@ -49,8 +61,9 @@ CLIENT = ServingClient(
     serve=("{python}", str(SUPPORT / "openai_server.py"), "--port", "{port}"),
     random_weights=("--first-ms", "4"),
     health="/health",
+    imports="json",
     bench=(
-        "{python}", str(SUPPORT / "bench_client.py"), "{port}", "{requests}", "{concurrency}",
+        "served_client_double", "{port}", "{requests}", "{concurrency}",
         "{folder}/{result}",
     ),
     request='{"prompt": {prompt}, "output_tokens": {output_len}}',
@@ -65,7 +78,8 @@ ID, DIGEST = "double.norm", "0" * 64
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATCHER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(served, "RECEIPTS_S", 0)  # the double writes them before it answers
-    monkeypatch.setattr(served, "POLL_S", 0.02)
+    monkeypatch.setattr(bench_client, "POLL_S", 0.02)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(SUPPORT), str(tmp_path))))
 
 
 @dataclass(frozen=True)
@@ -81,7 +95,13 @@ class PatchedSide(SideSetup):
 
 def test_a_faster_server_is_found_and_what_was_taken_is_kept(tmp_path: Path) -> None:
     fast = PatchedSide("fast", {"token_ms": 2, "patch": ID})
+    begun = compare_served(replace(JOB, process_pairs=1), (SLOW, fast), tmp_path, silent)
+    assert begun.comparison.verdict == "inconclusive"
+    [folder] = tmp_path.glob("served-*")
+    kept = {path: path.stat().st_mtime_ns for path in folder.glob("pair-*.json")}
     result = compare_served(JOB, (SLOW, fast), tmp_path, silent)
+    assert result.processes[:2] == begun.processes
+    assert kept == {path: path.stat().st_mtime_ns for path in kept}
     # 255 tokens after the first: 4 + 255 x 4 ms against 4 + 255 x 2 ms, at both points
     found = result.comparison
     assert found.gain_pct == pytest.approx(100 * (1024 / 514 - 1))
@@ -95,20 +115,12 @@ def test_a_faster_server_is_found_and_what_was_taken_is_kept(tmp_path: Path) -> 
     assert figures["patched"].goodput_per_s == pytest.approx(2 / 0.514)
     # calls while it was measured, not those of the warm-up: one request a point
     assert [one.receipts[0].total_calls for one in result.processes if one.receipts] == [4, 4]
-    again = compare_served(JOB, (SLOW, fast), tmp_path, silent)
-    assert again.processes == result.processes
-    [folder] = tmp_path.glob("served-*")
-    kept = {path: path.stat().st_mtime_ns for path in folder.glob("pair-*.json")}
-    more = compare_served(replace(JOB, process_pairs=3), (SLOW, fast), tmp_path, silent)
-    assert more.processes[:4] == result.processes
-    assert more.comparison.process_pairs == 3
-    assert kept == {path: path.stat().st_mtime_ns for path in kept}
-    page = served_html(more)
+    page = served_html(result)
     assert page.count("<svg") == 2
     assert "+99.22 %" in page
-    assert str(Path.home()) not in more.model_dump_json()
-    assert "openai_server.py --port PORT --first-ms 4" in served_markdown(more)
-    assert served_lines(more)
+    assert str(Path.home()) not in result.model_dump_json()
+    assert "openai_server.py --port PORT --first-ms 4" in served_markdown(result)
+    assert served_lines(result)
 
 
 def test_a_patch_that_never_ran_is_rejected(tmp_path: Path) -> None:
@@ -136,10 +148,12 @@ def test_a_port_in_use_a_broken_client_and_what_is_missing_are_said(tmp_path: Pa
         port = other.getsockname()[1]
         with pytest.raises(UsageError, match=f"port {port} is in use"):
             compare_served(replace(JOB, port=port), (SLOW, FAST), tmp_path, silent)
-    broken = CLIENT.model_copy(update={"bench": ("{python}", "-c", "raise ValueError('no trace')")})
+    (tmp_path / "broken_client.py").write_text("raise ValueError('no trace')")
+    broken = CLIENT.model_copy(update={"bench": ("broken_client",)})
     with pytest.raises(PatcherError, match=r"double failed .* no trace"):
         compare_served(replace(JOB, serving=broken), (SLOW, FAST), tmp_path, silent)
-    idle = CLIENT.model_copy(update={"bench": ("{python}", "-c", "")})
+    (tmp_path / "idle_client.py").touch()
+    idle = CLIENT.model_copy(update={"bench": ("idle_client",)})
     with pytest.raises(PatcherError, match="wrote no result"):
         compare_served(replace(JOB, serving=idle), (SLOW, FAST), tmp_path, silent)
     for update, said in (
@@ -275,7 +289,8 @@ def test_a_run_that_stalls_is_taken_again(tmp_path: Path) -> None:
     )
     job = replace(JOB, process_pairs=1, points=POINTS[:1])
     for when, kept, stalled in ((2, 100, False), (9, 900_000, True)):
-        bench = ("{python}", "-c", script.replace("WHEN", str(when)), "{folder}/{result}")
+        (tmp_path / f"stalls_{when}.py").write_text(script.replace("WHEN", str(when)))
+        bench = (f"stalls_{when}", "{folder}/{result}")
         serving = CLIENT.model_copy(update={"bench": bench})
         found = compare_served(
             replace(job, serving=serving), (SLOW, FAST), tmp_path / str(when), silent
@@ -319,6 +334,7 @@ def test_prompts_are_equal_for_both_arms_new_for_each_run_and_share_what_they_sh
 
 def test_traces_and_clients_are_data() -> None:
     assert [one.label for one in points_of("fixed", [1, 128])][1] == "fixed, 128 at a time"
+    assert [traces()["fixed"].requests(users) for users in (1, 8, 16, 64)] == [12, 64, 64, 192]
     for names, users in (("no", None), ("fixed,fixed", None), ("fixed", [8, 8])):
         with pytest.raises(UsageError):
             points_of(names, users)
@@ -331,3 +347,65 @@ def test_traces_and_clients_are_data() -> None:
         assert json.loads(request_line(one.request, 'a "b" {answer}', "c", 7))
     given = {"a_b": True, "c": False, "d": {"e": 1}, "f": None, "g": 0.5, "h": "i"}
     assert flags(given) == ["--a-b", "--no-c", "--d", '{"e": 1}', "--g", "0.5", "--h", "i"]
+
+
+def test_the_command_line_measures_decides_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "clients", lambda: {"double": CLIENT})
+    monkeypatch.setenv("PATCHER_RUNS_DIR", str(tmp_path / "runs"))
+    what = ("gpt-oss-tiny", "--engine", "vllm", "--device", "cpu")
+    points = ("--trace", "fixed", "--concurrency", "1")
+    files = ("--out", str(tmp_path / "out.json"), "--report", str(tmp_path / "page"))
+    sides = ("token_ms=4", "token_ms=2")
+    for pairs, code in (("1", 1), ("2", 0)):
+        words = ["throughput", "compare-engines", *what, *sides, *points, *files, "--json"]
+        found = CliRunner().invoke(app, [*words, "--processes", pairs], standalone_mode=False)
+        assert found.return_value == code, found.output
+        result = ServedResult.model_validate_json((tmp_path / "out.json").read_bytes())
+        assert [side.name for side in result.header.sides] == list(sides)
+        assert json.loads(found.stdout)["comparison"] == result.comparison.model_dump(mode="json")
+        assert "<svg" in (tmp_path / "page" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--batch 8 --pairs 9", "without --batch and --pairs"),
+        ("--quick", "measured alone"),
+        ("--profile x", "not profiled"),
+        ("--concurrency 0", "--concurrency '0'"),
+        ("--trace no", "unknown trace 'no'"),
+        ("--processes 0", "no process pair"),
+        ("--client no", "unknown client 'no'"),
+    ],
+)
+def test_what_a_client_cannot_do_is_said_before_the_work(words: str, said: str) -> None:
+    what = ("gpt-oss-tiny", "--engine", "vllm", "--device", "cpu", "--patch", "p")
+    own = ["throughput", "compare", *what, "--client", "vllm-bench", *words.split()]
+    found = CliRunner().invoke(app, own)
+    assert isinstance(found.exception, UsageError)
+    assert said in found.exception.message
+
+
+def test_an_argument_that_a_patch_needs_is_no_gain_of_the_patch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(served, "engine_wants", lambda engine, points: {"moe_backend": "triton"})
+    target = SimpleNamespace(engine="vllm", point="experts.sum.oai")
+    patch: Any = SimpleNamespace(
+        manifest=SimpleNamespace(id=ID, target=target),
+        digest=DIGEST,
+        verify_target=lambda: None,
+        calls_per_layer=lambda *together: None,
+    )
+    for backend, wanted in ((None, {}), ("triton", {}), ("marlin", {"moe_backend": "triton"})):
+        stock = SideSetup("stock", {"moe_backend": backend} if backend else {})
+        job, patched = with_patches(JOB, stock, [patch])
+        assert patched.arguments == {**stock.arguments, **wanted}
+        assert job.flags_no_faster is not bool(wanted)
+    other = replace(JOB, workload=WORKLOAD.model_copy(update={"engine": "sglang"}))
+    with pytest.raises(UsageError, match="is for vllm, not for sglang"):
+        with_patches(other, stock, [patch])
+    with pytest.raises(UsageError, match="given twice"):
+        with_patches(JOB, stock, [patch, patch])

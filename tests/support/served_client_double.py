@@ -1,6 +1,6 @@
 """A double of a client: it sends one request, and writes the times that the server's delays say.
 
-    bench_client.py PORT REQUESTS CONCURRENCY RESULT
+    served_client_double PORT REQUESTS CONCURRENCY RESULT
 
 So figures are exact, whatever else the machine does.
 """
