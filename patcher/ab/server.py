@@ -93,9 +93,15 @@ def side_environment(python: str) -> dict[str, str]:
     another one gets patcher from a checkout, or has its own.
     """
     found = engine_environment()
-    if python != sys.executable and not (ROOT / "pyproject.toml").is_file():
+    for name in ("NO_PROXY", "no_proxy"):  # clients take proxies for servers on this machine, too
+        found[name] = ",".join(filter(None, (found.get(name), HOST)))
+    if not _gives_ours(python):
         del found["PYTHONPATH"]
     return found
+
+
+def _gives_ours(python: str) -> bool:
+    return python == sys.executable or (ROOT / "pyproject.toml").is_file()
 
 
 def announce_plugin(client: ServingClient, folder: Path) -> None:
@@ -276,11 +282,13 @@ class WarmUp(Record):
     """Seconds of the last pass's requests, by how many came at a time."""
 
     def limit_ms(self, users: int) -> float:
-        """The longest wait for a token that a run at this concurrency explains, in milliseconds: as
-        long as all warm-up requests took, half as much again, and half a second.
+        """The longest wait for a token that a run at this concurrency explains, in milliseconds.
+
+        A pass sends every user two requests, so that the prefills of all users at once take less
+        than half of its time: half as long again, and half a second, are allowed.
         """
         seconds = min(value for key, value in self.last_s.items() if key >= users)
-        return 1e3 * (1.5 * seconds + 0.5)
+        return 1e3 * (0.75 * seconds + 0.5)
 
 
 def warm_up(send: Callable[[int], float], users: int) -> WarmUp:
@@ -311,11 +319,14 @@ def server_environment(
 ) -> dict[str, str]:
     """The environment of a server without patches; an engine that would not find patcher's plugin
     finds it in the checkout.
+
+    Raises:
+        MissingError: another interpreter has no patcher, and this one is not of a checkout.
     """
     found = side_environment(python)
     if not plugin:
+        if not _gives_ours(python):
+            raise MissingError(f"{python} has no patcher", "install patcher there, too")
         announce_plugin(client, scratch)
-        found["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(scratch), found.get("PYTHONPATH", str(ROOT))])
-        )
+        found["PYTHONPATH"] = os.pathsep.join([str(scratch), found["PYTHONPATH"]])
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import os
@@ -28,7 +29,7 @@ from patcher.ab.served_records import (
     SideSetup,
 )
 from patcher.ab.served_verdict import judge_served
-from patcher.ab.server import WarmUp, installation, warm_up
+from patcher.ab.server import WarmUp, announce_plugin, installation, warm_up
 from patcher.bench import MissingError, PatcherError, UsageError, Workload
 from patcher.bench.ab.phases import silent
 from patcher.bench.ab.served import (
@@ -45,6 +46,7 @@ from patcher.bench.engines.serving import ServingClient, client_of, clients, fla
 from patcher.bench.stats.comparison import Arm
 from patcher.commands.console import app
 from patcher.integrate import Receipt
+from patcher.integrate import vllm as vllm_plugin
 from patcher.report.served import served_html, served_markdown
 from patcher.show.served import served_lines
 
@@ -278,7 +280,7 @@ def test_warm_up_goes_on_until_nothing_is_faster() -> None:
     falling = iter([64.0, 32.0, 16.0, 8.0, 4.0, 2.0])
     assert warm_up(lambda _: next(falling), 1).passes_s == (64.0, 32.0, 16.0, 8.0, 4.0)
     limit = WarmUp(passes_s=(1, 1), last_s={1: 0.1, 8: 0.4}).limit_ms(4)
-    assert limit == pytest.approx(1100)
+    assert limit == pytest.approx(800)
 
 
 def test_a_run_that_stalls_is_taken_again(tmp_path: Path) -> None:
@@ -330,6 +332,14 @@ def test_prompts_are_equal_for_both_arms_new_for_each_run_and_share_what_they_sh
     assert len(cached) > 4
     assert len({tuple(prompt) for prompt in cached}) == 2
     assert {len(each.prompt) for each in one} == {part.input_len for part in mixed.parts}
+
+
+def test_a_checkout_is_announced_to_the_engine(tmp_path: Path) -> None:
+    announce_plugin(CLIENT, tmp_path)
+    [found] = importlib.metadata.distributions(path=[str(tmp_path)])
+    [entry] = found.entry_points
+    assert (entry.group, entry.name) == ("vllm.general_plugins", "patcher")
+    assert entry.load() is vllm_plugin.register
 
 
 def test_traces_and_clients_are_data() -> None:
