@@ -97,11 +97,16 @@ def remembered(path: Path, kind: type[AnyRecord], measure: Callable[[], AnyRecor
     if path.is_file():
         return kind.model_validate_json(path.read_text(encoding="utf-8"))
     record = measure()
+    write_atomically(path, record.model_dump_json())
+    return record
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that other processes see all of it or nothing; its folder is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_suffix(f".{os.getpid()}")
-    staged.write_text(record.model_dump_json(), encoding="utf-8")
+    staged.write_text(text, encoding="utf-8")
     staged.replace(path)
-    return record
 
 
 def require_file(path: Path) -> None:

@@ -8,6 +8,7 @@ from patcher.hotspot.ncu import ncu_finding
 from patcher.hotspot.nsys import find_nsys, nsys_environment, nsys_finding
 from patcher.hotspot.profile import Gpu, Hotspot, KernelStat, Profile, ProfileWarning
 from patcher.hotspot.read import read
+from patcher.hotspot.shorten import shortened
 
 __all__ = [
     "NSYS_OPTIONS",
@@ -27,4 +28,5 @@ __all__ = [
     "nsys_environment",
     "nsys_finding",
     "read",
+    "shortened",
 ]

@@ -4,18 +4,42 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from typing import NamedTuple
 
 from patcher.hotspot.names import normalise
 from patcher.hotspot.rules import rules
 
+_GENERATED = re.compile(r"triton_(?:poi|red|per|for)_")
+"""Inductor's pointwise kernels and reductions; `tem` are templates of matmul and attention."""
+
+
+class _Rule(NamedTuple):
+    name: str
+    pattern: re.Pattern[str]
+    external: bool
+    """Whether no kernel that Inductor generates computes this."""
+
 
 @cache
-def _rules() -> tuple[list[tuple[str, re.Pattern[str]]], list[tuple[str, re.Pattern[str]]]]:
+def _rules() -> tuple[list[_Rule], list[_Rule]]:
     document = rules("families")
-    return tuple(  # type: ignore[return-value]
-        [(rule["name"], re.compile(rule["pattern"], re.VERBOSE)) for rule in document[kind]]
+    origins, operations = (
+        [
+            _Rule(
+                rule["name"],
+                re.compile(rule["pattern"], re.VERBOSE),
+                rule.get("external", False),
+            )
+            for rule in document[kind]
+        ]
         for kind in ("origin", "operation")
     )
+    return origins, operations
+
+
+@cache
+def _buffers() -> re.Pattern[str]:
+    return re.compile(rules("families")["generated"]["buffers"], re.VERBOSE)
 
 
 @cache
@@ -31,8 +55,12 @@ def classify(name: str) -> tuple[str, str]:
     """
     subject = normalise(name)[:4000] + ("()" if name.endswith(")") else "")
     origins, operations = _rules()
-    return _first(origins, subject), _first(operations, subject)
+    origin = _first(origins, subject)
+    if _GENERATED.match(subject) is not None:
+        operations = [rule for rule in operations if not rule.external]
+        subject = _buffers().sub("", subject)
+    return origin, _first(operations, subject)
 
 
-def _first(ordered: list[tuple[str, re.Pattern[str]]], subject: str) -> str:
-    return next(name for name, pattern in ordered if pattern.search(subject))
+def _first(ordered: list[_Rule], subject: str) -> str:
+    return next(rule.name for rule in ordered if rule.pattern.search(subject))

@@ -25,6 +25,9 @@ _LENGTHS = frozenset(["unsigned", "signed", "long", "short"])
 _SIZED = _LENGTHS | {"int", "char", "double"}
 _KEYWORDS = frozenset(["struct", "class", "enum", "typename", "volatile"])
 _QUALIFIERS = re.compile(r"(?<!\w)(?:(?:[^\W\d]\w*|\(anonymous\))::)+(?=[^\W\d])(?!operator\b)")
+_EATEN_BRACKET = re.compile(r"(?<=\w)<unnamed>::")
+_BARE_UNNAMED = re.compile(r"(?<![<\w])unnamed>::")
+_LENGTH = re.compile(r"[1-9]\d{0,4}")
 
 MODULE = "module::"
 """Prefix of the ranges that `hotspot.target` puts around modules, and of their rows."""
@@ -58,8 +61,43 @@ def _respell(name: str) -> str:
 
 
 def match_key(name: str) -> str:
-    """A key that ncu's spelling shares with the others: the name without namespaces."""
+    """A key that ncu's spelling shares with the others: the name without namespaces.
+
+    ncu removes namespaces from the text and takes brackets along: `f<ns::<unnamed>::x>` becomes
+    `f<unnamed>::x>`, and `g() const::[lambda(` becomes `g() lambda(`.
+    """
+    name = name[:LONGEST]
+    if "unnamed>::" in name:
+        name = _BARE_UNNAMED.sub("", _EATEN_BRACKET.sub("<", name))
+    if ") lambda(" in name:
+        name = name.replace(") lambda(", ")::[lambda(")
     return _QUALIFIERS.sub("", normalise(name))
+
+
+def function_key(name: str) -> str:
+    """The function's name alone, mangled or not, as `ncu --kernel-name-base function` prints it."""
+    if name.startswith("_Z"):
+        return _mangled_function(name[:LONGEST])
+    return match_key(name).partition("<")[0]
+
+
+def _mangled_function(name: str) -> str:
+    """The last identifier of a mangled function's own name; the name itself if there is none."""
+    identifiers, _ = mangled_parts(name)
+    return identifiers[-1] if identifiers else name
+
+
+def mangled_parts(name: str) -> tuple[list[str], str]:
+    """The identifiers of a mangled function's own name, and the rest; none if it is not mangled."""
+    if not name.startswith("_Z"):
+        return [], name
+    nested = name.startswith("_ZN")
+    at = 3 if nested else 2
+    found: list[str] = []
+    while (match := _LENGTH.match(name, at)) is not None and (nested or not found):
+        at = match.end() + int(match[0])
+        found.append(name[match.end() : at])
+    return found, name[at:]
 
 
 def family(name: str) -> str:

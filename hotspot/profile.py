@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import AliasChoices, Field
 
 from patcher.bench import SCHEMA_VERSION, Record
+from patcher.hotspot.marks import Phase
 
 Triage = Literal["replace", "fuse", "closed", "configuration", "leave"]
 """What to do about a row. `closed`: the kernel has no public source, so replace the call.
@@ -116,8 +117,8 @@ class Hotspot(Record):
     patch_points: tuple[str, ...] = ()
     """Where patcher can replace the kernel, as `engine: point`."""
     ceiling_pct: float
-    """End-to-end gain in percent if it took no time (Amdahl): share / (1 - share). The share is of
-    the wall time if that is known."""
+    """Gain in percent if it took no time (Amdahl): share / (1 - share). The share is of the wall
+    time, so the gain is end to end; in a summary it is of kernel time (`Profile.ceiling_of`)."""
     reachable_pct: float | None = None
     """The same gain for a kernel at 80 % of the speed of light. For a chain: for one kernel that
     takes as long as its longest member."""
@@ -126,15 +127,19 @@ class Hotspot(Record):
     mean_ns: float
     """Mean time of a launch."""
     per_step: float | None = None
-    """Launches per decode step, if steps are known."""
+    """Launches per step of one device, if steps are known."""
     per_layer: float | None = None
-    """Launches per decode step and layer, if both are known."""
+    """Launches per step and layer of one device, if both are known."""
     bytes: float | None = None
     """Bytes per launch: the least by an op's contract, or what Nsight Compute measured."""
     flops: float | None = None
     """Floating-point operations per launch."""
     cost_source: str | None = None
     """Source of `bytes` and `flops`: `op NAME` or `ncu`."""
+    dram_pct: float | None = None
+    """DRAM throughput as a share of the peak, as Nsight Compute measured it."""
+    sm_pct: float | None = None
+    """Multiprocessor throughput as a share of the peak, as Nsight Compute measured it."""
     speed_of_light_ns: float | None = None
     """Least time of a launch for `bytes` and `flops` on this GPU."""
     sol_pct: float | None = Field(
@@ -169,6 +174,35 @@ class StepLaunch(Record):
     """Index into `Profile.hotspots` of the chain that it belongs to."""
 
 
+class DeviceProfile(Record):
+    """One device of a profile of several."""
+
+    device: int
+    """Its number in the source; in merged traces, which repeat numbers, a new one."""
+    label: str | None = None
+    """What the source calls it, if its number is new."""
+    gpu: Gpu | None = None
+    launches: int
+    """Kernel launches that are ranked."""
+    total_kernel_ns: int
+    """Sum over kernels; overlapping streams count twice."""
+    busy_ns: int
+    """Union of the kernels' intervals."""
+    memory_ns: int
+    """Time that copies and fills add to that union."""
+    wall_ns: int
+    """From the first launch to the end of the last."""
+    collectives_ns: int
+    """Part of the busy time in collectives, waiting for other devices included."""
+    steps: int | None = None
+    phase: Phase | None = None
+    bound: str | None = None
+    """See `Profile.bound`."""
+    bound_pct: float | None = None
+    hotspots: tuple[Hotspot, ...]
+    """Its own ranking, the largest row first."""
+
+
 class Profile(Record):
     """One profile, read from a file or captured."""
 
@@ -190,9 +224,11 @@ class Profile(Record):
     wall_ns: int | None = None
     """From the first launch to the end of the last, added over devices."""
     steps: int | None = None
-    """Decode steps in the profile; None if unknown."""
+    """Steps in the profile, on each device; None if unknown."""
     steps_source: str | None = None
     """How the steps were recognised."""
+    phase: Phase | None = None
+    """What the steps compute, as the engine's ranges say; None if nothing says it."""
     layers: int | None = None
     """Layers of the model; None if unknown."""
     launch_floor_ns: int | None = None
@@ -203,4 +239,13 @@ class Profile(Record):
     hotspots: tuple[Hotspot, ...]
     """The ranking, the largest row first."""
     step: tuple[StepLaunch, ...] = ()
-    """The launches of the decode step of median length."""
+    """The launches of the step of median length; of several devices, of the busiest."""
+    bound: str | None = None
+    """The longest part of the wall time: `kernels`, `collectives`, `copies`, `launches` (gaps of up
+    to 100 us) or `the host` (longer ones)."""
+    bound_pct: float | None = None
+    """Its share of the wall time."""
+    ceiling_of: Literal["wall time", "kernel time"] = "wall time"
+    """What ceilings are gains in."""
+    devices: tuple[DeviceProfile, ...] = ()
+    """Each device by itself; empty if there is only one. The other fields add them up."""

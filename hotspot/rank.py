@@ -1,33 +1,43 @@
-"""Rank a recording: shares, speed of light, ceilings and triage of each row."""
+"""Rank a recording: one table for each device, and one for all of them added up."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
 
-from patcher.bench import Op, load_ops
+import numpy as np
+
+from patcher.hotspot.bound import Bound, bound_of
 from patcher.hotspot.chains import Chain, Place, find_chains, usual_step
-from patcher.hotspot.names import family, normalise, printable
-from patcher.hotspot.profile import Counters, Hotspot, KernelStat, Profile, StepLaunch, Variant
-from patcher.hotspot.recording import Recording
-from patcher.hotspot.roofline import REACHABLE, ServedModel, completed, cost_of, speed_of_light_ns
+from patcher.hotspot.names import printable
+from patcher.hotspot.profile import (
+    Counters,
+    DeviceProfile,
+    Hotspot,
+    KernelStat,
+    Profile,
+    ProfileWarning,
+    StepLaunch,
+    Variant,
+)
+from patcher.hotspot.recording import Launches, Recording
+from patcher.hotspot.roofline import ServedModel, completed
+from patcher.hotspot.rows import Ranking
 from patcher.hotspot.stats import (
     EVERYTHING,
+    Chosen,
     Spans,
+    added,
     of_launches,
     of_rows,
     spans_of,
     steady,
     window_text,
 )
-from patcher.hotspot.triage import triage
+from patcher.hotspot.timeline import Integers
 
 MOST_DRAWN = 5000
 """Launches of the representative step that a profile holds at most."""
-MOSTLY = 0.5
-"""If one chain holds more than this share of a row's time, the chain is the target."""
-_MOST_PCT = 99900.0
-"""The ceiling of a hotspot that takes all of the time."""
 
 
 def build_profile(
@@ -45,268 +55,282 @@ def build_profile(
         recording: the source's rows or launches.
         model: the model's name.
         served: layers and sizes of the model; by default those of the preset of that name.
-        steps: decode steps in the recording, if it does not show them.
+        steps: steps in the recording, on each device; overrides what the recording shows.
         counters: Nsight Compute's counters, by kernel name as the recording spells it.
         window: `all` to include what lies outside the steady steps.
     """
-    served = served or ServedModel.of(model)
-    spans, chosen, warnings = None, None, recording.warnings
-    places: list[Place] = []
-    chains: list[Chain] = []
+    job = _Job(recording, model, served or ServedModel.of(model), steps, counters or {}, window)
     if recording.launches is None:
-        kernels = of_rows(recording.rows)
-    else:
-        launches, chosen, warnings = steady(recording, recording.launches, window)
-        spans = spans_of(recording, launches, None if window == EVERYTHING else chosen)
+        return job.of_summary()
+    devices = np.unique(recording.launches.device).tolist()
+    parts = [job.part(device, len(devices) == 1) for device in devices]
+    return job.of_one(parts[0]) if len(parts) == 1 else job.of_several(parts)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One device's launches, ranked."""
+
+    device: int
+    chosen: Chosen
+    spans: Spans
+    kernels: tuple[KernelStat, ...]
+    bound: Bound | None
+    ranking: Ranking
+    places: list[Place]
+    chains: list[Chain]
+    hotspots: tuple[Hotspot, ...]
+    source_ns: int
+    """Kernel time of the device in the whole source."""
+
+    @property
+    def inside_ns(self) -> int:
+        return sum(kernel.total_ns for kernel in self.kernels)
+
+
+@dataclass(frozen=True)
+class _Job:
+    recording: Recording
+    model: str
+    served: ServedModel
+    told: int | None
+    """Steps on each device, as the caller says."""
+    counters: Mapping[str, Counters]
+    window: str | None
+
+    def of_summary(self) -> Profile:
+        kernels = of_rows(self.recording.rows)
+        ranking = Ranking(
+            (), self.recording.gpu, kernels, None, self.served, self.counters, self.told, None
+        )
+        return Profile(
+            model=self.model,
+            source=self.recording.source,
+            gpu=ranking.gpu,
+            total_kernel_ns=sum(kernel.total_ns for kernel in kernels),
+            busy_ns=None,
+            steps=self.told,
+            layers=self.served.layers,
+            launch_floor_ns=ranking.floor_ns,
+            ceiling_of="kernel time",
+            warnings=self.recording.warnings,
+            kernels=kernels,
+            hotspots=ranking.rows(),
+        )
+
+    def part(self, device: int, only: bool) -> _Part:
+        """Rank one device."""
+        launches = self.recording.launches
+        assert launches is not None
+        mine: slice | Integers = slice(None) if only else np.flatnonzero(launches.device == device)
+        own = launches if only else launches.chosen(mine)
+        chosen = steady(self.recording, own, self.window, self.served.layers, self.told)
+        inside = chosen.launches
+        steps = None if self.window == EVERYTHING else chosen.steps
+        spans = spans_of(self.recording, inside, steps)
+        kernels = of_launches(inside, spans.exposed)
+        bound = bound_of(spans, kernels)
+        gpu = self.recording.gpus.get(device) or (self.recording.gpu if only else None)
+        ranking = Ranking(
+            launches.texts, gpu, kernels, spans, self.served, self.counters, chosen.count, bound
+        )
+        places: list[Place] = []
+        if chosen.steps is not None:
+            places = usual_step(inside, chosen.steps)
+        chains = find_chains(places, launches.texts) if chosen.count else []
+        return _Part(
+            device=device,
+            chosen=chosen,
+            spans=spans,
+            kernels=kernels,
+            bound=bound,
+            ranking=ranking,
+            places=places,
+            chains=chains,
+            hotspots=ranking.rows(places, chains),
+            source_ns=int((own.end - own.start).sum()),
+        )
+
+    def of_one(self, part: _Part) -> Profile:
+        chosen = part.chosen
+        return Profile(
+            model=self.model,
+            source=self.recording.source,
+            gpu=part.ranking.gpu,
+            window=window_text(chosen, self.window, part.source_ns, part.inside_ns),
+            total_kernel_ns=part.inside_ns,
+            busy_ns=part.spans.busy,
+            memory_ns=part.spans.memory,
+            wall_ns=part.spans.wall,
+            steps=chosen.count,
+            steps_source=chosen.source,
+            phase=chosen.phase,
+            layers=self.served.layers,
+            launch_floor_ns=part.ranking.floor_ns,
+            bound=part.bound.by if part.bound else None,
+            bound_pct=part.bound.pct if part.bound else None,
+            warnings=(*self.recording.warnings, *chosen.warnings),
+            kernels=part.kernels,
+            hotspots=part.hotspots,
+            step=_drawn(part, part.hotspots, part.kernels),
+        )
+
+    def of_several(self, parts: Sequence[_Part]) -> Profile:
+        """All devices added up, with a table for each."""
+        launches = _joined([part.chosen.launches for part in parts])
+        spans = added([part.spans for part in parts])
         kernels = of_launches(launches, spans.exposed)
-        if chosen is not None:
-            places, steps = usual_step(launches, chosen), len(chosen.bounds)
-            chains = find_chains(places, launches.texts)
-    ranking = _Ranking(recording, kernels, spans, served, counters or {}, steps)
-    spots = ranking.rows(places, chains)
-    return Profile(
-        model=model,
-        source=recording.source,
-        gpu=ranking.gpu,
-        window=window_text(recording, chosen, window, kernels),
-        total_kernel_ns=sum(kernel.total_ns for kernel in kernels),
-        busy_ns=spans.busy if spans else None,
-        memory_ns=spans.memory if spans else None,
-        wall_ns=spans.wall if spans else None,
-        steps=steps,
-        steps_source=chosen.source if chosen is not None else None,
-        layers=served.layers,
-        launch_floor_ns=ranking.floor_ns,
-        warnings=warnings,
-        kernels=kernels,
-        hotspots=spots,
-        step=_drawn(places, chains, spots, recording, kernels),
+        bound = bound_of(spans, kernels)
+        counts = [part.chosen.count for part in parts]
+        each = counts[0] if len(set(counts)) == 1 else None
+        total = sum(count for count in counts if count) if all(counts) else None
+        busiest = max(parts, key=lambda part: part.spans.busy)
+        first = parts[0].ranking.gpu
+        ranking = Ranking(
+            launches.texts,
+            first if all(part.ranking.gpu == first for part in parts) else None,
+            kernels,
+            spans,
+            self.served,
+            self.counters,
+            total,
+            bound,
+        )
+        hotspots = ranking.rows(merged=_merged_chains(parts))
+        phase = parts[0].chosen.phase
+        warnings = [warning for part in parts for warning in part.chosen.warnings]
+        devices = tuple(self._device(part) for part in parts)
+        return Profile(
+            model=self.model,
+            source=self.recording.source,
+            gpu=ranking.gpu,
+            window=self._of_devices(parts, each),
+            total_kernel_ns=sum(kernel.total_ns for kernel in kernels),
+            busy_ns=spans.busy,
+            memory_ns=spans.memory,
+            wall_ns=spans.wall,
+            steps=each,
+            steps_source=busiest.chosen.source,
+            phase=phase if all(part.chosen.phase == phase for part in parts) else None,
+            layers=self.served.layers,
+            launch_floor_ns=ranking.floor_ns,
+            bound=bound.by if bound else None,
+            bound_pct=bound.pct if bound else None,
+            warnings=(*self.recording.warnings, *dict.fromkeys(warnings), _sum_note(devices)),
+            kernels=kernels,
+            hotspots=hotspots,
+            step=_drawn(busiest, hotspots, kernels),
+            devices=devices,
+        )
+
+    def _of_devices(self, parts: Sequence[_Part], each: int | None) -> str:
+        texts = {
+            window_text(part.chosen, self.window, part.source_ns, part.inside_ns): part.device
+            for part in parts
+        }
+        if len(texts) == 1 and each is not None:
+            return f"{len(parts)} devices, on each {next(iter(texts))}"
+        return "; ".join(f"device {device}: {text}" for text, device in texts.items())
+
+    def _device(self, part: _Part) -> DeviceProfile:
+        moved = [k for k in part.kernels if k.operation == "communication"]
+        return DeviceProfile(
+            device=part.device,
+            label=self.recording.labels.get(part.device),
+            gpu=completed(part.ranking.gpu),
+            launches=len(part.chosen.launches),
+            total_kernel_ns=part.inside_ns,
+            busy_ns=part.spans.busy,
+            memory_ns=part.spans.memory,
+            wall_ns=part.spans.wall,
+            collectives_ns=sum(kernel.exposed_ns or 0 for kernel in moved),
+            steps=part.chosen.count,
+            phase=part.chosen.phase,
+            bound=part.bound.by if part.bound else None,
+            bound_pct=part.bound.pct if part.bound else None,
+            hotspots=part.hotspots,
+        )
+
+
+def _sum_note(devices: Sequence[DeviceProfile]) -> ProfileWarning:
+    """That the first table is a sum, and how evenly the devices worked."""
+    work = [device.busy_ns - device.collectives_ns for device in devices]
+    mean = sum(work) / len(work)
+    most = max(range(len(work)), key=lambda i: work[i])
+    uneven = 100 * (work[most] / mean - 1) if mean else 0.0
+    busy = sum(device.busy_ns for device in devices)
+    moved = 100 * sum(device.collectives_ns for device in devices) / busy if busy else 0.0
+    message = (
+        f"{len(devices)} devices are added up in the first table; each has its own below. Device "
+        f"{devices[most].device} computes longest, {uneven:.1f} % above the mean; collectives take "
+        f"{moved:.1f} % of the busy time, waiting for other devices included"
+    )
+    return ProfileWarning(kind="devices_added", message=message)
+
+
+def _joined(parts: Sequence[Launches]) -> Launches:
+    """The launches of all devices, one device after the other."""
+    first = parts[0]
+    call = None
+    if all(part.call is not None for part in parts):
+        call = np.concatenate([part.call for part in parts if part.call is not None])
+    return Launches(
+        texts=first.texts,
+        name=np.concatenate([part.name for part in parts]),
+        start=np.concatenate([part.start for part in parts]),
+        end=np.concatenate([part.end for part in parts]),
+        device=np.concatenate([part.device for part in parts]),
+        stream=np.concatenate([part.stream for part in parts]),
+        call=call,
     )
 
 
-class _Ranking:
-    def __init__(
-        self,
-        recording: Recording,
-        kernels: Sequence[KernelStat],
-        spans: Spans | None,
-        served: ServedModel,
-        counters: Mapping[str, Counters],
-        steps: int | None,
-    ) -> None:
-        self.texts = recording.launches.texts if recording.launches else ()
-        self.kernels, self.spans, self.served, self.steps = kernels, spans, served, steps
-        self.counters = counters
-        self.gpu = completed(recording.gpu)
-        often = [k.min_ns for k in kernels if k.min_ns and k.instances > 2]
-        self.floor_ns = min(often, default=None)
-
-    def rows(self, places: Sequence[Place], chains: Sequence[Chain]) -> tuple[Hotspot, ...]:
-        """All rows, the largest first, each with its triage."""
-        families: dict[str, list[KernelStat]] = {}
-        for kernel in self.kernels:
-            families.setdefault(family(kernel.name), []).append(kernel)
-        spots = [self._kernel(name, variants) for name, variants in families.items()]
-        spots += [self._chain(places, chain) for chain in chains]
-        spots += self._rest()
-        spots.sort(key=lambda spot: (-(spot.exposed_ns or 0), -spot.total_ns, spot.name))
-        home = self._homes(places, chains)
-        ranking = []
-        for rank, spot in enumerate(spots, 1):
-            decision, reason = triage(spot, home.get(spot.name) if spot.kind == "kernel" else None)
-            ranking.append(
-                spot.model_copy(update={"rank": rank, "triage": decision, "reason": reason})
+def _merged_chains(parts: Sequence[_Part]) -> list[Hotspot]:
+    """The rows of chains of one name, added up over the devices."""
+    rows: dict[str, list[Hotspot]] = {}
+    for part in parts:
+        for spot in part.hotspots:
+            if spot.kind == "chain":
+                rows.setdefault(spot.name, []).append(spot)
+    merged = []
+    for spots in rows.values():
+        variants: dict[str, Variant] = {}
+        for variant in (variant for spot in spots for variant in spot.variants):
+            known = variants.get(variant.name)
+            variants[variant.name] = variant.model_copy(
+                update={
+                    "instances": variant.instances + (known.instances if known else 0),
+                    "total_ns": variant.total_ns + (known.total_ns if known else 0),
+                }
             )
-        return tuple(ranking)
-
-    def _kernel(self, name: str, variants: Sequence[KernelStat]) -> Hotspot:
-        first = variants[0]
-        instances = sum(kernel.instances for kernel in variants)
-        total = sum(kernel.total_ns for kernel in variants)
-        own = sum(kernel.exposed_ns or 0 for kernel in variants) if self.spans else None
-        op = next((op for op in map(_covering, (k.name for k in variants)) if op), None)
-        whole = self.spans.busy if self.spans else sum(k.total_ns for k in self.kernels)
-        spent = own if own is not None else total
-        spot = Hotspot(
-            rank=0,
-            name=name if len(variants) > 1 else first.name,
-            share_pct=100 * spent / whole if whole else 0.0,
-            exposed_ns=own,
-            total_ns=total,
-            origin=first.origin,
-            operation=first.operation,
-            op=op.name if op else None,
-            patch_points=_points(op),
-            ceiling_pct=self._gain_pct(spent),
-            wall_pct=self._of_wall(own),
-            instances=instances,
-            mean_ns=total / instances,
-            variants=tuple(_variant(k) for k in variants) if len(variants) > 1 else (),
-            per_step=self._per_step(instances),
-            per_layer=self._per_layer(instances),
-        )
-        cost = cost_of(op, self._counted(variants), self.served)
-        if cost is None:
-            return spot
-        update: dict[str, object] = {
-            "bytes": cost.bytes,
-            "flops": cost.flops,
-            "cost_source": cost.source,
-        }
-        if (least := speed_of_light_ns(cost, self.gpu)) is not None:
-            aim = max(least / REACHABLE, self.floor_ns or 0)
-            update |= {
-                "speed_of_light_ns": least,
-                "sol_pct": min(100 * least / spot.mean_ns, 100.0),
-                "reachable_pct": self._gain_pct(max(spent - instances * aim, 0.0)),
-            }
-        return spot.model_copy(update=update)
-
-    def _chain(self, places: Sequence[Place], chain: Chain) -> Hotspot:
-        """A chain's row: its launches and the idle time between them, not before the first."""
-        assert self.spans is not None
-        assert self.steps
-        members = [places[i] for i in chain.places()]
-        begins = {begin for begin, _ in chain.runs}
-        gap = sum(places[i].gap_ns for i in chain.places() if i not in begins)
-        spent = sum(place.exposed_ns for place in members)
-        total = sum(place.mean_ns for place in members)
-        longest = sum(max(p.mean_ns for p in places[begin:end]) for begin, end in chain.runs)
-        names = dict.fromkeys(place.name for place in members)
-        variants = []
-        for name in names:
-            own = [place for place in members if place.name == name]
-            variants.append(
-                Variant(
-                    name=printable(self.texts[name]),
-                    instances=len(own) * self.steps,
-                    total_ns=round(sum(place.mean_ns for place in own) * self.steps),
-                )
+        merged.append(
+            spots[0].model_copy(
+                update={
+                    "exposed_ns": sum(spot.exposed_ns or 0 for spot in spots),
+                    "total_ns": sum(spot.total_ns for spot in spots),
+                    "instances": sum(spot.instances for spot in spots),
+                    "gap_ns": sum(spot.gap_ns for spot in spots),
+                    "variants": tuple(variants.values()),
+                    "reachable_pct": None,
+                }
             )
-        kinds = [kernel for v in variants for kernel in self.kernels if kernel.name == v.name]
-        instances = len(chain.runs) * self.steps
-        own_ns = round((spent + gap) * self.steps)
-        return Hotspot(
-            rank=0,
-            name=chain.name,
-            kind="chain",
-            share_pct=100 * spent * self.steps / self.spans.busy if self.spans.busy else 0.0,
-            wall_pct=self._of_wall(own_ns),
-            exposed_ns=own_ns,
-            total_ns=round(total * self.steps),
-            origin=" + ".join(dict.fromkeys(kernel.origin for kernel in kinds)),
-            operation=" + ".join(dict.fromkeys(kernel.operation for kernel in kinds)),
-            op=None,
-            as_one=chain.as_one,
-            patch_points=_points(load_ops().get(chain.as_one or "")),
-            ceiling_pct=self._gain_pct(own_ns),
-            reachable_pct=self._gain_pct(max(own_ns - longest * self.steps, 0.0)),
-            instances=instances,
-            mean_ns=own_ns / instances,
-            variants=tuple(variants),
-            gap_ns=round(gap * self.steps),
-            per_step=self._per_step(instances),
-            per_layer=self._per_layer(instances),
         )
-
-    def _rest(self) -> list[Hotspot]:
-        """The rows of copies and fills and of idle time."""
-        if self.spans is None:
-            return []
-        idle = self.spans.wall - self.spans.busy - self.spans.memory
-        rows = []
-        for kind, name, spent, instances in (
-            ("memory", "copies and fills", self.spans.memory, 1),
-            ("idle", "GPU idle between launches", idle, max(self.spans.waits, 1)),
-        ):
-            if spent > 0:
-                rows.append(
-                    Hotspot(
-                        rank=0,
-                        name=name,
-                        kind=kind,  # type: ignore[arg-type]
-                        share_pct=0.0,
-                        wall_pct=self._of_wall(spent),
-                        exposed_ns=spent,
-                        total_ns=spent,
-                        origin="-",
-                        operation=kind,
-                        op=None,
-                        ceiling_pct=self._gain_pct(spent),
-                        instances=instances,
-                        mean_ns=spent / instances,
-                    )
-                )
-        return rows
-
-    def _gain_pct(self, saved_ns: float) -> float:
-        """End-to-end gain in percent if that much time were saved."""
-        whole = self.spans.wall if self.spans else sum(k.total_ns for k in self.kernels)
-        share = saved_ns / whole if whole else 0.0
-        return 100 * share / (1 - share) if share < 0.999 else _MOST_PCT
-
-    def _of_wall(self, spent: int | None) -> float | None:
-        return None if self.spans is None or spent is None else 100 * spent / self.spans.wall
-
-    def _per_step(self, instances: int) -> float | None:
-        return instances / self.steps if self.steps else None
-
-    def _per_layer(self, instances: int) -> float | None:
-        layers = self.served.layers
-        return instances / self.steps / layers if self.steps and layers else None
-
-    def _counted(self, variants: Sequence[KernelStat]) -> Counters | None:
-        """Nsight Compute's counters of the first variant that has any."""
-        return next((self.counters[k.name] for k in variants if k.name in self.counters), None)
-
-    def _homes(self, places: Sequence[Place], chains: Sequence[Chain]) -> dict[str, str]:
-        """The chain that holds most of each family's time, if there is one."""
-        spent: dict[str, float] = {}
-        inside: dict[tuple[str, str], float] = {}
-        for place in places:
-            name = family(printable(self.texts[place.name]))
-            spent[name] = spent.get(name, 0.0) + place.exposed_ns
-        for chain in chains:
-            for index in chain.places():
-                key = (family(printable(self.texts[places[index].name])), chain.name)
-                inside[key] = inside.get(key, 0.0) + places[index].exposed_ns
-        return {name: chain for (name, chain), own in inside.items() if own > MOSTLY * spent[name]}
-
-
-@cache
-def _covering(name: str) -> Op | None:
-    """The op of the library whose symbols match this kernel."""
-    spelled = normalise(name)
-    return next((op for op in load_ops().values() if op.contract.matches(spelled)), None)
-
-
-def _points(op: Op | None) -> tuple[str, ...]:
-    return tuple(f"{p.engine}: {p.point}" for p in op.contract.patch_points) if op else ()
-
-
-def _variant(kernel: KernelStat) -> Variant:
-    return Variant(name=kernel.name, instances=kernel.instances, total_ns=kernel.total_ns)
+    return merged
 
 
 def _drawn(
-    places: Sequence[Place],
-    chains: Sequence[Chain],
-    spots: Sequence[Hotspot],
-    recording: Recording,
-    kernels: Sequence[KernelStat],
+    part: _Part, spots: Sequence[Hotspot], kernels: Sequence[KernelStat]
 ) -> tuple[StepLaunch, ...]:
-    if recording.launches is None:
-        return ()
     number = {kernel.name: index for index, kernel in enumerate(kernels)}
     row = {spot.name: index for index, spot in enumerate(spots) if spot.kind == "chain"}
-    home = {place: row[chain.name] for chain in chains for place in chain.places()}
+    home = {place: row[chain.name] for chain in part.chains for place in chain.places()}
     return tuple(
         StepLaunch(
-            kernel=number[printable(recording.launches.texts[place.name])],
+            kernel=number[printable(part.ranking.texts[place.name])],
             start_ns=place.start_ns,
             duration_ns=place.duration_ns,
             stream=place.stream,
             chain=home.get(index),
         )
-        for index, place in enumerate(places[:MOST_DRAWN])
+        for index, place in enumerate(part.places[:MOST_DRAWN])
     )

@@ -54,7 +54,7 @@ def read(
         MissingError: a report needs nsys or ncu, which is not installed.
     """
     from patcher.hotspot.rank import build_profile
-    from patcher.hotspot.readers.ncu import MatchedCounters, attach, read_ncu
+    from patcher.hotspot.readers.ncu import MatchedCounters, attach, read_ncu, without_bytes
     from patcher.hotspot.stats import EVERYTHING
     from patcher.hotspot.subtract import subtract
 
@@ -68,7 +68,8 @@ def read(
     profile = build_profile(
         recording, model, served=served, steps=steps, counters=counters.counters, window=window
     )
-    return profile.model_copy(update={"warnings": (*profile.warnings, *counters.warnings)})
+    told = (*profile.warnings, *counters.warnings, *without_bytes(counters.counters))
+    return profile.model_copy(update={"warnings": told})
 
 
 def _checked(path: Path, window: str | None, served: ServedModel, force: bool) -> Recording:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from patcher.hotspot.marks import Phase
 from patcher.hotspot.profile import Gpu, ProfileWarning
 from patcher.hotspot.timeline import Codes, Integers, by_start
 
@@ -40,6 +42,8 @@ class Launches:
     call: Integers | None = None
     """Launches of one module call share a number and count as one instance. A launch with -1
     counts by itself; with None all launches do."""
+    step: Integers | None = None
+    """Index of the named step that started each launch; -1 if none did."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -54,12 +58,33 @@ class Launches:
             device=self.device[mask],
             stream=self.stream[mask],
             call=None if self.call is None else self.call[mask],
+            step=None if self.step is None else self.step[mask],
         )
 
     def in_order(self) -> Launches:
         """The launches in order of start."""
         order = by_start(self.start)
         return self if isinstance(order, slice) else self.chosen(order)
+
+
+@dataclass(frozen=True)
+class NamedSteps:
+    """Steps that the source names, by device and in order of start."""
+
+    device: Codes
+    """Shape (n,): the device that ran the step; a step of two devices occurs for each."""
+    bounds: Integers
+    """Shape (n, 2): start of its first kernel and end of its last, in ns."""
+    phase: tuple[Phase | None, ...]
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def on(self, device: int) -> NamedSteps:
+        """The steps of one device, in order of start."""
+        mine = np.flatnonzero(self.device == device)
+        phase: tuple[Phase | None, ...] = tuple(self.phase[index] for index in mine.tolist())
+        return NamedSteps(self.device[mine], self.bounds[mine], phase)
 
 
 @dataclass(frozen=True)
@@ -72,9 +97,13 @@ class Recording:
     launches: Launches | None = None
     memory: Integers | None = None
     """Shape (n, 3): device, start and end (ns) of copies and fills; None if not recorded."""
-    steps: Integers | None = None
-    """Shape (n, 2): start and end (ns) of the decode steps that the source names, in order."""
+    steps: NamedSteps | None = None
     gpu: Gpu | None = None
+    """The GPU with the most kernels, as far as the source describes it."""
+    gpus: Mapping[int, Gpu] = field(default_factory=dict)
+    """The GPUs by the device number of the launches."""
+    labels: Mapping[int, str] = field(default_factory=dict)
+    """What the source calls devices whose numbers were changed, such as `rank 1, device 0`."""
     hidden: str | None = None
     """Why the source does not show all kernels; None if it does."""
     warnings: tuple[ProfileWarning, ...] = ()

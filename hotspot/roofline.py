@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from patcher.bench import Op, Point, UsageError, presets
 from patcher.bench.engines.architecture import config_file, read_config
@@ -35,6 +36,8 @@ class ServedModel:
     layers: int | None = None
     axes: dict[str, int] | None = None
     """Sizes by the axis names of the op contracts; `tokens` is the batch of a decode step."""
+    family: str | None = None
+    """The `model_type` of its configuration, or what its name says; None if unknown."""
 
     @classmethod
     def of(cls, model: str, batch: int | None = None) -> ServedModel:
@@ -50,10 +53,20 @@ class ServedModel:
             config = read_config(file)
             config = config.get("text_config") or config
         else:
-            return cls(axes=tokens or None)
+            return cls(axes=tokens or None, family=_family(model, None))
         named = {axis: config.get(name) for axis, name in _SIZES.items()}
         sizes = {axis: size for axis, size in named.items() if isinstance(size, int)}
-        return cls(layers=config.get("num_hidden_layers"), axes=tokens | sizes)
+        return cls(
+            layers=config.get("num_hidden_layers"),
+            axes=tokens | sizes,
+            family=_family(model, config.get("model_type")),
+        )
+
+
+def _family(model: str, model_type: object) -> str | None:
+    if isinstance(model_type, str):
+        return model_type
+    return "gpt_oss" if re.search(r"gpt[-_]?oss", model, re.IGNORECASE) else None
 
 
 @dataclass(frozen=True)
@@ -99,18 +112,50 @@ def speed_of_light_ns(cost: LaunchCost, gpu: Gpu | None) -> float | None:
 
 def completed(gpu: Gpu | None) -> Gpu | None:
     """The GPU with missing peaks filled in from `gpus.toml`."""
+    row = _row(gpu)
+    if gpu is None or row is None:
+        return gpu
+    known = {"memory_bytes_per_s": row["memory_bytes_per_s"], "clock_hz": row["clock_hz"]}
+    missing = {key: value for key, value in known.items() if getattr(gpu, key) is None}
+    return gpu.model_copy(update=missing)
+
+
+def named_by_size(
+    name: str, multiprocessors: int | None, capability: str | None, memory: int | None
+) -> str:
+    """The name of a GPU that its driver leaves empty or general, by what it has.
+
+    Args:
+        name: as the source gives it.
+        multiprocessors: multiprocessors or compute units.
+        capability: compute capability; `9.4` is gfx942.
+        memory: bytes of device memory.
+    """
+    if name and not re.fullmatch(rules("gpus")["general_names"], name):
+        return name
+    for row in rules("gpus")["size"]:
+        if (
+            row["multiprocessors"] == multiprocessors
+            and row["compute_capability"] == capability
+            and memory is not None
+            and row["least_memory_bytes"] <= memory < row["most_memory_bytes"]
+        ):
+            return str(row["name"])
+    return name
+
+
+def _row(gpu: Gpu | None) -> dict[str, Any] | None:
     if gpu is None:
         return None
-    for row in rules("gpus")["gpu"]:
-        if re.search(row["name"], gpu.name):
-            known = {"memory_bytes_per_s": row["memory_bytes_per_s"], "clock_hz": row["clock_hz"]}
-            missing = {key: value for key, value in known.items() if getattr(gpu, key) is None}
-            return gpu.model_copy(update=missing)
-    return gpu
+    return next((row for row in rules("gpus")["gpu"] if re.search(row["name"], gpu.name)), None)
 
 
 def _tensor_flops(gpu: Gpu) -> float | None:
-    per_clock = rules("gpus")["tensor_flops_per_sm_and_clock"].get(gpu.compute_capability or "")
+    row = _row(gpu) or {}
+    per_clock = row.get("tensor_flops_per_sm_and_clock")
+    if per_clock is None and not row.get("amd"):
+        table = rules("gpus")["tensor_flops_per_sm_and_clock"]
+        per_clock = table.get(gpu.compute_capability or "")
     if per_clock is None or not gpu.multiprocessors or not gpu.clock_hz:
         return None
     return float(per_clock) * gpu.multiprocessors * gpu.clock_hz

@@ -8,6 +8,7 @@ but at regular intervals one differs, since it holds the kernels that run once p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +23,13 @@ ALIKE = 0.9
 an engine sometimes runs other work beside it."""
 CERTAIN = 3
 """Fewer repeats than this may be chance."""
+CLEARLY = 8
+"""A sequence in which a kernel runs this often holds layers; so few launches of one kernel per
+layer are rare."""
 KINDS = 3
 """A step has at least this many different kernels; filling memory with one kernel is no step."""
+BY_LAYER = 0.2
+"""Kernels that run once in each layer take at least this share of a step."""
 SAMPLE = 1 << 18
 """Launches that are searched for the first kernel of a step."""
 MOST_KINDS = 1000
@@ -42,21 +48,38 @@ class Steps:
     last step ends with its last kernel."""
     source: str
     """How the steps were found."""
+    RANGES: ClassVar[str] = "ranges of the program"
 
     @classmethod
     def named(cls, intervals: Integers) -> Steps:
         """Steps that the source names; the host's time between two belongs to the first."""
         bounds = intervals.copy()
         bounds[:-1, 1] = bounds[1:, 0]
-        return cls(bounds, "ranges of the program")
+        return cls(bounds, cls.RANGES)
 
 
-def find_steps(launches: Launches) -> Steps | None:
+def find_steps(launches: Launches, layers: int | None = None) -> Steps | None:
     """The steady steps by the period of the kernel sequence; None if it has no period."""
+    return find_period(launches, layers)[0]
+
+
+def find_period(launches: Launches, layers: int | None = None) -> tuple[Steps | None, str | None]:
+    """The steady steps by the period of the kernel sequence.
+
+    Args:
+        launches: the launches of one device, in order of start.
+        layers: layers of the model, if known.
+
+    Returns:
+        The steps, or None and why a sequence that repeats is not taken for a step.
+    """
     main = main_stream(launches)
     name, start, end = launches.name[main], launches.start[main], launches.end[main]
-    if (anchor := _anchor(name, start, end)) is None:
-        return None
+    anchor, doubt = _anchor(name, start, end, layers)
+    return (None, doubt) if anchor is None else (_steps_from(name, start, end, anchor), None)
+
+
+def _steps_from(name: Codes, start: Integers, end: Integers, anchor: int) -> Steps | None:
     pieces = _cut(name, _sums(name), anchor)
     if pieces is None:
         return None
@@ -71,6 +94,20 @@ def find_steps(launches: Launches) -> Steps | None:
     return Steps(np.stack([begins, ends], axis=1), f"the sequence of {size} kernels that repeats")
 
 
+def steps_of_layers(launches: Launches, layers: int) -> int | None:
+    """The number of steps by kernels that run once in each layer, where too few steps repeat.
+
+    Some kernel must run once in each step, as the output projection does.
+    """
+    counts = np.bincount(launches.name, minlength=1)
+    spent = np.bincount(launches.name, weights=(launches.end - launches.start).astype(float))
+    for steps in sorted({int(n) // layers for n in counts if n and n % layers == 0}):
+        by_layer = float(spent[counts == steps * layers].sum())
+        if by_layer >= BY_LAYER * float(spent.sum()) and bool((counts == steps).any()):
+            return steps
+    return None
+
+
 def main_stream(launches: Launches) -> NDArray[np.bool_] | slice:
     """A mask that selects the stream with the most kernel time."""
     if all(not len(c) or bool((c == c[0]).all()) for c in (launches.device, launches.stream)):
@@ -82,14 +119,17 @@ def main_stream(launches: Launches) -> NDArray[np.bool_] | slice:
     return chosen
 
 
-def _anchor(name: Codes, start: Integers, end: Integers) -> int | None:
+def _anchor(
+    name: Codes, start: Integers, end: Integers, layers: int | None
+) -> tuple[int | None, str | None]:
     """The first kernel of a step: of those that run once per step, the one that the GPU waits
-    longest for."""
+    longest for. Without one, why a sequence that repeats is none."""
     middle = max(len(name) - SAMPLE, 0) // 2
     part = slice(middle, middle + SAMPLE)
     name, start, end = name[part], start[part], end[part]
     if len(name) < CERTAIN:
-        return None
+        return None, None
+    doubt: str | None = None
     counts = np.bincount(name)
     idle, spent, sums = gaps(start, end), end - start, _sums(name)
     best, most = None, 0.0
@@ -102,10 +142,13 @@ def _anchor(name: Codes, start: Integers, end: Integers) -> int | None:
             pieces = _cut(name, sums, chosen)
             if pieces is not None and pieces.whole(name, spent):
                 # fills and copies of weights repeat too, but decode takes more time
+                if (why := pieces.doubt(name, layers)) is not None:
+                    doubt = doubt or why
+                    continue
                 covered = pieces.steady_time(spent)
                 if covered > (1 + BETTER) * most:
                     best, most = int(chosen), covered
-    return best
+    return best, doubt
 
 
 @dataclass(frozen=True)
@@ -135,6 +178,27 @@ class _Pieces:
             return False
         inside = spent[stretch]
         return bool(inside[held[name[stretch]]].sum() >= COVERED * inside.sum())
+
+    def doubt(self, name: Codes, layers: int | None) -> str | None:
+        """Why the pieces may be layers of a step; None if they are steps.
+
+        A step of a model runs some kernel once in each layer. If the number of layers is unknown,
+        a piece that repeats little inside is doubted when other kernels follow: a layer is followed
+        by the output projection and the sampler, which no layer holds.
+        """
+        held = np.bincount(
+            name[self.begin[self.usual] : self.end[self.usual]], minlength=int(name.max()) + 1
+        )
+        many = int(held.max())
+        if many >= (layers or CLEARLY):
+            return None
+        repeats = f"a sequence of {int(held.sum())} kernels repeats {int(self.steady.sum())} times"
+        if layers:
+            return f"{repeats}, but none of them runs {layers} times in it, once in each layer"
+        first = int(self.begin[np.flatnonzero(self.steady)[0]])
+        if bool((held[name[first:]] == 0).any()):
+            return f"{repeats}, but other kernels follow it, so it may be a layer"
+        return None
 
     def steady_time(self, spent: Integers) -> float:
         total = np.concatenate(([0.0], np.cumsum(spent, dtype=float)))

@@ -12,6 +12,7 @@ from patcher.bench import Interrupted, PatcherError, UsageError
 from patcher.commands.console import app, json_text
 from patcher.commands.streams import ReaderGoneError, StdoutError, prepare, require_text
 from patcher.runs.stopping import Stopping
+from patcher.visible import visible
 
 CLICK_ERROR: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
@@ -114,8 +115,8 @@ def _told(error: PatcherError, as_json: bool) -> int:
         return error.exit_code
     console = Console(stderr=True)
     console.print(f"[bold red]{error.kind}:[/]", end=" ")
-    console.print(error.message, markup=False, highlight=False)
+    console.print(visible(error.message), markup=False, highlight=False)
     if error.hint:
         console.print("[bold]next:[/]", end=" ")
-        console.print(error.hint, markup=False, highlight=False)
+        console.print(visible(error.hint), markup=False, highlight=False)
     return error.exit_code

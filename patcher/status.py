@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from patcher.agent import recorded_stop
 from patcher.attempts import Attempt
 from patcher.bench import SCHEMA_VERSION, Outcome, Record
-from patcher.models.ceilings import account
+from patcher.models.ceilings import CostLedger, account
 from patcher.runs.journal import State, fold
 from patcher.runs.run import Run
 
@@ -30,7 +30,8 @@ class Status(Record):
     best_speedup: float | None
     """Geometric mean over the strongest baseline, of the best that is right and faster."""
     spent_usd: float
-    """With the worst case of questions under way."""
+    """The most that it can have cost: the sum of the ledger's columns."""
+    ledger: CostLedger = Field(default_factory=CostLedger)
 
     def sentence(self) -> str:
         """For people."""
@@ -44,7 +45,8 @@ class Status(Record):
             case "finished":
                 said += "is finished"
         best = f", best {self.best_speedup:.3f}x" if self.best_speedup else ""
-        spent = f", ${self.spent_usd:.2f} spent" if self.spent_usd else ""
+        money = self.ledger.sentence()
+        spent = f"; {money}" if money else ""
         return f"{said} ({self.candidates} candidates{best}{spent})"
 
 
@@ -61,6 +63,7 @@ def status(run: Run) -> Status:
     best = best_of(found)
     pending = state.pending[-1] if state.pending else None
     ended = "decision" in state.results or _loop_ended(run, state, best)
+    ledger = account(events).ledger
     return Status(
         run=run.id,
         state="running" if running else "finished" if ended and not pending else "stopped",
@@ -69,7 +72,8 @@ def status(run: Run) -> Status:
         candidates=len(found),
         best_iteration=best.iteration if best else None,
         best_speedup=best.geomean_speedup if best else None,
-        spent_usd=account(events).committed_usd,
+        spent_usd=ledger.most_usd,
+        ledger=ledger,
     )
 
 

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
+
+_HARMLESS = re.compile(r"[\x20-\x7e\n\t]*")
+_SUSPECT = re.compile(r"[^\x20-\x7e\n\t]")
 
 
 def visible(text: str) -> str:
-    """Control, bidirectional and other invisible characters shown as `<U+202E>`, not obeyed.
+    """Control, bidirectional and other invisible characters shown as `<U+202E>`, not obeyed; a half
+    of a surrogate pair, which no file can hold, is shown likewise.
 
     Source that a model wrote can hide code behind such characters (CVE-2021-42574).
     """
-    if text.isascii() and text.isprintable():
+    if _HARMLESS.fullmatch(text):
         return text
-    return "".join(_shown(character) for character in text)
+    return _SUSPECT.sub(_shown, text)
 
 
-def _shown(character: str) -> str:
-    if character in "\n\t":
-        return character
+def one_line(text: str, limit: int) -> str:
+    """Visible text without line breaks, and not longer than so many characters."""
+    line = " ".join(visible(text).split())
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
+def _shown(found: re.Match[str]) -> str:
+    character = found[0]
     if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):
         return f"<U+{ord(character):04X}>"
     return character

@@ -91,6 +91,11 @@ def model_config(model: str) -> Any:
             "runs no such code",
             "use a model whose architecture is part of transformers",
         )
+    if file is None and (model.startswith(("/", ".", "~")) or model.count("/") > 1):
+        raise UsageError(
+            f"there is no config.json at {model}: it is no preset, and no folder of a model",
+            f"presets are: {', '.join(presets())}",
+        )
     version = importlib.metadata.version("transformers")
     try:
         return AutoConfig.from_pretrained(str(file or model))

@@ -140,6 +140,14 @@ def write_set(layout: Layout, block: Bytes, values: dict[str, torch.Tensor]) -> 
             as_bytes(slot.view(whole)).copy_(as_bytes(values[slot.name]))
 
 
+def as_slot(slot: Slot, value: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as the bytes of its slot with the red zones, on its device."""
+    block = torch.full((slot.slot_bytes,), FILL, dtype=torch.uint8, device=value.device)
+    at = slot.begin - slot.offset
+    block[at : at + slot.span_bytes] = value.reshape(-1).view(torch.uint8)
+    return block
+
+
 def read_set(layout: Layout, block: Bytes, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """These tensors from the returned bytes of one set, as contiguous copies."""
     whole, wanted = torch.from_numpy(block), set(names)

@@ -19,7 +19,7 @@ from patcher.bench.judge.blob import Layout, Travel, Wanted, layout
 from patcher.bench.judge.numbers import numbers, stacked
 from patcher.bench.judge.placement import SHIFT, placements, strides_of
 from patcher.bench.ops.codes import nudge
-from patcher.bench.ops.contract import Point, Sweep, TensorSpec
+from patcher.bench.ops.contract import AxisGuard, Contract, Point, Sweep, TensorSpec
 from patcher.bench.ops.dtypes import DTYPES, dtype_of
 from patcher.bench.ops.op import Op
 
@@ -28,6 +28,8 @@ MIXED_BYTES = 16 << 20
 """Size in bytes above which a read-only tensor of arbitrary bits is not sent."""
 CHECKED_BYTES = 1 << 20
 """Size in bytes above which a digest of a read-only tensor is returned."""
+WIDTHS = 2
+"""Points of a verdict with other widths. Each new width costs a just-in-time compilation."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class Secrets:
 
 
 def correctness_cases(op: Op, sweep: Sweep, draw: Secrets, rounds: int = 1) -> list[Case]:
-    """Every swept point, every regime, the hidden shapes in every dtype of the contract, and every
-    placement that it allows, in random order. `rounds` repeats them.
+    """Every swept point, every regime, the hidden shapes in every dtype of the contract, points
+    drawn anew, and every placement that it allows, in random order. `rounds` repeats them.
 
     Scalars vary too: some cases use another epsilon than the sweep's.
     """
@@ -89,19 +91,94 @@ def correctness_cases(op: Op, sweep: Sweep, draw: Secrets, rounds: int = 1) -> l
             for only in regimes.targets(op, regime):
                 # a constant tensor can give all outputs of a row one sum, which may be small by
                 # chance though its terms are not, so use many rows to know the size of sums
-                # chance while its terms are not: then many rows must say how large sums are
                 few, many = points[: len(points) // 2 + 1], points[len(points) // 2 :]
-                add(draw.random.choice(many if regime == "ones" else few), regime, only=only)
+                there = _holding(op, only, many if regime == "ones" else few, sweep)
+                add(draw.random.choice(there), regime, only=only)
         add(points[len(points) // 2], "normal", scalars=other)
         for index, shape in enumerate(op.contract.hidden):
             add(Point(axes=shape.axes, dtypes=sweep.dtypes), "normal")
             dtypes = choices[(index + turn) % len(choices)]
-            add(Point(axes=shape.axes, dtypes=dtypes), names[(index + turn) % len(names)])
+            add(Point(axes=shape.axes, dtypes=dtypes), draw.random.choice(names))
+        for index, point in enumerate(drawn_points(op.contract, sweep, draw.random)):
+            regime = draw.random.choice(names) if index % 2 else "normal"
+            add(point, regime, scalars=_drawn_scalars(op, draw) if index % 3 == 0 else served)
         for placed in placements(op):
             for point in (points[0], points[-1]):
                 add(point, "normal", placed=placed)
     draw.random.shuffle(cases)
     return cases
+
+
+def drawn_points(contract: Contract, sweep: Sweep, draw: random.Random) -> list[Point]:
+    """Draw points that no file names, within the guards of a contract.
+
+    The swept and hidden shapes stand in `op.toml`, so a candidate could be right at these alone. A
+    guard lets the engine call a kernel at every size within it, so some of them are tried, too.
+
+    Every combination of dtypes gets two numbers of rows: an odd one and any other. `WIDTHS` points
+    also change the axes whose guard is a multiple, such as `hidden`. No axis exceeds what the sweep
+    or a hidden shape has, so that every point is as possible as those.
+
+    Args:
+        contract: the op's contract.
+        sweep: the sweep that is judged.
+        draw: the source of random numbers.
+    """
+    points = []
+    for dtypes in contract.dtype_choices():
+        for odd in (True, False):
+            axes = _rows(contract, sweep, draw, odd)
+            points.append(Point(axes=axes, dtypes=dtypes))
+    for _ in range(WIDTHS):
+        axes = _rows(contract, sweep, draw, odd=False)
+        if contract.hidden and draw.random() < 0.5:
+            shape = draw.choice(contract.hidden).axes
+            axes = {**shape, sweep.axis: _within(contract, sweep.axis, shape[sweep.axis], draw)}
+        for axis, guard in contract.guards.axes.items():
+            if guard.multiple_of > 1 and axis in axes:
+                axes[axis] = _within(contract, axis, axes[axis], draw)
+        points.append(Point(axes=axes, dtypes=sweep.dtypes))
+    return points
+
+
+def _rows(contract: Contract, sweep: Sweep, draw: random.Random, odd: bool) -> dict[str, int]:
+    """The sweep's axes with another size of the swept one, odd if its guard allows that."""
+    size = _within(contract, sweep.axis, max(sweep.values), draw)
+    step = _guard(contract, sweep.axis).multiple_of
+    if odd and step % 2 and size % 2 == 0:
+        size -= step if size > step else -step
+    return {sweep.axis: size, **sweep.fixed}
+
+
+def _within(contract: Contract, axis: str, most: int, draw: random.Random) -> int:
+    """A size of the axis that its guard allows, from 1 to `most`."""
+    guard = _guard(contract, axis)
+    step = guard.multiple_of
+    largest = most if guard.maximum is None else min(most, guard.maximum)
+    fewest = -(-max(guard.minimum, 1) // step)
+    return step * draw.randint(min(fewest, largest // step), largest // step)
+
+
+def _guard(contract: Contract, axis: str) -> AxisGuard:
+    return contract.guards.axes.get(axis, AxisGuard())
+
+
+def _drawn_scalars(op: Op, draw: Secrets) -> tuple[float, ...]:
+    """Scalars from a tenth to a hundred times those of the sweep; integers stay as they are."""
+    factor = math.exp(draw.random.uniform(math.log(0.1), math.log(100)))
+    scalars = op.contract.scalars
+    return tuple(each.value if each.type == "int" else each.value * factor for each in scalars)
+
+
+def _holding(op: Op, name: str, points: Sequence[Point], sweep: Sweep) -> Sequence[Point]:
+    """The points where a tensor has elements: those given, or else hidden shapes in the sweep's
+    dtypes. An optional tensor may be empty in a whole sweep."""
+    [tensor] = [each for each in op.contract.tensors if each.name == name]
+    hidden = [Point(axes=shape.axes, dtypes=sweep.dtypes) for shape in op.contract.hidden]
+    for some in (points, hidden):
+        if there := [each for each in some if math.prod(op.contract.shape(tensor, each))]:
+            return there
+    return points
 
 
 def shapes_tried(op: Op, sweep: Sweep) -> list[Point]:

@@ -122,6 +122,9 @@ class BaselineTime(Record):
     """Geometric mean over the sweep, in microseconds."""
     missing: str | None = None
     """Why the baseline does not run on this machine."""
+    installed: bool = False
+    """For one that does not run: whether its packages are installed, so that it failed. A verdict
+    without it may be against a slower baseline."""
 
     @model_validator(mode="before")
     @classmethod
@@ -209,6 +212,11 @@ class Evaluation(Record):
     def missing_baselines(self) -> tuple[str, ...]:
         """Names of the baselines that do not run on this machine."""
         return tuple(name for name, time in self.baselines.items() if time.missing is not None)
+
+    @property
+    def failed_baselines(self) -> tuple[str, ...]:
+        """Names of the baselines that are installed on this machine, but failed."""
+        return tuple(name for name, time in self.baselines.items() if time.installed)
 
     @property
     def sol_share(self) -> float | None:

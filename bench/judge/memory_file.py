@@ -1,20 +1,34 @@
-"""Anonymous files for bytes between judge and runner."""
+"""Anonymous files for bytes between judge and runner.
+
+On a CPU one of them holds the buffer sets, which both sides share. The judge writes values into
+them, and reads what came of them, only while the runner is stopped. So no value is seen before the
+judge's clock runs, and nothing is written after it.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from patcher.bench.judge.blob import Bytes
+import numpy as np
+from torch import Tensor
+
+from patcher.bench.judge.blob import Bytes, Layout, as_slot
 
 CAPACITY = 1 << 30
 """Most bytes of inputs, or outputs, of one command; memory is allocated as it is written."""
 
+SETS_CAPACITY = 1 << 36
+"""Most bytes of all sets of one runner; memory is allocated as it is written."""
 
-def memory_file(name: str) -> int:
+
+def memory_file(name: str, capacity: int = CAPACITY) -> int:
     """A descriptor of a file without a path that nobody can shrink under a reader."""
     descriptor = os.memfd_create(f"patcher-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, CAPACITY)
+    os.ftruncate(descriptor, capacity)
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     return descriptor
@@ -45,3 +59,75 @@ def read_from_start(descriptor: int, data: Bytes) -> None:
         if count <= 0:
             raise ValueError("the runner's outputs are cut off")
         at += count
+
+
+@dataclass(frozen=True)
+class Left:
+    """Contents of the buffers after a block of calls."""
+
+    blocks: Bytes
+    """Returned bytes, uint8 of shape [sets, returned_bytes]."""
+    key: int = 0
+    """Key of the digests, drawn after the calls."""
+    digests: object = None
+    """Keyed digests of each watched tensor of each set. Untrusted: the runner may send anything."""
+    whole: Bytes | None = None
+    """In place of digests, where the judge sees the buffers: all bytes, [sets, set_bytes]. They
+    hold until the runner's next command."""
+    late: bool = False
+    """Whether something changed after the call had returned; the blocks are from before."""
+
+
+class SharedSets:
+    """The judge's view of a file in memory that holds the sets of a runner.
+
+    Each set begins at a page, and the runner maps each by itself.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._file = descriptor
+        self._memory: mmap.mmap | None = None
+
+    def write(
+        self,
+        plan: Layout,
+        data: Bytes,
+        values: Sequence[Mapping[str, Tensor]],
+        only: slice = slice(None),
+    ) -> None:
+        """Fill the sets, or some.
+
+        Args:
+            plan: layout of a set.
+            data: sent bytes, uint8 of shape [sets, sent_bytes].
+            values: the values of each set; those are written that are not sent.
+            only: the sets to fill.
+        """
+        sets = self._view(plan, len(data))[only]
+        sets[:, : plan.sent_bytes] = data[only]
+        for slot in plan.slots:
+            if slot.travel == "mixed":
+                part = slice(slot.offset, slot.offset + slot.slot_bytes)
+                for row, each in zip(sets, values[only], strict=True):
+                    row[part] = as_slot(slot, each[slot.name]).numpy()
+
+    def left(self, plan: Layout, count: int) -> Left:
+        """What `count` sets hold; the runner must be stopped."""
+        sets = self._view(plan, count)
+        return Left(sets[:, : plan.returned_bytes].copy(), whole=sets)
+
+    def kept(self, plan: Layout, count: int, order: Sequence[int]) -> Left:
+        """The same, for a runner that kept the sets of `order` as their calls left them."""
+        left = self.left(plan, count)
+        kept = self._view(plan, 2 * count)[count:, : plan.returned_bytes]
+        late = not np.array_equal(kept[order], left.blocks[order])
+        left.blocks[order] = kept[order]
+        return replace(left, late=late)
+
+    def _view(self, plan: Layout, count: int) -> Bytes:
+        pitch = -(-plan.set_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = max(pitch * count, mmap.PAGESIZE)
+        if self._memory is None or len(self._memory) < size:
+            self._memory = mmap.mmap(self._file, size)
+        rows = np.frombuffer(self._memory, dtype=np.uint8, count=pitch * count)
+        return rows.reshape(count, pitch)[:, : plan.set_bytes]

@@ -15,7 +15,7 @@ from patcher.bench.judge.memory_file import CAPACITY
 from patcher.bench.ops.contract import Point, Sweep
 from patcher.bench.ops.op import Op
 
-SETS = {"cpu": 16, "cuda": 32}
+SETS = {"cpu": 32, "cuda": 32}
 """Most buffer sets of a timed block."""
 MAX_BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 16 << 20}
 """Size limit of a timed block, unless the fewest sets are larger."""

@@ -9,6 +9,7 @@ import select
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import zlib
 from dataclasses import asdict, dataclass
@@ -19,13 +20,19 @@ import numpy as np
 
 from patcher.bench.errors import MissingError
 from patcher.bench.judge.blob import Bytes, Layout
-from patcher.bench.judge.memory_file import memory_file, read_from_start, write_at_start
-from patcher.bench.judge.zygote import RunnerFailure, Zygote
+from patcher.bench.judge.memory_file import (
+    CAPACITY,
+    SETS_CAPACITY,
+    Left,
+    SharedSets,
+    memory_file,
+    read_from_start,
+    write_at_start,
+)
+from patcher.bench.judge.zygote import RunnerFailure, Zygote, caches
 from patcher.bench.machine.environment import ROOT
-from patcher.bench.ops.op import user_op_folders
 from patcher.bench.sandbox import policy as sandbox
 from patcher.bench.sandbox import process_tree as tree
-from patcher.bench.toolchains import Built, cache_root
 
 START_S = 300.0
 _REPLY_LIMIT = 1 << 24
@@ -43,15 +50,20 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Left:
-    """Contents of the buffers after a block of calls."""
+class Spent:
+    """What one command took, from the moment that its process could run until it was stopped."""
 
-    blocks: Bytes
-    """Returned bytes, uint8 of shape [sets, returned_bytes]."""
-    key: int
-    """Key of the digests, drawn after the calls."""
-    digests: object
-    """Keyed digests of each watched tensor of each set. Untrusted: the runner may send anything."""
+    cpu_us: float
+    """CPU time in microseconds of all threads, by the kernel's count."""
+    wall_us: float
+    """Microseconds by the judge's clock until the reply."""
+    waited_us: float
+    """Microseconds of these in which the main thread, or the judge, had to wait for a CPU."""
+
+    @property
+    def idle_us(self) -> float:
+        """Microseconds in which nobody worked and nobody had to wait for a CPU."""
+        return self.wall_us - self.waited_us - self.cpu_us
 
 
 class Runner:
@@ -68,13 +80,24 @@ class Runner:
         self.confinement = "none: trusted code"
         self.no_late_writer = ""
         """Why no late-writing kernel can precede a call; reported before foreign code is loaded."""
+        self.cpus: list[int] | None = None
+        """The CPUs to which the process was pinned; None: no pinning."""
         self.reply_s = 0.0
         """Seconds that the last reply took."""
+        self.main = 0
+        """Process id of the runner inside what confines it."""
+        self._stopped: set[int] = set()
+        """Ids of its processes while they are stopped."""
         self.lent: object = None
         """Random pool that the runner was given last."""
         self._buffer = b""
         self._status: int | None = None
-        self._files = [memory_file("inputs"), memory_file("outputs")]
+        self.device = zygote.device
+        # on a CPU the second one holds the sets, which are not sent
+        room = SETS_CAPACITY if zygote.device == "cpu" else CAPACITY
+        self._files = [memory_file("inputs"), memory_file("outputs", room)]
+        self.sets = SharedSets(self._files[1])
+        """On a CPU: the buffer sets."""
         commands, self._commands = os.pipe()
         self._replies, replies = os.pipe()
         inputs = os.open(f"/proc/self/fd/{self._files[0]}", os.O_RDONLY)
@@ -134,6 +157,9 @@ class Runner:
             raise MissingError(
                 f"the runner process does not start on {device}: {reason}", "see `patcher doctor`"
             ) from failure
+        self.cpus, self.main = cpus, tree.innermost(self._pid)
+        if cpus is not None:
+            tree.pin(tree.descendants(self._pid), cpus)  # the processes that confine it, too
         self.no_late_writer = str(reply.get("no_late_writer", ""))
         if "confinement" in reply:
             self.confinement = str(reply["confinement"])
@@ -157,6 +183,8 @@ class Runner:
             _write_all(self._commands, line)
         except BrokenPipeError:
             raise RunnerFailure(self._exit_reason()) from None
+        tree.signal_all(self._stopped, signal.SIGCONT)
+        self._stopped = set()
         reply = self._read_reply(timeout_s or self.limits.reply_s)
         self.reply_s = time.perf_counter() - begin
         if reply.get("nonce") != nonce:
@@ -194,9 +222,34 @@ class Runner:
             raise RunnerFailure("its outputs changed after it handed them back", kind="Protocol")
         return Left(data.reshape(sets, plan.returned_bytes), key, reply["digests"])
 
-    def freeze(self, frozen: bool) -> None:
-        """Stop or continue the process tree, so that it does not run while another is timed."""
-        tree.send(self._pid, signal.SIGSTOP if frozen else signal.SIGCONT)
+    def stop(self) -> set[int]:
+        """Stop all its processes until the next command; returns their ids."""
+        if not self._stopped:
+            try:
+                self._stopped = tree.stop(self._pid)
+            except TimeoutError as slow:
+                self._kill()
+                raise RunnerFailure(f"{slow} (killed)", kind="Timeout") from None
+        return self._stopped
+
+    def clocked(
+        self, do: str, timeout_s: float | None = None, **arguments: Any
+    ) -> tuple[dict[str, Any], Spent]:
+        """Send one command to the stopped process, stop it at the reply, and read its clocks.
+
+        Raises:
+            RunnerFailure: as for `command`.
+        """
+        before = tree.CpuTime.of(self.stop(), self.main)
+        own = tree.waited_s(threading.get_native_id())
+        reply = self.command(do, timeout_s, **arguments)
+        own = tree.waited_s(threading.get_native_id()) - own
+        used, waited = tree.CpuTime.of(self.stop(), self.main).since(before)
+        return reply, Spent(used * 1e6, self.reply_s * 1e6, (waited + own) * 1e6)
+
+    def strayed_cpus(self) -> list[int]:
+        """CPUs on which a thread may run, besides those it was pinned to; it must be stopped."""
+        return [] if self.cpus is None else sorted(tree.cpus_allowed(self._stopped) - {*self.cpus})
 
     def _read_reply(self, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
@@ -274,36 +327,9 @@ class Runner:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def placed(built: Built, folder: Path) -> Path:
-    """Copy a build into a folder that the sandbox can read."""
-    assert built.path is not None
-    target = folder / built.path.name
-    shutil.copyfile(built.path, target)
-    target.chmod(0o755)
-    return target
-
-
 def _text(value: object) -> str:
     """A runner's untrusted value as text of bounded length that can be encoded as UTF-8."""
     return str(value)[:4000].encode("utf-8", "replace").decode()
-
-
-def caches(folder: Path, trusted: bool) -> dict[str, str]:
-    """Environment variables for the home and the caches of a runner.
-
-    Trusted runners share one cache folder; others have one in `folder`.
-    """
-    caches = cache_root() / "baselines" if trusted else folder / "cache"
-    return {
-        "HOME": str(folder),
-        "TMPDIR": str(folder),
-        "TRITON_CACHE_DIR": str(caches / "triton"),
-        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-        "FLASHINFER_WORKSPACE_BASE": str(caches / "flashinfer"),
-        "TVM_FFI_CACHE_DIR": str(caches / "tvm-ffi"),
-        "PATCHER_CACHE": str(caches),
-        **({"PATCHER_OPS": user_op_folders()} if trusted else {}),
-    }
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

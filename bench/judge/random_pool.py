@@ -75,7 +75,7 @@ class RandomPool:
         return found
 
     def lend(self, runner: Runner) -> None:
-        """Send the pool in pieces to a runner that does not have it yet.
+        """CUDA: send the pool in pieces to a runner that does not have it yet.
 
         Raises:
             RunnerFailure: that fails there.

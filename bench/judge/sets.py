@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
-import torch
 
-from patcher.bench.judge.blob import FILL, Bytes, Layout, Slot, read_set, strayed, write_set
+from patcher.bench.judge.blob import Bytes, Layout, as_slot, read_set, strayed, write_set
 from patcher.bench.judge.cases import (
     Case,
     Expected,
@@ -19,7 +18,7 @@ from patcher.bench.judge.cases import (
     tensors_of,
     value_problem,
 )
-from patcher.bench.judge.process import Left
+from patcher.bench.judge.memory_file import Left
 from patcher.bench.judge.random_pool import RandomPool, Recipe
 from patcher.bench.ops.op import Op
 from patcher.bench.runner.mixing import Mixer
@@ -80,6 +79,8 @@ class CallSets:
         cases = [self.cases[index] for index in called]
         if found := value_problem(self.op, cases, expected, values):
             return "values", found
+        if left.late:
+            return "guards", "wrote to its outputs after the call had returned"
         return None
 
     def _guard_problem(self, left: Left, called: Sequence[int]) -> str | None:
@@ -93,15 +94,33 @@ class CallSets:
             part = slice(slot.begin, slot.begin + slot.span_bytes)
             if not np.array_equal(self.data[called, part], got[:, part]):
                 return f"changed {tensor.name}, which the contract says is only read"
+        if left.whole is not None:
+            return self._watched_problem(left.whole)
         digests = [self.digests(values, left.key) for values in self.inputs]
         if left.digests != digests:
             return self._told_otherwise(left.digests, digests)
         return None
 
+    def _watched_problem(self, whole: Bytes) -> str | None:
+        """Changes of tensors that are only read, and around them, in sets that the judge sees."""
+        for slot in self.plan.watched:
+            part = slice(slot.offset, slot.offset + slot.slot_bytes)
+            for row, sent, values in zip(whole, self.data, self.inputs, strict=True):
+                right = (
+                    sent[part]
+                    if slot.travel == "checked"
+                    else as_slot(slot, values[slot.name]).numpy()
+                )
+                if not np.array_equal(row[part], right):
+                    return (
+                        f"changed {slot.name}, which the contract says is only read, or around it"
+                    )
+        return None
+
     def digests(self, values: Values, key: int) -> list[int]:
         """Expected digests of the watched slots, which must stay unchanged."""
         mixer = Mixer()
-        return [mixer.digest(_slot_bytes(slot, values), key) for slot in self.plan.watched]
+        return [mixer.digest(as_slot(slot, values[slot.name]), key) for slot in self.plan.watched]
 
     def _told_otherwise(self, got: object, right: list[list[int]]) -> str:
         """Check the runner's digests, which may be anything."""
@@ -133,12 +152,3 @@ def packed(op: Op, plan: Layout, sets: Sequence[Values], room: Bytes | None = No
     for row, values in zip(data, sets, strict=True):
         write_set(plan, row, {name: values[name] for name in read})
     return data
-
-
-def _slot_bytes(slot: Slot, values: Values) -> torch.Tensor:
-    """A slot with its red zones, on the values' device."""
-    value = values[slot.name]
-    block = torch.full((slot.slot_bytes,), FILL, dtype=torch.uint8, device=value.device)
-    at = slot.begin - slot.offset
-    block[at : at + slot.span_bytes] = value.reshape(-1).view(torch.uint8)
-    return block

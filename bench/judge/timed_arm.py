@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from patcher.bench.errors import MissingError
 from patcher.bench.judge.cases import Case, Secrets
 from patcher.bench.judge.clockcheck import TimedBlock
-from patcher.bench.judge.process import Left, Runner
+from patcher.bench.judge.memory_file import Left
+from patcher.bench.judge.process import Runner, Spent
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
 from patcher.bench.judge.zygote import RunnerFailure
@@ -33,6 +36,36 @@ class WrongCall(Exception):
         self.check, self.detail = check, detail
 
 
+IDLE_US = 50.0
+"""Idle time in microseconds beyond that of the empty commands that costs nothing."""
+
+
+class EmptyCommands:
+    """The last empty commands of the trusted runner, whose cost is taken off both arms' blocks."""
+
+    def __init__(self) -> None:
+        self._last: deque[Spent] = deque(maxlen=9)
+
+    def add(self, spent: Spent) -> None:
+        """Remember one more."""
+        self._last.append(spent)
+
+    def net_us(self, spent: Spent, cpus: int) -> float:
+        """The time that a block's calls took, in microseconds.
+
+        On one CPU it is the CPU time of all threads, which other programs on the machine hardly
+        change, and time in which nobody worked. On several it is the judge's clock, and no less
+        than the CPU time by their number.
+        """
+        cpu = spent.cpu_us - statistics.median(each.cpu_us for each in self._last)
+        if cpus == 1:
+            usual = max(each.idle_us for each in self._last) + IDLE_US
+            return cpu + max(spent.idle_us - usual, 0.0)
+        return max(
+            cpu / cpus, spent.wall_us - statistics.median(each.wall_us for each in self._last)
+        )
+
+
 @dataclass
 class TimedArm:
     """One arm of the comparison."""
@@ -49,6 +82,8 @@ class TimedArm:
     """Whether its outputs are checked, which those of the candidate are."""
     accused: bool = True
     """Whether a failure counts against the candidate; otherwise it is a fault of this machine."""
+    empty: EmptyCommands = field(default_factory=EmptyCommands)
+    """On a CPU: both arms of a comparison share it, and the one that is not checked adds to it."""
 
     def prepare(self, sets: CallSets, timeout_s: float) -> None:
         """Make the first calls at a shape, which run just-in-time compilers; on CUDA, capture them.
@@ -58,6 +93,10 @@ class TimedArm:
             timeout_s: time limit in seconds of each command.
         """
         with self._answering():
+            if self.device == "cpu":
+                make_ready(self.runner, sets, [0, 1])
+                self.runner.clocked("go", timeout_s)
+                return
             self.stock.lend(self.runner)
             self.runner.send(sets.data)
             self.runner.command("call", timeout_s, **sets.told(), order=[0, 1])
@@ -78,7 +117,9 @@ class TimedArm:
             The times, and the buffers afterwards if the arm is checked.
         """
         with self._answering():
-            return self._block(sets, order, mode)
+            if self.device == "cpu":
+                return self._cpu_block(sets, order)
+            return self._gpu_block(sets, order, mode)
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
@@ -93,10 +134,58 @@ class TimedArm:
                 "choose another one with --baseline, or see `patcher doctor`",
             ) from failure
 
-    def _block(self, sets: CallSets, order: list[int], mode: str) -> tuple[TimedBlock, Left | None]:
+    def ready(self, sets: CallSets, order: list[int]) -> None:
+        """On a CPU: prepare the calls of the sets of `order`."""
+        with self._answering():
+            self.runner.command("ready", **sets.told(), order=order)
+
+    def _cpu_block(self, sets: CallSets, order: list[int]) -> tuple[TimedBlock, Left | None]:
+        """Time one block by the judge's clocks, which are all that counts."""
+        self.ready(sets, order)
+        # values come after the empty commands, the first of which warms the caches of both arms
+        self.runner.clocked("go", empty=True)
+        if not self.checked:
+            self.empty.add(self.runner.clocked("go", empty=True)[1])
+        self.runner.sets.write(sets.plan, sets.data, sets.inputs)
+        block = self._gone(len(order))
+        return block, self.runner.sets.left(sets.plan, len(sets.cases)) if self.checked else None
+
+    def call_alone(self, sets: CallSets, index: int) -> TimedBlock:
+        """On a CPU: call a set in a command of its own, which is the first to see its values.
+
+        The sets must be ready.
+        """
+        with self._answering():
+            _, spent = self.runner.clocked("go", empty=True)
+            if not self.checked:
+                self.empty.add(spent)
+            here = slice(index, index + 1)
+            self.runner.sets.write(sets.plan, sets.data, sets.inputs, here)
+            return self._gone(1, only=index)
+
+    def _gone(self, calls: int, **which: int) -> TimedBlock:
+        """Let the stopped runner make its calls.
+
+        Raises:
+            WrongCall: a thread may run on another CPU than those the arm is pinned to.
+        """
+        _, spent = self.runner.clocked("go", **which)
+        cpus = self.runner.cpus or []
+        if self.checked and (strayed := self.runner.strayed_cpus()):
+            raise WrongCall(
+                "guards",
+                f"let a thread run on CPU {', '.join(map(str, strayed))}; both sides are pinned to "
+                f"{', '.join(map(str, cpus))}",
+            )
+        # noise may leave nothing of a very short call
+        call_us = max(self.empty.net_us(spent, len(cpus)) / calls, 1e-3)
+        return TimedBlock([call_us], calls, spent.wall_us)
+
+    def _gpu_block(
+        self, sets: CallSets, order: list[int], mode: str
+    ) -> tuple[TimedBlock, Left | None]:
         self.runner.send(sets.data)
-        eager = self.device == "cpu" or mode == "eager"
-        if eager:
+        if mode == "eager":
             self.runner.command("ready", **sets.told(), order=order)
             reply = self.runner.command("go")
         else:
@@ -114,12 +203,21 @@ class TimedArm:
         block = TimedBlock(times, len(order), wall * 1e6)
         if not self.checked:
             return block, None
-        left = self.runner.left("hand" if eager else "collect", sets.plan, len(sets.cases))
-        if not eager and int(left.blocks.view(np.int64).sum()) != reply["fingerprint"]:
+        left = self.runner.left(
+            "hand" if mode == "eager" else "collect", sets.plan, len(sets.cases)
+        )
+        if mode != "eager" and int(left.blocks.view(np.int64).sum()) != reply["fingerprint"]:
             raise WrongCall(
                 "timed outputs", "the outputs were written after the call was said to end"
             )
         return block, left
+
+
+def make_ready(runner: Runner, sets: CallSets, order: list[int]) -> None:
+    """On a CPU: prepare calls of the sets of `order`, stop the runner, and fill its buffers."""
+    runner.command("ready", **sets.told(), order=order)
+    runner.stop()
+    runner.sets.write(sets.plan, sets.data, sets.inputs)
 
 
 def fresh_sets(

@@ -1,7 +1,9 @@
 """Time candidate and baseline in alternating blocks, with new values for each call and all outputs
 checked.
 
-CPU: each call is timed by itself with the performance counter, and a block's time is the median of
+CPU: values reach the buffers while the process is stopped; it may run from the judge's command to
+its reply, and is stopped again before the judge reads what came of it. A block's time is the CPU
+time of all its threads meanwhile, by the kernel's count, less that of an empty command, divided by
 its calls. CUDA: calls are captured one by one and composed into one graph in a secret order. The
 graph is replayed once on new values, and a block's time is the time between two events of that
 graph, divided by its calls. Some sets are never called and must stay unchanged.
@@ -18,73 +20,56 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from patcher.bench.errors import BusyError
 from patcher.bench.judge.cases import Secrets
 from patcher.bench.judge.ceilings import Ceilings
 from patcher.bench.judge.clockcheck import (
+    Measured,
+    Precision,
     TimedBlock,
     Traced,
-    blind,
+    are_steady,
+    below_floor,
+    of_pairs,
     overran,
+    shared_us,
     suspicious,
     traced,
     unsteady,
 )
 from patcher.bench.judge.evaluation import Timing
+from patcher.bench.judge.memory_file import Left
 from patcher.bench.judge.planning import block_sets
 from patcher.bench.judge.process import Runner
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
 from patcher.bench.judge.timed_arm import TimedArm, WrongCall, fresh_sets
 from patcher.bench.judge.zygote import RunnerFailure
-from patcher.bench.machine.clocks import TOLERANCE, ClockMonitor
+from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op
-from patcher.bench.stats.hodges_lehmann import Interval, hodges_lehmann
 
 CALLED = 2 / 3
 """Smallest share of the sets that is called."""
 SINGLES = 4
-"""Number of blocks of one call each."""
+"""CUDA: number of blocks of one call each."""
 MEASUREMENTS = 5
-"""Most measurements of a point. Its clocks are rejected if most measurements looked implausible,
-since a busy machine can look implausible once."""
-FEWEST_PAIRS = 6
-"""With fewer pairs, Student's quantile makes any machine look busy."""
-PAUSE_S = 4.0
+"""Most measurements of a point. The majority decides, since a busy machine can look implausible
+once, and the slowest of those that looked plausible counts."""
+PAUSE_S = {"cpu": 1.0, "cuda": 4.0}
 """Seconds before the first re-measurement of a point after other programs disturbed the baseline;
-doubled each time, a minute in total."""
+doubled each time."""
 COLD_CALLS = 12
 """Calls of a block with cold caches, or outside a graph."""
 SPANS_S = 60.0
 """Time limit in seconds of a profiled launch; CUPTI starts slowly."""
 METHODS = {
-    "cpu": "per call, performance counter, median of a block; interleaved ABBA pairs, "
-    "the other arm stopped; caches warm from the copy-in",
+    "cpu": "CPU time of all threads from the judge's command to the reply, less that of an empty "
+    "command, mean of a block; ABBA pairs; a process runs only while it is timed",
     "cuda": "calls captured one by one, composed in secret order, one graph replay between events; "
     "interleaved ABBA pairs; L2 warm from the copy-in (cold figures beside it)",
 }
-
-
-@dataclass
-class Precision:
-    """When to stop measuring a point."""
-
-    fewest_pairs: int = FEWEST_PAIRS
-    """Fewest pairs of blocks."""
-    most_pairs: int = 24
-    """Most pairs of blocks."""
-    half_width: float = 0.01
-    """Half-width of the log-ratio's 95 % interval at which to stop."""
-    budget_s: float = 20.0
-    """Time budget in seconds."""
-
-    @property
-    def tells(self) -> bool:
-        """Whether the ratio matters; otherwise only the outputs of timed calls are checked."""
-        return self.most_pairs >= FEWEST_PAIRS
 
 
 class TimingSession:
@@ -104,8 +89,8 @@ class TimingSession:
     ) -> None:
         self.op, self.device, self.clocks = op, device, clocks
         self.draw, self.stock = draw, stock
-        self.ours = TimedArm(op, device, candidate, stock, checked=True)
         self.theirs = TimedArm(op, device, baseline, stock, checked=False, accused=False)
+        self.ours = TimedArm(op, device, candidate, stock, checked=True, empty=self.theirs.empty)
         self.ceilings, self.precision = ceilings, precision
         self.method = METHODS[device]
         self.calls = 0
@@ -116,8 +101,7 @@ class TimingSession:
         Raises:
             WrongCall: a timed call failed a check, or its times are implausible.
             RunnerFailure: the candidate failed while timed.
-            BusyError: this machine is too busy: the baseline's times or the judge's clock are
-                too noisy.
+            BusyError: this machine is too busy: the baseline's times are too noisy.
         """
         sets = block_sets(self.op, point, self.device)
         for arm in (self.theirs, self.ours):
@@ -125,7 +109,8 @@ class TimingSession:
         if self.device == "cuda":
             for _ in range(2):
                 self._take(self.ours, self._fresh(point, sets), sets // 2, "verified")
-        ours, theirs, dropped = self._remeasured(point, sets)
+        measured = self._remeasured(point, sets)
+        ours, theirs = measured.ours, measured.theirs
         speedup = of_pairs(ours, theirs)
         candidate_us = statistics.median(block.figure for block in ours)
         more = self._served_otherwise(point, sets) if self.device == "cuda" else {}
@@ -137,57 +122,58 @@ class TimingSession:
             speedup_low=math.exp(speedup.low),
             speedup_high=math.exp(speedup.high),
             pairs=len(ours),
-            dropped_pairs=dropped,
+            dropped_pairs=measured.dropped,
             calls=sum(block.calls for block in ours),
             sol_pct=100 * self.ceilings.sol_us(self.op.contract, point) / candidate_us,
             launch_pct=self.ceilings.launch_pct(candidate_us),
             **more,
         )
 
-    def _remeasured(
-        self, point: Point, sets: int
-    ) -> tuple[list[TimedBlock], list[TimedBlock], int]:
-        """Measure a point until a measurement is plausible and undisturbed.
+    def _remeasured(self, point: Point, sets: int) -> Measured:
+        """Measure a point until most undisturbed measurements are plausible, or most are not.
 
-        If only outputs are checked (not `tells`), the last measurement is used in any case. See
-        `compare` for what it raises.
+        If only outputs are checked (not `tells`), a disturbed one is used as well. See `compare`
+        for what it raises.
 
         Returns:
-            Blocks of both arms, and the number of pairs that were dropped.
+            The measurement in which the candidate was slowest.
         """
+        tells = self.precision.tells
+        plausible: list[Measured] = []
         problems: list[str] = []
-        measurement, tells = 0, self.precision.tells
-        while True:
-            measurement += 1
-            ours, theirs, dropped = self._pairs(point, sets)
-            alone = [self._single(point, sets) for _ in range(SINGLES)]
-            floor = self.ceilings.floor_us(self.op.contract, point)
-            problem = suspicious(ours, theirs, [a for a, _ in alone], [b for _, b in alone], floor)
-            disturbance = self._disturbance(theirs)
-            problems += [problem] if problem else []
-            if problem is None and disturbance is None:
-                return ours, theirs, dropped
-            if measurement == MEASUREMENTS:
+        for number in range(MEASUREMENTS):
+            last = self._measured(point, sets)
+            if last.problem:
+                problems.append(last.problem)
+            elif last.disturbance is None or not tells:
+                plausible.append(last)
+            if len(plausible) > len(problems):
+                return max(plausible, key=lambda each: each.ratio)
+            if 2 * len(problems) > MEASUREMENTS:
                 break
-            if disturbance and tells:
-                time.sleep(PAUSE_S * 2 ** (measurement - 1))
-        if problems and (2 * len(problems) > MEASUREMENTS or not tells):
+            if last.disturbance and tells and number < MEASUREMENTS - 1:
+                time.sleep(PAUSE_S[self.device] * 2**number)
+        if 2 * len(problems) > MEASUREMENTS or not tells:
             raise WrongCall("clocks", problems[-1])
-        if tells:
-            raise BusyError(
-                f"this machine is too busy to time {point.label()}: {disturbance or problems[-1]}",
-                "stop other programs, or judge on another machine (--judge)",
-            )
-        return ours, theirs, dropped
+        raise BusyError(
+            f"this machine is too busy to time {point.label()}: {last.disturbance or problems[-1]}",
+            "stop other programs, or judge on another machine (--judge)",
+        )
 
-    def _disturbance(self, theirs: Sequence[TimedBlock]) -> str | None:
-        """Why the baseline's blocks make the measurement unusable, or None.
-
-        On CUDA the times come from events, and CUPTI checks what they leave out.
-        """
-        if self.precision.tells and (problem := unsteady(theirs)):
-            return problem
-        return blind(theirs) if self.device == "cpu" else None
+    def _measured(self, point: Point, sets: int) -> Measured:
+        ours, theirs, dropped = self._pairs(point, sets)
+        alone = (
+            self._one_by_one(point, sets) if self.device == "cpu" else self._singles(point, sets)
+        )
+        each_alone = [a for a, _ in alone], [b for _, b in alone]
+        problem = below_floor(ours, self.ceilings.floor_us(self.op.contract, point))
+        if self.device == "cpu":
+            more = shared_us(ours, theirs, *each_alone)
+            ours = [TimedBlock([block.figure + more], block.calls, block.wall_us) for block in ours]
+        else:
+            problem = problem or suspicious(ours, theirs, *each_alone)
+        disturbance = unsteady(theirs) if self.precision.tells else None
+        return Measured(ours, theirs, dropped, problem, disturbance)
 
     def _pairs(self, point: Point, sets: int) -> tuple[list[TimedBlock], list[TimedBlock], int]:
         ours: list[TimedBlock] = []
@@ -207,16 +193,31 @@ class TimingSession:
             late = time.monotonic() - begin > limits.budget_s
             if of_pairs(ours, theirs).half_width <= limits.half_width or late:
                 break
-        steady = _steady(clocks)
+        steady = are_steady(clocks)
         if sum(steady) < len(steady) / 2:  # this load always runs so, in both arms alike
             steady = [True] * len(steady)
         dropped = len(steady) - sum(steady)
         chosen = [i for i, one in enumerate(steady) if one]
         return [ours[i] for i in chosen], [theirs[i] for i in chosen], dropped
 
-    def _single(self, point: Point, sets: int) -> tuple[TimedBlock, TimedBlock]:
-        """A pair of blocks of one call each, so that no work can be shared between calls."""
-        return self._pair(point, sets, bool(self.draw.random.getrandbits(1)), 1, exactly=1)
+    def _singles(self, point: Point, sets: int) -> list[tuple[TimedBlock, TimedBlock]]:
+        """Pairs of blocks of one call each, so that no work can be shared between calls."""
+        draw = self.draw.random
+        return [
+            self._pair(point, sets, bool(draw.getrandbits(1)), 1, exactly=1) for _ in range(SINGLES)
+        ]
+
+    def _one_by_one(self, point: Point, sets: int) -> list[tuple[TimedBlock, TimedBlock]]:
+        """The same, of calls whose values come after the call before them has ended."""
+        batch, order = self._fresh(point, sets), list(range(sets))
+        for arm in (self.ours, self.theirs):
+            arm.ready(batch, order)
+        pairs = [
+            (self.ours.call_alone(batch, index), self.theirs.call_alone(batch, index))
+            for index in order
+        ]
+        self._check(batch, self.ours.runner.sets.left(batch.plan, sets), order)
+        return pairs
 
     def _pair(
         self, point: Point, sets: int, swapped: bool, least: int, exactly: int | None = None
@@ -228,11 +229,8 @@ class TimingSession:
             if is_ours:
                 blocks[True] = self._checked(batch, order, "whole")
             else:
-                self.ours.runner.freeze(True)
-                try:
-                    blocks[False] = self.theirs.block(batch, order)[0]
-                finally:
-                    self.ours.runner.freeze(False)
+                self.ours.runner.stop()  # until its next command
+                blocks[False] = self.theirs.block(batch, order)[0]
         return blocks[True], blocks[False]
 
     def _fresh(self, point: Point, sets: int) -> CallSets:
@@ -324,27 +322,12 @@ class TimingSession:
         """Time a block of the candidate and check the outputs of the timed calls."""
         block, left = self.ours.block(batch, order, mode)
         assert left is not None
+        self._check(batch, left, order)
+        return block
+
+    def _check(self, batch: CallSets, left: Left, order: list[int]) -> None:
         if problem := batch.problem(left, order):
             check, detail = problem
             name = "timed outputs" if check == "values" else check
             raise WrongCall(name, f"in a timed call: {detail}")
         self.calls += len(order)
-        return block
-
-
-def of_pairs(ours: Sequence[TimedBlock], theirs: Sequence[TimedBlock]) -> Interval:
-    """Hodges-Lehmann estimate of the logarithm of the speedup, with its interval."""
-    return hodges_lehmann(
-        [math.log(b.figure / a.figure) for a, b in zip(ours, theirs, strict=True)]
-    )
-
-
-def _steady(clocks: list[int | None]) -> list[bool]:
-    """For each pair, whether it neither throttled nor drifted. `clocks` holds the SM clock in MHz,
-    0 if unknown, None if the pair throttled.
-    """
-    seen = [clock for clock in clocks if clock]
-    if not seen:
-        return [clock is not None for clock in clocks]
-    middle = statistics.median(seen)
-    return [clock is not None and abs(clock - middle) <= TOLERANCE * middle for clock in clocks]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from patcher.bench.judge import cases as cases_
-from patcher.bench.judge import process, zygote
+from patcher.bench.judge import zygote
 from patcher.bench.judge.blob import Bytes, Layout
 from patcher.bench.judge.cases import Case
 from patcher.bench.judge.sets import packed
@@ -169,7 +169,7 @@ def run(
                 cwd=folder,
                 env={
                     **zygote.environment(kit, job.device),
-                    **process.caches(folder, trusted=False),
+                    **zygote.caches(folder, trusted=False),
                     **_LOCAL,
                     **(environment or {}),
                 },
@@ -227,7 +227,7 @@ def _write_job(job: ToolJob, folder: Path, result: Path) -> Path:
             file.write(call.data.tobytes())
             at += call.data.nbytes
     if job.built is not None:
-        path = process.placed(job.built, folder)
+        path = zygote.placed(job.built, folder)
     place = folder / "job.json"
     document = {
         "path": str(path) if path else None,

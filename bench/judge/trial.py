@@ -16,15 +16,17 @@ from patcher.bench.judge import JudgeSettings, Progress
 from patcher.bench.judge import cases as cases_
 from patcher.bench.judge.cases import Case, Secrets
 from patcher.bench.judge.ceilings import ceilings
+from patcher.bench.judge.clockcheck import FEWEST_PAIRS, Precision
 from patcher.bench.judge.evaluation import Check, Evaluation, Outcome, Timing
+from patcher.bench.judge.memory_file import Left
 from patcher.bench.judge.planning import soaked_calls, soaked_sets
-from patcher.bench.judge.process import Left, Runner, placed
+from patcher.bench.judge.process import Runner
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sanitizer import Sanitized, sanitize
 from patcher.bench.judge.sets import CallSets
-from patcher.bench.judge.timed_arm import WrongCall, fresh
-from patcher.bench.judge.timing import FEWEST_PAIRS, Precision, TimingSession
-from patcher.bench.judge.zygote import RunnerFailure
+from patcher.bench.judge.timed_arm import WrongCall, fresh, make_ready
+from patcher.bench.judge.timing import TimingSession
+from patcher.bench.judge.zygote import RunnerFailure, placed
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.machine.environment import describe
 from patcher.bench.ops.candidate import Candidate
@@ -145,10 +147,15 @@ class Trial:
     def _called(self, sets: CallSets) -> Left:
         count = len(sets.cases)
         try:
-            self.stock.lend(self.runner)
-            self.runner.send(sets.data)
             late = self.state.candidate.language.traits.compiles_late
             limit = self.settings.load_timeout_s if late else None
+            if self.state.device == "cpu":
+                order = list(range(count))
+                make_ready(self.runner, sets, order)
+                self.runner.clocked("go", limit, keep=True)
+                return self.runner.sets.kept(sets.plan, count, order)
+            self.stock.lend(self.runner)
+            self.runner.send(sets.data)
             self.runner.command("call", limit, **sets.told(), order=list(range(count)))
             return self.runner.left("hand", sets.plan, count)
         except RunnerFailure as failure:
@@ -304,7 +311,8 @@ class Trial:
         self.state.check("timed outputs", True, timed)
         if self.followed:
             self.state.check("stream order", True, self.followed)
-        clocks = "the runner's clock, the judge's, calls alone and the machine's floor agree"
+        runners = "" if self.state.device == "cpu" else "the runner's clock, "
+        clocks = f"{runners}the judge's, calls by themselves and the machine's floor agree"
         self.state.check("clocks", True, "; ".join(filter(None, (clocks, self.traced))))
 
     def _failed(self, failure: RunnerFailure, check: str, detail: str) -> Wrong:

@@ -1,4 +1,4 @@
-"""The zygote: a trusted process that has imported torch and forks runners."""
+"""The zygote: a trusted process that has imported torch and forks runners; and what each finds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from typing import Any, Self
 
 from patcher.bench.errors import MissingError
 from patcher.bench.machine.environment import python_path
+from patcher.bench.ops.op import user_op_folders
 from patcher.bench.sandbox.die_with_parent import die_with_parent
+from patcher.bench.toolchains import Built, cache_root
 
 _SEE = "see `patcher doctor`"
 
@@ -152,3 +154,30 @@ def environment(kit: Path, device: str) -> dict[str, str]:
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment
+
+
+def placed(built: Built, folder: Path) -> Path:
+    """Copy a build into a folder that the sandbox can read."""
+    assert built.path is not None
+    target = folder / built.path.name
+    shutil.copyfile(built.path, target)
+    target.chmod(0o755)
+    return target
+
+
+def caches(folder: Path, trusted: bool) -> dict[str, str]:
+    """Environment variables for the home and the caches of a runner.
+
+    Trusted runners share one cache folder; others have one in `folder`.
+    """
+    caches = cache_root() / "baselines" if trusted else folder / "cache"
+    return {
+        "HOME": str(folder),
+        "TMPDIR": str(folder),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "FLASHINFER_WORKSPACE_BASE": str(caches / "flashinfer"),
+        "TVM_FFI_CACHE_DIR": str(caches / "tvm-ffi"),
+        "PATCHER_CACHE": str(caches),
+        **({"PATCHER_OPS": user_op_folders()} if trusted else {}),
+    }

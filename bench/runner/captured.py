@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,21 +12,22 @@ from . import cudart
 
 NAME_LIMIT = 200
 SPAN_LIMIT = 1000
+_move = ctypes.memmove  # bound before any candidate is loaded
 
 
 class Arena:
-    """Buffer sets side by side in one allocation, and the tensors of each call.
+    """Buffer sets on a GPU, side by side in one allocation, and the tensors of each call.
 
     The first `sent` bytes of each set come from the judge, and the first `returned` bytes go back.
     With `bare` there are only bytes and no tensors.
     """
 
-    def __init__(self, plan: dict[str, Any], sets: int, device: str, bare: bool = False) -> None:
+    def __init__(self, plan: dict[str, Any], sets: int, bare: bool = False) -> None:
         import torch
 
         self.set_bytes, self.sets = plan["set_bytes"], sets
         self.sent, self.returned = plan["sent_bytes"], plan["returned_bytes"]
-        self.bytes = torch.empty(self.set_bytes * sets, dtype=torch.uint8, device=device)
+        self.bytes = torch.empty(self.set_bytes * sets, dtype=torch.uint8, device="cuda")
         self.pointer = self.bytes.data_ptr()
         self.slots = [slot for slot in plan["slots"] if slot["travel"] != "bytes"]
         self.constants = [slot for slot in plan["slots"] if slot["constant"]]
@@ -73,6 +77,34 @@ def _view(block: Any, slot: dict[str, Any]) -> Any:
     dtype = getattr(torch, slot["dtype"])
     data = block[slot["begin"] : slot["begin"] + slot["span_bytes"]]
     return data.view(dtype).as_strided(slot["shape"], slot["strides"])
+
+
+class MappedSet:
+    """One buffer set on a CPU, in a mapping by itself, which the judge shares.
+
+    The mappings lie at new places for each block, with gaps of random sizes between them. A second
+    one takes what the set holds when a call returns.
+    """
+
+    def __init__(self, plan: dict[str, Any], descriptor: int, index: int, sets: int) -> None:
+        self._gap = mmap.mmap(-1, (1 + os.urandom(1)[0]) * mmap.PAGESIZE, prot=0)
+        block, snapshot = (_mapped(plan, descriptor, at) for at in (index, sets + index))
+        self.arguments = [_view(block, slot) for slot in plan["slots"]]
+        self._copy = (snapshot.data_ptr(), block.data_ptr(), plan["returned_bytes"])
+        self._kept = snapshot
+
+    def keep(self) -> None:
+        """Copy the returned bytes to the second mapping."""
+        _move(*self._copy)
+
+
+def _mapped(plan: dict[str, Any], descriptor: int, index: int) -> Any:
+    import torch
+
+    pitch = -(-plan["set_bytes"] // mmap.PAGESIZE) * mmap.PAGESIZE
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    mapped = mmap.mmap(descriptor, pitch, flags=flags, offset=index * pitch)
+    return torch.frombuffer(mapped, dtype=torch.uint8, count=plan["set_bytes"])
 
 
 class Captured:

@@ -14,13 +14,12 @@ import zlib
 from typing import Any
 
 from . import cudart, loading
-from .captured import Arena, Captured
+from .captured import Arena, Captured, MappedSet
 from .late_writer import LateWriter
 from .mixing import Mixer
 
 # bound before any candidate is loaded, so that later patches have no effect here
 _clock = time.perf_counter_ns
-_move = ctypes.memmove
 _crc = zlib.crc32
 
 
@@ -34,8 +33,8 @@ class Session:
         writable = mmap.PROT_READ | mmap.PROT_WRITE
         self.input = mmap.mmap(inputs, size, prot=writable, flags=mmap.MAP_PRIVATE)
         self.inputs = _address(self.input)
-        self.output = mmap.mmap(outputs, size)
-        self.outputs = _address(self.output)
+        self.shared = outputs
+        """On CUDA for outputs, and on a CPU for the sets."""
         self.function: Any = None
         self.device = "cpu"
         self.cuda: Any = None
@@ -58,6 +57,8 @@ class Session:
         if threads is not None:
             torch.set_num_threads(threads)
         if device == "cuda":
+            self.output = mmap.mmap(self.shared, len(self.input))
+            self.outputs = _address(self.output)
             torch.zeros(1, device="cuda")
             stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self.torch_stream = stream
@@ -121,16 +122,16 @@ class Session:
         return {"digest": f"{int(y.sum()):x}-{int(z.sum()):x}"}
 
     def do_stock(self, whole: int, at: int, size: int) -> dict[str, Any]:
-        """Receive a part of the pool of random bits that large tensors are mixed from."""
+        """CUDA: receive a part of the pool of random bits that large tensors are mixed from."""
         import torch
 
         if at == 0:
-            self.stock = torch.empty(whole, dtype=torch.uint8, device=self.device)
-        self._take(self.stock.data_ptr() + at, self.inputs, size)
+            self.stock = torch.empty(whole, dtype=torch.uint8, device="cuda")
+        self.cuda.to_device(self.stock.data_ptr() + at, self.inputs, size)
         return {}
 
     def do_call(self, order: list[int], **sets: Any) -> dict[str, Any]:
-        """Call once for each set of `order`, and copy its buffers when the call returns."""
+        """CUDA: call once for each set of `order`, and copy its buffers when the call returns."""
         self.do_ready(order, **sets)
         return self.do_go()
 
@@ -142,52 +143,55 @@ class Session:
         sets: int,
         recipes: list[list[list[int]]],
     ) -> dict[str, Any]:
-        """Prepare the calls, so that the judge's clock covers only the calls."""
+        """Prepare the calls, so that the judge's clock covers only the calls.
+
+        On a CPU the judge fills the sets when this has returned, with the process stopped.
+        """
         self.ready = None
-        arena, snapshot = Arena(plan, sets, self.device), None
+        if self.cuda is None:
+            mapped = [MappedSet(plan, self.shared, index, sets) for index in range(sets)]
+            self.ready = [
+                ((*mapped[index].arguments, *scalars), mapped[index].keep) for index in order
+            ]
+            return {}
+        arena, snapshot = Arena(plan, sets), Arena(plan, sets, bare=True)
         self._fill(arena, recipes)
         arguments = [(*arena.arguments[index], *scalars) for index in order]
-        if self.cuda is not None or arena.slots:
-            snapshot = Arena(plan, sets, self.device, bare=True)
-        if self.cuda is None:
-            for here, host, size in arena.pieces(self.outputs, arena.returned):
-                _move(host, here, size)
-            if snapshot is not None:
-                _move(snapshot.pointer, arena.pointer, arena.set_bytes * sets)
         self.ready = (arena, arguments, order, snapshot)
         return {}
 
-    def do_go(self) -> dict[str, Any]:
-        """Make the calls that `do_ready` prepared, with their times in nanoseconds."""
+    def do_go(
+        self, empty: bool = False, keep: bool = False, only: int | None = None
+    ) -> dict[str, Any]:
+        """Make the calls that `do_ready` prepared: all, or one, or none if `empty`.
+
+        On a CPU, with `keep`, buffers are copied as each call leaves them. On CUDA they always are,
+        and the reply has the calls' times in nanoseconds.
+        """
         import torch
 
-        arena, arguments, order, snapshot = self.ready
         function = self._loaded()
-        times: list[float] = []
         gc.disable()
-        with torch.inference_mode():
-            if self.cuda is None:
-                for index, each in zip(order, arguments, strict=True):
-                    begin = _clock()
-                    function(*each)
-                    times.append(_clock() - begin)
-                    _move(self.outputs + index * arena.returned, arena.at(index), arena.returned)
-                    if snapshot is not None:
-                        _move(snapshot.at(index), arena.at(index), arena.set_bytes)
-            else:
-                times = self._call_on_gpu(arena, arguments, order, snapshot, function)
-        gc.enable()
-        return {"times_ns": times}
+        try:
+            with torch.inference_mode():
+                if self.cuda is not None:
+                    return {"times_ns": self._call_on_gpu(function)}
+                calls = self.ready if only is None else self.ready[only : only + 1]
+                for arguments, kept in [] if empty else calls:
+                    function(*arguments)
+                    if keep:
+                        kept()
+        finally:
+            gc.enable()
+        return {}
 
     def do_hand(self, key: int) -> dict[str, Any]:
-        """Hand back the buffers of eager calls."""
-        arena, _, _, snapshot = self.ready
-        return self._hand_back(arena if snapshot is None else snapshot, key)
+        """CUDA: hand back the buffers of eager calls."""
+        return self._hand_back(self.ready[-1], key)
 
-    def _call_on_gpu(
-        self, arena: Arena, arguments: list[Any], order: list[int], snapshot: Arena, function: Any
-    ) -> list[float]:
+    def _call_on_gpu(self, function: Any) -> list[float]:
         """Call eagerly; a time is the larger of the events' and the synchronised host's."""
+        arena, arguments, order, snapshot = self.ready
         self.cuda.copy_async(
             snapshot.pointer, arena.pointer, arena.set_bytes * arena.sets, self.stream
         )
@@ -219,8 +223,7 @@ class Session:
         import torch
 
         self.captured = self.ready = None
-        arena = Arena(plan, sets, self.device)
-        snapshot = Arena(plan, sets, self.device, bare=True)
+        arena, snapshot = Arena(plan, sets), Arena(plan, sets, bare=True)
         self._fill(arena, recipes)
         function, graphs = self._loaded(), []
         pool = torch.cuda.graph_pool_handle()
@@ -292,18 +295,11 @@ class Session:
 
     def _fill(self, arena: Arena, recipes: list[list[list[int]]]) -> None:
         for here, host, size in arena.pieces(self.inputs, arena.sent):
-            self._take(here, host, size)
+            self.cuda.to_device(here, host, size)
         if arena.sent < arena.set_bytes:
             arena.recipes = recipes
             arena.mix(self.mixer, self.stock)
-            if self.cuda is not None:
-                self.cuda.synchronize()
-
-    def _take(self, target: int, source: int, size: int) -> None:
-        if self.cuda is None:
-            _move(target, source, size)
-        else:
-            self.cuda.to_device(target, source, size)
+            self.cuda.synchronize()
 
     def _hand_back(self, left: Arena, key: int) -> dict[str, Any]:
         """Checksum of the returned bytes, and digests of the tensors that are not returned."""

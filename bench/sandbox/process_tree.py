@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 
 def descendants(pid: int) -> set[int]:
@@ -21,9 +24,50 @@ def descendants(pid: int) -> set[int]:
     return pids
 
 
+def innermost(pid: int) -> int:
+    """The process at the end of a chain of only children, such as a confined program's."""
+    below = descendants(pid) - {pid}
+    children = [each for each in below if (fields := _stat(each)) and int(fields[1]) == pid]
+    return innermost(children[0]) if children else pid
+
+
 def send(pid: int, number: signal.Signals) -> None:
     """Send a signal to a process and all its descendants."""
-    _signal(descendants(pid), number)
+    signal_all(descendants(pid), number)
+
+
+def stop(pid: int, timeout_s: float = 10.0) -> set[int]:
+    """Stop a process tree, and wait until each of its threads has stopped or ended.
+
+    Returns:
+        Ids of its processes.
+
+    Raises:
+        TimeoutError: a thread still runs after `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    stopped: set[int] = set()
+    while True:
+        before = _last_id()
+        found = descendants(pid)
+        signal_all(found - stopped, signal.SIGSTOP)
+        while not all(map(_at_rest, found)):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {pid} does not stop")
+            time.sleep(0)
+        if found <= stopped or _last_id() == before:  # none was forked while they stopped
+            return found
+        stopped |= found
+
+
+def _at_rest(pid: int) -> bool:
+    """Whether all threads of a process have stopped or ended."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    states = [_fields(f"/proc/{pid}/task/{thread}/stat") for thread in threads]
+    return all(fields is None or fields[0] in "TtZX" for fields in states)
 
 
 def kill(pid: int) -> None:
@@ -34,15 +78,100 @@ def kill(pid: int) -> None:
 
 def kill_all(pids: Iterable[int]) -> None:
     """Kill processes; those that have ended are ignored."""
-    _signal(pids, signal.SIGKILL)
+    signal_all(pids, signal.SIGKILL)
 
 
-def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to processes; those that have ended are ignored."""
     for each in pids:
         try:
             os.kill(each, number)
         except ProcessLookupError:
             continue
+
+
+@dataclass(frozen=True)
+class CpuTime:
+    """What a stopped process tree has used so far, by the kernel's count."""
+
+    used_s: dict[int, float]
+    """CPU time in seconds of each process, over its threads, those that ended, and the children
+    that it waited for (these in clock ticks of 10 ms)."""
+    waited_s: float
+    """Seconds in which the main thread of `main` was ready to run, and another thread ran."""
+    last_id: str
+    """The last id that the kernel gave to a process or a thread."""
+
+    @classmethod
+    def of(cls, pids: Iterable[int], main: int) -> CpuTime:
+        """Read the clocks of stopped processes; `main` is one of them."""
+        return cls({pid: _cpu_s(pid) for pid in pids}, waited_s(main), _last_id())
+
+    def since(self, before: CpuTime) -> tuple[float, float]:
+        """CPU time in seconds since then, and seconds that `main` waited for a CPU.
+
+        A child that nobody waits for leaves no trace when it ends, so no wait is told where a
+        process or a thread was begun anywhere on the machine.
+        """
+        used = sum(self.used_s.values()) - sum(before.used_s.get(pid, 0.0) for pid in self.used_s)
+        waited = self.waited_s - before.waited_s if self.last_id == before.last_id else 0.0
+        return used, waited
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU time of a process in seconds; 0 if it has ended and is gone."""
+    fields = _stat(pid)
+    if fields is None:
+        return 0.0
+    tick = os.sysconf("SC_CLK_TCK")
+    waited = (int(fields[13]) + int(fields[14])) / tick  # of its children
+    try:
+        return time.clock_gettime(_cpu_clock(pid)) + waited
+    except OSError:  # it has ended, and nobody has waited for it
+        return (int(fields[11]) + int(fields[12])) / tick + waited
+
+
+def _cpu_clock(pid: int) -> int:
+    """The CPU clock of another process, as `clock_getcpuclockid` computes it on Linux."""
+    return (~pid << 3) | 2
+
+
+def waited_s(thread: int) -> float:
+    """Seconds that a thread was ready to run and did not; 0 where the kernel does not count."""
+    try:
+        with open(f"/proc/{thread}/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (FileNotFoundError, ProcessLookupError, IndexError):
+        return 0.0
+
+
+def _last_id() -> str:
+    with open("/proc/loadavg", encoding="ascii") as file:
+        return file.read().split()[-1]
+
+
+def pin(pids: Iterable[int], cpus: Iterable[int]) -> None:
+    """Pin every thread of processes to these CPUs."""
+    for thread in _threads(pids):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(thread, cpus)
+
+
+def cpus_allowed(pids: Iterable[int]) -> set[int]:
+    """CPUs on which any thread of processes may run."""
+    allowed: set[int] = set()
+    for thread in _threads(pids):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            allowed |= os.sched_getaffinity(thread)
+    return allowed
+
+
+def _threads(pids: Iterable[int]) -> list[int]:
+    threads: list[int] = []
+    for each in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            threads += map(int, os.listdir(f"/proc/{each}/task"))
+    return threads
 
 
 def memory_bytes(pid: int) -> int:
@@ -61,8 +190,18 @@ def _resident_bytes(pid: int) -> int:
 
 def _stat(pid: int) -> list[str] | None:
     """Fields of `/proc/PID/stat` after the name (state, parent, ...); None if it has ended."""
+    return _fields(f"/proc/{pid}/stat")
+
+
+def _fields(path: str) -> list[str] | None:
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError):
         return None
+    try:
+        text = os.read(descriptor, 1 << 12)
+    except ProcessLookupError:
+        return None
+    finally:
+        os.close(descriptor)
+    return text.rpartition(b")")[2].decode("ascii").split()

@@ -63,12 +63,12 @@ def read_recording(path: Path, window: str | None = None) -> Recording:
     for magic, what in ARCHIVES.items():
         if head.startswith(magic):
             raise UsageError(f"{path.name} is {what}", "unpack it and give the file inside")
+    text = _decompress(head)
+    if _is_trace(text) or b"Self CPU %" in text:  # read_kineto explains a printed key_averages
+        return read_kineto(path, window)
     if window is not None:
         message = f"{path.name} has no NVTX ranges to cut a window by"
         raise UsageError(message, "give the .sqlite export, or omit --window")
-    text = _decompress(head)
-    if _is_trace(text) or b"Self CPU %" in text:  # read_kineto explains a printed key_averages
-        return read_kineto(path)
     return read_summary(_text(path), path.name)
 
 

@@ -13,6 +13,8 @@ from patcher.hotspot.names import printable
 
 GZIP_MAGIC = b"\x1f\x8b"
 _PIECE = 1 << 20
+_HEAD = 64
+"""Bytes at the beginning, where a text has no zero byte."""
 
 
 def read_text(path: Path, limit: int, fix: str) -> str:
@@ -27,6 +29,37 @@ def read_text(path: Path, limit: int, fix: str) -> str:
         UsageError: the file is missing, a folder, a pipe, a device, empty, binary, truncated, or
             larger than `limit`.
     """
+    raw = _content(path, limit, fix)
+    if b"\0" in raw:
+        raise UsageError(f"{path.name} is a binary file", fix)
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path.name} is not UTF-8 text", fix) from None
+
+
+def read_damaged_text(path: Path, limit: int, fix: str) -> tuple[str, str | None]:
+    """Read a text file like `read_text`, and replace what is no text in it.
+
+    Returns:
+        The text, and what was replaced; None if nothing was.
+
+    Raises:
+        UsageError: as `read_text`, and if the file is binary from its beginning.
+    """
+    raw = _content(path, limit, fix)
+    if b"\0" in raw[:_HEAD]:
+        raise UsageError(f"{path.name} is a binary file", fix)
+    replaced = "zero bytes" if b"\0" in raw else None
+    raw = raw.replace(b"\0", b" ")
+    try:
+        return raw.decode("utf-8-sig"), replaced
+    except UnicodeDecodeError:
+        return raw.decode("utf-8-sig", "replace"), "bytes that are not UTF-8"
+
+
+def _content(path: Path, limit: int, fix: str) -> bytes:
+    """The unpacked bytes of a file that is not empty; UTF-16 becomes UTF-8."""
     try:
         require_file(path)
         with path.open("rb") as file:
@@ -46,12 +79,7 @@ def read_text(path: Path, limit: int, fix: str) -> str:
         raise UsageError(f"{path.name} is empty", fix)
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # PowerShell's `>`
         raw = raw.decode("utf-16", "replace").encode()
-    if b"\0" in raw:
-        raise UsageError(f"{path.name} is a binary file", fix)
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise UsageError(f"{path.name} is not UTF-8 text", fix) from None
+    return raw
 
 
 def first_line(error: Exception) -> str:

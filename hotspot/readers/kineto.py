@@ -6,273 +6,231 @@ Numbers with a decimal point therefore stay text until they are converted to int
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter
-from dataclasses import dataclass, field
-from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from patcher.bench import UsageError
+from patcher.hotspot.marks import mark_of
 from patcher.hotspot.names import printable
-from patcher.hotspot.profile import Gpu
-from patcher.hotspot.readers.content import read_text
-from patcher.hotspot.recording import Launches, Recording
+from patcher.hotspot.owners import Marks, between, owners, step_marks, with_steps
+from patcher.hotspot.profile import ProfileWarning
+from patcher.hotspot.readers.content import read_damaged_text
+from patcher.hotspot.readers.events import RECORD, Event, Events, read_events
+from patcher.hotspot.readers.hosts import (
+    Hosts,
+    KernelCalls,
+    Placed,
+    calls_of,
+    identity,
+    place,
+    ranges_of,
+    without_calls,
+)
+from patcher.hotspot.readers.leftout import around_others, impossible, left_out
+from patcher.hotspot.readers.makers import described, other_maker
+from patcher.hotspot.readers.times import DamagedError, TimedEvents, interval, timed_events
+from patcher.hotspot.recording import Launches, NamedSteps, Recording
 from patcher.hotspot.timeline import Integers
 
 MAX_TRACE = 1 << 30
 """Bytes of JSON: about 3 million events or hundreds of decode steps. Parsed, it takes several
 times as much memory."""
-RECORD = (
-    "record 3 to 20 steps with torch.profiler.profile(activities=[ProfilerActivity.CPU, "
-    'ProfilerActivity.CUDA]), then prof.export_chrome_trace("trace.json.gz")'
-)
-_KERNEL = frozenset(["kernel"])
-_MEMORY = frozenset(["gpu_memcpy", "gpu_memset", "memcpy", "memset"])
-_LAUNCH = frozenset(["cuda_runtime", "cuda_driver", "runtime", "driver"])
-_STEP = re.compile(r"ProfilerStep#(\d{1,18})")
-_LARGEST = 1 << 61
-"""Limit of a time in ns (73 years); a sum of two fits 64 bits."""
-_LONGEST = 1 << 58
-"""Limit in ns (9 years) of all durations together and of the trace; sums over devices fit 64
-bits."""
-
-Event = dict[str, Any]
+NAMELESS = "(kernel without a name)"
+UNTIMED = "the profiler wrote no time, a negative one, or time 0"
+OVERLAPPING = "the time holds several later kernels of the same stream, which cannot be"
+UNFINISHED = "the recording ended first"
 
 
-class _DamagedError(Exception):
-    """An event is malformed; the message says how."""
+def read_kineto(path: Path, window: str | None = None) -> Recording:
+    """Read a trace's kernel launches, copies and fills, steps and GPUs.
 
-
-@dataclass
-class _Events:
-    """The relevant events of a trace, by kind."""
-
-    kernels: list[Event] = field(default_factory=list)
-    memory: list[Event] = field(default_factory=list)
-    launches: list[Event] = field(default_factory=list)
-    steps: list[Event] = field(default_factory=list)
-    """`ProfilerStep#N` on the CPU's timeline."""
-    gpu_steps: list[Event] = field(default_factory=list)
-    """The same steps projected onto the GPU, if Kineto wrote them."""
-
-
-def read_kineto(path: Path) -> Recording:
-    """Read a trace's kernel launches, copies and fills, profiler steps and GPU.
+    Args:
+        path: the trace.
+        window: name of annotations; only kernels launched inside them are read.
 
     Raises:
-        UsageError: the file is no trace, truncated, damaged, too large, or without GPU work.
+        UsageError: the file is no trace, truncated, damaged, too large, without GPU work,
+            or without that window.
     """
-    text = read_text(path, MAX_TRACE, RECORD)
-    document = _document(text, path.name)
+    text, replaced = read_damaged_text(path, MAX_TRACE, RECORD)
+    events = read_events(text, path.name)
     del text
-    events = document if isinstance(document, list) else document.get("traceEvents")
-    if not isinstance(events, list):
-        raise UsageError(f"{path.name} is JSON without traceEvents, so it is no trace", RECORD)
-    trace = _group(events)
-    if not trace.kernels:
-        what = "holds CPU operators but no GPU kernels" if events else "holds no events"
+    if replaced:
+        note = f"{replaced} in its names were replaced: the profiler wrote a name as it found it"
+        events.warnings = (ProfileWarning(kind="repaired", message=note), *events.warnings)
+    if not events.kernels:
+        what = other_maker(events) or (
+            "holds CPU operators but no GPU kernels" if events.any else "holds no events"
+        )
         raise UsageError(f"{path.name} {what}", RECORD)
     try:
-        launches = _launches(trace.kernels)
-        memory = _intervals(trace.memory)
-        steps = _steps(trace)
-        gpu = _gpu(document, launches)
-    except (_DamagedError, OverflowError) as error:
+        return _recording(events, path.name, window)
+    except (DamagedError, OverflowError) as error:
         message = f"{path.name} is damaged: {error}"
         raise UsageError(message, RECORD) from None
+
+
+def _recording(events: Events, name: str, window: str | None) -> Recording:
+    kernels = timed_events(events.kernels)
+    if not len(kernels.start):
+        raise DamagedError("no kernel has a usable time")
+    memory = timed_events(events.memory)
+    placed = place(kernels, memory)
+    hosts = Hosts()
+    calls = calls_of(events.calls, hosts, kernels, placed)
+    launches = _launches(kernels, placed)
+    warnings = [
+        *events.warnings,
+        *left_out("untimed", kernels.lost, len(events.kernels), "kernels", UNTIMED),
+        *left_out("untimed", memory.lost, len(events.memory), "copies and fills", UNTIMED),
+    ]
+    if around_others(launches):
+        wrong = impossible(launches, calls.number)
+        warnings += left_out("overlapping", int(wrong.sum()), len(wrong), "kernels", OVERLAPPING)
+        launches, calls = launches.chosen(~wrong), calls.chosen(~wrong)
+    launches, steps, more = _steps(events, hosts, placed, launches, calls)
+    if window is not None:
+        launches = launches.chosen(_inside(events, hosts, window, launches, calls, name))
+    gpus = described(events.properties, launches.device, placed.number)
+    busiest = Counter(launches.device.tolist()).most_common(1)[0][0]
     return Recording(
-        source=f"torch.profiler trace {path.name}",
+        source=f"torch.profiler trace {name}",
         launches=launches,
-        memory=memory,
+        memory=_memory(memory, placed),
         steps=steps,
-        gpu=gpu,
+        gpu=gpus.get(busiest),
+        gpus=gpus,
+        labels=placed.labels,
+        warnings=(*warnings, *more),
     )
 
 
-def _document(text: str, name: str) -> Any:
-    if text.lstrip()[:1] not in ("{", "["):
-        if "Self CPU %" in text[:20_000] and "# of Calls" in text[:20_000]:
-            message = (
-                f"{name} is a table of key_averages, which clips kernel names at 55 characters"
-            )
-            raise UsageError(message, RECORD)
-        raise UsageError(f"{name} is not JSON, so it is no trace of torch.profiler", RECORD)
-    try:
-        return json.loads(text, parse_float=str, parse_constant=str, object_hook=_slim)
-    except RecursionError:
-        raise UsageError(f"{name} is nested too deeply for a trace", RECORD) from None
-    except ValueError as error:  # also raised for an integer of thousands of digits
-        reason = " ".join(str(error).split())[:120]
-        message = f"{name} is incomplete JSON ({reason}): it may be cut off"
-        raise UsageError(message, RECORD) from None
-
-
-def _slim(item: dict[str, Any]) -> dict[str, Any] | None:
-    """Drop irrelevant events while parsing, since most of a trace is CPU operators."""
-    if "ph" not in item or "traceEvents" in item:
-        return item
-    category = item.get("cat")
-    if item["ph"] != "X" or not isinstance(category, str):
-        return None
-    kind = category.lower()
-    if kind in _KERNEL or kind in _MEMORY or kind in _LAUNCH or kind.endswith("annotation"):
-        return item
-    return None
-
-
-def _group(events: list[Any]) -> _Events:
-    groups = _Events()
-    for event in events:
-        if not isinstance(event, dict) or not isinstance(event.get("cat"), str):
-            continue
-        kind = event["cat"].lower()
-        if kind in _KERNEL:
-            groups.kernels.append(event)
-        elif kind in _MEMORY:
-            groups.memory.append(event)
-        elif kind in _LAUNCH:
-            groups.launches.append(event)
-        elif isinstance(event.get("name"), str) and _STEP.fullmatch(event["name"]):
-            (groups.gpu_steps if kind.startswith("gpu_") else groups.steps).append(event)
-    return groups
-
-
-def _launches(kernels: list[Event]) -> Launches:
+def _launches(kernels: TimedEvents, placed: Placed) -> Launches:
     codes: dict[str, int] = {}
-    name, stream = [], []
-    for event in kernels:
-        spelled = event.get("name")
-        if not isinstance(spelled, str) or not spelled.strip():
-            raise _DamagedError("a kernel has no name")
-        name.append(codes.setdefault(printable(spelled), len(codes)))
-        stream.append(_place(event, "stream", "tid"))
-    times = _intervals(kernels)
-    assert times is not None
-    order = np.argsort(times[:, 1], kind="stable")
+    name = []
+    for event in kernels.events:
+        spelled = event.get("name") or ""
+        if not isinstance(spelled, str):
+            raise DamagedError("a kernel's name is no text")
+        text = printable(spelled) if spelled.strip() else NAMELESS
+        name.append(codes.setdefault(text, len(codes)))
+    order = kernels.order
     return Launches(
         texts=tuple(codes),
         name=np.array(name, dtype=np.int32)[order],
-        start=times[order, 1],
-        end=times[order, 2],
-        device=times[order, 0].astype(np.int32),
-        stream=np.array(stream, dtype=np.int32)[order],
+        start=kernels.start[order],
+        end=kernels.end[order],
+        device=placed.device[order],
+        stream=placed.stream[order],
     )
 
 
-def _intervals(events: list[Event]) -> Integers | None:
-    """Shape (n, 3): device, start and end (ns); None without events."""
-    if not events:
+def _memory(memory: TimedEvents, placed: Placed) -> Integers | None:
+    """Shape (n, 3): device, start and end (ns); None without copies and fills."""
+    if not len(memory.start):
         return None
-    rows = [(_place(event, "device", "pid"), *_interval(event)) for event in events]
-    spent = sum(end - start for _, start, end in rows)
-    span = max(end for _, _, end in rows) - min(start for _, start, _ in rows)
-    if spent > _LONGEST or span > _LONGEST:
-        raise _DamagedError("its kernels or copies take years")
-    return np.array(rows, dtype=np.int64)
+    return np.stack([placed.memory, memory.start, memory.end], axis=1)
 
 
-def _interval(event: Event) -> tuple[int, int]:
-    start, length = _nanoseconds(event.get("ts"), "ts"), _nanoseconds(event.get("dur"), "dur")
-    if length < 0:
-        raise _DamagedError("a kernel or copy has a negative duration")
-    return start, start + length
+def _inside(
+    events: Events,
+    hosts: Hosts,
+    window: str,
+    launches: Launches,
+    calls: KernelCalls,
+    name: str,
+) -> NDArray[np.bool_]:
+    ranges, _ = ranges_of(events.ranges, hosts, window)
+    if not len(ranges):
+        names = sorted({str(event.get("name"))[:40] for event in events.ranges})[:8]
+        listed = ", ".join(map(printable, names))
+        has = f"it has: {listed}" if names else "it has no annotations; omit --window"
+        raise UsageError(f"{name} has no annotation {window!r}", has)
+    owner = between(owners(ranges, calls.calls), launches.device, calls.calls)
+    if not (owner >= 0).any():
+        message = f"{name} has no kernel launched inside {window!r}"
+        raise UsageError(message, "give a range around the launches, or omit --window")
+    inside: NDArray[np.bool_] = owner >= 0
+    return inside
 
 
-def _nanoseconds(value: object, what: str) -> int:
-    """Convert microseconds as the trace writes them (integer or text) to whole ns."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        result = value * 1000
-    elif isinstance(value, str) and len(value) < 64:
-        try:
-            number = Decimal(value)
-        except InvalidOperation:
-            raise _DamagedError(f"{what} is {printable(value)!r}") from None
-        # check the size before converting to an integer: 1e999999999 is short as text
-        if not number.is_finite() or number.adjusted() > 18:
-            raise _DamagedError(f"{what} is {printable(value)!r}")
-        result = int((number * 1000).to_integral_value())
-    else:
-        raise _DamagedError(f"a kernel, copy, launch or step has no {what}")
-    if abs(result) > _LARGEST:
-        raise _DamagedError(f"{what} is out of range")
-    return result
+def _steps(
+    events: Events, hosts: Hosts, placed: Placed, launches: Launches, calls: KernelCalls
+) -> tuple[Launches, NamedSteps | None, list[ProfileWarning]]:
+    """The steps by the host's ranges, else by those that Kineto projected onto the GPU.
 
-
-def _arguments(event: Event) -> Event:
-    arguments = event.get("args")
-    return arguments if isinstance(arguments, dict) else {}
-
-
-def _place(event: Event, argument: str, otherwise: str) -> int:
-    """Device or stream: from the arguments, in old traces from process and thread."""
-    value = _arguments(event).get(argument, event.get(otherwise))
-    if isinstance(value, str) and re.fullmatch(r"-?\d{1,10}", value):
-        value = int(value)
-    if not isinstance(value, int) or abs(value) >= 1 << 31:
-        raise _DamagedError(f"a kernel has no {argument}")
-    return value
-
-
-def _steps(trace: _Events) -> Integers | None:
-    """The GPU time of each profiler step, from its first kernel or copy to the end of its last."""
-    if trace.gpu_steps:
-        spans: dict[str, list[tuple[int, int]]] = {}
-        for event in trace.gpu_steps:  # one per device and stream
-            spans.setdefault(event["name"], []).append(_interval(event))
-    else:
-        spans = _projected(trace)
-    whole = sorted((min(s for s, _ in each), max(e for _, e in each)) for each in spans.values())
-    return np.array(whole, dtype=np.int64) if whole else None
-
-
-def _projected(trace: _Events) -> dict[str, list[tuple[int, int]]]:
-    """Kernels and copies by the step in which the CPU launched them.
-
-    Only the time of the launch counts: another thread than the one that marks the steps may launch.
+    Kineto's projection holds what one thread launched; autograd's thread is missing in it.
     """
-    if not trace.steps:
-        return {}
-    marks = sorted((*_interval(event), str(event["name"])) for event in trace.steps)
-    begins = np.array([begin for begin, _, _ in marks], dtype=np.int64)
-    launch_times = {
-        correlation: _nanoseconds(event.get("ts"), "ts")
-        for event in trace.launches
-        if isinstance(correlation := _arguments(event).get("correlation"), int)
-    }
-    spans: dict[str, list[tuple[int, int]]] = {}
-    for event in (*trace.kernels, *trace.memory):
-        correlation = _arguments(event).get("correlation")
-        when = launch_times.get(correlation) if isinstance(correlation, int) else None
-        if when is None:
-            continue
-        at = int(np.searchsorted(begins, when, side="right")) - 1
-        if at >= 0 and when <= marks[at][1]:
-            spans.setdefault(marks[at][2], []).append(_interval(event))
-    return spans
+    ranges, unfinished = ranges_of(events.ranges, hosts, None)
+    marks = step_marks(ranges)
+    whole = unfinished + (len(marks.ranges) if marks else 0)
+    warnings = list(left_out("unfinished_steps", unfinished, whole, "steps", UNFINISHED))
+    if marks is not None:
+        found = _owned(marks, launches, calls)
+        if found is None and (steps := _projected(events.gpu_ranges, placed)) is not None:
+            return launches, steps, warnings
+        if found is None and not (calls.calls.at >= 0).any():
+            found = _owned(marks, launches, without_calls(calls, launches.start))
+        if found is not None:
+            launches, steps, empty = found
+            why = "no kernel was launched inside"
+            warnings += left_out("empty_steps", empty, whole, "steps", why)
+            return launches, steps, warnings
+    return launches, _projected(events.gpu_ranges, placed), warnings
 
 
-def _gpu(document: Any, launches: Launches) -> Gpu | None:
-    """Kineto's description of the device with the most kernels."""
-    properties = document.get("deviceProperties") if isinstance(document, dict) else None
-    if not isinstance(properties, list):
+def _owned(
+    marks: Marks, launches: Launches, calls: KernelCalls
+) -> tuple[Launches, NamedSteps, int] | None:
+    """The launches with their steps, the steps, and how many marks started no kernel."""
+    owner = between(owners(marks.ranges, calls.calls), launches.device, calls.calls)
+    launches, steps = with_steps(launches, owner, marks.phases)
+    if steps is None:
         return None
-    device = Counter(launches.device.tolist()).most_common(1)[0][0]
-    for each in properties:
-        if (
-            isinstance(each, dict)
-            and each.get("id") == device
-            and isinstance(each.get("name"), str)
-        ):
-            major, minor = each.get("computeMajor"), each.get("computeMinor")
-            known = isinstance(major, int) and isinstance(minor, int)
-            count = each.get("numSms")
-            return Gpu(
-                name=printable(each["name"])[:200],
-                multiprocessors=count if isinstance(count, int) and 0 < count < 10_000 else None,
-                compute_capability=f"{major}.{minor}" if known else None,
-            )
-    return None
+    return launches, steps, len(marks.ranges) - len(np.unique(owner[owner >= 0]))
+
+
+def _projected(events: list[Event], placed: Placed) -> NamedSteps | None:
+    """The steps as Kineto projected them onto the GPU: one range per device and stream."""
+    marks = {event["name"]: mark_of(event["name"]) for event in events if _is_named(event)}
+    levels = [mark.level for mark in marks.values() if mark is not None]
+    rows: list[tuple[int, str, int, int]] = []
+    for event in events:
+        mark = marks.get(event.get("name")) if _is_named(event) else None
+        times = interval(event)
+        if mark is not None and mark.level == min(levels) and times is not None:
+            rows.append((_device_of(event, placed), event["name"], *times))
+    steps: list[tuple[int, int, int, str]] = []
+    open_: dict[tuple[int, str], int] = {}
+    for device, text, start, end in sorted(rows, key=lambda row: row[2]):
+        at = open_.get((device, text))
+        if at is not None and start <= steps[at][1]:  # the same range on another stream
+            steps[at] = (steps[at][0], max(end, steps[at][1]), device, text)
+        else:
+            open_[device, text] = len(steps)
+            steps.append((start, end, device, text))
+    if not steps:
+        return None
+    steps.sort(key=lambda step: (step[2], step[0]))
+    told = [marks[text] for *_, text in steps]
+    return NamedSteps(
+        np.array([device for _, _, device, _ in steps], dtype=np.int32),
+        np.array([[start, end] for start, end, _, _ in steps], dtype=np.int64),
+        tuple(mark.phase if mark else None for mark in told),
+    )
+
+
+def _device_of(event: Event, placed: Placed) -> int:
+    """The device of a projected range; the first if it names none."""
+    try:
+        own = identity(event)
+    except DamagedError:
+        return int(placed.device[0])
+    return placed.number.get(own, own[0])
+
+
+def _is_named(event: Event) -> bool:
+    return isinstance(event.get("name"), str)

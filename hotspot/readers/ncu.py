@@ -10,13 +10,13 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from patcher.bench import UsageError, require_file
-from patcher.hotspot.names import match_key, printable
+from patcher.hotspot.names import function_key, match_key, printable
 from patcher.hotspot.ncu import raw_page
 from patcher.hotspot.profile import Counters, ProfileWarning
 from patcher.hotspot.readers.content import read_text
@@ -98,14 +98,14 @@ def attach(counters: dict[str, Counters], names: Iterable[str]) -> MatchedCounte
     for name in names:
         key = match_key(name)
         exact.setdefault(key, []).append(name)
-        by_base.setdefault(key.partition("<")[0], []).append(name)
+        by_base.setdefault(function_key(name), []).append(name)
     matches: dict[str, list[tuple[int, Counters]]] = {}
     lost, unclear = [], []
     for spelled, each in counters.items():
         key = match_key(spelled)
         targets = exact.get(key, [])
-        if not targets and "<" not in key:
-            targets = by_base.get(key, [])
+        if not targets and ("<" not in key or any(map(_is_mangled, names))):
+            targets = by_base.get(function_key(spelled), [])
         if len(targets) > 1:
             unclear.append(spelled)
         elif targets:
@@ -122,6 +122,23 @@ def attach(counters: dict[str, Counters], names: Iterable[str]) -> MatchedCounte
         if which
     )
     return MatchedCounters({name: _mean(each) for name, each in matches.items()}, warnings)
+
+
+def _is_mangled(name: str) -> bool:
+    return name.startswith("_Z")
+
+
+def without_bytes(counters: Mapping[str, Counters]) -> list[ProfileWarning]:
+    """Warn if no kernel has bytes or FLOPs, which the speed of light needs."""
+    if not counters or any(c.dram_bytes or c.flops for c in counters.values()):
+        return []
+    shares = any(c.dram_throughput_pct or c.sm_throughput_pct for c in counters.values())
+    has = "shares of the peak, which the table shows, but no" if shares else "no"
+    message = (
+        f"Nsight Compute's page has {has} bytes or FLOPs, so there is no speed of light: measure "
+        "with --set full"
+    )
+    return [ProfileWarning(kind="ncu_no_bytes", message=message)]
 
 
 def _some(names: list[str]) -> str:

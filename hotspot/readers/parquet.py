@@ -11,13 +11,14 @@ from contextlib import closing
 from pathlib import Path
 
 from patcher.bench import MissingError, UsageError
+from patcher.hotspot.readers.cards import DEVICES, GPUS
 from patcher.hotspot.readers.content import first_line
 from patcher.hotspot.readers.ranges import NVTX, RUNTIME
 from patcher.hotspot.readers.sqlite import GRAPHS, KERNELS, MEMORY, read_sqlite
 from patcher.hotspot.recording import Recording
 
 HINT = "nsys export --type parquetdir OUT.nsys-rep"
-TABLES = (KERNELS, "StringIds", GRAPHS, *MEMORY, NVTX, RUNTIME, "TARGET_INFO_GPU")
+TABLES = (KERNELS, "StringIds", GRAPHS, *MEMORY, NVTX, RUNTIME, GPUS, DEVICES)
 """META_DATA_CAPTURE is not copied as a whole, since it holds the process's environment."""
 CAPTURE = "META_DATA_CAPTURE"
 GRAPH_MODE = "CUDA_GRAPH_TRACE_OPTIONS:MODE"

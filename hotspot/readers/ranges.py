@@ -1,13 +1,13 @@
-"""Find the NVTX range in which each kernel was launched."""
+"""Read NVTX ranges, and the API calls that launched the kernels."""
 
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from patcher.hotspot.owners import Calls, Ranges
 from patcher.hotspot.readers.arrow import read_columns
 from patcher.hotspot.timeline import Integers
 
@@ -17,61 +17,8 @@ _PROCESS = ~0xFFFFFF
 """Masks a globalTid to its globalPid: correlation ids repeat between processes."""
 
 
-@dataclass(frozen=True)
-class Calls:
-    """The time and thread of each kernel's launch; -1 if no call is recorded."""
-
-    at: Integers
-    """Start of the call in ns on the host's clock, to which nsys converts GPU times."""
-    thread: Integers
-
-
-@dataclass(frozen=True)
-class Ranges:
-    """Closed ranges, sorted by thread and start, outer before inner."""
-
-    thread: Integers
-    start: Integers
-    end: Integers
-    texts: tuple[str, ...]
-
-    def around(self, calls: Calls) -> Integers:
-        """The index of the innermost range around each call on its thread; -1 if none."""
-        result = np.full(len(calls.at), -1, dtype=np.int64)
-        for thread in np.unique(self.thread):
-            own = np.flatnonzero(self.thread == thread)
-            mine = np.flatnonzero(calls.thread == thread)
-            inner = np.searchsorted(self.start[own], calls.at[mine], side="right") - 1
-            parent = _parents(self.end[own])
-            late = inner >= 0
-            while late.any():  # if the last range to begin has ended, try its parent
-                late[late] = self.end[own][inner[late]] < calls.at[mine][late]
-                inner[late] = parent[inner[late]]
-                late &= inner >= 0
-            result[mine] = np.where(inner >= 0, own[inner], -1)
-        return result
-
-    def during(self, calls: Calls) -> Integers:
-        """The index of the range around each call, on any thread; -1 if none."""
-        order = np.argsort(self.start, kind="stable")
-        place = np.searchsorted(self.start[order], calls.at, side="right") - 1
-        range_ = order[place]
-        return np.where((place >= 0) & (calls.at <= self.end[range_]), range_, -1)
-
-
-def _parents(ends: Integers) -> Integers:
-    """The parent of each range, or -1; ranges are in order of start and nested."""
-    parents, around = np.full(len(ends), -1, dtype=np.int64), list[int]()
-    for index, end in enumerate(ends.tolist()):
-        while around and ends[around[-1]] < end:
-            around.pop()
-        parents[index] = around[-1] if around else -1
-        around.append(index)
-    return parents
-
-
-def nvtx_ranges(database: sqlite3.Connection, tables: set[str], like: str) -> Ranges | None:
-    """Closed ranges whose text matches the SQL pattern `like`; None if there are none.
+def nvtx_ranges(database: sqlite3.Connection, tables: set[str], *like: str) -> Ranges | None:
+    """Closed ranges whose text matches one of the SQL patterns; None if there are none.
 
     The text is in `text`, or in the string that `textId` refers to.
     """
@@ -83,16 +30,20 @@ def nvtx_ranges(database: sqlite3.Connection, tables: set[str], like: str) -> Ra
     text, join = "n.text", ""
     if "textId" in columns:
         text, join = "COALESCE(n.text, s.value)", "LEFT JOIN StringIds s ON s.id = n.textId"
+    wanted = " OR ".join([f"{text} LIKE ?"] * len(like))
     rows = database.execute(
         f'SELECT n.globalTid, n.start, n."end", {text} FROM {NVTX} n {join} '
-        f'WHERE {text} LIKE ? AND n."end" IS NOT NULL ORDER BY 1, 2, 3 DESC',
-        (like,),
+        f'WHERE ({wanted}) AND n."end" >= n.start '
+        "AND typeof(n.globalTid) || typeof(n.start) = 'integerinteger' "
+        "AND typeof(n.\"end\") = 'integer' ORDER BY 1, 2, 3 DESC",
+        like,
     ).fetchall()
     if not rows:
         return None
     table = np.array([row[:3] for row in rows], dtype=np.int64)
     texts = tuple(str(row[3]) for row in rows)
-    return Ranges(table[:, 0], table[:, 1], table[:, 2], texts)
+    thread = table[:, 0]
+    return Ranges(thread, thread & _PROCESS, table[:, 1], table[:, 2], texts)
 
 
 def row_ids(database: sqlite3.Connection, table: str) -> tuple[int, int] | None:
@@ -112,11 +63,11 @@ def launching_calls(
     """
     nowhere = np.full(len(correlations), -1, dtype=np.int64)
     if rowids is None:
-        return Calls(nowhere, nowhere)
+        return Calls(nowhere, nowhere, nowhere)
     columns = ("IFNULL(correlationId, -2)", "IFNULL(globalTid, -1)", "start")
     called, threads, starts = read_columns(path, RUNTIME, rowids, columns, [np.int64] * 3)
     if not len(called):
-        return Calls(nowhere, nowhere)
+        return Calls(nowhere, nowhere, nowhere)
     numbers = np.unique(np.concatenate((threads & _PROCESS, processes)))
     wanted = _key(numbers, processes, correlations)
     offered = _key(numbers, threads & _PROCESS, called)
@@ -124,7 +75,8 @@ def launching_calls(
     place = np.minimum(np.searchsorted(offered[order], wanted), len(order) - 1)
     hit = order[place]
     known = offered[hit] == wanted
-    return Calls(np.where(known, starts[hit], -1), np.where(known, threads[hit], -1))
+    thread = np.where(known, threads[hit], -1)
+    return Calls(np.where(known, starts[hit], -1), thread, np.where(known, thread & _PROCESS, -1))
 
 
 def _key(numbers: Integers, processes: Integers, correlations: Integers) -> Integers:

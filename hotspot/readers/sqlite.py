@@ -13,22 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from patcher.bench import UsageError
+from patcher.hotspot.marks import STEP_WORDS
 from patcher.hotspot.names import LONGEST, MODULE, is_whole, printable, row_name
-from patcher.hotspot.profile import Gpu
+from patcher.hotspot.owners import Calls, Ranges, around, between, owners, step_marks, with_steps
 from patcher.hotspot.readers.arrow import read_columns, uri
+from patcher.hotspot.readers.cards import Cards, read_cards
 from patcher.hotspot.readers.content import first_line
-from patcher.hotspot.readers.ranges import (
-    RUNTIME,
-    Calls,
-    Ranges,
-    launching_calls,
-    nvtx_ranges,
-    row_ids,
-)
+from patcher.hotspot.readers.leftout import around_others, impossible, left_out
+from patcher.hotspot.readers.ranges import RUNTIME, launching_calls, nvtx_ranges, row_ids
 from patcher.hotspot.recording import Launches, Recording
-from patcher.hotspot.timeline import Codes, Integers
+from patcher.hotspot.timeline import Codes, Integers, by_start
 
 HINT = "nsys export --type sqlite OUT.nsys-rep"
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
@@ -38,8 +35,10 @@ NODE_LEVEL = (
     "nsys profile --cuda-graph-trace=node -t cuda,nvtx --sample=none --cpuctxsw=none "
     "-c cudaProfilerApi --capture-range-end=stop -o out PROGRAM"
 )
-STEPS = ("step", "ProfilerStep#%")
-"""Ranges that name decode steps."""
+UNTIMED = "CUPTI could not measure the time"
+OVERLAPPING = "the time holds several later kernels of the same stream, which cannot be"
+LONGER = 10
+"""A launch at time 0 that is so many times longer than the longest other only lacks its start."""
 _LATEST = 1 << 60
 """Limit of times in ns (36 years), so that sums do not overflow."""
 
@@ -67,57 +66,90 @@ def read_sqlite(path: Path, window: str | None = None) -> Recording:
         rowids = row_ids(database, KERNELS)
         if rowids is None:
             raise UsageError(f"{path.name} holds no kernel", f"profile with -t cuda, then: {HINT}")
-        launches = _launches(database, path, columns, rowids)
+        launches, timed = _launches(database, path, columns, rowids)
         modules = nvtx_ranges(database, tables, MODULE + "%")
-        steps = next((r for like in STEPS if (r := nvtx_ranges(database, tables, like))), None)
+        named = nvtx_ranges(database, tables, *STEP_WORDS)
+        marks = step_marks(named) if named else None
         wanted = nvtx_ranges(database, tables, _escaped(window)) if window else None
         api_rows = row_ids(database, RUNTIME) if RUNTIME in tables else None
         if window and wanted is None:
             raise UsageError(f"{path.name} has no NVTX range {window!r}", _ranges(database, tables))
+        cards = read_cards(database, tables)
         recording = Recording(
             source=f"nsys export {path.name}",
-            memory=_memory(database, path, tables),
-            gpu=_gpu(database, tables),
+            memory=_memory(database, path, tables, cards),
             hidden=_hidden(database, tables),
+            warnings=left_out("untimed", int((~timed).sum()), len(timed), "kernels", UNTIMED),
         )
-    bounds = None
-    if modules or steps or wanted:
-        calls = _calls(path, columns, rowids, api_rows)
+    if cards.ambiguous:
+        processes = _join(path, columns, rowids)[1][timed]
+        launches = replace(launches, device=cards.numbered(launches.device, processes))
+    order = by_start(launches.start)
+    launches = launches.chosen(order)
+    if around_others(launches):
+        call = _join(path, columns, rowids)[0][timed][order]
+        wrong = impossible(launches, call)
+        if wrong.any():
+            launches = launches.chosen(~wrong)
+            order = np.arange(len(timed))[timed][order][~wrong]
+            timed = np.ones_like(timed)
+            told = left_out("overlapping", int(wrong.sum()), len(wrong), "kernels", OVERLAPPING)
+            recording = replace(recording, warnings=(*recording.warnings, *told))
+    steps = None
+    if modules or marks or wanted:
+        calls = _calls(path, columns, rowids, api_rows, timed, order)
         if modules:
-            launches = _by_module(launches, modules, modules.around(calls))
-        if steps:
-            bounds = _projected(launches, steps.during(calls))
+            launches = _by_module(launches, modules, around(modules, calls))
+        if marks:
+            owner = between(owners(marks.ranges, calls), launches.device, calls)
+            launches, steps = with_steps(launches, owner, marks.phases)
         if wanted:
-            inside = wanted.during(calls) >= 0
+            inside = between(owners(wanted, calls), launches.device, calls) >= 0
             if not inside.any():
                 message = f"{path.name} has no kernel launched inside {window!r}"
                 raise UsageError(message, "give a range around the launches, or omit --window")
             launches = launches.chosen(inside)
-    return replace(recording, launches=launches.in_order(), steps=bounds)
+    return replace(recording, launches=launches, steps=steps, **cards.of(launches.device))
 
 
 def _launches(
     database: sqlite3.Connection, path: Path, columns: set[str], rowids: tuple[int, int]
-) -> Launches:
-    """The launches in the order of the file."""
+) -> tuple[Launches, NDArray[np.bool_]]:
+    """The launches in the order of the file, and which of its rows have times.
+
+    CUPTI writes zeros where it could not measure, and an end before the start where a capture
+    stopped meanwhile.
+    """
     name = next((c for c in ("demangledName", "shortName", "name") if c in columns), None)
     if name is None or not {"start", "end"} <= columns:
         raise UsageError(f"{path.name} has kernels without names or times", HINT)
     where = [f"IFNULL({c}, 0)" if c in columns else "0" for c in ("deviceId", "streamId")]
     place = f"{where[0]} << 32 | {where[1]}"  # one column is read faster than two
     kinds = (np.int32, np.int64, np.int64, np.int64)
-    names, starts, ends, places = read_columns(
-        path, KERNELS, rowids, (name, "start", '"end"', place), kinds
-    )
+    times = ('IFNULL(start, IFNULL("end", 0) + 1)', 'IFNULL("end", IFNULL(start, 1) - 1)')
+    names, starts, ends, places = read_columns(path, KERNELS, rowids, (name, *times, place), kinds)
     if not len(starts):
         raise UsageError(f"{path.name} is damaged: its kernels cannot be read", HINT)
-    if bool((ends < starts).any()):
-        raise UsageError(f"{path.name} has kernels that end before they begin", HINT)
+    timed = _timed(starts, ends)
+    if not timed.any():
+        raise UsageError(f"{path.name} has no kernel with a time: CUPTI measured none", HINT)
+    if not timed.all():
+        names, starts, ends, places = (column[timed] for column in (names, starts, ends, places))
     if starts.min() < -_LATEST or ends.max() > _LATEST or _sum(ends - starts) > _LATEST:
         raise UsageError(f"{path.name} has kernels with impossible times", HINT)
     codes, identifiers = _coded(names)
     texts = _strings(database, identifiers)
-    return Launches(texts, codes, starts, ends, *_places(places))
+    return Launches(texts, codes, starts, ends, *_places(places)), timed
+
+
+def _timed(starts: Integers, ends: Integers) -> NDArray[np.bool_]:
+    """Which launches have both times, of which CUPTI writes 0 for one that it has not."""
+    timed: NDArray[np.bool_] = ends >= starts
+    zero = starts == 0
+    if zero.any():
+        longest = int((ends - starts)[timed & ~zero].max(initial=-1))
+        timed &= ~zero | (ends > 0) & ((longest < 0) | (ends <= LONGER * longest))
+    return timed
 
 
 def _places(places: Integers) -> tuple[Codes, Codes]:
@@ -150,11 +182,21 @@ def _strings(database: sqlite3.Connection, identifiers: list[int]) -> tuple[str,
     return tuple(names.get(key, f"kernel {key}") for key in identifiers)
 
 
-def _calls(
-    path: Path, columns: set[str], rowids: tuple[int, int], api_rows: tuple[int, int] | None
-) -> Calls:
+def _join(path: Path, columns: set[str], rowids: tuple[int, int]) -> list[Integers]:
+    """Correlation and process of each kernel, in the order of the file; -1 where unknown."""
     join = [f"IFNULL({c}, -1)" if c in columns else "-1" for c in ("correlationId", "globalPid")]
-    correlations, processes = read_columns(path, KERNELS, rowids, join, (np.int64, np.int64))
+    return read_columns(path, KERNELS, rowids, join, (np.int64, np.int64))
+
+
+def _calls(
+    path: Path,
+    columns: set[str],
+    rowids: tuple[int, int],
+    api_rows: tuple[int, int] | None,
+    timed: NDArray[np.bool_],
+    order: Integers | slice,
+) -> Calls:
+    correlations, processes = (each[timed][order] for each in _join(path, columns, rowids))
     return launching_calls(path, api_rows, correlations, processes)
 
 
@@ -179,55 +221,28 @@ def _by_module(launches: Launches, modules: Ranges, around: Integers) -> Launche
     return replace(launches, texts=tuple(texts), name=name, call=call)
 
 
-def _projected(launches: Launches, step: Integers) -> Integers | None:
-    """GPU time of each range, from its first kernel to the end of its last."""
-    inside = step >= 0
-    if not inside.any():
-        return None
-    numbers, which = np.unique(step[inside], return_inverse=True)
-    begins = np.full(len(numbers), _LATEST)
-    ends = np.full(len(numbers), -_LATEST)
-    np.minimum.at(begins, which, launches.start[inside])
-    np.maximum.at(ends, which, launches.end[inside])
-    order = np.argsort(begins, kind="stable")
-    return np.stack([begins[order], ends[order]], axis=1)
-
-
-def _memory(database: sqlite3.Connection, path: Path, tables: set[str]) -> Integers | None:
+def _memory(
+    database: sqlite3.Connection, path: Path, tables: set[str], cards: Cards
+) -> Integers | None:
     parts = []
+    process = ("globalPid",) if cards.ambiguous else ()
     for table in MEMORY:
         if table in tables and (rowids := row_ids(database, table)) is not None:
-            columns = ("IFNULL(deviceId, 0)", "start", '"end"')
-            read = read_columns(path, table, rowids, columns, [np.int64] * 3)
-            parts.append(np.stack(read, axis=1))
+            columns = ("IFNULL(deviceId, 0)", "IFNULL(start, 0)", 'IFNULL("end", 0)', *process)
+            device, *times = read_columns(path, table, rowids, columns, [np.int64] * len(columns))
+            if process:
+                device = cards.numbered(device.astype(np.int32), times.pop())
+            parts.append(np.stack([device, *times], axis=1))
     if not parts:
         return None
     intervals = np.concatenate(parts)
-    sound = (intervals[:, 2] >= intervals[:, 1]) & (np.abs(intervals[:, 1:]) < _LATEST).all(axis=1)
+    sound = (
+        (intervals[:, 2] >= intervals[:, 1])
+        & (intervals[:, 2] != 0)
+        & (np.abs(intervals[:, 1:]) < _LATEST).all(axis=1)
+    )
     result: Integers = intervals[sound]
     return result
-
-
-def _gpu(database: sqlite3.Connection, tables: set[str]) -> Gpu | None:
-    if "TARGET_INFO_GPU" not in tables:
-        return None
-    cursor = database.execute("SELECT * FROM TARGET_INFO_GPU LIMIT 1")
-    names = [column[0] for column in cursor.description]
-    row = dict(zip(names, next(iter(cursor), [None] * len(names)), strict=True))
-    if not row.get("name"):
-        return None
-    major, minor = row.get("smMajor"), row.get("smMinor")
-    return Gpu(
-        name=printable(str(row["name"])[:100]),
-        memory_bytes_per_s=_positive(row.get("memoryBandwidth")),
-        multiprocessors=int(_positive(row.get("smCount")) or 0) or None,
-        clock_hz=_positive(row.get("clockRate")),
-        compute_capability=f"{major}.{minor}" if isinstance(major, int) else None,
-    )
-
-
-def _positive(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and 0 < value < 1e18 else None
 
 
 def _hidden(database: sqlite3.Connection, tables: set[str]) -> str | None:

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from patcher.bench import UsageError
 from patcher.hotspot.profile import ProfileWarning
-from patcher.hotspot.readers.cells import whole
-from patcher.hotspot.readers.sums import HINT, Kind, read_sums
+from patcher.hotspot.readers.cells import nanoseconds, whole
+from patcher.hotspot.readers.sums import HINT, Kind, read_sums, table_units
 from patcher.hotspot.readers.tables import Table, tables
 from patcher.hotspot.readers.traces import read_trace
-from patcher.hotspot.recording import Recording
+from patcher.hotspot.recording import Recording, SummaryRow
 
 __all__ = ["HINT", "kind_of", "read_summary"]
 
@@ -38,6 +38,8 @@ _OTHERS = (
     ("Result", "an API trace"),
 )
 _LAUNCH = re.compile(r"cu(?:da)?Launch\w*Kernel")
+HOST_BOUND = 2
+"""The host bounds a run whose calls or ranges take so many times as long as its kernels."""
 MAX_LINES = 500_000
 """Maximum lines of a text; `printed.MAX_ROWS` limits each table."""
 
@@ -78,10 +80,13 @@ def read_summary(text: str, name: str) -> Recording:
     else:
         count = sum(row.instances for row in recording.rows)
         names = tuple(row.name for row in recording.rows)
+    told = [*_warn_of_names(names), *_warn_of_several(chosen, name), *recording.warnings]
+    if launches is None:
+        told += _warn_of_host(candidates, recording.rows)
     return replace(
         recording,
         hidden=recording.hidden or _hidden(candidates, count),
-        warnings=(*_warn_of_names(names), *_warn_of_several(chosen, name), *recording.warnings),
+        warnings=tuple(told),
     )
 
 
@@ -147,6 +152,37 @@ def _warn_of_names(names: Iterable[str]) -> list[ProfileWarning]:
         message = "names are mangled, so few are recognised; use only --report cuda_gpu_kern_sum"
         warnings.append(ProfileWarning(kind="mangled_names", message=message))
     return warnings
+
+
+def _warn_of_host(candidates: Sequence[Table], rows: Sequence[SummaryRow]) -> list[ProfileWarning]:
+    """Warn if reports beside the kernels show that the host took much longer than they did."""
+    spent = sum(row.total_ns for row in rows)
+    calls = max((_total(t) for t in candidates if "Num Calls" in t.names), default=0)
+    ranges = max((_total(t) for t in candidates if t.names[-1] == "Range"), default=0)
+    whole = max(calls, ranges)
+    if whole < HOST_BOUND * spent:
+        return []
+    beside = {"API calls": calls, "NVTX ranges": ranges}
+    took = " and ".join(f"{what} {ns / 1e9:,.2f} s" for what, ns in beside.items() if ns)
+    first = max(row.total_ns for row in rows)
+    message = (
+        f"kernels add up to {spent / 1e9:,.3f} s, but the same text's {took}: the host or launches "
+        f"bound this run; a ceiling is a gain in kernel time, and end to end the first row gives "
+        f"about {100 * first / (whole - first):.1f} %"
+    )
+    return [ProfileWarning(kind="host_bound", message=message)]
+
+
+def _total(table: Table) -> int:
+    """The sum of a report's times in ns; 0 if it is damaged or has none."""
+    if table.damage is not None or "Total Time" not in table.names:
+        return 0
+    at = table.names.index("Total Time")
+    unit = table_units(table)[at]
+    try:
+        return round(sum(nanoseconds(cells[at], unit)[0] for _, cells in table.rows))
+    except ValueError:
+        return 0
 
 
 def _hidden(candidates: Iterable[Table], kernels: int) -> str | None:

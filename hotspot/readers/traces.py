@@ -69,7 +69,7 @@ def read_trace(table: Table, source: str, name: str, kind: Kind) -> Recording:
         raise UsageError(f"{name} holds a {kind.what} without kernels", HINT)
     kernels.sort(key=lambda kernel: kernel[0])
     cells_of = [*(kernel[3] for kernel in kernels), *(row[0] for row in memory)]
-    devices, gpu = _devices(cells_of)
+    devices, gpus = _devices(cells_of)
     spans = np.array([row[1:] for row in memory], dtype=np.int64).reshape(-1, 2)
     copied = np.column_stack([devices[len(kernels) :].astype(np.int64), spans])
     bare = {text: without_range(text) for text in {kernel[2] for kernel in kernels}}
@@ -86,7 +86,8 @@ def read_trace(table: Table, source: str, name: str, kind: Kind) -> Recording:
         source,
         launches=launches,
         memory=copied if gpu_trace else None,
-        gpu=gpu,
+        gpu=gpus.get(_most_frequent(devices[: len(kernels)])),
+        gpus=gpus,
         hidden=_graphs(hidden),
         warnings=(*warn_of_launches(kind), *warn_of_step(step)),
     )
@@ -108,20 +109,24 @@ def _coded(values: Sequence[str]) -> tuple[list[str], NDArray[np.int32]]:
     return list(codes), np.array(indices, dtype=np.int32)
 
 
-def _devices(cells: Sequence[str]) -> tuple[NDArray[np.int32], Gpu | None]:
-    """Device numbers from `NVIDIA H200 (0)` or `0`, and the GPU if all have the same name."""
+def _devices(cells: Sequence[str]) -> tuple[NDArray[np.int32], dict[int, Gpu]]:
+    """Device numbers from `NVIDIA H200 (0)` or `0`, and the GPUs by number if they are named."""
     texts, codes = _coded(cells)
     matches = [_DEVICE.fullmatch(text.strip()) for text in texts]
     plain = [text.strip() for text in texts]
+    gpus: dict[int, Gpu] = {}
     if all(matches):
-        names = {one[1] for one in matches if one}
         numbers = [int(one[2]) for one in matches if one]
+        gpus = {int(one[2]): Gpu(name=one[1]) for one in matches if one and one[1]}
     else:
-        names = set()
         digits = all(text.isascii() and text.isdigit() and len(text) < 5 for text in plain)
         numbers = [int(text) for text in plain] if digits else list(range(len(texts)))
-    gpu = Gpu(name=names.pop()) if len(names) == 1 and all(names) else None
-    return np.array(numbers, dtype=np.int32)[codes], gpu
+    return np.array(numbers, dtype=np.int32)[codes], gpus
+
+
+def _most_frequent(devices: NDArray[np.int32]) -> int:
+    numbers, counts = np.unique(devices, return_counts=True)
+    return int(numbers[int(np.argmax(counts))])
 
 
 def _streams(lanes: Sequence[tuple[str, ...]]) -> NDArray[np.int32]:

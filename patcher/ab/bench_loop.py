@@ -7,7 +7,8 @@ What the client prints goes to stderr. Standard library only, since any interpre
 
 import sys
 
-sys.path.pop(0)  # this folder, whose names are none of the client's
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder, whose names are none of the client's
 
 import importlib
 import json

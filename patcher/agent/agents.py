@@ -36,6 +36,8 @@ class Advice(Record):
     missing: str | None = None
     """Why there is none."""
     usage: Usage = Field(default_factory=Usage)
+    repairs: tuple[str, ...] = ()
+    """Of the reply."""
 
 
 class Agents:
@@ -100,8 +102,8 @@ class Agents:
         reply = self.ask(iteration, "analyse", prompt)
         found = _read(reply, Recommendation, "change", "recommendation")
         if isinstance(found, ReplyFailure):
-            return Advice(missing=found.detail, usage=reply.usage)
-        return Advice(recommendation=found, usage=reply.usage)
+            return Advice(missing=found.detail, usage=reply.usage, repairs=reply.repairs)
+        return Advice(recommendation=found, usage=reply.usage, repairs=reply.repairs)
 
     def diagnose(self, iteration: int, prompt: str) -> Advice:
         """The one critical issue of a candidate that failed."""
@@ -112,8 +114,8 @@ class Agents:
             return Advice(missing=error.message)
         found = _read(reply, Diagnosis, "critical_issue", "diagnosis")
         if isinstance(found, ReplyFailure):
-            return Advice(missing=found.detail, usage=reply.usage)
-        return Advice(diagnosis=found, usage=reply.usage)
+            return Advice(missing=found.detail, usage=reply.usage, repairs=reply.repairs)
+        return Advice(diagnosis=found, usage=reply.usage, repairs=reply.repairs)
 
 
 def _shown(request: Request) -> str:

@@ -11,7 +11,7 @@ from patcher.attempts import Phase, ReplyFailure, Stage
 from patcher.attempts.history import CandidateRequest, LoopHistory
 from patcher.bench import Evaluation
 from patcher.models import Reply, Role
-from patcher.prompting.extract import extract_source, unusable
+from patcher.prompting.extract import LONGEST_SOURCE, extract_source, unusable
 from patcher.prompting.rendering import Prompts
 
 ExtraText = Callable[[Role, int], str]
@@ -63,7 +63,10 @@ class Generator:
         self._tell(iteration, "generate", ask.phase)
         reply = self._agents.ask(iteration, "generate", self._question(iteration, ask, advice))
         prompts = self._prompts
-        source = unusable(reply) or extract_source(reply.text, prompts.language, prompts.op.name)
+        longest = min(LONGEST_SOURCE, prompts.room * 2 // 3)
+        source = unusable(reply) or extract_source(
+            reply.text, prompts.language, prompts.op.name, longest
+        )
         return GeneratedSource(iteration, ask, advice, reply, source)
 
     def _advice(self, iteration: int, ask: CandidateRequest) -> Advice:

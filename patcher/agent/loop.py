@@ -116,7 +116,7 @@ def run_loop(
         "analyse": analyst or model,
         "diagnose": diagnoser or model,
     }
-    tell = _ProgressReporter(op.name, iterations, on_event)
+    tell = _ProgressReporter(op.name, iterations, budget, on_event)
     history = LoopHistory()
     agents = Agents(run, prompts, models, ModelClient(budget, say=say), adapt, pictures)
     meter = JudgeMeter(budget, on_gpu=judge_on_gpu)
@@ -145,6 +145,7 @@ class _ProgressReporter:
 
     op: str
     iterations: int
+    budget: Budget
     on_event: Callable[[Progress], None] | None
 
     def __call__(
@@ -159,6 +160,7 @@ class _ProgressReporter:
                     stage=stage,
                     phase=phase,
                     attempt=attempt,
+                    ledger=self.budget.account.ledger if attempt else None,
                 )
             )
 
@@ -320,6 +322,7 @@ class _Loop:
             else "",
             usage=one.advice.usage + one.reply.usage,
             model=one.reply.model,
+            repairs=one.advice.repairs + one.reply.repairs,
             reply_source=one.reply.source,
             recommendation=one.advice.recommendation,
             diagnosis=one.advice.diagnosis,

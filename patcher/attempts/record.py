@@ -8,6 +8,7 @@ from pydantic import Field
 
 from patcher.bench import SCHEMA_VERSION, Language, Outcome, Record
 from patcher.models import Usage
+from patcher.models.ceilings import CostLedger
 
 Phase = Literal["functional", "optimisation"]
 """As recorded loops spell it."""
@@ -40,7 +41,16 @@ class Stopped(Record):
 class ReplyFailure(Record):
     """Why a reply cannot be used."""
 
-    kind: Literal["truncated", "refused", "no_source", "unclosed", "ambiguous", "empty", "no_json"]
+    kind: Literal[
+        "truncated",
+        "refused",
+        "too_long",
+        "no_source",
+        "unclosed",
+        "ambiguous",
+        "empty",
+        "no_json",
+    ]
     detail: str
 
 
@@ -82,6 +92,8 @@ class Attempt(Record):
     """Of all replies of the iteration."""
     model: str
     """Who wrote the source, as the provider names it."""
+    repairs: tuple[str, ...] = ()
+    """What of the model's server was not as it should be, and how it was read instead."""
     reply_source: Literal["api", "exchange", "recorded"]
     recommendation: Recommendation | None = None
     diagnosis: Diagnosis | None = None
@@ -138,3 +150,5 @@ class Progress(Record):
     phase: Phase
     attempt: Attempt | None = None
     """With `done`."""
+    ledger: CostLedger | None = None
+    """What the run cost so far."""

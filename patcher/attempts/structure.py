@@ -166,8 +166,8 @@ _NATIVE = {
     "cooperative groups": r"\bcooperative_groups\b|\bthis_cluster\b",
     "launch bounds": r"\b__launch_bounds__\b",
     "read-only loads": r"\b__ldg\b|\b__ldcs\b|\b__ldca\b",
-    "threads": r"#\s*pragma\s+omp[^\n]*\bparallel\b|\bstd::thread\b",
-    "simd pragma": r"#\s*pragma\s+omp[^\n]*\bsimd\b",
+    "threads": r"#\s*pragma\s+omp[^\n]{0,200}\bparallel\b|\bstd::thread\b",
+    "simd pragma": r"#\s*pragma\s+omp[^\n]{0,200}\bsimd\b",
     "unrolled": r"#\s*pragma\s+unroll|#\s*pragma\s+GCC\s+unroll",
     "AVX2": r"\b_mm256_\w+",
     "AVX-512": r"\b_mm512_\w+",
@@ -188,8 +188,8 @@ _PYTHON = {
     "fixed grid": r"\bnum_programs\b|\bmulti_processor_count\b",
 }
 _SIZE = re.compile(
-    r"\b[A-Z_a-z]*(?:BLOCK|TILE|THREADS|WARPS|ROWS|VEC|UNROLL|STAGES|num_warps|num_stages|Block|Tile"
-    r"|Threads|Warps|Rows|Vec)\w*\s*=\s*(\d+)"
+    r"\b[A-Z_a-z]{0,60}(?:BLOCK|TILE|THREADS|WARPS|ROWS|VEC|UNROLL|STAGES|num_warps|num_stages|Block|Tile"
+    r"|Threads|Warps|Rows|Vec)\w{0,60}\s*=\s*(\d+)"
 )
 _LAUNCH = re.compile(r"<<<.{1,200}?,\s*(\d+)\b", re.DOTALL)
 

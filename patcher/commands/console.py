@@ -30,7 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Makes a served language model measurably faster by replacing its hot kernels, proves it, "
     "and can take it back.",
-    epilog="Exit codes: 0 done or accepted; 1 ran, nothing accepted; 2 usage or unreadable input; "
+    epilog="Exit codes: 0 done or accepted; 1 ran, nothing accepted; 2 usage, unreadable input "
+    "or a failing model server; "
     "3 something missing here; 4 budget spent; 5 verification failed; 6 waiting for a reply; "
     "130 interrupted.",
 )

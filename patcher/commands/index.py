@@ -54,6 +54,8 @@ COMMANDS = {
     "trtllm": CommandEntry("trtllm", PATCHES, "Patch, check and benchmark TensorRT-LLM."),
     "run": CommandEntry("run", RUNS, "Profile, optimize, patch, measure, decide, report."),
     "resume": CommandEntry("run", RUNS, "Resume a run that was stopped or waits."),
+    "runs": CommandEntry("runs", RUNS, "List the runs: where each stands, and what it cost."),
+    "status": CommandEntry("runs", RUNS, "Show where a run stands, and what it cost so far."),
     "report": CommandEntry("report", RUNS, "Write the report of a run."),
     "review": CommandEntry("review", RUNS, "Show the evidence of a patch, and ask for your word."),
     "accept": CommandEntry("review", RUNS, "Record that you accept a patch."),

@@ -57,13 +57,15 @@ def profile(
     ] = None,
     window: Annotated[
         str | None,
-        typer.Option(help="NVTX range to rank; `all` includes warm-up; default: steady steps."),
+        typer.Option(
+            help="Range or annotation to rank; `all` includes warm-up; default: steady steps."
+        ),
     ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Number of decode steps, where the source does not tell (a summary, --minus).",
+            help="Number of steps on each device, where the source does not tell or tells wrongly.",
         ),
     ] = None,
     force: Annotated[
@@ -93,6 +95,9 @@ def profile(
         int | None,
         typer.Option(help="Rows to print; default: those that cover 95 % of busy time.", min=1),
     ] = None,
+    wide: Annotated[
+        bool, typer.Option("--wide", help="Print all columns and kernel names in full.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Rank what decode spends its time in, with the gain that each row could give end to end.
@@ -102,7 +107,7 @@ def profile(
     """
     from patcher.hotspot import compare, read
     from patcher.hotspot.read import UNNAMED
-    from patcher.show.profile import compare_table, profile_tables
+    from patcher.show.profile import compare_table, profile_tables, wide_columns
 
     output = Output(as_json)
     if patches and (source or compare_files):
@@ -152,7 +157,9 @@ def profile(
         except OSError as error:
             message = f"cannot write the plot to {plot_file}: {error.strerror}"
             raise UsageError(message, "give a file in a folder that exists") from error
-    output.emit(found, *profile_tables(found, top))
+    if wide:
+        output.out.width = max(output.out.width, wide_columns(found))
+    output.emit(found, *profile_tables(found, top, wide))
     if plot_file is not None and not as_json:
         output.err.print(f"drawn: {plot_file}", highlight=False)
     return 0

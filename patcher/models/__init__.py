@@ -102,6 +102,8 @@ class Usage(Record):
 
     input_tokens: int | None = None
     output_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Of the input, read from a cache of the provider."""
     cost_usd: float | None = None
     """By list price; None when no price is known or nothing was paid."""
 
@@ -122,11 +124,16 @@ class Reply(Record):
     """The model that wrote it, as the provider names it."""
     usage: Usage
     stop_reason: str
-    """`end_turn`, `max_tokens`, `refusal`, ... as the Messages API names them."""
+    """`end_turn`, `max_tokens`, `refusal`, ... as the Messages API names them; `too_long`: more
+    came than any reply may have."""
     source: Literal["api", "exchange", "recorded"]
     prompt_digest: str
     """`Request.digest` of the prompt that the reply was written for; a recording may answer a
     slightly different one."""
+    repairs: tuple[str, ...] = ()
+    """What of the server's was not as it should be, and how it was read instead."""
+    received_characters: int | None = None
+    """Of text and thinking, also of what was not kept."""
 
     @property
     def truncated(self) -> bool:
@@ -151,6 +158,7 @@ class ModelError(PatcherError):
     """The provider failed in a way that another try may cure (`patcher.models.retry` says when)."""
 
     kind: ClassVar[str] = "model"
+    exit_code: ClassVar[int] = 2
 
     def __init__(
         self,
@@ -160,6 +168,7 @@ class ModelError(PatcherError):
         trouble: Trouble = "server",
         charged: bool = False,
         retry_after_s: float | None = None,
+        received_characters: int = 0,
     ) -> None:
         super().__init__(message, hint)
         self.trouble: Trouble = trouble
@@ -167,6 +176,8 @@ class ModelError(PatcherError):
         """Whether the provider may have billed the failed call."""
         self.retry_after_s = retry_after_s
         """How long the provider wants to be left alone."""
+        self.received_characters = received_characters
+        """Of the text that came before it failed."""
 
 
 class Model(Protocol):

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import base64
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anthropic
 
-from patcher.models import Reply, Request
+from patcher.models import Request
 from patcher.models.api import QUIET_S, ApiModel
+from patcher.models.gate import Draft, inside
 from patcher.models.registry import ModelEntry
 
 if TYPE_CHECKING:
     from anthropic.types import ContentBlockParam
+
+_COUNTS = {
+    "input": "input_tokens",
+    "written_to_cache": "cache_creation_input_tokens",
+    "read_from_cache": "cache_read_input_tokens",
+    "output": "output_tokens",
+}
+"""Caches are not asked for; a gateway that adds them bills their tokens on top of input_tokens."""
 
 
 class AnthropicModel(ApiModel):
@@ -27,7 +37,7 @@ class AnthropicModel(ApiModel):
         super().__init__(entry, run_dir, quiet_s=quiet_s)
         self._client = anthropic.Anthropic(**self._connection)
 
-    def _stream(self, request: Request) -> Reply:
+    def _open(self, request: Request) -> AbstractContextManager[Any]:
         content: list[ContentBlockParam] = [
             {
                 "type": "image",
@@ -40,27 +50,47 @@ class AnthropicModel(ApiModel):
             for picture in self._pictures(request)
         ]
         content.append({"type": "text", "text": request.prompt})
-        with self._client.messages.stream(
+        return self._client.messages.with_streaming_response.create(
             model=self.name,
             max_tokens=self._room(request),
             system=request.system,
             messages=[
                 {"role": "user", "content": content if request.images else request.prompt},
             ],
-        ) as stream:
-            for _ in stream:
-                self._started = True
-            message = stream.get_final_message() if self._started else None
-        if message is None or message.stop_reason is None:
-            raise self._broken("it ended before its last event")
-        used = message.usage
-        # Caches are not asked for; a gateway that adds them bills their tokens on top of
-        # input_tokens.
-        cached = (used.cache_creation_input_tokens or 0) + (used.cache_read_input_tokens or 0)
-        return self._reply(
-            request,
-            "".join(block.text for block in message.content if block.type == "text"),
-            message.model,
-            message.stop_reason,
-            (used.input_tokens + cached, used.output_tokens),
+            stream=True,
         )
+
+    def _hear(self, event: dict[str, Any], draft: Draft) -> None:
+        match event.get("type"):
+            case "message_start":
+                draft.named(inside(event, "message", "model"))
+                self._count(inside(event, "message", "usage"), draft)
+            case "content_block_start":
+                self._block(event.get("content_block"), draft)
+            case "content_block_delta":
+                delta = event.get("delta")
+                if inside(delta, "type") == "text_delta":
+                    draft.add(inside(delta, "text"))
+                draft.think(inside(delta, "thinking"))
+            case "message_delta":
+                draft.stopped(inside(event, "delta", "stop_reason"))
+                self._count(event.get("usage"), draft)
+            case "message_stop":
+                draft.closed = draft.ended
+            case "message":  # a whole reply: the server does not stream
+                draft.named(event.get("model"))
+                blocks = event.get("content")
+                for block in blocks if isinstance(blocks, list) else ():
+                    self._block(block, draft)
+                draft.stopped(event.get("stop_reason"))
+                self._count(event.get("usage"), draft)
+
+    def _block(self, block: object, draft: Draft) -> None:
+        if inside(block, "type") == "text":
+            draft.add(inside(block, "text"))
+        draft.think(inside(block, "thinking"))
+
+    def _count(self, usage: object, draft: Draft) -> None:
+        for ours, theirs in _COUNTS.items():
+            if (said := inside(usage, theirs)) is not None:
+                draft.counts[ours] = said

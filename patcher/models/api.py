@@ -1,41 +1,36 @@
-"""What the two APIs have in common: key, price, worst case, and one reading of every failure."""
+"""What the two APIs have in common: key, price, worst case, limits."""
 
 from __future__ import annotations
 
-import email.utils
-import math
 import os
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from patcher.bench import BudgetError, MissingError, PatcherError, UsageError
-from patcher.models import ModelError, Reply, Request, Trouble, Usage
+from patcher.bench import MissingError, PatcherError, UsageError
+from patcher.models import ModelError, Reply, Request, Usage
+from patcher.models.faults import Faults, message_of, words_of
+from patcher.models.gate import Cleaner, Counts, Draft, inside, reply_of
+from patcher.models.limits import smaller_room
 from patcher.models.registry import ModelEntry
+from patcher.models.wire import UNREADABLE, Bounds, GateError, TooLong, bounded, events
 
 QUIET_S = 300.0
 """A server silent for so long is given up; a model that thinks may be silent for a while."""
+FILTERED = {"content_filter", "content_policy_violation", "invalid_prompt"}
 IMAGE_TOKENS = 10_000
 """More than an API charges for an image, whatever its size."""
-
-_RESUME = "the run is kept: patcher resume"
-_AUTHENTICATION = {"authentication_error", "invalid_api_key"}
-_QUOTA = {
-    "billing_error",
-    "billing_hard_limit_reached",
-    "billing_not_active",
-    "insufficient_quota",
-}
-_RATE_LIMIT = {"rate_limit_error", "rate_limit_exceeded", "requests", "tokens"}
-_MAYBE_BILLED = {408, 502, 504}
-"""A gateway gave up waiting; the model behind it may have answered, and billed."""
+_AFTER_ITS_END = "the connection failed after its end"
+OVERHEAD_TOKENS = 500
+"""More than a server wraps around a prompt."""
 
 
 class ApiModel(ABC):
-    """A model behind an official SDK, whose own retries are off: `patcher.models.retry` decides.
+    """A model behind an official SDK, whose own retries and redirects are off, and whose parsing is
+    not used: every byte of the server's goes through `patcher.models.gate`.
 
     Raises:
         MissingError: no key.
@@ -52,33 +47,58 @@ class ApiModel(ABC):
         self.images = entry.sees_images
         self.max_output_tokens = entry.max_output_tokens
         self._run_dir = run_dir
-        self._started = False
-        self._key = _key(entry)
+        self._bounds = Bounds.of(entry.max_output_tokens)
+        key = _key(entry)
+        self._clean = Cleaner(key)
+        self._faults = Faults(entry, self._clean)
+        timeout = self._sdk.Timeout(quiet_s, connect=10.0)
         self._connection: dict[str, Any] = {
-            "api_key": self._key,
+            "api_key": key,
             "base_url": entry.address,
             "max_retries": 0,
-            "timeout": self._sdk.Timeout(quiet_s, connect=10.0),
+            "timeout": timeout,
+            "default_headers": {"accept-encoding": "identity"},
+            "http_client": self._sdk.DefaultHttpxClient(
+                follow_redirects=False,
+                timeout=timeout,
+                event_hooks={"response": [bounded(lambda: self._bounds)]},
+            ),
         }
         """For the SDK's client."""
 
     def worst_tokens(self, request: Request) -> int:
         """An upper bound: a tokenizer over bytes makes no more tokens than bytes."""
+        return self._worst_input(request) + self._room(request)
+
+    def _worst_input(self, request: Request) -> int:
         prompt = len((request.system + request.prompt).encode())
         # servers of one's own may cut an image into patches of 16 pixels without a limit
         images = sum(
             max(IMAGE_TOKENS, image.width * image.height // 256) for image in request.images
         )
-        return prompt + images + 500 + self._room(request)
+        return prompt + images + OVERHEAD_TOKENS
 
     def worst_cost_usd(self, request: Request) -> float | None:
         if self.entry.price is None:
             return None
-        room = self._room(request)
-        return self.entry.price.cost_usd(self.worst_tokens(request) - room, room)
+        return self.entry.price.cost_usd(self._worst_input(request), self._room(request))
+
+    def late(self, request: Request) -> ModelError:
+        """The error of a call that was given up after `patience_s`."""
+        return self._faults.late(self.patience_s(request))
+
+    def patience_s(self, request: Request) -> float:
+        """Seconds after which a call is given up even if bytes of the reply's head still come."""
+        return Bounds.of(self._room(request)).seconds + 60.0
+
+    def over_room(self, request: Request, characters: int) -> tuple[int, float]:
+        """Tokens and dollars that a text of this length took beyond the room, at the least."""
+        tokens = max(0, characters // 4 - self._room(request))
+        return tokens, self.entry.price.cost_usd(0, tokens) if self.entry.price else 0.0
 
     def ask(self, request: Request) -> Reply:
-        """Stream one reply; one try.
+        """Stream one reply; one try, but again at once with less room where the server names its
+        limit.
 
         Raises:
             MissingError: the key is refused.
@@ -93,55 +113,81 @@ class ApiModel(ABC):
                 "use a model that does; for a server of your own say images = true in "
                 "[models.NAME] of patcher.toml",
             )
-        self._started = False
+        for _ in range(2):
+            try:
+                return self._once(request)
+            except self._sdk.APIStatusError as error:
+                if words_of(error.body) & FILTERED:
+                    return self._refusal(request)
+                least = smaller_room(message_of(error.body), self._room(request))
+                if error.status_code != 400 or least is None:
+                    raise self._told(error) from None
+                self.max_output_tokens = least
         try:
-            return self._stream(request)
-        except PatcherError:
-            raise
+            return self._once(request)
         except self._sdk.APIStatusError as error:
-            if refusal := self._content_filter(request, error):
-                return refusal
-            raise self._failed(error.status_code, error.body, error.response.headers) from None
-        except self._sdk.APITimeoutError as error:
-            raise self._lost("timeout", "no answer in time", error) from None
-        except self._sdk.APIConnectionError as error:
-            raise self._lost("network", "no connection", error) from None
-        except self._sdk.APIError as error:  # told of inside the stream
-            raise self._failed(None, error.body, {}) from None
+            raise self._told(error) from None
+
+    def _once(self, request: Request) -> Reply:
+        draft = Draft(self.name)
+        self._bounds = Bounds.of(self._room(request))
+        try:
+            with self._open(request) as response:
+                if response.http_response.status_code in (204, 205):
+                    raise self._faults.nothing(response.http_response.status_code)
+                draft.started = True
+                self._take(events(response.iter_bytes()), draft)
+                if getattr(response.http_response.stream, "cut", False):
+                    draft.too_long = True
+        except (PatcherError, self._sdk.APIStatusError):
+            raise
+        except GateError as error:
+            if not draft.whole:
+                raise self._faults.refused(error, draft) from None
+            draft.repair(_AFTER_ITS_END)
         except Exception as error:
-            # What a broken server sends ends in whatever exception of the SDK, of its HTTP client
-            # or of a JSON parser. From None: those of the SDK hold the request and its headers.
-            raise self._broken(f"{type(error).__name__}: {error}"[:200]) from None
+            # What a broken server sends ends in whatever exception of the SDK or of its HTTP
+            # client. From None: those of the SDK hold the request and its headers.
+            if not draft.whole:
+                raise self._faults.lost(error, draft) from None
+            draft.repair(_AFTER_ITS_END)
+        return self._record(request, draft)
+
+    def _record(self, request: Request, draft: Draft) -> Reply:
+        """The reply, now that all of it came."""
+        if draft.broken:
+            raise self._faults.broken(draft.broken, draft)
+        counts = Counts(
+            len(request.system) + len(request.prompt),
+            self._worst_input(request),
+            self._room(request),
+        )
+        return reply_of(draft, request, self._clean, counts, self.entry.price_of)
+
+    def _take(self, values: Iterator[object], draft: Draft) -> None:
+        for value in values:
+            if isinstance(value, TooLong):
+                draft.too_long = True
+                draft.characters += value.bytes
+            elif value is UNREADABLE:
+                draft.holes = True
+            elif isinstance(value, dict):
+                if inside(value, "error") is not None:
+                    raise self._faults.told(None, value, {}, draft)
+                draft.heard = True
+                self._hear(value, draft)
+                if draft.closed:
+                    return
+            else:
+                draft.repair("an event that is no object was passed over")
 
     @abstractmethod
-    def _stream(self, request: Request) -> Reply:
-        """Ask, setting `_started` at the first event."""
+    def _open(self, request: Request) -> AbstractContextManager[Any]:
+        """The SDK's response, whose body was not read yet."""
 
-    def _reply(
-        self,
-        request: Request,
-        text: str,
-        model: str,
-        stop_reason: str,
-        tokens: tuple[int, int] | None,
-    ) -> Reply:
-        """`tokens`: of input and output, where the server says."""
-        usage = Usage()
-        if tokens:
-            price = self.entry.price
-            usage = Usage(
-                input_tokens=tokens[0],
-                output_tokens=tokens[1],
-                cost_usd=price.cost_usd(*tokens) if price else None,
-            )
-        return Reply(
-            text=self._clean(text),
-            model=self._clean(model),
-            usage=usage,
-            stop_reason=stop_reason,
-            source="api",
-            prompt_digest=request.digest,
-        )
+    @abstractmethod
+    def _hear(self, event: dict[str, Any], draft: Draft) -> None:
+        """Take over what one event says; what nobody knows is passed over."""
 
     def _pictures(self, request: Request) -> list[bytes]:
         if request.images and self._run_dir is None:
@@ -151,71 +197,19 @@ class ApiModel(ABC):
     def _room(self, request: Request) -> int:
         return min(request.max_tokens, self.max_output_tokens)
 
-    def _content_filter(self, request: Request, error: Any) -> Reply | None:
+    def _refusal(self, request: Request) -> Reply:
         """A prompt refused by a filter is a refusal, as when the model itself declines."""
-        kind, code, _ = _told(error.body)
-        if {kind, code} & {"content_filter", "content_policy_violation", "invalid_prompt"}:
-            return self._reply(request, "", self.name, "refusal", (0, 0))
-        return None
-
-    def _failed(self, status: int | None, body: object, headers: Mapping[str, str]) -> PatcherError:
-        """Our error for the server's, by its type first: inside a stream the status is 200."""
-        kind, code, message = _told(body)
-        said = self._clean(message or f"HTTP {status}")
-        words, server = {kind, code}, f"the {self.entry.provider} server"
-        if words & _AUTHENTICATION or status == 401:
-            return MissingError(
-                f"{server} refused the key: {said}",
-                f"set a valid {self.entry.key_name or 'key_variable in [models.NAME]'}; {_RESUME}",
-            )
-        if words & _QUOTA or status == 402 or "credit balance" in said.lower():
-            return BudgetError(f"the account cannot pay: {said}", f"add credit; {_RESUME}")
-        if kind == "permission_error" or status == 403:
-            return MissingError(
-                f"the key may not do this: {said}", f"use a key that may; {_RESUME}"
-            )
-        if kind == "not_found_error" or status == 404:
-            return UsageError(
-                f"{server} does not know {self.name}: {said}", "choose another --model"
-            )
-        if kind == "invalid_request_error" or status in (400, 413, 422):
-            return UsageError(f"{server} refused the request: {said}", "choose another --model")
-        trouble: Trouble = "server"
-        if words & _RATE_LIMIT or status == 429:
-            trouble = "rate_limit"
-        elif kind in ("overloaded_error", "overloaded") or status in (503, 529):
-            trouble = "overloaded"
-        elif status in (408, 504) or kind == "timeout_error":
-            trouble = "timeout"
-        return ModelError(
-            f"{server} is failing ({kind or code or status}): {said}",
-            _RESUME,
-            trouble=trouble,
-            charged=self._started or status in _MAYBE_BILLED,
-            retry_after_s=_retry_after_s(headers),
+        return Reply(
+            text="",
+            model=self.name,
+            usage=Usage(input_tokens=0, output_tokens=0, cost_usd=0.0),
+            stop_reason="refusal",
+            source="api",
+            prompt_digest=request.digest,
         )
 
-    def _lost(self, trouble: Trouble, what: str, error: Exception) -> ModelError:
-        if self._started:
-            return self._broken(type(error.__cause__ or error).__name__)
-        # Only a connection that was never made is surely free of charge.
-        unsent = type(error.__cause__).__name__.startswith("Connect")
-        return ModelError(
-            f"the {self.entry.provider} server: {what}",
-            f"is it up? {_RESUME}" if unsent else _RESUME,
-            trouble="network" if unsent else trouble,
-            charged=not unsent,
-        )
-
-    def _broken(self, why: str) -> ModelError:
-        """A reply that has no end: some of it may have been billed."""
-        return ModelError(
-            f"the reply broke off: {self._clean(why)}", _RESUME, trouble="broken", charged=True
-        )
-
-    def _clean(self, text: str) -> str:
-        """Without the key, which a hostile or helpful server may repeat."""
-        return text.replace(self._key, "[key]") if len(self._key) >= 8 else text
+    def _told(self, error: Any) -> PatcherError:
+        return self._faults.told(error.status_code, error.body, error.response.headers)
 
 
 def _key(entry: ModelEntry) -> str:
@@ -231,31 +225,3 @@ def _key(entry: ModelEntry) -> str:
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise MissingError(f"{name} holds characters that no key has", f"set {name} again")
     return key
-
-
-def _told(body: object) -> tuple[str, str, str]:
-    """Kind, code and message of an error's body; empty where it says nothing."""
-    inner = body.get("error", body) if isinstance(body, dict) else None
-    if isinstance(inner, str):
-        return "", "", inner[:500]
-    if not isinstance(inner, dict):
-        return "", "", ""
-    kind, code, message = (str(inner.get(name) or "") for name in ("type", "code", "message"))
-    return kind, code, message[:500]
-
-
-def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds from `retry-after-ms` or `retry-after` (a number, or a date of HTTP)."""
-    for name, per_second in (("retry-after-ms", 1000), ("retry-after", 1)):
-        said = headers.get(name, "")
-        try:
-            seconds = float(said) / per_second
-        except ValueError:
-            continue
-        if math.isfinite(seconds):
-            return max(seconds, 0.0)
-    try:
-        when = email.utils.parsedate_to_datetime(headers.get("retry-after", ""))
-    except ValueError:
-        return None
-    return max(when.timestamp() - time.time(), 0.0)

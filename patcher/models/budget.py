@@ -9,6 +9,7 @@ from patcher.bench import BudgetError
 from patcher.models.ceilings import (
     RESERVED,
     SPENT,
+    UNKNOWN,
     Account,
     Amount,
     Resource,
@@ -79,9 +80,17 @@ class Budget:
         if worst != Amount():
             self.run.note(step, **worst.noted(RESERVED))
 
-    def spend(self, step: str, spent: Amount, **why: str) -> None:
-        """Note what a step took, in place of what was reserved for it."""
-        self.run.note(step, **spent.noted(SPENT), **why)
+    def spend(
+        self, step: str, spent: Amount, unknown: Amount | None = None, **more: str | int
+    ) -> None:
+        """Note what a step took, in place of what was reserved for it.
+
+        Args:
+            unknown: the part of it of which nobody knows whether it was used.
+            more: what else is to be noted, e.g. of `CallCounts`.
+        """
+        part = {} if unknown is None else unknown.noted(UNKNOWN)
+        self.run.note(step, **spent.noted(SPENT), **part, **more)
 
     def spend_time(self, step: str, what: str, seconds: float) -> None:
         """Note time that is about to pass.

@@ -17,8 +17,10 @@ RESOURCES: tuple[Resource, ...] = ("usd", "tokens", "wall_s", "gpu_s")
 
 RESERVED = "reserved"
 SPENT = "spent"
+UNKNOWN = "unknown"
 """Notes in the journal under the step that uses something: `reserved_usd`, `spent_usd`,
-`spent_wall_s`, ... The one on money is always there."""
+`spent_wall_s`, ... The one on money is always there. `unknown_usd` and `unknown_tokens` are the
+part of what is booked as spent of which nobody knows whether it was."""
 RAISED = "ceilings"
 """The subject of the note by which `patcher resume` gives a run more."""
 
@@ -37,6 +39,12 @@ class Amount(Record):
     def __add__(self, other: Amount) -> Amount:
         return Amount.model_validate(
             {name: getattr(self, name) + getattr(other, name) for name in RESOURCES}
+        )
+
+    def less(self, other: Amount) -> Amount:
+        """What is left of it; never below nothing."""
+        return Amount.model_validate(
+            {name: max(0, getattr(self, name) - getattr(other, name)) for name in RESOURCES}
         )
 
     def noted(self, kind: str) -> dict[str, float]:
@@ -86,18 +94,42 @@ class SpendingLimits(Record):
             run.note(RAISED, **given)
 
 
+class CallCounts(Record):
+    """What a provider says of one call, as noted beside what it took."""
+
+    model: str = ""
+    price: str = ""
+    """Where its price is from."""
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the input."""
+
+
 class Account(Record):
     """What was used, by the journal."""
 
-    spent: Amount
-    """What replies and judgements took, and the worst case of calls that failed and may have been
-    billed."""
-    reserved: dict[str, Amount]
+    used: Amount = Amount()
+    """What replies and judgements took, as far as it is known."""
+    unknown: Amount = Amount()
+    """The worst case of calls that failed and may have been billed, and of replies without counts
+    that can be true."""
+    reserved: dict[str, Amount] = Field(default_factory=dict)
     """The worst case of what has no known end, by step; after a kill it stays counted."""
+    calls: tuple[CallCounts, ...] = ()
+
+    @property
+    def set_aside(self) -> Amount:
+        return sum(self.reserved.values(), Amount())
+
+    @property
+    def spent(self) -> Amount:
+        """What the ceilings count as gone."""
+        return self.used + self.unknown
 
     @property
     def committed(self) -> Amount:
-        return sum(self.reserved.values(), self.spent)
+        return self.spent + self.set_aside
 
     @property
     def spent_usd(self) -> float:
@@ -107,18 +139,104 @@ class Account(Record):
     def committed_usd(self) -> float:
         return self.committed.usd
 
+    @property
+    def ledger(self) -> CostLedger:
+        def total(name: str) -> int:
+            return sum(getattr(call, name) for call in self.calls)
+
+        def names(name: str) -> tuple[str, ...]:
+            return tuple(
+                dict.fromkeys(said for call in self.calls if (said := getattr(call, name)))
+            )
+
+        return CostLedger(
+            used=self.used,
+            set_aside=self.set_aside,
+            unknown=self.unknown,
+            calls=len(self.calls),
+            input_tokens=total("input_tokens"),
+            output_tokens=total("output_tokens"),
+            cached_tokens=total("cached_tokens"),
+            models=names("model"),
+            price_sources=names("price"),
+        )
+
+
+class CostLedger(Record):
+    """What a run cost, in three columns: their sum is the most that it can have cost."""
+
+    used: Amount = Amount()
+    """As the providers count it."""
+    set_aside: Amount = Amount()
+    """The worst case of calls under way, or killed before their end."""
+    unknown: Amount = Amount()
+    """The worst case of calls that failed and may have been billed, or came without counts."""
+    calls: int = 0
+    """Replies that came."""
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the input."""
+    models: tuple[str, ...] = ()
+    """Those that answered."""
+    price_sources: tuple[str, ...] = ()
+
+    @property
+    def most_usd(self) -> float:
+        return self.used.usd + self.set_aside.usd + self.unknown.usd
+
+    def columns(self) -> dict[str, Amount]:
+        """By the name that people read."""
+        return {"used": self.used, "set aside": self.set_aside, "unknown": self.unknown}
+
+    def details(self) -> str:
+        """What lies behind the figures, in a sentence."""
+        replies = "1 reply" if self.calls == 1 else f"{self.calls:,} replies"
+        said = (
+            f"{replies}: {self.input_tokens:,} tokens in "
+            f"({self.cached_tokens:,} of them cached), {self.output_tokens:,} out"
+        )
+        if self.models:
+            said += f"; answered by {', '.join(self.models)}"
+        if self.price_sources:
+            said += f"; prices by {', '.join(self.price_sources)}"
+        return f"{said}."
+
+    def sentence(self) -> str:
+        """Money, or else tokens, in words; empty where nothing was asked."""
+        columns = self.columns()
+        if any(each.usd for each in columns.values()):
+            return ", ".join(
+                f"${each.usd:.2f} {name}"
+                for name, each in columns.items()
+                if each.usd or name == "used"
+            )
+        return ", ".join(
+            f"{each.tokens:,} tokens {name}" for name, each in columns.items() if each.tokens
+        )
+
 
 def account(events: Iterable[Event]) -> Account:
     """The fold of a journal's notes on what was used."""
-    spent = Amount()
+    used, unknown = Amount(), Amount()
     reserved: dict[str, Amount] = {}
+    calls: list[CallCounts] = []
     for event in events:
         if event.kind != "note":
             continue
-        if f"{RESERVED}_usd" in event.data:
-            spent += reserved.pop(event.step, Amount())
-            reserved[event.step] = Amount.of_note(RESERVED, event.data)
-        elif f"{SPENT}_usd" in event.data:
+        data = event.data
+        if f"{RESERVED}_usd" in data:
+            # that one was killed before its end, which nobody will ever know
+            unknown += reserved.pop(event.step, Amount())
+            reserved[event.step] = Amount.of_note(RESERVED, data)
+        elif f"{SPENT}_usd" in data:
             reserved.pop(event.step, None)
-            spent += Amount.of_note(SPENT, event.data)
-    return Account(spent=spent, reserved=reserved)
+            spent, part = Amount.of_note(SPENT, data), Amount.of_note(UNKNOWN, data)
+            if "trouble" in data and f"{UNKNOWN}_usd" not in data:  # as earlier versions noted it
+                part = Amount(usd=spent.usd, tokens=spent.tokens)
+            unknown += part
+            used += spent.less(part)
+            if "input_tokens" in data or "model" in data:
+                known = {name: data[name] for name in CallCounts.model_fields if name in data}
+                calls.append(CallCounts.model_validate(known))
+    return Account(used=used, unknown=unknown, reserved=reserved, calls=tuple(calls))

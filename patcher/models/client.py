@@ -3,19 +3,32 @@ its reply was cut off, in other words when it declined."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 
 from patcher.bench import PatcherError, UsageError
-from patcher.models import TOKENS_CEILING, Model, ModelCall, ModelError, Reply, Request, Trouble
+from patcher.models import (
+    TOKENS_CEILING,
+    Model,
+    ModelCall,
+    ModelError,
+    Reply,
+    Request,
+    Trouble,
+    Usage,
+)
 from patcher.models.api import ApiModel
 from patcher.models.budget import Budget, time_is_up
 from patcher.models.ceilings import Amount
 from patcher.models.replay import ReplayModel
 from patcher.models.retry import Clock, TimeUp, pause_s
+from patcher.runs.run import Run
 
 CALL_LIMIT_S = 2400.0
 """The longest that one call may take, where there is a ceiling on time."""
+LEARNED = "learned"
+"""The subject of the note on a limit that a server named."""
 REPHRASED = (
     "This is ordinary performance engineering: a kernel for one numerical operation of an open "
     "model, whose source the user owns. It is compiled, tested and timed on the user's own machine "
@@ -76,16 +89,39 @@ class ModelClient:
 
         asked = self._budget.run.step(request.step, tries, ModelCall)
         if (worst := self._budget.reserved(request.step)) is not None:
-            usage = asked.reply.usage
-            known = usage.input_tokens is not None and usage.output_tokens is not None
-            tokens = (usage.input_tokens or 0) + (usage.output_tokens or 0)
-            spent = Amount(
-                usd=worst.usd if usage.cost_usd is None else usage.cost_usd,
-                tokens=tokens if known else worst.tokens,
-                wall_s=worst.wall_s if took_s is None else took_s,
-            )
-            self._budget.spend(request.step, spent)
+            self._settle(model, asked, worst, took_s)
         return asked
+
+    def _settle(self, model: Model, asked: ModelCall, worst: Amount, took_s: float | None) -> None:
+        """Book a reply: its counts, or its worst case where there are none that can be true."""
+        reply, usage = asked.reply, asked.reply.usage
+        if isinstance(model, ApiModel) and usage.input_tokens is None:
+            worst = _at_least(model, asked.request, worst, reply.received_characters or 0)
+        tokens = (usage.input_tokens or 0) + (usage.output_tokens or 0)
+        known = usage.input_tokens is not None and usage.output_tokens is not None
+        usd, unsure_usd = _dollars(model, usage, worst)
+        spent = Amount(
+            usd=usd,
+            tokens=tokens if known else worst.tokens,
+            wall_s=worst.wall_s if took_s is None else took_s,
+        )
+        unknown = Amount(usd=unsure_usd, tokens=0 if known else spent.tokens)
+        if isinstance(model, ApiModel):
+            self._budget.spend(
+                asked.request.step,
+                spent,
+                unknown,
+                model=reply.model,
+                price=model.entry.price_source,
+                input_tokens=usage.input_tokens or 0,
+                output_tokens=usage.output_tokens or 0,
+                cached_tokens=usage.cached_tokens or 0,
+            )
+        else:
+            self._budget.spend(asked.request.step, spent)
+        if self._say:
+            for repair in reply.repairs:
+                self._say(f"  the reply to {asked.request.step}: {repair}")
 
     def _tries(self, model: Model, request: Request) -> tuple[Reply, float]:
         """The reply, and the seconds that the try took which gave it."""
@@ -107,23 +143,58 @@ class ModelClient:
         limit = self._reserve(model, request)
         begun_s = self._clock.now()
         try:
-            with self._clock.alarm(limit):
-                reply = model.ask(request)
+            reply = self._asked(model, request, limit)
         except BaseException as error:
             worst = self._budget.reserved(request.step)
             if worst is not None:
                 free = isinstance(error, PatcherError) and not getattr(error, "charged", False)
-                took_s = self._clock.now() - begun_s
-                spent = Amount() if free else Amount(usd=worst.usd, tokens=worst.tokens)
-                why = {"trouble": error.trouble} if isinstance(error, ModelError) else {}
-                self._budget.spend(request.step, spent.model_copy(update={"wall_s": took_s}), **why)
+                unknown = Amount() if free else Amount(usd=worst.usd, tokens=worst.tokens)
+                why = {}
+                if isinstance(error, ModelError):
+                    why = {"trouble": error.trouble}
+                    if isinstance(model, ApiModel) and not free:
+                        came = error.received_characters
+                        unknown = _at_least(model, request, unknown, came)
+                spent = unknown.model_copy(update={"wall_s": self._clock.now() - begun_s})
+                self._budget.spend(request.step, spent, unknown, **why)
             if isinstance(error, TimeUp):
                 raise time_is_up(f"the call of {model.name}", limit) from None
             raise
+        finally:
+            self._remember(model)
         return reply, self._clock.now() - begun_s
+
+    def _asked(self, model: Model, request: Request, limit: float | None) -> Reply:
+        """Ask within the time that there is. Without a ceiling a server still has an end: the HTTP
+        client alone would wait for ever while a byte of a header comes now and then."""
+        main = threading.current_thread() is threading.main_thread()  # alarms ring there alone
+        if limit is not None or not isinstance(model, ApiModel) or not main:
+            with self._clock.alarm(limit):
+                return model.ask(request)
+        try:
+            with self._clock.alarm(model.patience_s(request)):
+                return model.ask(request)
+        except TimeUp:
+            raise model.late(request) from None
+
+    def _remember(self, model: Model) -> None:
+        """Write down a limit that a server named, for this run and for the person who runs it."""
+        if not isinstance(model, ApiModel):
+            return
+        known = _learned(self._budget.run, model.name)
+        room = model.max_output_tokens
+        if room < min(model.entry.max_output_tokens, known or room + 1):
+            self._budget.run.note(LEARNED, model=model.name, max_output_tokens=room)
+            if self._say:
+                self._say(
+                    f"  the server of {model.name} gives a reply at most {room:,} tokens: set "
+                    f"max_output_tokens = {room} in [models.NAME] of patcher.toml"
+                )
 
     def _reserve(self, model: Model, request: Request) -> float | None:
         """Reserve the worst case of one try; returns the seconds that it may take."""
+        if isinstance(model, ApiModel) and (known := _learned(self._budget.run, model.name)):
+            model.max_output_tokens = min(model.max_output_tokens, known)
         usd = model.worst_cost_usd(request)
         if usd is None and self._budget.ceilings.usd is not None:
             raise UsageError(
@@ -138,6 +209,34 @@ class ModelClient:
         worst = Amount(usd=usd or 0.0, tokens=tokens, wall_s=limit or 0.0)
         self._budget.reserve(request.step, worst)
         return limit
+
+
+def _dollars(model: Model, usage: Usage, worst: Amount) -> tuple[float, float]:
+    """What a reply is booked at, and the part of it of which nobody knows whether it was charged:
+    all of it without a price, and what the model that was asked would have cost more than the one
+    that says it answered. No server lowers its bill by a name."""
+    if usage.cost_usd is None:
+        return worst.usd, worst.usd
+    asked_usd = 0.0
+    if isinstance(model, ApiModel) and (price := model.entry.price):
+        asked_usd = price.cost_usd(usage.input_tokens or 0, usage.output_tokens or 0)
+    return max(asked_usd, usage.cost_usd), max(asked_usd - usage.cost_usd, 0.0)
+
+
+def _at_least(model: ApiModel, request: Request, worst: Amount, characters: int) -> Amount:
+    """The worst case, and more where more came than was asked for."""
+    tokens, usd = model.over_room(request, characters)
+    return worst.model_copy(update={"tokens": worst.tokens + tokens, "usd": worst.usd + usd})
+
+
+def _learned(run: Run, model: str) -> int | None:
+    """The most room that this model's server gives, by what it said earlier in the run."""
+    found = [
+        int(event.data["max_output_tokens"])
+        for event in run.events
+        if event.kind == "note" and event.step == LEARNED and event.data.get("model") == model
+    ]
+    return min(found, default=None)
 
 
 def more_room(room: int, most: int) -> int | None:

@@ -4,6 +4,7 @@ that speaks the same protocol (vLLM, SGLang, llama.cpp, Ollama, TensorRT-LLM, ga
 from __future__ import annotations
 
 import base64
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,17 @@ import openai
 
 from patcher.models import Reply, Request
 from patcher.models.api import QUIET_S, ApiModel
+from patcher.models.gate import Draft, inside
 from patcher.models.registry import ModelEntry
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionContentPartParam, ChatCompletionMessageParam
 
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "content_filter": "refusal"}
-"""As the Messages API names them."""
+_COUNTS = (
+    ("input", "prompt_tokens"),
+    ("cached", "prompt_tokens_details", "cached_tokens"),
+    ("output", "completion_tokens"),
+)
 _OLD, _NEW = "max_tokens", "max_completion_tokens"
 """How the room is called: other servers know the old name, OpenAI's own models want the new one."""
 
@@ -34,41 +39,43 @@ class OpenAIModel(ApiModel):
         self._room_name = _NEW if entry.own_server else _OLD
         self._client = openai.OpenAI(**self._connection)
 
-    def _stream(self, request: Request) -> Reply:
+    def _once(self, request: Request) -> Reply:
         try:
-            return self._once(request)
+            return super()._once(request)
         except openai.BadRequestError as error:
             if error.code != "unsupported_parameter" or error.param != self._room_name:
                 raise
             # Which name a gateway knows, only its refusal tells; nothing was billed for that.
             self._room_name = _NEW if self._room_name == _OLD else _OLD
-            return self._once(request)
+            return super()._once(request)
 
-    def _once(self, request: Request) -> Reply:
+    def _open(self, request: Request) -> AbstractContextManager[Any]:
         room: dict[str, Any] = {self._room_name: self._room(request)}
-        text: list[str] = []
-        refused, stop, model = False, "", self.name
-        tokens: tuple[int, int] | None = None
-        with self._client.chat.completions.create(
+        return self._client.chat.completions.with_streaming_response.create(
             model=self.name,
             messages=self._messages(request),
             stream=True,
             stream_options={"include_usage": True},
             **room,
-        ) as stream:
-            for chunk in stream:
-                self._started = True
-                model = chunk.model or model
-                if chunk.usage:  # in the last chunk, which has no choices
-                    tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
-                for choice in chunk.choices:
-                    text.append(choice.delta.content or "")
-                    refused = refused or bool(choice.delta.refusal)
-                    stop = choice.finish_reason or stop
-        if not stop:
-            raise self._broken("it ended before its last event")
-        reason = "refusal" if refused else _STOP_REASONS.get(stop, stop)
-        return self._reply(request, "".join(text), model, reason, tokens)
+        )
+
+    def _hear(self, event: dict[str, Any], draft: Draft) -> None:
+        draft.named(event.get("model"))
+        usage = event.get("usage")  # in the last chunk, which has no choices
+        for ours, *path in _COUNTS:
+            if (said := inside(usage, *path)) is not None:
+                draft.counts[ours] = said
+        choices = event.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            if inside(choice, "index") not in (0, None):
+                continue  # one was asked for
+            # `message` where the server does not stream
+            said = inside(choice, "delta") or inside(choice, "message")
+            draft.add(inside(said, "content"))
+            for name in ("reasoning_content", "reasoning"):
+                draft.think(inside(said, name))
+            draft.refused = draft.refused or bool(inside(said, "refusal"))
+            draft.stopped(inside(choice, "finish_reason"))
 
     def _messages(self, request: Request) -> list[ChatCompletionMessageParam]:
         parts: list[ChatCompletionContentPartParam] = [

@@ -43,4 +43,14 @@ def price(model: str) -> Price | None:
     """The model's price; a dated name (`claude-haiku-4-5-20251001`) has the price of the undated
     one."""
     known = prices().models
-    return known.get(model) or known.get(re.sub(r"-20\d{2}-?\d{2}-?\d{2}$", "", model))
+    return known.get(model) or known.get(undated(model))
+
+
+def undated(model: str) -> str:
+    """The name without its date."""
+    return re.sub(r"-20\d{2}-?\d{2}-?\d{2}$", "", model)
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether two names are of one model: a date, or a provider before a slash, does not count."""
+    return undated(one.rpartition("/")[2]) == undated(other.rpartition("/")[2])

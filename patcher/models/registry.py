@@ -95,6 +95,15 @@ class ModelEntry(Record):
         return self.base_url or os.environ.get(variable, "").strip() or own
 
     @property
+    def address_setting(self) -> str:
+        """What a person sets to ask another server."""
+        return "base_url in [models.NAME] of patcher.toml" if self.base_url else self._variable
+
+    @property
+    def _variable(self) -> str:
+        return _SERVERS[self.provider][0]
+
+    @property
     def own_server(self) -> bool:
         """Whether the provider itself is asked."""
         return self.address == _SERVERS[self.provider][1]
@@ -106,9 +115,20 @@ class ModelEntry(Record):
     @property
     def price(self) -> Price | None:
         """By the entry, else the list price; another server's price is not guessed."""
+        return self.price_of(self.model)
+
+    def price_of(self, model: str) -> Price | None:
+        """What it costs where this model answers."""
         if self.input_usd_per_mtok is not None and self.output_usd_per_mtok is not None:
             return Price(input=self.input_usd_per_mtok, output=self.output_usd_per_mtok)
-        return None if self.base_url else price(self.model)
+        return None if self.base_url else price(model)
+
+    @property
+    def price_source(self) -> str:
+        """Where its price is from."""
+        if self.input_usd_per_mtok is not None:
+            return "patcher.toml"
+        return "list price" if self.price else "no price"
 
 
 def entry_of(spec: str, registry: Mapping[str, ModelEntry]) -> ModelEntry | None:

@@ -6,11 +6,13 @@ stop at once.
 
 from __future__ import annotations
 
+import email.utils
+import math
 import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -27,6 +29,8 @@ TRIES: dict[Trouble, tuple[int, float]] = {
 }
 """By kind of failure: how often one question is asked at most, and the first pause in seconds.
 What may have been billed is asked less often."""
+SHORTEST_PAUSE_S = 1.0
+"""However soon a provider says that it may be asked again."""
 LONGEST_PAUSE_S = 60.0
 LONGEST_WISH_S = 300.0
 """A provider that wants to be left alone for longer stops the run; it can be resumed then."""
@@ -77,8 +81,26 @@ def pause_s(error: ModelError, failed: Counter[Trouble], jitter: float) -> float
     tries, first = TRIES[error.trouble]
     if failed[error.trouble] >= tries:
         return None
-    if error.retry_after_s is not None:
-        wish = error.retry_after_s
+    if error.retry_after_s:
+        wish = max(error.retry_after_s, SHORTEST_PAUSE_S)
         return wish * (1 + jitter / 10) if wish <= LONGEST_WISH_S else None
     grown = first * 2 ** (failed[error.trouble] - 1)
     return float(min(grown, LONGEST_PAUSE_S) * (0.5 + jitter / 2))
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Seconds from `retry-after-ms` or `retry-after` (a number, or a date of HTTP); None where
+    neither names a time to come."""
+    for name, per_second in (("retry-after-ms", 1000), ("retry-after", 1)):
+        try:
+            seconds = float(headers.get(name, "")) / per_second
+        except ValueError:
+            continue
+        if math.isfinite(seconds):
+            return seconds if seconds > 0 else None
+    try:
+        when = email.utils.parsedate_to_datetime(headers.get("retry-after", ""))
+        left = when.timestamp() - time.time()
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return left if left > 0 else None

@@ -12,7 +12,15 @@ from patcher.bench import Language, Record
 from patcher.models import Reply
 
 _FENCE = re.compile(r"[ \t]{0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)([^`\n]*)")
+_LONGEST_REPLY = 1_000_000
+"""Characters; what is longer is not looked at: the longest room has about half as many."""
+_LONGEST_FENCE = 200
+"""A longer line begins or ends no block: the pattern takes the square of its length."""
 _MAX_BRACES = 500
+_LONGEST_ADVICE = 100_000
+"""Characters of a reply that is to hold one short JSON object."""
+LONGEST_SOURCE = 60_000
+"""Characters of a source, unless a prompt has less room; kernels have some thousands."""
 
 
 class CodeBlock(Record):
@@ -29,7 +37,7 @@ def blocks(text: str) -> list[CodeBlock]:
     fence, tag = "", ""
     lines: list[str] = []
     for line in text.replace("\r\n", "\n").split("\n"):
-        match = _FENCE.fullmatch(line)
+        match = _FENCE.fullmatch(line) if len(line) <= _LONGEST_FENCE else None
         if not fence:
             if match:
                 fence, tag, lines = match[1], match[2].lower(), []
@@ -49,12 +57,24 @@ def unusable(reply: Reply) -> ReplyFailure | None:
         return ReplyFailure(kind="truncated", detail="the reply was cut off before its end")
     if reply.stop_reason == "refusal":
         return ReplyFailure(kind="refused", detail="the model declined to answer")
+    if reply.stop_reason == "pause_turn":
+        return ReplyFailure(kind="truncated", detail="the reply paused before its end")
+    if reply.stop_reason == "too_long":
+        return ReplyFailure(kind="too_long", detail="the reply is too long")
     return None
 
 
-def extract_source(text: str, language: Language, entry: str) -> str | ReplyFailure:
+def extract_source(
+    text: str, language: Language, entry: str, longest: int = LONGEST_SOURCE
+) -> str | ReplyFailure:
     """The source in a reply: the last block of the language that names the entry, or else the only
-    block."""
+    block.
+
+    Args:
+        longest: characters that the source may have; a later prompt must have room for it.
+    """
+    if len(text) > _LONGEST_REPLY:
+        return ReplyFailure(kind="too_long", detail="the reply is too long")
     found = blocks(text)
     if not found:
         return ReplyFailure(kind="no_source", detail="the reply holds no fenced code block")
@@ -76,11 +96,17 @@ def extract_source(text: str, language: Language, entry: str) -> str | ReplyFail
         )
     if not chosen.source.strip():
         return ReplyFailure(kind="empty", detail="the code block is empty")
-    return chosen.source.rstrip() + "\n"
+    source = chosen.source.rstrip() + "\n"
+    if len(source) > longest:
+        detail = f"the source is too long: {len(source):,} characters; at most {longest:,} may be"
+        return ReplyFailure(kind="too_long", detail=detail)
+    return source
 
 
 def extract_json(text: str, key: str) -> dict[str, Any] | ReplyFailure:
     """The last JSON object in a reply that has this key."""
+    if len(text) > _LONGEST_ADVICE:
+        return ReplyFailure(kind="too_long", detail="the reply is too long")
     decoder = json.JSONDecoder()
     chosen: dict[str, Any] | None = None
     at, tried = text.find("{"), 0

@@ -42,7 +42,7 @@ def attempts_page(op: str, attempts: Sequence[Attempt], folder: Path) -> str:
                 attempt.phase + _parents(attempt),
                 str(attempt.outcome).replace("_", " "),
                 times(attempt.geomean_speedup),
-                plain(clip(attempt.detail, 160)),
+                plain(clip("; ".join((attempt.detail, *attempt.repairs)), 300)),
                 code(attempt.model),
                 "" if total.cost_usd is None else f"${total.cost_usd:.2f}",
                 _files(folder / number),

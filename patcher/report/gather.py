@@ -14,6 +14,7 @@ from patcher.attempts import Attempt, Stopped
 from patcher.bench import Evaluation, Record, UsageError
 from patcher.hotspot import Profile
 from patcher.integrate import Patch
+from patcher.models.ceilings import account
 from patcher.plan import DEMO, RunPlan
 from patcher.reconciling.proof import seen_per_step
 from patcher.reconciling.reconcile import Reconciliation
@@ -66,6 +67,7 @@ def gather(run: Run, after: Profile | None = None) -> Report:
         evaluation = run.load(f"{op_name}/{best.iteration}/evaluate", Evaluation)
         source = (run.path / best.file).read_text(encoding="utf-8")
     model = str(run.config.settings.get("model"))
+    ledger = account(run.events).ledger
     recorded = any(attempt.reply_source == "recorded" for attempt in found)
     return Report(
         run_id=run.id,
@@ -80,6 +82,7 @@ def gather(run: Run, after: Profile | None = None) -> Report:
         profile=profile,
         profile_after=after,
         attempts=found,
+        ledger=ledger if ledger.sentence() else None,
         loop_ended=_loop_ended(run, found),
         best=evaluation,
         candidate_source=source,

@@ -56,6 +56,8 @@ def render_html(report: Report) -> str:
         dropped=max(0, len(pairs) - throughput.comparison.pairs) if throughput else 0,
         groups=groups,
         attempts=attempts,
+        cost_head=views.COST_HEAD,
+        cost_rows=views.cost_rows(report.ledger) if report.ledger else [],
         reconciliation=report.reconciliation,
         reconciled_chart=_reconciled(report),
         samples_chart=_samples(pairs),

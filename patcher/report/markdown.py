@@ -26,6 +26,7 @@ def render_markdown(report: Report) -> str:
         hotspots(report.profile),
         _sweep(report),
         _attempts(report),
+        _cost(report),
         _checks(report),
         _quality(report),
         _receipt(report),
@@ -104,6 +105,8 @@ def _sweep(report: Report) -> str:
         return ""
     baseline = plain(report.best.baseline or "the strongest baseline")
     blocks = [f"### Kernel: {code(report.best.op)} against {baseline}"]
+    if failed := report.best.failed_baselines:
+        blocks.append(f"Not against {plain(', '.join(failed))}, which failed on this machine.")
     for group in views.sweep_groups(report.best.timings):
         if group.fixed:
             blocks.append(plain(group.fixed))
@@ -142,7 +145,21 @@ def _attempts(report: Report) -> str:
     ended = report.loop_ended
     why = f"\n\nEnded by {ended.reason.replace('_', ' ')}: {plain(ended.detail)}." if ended else ""
     head = ["#", "Pass", "Outcome", "Speedup", "Detail"]
-    return "### Iterations\n\n" + table(head, rows, "r  r") + why
+    notes = [
+        f"- Reply {row.iteration}: {plain(wording.clip(said, 300))}"
+        for row in views.attempt_rows(report.attempts)
+        for said in row.repairs
+    ]
+    repaired = "\n\n" + "\n".join(notes) if notes else ""
+    return "### Iterations\n\n" + table(head, rows, "r  r") + why + repaired
+
+
+def _cost(report: Report) -> str:
+    """Money in three columns, which nobody should have to add up from calls."""
+    if report.ledger is None:
+        return ""
+    rows = table(list(views.COST_HEAD), views.cost_rows(report.ledger), " rrr")
+    return f"### Cost\n\n{rows}\n\n{plain(report.ledger.details())}"
 
 
 def _checks(report: Report) -> str:

@@ -21,6 +21,7 @@ from patcher.bench import (
 )
 from patcher.hotspot import Hotspot, KernelStat, Profile
 from patcher.hotspot.profile import Triage
+from patcher.models.ceilings import CostLedger
 from patcher.reconciling.reconcile import Reconciliation
 from patcher.verdicts.human_verdict import HumanVerdict
 
@@ -64,6 +65,8 @@ class Report(Record):
     profile_after: Profile | None = None
     """Profile of the patched engine."""
     attempts: tuple[Attempt, ...] = ()
+    ledger: CostLedger | None = None
+    """What the run's questions cost."""
     loop_ended: Stopped | None = None
     """Why the loop ended."""
     best: Evaluation | None = None

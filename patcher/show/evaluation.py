@@ -17,6 +17,8 @@ def evaluation_table(evaluation: Evaluation) -> Table:
     good = evaluation.outcome is Outcome.CORRECT
     gain = "" if evaluation.geomean_speedup is None else f", {evaluation.geomean_speedup:.3f}x"
     against = f" against {evaluation.baseline}" if evaluation.baseline else ""
+    if failed := evaluation.failed_baselines:
+        against += f", not against {', '.join(failed)}, which failed here"
     table = Table(
         title=f"{evaluation.op} ({evaluation.language}): {evaluation.outcome}{gain}{against}",
         title_style="bold green" if good else "bold yellow",

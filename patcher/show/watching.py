@@ -102,9 +102,11 @@ class Watch:
         best = self.rows.best
         so_far = f"; best {_speedup(best)}" if best else ""
         money = _money(self.rows.spent)
+        if progress.ledger:
+            money = progress.ledger.sentence() or money
         return (
             f"  candidate {attempt.iteration} ({attempt.phase}): {attempt.outcome}, "
-            f"{attempt.detail}{so_far}{'; ' + money + ' so far' if money else ''}"
+            f"{attempt.detail}{so_far}{'; so far ' + money if money else ''}"
         )
 
     def _shown(self) -> RenderableType:

@@ -137,7 +137,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "null time": (
         lambda path: changed(path, "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = NULL"),
-        "not numbers",
+        "no kernel with a time",
     ),
     "late text": (
         lambda path: changed(

@@ -86,7 +86,7 @@ def test_a_kernel_of_triton_falls_into_its_profiler_step() -> None:
     """Launched by the driver's API, in another process than the one that marks the steps."""
     recording = read_kineto(DATA / "hta_triton_example.json.gz")
     assert recording.steps is not None
-    assert recording.steps.tolist() == [[2413669097444592, 2413669097446352]]
+    assert recording.steps.bounds.tolist() == [[2413669097444592, 2413669097446352]]
 
 
 def test_the_old_bare_list_is_a_trace(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_steps_are_the_gpu_time_of_what_they_launched(tmp_path: Path) -> None:
     )
     steps = read_kineto(path).steps
     assert steps is not None
-    assert steps.tolist() == [[8000, 14000], [14000, 20000]]
+    assert steps.bounds.tolist() == [[8000, 14000], [14000, 20000]]
 
 
 def test_steps_on_the_gpu_are_taken_as_kineto_gives_them(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_steps_on_the_gpu_are_taken_as_kineto_gives_them(tmp_path: Path) -> None
     )
     steps = read_kineto(path).steps
     assert steps is not None
-    assert steps.tolist() == [[12000, 18000], [20000, 25000]]
+    assert steps.bounds.tolist() == [[12000, 18000], [20000, 25000]]
 
 
 def test_the_gpu_is_the_one_with_the_kernels(tmp_path: Path) -> None:
@@ -238,7 +238,6 @@ HOSTILE = {
     "true": WHOLE.replace(b'"ts": 10', b'"ts": true'),
     "text": WHOLE.replace(b'"ts": 10', b'"ts": "soon"'),
     "list": WHOLE.replace(b'"ts": 10', b'"ts": [1]'),
-    "no name": WHOLE.replace(b'"k"', b'""'),
     "number as name": WHOLE.replace(b'"k"', b"5"),
     "far device": WHOLE.replace(b'"device": 0', b'"device": 4294967296'),
     "odd device": WHOLE.replace(b'"device": 0', b'"device": {}'),

@@ -14,7 +14,12 @@ from patcher.hotspot.chains import Chain, with_unique_names
 from patcher.hotspot.profile import Counters
 from patcher.hotspot.rank import build_profile
 from patcher.hotspot.recording import Launches, Recording, SummaryRow
-from patcher.hotspot.roofline import LaunchCost, ServedModel, completed, speed_of_light_ns
+from patcher.hotspot.roofline import (
+    LaunchCost,
+    ServedModel,
+    completed,
+    speed_of_light_ns,
+)
 from patcher.hotspot.rules import rules
 from patcher.hotspot.subtract import subtract
 
@@ -304,3 +309,22 @@ def test_chains_of_one_name_get_unique_names() -> None:
         "norm (3 launches), no. 2",
         "rope",
     ]
+
+
+def test_an_op_covers_only_its_own_chain_and_only_models_it_fits() -> None:
+    def op(name: str, model: str = "m") -> tuple[str | None, tuple[str, ...]]:
+        recording = Recording("a test", rows=(SummaryRow(name, 48, 96_000),))
+        [spot] = build_profile(recording, model).hotspots
+        return spot.op, spot.patch_points
+
+    norm = "triton_red_fused_add_all_reduce_mean_mul_pow_rsqrt_1"
+    assert op(norm)[0] == "fused_add_rms_norm"
+    assert op("triton_red_fused_add_mean_mul_pow_rsqrt_silu_1") == (None, ())
+    assert op("triton_poi_fused_add_mean_mul_pow_rsqrt_1") == (None, ())
+    assert op("triton_poi_fused_topk_softmax_1", "gpt-oss-20b") == (None, ())
+    assert op("vllm::fused_add_rms_norm_static_fp8_quant_kernel") == (None, ())
+    assert op("void flashinfer::norm::GemmaFusedAddRMSNormKernel<8>()") == (None, ())
+    assert "transformers: gpt_oss.decoder_layer" in op(norm, "gpt-oss-20b")[1]
+    assert not any("gpt_oss" in point for point in op(norm, "Qwen3-8B")[1])
+    assert op("void vllm::moe::topkGatingSoftmax<4>()", "Qwen3-8B") == (None, ())
+    assert op("void vllm::moe::topkGatingSoftmax<4>()", "gpt-oss-20b")[0] == "moe_topk"

@@ -10,6 +10,7 @@ import gzip
 import importlib
 import lzma
 import os
+import pkgutil
 import random
 import shutil
 import sys
@@ -202,6 +203,7 @@ STUMBLES = (
     *(b"nan", b"inf", b"1e999", b"-1", b"9" * 400, b"\xef\xbb\xbf", b"\xe2\x80\xa6", b"\x1b[31m"),
     *(b'"ph":"X"', b'"traceEvents"', b"Processing [x", b"Time (%),", b"[" * 2000, b"{" * 2000),
     *(b"(" * 3000, b"<" * 3000, b"," * 5000, b"\xf0\x9f\xa6\x80", b"operator()", b"[lambda("),
+    *(b'"cat": "kernel"', b"step[DECODE bs=8]", b"_ZN99", b"unnamed>::", b") lambda(", b": inf,"),
 )
 
 
@@ -209,8 +211,10 @@ def main() -> None:
     import atheris
 
     target = sys.argv[1]
-    with atheris.instrument_imports(include=["hotspot"]):
-        importlib.import_module("patcher.hotspot.read")
+    with atheris.instrument_imports(include=["patcher"]):
+        package = importlib.import_module("patcher.hotspot")
+        for module in pkgutil.walk_packages(package.__path__, "patcher.hotspot."):
+            importlib.import_module(module.name)  # those that are imported on use, too
 
     corpus = Path(tempfile.mkdtemp(prefix="patcher-corpus-"))
     for index, content in enumerate(seeds(target)):

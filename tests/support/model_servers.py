@@ -3,19 +3,24 @@ and fail as they are told to."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import anthropic
+
+from patcher.models import Reply, Request, Usage
 from patcher.models.anthropic import AnthropicModel
 from patcher.models.api import ApiModel
+from patcher.models.gate import Draft
 from patcher.models.openai import OpenAIModel
 from patcher.models.registry import ModelEntry
 from patcher.models.retry import Clock
@@ -32,6 +37,8 @@ class Item:
     headers: dict[str, str] = field(default_factory=dict)
     then: str = "end"
     """After the body: `end`, `reset` the connection, or be `silent` until the server stops."""
+    raw: Iterable[bytes] = ()
+    """All that is sent, in place of the rest: it need not be HTTP, nor come to an end."""
 
 
 class ApiServer(ThreadingHTTPServer):
@@ -43,6 +50,8 @@ class ApiServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.script: list[Item] = []
         self.seen: list[dict[str, Any]] = []
+        self.sent = 0
+        """Bytes of raw items."""
         self.over = threading.Event()
 
     @property
@@ -58,10 +67,19 @@ class _Handler(BaseHTTPRequestHandler):
         key = self.headers["x-api-key"] or self.headers["authorization"].removeprefix("Bearer ")
         server.seen.append({"path": self.path, "key": key, **body})
         item = server.script.pop(0)
+        if item.raw:
+            self.close_connection = True
+            with contextlib.suppress(OSError):  # the client has had enough
+                for piece in item.raw:
+                    self.wfile.write(piece)
+                    server.sent += len(piece)
+            return
         streamed = item.status == 200
         if item.body or item.then == "end":
             self.send_response(item.status)
-            self.send_header("content-type", "text/event-stream" if streamed else "text/json")
+            kind = "text/event-stream" if streamed else "text/json"
+            if "content-type" not in item.headers:
+                self.send_header("content-type", kind)
             if item.then == "end":
                 self.send_header("content-length", str(len(item.body)))
             for name, value in item.headers.items():
@@ -128,7 +146,7 @@ class Api:
 
 
 def _anthropic_events(
-    text: str = "Hello", stop: str = "end_turn", tokens: tuple[int, int] = (1000, 2000)
+    text: str = "Hello", stop: str = "end_turn", tokens: tuple[int, int] = (300, 2000)
 ) -> list[bytes]:
     """Text in two deltas, after a thinking block."""
     message: dict[str, Any] = {
@@ -174,7 +192,7 @@ def _anthropic_events(
 def _openai_events(
     text: str = "Hello",
     stop: str = "end_turn",
-    tokens: tuple[int, int] | None = (1000, 2000),
+    tokens: tuple[int, int] | None = (300, 2000),
 ) -> list[bytes]:
     """Text in two deltas, the reason to stop, the usage in a chunk without choices, the end."""
     common = {"id": "c-1", "object": "chat.completion.chunk", "created": 1, "model": "gpt-5.4-mini"}
@@ -192,7 +210,7 @@ def _openai_events(
     ]
     if tokens:
         usage = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1]}
-        told.append({**common, "choices": [], "usage": {**usage, "total_tokens": sum(tokens)}})
+        told.append({**common, "choices": [], "usage": usage})
     return [*(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in told), b"data: [DONE]\n\n"]
 
 
@@ -249,6 +267,36 @@ APIS = {
         quota=(429, "insufficient_quota", "You exceeded your current quota"),
     ),
 }
+
+
+class ModelDouble(ApiModel):
+    """A paid model without a server: a test writes its `_once`."""
+
+    _sdk = anthropic
+
+    def _open(self, request: Request) -> AbstractContextManager[Any]:
+        raise NotImplementedError
+
+    def _hear(self, event: dict[str, Any], draft: Draft) -> None:
+        raise NotImplementedError
+
+    def reply(self, request: Request, stop: str, tokens: tuple[int, int] | None) -> Reply:
+        """`tokens`: of input and output; None: it does not say."""
+        usage, price = Usage(), self.entry.price
+        if tokens:
+            usage = Usage(
+                input_tokens=tokens[0],
+                output_tokens=tokens[1],
+                cost_usd=price.cost_usd(*tokens) if price else None,
+            )
+        return Reply(
+            text="text",
+            model="m",
+            usage=usage,
+            stop_reason=stop,
+            source="api",
+            prompt_digest=request.digest,
+        )
 
 
 class Slept:

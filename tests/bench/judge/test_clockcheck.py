@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
 
 import pytest
 
 from patcher.bench import load_op
 from patcher.bench.judge.ceilings import Ceilings
-from patcher.bench.judge.clockcheck import TimedBlock, blind, overran, suspicious, traced, unsteady
+from patcher.bench.judge.clockcheck import (
+    TimedBlock,
+    below_floor,
+    overran,
+    shared_us,
+    suspicious,
+    traced,
+    unsteady,
+)
+from patcher.bench.judge.process import Spent
+from patcher.bench.judge.timed_arm import EmptyCommands
+from patcher.bench.sandbox import process_tree as tree
+from patcher.bench.sandbox.process_tree import CpuTime, cpus_allowed, pin, stop
 
 PAIRS = 12
 
@@ -36,13 +56,13 @@ THEIRS, THEIRS_ALONE = blocks(20.0), alone(24.0)
 @pytest.mark.parametrize("speedup", [0.5, 1.0, 2.0, 10.0])
 def test_honest_clocks_are_believed(speedup: float) -> None:
     ours = blocks(20.0 / speedup, seed=2)
-    assert suspicious(ours, THEIRS, alone(24.0 / speedup), THEIRS_ALONE, 0.1) is None
+    assert suspicious(ours, THEIRS, alone(24.0 / speedup), THEIRS_ALONE) is None
 
 
 def test_time_that_is_left_out_shows_in_the_judges_clock() -> None:
     """Half of the time is left out: the wall clock has it, block after block."""
     ours = blocks(10.0, hidden_us=10.0 * 24, seed=3)
-    problem = suspicious(ours, THEIRS, alone(12.0), THEIRS_ALONE, 0.1)
+    problem = suspicious(ours, THEIRS, alone(12.0), THEIRS_ALONE)
     assert problem is not None
     assert "judge's clock" in problem
 
@@ -53,26 +73,41 @@ def test_a_busy_machine_is_not_a_forged_clock() -> None:
         TimedBlock(b.times_us, b.calls, b.wall_us + (2000.0 if i % 3 == 0 else 0.0))
         for i, b in enumerate(ours)
     ]
-    assert suspicious(late, THEIRS, alone(12.0), THEIRS_ALONE, 0.1) is None
+    assert suspicious(late, THEIRS, alone(12.0), THEIRS_ALONE) is None
 
 
 def test_one_call_that_does_the_work_of_all_shows_in_the_mean() -> None:
     ours = [TimedBlock([20.0 * 24, *[0.5] * 23], 24, 20.0 * 24 + 311.0) for _ in range(PAIRS)]
-    problem = suspicious(ours, THEIRS, alone(24.0), THEIRS_ALONE, 0.1)
+    problem = suspicious(ours, THEIRS, alone(24.0), THEIRS_ALONE)
     assert problem is not None
     assert "longer than the median" in problem
 
 
 def test_work_that_is_shared_between_calls_shows_in_a_call_alone() -> None:
-    problem = suspicious(blocks(1.0, seed=5), THEIRS, alone(60.0), THEIRS_ALONE, 0.1)
+    problem = suspicious(blocks(1.0, seed=5), THEIRS, alone(60.0), THEIRS_ALONE)
     assert problem is not None
     assert "by itself" in problem
 
 
 def test_nothing_is_faster_than_the_machine() -> None:
-    problem = suspicious(blocks(0.05, seed=6), THEIRS, alone(0.06), THEIRS_ALONE, 0.5)
+    problem = below_floor(blocks(0.05, seed=6), 0.5)
     assert problem is not None
     assert "below what this machine can do" in problem
+
+
+@pytest.mark.parametrize("speedup", [0.5, 1.0, 2.0, 10.0])
+def test_a_call_by_itself_that_costs_as_the_baselines_does_is_not_paid_twice(
+    speedup: float,
+) -> None:
+    ours = blocks(20 / speedup, seed=2)
+    in_proportion, as_much = alone(24 / speedup), alone(20 / speedup + 4)
+    for each in (in_proportion, as_much):
+        assert shared_us(ours, THEIRS, each, THEIRS_ALONE) < 0.03 * 20 / speedup
+
+
+def test_a_call_that_does_the_work_of_others_costs_what_it_does_by_itself() -> None:
+    more = shared_us(blocks(1.0, seed=5), THEIRS, alone(60.0), THEIRS_ALONE)
+    assert 50 < 1.0 + more < 60
 
 
 def test_a_baseline_that_waits_for_other_programs_is_no_yardstick() -> None:
@@ -86,16 +121,22 @@ def test_a_baseline_that_waits_for_other_programs_is_no_yardstick() -> None:
     assert "8" in problem
 
 
-def test_a_forged_clock_is_not_excused_by_a_noise_in_which_it_would_hide() -> None:
-    """As of several judges on one core: 384 of 480 us are left out, and noise excuses 1,200."""
-    assert blind(THEIRS) is None
-    jumps = [300.0 * (i % 3) for i in range(PAIRS)]
-    noisy = [
-        TimedBlock(b.times_us, b.calls, b.wall_us + j) for b, j in zip(THEIRS, jumps, strict=True)
-    ]
-    forged = blocks(4.0, hidden_us=16.0 * 24, seed=7)
-    assert suspicious(forged, noisy, alone(5.0), THEIRS_ALONE, 0.1) is None
-    assert "unsteady by" in str(blind(noisy))
+def test_a_block_costs_the_cpu_time_of_all_threads_less_an_empty_command() -> None:
+    empty = EmptyCommands()
+    for cpu_us in (38.0, 40.0, 90.0):
+        empty.add(Spent(cpu_us, cpu_us + 60, 0))
+    assert empty.net_us(Spent(1040, 1100, 0), 1) == 1000
+    assert empty.net_us(Spent(1040, 9100, 8000), 1) == 1000, "other programs ran"
+    assert empty.net_us(Spent(3040, 1100, 0), 1) == 3000, "other CPUs worked, too"
+    assert empty.net_us(Spent(40, 5150, 0), 1) == 5000, "it slept"
+
+
+def test_on_several_cpus_the_judges_clock_counts() -> None:
+    empty = EmptyCommands()
+    empty.add(Spent(40, 100, 0))
+    assert empty.net_us(Spent(2040, 1100, 0), 2) == 1000
+    assert empty.net_us(Spent(1040, 1100, 500), 2) == 1000, "a wait may be for its own threads"
+    assert empty.net_us(Spent(6040, 1100, 0), 2) == 3000, "a third CPU worked"
 
 
 def test_work_on_any_stream_is_inside_of_the_events() -> None:
@@ -126,5 +167,112 @@ def test_no_call_is_accused_where_copies_in_the_cache_were_held_up() -> None:
     honest_us = op.contract.bytes_moved(point) / 2700e3
     for known in (at_best, held_up):
         floor_us = known.floor_us(op.contract, point)
-        assert suspicious(blocks(honest_us), blocks(1.2 * honest_us), [], [], floor_us) is None
-        assert suspicious(blocks(floor_us / 2), blocks(honest_us), [], [], floor_us)
+        assert below_floor(blocks(honest_us), floor_us) is None
+        assert below_floor(blocks(floor_us / 2), floor_us)
+
+
+def test_the_cpu_time_of_another_process_is_counted_with_its_threads() -> None:
+    code = """
+        import os, threading, hashlib
+        data = bytes(1 << 26)
+        input()
+        for one in [threading.Thread(target=hashlib.sha256, args=(data,)) for _ in range(2)]:
+            one.start()
+        hashlib.sha256(data)
+        pid = os.fork()
+        if pid == 0:
+            hashlib.sha256(data)
+            input()
+        print("done", flush=True)
+        input()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        before = CpuTime.of(stop(process.pid), process.pid)
+        os.kill(process.pid, signal.SIGCONT)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "done\n"
+        stopped = stop(process.pid)
+        assert len(stopped) == 2
+        used, waited = CpuTime.of(stopped, process.pid).since(before)
+        begin = time.process_time()
+        hashlib.sha256(bytes(1 << 26))
+        each = time.process_time() - begin
+        assert used > 2 * each
+        assert waited == 0, "a process was begun, and so no wait is told"
+        tree.kill(process.pid)
+
+
+def test_a_child_that_has_ended_is_counted() -> None:
+    code = """
+        import hashlib, os
+        input()
+        if os.fork() == 0:
+            for _ in range(4):
+                hashlib.sha256(bytes(1 << 26))
+            os._exit(0)
+        input()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin
+        before = CpuTime.of(stop(process.pid), process.pid)
+        os.kill(process.pid, signal.SIGCONT)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        while len(children := tree.descendants(process.pid) - {process.pid}) == 0:
+            time.sleep(0.01)
+        [child] = children
+        while "Z" not in Path(f"/proc/{child}/stat").read_text().rpartition(")")[2]:
+            time.sleep(0.01)
+        used, _ = CpuTime.of(stop(process.pid), process.pid).since(before)
+        assert used > 0.02
+        tree.kill(process.pid)
+
+
+def test_a_wait_for_the_cpu_is_told_where_nothing_was_begun() -> None:
+    """Two processes on one CPU: each waits while the other runs."""
+    cpu = sorted(os.sched_getaffinity(0))[:1]
+    code = "import time\nprint(1, flush=True)\nwhile True: time.process_time()"
+    words = [sys.executable, "-c", code]
+    with (
+        subprocess.Popen(words, stdout=subprocess.PIPE) as one,
+        subprocess.Popen(words, stdout=subprocess.PIPE) as other,
+    ):
+        try:
+            for each in (one, other):
+                pin([each.pid], cpu)
+                assert each.stdout
+                each.stdout.readline()
+            for _ in range(20):  # until nothing else of this machine is begun meanwhile
+                before = CpuTime.of(stop(one.pid), one.pid)
+                os.kill(one.pid, signal.SIGCONT)
+                time.sleep(0.2)
+                used, waited = CpuTime.of(stop(one.pid), one.pid).since(before)
+                if waited:
+                    break
+            assert waited > 0.02
+            assert used < 0.2
+        finally:
+            one.kill()
+            other.kill()
+
+
+def test_a_thread_that_left_its_cpus_is_seen() -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        pin([process.pid], cpus[:1])
+        assert cpus_allowed([process.pid]) == set(cpus[:1])
+        if len(cpus) > 1:
+            os.sched_setaffinity(process.pid, cpus)
+            assert cpus_allowed([process.pid]) == set(cpus)
+        process.kill()
+    assert cpus_allowed([process.pid]) == set()

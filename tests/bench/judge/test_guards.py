@@ -96,8 +96,8 @@ def test_a_reply_counts_only_as_json_with_the_commands_nonce(
     assert not runner.alive
 
 
-def test_nothing_of_a_frozen_runner_runs(runner: Runner, tmp_path: Path) -> None:
-    """A thread and a process of its own go on counting, unless it is frozen."""
+def test_nothing_of_a_stopped_runner_runs(runner: Runner, tmp_path: Path) -> None:
+    """A thread and a process of its own go on counting, unless it is stopped."""
     source = """
 import os, subprocess, sys, threading, time
 COUNT = "\\n".join([
@@ -128,13 +128,14 @@ def fused_add_rms_norm(*_):
 
     loaded(runner, source.replace("PLACE", str(tmp_path)))
     called(runner)
+    runner.command("canary")
     assert moves()
-    runner.freeze(True)
+    runner.stop()
     time.sleep(0.05)  # a write that had begun
     before = counts()
     time.sleep(0.3)
     assert counts() == before
-    runner.freeze(False)
+    runner.command("canary")
     assert moves()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import lzma
 import re
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from patcher.bench import BaselineTime, Candidate, Evaluation, Language, Missing
 from patcher.bench.judge import JudgeSettings, evaluate, open_judge, process
 from patcher.bench.judge.accuracy import explain_mismatch, rmse_factor
 from patcher.bench.judge.blob import FILL, RED_ZONE, Wanted, layout, read_set, strayed, write_set
+from patcher.bench.judge.clockcheck import FEWEST_PAIRS
 
 OP = bench.load_op("fused_add_rms_norm")
 SOLUTIONS = {info.name: candidate for info, candidate in OP.solutions()}
@@ -129,37 +131,41 @@ def test_a_machine_too_busy_to_time_is_said_where_a_ratio_is_asked_for(
 ) -> None:
     busy = "blocks of the baseline, all alike, take from 1 to 9 us a call"
     monkeypatch.setattr(patcher.bench.judge.timing, "unsteady", lambda _: busy)
-    monkeypatch.setattr(patcher.bench.judge.timing, "PAUSE_S", 0.0)
+    monkeypatch.setattr(patcher.bench.judge.timing, "PAUSE_S", {"cpu": 0.0})
     candidate = Candidate(op=OP.name, language=Language.CPP, source=GOOD)
     quick = replace(SETTINGS, points=1, calls=40, lives_s=0.0)
-    found = evaluate(candidate, replace(quick, pairs=patcher.bench.judge.timing.FEWEST_PAIRS - 1))
+    found = evaluate(candidate, replace(quick, pairs=FEWEST_PAIRS - 1))
     assert found.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
     with pytest.raises(MissingError, match=f"too busy to time .*: {busy}"):
-        evaluate(candidate, replace(quick, pairs=patcher.bench.judge.timing.FEWEST_PAIRS))
+        evaluate(candidate, replace(quick, pairs=FEWEST_PAIRS))
 
 
-def test_a_point_is_heard_again_until_the_judges_clock_can_tell(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("believed", ["never", "sometimes", "mostly"])
+def test_most_measurements_of_a_point_decide(
+    believed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A forged clock is believed in none of the hearings that can tell nothing."""
-    heard: list[str] = []
+    problem = "0.1 us a call is below what this machine can do"
+    said = {
+        "never": itertools.repeat(problem),
+        "sometimes": itertools.cycle([problem, None]),
+        "mostly": itertools.chain([problem], itertools.repeat(None)),
+    }[believed]
+    measured: list[str | None] = []
 
-    def hearing(*_: object) -> str | None:
-        heard.append("")
-        return None if len(heard) < 3 else "the judge's clock saw more"
+    def measure(*_: object) -> str | None:
+        measured.append(next(said))
+        return measured[-1]
 
-    monkeypatch.setattr(patcher.bench.judge.timing, "suspicious", hearing)
-    monkeypatch.setattr(
-        patcher.bench.judge.timing,
-        "blind",
-        lambda _: "its clock is unsteady" if len(heard) < 4 else None,
-    )
-    monkeypatch.setattr(patcher.bench.judge.timing, "PAUSE_S", 0.0)
+    monkeypatch.setattr(patcher.bench.judge.timing, "below_floor", measure)
     candidate = Candidate(op=OP.name, language=Language.CPP, source=GOOD)
     found = evaluate(candidate, replace(SETTINGS, points=1, calls=40, lives_s=0.0, pairs=4))
-    assert found.outcome is Outcome.GUARD_VIOLATION
-    assert [check.name for check in found.failed_checks] == ["clocks"]
-    assert len(heard) == patcher.bench.judge.timing.MEASUREMENTS
+    if believed == "mostly":
+        assert found.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
+        assert len(measured) == 3
+    else:
+        assert found.outcome is Outcome.GUARD_VIOLATION
+        assert [check.name for check in found.failed_checks] == ["clocks"]
+        assert len(measured) == (3 if believed == "never" else 5)
 
 
 def test_a_hanging_candidate_is_killed() -> None:

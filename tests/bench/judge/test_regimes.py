@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from pathlib import Path
 
 import pytest
@@ -14,13 +16,14 @@ from patcher.bench.judge.cases import (
     Case,
     Secrets,
     correctness_cases,
+    drawn_points,
     expect,
     make_inputs,
     placements,
     tensors_of,
     value_problem,
 )
-from patcher.bench.ops.op import Op
+from patcher.bench.ops.op import Op, load_op, load_ops
 from patcher.bench.selftest.scorecard import corpus_folder
 
 NORM = bench.load_op("fused_add_rms_norm")
@@ -80,6 +83,53 @@ def test_cases_hold_every_regime_every_point_and_every_shape() -> None:
     assert len({case.seed for case in cases}) == len(cases)
     assert len(correctness_cases(NORM, sweep, Secrets(1), rounds=2)) == 2 * len(cases)
     assert correctness_cases(NORM, sweep, Secrets(1)) == cases  # a given seed repeats
+
+
+@pytest.mark.parametrize("op", load_ops().values(), ids=lambda op: op.name)
+def test_points_are_drawn_anew_within_the_guards(op: Op) -> None:
+    sweep = op.sweep("cuda" if any(s.device == "cuda" for s in op.contract.sweeps) else "cpu")
+    known = {point.label() for point in sweep.points()}
+    seen: set[str] = set()
+    for seed in range(30):
+        points = drawn_points(op.contract, sweep, random.Random(seed))
+        assert {tuple(p.dtypes.items()) for p in points} == {
+            tuple(choice.items()) for choice in op.contract.dtype_choices()
+        }
+        seen |= {point.label() for point in points}
+        for point in points:
+            largest = max(*sweep.values, *(h.axes[sweep.axis] for h in op.contract.hidden))
+            assert 1 <= point.axes[sweep.axis] <= largest
+            for axis, guard in op.contract.guards.axes.items():
+                size = point.axes.get(axis, guard.minimum)
+                assert size % guard.multiple_of == 0
+                assert size >= guard.minimum
+                assert guard.maximum is None or size <= guard.maximum
+    assert len(seen - known) > 30
+    assert drawn_points(op.contract, sweep, random.Random(1)) == drawn_points(
+        op.contract, sweep, random.Random(1)
+    )
+
+
+def test_a_case_of_every_drawn_point_can_be_made() -> None:
+    for op in load_ops().values():
+        sweep = op.sweep("cpu")
+        for seed in range(3):
+            for point in drawn_points(op.contract, sweep, random.Random(seed)):
+                values = regimes.make(op, point, seed, "normal", "cpu")
+                scalars = {each.name: each.value for each in op.contract.scalars}
+                assert op.reference(**values, **scalars)
+
+
+@pytest.mark.parametrize("name", ["moe_reduce", "rope_kv_update"])
+def test_a_regime_is_tried_where_its_tensor_has_elements(name: str) -> None:
+    op = load_op(name)
+    optional = {"moe_reduce": "scales", "rope_kv_update": "bias"}[name]
+    [tensor] = [each for each in op.contract.tensors if each.name == optional]
+    for seed in range(5):
+        cases = correctness_cases(op, op.sweep("cpu"), Secrets(seed))
+        alone = [case for case in cases if case.only == optional]
+        assert {case.regime for case in alone} >= {"zeros", "ones", "nan"}
+        assert all(math.prod(op.contract.shape(tensor, case.point)) for case in alone)
 
 
 def test_padded_and_misaligned_tensors_where_the_contract_allows(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 # cheat: 07 the runner's own clock runs at a fifth of its speed
 # op: fused_add_rms_norm
 # device: cpu
-# outcome: guard_violation
+# outcome: guard_violation, too_slow
 # caught: clocks
 import sys
 import time

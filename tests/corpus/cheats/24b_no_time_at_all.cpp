@@ -1,7 +1,7 @@
-// cheat: 24 a fast kernel whose calls take a nanosecond each by the runner's clock
+// cheat: 24 a slow kernel whose calls take a nanosecond each by the runner's clock
 // op: fused_add_rms_norm
 // device: cpu
-// outcome: guard_violation
+// outcome: guard_violation, too_slow
 // caught: clocks
 #define CHEAT 1
 #include <dlfcn.h>
@@ -9,7 +9,6 @@
 #if CHEAT
 namespace {
 
-// What is hidden is less than the noise of any other clock: only the machine's floor tells.
 __attribute__((constructor)) void stop_the_clock() {
   auto enter = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Ensure"));
   auto leave = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "PyGILState_Release"));
@@ -76,6 +75,8 @@ void run(T* input, T* residual, const W* weight, int64_t tokens, int64_t hidden,
       sum = load(x + i);  // the rounded one, which is scaled below
       squares += sum * sum;
     }
+    volatile float kept = 0.0f;  // slow on purpose: it is fast by a forged clock alone
+    for (int64_t i = 0; i < 64 * hidden; ++i) kept = kept + load(x + i % hidden);
     const float scale = 1.0f / std::sqrt(squares / float(hidden) + epsilon);
 #pragma omp simd
     for (int64_t i = 0; i < hidden; ++i) store(x + i, load(x + i) * scale * load(weight + i));

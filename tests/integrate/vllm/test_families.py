@@ -116,7 +116,7 @@ def test_a_patch_says_whether_a_model_has_layers_for_it(
     assert says(architectures=["Nobody"]) == (False, "vLLM 9.1 has no model Nobody")
     assert "flat" in POINTS["linear"].of_model({"architectures": ["Step5ForCausalLM"]})
     assert [check.name for check in verify(patch).checks][-1] == "kernel"
-    with pytest.raises(bench.UsageError, match="is no preset, and no folder"):
+    with pytest.raises(bench.UsageError, match="it is no preset, and no folder"):
         published_config(str(tmp_path / "nowhere"))
     assert published_config("gpt-oss-20b")["quantization_config"]["quant_method"] == "mxfp4"
 

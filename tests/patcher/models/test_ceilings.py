@@ -10,15 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
-import anthropic
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from model_servers import ModelDouble
 
 from patcher.bench import BudgetError, Evaluation, Language, MissingError, Outcome, PatcherError
 from patcher.judges.meter import JudgeMeter
 from patcher.models import ModelError, Reply, Request, Trouble
-from patcher.models.api import ApiModel
 from patcher.models.budget import SHORTEST_S, Budget
 from patcher.models.ceilings import RESOURCES, Amount, SpendingLimits
 from patcher.models.client import ModelClient
@@ -85,16 +84,14 @@ class World:
         )
 
 
-class Simulated(ApiModel):
+class Simulated(ModelDouble):
     """A double for a paid API: what it does, takes and bills is drawn."""
-
-    _sdk = anthropic
 
     def __init__(self, entry: ModelEntry, world: World, draw: st.DrawFn, kill: Any) -> None:
         super().__init__(entry)
         self.world, self.draw, self.kill = world, draw, kill
 
-    def _stream(self, request: Request) -> Reply:
+    def _once(self, request: Request) -> Reply:
         draw, room = self.draw, self._room(request)
         share = draw(st.sampled_from([0.0, 0.3, 1.0]))
         tokens = int(share * (self.worst_tokens(request) - room)), int(share * room)
@@ -117,7 +114,7 @@ class Simulated(ApiModel):
                 retry_after_s=draw(st.sampled_from([None, 0.0, 200.0, 1e6])),
             )
         stop = {"cut": "max_tokens", "refusal": "refusal"}.get(end, "end_turn")
-        return self._reply(request, "text", "m", stop, None if end == "silent" else tokens)
+        return self.reply(request, stop, None if end == "silent" else tokens)
 
 
 def ceilings() -> st.SearchStrategy[dict[str, float | None]]:
@@ -218,20 +215,18 @@ def payers(budget: Budget, clock: Clock, *, on_gpu: bool) -> tuple[ModelClient, 
     return ModelClient(budget, clock=clock), JudgeMeter(budget, on_gpu=on_gpu, clock=clock)
 
 
-class Steady(ApiModel):
+class Steady(ModelDouble):
     """A double that takes its time and answers."""
-
-    _sdk = anthropic
 
     def __init__(self, world: World, seconds: float, fails: ModelError | None = None) -> None:
         super().__init__(ModelEntry(provider="anthropic", model="m", base_url="http://nowhere"))
         self.world, self.seconds, self.fails = world, seconds, fails
 
-    def _stream(self, request: Request) -> Reply:
+    def _once(self, request: Request) -> Reply:
         self.world.pass_(self.seconds)
         if self.fails:
             raise self.fails
-        return self._reply(request, "text", "m", "end_turn", (100, 200))
+        return self.reply(request, "end_turn", (100, 200))
 
 
 def test_what_was_used_is_what_was_noted(run: Run) -> None:
@@ -258,10 +253,10 @@ def test_killed_at_each_note_nothing_is_forgotten(tmp_path: Path, at: int, writt
     troubles = [ModelError("broke off", trouble="broken", charged=True)]
 
     class Failing(Steady):
-        def _stream(self, request: Request) -> Reply:
+        def _once(self, request: Request) -> Reply:
             self.fails = troubles.pop() if troubles else None
             world.used += Amount(tokens=300)
-            return super()._stream(request)
+            return super()._once(request)
 
     def judge() -> Evaluation:
         world.pass_(40.0, gpu=True)
@@ -347,7 +342,7 @@ def test_a_question_that_is_not_asked_is_free(run: Run) -> None:
     """Wrong keys and the like: nothing was billed, nothing stays reserved."""
 
     class Keyless(Steady):
-        def _stream(self, request: Request) -> Reply:
+        def _once(self, request: Request) -> Reply:
             raise MissingError("no key")
 
     budget = Budget(run, SpendingLimits(tokens=5000))

@@ -123,7 +123,7 @@ def test_without_a_terminal_each_candidate_is_a_line() -> None:
     assert isinstance(plain.file, io.StringIO)
     assert plain.file.getvalue().splitlines() == [
         "  candidate 0 (1 of 8, functional): asking",
-        "  candidate 0 (functional): correct, fine; best 1.500x; 100 tokens so far",
+        "  candidate 0 (functional): correct, fine; best 1.500x; so far 100 tokens",
     ]
     quiet = Console(file=io.StringIO())
     with Watch(quiet, quiet=True) as watch:
@@ -238,6 +238,6 @@ def test_where_a_run_stands(tmp_path: Path, iterations: int) -> None:
     assert (now.state, now.step, now.candidates) == ("finished", None, iterations)
     assert (now.best_iteration, now.best_speedup) == ((0, 1.1) if iterations == 1 else (1, 2.0))
     assert now.sentence() == (
-        f"run {run.id} is finished ({iterations} candidates, best {now.best_speedup:.3f}x, "
-        f"${now.spent_usd:.2f} spent)"
+        f"run {run.id} is finished ({iterations} candidates, best {now.best_speedup:.3f}x; "
+        f"${now.spent_usd:.2f} used)"
     )
