@@ -246,14 +246,11 @@ class _Taking:
                 # prompts of one number are the same in both arms, and new to a server's cache
                 seed = 1000 * (number + 1) + FIRST_RUN + 10 * index + attempt
                 run = self._run(at, point, seed, values)
-                if run.longest_gap_ms <= limit_ms:
+                gap_ms = run.longest_gap_ms
+                if gap_ms <= limit_ms or attempt == TRIES - 1:
+                    runs.append(run.model_copy(update={"stalled": gap_ms > limit_ms}))
                     break
-                gap = StalledRun(point=point, longest_gap_ms=run.longest_gap_ms, limit_ms=limit_ms)
-                if attempt == TRIES - 1:
-                    run = run.model_copy(update={"stalled": True})
-                else:
-                    stalled.append(gap)
-            runs.append(run)
+                stalled.append(StalledRun(point=point, longest_gap_ms=gap_ms, limit_ms=limit_ms))
         return runs, stalled
 
     def _run(

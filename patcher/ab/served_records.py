@@ -146,6 +146,14 @@ class PointGain(Record):
         """Whether it loses beyond its noise."""
         return self.gain_high_pct < 0
 
+    @property
+    def said(self) -> str:
+        """The gain as text, with its interval if there is one: a single pair has none."""
+        gain = f"{self.gain_pct:+.2f} %"
+        if self.gain_low_pct <= -100:
+            return f"{gain}, no interval"
+        return f"{gain} [{self.gain_low_pct:+.2f}, {self.gain_high_pct:+.2f}]"
+
 
 class ServedComparison(Record):
     """The gain over all points, and the verdict."""

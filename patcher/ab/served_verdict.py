@@ -91,11 +91,7 @@ def _verdict(
         return "reject", wrong
     losing = [one for one in points if one.loses]
     if losing:
-        return "reject", [
-            f"{one.point.label} loses beyond its noise: {one.gain_pct:+.2f} % "
-            f"[{one.gain_low_pct:+.2f}, {one.gain_high_pct:+.2f}]"
-            for one in losing
-        ]
+        return "reject", [f"{one.point.label} loses beyond its noise: {one.said}" for one in losing]
     void = []
     if len(processes) < 2 * LEAST_PAIRS:
         void.append("one process pair does not show what two processes differ by")

@@ -234,7 +234,9 @@ class EngineServer:
             connection = http.client.HTTPConnection(HOST, self.port, timeout=5)
             try:
                 connection.request("GET", health)
-                if connection.getresponse().status == 200:
+                answer = connection.getresponse()
+                answer.read()  # else its end is a reset, of which the log would tell
+                if answer.status == 200:
                     return
             except (OSError, http.client.HTTPException):
                 pass  # it does not listen yet

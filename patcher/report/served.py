@@ -187,7 +187,7 @@ def _row(point: PointGain) -> list[str]:
     return [
         point.point.label,
         *(f"{one.output_tokens_per_s:,.1f}" for one in both),
-        f"{point.gain_pct:+.2f} % [{point.gain_low_pct:+.2f}, {point.gain_high_pct:+.2f}]",
+        point.said,
         times("tpot_ms", 3),
         times("ttft_ms", 0),
         times("itl_ms", 3),

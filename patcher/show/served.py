@@ -16,7 +16,7 @@ def served_lines(result: ServedResult) -> list[Any]:
     """The points of both sides, what was measured how, and the verdict."""
     found, header = result.comparison, result.header
     table = Table(title=f"{header.workload.model} as {header.client} sees it, one server at a time")
-    for name in ("point", "tok/s", "patched", "gain %", "TPOT p50 ms", "TTFT p50 / p99 ms"):
+    for name in ("point", "tok/s", "patched", "gain", "TPOT p50 ms", "TTFT p50 / p99 ms"):
         table.add_column(name, justify="left" if name == "point" else "right")
     for name in ("ITL p50 / p99 ms", "good req/s", "stalls"):
         table.add_column(name, justify="right")
@@ -43,7 +43,7 @@ def point_cells(point: PointGain) -> tuple[str, ...]:
     return (
         point.point.label,
         *(f"{one.output_tokens_per_s:,.1f}" for one in both),
-        f"{point.gain_pct:+.2f} [{point.gain_low_pct:+.2f}, {point.gain_high_pct:+.2f}]",
+        point.said,
         ", ".join(f"{one.tpot_ms['p50']:.3f}" for one in both),
         ", ".join(f"{one.ttft_ms['p50']:.0f} / {one.ttft_ms['p99']:.0f}" for one in both),
         ", ".join(f"{one.itl_ms['p50']:.2f} / {one.itl_ms['p99']:.2f}" for one in both),

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import JsonValue
 from typer.testing import CliRunner
 
 from patcher.ab import bench_client, served
@@ -43,6 +45,7 @@ from patcher.bench.ab.served import (
 )
 from patcher.bench.engines import serving
 from patcher.bench.engines.serving import ServingClient, client_of, clients, flags, request_line
+from patcher.bench.machine.environment import ROOT, python_path
 from patcher.bench.stats.comparison import Arm
 from patcher.commands.console import app
 from patcher.integrate import Receipt
@@ -265,6 +268,7 @@ def test_intervals_cover_what_was_planted_and_the_noise_is_found() -> None:
     single = judged((20,), pairs=1)
     assert (single.noise_pct, single.points[0].loses) == (None, False)
     json.loads(single.model_dump_json())  # its interval is finite
+    assert single.points[0].said.endswith("%, no interval")
 
 
 def test_warm_up_goes_on_until_nothing_is_faster() -> None:
@@ -355,7 +359,14 @@ def test_traces_and_clients_are_data() -> None:
         assert "sglang-bench (--engine sglang)" in raised.value.hint
     for one in clients().values():
         assert json.loads(request_line(one.request, 'a "b" {answer}', "c", 7))
-    given = {"a_b": True, "c": False, "d": {"e": 1}, "f": None, "g": 0.5, "h": "i"}
+    given: dict[str, JsonValue] = {
+        "a_b": True,
+        "c": False,
+        "d": {"e": 1},
+        "f": None,
+        "g": 0.5,
+        "h": "i",
+    }
     assert flags(given) == ["--a-b", "--no-c", "--d", '{"e": 1}', "--g", "0.5", "--h", "i"]
 
 
@@ -376,6 +387,12 @@ def test_the_command_line_measures_decides_and_writes(
         assert [side.name for side in result.header.sides] == list(sides)
         assert json.loads(found.stdout)["comparison"] == result.comparison.model_dump(mode="json")
         assert "<svg" in (tmp_path / "page" / "report.html").read_text()
+
+
+def test_importing_the_loop_of_clients_leaves_the_path_alone() -> None:
+    check = "import sys; path = [*sys.path]; import patcher.ab.bench_loop; assert sys.path == path"
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    subprocess.run([sys.executable, "-c", check], env=environment, check=True)
 
 
 @pytest.mark.parametrize(
