@@ -134,6 +134,23 @@ def suspicious(
     return None
 
 
+def hidden_paid(ours: Sequence[TimedBlock], theirs: Sequence[TimedBlock]) -> list[TimedBlock]:
+    """CUDA: the candidate's blocks, with what the judge's clock saw and their times leave out.
+
+    It is the mean over the blocks, beyond what the baseline's leave out; nothing where noise may be
+    the reason. So a clock that is true in some blocks gains nothing in the others.
+    """
+    usual = statistics.median(block.hidden_us for block in theirs)
+    more = [(block.hidden_us - usual) / block.calls for block in ours]
+    if hodges_lehmann(more).low <= 0:
+        return list(ours)
+    mean = statistics.fmean(more)
+    return [
+        TimedBlock([time + mean for time in block.times_us], block.calls, block.wall_us)
+        for block in ours
+    ]
+
+
 def shared_us(
     ours: Sequence[TimedBlock],
     theirs: Sequence[TimedBlock],

@@ -31,6 +31,7 @@ from patcher.bench.judge.clockcheck import (
     Traced,
     are_steady,
     below_floor,
+    hidden_paid,
     of_pairs,
     overran,
     shared_us,
@@ -172,6 +173,7 @@ class TimingSession:
             ours = [TimedBlock([block.figure + more], block.calls, block.wall_us) for block in ours]
         else:
             problem = problem or suspicious(ours, theirs, *each_alone)
+            ours = hidden_paid(ours, theirs)
         disturbance = unsteady(theirs) if self.precision.tells else None
         return Measured(ours, theirs, dropped, problem, disturbance)
 

@@ -22,12 +22,14 @@ class Arena:
     With `bare` there are only bytes and no tensors.
     """
 
-    def __init__(self, plan: dict[str, Any], sets: int, bare: bool = False) -> None:
+    def __init__(
+        self, plan: dict[str, Any], sets: int, device: str = "cuda", bare: bool = False
+    ) -> None:
         import torch
 
         self.set_bytes, self.sets = plan["set_bytes"], sets
         self.sent, self.returned = plan["sent_bytes"], plan["returned_bytes"]
-        self.bytes = torch.empty(self.set_bytes * sets, dtype=torch.uint8, device="cuda")
+        self.bytes = torch.empty(self.set_bytes * sets, dtype=torch.uint8, device=device)
         self.pointer = self.bytes.data_ptr()
         self.slots = [slot for slot in plan["slots"] if slot["travel"] != "bytes"]
         self.constants = [slot for slot in plan["slots"] if slot["constant"]]

@@ -6,6 +6,7 @@ import hashlib
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -19,6 +20,7 @@ from patcher.bench.judge.ceilings import Ceilings
 from patcher.bench.judge.clockcheck import (
     TimedBlock,
     below_floor,
+    hidden_paid,
     overran,
     shared_us,
     suspicious,
@@ -65,6 +67,18 @@ def test_time_that_is_left_out_shows_in_the_judges_clock() -> None:
     problem = suspicious(ours, THEIRS, alone(12.0), THEIRS_ALONE)
     assert problem is not None
     assert "judge's clock" in problem
+
+
+def test_a_clock_that_is_true_in_every_third_block_gains_nothing() -> None:
+    honest = blocks(10.0, seed=3)
+    forged = [
+        TimedBlock([t / 5 for t in b.times_us], b.calls, b.wall_us) if i % 3 else b
+        for i, b in enumerate(honest)
+    ]
+    assert suspicious(forged, THEIRS, alone(12.0), THEIRS_ALONE) is None
+    paid = hidden_paid(forged, THEIRS)
+    assert statistics.fmean(block.figure for block in paid) == pytest.approx(10, rel=0.1)
+    assert hidden_paid(honest, THEIRS) == honest
 
 
 def test_a_busy_machine_is_not_a_forged_clock() -> None:

@@ -2,7 +2,7 @@
 # op: fused_add_rms_norm
 # device: cpu
 # outcome: guard_violation, mismatch
-# caught: values, timed outputs, clocks
+# caught: values, timed outputs, clocks, guards
 import threading
 
 import torch

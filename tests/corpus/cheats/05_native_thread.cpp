@@ -2,7 +2,7 @@
 // op: linear
 // device: cpu
 // outcome: guard_violation, mismatch
-// caught: values, timed outputs, clocks
+// caught: values, timed outputs, clocks, guards
 #include <tvm/ffi/container/tensor.h>
 
 #include <cstdint>
