@@ -1,4 +1,6 @@
-"""Plausibility checks of times, against single calls, the machine's floor and the judge's clock.
+"""Blocks of timed calls: what a measurement says, and whether its times are plausible.
+
+They are held against calls by themselves, the machine's floor and the judge's clock.
 
 On a CPU the times are the judge's own. On CUDA the candidate shares its process with the events
 that time it. Its times are therefore checked against something it cannot forge: when the judge

@@ -92,7 +92,6 @@ class Runner:
         """Random pool that the runner was given last."""
         self._buffer = b""
         self._status: int | None = None
-        self.device = zygote.device
         # on a CPU the second one holds the sets, which are not sent
         room = SETS_CAPACITY if zygote.device == "cpu" else CAPACITY
         self._files = [memory_file("inputs"), memory_file("outputs", room)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from patcher.bench.errors import PatcherError, UsageError
@@ -79,7 +79,6 @@ def survived(
         UsageError: no guard matches `only`, or no case that of a guard.
     """
     folder = corpus_folder(folder)
-    root = ROOT / "patcher" / "bench"
     chosen = [each for each in mutations(folder) if each.device == device and only in each.guard]
     if not chosen:
         raise UsageError(
@@ -87,18 +86,28 @@ def survived(
         )
     for each in chosen:
         matching(folder, device, each.only)  # else its guard would seem noticed
+    # what is built without a guard must not be found by a judge that has it
+    with tempfile.TemporaryDirectory(prefix="patcher-mutants-") as cache:
+        yield from _survived(device, chosen, report, folder, Path(cache))
+
+
+def _survived(
+    device: str, chosen: Sequence[Mutation], report: Progress, folder: Path, cache: Path
+) -> Iterator[Killed]:
     for index, each in enumerate(chosen):
         report("mutations", index, len(chosen))
         with tempfile.TemporaryDirectory(prefix="patcher-mutant-") as scratch:
             copy = Path(scratch) / "patcher"
             ignore = shutil.ignore_patterns("__pycache__", "results", "kernel_library")
-            shutil.copytree(root.parent, copy, ignore=ignore)
+            shutil.copytree(ROOT / "patcher", copy, ignore=ignore)
             (copy / "kernel_library").symlink_to(library())
             target = copy / "bench" / each.file
             text = target.read_text(encoding="utf-8")
             target.write_text(text.replace(each.old, each.new), encoding="utf-8")
             try:
-                results = run_corpus(device, each.only, _quiet, folder, root=Path(scratch))
+                results = run_corpus(
+                    device, each.only, _quiet, folder, root=Path(scratch), cache=cache
+                )
                 by = tuple(f"{r.kind}/{r.name}" for r in results if not r.passed)
             except PatcherError as error:
                 by = (f"the judge: {error.message[-200:]}",)

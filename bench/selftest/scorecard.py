@@ -158,6 +158,7 @@ def run_corpus(
     static: bool = True,
     kinds: tuple[str, ...] = (),
     root: Path = ROOT,
+    cache: Path | None = None,
     results: list[CaseResult] | None = None,
 ) -> list[CaseResult]:
     """Evaluate cases in one process.
@@ -170,6 +171,7 @@ def run_corpus(
         static: whether tripwires are on.
         kinds: kinds of cases; empty: all.
         root: folder that the process imports `patcher` from.
+        cache: folder of its builds and measurements; None: the user's.
         results: list that each result is appended to; None: a new one.
 
     Returns:
@@ -182,6 +184,7 @@ def run_corpus(
     token = f"honeytoken-{secrets.token_hex(12)}"
     keys = dict.fromkeys((HONEYTOKEN, "ANTHROPIC_API_KEY", "OPENAI_API_KEY", "HF_TOKEN"), token)
     environment = {**os.environ, **keys, "PYTHONPATH": python_path(root)}
+    environment |= {} if cache is None else {"PATCHER_CACHE": str(cache)}
     results = [] if results is None else results
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(

@@ -200,12 +200,6 @@ def test_no_ceiling_is_ever_crossed(
         run.close()
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    with Run.create(tmp_path, command="optimize") as found:
-        yield found
-
-
 def question(step: str) -> Request:
     return Request(step=step, role="generate", system="", prompt="x", max_tokens=1000)
 

@@ -6,13 +6,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from command_line import error_of, patcher
 from gate_soak import soak
-from model_servers import APIS, KEY, Api, ApiServer, Item, serving
+from model_servers import APIS, KEY, Api, ApiServer, Item
 
 from patcher.models.budget import Budget
 from patcher.models.ceilings import Amount
@@ -22,16 +21,6 @@ from patcher.runs.run import Run
 OP = "fused_add_rms_norm"
 SOURCE = "Here.\n\n```cpp\n#error does not build\nvoid fused_add_rms_norm() {}\n```\n"
 ADVICE = {"bottleneck": "b", "change": "c", "critical_issue": "i", "minimal_fix": "f"}
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    with serving() as found:
-        for name, path in (("ANTHROPIC", ""), ("OPENAI", "/v1")):
-            monkeypatch.setenv(f"{name}_API_KEY", KEY)
-            monkeypatch.setenv(f"{name}_BASE_URL", found.url + path)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        yield found
 
 
 def test_three_columns_and_their_words(tmp_path: Path) -> None:

@@ -8,14 +8,13 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import gate_fuzz
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_servers import APIS, KEY, Api, ApiServer, Item, Slept, serving
+from model_servers import APIS, KEY, Api, ApiServer, Item, Slept
 
 from patcher.bench import Language, PatcherError, UsageError
 from patcher.models import ModelError, Reply, Request
@@ -38,27 +37,6 @@ REQUEST = Request(
 ANSI = "\x1b[2J\x1b]52;c;ZWNobw==\x07\x9b31m\u202e"
 BIG = 1 << 20
 DIGITS = "a number of 5,001 digits"
-
-
-@pytest.fixture(params=list(APIS))
-def api(request: pytest.FixtureRequest) -> Api:
-    return APIS[request.param]
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    with serving() as found:
-        for name, path in (("ANTHROPIC", ""), ("OPENAI", "/v1")):
-            monkeypatch.setenv(f"{name}_API_KEY", KEY)
-            monkeypatch.setenv(f"{name}_BASE_URL", found.url + path)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        yield found
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    with Run.create(tmp_path / "runs", command="optimize") as found:
-        yield found
 
 
 @dataclass

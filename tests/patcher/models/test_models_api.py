@@ -9,14 +9,13 @@ import json
 import struct
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from model_servers import APIS, KEY, Api, ApiServer, Item, Slept, serving
+from model_servers import APIS, KEY, Api, ApiServer, Item, Slept
 
 from patcher.bench import BudgetError, MissingError, PatcherError, UsageError, VerificationError
 from patcher.models import Image, ModelError, Reply, Request, open_model
@@ -40,27 +39,6 @@ def request(max_tokens: int = 4000, images: tuple[Image, ...] = ()) -> Request:
         max_tokens=max_tokens,
         images=images,
     )
-
-
-@pytest.fixture(params=list(APIS))
-def api(request: pytest.FixtureRequest) -> Api:
-    return APIS[request.param]
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    with serving() as found:
-        for name, path in (("ANTHROPIC", ""), ("OPENAI", "/v1")):
-            monkeypatch.setenv(f"{name}_API_KEY", KEY)
-            monkeypatch.setenv(f"{name}_BASE_URL", found.url + path)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        yield found
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    with Run.create(tmp_path / "runs", command="optimize") as found:
-        yield found
 
 
 def ask(run: Run, api: Api, server: ApiServer, slept: Slept, **more: Any) -> Reply:
