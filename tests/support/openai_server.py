@@ -27,7 +27,7 @@ class Completions(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *given: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         """Say nothing of requests."""
 
     def do_GET(self) -> None:
