@@ -24,6 +24,7 @@ from patcher.ab.served_records import (
 from patcher.bench.ab.served import ServedRun
 from patcher.bench.stats.comparison import Arm, Verdict
 from patcher.bench.stats.intervals import half_width
+from patcher.integrate import Receipt
 
 LEAST_PAIRS = 2
 """Fewest process pairs for a verdict: with two, the interval is 9 standard deviations wide."""
@@ -112,16 +113,33 @@ def _verdict(
 
 
 def _receipts_wrong(header: ServedHeader, processes: Sequence[ServedProcess]) -> list[str]:
-    """What receipts say against it: a patch of a side never ran, or another one did."""
+    """What receipts say against it: a patch of a side was never reached, another one ran, or none
+    of a side's patches ran.
+    """
     found: dict[str, None] = {}
     for process in processes:
         side = header.sides[ARMS.index(process.arm)]
         ran = {one.patch_id for one in process.receipts if one.total_calls}
+        idle = {one.patch_id: one for one in process.receipts if one.patch_id not in ran}
         for name in sorted(side.patches.keys() - ran):
-            found[f"{name} never ran while {side.name} was measured"] = None
+            why = _why_idle(idle.get(name))
+            if why is None:
+                found[f"{name} never ran while {side.name} was measured"] = None
+            elif not ran:
+                found[f"{name} had no effect while {side.name} was measured: {why}"] = None
         for name in sorted(ran - side.patches.keys()):
             found[f"{name} ran while {side.name} was measured"] = None
     return list(found)
+
+
+def _why_idle(receipt: Receipt | None) -> str | None:
+    """Why the engine's own code ran in place of a patch; None if nobody decided that."""
+    if receipt is None:
+        return None
+    if receipt.failure is not None:
+        return receipt.failure
+    refused = receipt.fallbacks or receipt.layers_refused
+    return max(refused, key=lambda reason: refused[reason]) if refused else None
 
 
 def _calls(processes: Sequence[ServedProcess]) -> str:
@@ -130,7 +148,9 @@ def _calls(processes: Sequence[ServedProcess]) -> str:
         return "no side has a patch"
     calls = sum(one.total_calls for one in receipts)
     fell_back = sum(sum(one.fallbacks.values()) for one in receipts)
-    return f"patched kernels ran {calls:,} times, {fell_back:,} calls fell back"
+    said = f"patched kernels ran {calls:,} times, {fell_back:,} calls fell back"
+    idle = {one.patch_id: _why_idle(one) for one in receipts if not one.total_calls}
+    return "; ".join([said, *(f"{name} had no effect: {why}" for name, why in idle.items())])
 
 
 def _ratios(processes: Sequence[ServedProcess]) -> list[list[float]]:

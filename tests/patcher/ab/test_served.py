@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -191,6 +192,8 @@ def judged(
     arguments: Mapping[str, Any] | None = None,
     flags_no_faster: bool = True,
     ran: Mapping[Arm, bool] | None = None,
+    receipts: Sequence[Receipt] | None = None,
+    patches: Mapping[str, str] | None = None,
     seed: int = 1,
 ) -> Any:
     """The verdict on planted gains by point, with normal noise of each process at each point."""
@@ -209,7 +212,9 @@ def judged(
             for point, gain in zip(points, gains_pct, strict=True)
         )
         calls = {"kernel": 5} if where[arm] else {}
-        receipt = Receipt(patch_id=ID, digest=DIGEST, pid=1, calls=calls)
+        own = [Receipt(patch_id=ID, digest=DIGEST, pid=1, calls=calls)]
+        if receipts is not None:
+            own = list(receipts) if arm == "patched" else []
         processes.append(
             ServedProcess(
                 pair=pair,
@@ -219,12 +224,16 @@ def judged(
                 warm_ups={},
                 runs=runs,
                 stalled=(),
-                receipts=(receipt,),
+                receipts=tuple(own),
             )
         )
     stock = ServedSide(name="stock", version="1", arguments={}, patches={})
     patched = stock.model_copy(
-        update={"name": "patched", "patches": {ID: DIGEST}, "arguments": dict(arguments or {})}
+        update={
+            "name": "patched",
+            "patches": dict(patches or {ID: DIGEST}),
+            "arguments": dict(arguments or {}),
+        }
     )
     header = ServedHeader(
         fingerprint="f", workload=WORKLOAD, client="double", traces={}, points=points,
@@ -255,6 +264,33 @@ def test_planted_gains_and_losses_are_judged(
 ) -> None:
     found = judged(gains, **more)
     assert (found.verdict, said in " ".join(found.reasons)) == (verdict, True), found.reasons
+
+
+def test_what_falls_back_under_an_option_is_told_and_what_does_nothing_is_rejected() -> None:
+    other = "double.cache"
+
+    def found(norm: dict[str, Any], cache: dict[str, Any]) -> Any:
+        whole = [
+            Receipt(patch_id=name, digest=DIGEST, pid=1, **more)
+            for name, more in ((ID, norm), (other, cache))
+        ]
+        return judged((20, 15), receipts=whole, patches={ID: DIGEST, other: DIGEST})
+
+    ran, fp8 = {"calls": {"kernel": 5}}, {"fallbacks": {"dtype: float8": 7, "rank": 1}}
+    told = found(ran, fp8)
+    assert told.verdict == "accept"
+    said = told.reasons[-1]
+    assert said.endswith(f"24 calls fell back; {other} had no effect: dtype: float8")
+    refused = found(ran, {"layers_taken": 0, "layers_refused": {"the cache is of float8": 24}})
+    assert refused.reasons[-1].endswith(f"{other} had no effect: the cache is of float8")
+    for norm, cache, why in (
+        (fp8, fp8, f"{ID} had no effect while patched was measured: dtype: float8"),
+        (ran, {}, f"{other} never ran while patched was measured"),
+        ({"failure": "no compiler"}, fp8, f"{ID} had no effect .*: no compiler"),
+    ):
+        wrong = found(norm, cache)
+        assert wrong.verdict == "reject"
+        assert re.search(why, " ".join(wrong.reasons))
 
 
 def test_intervals_cover_what_was_planted_and_the_noise_is_found() -> None:
