@@ -220,6 +220,23 @@ def driver_version() -> str | None:
         pynvml.nvmlShutdown()
 
 
+def device_memory_held() -> int | None:
+    """Bytes of the memory of the first GPU that are in use; None if NVML does not answer."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handle = first_gpu(pynvml)
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def first_gpu(nvml: Any) -> Any:
     """NVML's handle of the GPU that CUDA numbers 0, of those in CUDA_VISIBLE_DEVICES.
 
