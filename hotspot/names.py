@@ -5,7 +5,9 @@ Normalisation takes one pass over the name, since a profile is untrusted input.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from functools import cache
 
 from patcher.hotspot.rules import rules
@@ -29,7 +31,7 @@ _EATEN_BRACKET = re.compile(r"(?<=\w)<unnamed>::")
 _BARE_UNNAMED = re.compile(r"(?<![<\w])unnamed>::")
 _LENGTH = re.compile(r"[1-9]\d{0,4}")
 
-_NORM = re.compile(r"RMSNorm(\.\w+)?$")
+_NORM = re.compile(r"RMSNorm(\.\w+(\((\d+), (\d+)\))?)?$")
 MODULE = "module::"
 """Prefix of the ranges that `hotspot.target` puts around modules, and of their rows."""
 
@@ -240,6 +242,28 @@ def module_name(module: object, path: str, in_layer: bool) -> str:
     """
     name = MODULE + type(module).__name__
     return f"{name}.{path.rpartition('.')[2]}" if in_layer and is_whole(name) else name
+
+
+def with_sizes(name: str, sizes: Sequence[int]) -> str:
+    """The name of a norm within a part of a layer, with the rows and the elements of a row that it
+    has in a step: `module::Qwen3RMSNorm.q_norm(32, 128)`. Other names stay.
+    """
+    if not sizes or not is_within(name):
+        return name
+    return f"{name}({math.prod(sizes[:-1])}, {sizes[-1]})"
+
+
+def sizes_in(name: str) -> tuple[int, int] | None:
+    """Rows and elements of a row of a norm within a part of a layer; None if its row has no such
+    sizes, as a profile of an earlier version."""
+    match = _NORM.search(name)
+    return None if match is None or match[2] is None else (int(match[3]), int(match[4]))
+
+
+def is_within(name: str) -> bool:
+    """Whether a row is of a norm within a part of a layer, see `module_name`."""
+    match = _NORM.search(name)
+    return name.startswith(MODULE) and match is not None and match[1] is not None
 
 
 def is_whole(module: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from patcher.bench import Op, PatcherError, Point, UsageError, presets
 from patcher.bench.engines.architecture import known_sizes
+from patcher.hotspot.names import is_within, sizes_in
 from patcher.hotspot.profile import Counters, Gpu
 from patcher.hotspot.rules import rules
 
@@ -87,9 +88,19 @@ class LaunchCost:
     """`op NAME` or `ncu`."""
 
 
-def cost_of(op: Op | None, counters: Counters | None, served: ServedModel) -> LaunchCost | None:
-    """The cost by the op's contract, else by Nsight Compute's counters; None without either."""
-    if op is not None and served.axes and "tokens" in served.axes:
+def cost_of(
+    op: Op | None, counters: Counters | None, served: ServedModel, row: str = ""
+) -> LaunchCost | None:
+    """The cost by the op's contract, else by Nsight Compute's counters; None without either.
+
+    Args:
+        op: the op that computes what the kernel does.
+        counters: of Nsight Compute.
+        served: the model.
+        row: the kernel's name; that of a norm within a part of a layer says its own sizes.
+    """
+    within, sizes = is_within(row), sizes_in(row)
+    if op is not None and served.axes and "tokens" in served.axes and (sizes or not within):
         try:
             sweep = op.sweep("cuda")
         except UsageError:
@@ -97,6 +108,8 @@ def cost_of(op: Op | None, counters: Counters | None, served: ServedModel) -> La
         if sweep is not None:
             axes = {**sweep.fixed, sweep.axis: served.axes["tokens"]}
             axes |= {name: served.axes[name] for name in sweep.fixed if name in served.axes}
+            if sizes is not None:
+                axes |= {sweep.axis: sizes[0], "hidden": sizes[1]}
             point = Point(axes=axes, dtypes=sweep.dtypes)
             return LaunchCost(
                 op.contract.bytes_moved(point), op.contract.flops(point), f"op {op.name}"

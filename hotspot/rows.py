@@ -109,7 +109,7 @@ class Ranking:
                 "sm_pct": counted.sm_throughput_pct,
             }
             spot = spot.model_copy(update=peaks)
-        cost = cost_of(op, counted, self.served)
+        cost = cost_of(op, counted, self.served, first.name)
         if cost is None:
             return spot
         update: dict[str, object] = {

@@ -24,7 +24,7 @@ from patcher.bench import MissingError, PatcherError, Workload
 from patcher.bench.engines import Decoder, Decoding, open_decoder
 from patcher.bench.engines.child_errors import memory_errors
 from patcher.hotspot.capture import ERROR
-from patcher.hotspot.names import MODULE, is_whole, module_name, row_name
+from patcher.hotspot.names import MODULE, is_whole, is_within, module_name, row_name, with_sizes
 
 WARM_UP_STEPS = 4
 
@@ -144,9 +144,10 @@ def module_ranges(
 
 def _pre_hook(push: Callable[[str], Any], name: str) -> Callable[[Any, Any], None]:
     """A hook that opens a range. It returns None, since a result would replace the arguments."""
+    within = is_within(name)
 
-    def enter(_module: Any, _arguments: Any) -> None:
-        push(name)
+    def enter(_module: Any, arguments: Any) -> None:
+        push(with_sizes(name, arguments[0].shape) if within and arguments else name)
 
     return enter
 

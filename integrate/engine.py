@@ -25,15 +25,14 @@ def must_fit_model(op: Op, engine: str, config: Callable[[], Mapping[str, Any]])
         VerificationError: the model has layers for none of them.
         MissingError: the engine is not installed.
     """
-    from patcher.integrate.points import find_point, specs_of
+    from patcher.integrate.places import of_model
+    from patcher.integrate.points import specs_of
 
     patch_point(op, engine)
     refusals: list[VerificationError] = []
     for spec in specs_of(op, engine):
-        says = getattr(find_point(engine, spec.point), "of_model", None)
         try:
-            if says is not None:
-                says(config())
+            of_model(engine, spec.point, config)
             return spec.point
         except VerificationError as error:
             refusals.append(error)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from patcher.bench import MissingError, Op, PatchPointSpec, VerificationError
+from patcher.integrate.points import POINTS, all_specs, entries_of, find_point, present_name
 
 
 @dataclass(frozen=True)
@@ -19,10 +22,42 @@ class OpPlaces:
     """Why the others take none, a clause each; empty if the op has no others."""
 
 
+_READERS = {
+    "transformers": "patcher.integrate.transformers.places",
+    "vllm": "patcher.integrate.vllm.places",
+}
+"""By engine, the module whose `of_model` tells of the points in its `LAYERS`, and imports neither
+the engine nor torch. A point of another package has a class method of that name."""
+
+
+def of_model(engine: str, point: str, config: Callable[[], Mapping[str, Any]]) -> str | None:
+    """The layers that a patch point has in a model.
+
+    Args:
+        engine: the engine's name.
+        point: the point's name, present or former.
+        config: reads the model's config.json, if the point asks for it.
+
+    Returns:
+        A sentence; None for a point that looks for its layers in a built model.
+
+    Raises:
+        VerificationError: the model has none; the message says why.
+        UsageError, MissingError: see `find_point`; or the engine is not installed.
+    """
+    name = present_name(engine, point)
+    if engine in _READERS:
+        reader = importlib.import_module(_READERS[engine])
+        if name in reader.LAYERS:
+            return str(reader.of_model(name, config))
+    elif POINTS.ours(engine) and not entries_of(engine):
+        return None  # of ours, these alone can tell; the others are not imported to be asked
+    says = getattr(find_point(engine, name), "of_model", None)
+    return None if says is None else str(says(config()))
+
+
 def places_of(op: Op, engine: str | None, config: Callable[[str], Mapping[str, Any]]) -> OpPlaces:
     """Ask the patch points of an op about a model.
-
-    A point can tell by its class method `of_model`; see `VllmPoint` and `GptOssPoint`.
 
     Args:
         op: the op.
@@ -32,17 +67,13 @@ def places_of(op: Op, engine: str | None, config: Callable[[str], Mapping[str, A
     Raises:
         UsageError: see `find_point`.
     """
-    from patcher.integrate.points import all_specs, find_point
-
     points: list[PatchPointSpec] = []
     refusals: list[str] = []
     for spec in all_specs(op):
         if engine not in (None, spec.engine):
             continue
         try:
-            says = getattr(find_point(spec.engine, spec.point), "of_model", None)
-            if says is not None:
-                says(config(spec.engine))
+            of_model(spec.engine, spec.point, partial(config, spec.engine))
         except MissingError:
             points.append(spec)  # another machine, with the engine, may run the model
         except VerificationError as error:

@@ -126,7 +126,7 @@ def find_point(engine: str, name: str) -> type[PatchPoint]:
     if name in ours:
         return ours[name]
     found: dict[str, type[PatchPoint]] = {}
-    for entry in _entries(engine):
+    for entry in entries_of(engine):
         if name in found and name in POINTS.load_entry(entry):
             raise UsageError(
                 f"two packages bring a patch point {name} in {engine}", "uninstall one of them"
@@ -164,7 +164,7 @@ def specs_of(op: Op, engine: str) -> list[PatchPointSpec]:
     named = [spec for spec in op.contract.patch_points if spec.engine == engine]
     if named:
         return named
-    brought = [point for entry in _entries(engine) for point in POINTS.load_entry(entry).values()]
+    brought = [point for entry in entries_of(engine) for point in POINTS.load_entry(entry).values()]
     return [point.spec for point in brought if point.op == op.name and hasattr(point, "spec")]
 
 
@@ -232,7 +232,7 @@ def _ours(engine: str) -> Mapping[str, type[PatchPoint]]:
         ) from None
 
 
-def _entries(engine: str) -> list[EntryPoint]:
+def entries_of(engine: str) -> list[EntryPoint]:
     """The entry points of other packages for the engine."""
     return [entry for entry in POINTS.entries() if _engine(entry) == engine]
 
@@ -240,7 +240,7 @@ def _entries(engine: str) -> list[EntryPoint]:
 def _importable(engine: str) -> list[str]:
     """Names of other packages' points; a package that cannot be imported is logged."""
     found: list[str] = []
-    for entry in _entries(engine):
+    for entry in entries_of(engine):
         try:
             found += POINTS.load_entry(entry)
         except MissingError as error:

@@ -59,6 +59,17 @@ def read_part(file: Path, path: str) -> Part:
     )
 
 
+def class_digests(file: Path, ending: str) -> list[tuple[str, str]]:
+    """The classes of a file whose names end so, each with the digest of its code, in which neither
+    that name nor its decorators count."""
+    _, tree = _parsed(file, file.stat().st_mtime_ns)
+    return [
+        (node.name, _sha(_form(node, ("name", "decorator_list")))[:16])
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name.endswith(ending)
+    ]
+
+
 @lru_cache(maxsize=64)
 def _parsed(file: Path, changed_ns: int) -> tuple[list[str], ast.Module]:
     """The lines and the syntax tree of a file; the time of its change tells it from an older."""

@@ -17,6 +17,7 @@ from patcher.integrate.binaries import fitting_binary
 from patcher.integrate.changes import Change, SourceChangedError
 from patcher.integrate.manifest import Manifest
 from patcher.integrate.patch import Patch
+from patcher.integrate.places import of_model
 
 
 class FitCheck(Record):
@@ -133,13 +134,9 @@ def verify_workers(manifest: Manifest, tensor_parallel: int) -> None:
 
 def _model(patch: Patch, model: Mapping[str, Any]) -> str:
     """What the patch point says of a model; other engines look for their layers in a built one."""
-    from patcher.integrate.points import find_point
-
     target = patch.manifest.target
-    says = getattr(find_point(target.engine, target.point), "of_model", None)
-    if says is None:
-        return f"{target.point} of {target.engine} looks for its layers when a model is built"
-    return str(says(model))
+    says = of_model(target.engine, target.point, lambda: model)
+    return says or f"{target.point} of {target.engine} looks for its layers when a model is built"
 
 
 def _files(patch: Patch) -> str:

@@ -9,7 +9,7 @@ forward counts the parts that were not called.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -150,22 +150,6 @@ class GptOssPoint(ForwardsPoint):
     within: ClassVar[tuple[str, ...]]
     """The path from a decoder layer to the module that calls the kernel."""
     calls_per_layer: ClassVar[int] = 1
-
-    @classmethod
-    def of_model(cls, config: Mapping[str, Any]) -> str:
-        """Whether a model has the layers, by its config.json.
-
-        Raises:
-            VerificationError: it has none.
-        """
-        kind = config.get("model_type")
-        names = ", ".join(map(str, config.get("architectures") or ())) or str(kind)
-        if kind != "gpt_oss":
-            raise VerificationError(
-                f"{names} has no layer of {cls.name}, which is of gpt-oss alone",
-                "take an engine whose patch points fit any model: --engine vllm",
-            )
-        return f"{names} has layers of {cls.name}"
 
     @abstractmethod
     def parts(self, body: Any) -> list[torch.nn.Module]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ import torch
 from patcher.bench import VerificationError
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.points import source_digest
+from patcher.integrate.survey import survey
 from patcher.integrate.transformers.forwards import ForwardPatch, ForwardsPoint
 from patcher.integrate.transformers.parts import kind_of
 from patcher.integrate.transformers.swap import Forward, ModuleSwap
@@ -38,24 +39,6 @@ class RmsNorms(ForwardsPoint):
     def fingerprint(cls) -> str:
         """sha256 of what a module has to compute: each is tried, so no other source matters."""
         return source_digest(_rms_norm)
-
-    @classmethod
-    def of_model(cls, config: Mapping[str, Any]) -> str:
-        """Whether a class of norms of the architecture computes the op; one of each is tried.
-
-        Raises:
-            VerificationError: none does.
-        """
-        kind = str(config.get("model_type"))
-        text = config.get("text_config") or {}
-        names = dict.fromkeys([str(text.get("model_type", kind)), kind])
-        found = [each.__name__ for name in names for each in _classes(name)]
-        if not found:
-            raise VerificationError(
-                f"no norm of {kind} in transformers multiplies by its weight alone",
-                "its norms are of another kind; name another op",
-            )
-        return f"{kind} has {', '.join(dict.fromkeys(found))}"
 
     @staticmethod
     def original(*args: Any) -> None:
@@ -90,7 +73,20 @@ class RmsNorms(ForwardsPoint):
             )
         return taken
 
+    def of_role(self, layer: Any) -> bool:
+        """See `LayerPoint`."""
+        return _holds(layer)
+
+    def applies(self, layer: Any) -> str | None:
+        """See `LayerPoint`."""
+        return None if _computes(layer) else "it computes something else"
+
+    def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
+        """See `LayerPoint`."""
+        return {"weight": layer.weight}
+
     def _swaps_for(self, kernel: Dispatcher) -> list[ModuleSwap]:
+        kernel.book.surveys[0] = survey(self, kernel.guards, self.target.modules())
         seam = ForwardPatch(kernel, self.original)
         return [
             ModuleSwap(norm, partial(_forward, norm, seam), self, seam.refuse)
@@ -163,24 +159,19 @@ def _computes(norm: Any) -> bool:
     )
 
 
-def _classes(architecture: str) -> Iterator[type[Any]]:
-    """Classes of norms in an architecture's own file that compute the op."""
+def class_computes(module: str, name: str) -> bool:
+    """Whether an object of a class of norms, built with a size alone, computes the op.
+
+    Args:
+        module: the module of the class, which is imported.
+        name: the name of the class.
+    """
+    kind = getattr(importlib.import_module(module), name)
     try:
-        source = importlib.import_module(
-            f"transformers.models.{architecture}.modeling_{architecture}"
-        )
-    except ImportError:  # transformers has no such architecture
-        return
-    for each in vars(source).values():
-        if not (isinstance(each, type) and each.__name__.endswith("Norm")):
-            continue
-        if each.__module__ != source.__name__:
-            continue
-        try:
-            norm = each(_SIZE)
-        except TypeError:  # it is built from something else than a size
-            continue
-        if _holds(norm):
-            torch.nn.init.constant_(norm.weight, 3.0)
-            if _computes(norm):
-                yield each
+        norm = kind(_SIZE)
+    except (TypeError, AttributeError):  # it is built from something else
+        return False
+    if not _holds(norm):
+        return False
+    torch.nn.init.constant_(norm.weight, 3.0)
+    return _computes(norm)

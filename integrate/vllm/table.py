@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from patcher.integrate.vllm import sources
 from patcher.integrate.vllm.families import Architecture, architectures
+from patcher.integrate.vllm.places import LAYERS, RoleLayers
 from patcher.integrate.vllm.point import VllmPoint
 from patcher.integrate.vllm.tree import Tree
 
@@ -63,11 +64,11 @@ def page(points: Mapping[str, type[VllmPoint]], trees: Sequence[Tree]) -> str:
     lines = [_HEAD, "## Roles", "", *_header(["role", "op", "weights", *versions])]
     for name, point in points.items():
         states = [_state(point.parts, tree) for tree in trees]
-        lines.append(_row([f"`{name}`", f"`{point.op}`", point.weights or "plain", *states]))
+        lines.append(_row([f"`{name}`", f"`{point.op}`", LAYERS[name].weights or "plain", *states]))
     lines += ["", "Architectures that refer to the layer, and flat ones among them:", ""]
     lines += _header(["role", *versions])
-    for name, point in points.items():
-        built = [[one for one in all_.values() if one.builds(point.layers)] for all_ in known]
+    for name in points:
+        built = [[one for one in all_.values() if one.builds(LAYERS[name].names)] for all_ in known]
         lines.append(_row([f"`{name}`", *map(_count, built)]))
     lines.append(_row(["all", *(_count(all_.values()) for all_ in known)]))
     lines += ["", _MODELS, *_header(["model", *(f"`{name}`" for name in points)])]
@@ -78,7 +79,7 @@ def page(points: Mapping[str, type[VllmPoint]], trees: Sequence[Tree]) -> str:
             if architecture in all_
         }
         if found:
-            cells = [_cell(point, found) for point in points.values()]
+            cells = [_cell(LAYERS[name], found) for name in points]
             lines.append(_row([_family(family, found, versions), *cells]))
     return "\n".join([*lines, ""])
 
@@ -103,14 +104,14 @@ def _family(family: str, found: Mapping[str, Architecture], versions: Sequence[s
     return f"{family} ({'; '.join(notes)})" if notes else family
 
 
-def _cell(point: type[VllmPoint], found: Mapping[str, Architecture]) -> str:
+def _cell(layers: RoleLayers, found: Mapping[str, Architecture]) -> str:
     """Whether the family has the role: one word if all versions agree, else a word a version."""
     words = {}
     for version, one in found.items():
         word = "partly" if one.is_flat else "yes"
-        if point.weights:
-            word = f"{word}, if {point.weights}" if one.is_flat else f"if {point.weights}"
-        words[version] = word if one.builds(point.layers) else "no"
+        if layers.weights:
+            word = f"{word}, if {layers.weights}" if one.is_flat else f"if {layers.weights}"
+        words[version] = word if one.builds(layers.names) else "no"
     first = next(iter(words.values()))
     others = [f"{word} in {version}" for version, word in words.items() if word != first]
     return "; ".join([first, *others])

@@ -15,7 +15,7 @@ from patch_sample import TINY
 from patcher.bench import load_op
 from patcher.hotspot import target
 from patcher.hotspot.capture import ERROR
-from patcher.hotspot.names import is_whole
+from patcher.hotspot.names import is_whole, normalise, sizes_in
 
 
 class Listener:
@@ -73,12 +73,13 @@ def test_a_norm_within_a_part_of_a_layer_is_a_row_of_its_own() -> None:
     with target.module_ranges(model, names.append, lambda: None):
         model(torch.zeros(1, 1, dtype=torch.int64))
     norms = [name for name in names if "RMSNorm" in name]
-    plain, own = "module::Qwen3RMSNorm", ("q_norm", "k_norm")
+    plain, own = "module::Qwen3RMSNorm", ("q_norm(2, 8)", "k_norm(1, 8)")
     assert norms == [plain, *(f"{plain}.{name}" for name in own), plain, plain]
     assert all(is_whole(name) for name in norms)
     assert not is_whole("module::Qwen3Attention")
+    assert [sizes_in(name) for name in norms] == [None, (2, 8), (1, 8), None, None]
     covers = load_op("fused_add_rms_norm").contract.matches
-    assert [covers(name) for name in norms] == [True, False, False, True, True]
+    assert [covers(normalise(name)) for name in norms] == [True, False, False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from patcher import bench
 from patcher.bench import Candidate, Language
 from patcher.bench.engines import Engine, open_engine
 from patcher.integrate import Patch, Store, Switches, activate, read_receipts
-from patcher.integrate.transformers import GptOssDecoderLayers
+from patcher.integrate.transformers.points import GptOssDecoderLayers
 
 SOURCE = """
 import torch

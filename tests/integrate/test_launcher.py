@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 from patch_sample import CANDIDATE, LAYERS, OP, TINY, evaluation, state
+from transformers_sample import GPT_OSS
 
 import patcher.integrate.patch
 from patcher import bench
 from patcher.bench import Candidate, Language
 from patcher.bench.engines import Engine, open_engine
 from patcher.integrate import Patch, Store, Switches, activate, read_receipts
-from patcher.integrate.transformers import POINTS
+from patcher.integrate.transformers.points import POINTS
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = """
@@ -67,7 +68,7 @@ def bundle(folder: Path, point: str) -> Patch:
 
 
 def test_every_process_is_patched_by_the_environment_alone(store: Store, tmp_path: Path) -> None:
-    for point in POINTS:
+    for point in GPT_OSS:
         store.apply(bundle(tmp_path / point, point).folder)
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(PROGRAM))
@@ -94,7 +95,7 @@ def test_every_process_is_patched_by_the_environment_alone(store: Store, tmp_pat
     assert done.stdout == f"{[plain, plain]}\n"
     receipts = read_receipts(tmp_path / "receipts")
     assert len({receipt.pid for receipt in receipts}) == 2
-    assert len(receipts) == 2 * len(POINTS)
+    assert len(receipts) == 2 * len(GPT_OSS)
     for receipt in receipts:
         point = receipt.point.removeprefix("transformers:")
         # a prefill and two decode steps of two layers

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from patcher.bench import UsageError, VerificationError, Workload, load_op, swee
 from patcher.places import places_in, require_some_place
 from patcher.sweeps import served_sweep
 
+TRACE = Path(__file__).parents[1] / "data/kineto/vllm_one_step_mi300.json.gz"
 NORM = load_op("fused_add_rms_norm")
 LLAMA = {
     "model_type": "llama",
@@ -65,14 +68,25 @@ def test_a_model_without_places_is_refused_before_anything_is_measured(
         require_some_place(workload(other))
     assert "GPT2LMHeadModel has no layer" in caught.value.message
 
-    def refuses(config: dict[str, Any]) -> str:
+    def refuses(*_: object) -> str:
         raise VerificationError("its norms multiply by 1 + w", "")
 
-    point = "patcher.integrate.transformers.decoder_layer.GptOssDecoderLayers.of_model"
+    point = "patcher.integrate.transformers.places.of_model"
     monkeypatch.setattr(point, refuses)
     tiny = places_in("gpt-oss-tiny", "transformers")
     assert tiny is not None
     assert tiny(NORM) == ((), "its norms multiply by 1 + w")
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "gemma-3-27b"])
+def test_a_known_model_is_asked_without_torch(model: str) -> None:
+    code = (
+        f"import sys, patcher; found = patcher.profile({str(TRACE)!r}, model={model!r});"
+        "print(any(spot.patch_points for spot in found.hotspots),"
+        " *sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["True"], done.stderr
 
 
 @pytest.mark.parametrize(

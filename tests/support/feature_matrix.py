@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from patcher.integrate.transformers import POINTS as TRANSFORMERS
+from patcher.integrate.transformers.points import POINTS as TRANSFORMERS
 from patcher.integrate.vllm.points import POINTS as VLLM
 
 ROOT = Path(__file__).resolve().parents[2]

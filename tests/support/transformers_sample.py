@@ -16,8 +16,8 @@ from patcher import bench
 from patcher.integrate import CallCounters
 from patcher.integrate.activation import contract_guards
 from patcher.integrate.dispatch import Dispatcher
-from patcher.integrate.transformers import POINTS
 from patcher.integrate.transformers.forwards import GptOssPoint
+from patcher.integrate.transformers.points import POINTS
 
 GPT_OSS = {name: point for name, point in POINTS.items() if issubclass(point, GptOssPoint)}
 """The points of gpt-oss, which are in one model together."""

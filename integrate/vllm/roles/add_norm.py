@@ -35,7 +35,6 @@ class AddRmsNorm(VllmPoint):
 
     name: ClassVar[str] = "add_norm"
     op: ClassVar[str] = "fused_add_rms_norm"
-    layers: ClassVar[tuple[str, ...]] = ("RMSNorm",)
     fusions: ClassVar[tuple[str, ...]] = NORM_FUSIONS
     parts: ClassVar[tuple[str, ...]] = (
         f"{_LAYERNORM}:RMSNorm.__init__",

@@ -25,7 +25,6 @@ class DecodeAttention(VllmPoint):
 
     name: ClassVar[str] = "decode_attention"
     op: ClassVar[str] = "decode_attention"
-    layers: ClassVar[tuple[str, ...]] = ("Attention",)
     parts: ClassVar[tuple[str, ...]] = (
         f"{FLASH}:FlashAttentionImpl.__init__",
         f"{FLASH}:FlashAttentionImpl.forward",

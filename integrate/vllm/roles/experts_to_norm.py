@@ -31,7 +31,7 @@ from patcher.integrate.vllm.roles.add_norm import NORM_FUSIONS, AddRmsNorm
 from patcher.integrate.vllm.roles.experts_graph import FusedOperators
 from patcher.integrate.vllm.roles.experts_sum import place_of_sums, summed
 from patcher.integrate.vllm.roles.graph_reads import NotFusedError
-from patcher.integrate.vllm.roles.triton_experts import MOE, TritonExperts
+from patcher.integrate.vllm.roles.triton_experts import TritonExperts
 from patcher.integrate.vllm.swap import AttributePatch
 
 _RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
@@ -48,7 +48,6 @@ class ExpertsToNorm(TritonExperts):
 
     name: ClassVar[str] = "experts_to_norm"
     op: ClassVar[str] = "reduce_add_rms_norm"
-    layers: ClassVar[tuple[str, ...]] = (*MOE, "RMSNorm")
     fusions: ClassVar[tuple[str, ...]] = NORM_FUSIONS
     parts: ClassVar[tuple[str, ...]] = (
         f"{BACKENDS}:split_graph",

@@ -92,7 +92,6 @@ class Linear(_Matmul):
     layer: ClassVar[str] = "LinearBase"
     method: ClassVar[str] = "UnquantizedLinearMethod"
     fusions: ClassVar[tuple[str, ...]] = ("fuse_gemm_comms",)
-    layers: ClassVar[tuple[str, ...]] = ("RowParallelLinear|ColumnParallelLinear|ReplicatedLinear",)
     parts: ClassVar[tuple[str, ...]] = (
         f"{_LINEAR}:UnquantizedLinearMethod.__init__",
         f"{_LINEAR}:UnquantizedLinearMethod.create_weights",
@@ -116,7 +115,6 @@ class LmHead(_Matmul):
     module: ClassVar[str] = _EMBEDDING
     layer: ClassVar[str] = "ParallelLMHead"
     method: ClassVar[str] = "UnquantizedEmbeddingMethod"
-    layers: ClassVar[tuple[str, ...]] = ("ParallelLMHead",)
     parts: ClassVar[tuple[str, ...]] = (
         f"{_EMBEDDING}:UnquantizedEmbeddingMethod.create_weights",
         f"{_EMBEDDING}:UnquantizedEmbeddingMethod.apply",

@@ -43,7 +43,6 @@ class RopeKvUpdate(VllmPoint):
 
     name: ClassVar[str] = "rope_kv"
     op: ClassVar[str] = "rope_kv_update"
-    layers: ClassVar[tuple[str, ...]] = ("Attention", "get_rope")
     fusions: ClassVar[tuple[str, ...]] = (
         "enable_qk_norm_rope_fusion",
         "fuse_rope_kvcache",

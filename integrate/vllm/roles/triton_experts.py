@@ -13,8 +13,6 @@ from patcher.integrate.vllm.swap import AttributePatch
 
 TRITON: Mapping[str, str] = {"moe_backend": "triton"}
 """The backend of these experts; on compute capability 9.0 it is the default, too."""
-MOE = ("FusedMoE|FusedMoEFactory",)
-"""How models build a mixture of experts."""
 _RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
 
 
@@ -25,8 +23,6 @@ class TritonExperts(VllmPoint):
     """
 
     wants: ClassVar[Mapping[str, str]] = TRITON
-    layers: ClassVar[tuple[str, ...]] = MOE
-    weights: ClassVar[str | None] = "mxfp4"
 
     def of_role(self, layer: Any) -> bool:
         return isinstance(layer, sources.module(_RUNNER).MoERunner)

@@ -11,7 +11,11 @@ from transformers_sample import inside, original_kernel
 
 from patcher.bench import VerificationError, load_op
 from patcher.hotspot.rows import _covering
+from patcher.integrate.layers import LayerSurvey
+from patcher.integrate.transformers import places
 from patcher.integrate.transformers.norm import RmsNorms
+from patcher.integrate.transformers.places import LAYERS, of_model
+from patcher.integrate.transformers.points import POINTS
 
 SIZES = {
     "hidden_size": 64,
@@ -23,6 +27,7 @@ SIZES = {
     "vocab_size": 128,
 }
 TOKENS = torch.arange(1, 17).view(2, 8)
+KINDS = ("llama", "qwen3", "gpt_oss", "mixtral", "deepseek_v3", "olmo2")
 
 
 def built(kind: str) -> Any:
@@ -46,6 +51,7 @@ def test_every_norm_of_a_model_runs_the_kernel(kind: str, norms: int) -> None:
     with inside(point, original_kernel("norm")) as book:
         during = model(TOKENS).logits
     assert (sum(book.calls.values()), sum(book.reasons.values())) == (norms, 0)
+    assert book.layers == LayerSurvey(taken=norms), "as many calls a step"
     assert torch.allclose(during, before, rtol=1e-4, atol=1e-5)
     assert model(TOKENS).logits.equal(before), "without the patch the same bits"
     assert not any("patch_point" in vars(type(each)) for each in model.modules())
@@ -61,7 +67,7 @@ def test_the_kernel_is_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt2", "qwen3_next"])
 def test_norms_that_compute_something_else_are_refused_before_a_model_is_built(kind: str) -> None:
     with pytest.raises(VerificationError, match="multiplies by its weight alone"):
-        RmsNorms.of_model({"model_type": kind})
+        of_model("norm", lambda: {"model_type": kind})
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt2"])
@@ -70,9 +76,22 @@ def test_norms_that_compute_something_else_stay(kind: str) -> None:
         RmsNorms(built(kind)).find()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_oss", "mixtral", "deepseek_v3", "olmo2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_config_tells_whether_the_role_is_there(kind: str) -> None:
-    assert "RMSNorm" in RmsNorms.of_model({"model_type": kind})
+    assert "RMSNorm" in of_model("norm", lambda: {"model_type": kind})
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "gemma3", "mamba2", "t5"])
+def test_what_was_read_of_a_class_is_what_it_computes(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = list(places.norm_classes(kind))
+    monkeypatch.setattr(places, "_read", dict)
+    assert list(places.norm_classes(kind)) == read, "each is built and tried"
+
+
+def test_every_point_tells_of_a_model() -> None:
+    assert set(POINTS) == set(LAYERS)
 
 
 def test_without_a_model_the_way_is_named() -> None:

@@ -28,9 +28,9 @@ from patcher.integrate import CallCounters, Patch, prepare
 from patcher.integrate.activation import guards_of
 from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.guards import AxisBounds
-from patcher.integrate.transformers import GptOssDecoderLayers, GptOssExpertsFunction
 from patcher.integrate.transformers.decoder_layer import _add_then_norm
 from patcher.integrate.transformers.experts import _weigh_and_sum
+from patcher.integrate.transformers.points import GptOssDecoderLayers, GptOssExpertsFunction
 from patcher.integrate.transformers.rotary import _rotate
 from patcher.integrate.transformers.router import _top_k
 

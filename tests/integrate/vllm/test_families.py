@@ -14,6 +14,7 @@ from patcher import bench
 from patcher.bench.engines.architecture import published_config
 from patcher.integrate import Patch, verify
 from patcher.integrate.vllm import families
+from patcher.integrate.vllm.places import LAYERS, RoleLayers, of_model
 from patcher.integrate.vllm.points import POINTS
 from patcher.integrate.vllm.table import FAMILIES, page
 from patcher.integrate.vllm.tree import Tree
@@ -84,6 +85,10 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
     return found
 
 
+def test_every_point_has_layers() -> None:
+    assert set(POINTS) == set(LAYERS)
+
+
 def test_names_are_followed_through_the_files_of_models(tree: Tree) -> None:
     known = families.architectures(tree)
     llama, older, sees, step = known.values()
@@ -120,7 +125,7 @@ def test_a_patch_says_whether_a_model_has_layers_for_it(
     assert not passed
     assert why.endswith("vllm.models.step5 does not refer to RMSNorm")
     assert says(architectures=["Nobody"]) == (False, "vLLM 9.1 has no model Nobody")
-    assert "flat" in POINTS["linear"].of_model({"architectures": ["Step5ForCausalLM"]})
+    assert "flat" in of_model("linear", lambda: {"architectures": ["Step5ForCausalLM"]})
     assert [check.name for check in verify(patch).checks][-1] == "kernel"
     with pytest.raises(bench.UsageError, match="there is no folder or file"):
         published_config(str(tmp_path / "nowhere"))
@@ -128,14 +133,15 @@ def test_a_patch_says_whether_a_model_has_layers_for_it(
 
 
 def test_weights_of_another_format_are_told(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    point = POINTS["experts.down.mxfp4"]
-    monkeypatch.setattr(point, "layers", ("RMSNorm",))
+    point = "experts.down.mxfp4"
+    monkeypatch.setitem(LAYERS, point, RoleLayers(("RMSNorm",), "mxfp4"))  # type: ignore[arg-type]
     config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
     with pytest.raises(bench.VerificationError, match="this LlamaForCausalLM are not quantised"):
-        point.of_model(config)
+        of_model(point, lambda: config)
+    fp8, mxfp4 = ({**config, "quantization_config": {"quant_method": q}} for q in ("fp8", "mxfp4"))
     with pytest.raises(bench.VerificationError, match="this LlamaForCausalLM are fp8"):
-        point.of_model({**config, "quantization_config": {"quant_method": "fp8"}})
-    point.of_model({**config, "quantization_config": {"quant_method": "mxfp4"}})
+        of_model(point, lambda: fp8)
+    assert of_model(point, lambda: mxfp4)
 
 
 def test_the_page_says_role_by_role_what_a_version_and_a_family_have(tree: Tree) -> None:

@@ -1,0 +1,79 @@
+"""Which patch points a model of vLLM has layers for, by its config.json; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from patcher.bench import VerificationError
+from patcher.integrate.vllm.families import architectures
+from patcher.integrate.vllm.tree import Tree
+
+_MOE = "FusedMoE|FusedMoEFactory"
+_MXFP4 = "mxfp4"
+
+
+@dataclass(frozen=True)
+class RoleLayers:
+    """How vLLM's model files build the layers of a patch point's role."""
+
+    names: tuple[str, ...]
+    """What they refer to, all of which a model needs; `A|B` is either of two names, as where a
+    version renamed one."""
+    weights: str | None = None
+    """The `quant_method` of the checkpoints whose layers it takes; None for plain weights."""
+
+
+LAYERS: Mapping[str, RoleLayers] = {
+    "add_norm": RoleLayers(("RMSNorm",)),
+    "decode_attention": RoleLayers(("Attention",)),
+    "experts.down.mxfp4": RoleLayers((_MOE,), _MXFP4),
+    "experts.gate_up.mxfp4": RoleLayers((_MOE,), _MXFP4),
+    "experts.sum.oai": RoleLayers((_MOE,), _MXFP4),
+    "experts_to_norm": RoleLayers((_MOE, "RMSNorm"), _MXFP4),
+    "linear": RoleLayers(("RowParallelLinear|ColumnParallelLinear|ReplicatedLinear",)),
+    "lm_head": RoleLayers(("ParallelLMHead",)),
+    "rope_kv": RoleLayers(("Attention", "get_rope")),
+    "router.oai": RoleLayers((_MOE,), _MXFP4),
+}
+"""By the name of the patch point."""
+
+
+def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
+    """How the installed vLLM builds the layers of a patch point for a model.
+
+    The files of models are read, not run: a model may leave out a layer that it refers to.
+
+    Args:
+        point: the point's name.
+        config: reads the model's config.json.
+
+    Raises:
+        MissingError: vLLM is not installed.
+        VerificationError: the model has none; the message says why.
+    """
+    tree, layers, model = Tree.installed(), LAYERS[point], config()
+    names = [str(name) for name in model.get("architectures") or ()]
+    known = architectures(tree, names)
+    if not known:
+        raise VerificationError(
+            f"vLLM {tree.version()} has no model {' or '.join(names) or 'without a class'}",
+            "see `architectures` in its config.json",
+        )
+    one = next(iter(known.values()))
+    if not one.builds(layers.names):
+        raise VerificationError(
+            f"{one.name} has no layer of {point}: {one.module} does not refer to "
+            f"{' and '.join(layers.names).replace('|', ' or ')}",
+            "revert the patch for this model",
+        )
+    method = (model.get("quantization_config") or {}).get("quant_method")
+    if layers.weights is not None and method != layers.weights:
+        raise VerificationError(
+            f"{point} takes {layers.weights} weights, those of this {one.name} are "
+            f"{method or 'not quantised'}",
+            "revert the patch for this model",
+        )
+    flat = "; it is flat, so kernels of its own may bypass some of them" if one.is_flat else ""
+    return f"{one.name} has layers of {point}, by {one.module}{flat}"
