@@ -50,6 +50,9 @@ def test_a_generation_prompt_holds_the_contract(language: Language) -> None:
     if language is Language.METAL:
         assert "`device bfloat16" not in text
         assert "`device T* residual`" in text
+    elif language is Language.PTX:
+        tensors = "`.param .u64 input, .param .u64 residual, .param .u64 weight, "
+        assert f"{tensors}.param .f32 epsilon, .param .u32 AXIS`" in text
     elif not language.in_python:
         assert (
             "void fused_add_rms_norm(tvm::ffi::TensorView input, tvm::ffi::TensorView residual, "
