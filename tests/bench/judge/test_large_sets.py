@@ -91,7 +91,12 @@ def moe_matmul_down("""
         ((ENTRY, CHANGED), "guard_violation", {"guards"}, "changed weights"),
         ((ENTRY, AROUND), "guard_violation", {"guards"}, "weights.* around it"),
         ((ENTRY, CHANGED.replace("weights", "scales")), "guard_violation", {"guards"}, "scales"),
-        (("weights.data_ptr()",), "mismatch", {"values", "determinism", "timed outputs"}, "output"),
+        (
+            ("(weights.data_ptr(), weights.shape, columns)",),
+            "mismatch",
+            {"values", "determinism", "timed outputs"},
+            "output",
+        ),
         (
             ("(bytes(weights.view(-1)[::97].tolist()), bytes(scales.reshape(-1).tolist()))",),
             "mismatch",
