@@ -147,7 +147,9 @@ class _Job:
             ranking=ranking,
             places=places,
             chains=chains,
-            hotspots=ranking.rows(places, chains),
+            hotspots=ranking.rows(
+                places, chains, cut=len(chosen.steps.bounds) if chosen.steps else 0
+            ),
             source_ns=int((own.end - own.start).sum()),
         )
 

@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,6 +61,8 @@ class ApiModel(ABC):
             "default_headers": {"accept-encoding": "identity"},
             "http_client": self._sdk.DefaultHttpxClient(
                 follow_redirects=False,
+                # no cookie is kept: a broken one would spoil every later request
+                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
                 timeout=timeout,
                 event_hooks={"response": [bounded(lambda: self._bounds)]},
             ),
