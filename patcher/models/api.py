@@ -15,7 +15,7 @@ from patcher.bench import MissingError, PatcherError, UsageError
 from patcher.models import ModelError, Reply, Request, Usage
 from patcher.models.faults import Faults, message_of, words_of
 from patcher.models.gate import Cleaner, Counts, Draft, inside, reply_of
-from patcher.models.limits import smaller_room
+from patcher.models.limits import CHARACTERS_PER_TOKEN, LEAST_ROOM, NamedLimit, named_limit
 from patcher.models.registry import ModelEntry
 from patcher.models.wire import UNREADABLE, Bounds, GateError, TooLong, bounded, events
 
@@ -47,6 +47,10 @@ class ApiModel(ABC):
         self.name = entry.model
         self.images = entry.sees_images
         self.max_output_tokens = entry.max_output_tokens
+        self.context_tokens: int | None = None
+        """For prompt and reply together, as its server named it in an earlier run."""
+        self.named: NamedLimit | None = None
+        """The limit that its server named last."""
         self._run_dir = run_dir
         self._bounds = Bounds.of(entry.max_output_tokens)
         key = _key(entry)
@@ -122,10 +126,10 @@ class ApiModel(ABC):
             except self._sdk.APIStatusError as error:
                 if words_of(error.body) & FILTERED:
                     return self._refusal(request)
-                least = smaller_room(message_of(error.body), self._room(request))
-                if error.status_code != 400 or least is None:
+                named = named_limit(message_of(error.body), self._room(request))
+                if error.status_code != 400 or named is None:
                     raise self._told(error) from None
-                self.max_output_tokens = least
+                self.named, self.max_output_tokens = named, named.room
         try:
             return self._once(request)
         except self._sdk.APIStatusError as error:
@@ -198,7 +202,11 @@ class ApiModel(ABC):
         return [image.read(self._run_dir or Path()) for image in request.images]
 
     def _room(self, request: Request) -> int:
-        return min(request.max_tokens, self.max_output_tokens)
+        room = min(request.max_tokens, self.max_output_tokens)
+        if self.context_tokens is None:
+            return room
+        prompt = len(request.system + request.prompt) // CHARACTERS_PER_TOKEN
+        return min(room, max(self.context_tokens - prompt, LEAST_ROOM))
 
     def _refusal(self, request: Request) -> Reply:
         """A prompt refused by a filter is a refusal, as when the model itself declines."""

@@ -73,7 +73,7 @@ def _read_path(path: Path, data: bytes) -> bool:
         _check_sentence(error)
         return False
     assert profile.kernels
-    check_profile(profile, drawn=draw.random() < 0.02)
+    check_profile(profile, drawn=draw.random() < 0.005)
     return True
 
 

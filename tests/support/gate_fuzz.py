@@ -28,7 +28,7 @@ from patcher.models import Reply, Request
 from patcher.models.api import ApiModel
 from patcher.models.faults import message_of
 from patcher.models.gate import Draft
-from patcher.models.limits import LEAST_ROOM, smaller_room
+from patcher.models.limits import LEAST_ROOM, named_limit
 from patcher.models.retry import retry_after_s
 from patcher.models.wire import GateError, events, unpacked
 
@@ -145,8 +145,8 @@ def refusal(rng: random.Random, model: ApiModel) -> PatcherError:
             container[key] = deepcopy(rng.choice(ODD))
     wish = str(rng.choice((*ODD, "-7", "1e400", "Wed, 21 Oct 9999 07:28:00 GMT", "0.001")))
     headers = {rng.choice(("retry-after", "retry-after-ms")): wish, "location": str(wish)}
-    room = smaller_room(message_of(body), 4000)
-    assert room is None or LEAST_ROOM <= room < 4000
+    named = named_limit(message_of(body), 4000)
+    assert named is None or LEAST_ROOM <= named.room < 4000
     wait = retry_after_s(headers)
     assert wait is None or wait > 0
     said: object = body if rng.random() < 0.9 else rng.choice(ODD)
