@@ -16,12 +16,13 @@ import pyarrow.parquet as pq
 
 MOST_BYTES = 400_000
 STUMBLES = (
-    *(b'"', b",", b"\n", b"\r", b"\t", b"\0", b"\xff", b"(", b"<", b"[", b"{", b"-", b"|"),
-    *(b"nan", b"inf", b"1e999", b"-1", b"9" * 400, b"\xef\xbb\xbf", b"\xe2\x80\xa6", b"\x1b[31m"),
-    *(b'"ph":"X"', b'"traceEvents"', b"Processing [x", b"Time (%),", b"[" * 2000, b"{" * 2000),
-    *(b"(" * 3000, b"<" * 3000, b"," * 5000, b"\xf0\x9f\xa6\x80", b"operator()", b"[lambda("),
-    *(b'"cat": "kernel"', b"step[DECODE bs=8]", b"_ZN99", b"unnamed>::", b") lambda(", b": inf,"),
+    *(b'"', b",", b"\n", b"\r", b"\t", b"\0", b"\xff", b"(", b"<", b"[", b"{", b"-", b"|", b"::"),
+    *(b"nan", b"inf", b"1e999", b"-1", b"\xef\xbb\xbf", b"\xe2\x80\xa6", b"\x1b[31m", b": inf,"),
+    *(b'"ph":"X"', b'"traceEvents"', b"Processing [x", b"Time (%),", b'"cat": "kernel"', b"_ZN99"),
+    *(b"\xf0\x9f\xa6\x80", b"operator()", b"[lambda(", b"step[DECODE bs=8]", b"unnamed>::"),
+    *(b") lambda(", b"\xe2\x80\xae", b"(a<b>)", b"T1 *"),
 )
+LONG = (b"9" * 400, b"[" * 2000, b"{" * 2000, b"(" * 3000, b"<" * 3000, b"," * 5000, b"a::" * 999)
 NUMBERS: tuple[Any, ...] = (
     *(None, -1, 0, 1, 2, 7, 77 << 24, 2**31, 2**32 + 5, 2**53, 2**60, 2**63 - 1, -(2**63)),
     *(0.5, -0.0, 1e-9, 1e18, float("inf"), float("nan")),
@@ -77,7 +78,7 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
             case 3:
                 data[at:at] = data[at : at + draw.randint(1, 400)] * draw.randint(1, 4)
             case 4:
-                data[at:at] = draw.choice(STUMBLES)
+                data[at:at] = draw.choice(LONG if draw.random() < 0.02 else STUMBLES)
             case 5 if draw.random() < 0.3:
                 del data[at:]
             case _:

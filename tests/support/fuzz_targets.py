@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
-from unittest.mock import patch
 
 from fuzz_changes import (
     MOST_BYTES,
@@ -255,21 +254,26 @@ sys.addaudithook(_watch)
 def watched() -> Iterator[None]:
     global _watching
     _watching, tempfile.tempdir = True, _scratch.name
+    whole, importlib.metadata.entry_points = importlib.metadata.entry_points, _entry_points
     try:
-        with patch("importlib.metadata.entry_points", _entry_points):
-            yield
+        yield
     finally:
         _watching, tempfile.tempdir = False, None
+        importlib.metadata.entry_points = whole
 
 
 def check(target: str, data: bytes) -> bool:
     """One input: whether something was read. Raises AssertionError, or whatever the reader lets
     through."""
-    begin = time.process_time()
+    begun_s = time.perf_counter()
     with watched():
         done = TARGETS[target](data)
-    spent = time.process_time() - begin
-    assert spent < SECONDS, f"{target} took {spent:.1f} s of processor time"
+    if time.perf_counter() - begun_s > SECONDS:  # others may have had the processor
+        begun_s = time.process_time()
+        with watched():
+            TARGETS[target](data)
+        spent_s = time.process_time() - begun_s
+        assert spent_s < SECONDS, f"{target} took {spent_s:.1f} s of processor time"
     return done
 
 
