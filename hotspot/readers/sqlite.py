@@ -75,11 +75,16 @@ def read_sqlite(path: Path, window: str | None = None) -> Recording:
         if window and wanted is None:
             raise UsageError(f"{path.name} has no NVTX range {window!r}", _ranges(database, tables))
         cards = read_cards(database, tables)
+        if {"globalPid", "deviceId"} <= columns:
+            cards = cards.told_apart(database, KERNELS, rowids)
         recording = Recording(
             source=f"nsys export {path.name}",
             memory=_memory(database, path, tables, cards),
             hidden=_hidden(database, tables),
-            warnings=left_out("untimed", int((~timed).sum()), len(timed), "kernels", UNTIMED),
+            warnings=(
+                *left_out("untimed", int((~timed).sum()), len(timed), "kernels", UNTIMED),
+                *cards.warnings(),
+            ),
         )
     if cards.ambiguous:
         processes = _join(path, columns, rowids)[1][timed]
