@@ -101,8 +101,10 @@ def _document(text: str, name: str) -> tuple[Any, tuple[ProfileWarning, ...]]:
         return _parsed(text), ()
     except RecursionError:
         raise UsageError(f"{name} is nested too deeply for a trace", RECORD) from None
-    except ValueError as error:  # also raised for an integer of thousands of digits
+    except json.JSONDecodeError as error:
         reason = " ".join(str(error).split())[:120]
+    except ValueError:
+        reason = "a number has thousands of digits"
     if text.rstrip()[-1:] not in ("}", "]"):
         message = f"{name} is incomplete JSON ({reason}): it may be cut off"
         raise UsageError(message, RECORD)

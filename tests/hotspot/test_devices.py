@@ -22,6 +22,7 @@ from traces_sample import (
     write_trace,
 )
 
+from patcher.bench import UsageError
 from patcher.hotspot import Profile, read
 from patcher.hotspot.owners import Calls, Ranges, owners
 from patcher.hotspot.readers import cards
@@ -152,6 +153,12 @@ def test_processes_are_found_in_a_large_file(tmp_path: Path, monkeypatch: Any) -
     monkeypatch.setattr(cards, "_SAMPLE", 4)
     profile = read(two_processes(tmp_path / "t.sqlite", (77, 0, 300), (88, 0, 100)).done())
     assert [device.launches for device in profile.devices] == [300, 100]
+
+
+def test_more_devices_than_a_machine_has_are_refused(tmp_path: Path) -> None:
+    export = two_processes(tmp_path / "t.sqlite", *((77, number, 1) for number in range(1100)))
+    with pytest.raises(UsageError, match="kernels on 1,100 devices"):
+        read(export.done())
 
 
 def test_the_gpu_that_ran_is_looked_up_by_its_id(tmp_path: Path) -> None:
