@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from patcher.bench import UsageError
@@ -208,7 +209,7 @@ def _one_by_one(text: str, name: str, reason: str) -> tuple[dict[str, Any], int]
 def _pieces(text: str) -> Iterator[str]:
     """The text of each object in a list, up to the start of the next."""
     starts = [match.end() for match in _EVENT.finditer(text)]
-    for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+    for start, end in pairwise([*starts, len(text)]):
         piece = text[start:end].rstrip(", \t\r\n[")
         close = piece.rfind("}")
         if end == len(text):  # the list, and the document around it, end here too

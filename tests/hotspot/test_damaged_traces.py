@@ -123,6 +123,12 @@ def test_text_of_two_bytes_a_character_is_read(tmp_path: Path) -> None:
     whole(read(path))
 
 
+def test_a_broken_trace_without_an_event_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text('{\n"a\n"traceEvents": true\n}')
+    with pytest.raises(bench.UsageError, match="no events"):
+        read(tmp_path / "t.json")
+
+
 def test_a_cut_trace_is_refused(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "t.json", steps(NAMES))
     text = path.read_text()
