@@ -113,11 +113,11 @@ class BlockSession(Generic[Process]):
         if self.plan.shared:
             loaded = max(block.loaded for block in self.taken if name in block.swapped)
             return (
-                f"{loaded} processes loaded at once, idle but for the one that has its turn; "
-                "one baseline for all that were measured beside it"
+                f"a quick look: {loaded} processes loaded at once, idle but for the one that has "
+                "its turn; one baseline for all that were measured beside it"
             )
         if self.pool.together:
-            return "both arms loaded at once, one idle while the other has its turn"
+            return "a quick look: both arms loaded at once, one idle while the other has its turn"
         return f"one arm loaded at a time: {self.pool.room.why if self.pool.room else ''}"
 
     def tell(self, phase: ABPhase, note: str) -> None:

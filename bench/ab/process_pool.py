@@ -93,7 +93,9 @@ class ProcessPool(Generic[Process]):
             MissingError, UsageError: the baseline cannot be started, regardless of memory.
         """
         if self.room is None:
-            self.room = self._room() if together is None else Room(1 + together, "as asked")
+            self.room = (
+                self._room() if together is None else Room(1 + together, "as an engine is served")
+            )
         return self.room
 
     def _room(self) -> Room:

@@ -26,9 +26,9 @@ class ABJob(Record):
     """Number of process pairs, one process per arm; 0: both arms run in one process."""
     pairs_each: int = Field(default=DEFAULT_PAIRS // DEFAULT_PROCESS_PAIRS, ge=2)
     """Pairs of windows in each process pair."""
-    alone: bool = False
+    alone: bool = True
     """Whether only one process is loaded at a time, as in serving, even if two fit: an idle process
-    may change the speed of the other."""
+    may change the speed of the other. False is a quick look: side by side, if two fit."""
     arguments: dict[str, JsonValue] = Field(default_factory=dict)
     """Further arguments of the engine in both arms; with process pairs."""
     tune: bool = False

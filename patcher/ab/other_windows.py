@@ -58,12 +58,17 @@ def other_shapes(
         return shapes_of(workload, None, None) if default else ()
     return shapes_of(
         workload,
-        None if batches is None and default else _numbers(batches or "", "--also-batch"),
-        None if contexts is None and default else _numbers(contexts or "", "--also-context"),
+        None if batches is None and default else whole_numbers(batches or "", "--also-batch"),
+        None if contexts is None and default else whole_numbers(contexts or "", "--also-context"),
     )
 
 
-def _numbers(text: str, option: str) -> list[int]:
+def whole_numbers(text: str, option: str) -> list[int]:
+    """Parse whole numbers with commas, the value of an option.
+
+    Raises:
+        UsageError: a value is none.
+    """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() and int(part) for part in parts):
         raise UsageError(f"{option} {text!r}", f"give whole numbers with commas: {option} 1,64")

@@ -37,3 +37,14 @@ def called_between(earlier: Sequence[Receipt], later: Sequence[Receipt]) -> dict
         one.patch_id: difference(one, known[one.patch_id]) if one.patch_id in known else one
         for one in later
     }
+
+
+def calls_between(earlier: Sequence[Receipt], later: Sequence[Receipt]) -> tuple[Receipt, ...]:
+    """Calls by patch, summed over the processes of a server."""
+    before, after = _summed(earlier), _summed(later)
+    return tuple(called_between(before, after).values())
+
+
+def _summed(receipts: Sequence[Receipt]) -> list[Receipt]:
+    names = dict.fromkeys(one.patch_id for one in receipts)
+    return [merged([one for one in receipts if one.patch_id == name]) for name in names]

@@ -22,6 +22,12 @@ from patcher.commands.throughput_options import (
     WorkloadChoice,
     job_for,
 )
+from patcher.commands.throughput_served import (
+    ServedChoice,
+    compare_patched,
+    compare_sides,
+    served_job,
+)
 from patcher.commands.throughput_spelling import ThroughputGroup
 
 throughput_app = typer.Typer(cls=ThroughputGroup, no_args_is_help=True)
@@ -31,6 +37,8 @@ app.add_typer(throughput_app, name="throughput")
 @throughput_app.callback()
 @examples(
     "patcher throughput compare gpt-oss-tiny --patch norm.zip",
+    "patcher throughput compare gpt-oss-20b --engine vllm --patch P --client vllm-bench",
+    "patcher throughput compare-engines gpt-oss-20b --engine vllm stock moe_backend=marlin",
     "patcher throughput best-set gpt-oss-20b --engine vllm --patch P --patch Q",
     "patcher throughput tune gpt-oss-20b --engine vllm --out stock.json",
     "patcher throughput self-test gpt-oss-tiny",
@@ -50,6 +58,7 @@ def throughput() -> None:
     "patcher throughput compare gpt-oss-20b --engine vllm --patch P --other-workloads",
     "patcher throughput compare gpt-oss-20b --patch P --also-batch 1,64 --also-context 4096,8192",
     "patcher throughput compare gpt-oss-tiny --patch norm.zip --processes 3",
+    "patcher throughput compare gpt-oss-20b --engine vllm --patch P --client vllm-bench",
 )
 @grouped
 def compare(
@@ -61,10 +70,13 @@ def compare(
     engine: EngineChoice,
     others: OtherWorkloadsChoice,
     page: PageChoice,
-    alone: Annotated[
+    served: ServedChoice,
+    quick: Annotated[
         bool,
         typer.Option(
-            "--alone", help="One process at a time, as served; else two are loaded where they fit."
+            "--quick/--alone",
+            help="A quick look: two processes side by side where they fit. Default: one at a time, "
+            "as an engine is served.",
         ),
     ] = False,
     margin_pct: MarginPct = None,
@@ -77,14 +89,59 @@ def compare(
     """
     from patcher.commands.throughput_results import ThroughputCommand
 
+    if served.client is not None:
+        if quick or page.profile or page.patched_profile:
+            raise UsageError(
+                "a server is measured alone, and not profiled",
+                "leave out --quick, --profile and --patched-profile, or --client",
+            )
+        chosen = (model, workload, engine, size, baseline, others, served, margin_pct)
+        return compare_patched(*served_job(*chosen), patches, Output(as_json), out, page)
     command = ThroughputCommand.of(Output(as_json), out, page)
     job = job_for(model, workload, engine, size, baseline, others, margin_pct)
-    if alone and not job.process_pairs:
+    if quick and not job.process_pairs:
         raise UsageError(
-            "--alone is for one verdict with a process for each arm",
+            "--quick is for one verdict with a process for each arm",
             "give --processes 3 or --engine vllm",
         )
-    return command.compare(job.model_copy(update={"alone": alone}), patches)
+    return command.compare(job.model_copy(update={"alone": not quick}), patches)
+
+
+@throughput_app.command("compare-engines")
+@examples(
+    "patcher throughput compare-engines gpt-oss-20b --engine vllm stock moe_backend=marlin",
+    "patcher throughput compare-engines gpt-oss-20b --engine vllm python=v25/bin/python "
+    "python=v33/bin/python",
+    "patcher throughput compare-engines gpt-oss-20b --engine vllm store=a store=b --trace fixed",
+)
+@grouped
+def compare_engines(
+    model: Model,
+    one: Annotated[
+        str,
+        typer.Argument(
+            help="A side: `stock`, or NAME=VALUE words: arguments of the engine, python=PATH, "
+            "store=FOLDER of patches, patch=BUNDLE."
+        ),
+    ],
+    other: Annotated[str, typer.Argument(help="The side that may replace it.")],
+    workload: WorkloadChoice,
+    size: SampleSize,
+    baseline: BaselineChoice,
+    engine: EngineChoice,
+    page: PageChoice,
+    served: ServedChoice,
+    margin_pct: MarginPct = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> int:
+    """Compare two versions or option sets of an engine, or two stores of patches, as it is served.
+
+    Each server runs alone under a client of others. Exit code 0: the other side gains; 1: not.
+    """
+    others = OtherWorkloadsChoice()
+    chosen = (model, workload, engine, size, baseline, others, served, margin_pct)
+    return compare_sides(*served_job(*chosen), (one, other), Output(as_json), out, page)
 
 
 @throughput_app.command("best-set")

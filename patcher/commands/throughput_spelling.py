@@ -17,6 +17,7 @@ FLAGS = MODES | {
     "--elsewhere",
     "--other-workloads",
     "--alone",
+    "--quick",
     "--tune-baseline",
     "--json",
     "--help",

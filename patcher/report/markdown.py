@@ -225,6 +225,8 @@ def _environment(report: Report) -> str:
             f"{plain(found.device)}; clocks {plain(clocks)}; "
             f"Python {plain(found.python)}; {plain(packages)}"
         )
+    if report.throughput and report.throughput.residency:
+        lines.append(plain(wording.sentence(report.throughput.residency)))
     if report.commands:
         lines.append(fence("\n".join(report.commands), "sh"))
     return "### Environment and commands\n\n" + "\n\n".join(lines) if lines else ""

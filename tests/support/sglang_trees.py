@@ -17,7 +17,11 @@ from patcher.bench import PatcherError
 from patcher.integrate.sglang.sources import RECORD
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("tests/integrate/sglang", "tests/bench/engines/test_sglang_engine.py")
+TESTS = (
+    "tests/integrate/sglang",
+    "tests/bench/engines/test_sglang_engine.py",
+    "tests/patcher/ab/test_served_client.py",
+)
 DEPENDENCIES = ROOT / "tests" / "data" / "sglang-dependencies.txt"
 FILES = (".py", ".json", ".cuh", ".h")
 """SGLang looks for the folders of its headers when it is imported."""

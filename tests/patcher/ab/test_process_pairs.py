@@ -197,7 +197,7 @@ def test_what_was_asked_is_not_looked_for() -> None:
     host = Host()
     found = run(host, ABPlan(process_pairs=3, pairs=9, together=False))
     assert host.most == 1
-    assert found.residency == "one arm loaded at a time: as asked"
+    assert found.residency == "one arm loaded at a time: as an engine is served"
 
 
 def test_latency_and_memory_are_told_by_arm() -> None:
@@ -414,7 +414,7 @@ def test_what_was_measured_is_shown() -> None:
     text = console.export_text()
     for said in (
         *("patch: accept", "A/A control", "CV of repeats", "first token ms", "p99"),
-        *("3 process pairs: both arms loaded at once", "routing entropy: 97.5 % of uniform"),
+        *("3 process pairs: a quick look: both arms loaded", "routing entropy: 97.5 % of uniform"),
         *("tried moe=broken: [rank0]: ValueError: not for this GPU", "baseline: moe=b", "clocks: "),
         "engine of the patched arm: moe=a",
     ):

@@ -93,7 +93,10 @@ def test_every_option_of_before_is_known_to_its_command() -> None:
     others = {"--elsewhere", "--also-batch", "--also-context"}
     page = {"--report", "--profile", "--patched-profile"}
     baseline = {"--tune-baseline", "--tuned", "--patch"}
-    assert options_of("compare") > shared | size | others | page | baseline | {"--alone"}
+    served = {"--client", "--trace", "--concurrency", "--port"}
+    own = served | {"--quick"}
+    assert options_of("compare") > shared | size | others | page | baseline | own
+    assert options_of("compare-engines") > served | {"--engine", "--processes", "--report"}
     assert options_of("best-set") > shared | size | others | baseline
     assert options_of("tune") > shared | others
     assert options_of("self-test") > shared | size

@@ -162,7 +162,7 @@ def test_the_patched_engine_is_profiled(bundle: Path) -> None:
         (("--patch", "p", "--report", "file/rep"), "cannot make file/rep"),
         (("--from", "file", "--patch", "p", "--best-set"), "several things to do"),
         (("--from", "file", "--self-test"), "several things to do"),
-        (("--patch", "p", "--alone"), "a process for each arm"),
+        (("--patch", "p", "--quick"), "a process for each arm"),
         (("--self-test", "--alone"), "a process for each arm"),
         (("--patch", "p", "--processes", "3", "--best-set", "--alone"), "a process for each arm"),
     ],

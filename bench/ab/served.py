@@ -1,0 +1,244 @@
+"""Traffic to a server over HTTP: traces, their points, and what a client measured at one.
+
+A trace is data (`served.toml`). Its requests are drawn by a seed, so that both arms get the same
+ones, and no two runs of a process share a prompt that its prefix cache could hold.
+"""
+
+from __future__ import annotations
+
+import random
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from patcher.bench.errors import PatcherError, UsageError
+from patcher.bench.records import Record
+from patcher.bench.stats.comparison import Arm
+
+PERCENTILES = (50, 95, 99)
+
+
+class TracePart(Record):
+    """Requests of one kind; lengths are in tokens."""
+
+    share: float = Field(default=1, gt=0)
+    """How often it is drawn, relative to the other parts."""
+    input_len: int = Field(ge=1)
+    output_len: int = Field(ge=2)
+    prefix_len: int = Field(default=0, ge=0)
+    """Tokens that begin the prompt, shared with other requests."""
+    prefixes: int = Field(default=1, ge=1)
+    """How many such beginnings there are."""
+
+
+class Slo(Record):
+    """A request is good if it keeps both; see DistServe, arXiv 2401.09670."""
+
+    ttft_ms: float = Field(gt=0)
+    tpot_ms: float = Field(gt=0)
+
+
+class ServingTrace(Record):
+    """Requests that a client sends, and how many at a time."""
+
+    summary: str
+    concurrencies: tuple[int, ...] = Field(min_length=1)
+    rounds: int = Field(ge=1)
+    """Fewest requests of a run for each user."""
+    least: int = Field(ge=2)
+    """Fewest requests of a run, unless these are more than `most_rounds` for each user."""
+    most_rounds: int = Field(ge=1)
+    parts: tuple[TracePart, ...] = Field(min_length=1)
+    slo: Slo
+
+    def requests(self, concurrency: int) -> int:
+        """Requests of one run."""
+        return max(self.rounds * concurrency, min(self.least, self.most_rounds * concurrency))
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of one sequence."""
+        return max(part.input_len + part.output_len for part in self.parts)
+
+
+class ServedPoint(Record):
+    """A trace at one concurrency."""
+
+    trace: str
+    concurrency: int = Field(ge=1)
+
+    @property
+    def label(self) -> str:
+        """The point as text: `fixed, 8 at a time`."""
+        return f"{self.trace}, {self.concurrency} at a time"
+
+
+class TraceRequest(NamedTuple):
+    """One request of a trace."""
+
+    prompt: list[int]
+    """Token ids."""
+    output_len: int
+
+
+@cache
+def traces() -> dict[str, ServingTrace]:
+    """All traces of `served.toml`."""
+    text = resources.files("patcher.bench.ab").joinpath("served.toml").read_text(encoding="utf-8")
+    return {name: ServingTrace(**fields) for name, fields in tomllib.loads(text).items()}
+
+
+def points_of(names: str, concurrencies: Sequence[int] | None = None) -> tuple[ServedPoint, ...]:
+    """The points of some traces.
+
+    Args:
+        names: names of traces, separated by commas.
+        concurrencies: in place of the traces' own.
+
+    Raises:
+        UsageError: there is no such trace, or a point is there twice.
+    """
+    points: list[ServedPoint] = []
+    for name in names.split(","):
+        if name not in traces():
+            raise UsageError(f"unknown trace {name!r}", f"traces are: {', '.join(traces())}")
+        for users in concurrencies or traces()[name].concurrencies:
+            points.append(ServedPoint(trace=name, concurrency=users))
+    if len(set(points)) < len(points):
+        raise UsageError("a point is there twice", "name each trace and concurrency once")
+    return tuple(points)
+
+
+def requests_of(
+    trace: ServingTrace, count: int, vocabulary: Sequence[int], seed: int
+) -> list[TraceRequest]:
+    """Requests drawn from the trace.
+
+    Shared prefixes are the same for all seeds below the same thousand, since a run's are also those
+    of its warm-up: `seed // 1000` draws them.
+
+    Args:
+        vocabulary: token ids that prompts may contain.
+    """
+    rng = random.Random(seed)
+    shared = random.Random(f"prefixes {seed // 1000}")
+    prefixes = [
+        [shared.choices(vocabulary, k=part.prefix_len) for _ in range(part.prefixes)]
+        for part in trace.parts
+    ]
+    found = []
+    for index in rng.choices(
+        range(len(trace.parts)), [part.share for part in trace.parts], k=count
+    ):
+        part = trace.parts[index]
+        own = rng.choices(vocabulary, k=max(part.input_len - part.prefix_len, 1))
+        found.append(TraceRequest(rng.choice(prefixes[index]) + own, part.output_len))
+    return found
+
+
+class ServedRun(Record):
+    """What a client measured in one run at one point."""
+
+    point: ServedPoint
+    requests: int
+    duration_s: float
+    input_tokens: int
+    output_tokens: int
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    """Tokens of prompts and outputs per second."""
+    goodput_per_s: float
+    """Requests per second that kept the trace's SLO."""
+    ttft_ms: dict[str, float]
+    """Time to first token: `p50`, `p95`, `p99`."""
+    tpot_ms: dict[str, float]
+    """Time per output token of a request, after its first one."""
+    itl_ms: dict[str, float]
+    """Time between two tokens."""
+    longest_gap_ms: float
+    """The longest wait for a token."""
+    stalled: bool = False
+    """Whether that is longer than the warm-up explains, in the last run that was tried, too."""
+    sm_clock_mhz: int | None = None
+    """Median of the samples in the run."""
+    throttle_reasons: tuple[str, ...] = ()
+
+    @property
+    def user_tokens_per_s(self) -> float:
+        """Tokens per second that one user sees, by the median time per output token."""
+        return 1e3 / self.tpot_ms["p50"]
+
+
+class StalledRun(Record):
+    """A run that was taken again, since a wait in it was longer than the warm-up explains."""
+
+    point: ServedPoint
+    longest_gap_ms: float
+    limit_ms: float
+
+
+def run_of(point: ServedPoint, trace: ServingTrace, found: Mapping[str, Any]) -> ServedRun:
+    """One run from a client's times of each request.
+
+    Args:
+        found: `duration` in seconds, and by request `input_lens`, `output_lens`, `ttfts` in
+            seconds and `itls`, a list of seconds; `ttfts` of failed requests are 0.
+
+    Raises:
+        PatcherError: requests failed, or answers have other lengths than were asked for.
+    """
+    rows = [
+        (int(asked), int(given), float(first), [float(gap) for gap in gaps])
+        for asked, given, first, gaps in zip(
+            found["input_lens"], found["output_lens"], found["ttfts"], found["itls"], strict=True
+        )
+    ]
+    good = [row for row in rows if row[1] > 0 and row[2] > 0]
+    if len(good) < len(rows) or not rows:
+        errors = [str(error).strip() for error in found.get("errors", ()) if error]
+        last = f": {errors[0].splitlines()[-1][:300]}" if errors else ""
+        raise PatcherError(
+            f"{len(rows) - len(good)} of {len(rows)} requests failed at {point.label}{last}"
+        )
+    seconds = float(found["duration"])
+    ttfts = [1e3 * first for _, _, first, _ in rows]
+    # several tokens may arrive at once, so a request's time is divided by its tokens
+    tpots = [1e3 * sum(gaps) / max(tokens - 1, 1) for _, tokens, _, gaps in rows]
+    between = [1e3 * gap for *_, gaps in rows for gap in gaps]
+    kept = sum(
+        first <= trace.slo.ttft_ms and each <= trace.slo.tpot_ms
+        for first, each in zip(ttfts, tpots, strict=True)
+    )
+    tokens_in, tokens_out = sum(row[0] for row in rows), sum(row[1] for row in rows)
+    return ServedRun(
+        point=point,
+        requests=len(rows),
+        duration_s=seconds,
+        input_tokens=tokens_in,
+        output_tokens=tokens_out,
+        output_tokens_per_s=tokens_out / seconds,
+        total_tokens_per_s=(tokens_in + tokens_out) / seconds,
+        goodput_per_s=kept / seconds,
+        ttft_ms=_percentiles(ttfts),
+        tpot_ms=_percentiles(tpots),
+        itl_ms=_percentiles(between),
+        longest_gap_ms=max([*ttfts, *between]),
+    )
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    found = np.percentile(values, PERCENTILES)
+    return {f"p{each}": float(value) for each, value in zip(PERCENTILES, found, strict=True)}
+
+
+def arm_orders(pairs: int) -> Iterator[tuple[int, Arm]]:
+    """The processes of some pairs in ABBA order: each pair's number, and the arm."""
+    for number in range(pairs):
+        both: tuple[Arm, Arm] = ("baseline", "patched")
+        for arm in both if number % 2 == 0 else both[::-1]:
+            yield number, arm

@@ -1,0 +1,309 @@
+"""Compare two ways to serve a model, as users see them: a server alone, under a client of others.
+
+Each side's server is a fresh process, started in ABBA order, alone on the device. It is warmed up,
+then a client drives it over HTTP at each point. Every process that was measured is a file in a
+folder, so that the same command goes on after a stop, or with more pairs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from patcher.ab.bench_client import BenchClient
+from patcher.ab.launcher import refuse_other_engines
+from patcher.ab.receipt_counts import calls_between
+from patcher.ab.record_files import read_record, write_record
+from patcher.ab.served_records import (
+    ServedHeader,
+    ServedJob,
+    ServedProcess,
+    ServedResult,
+    SideSetup,
+    header_of,
+)
+from patcher.ab.served_verdict import judge_served
+from patcher.ab.server import (
+    WARM_UP_TOKENS,
+    EngineServer,
+    Installation,
+    WarmUp,
+    free_port,
+    server_environment,
+    warm_up,
+)
+from patcher.ab.verdict import refuse_one_point_twice
+from patcher.bench import PatcherError, UsageError, parse_json
+from patcher.bench.ab.engine_config import overriding
+from patcher.bench.ab.phases import ABPhase, ABProgress
+from patcher.bench.ab.served import (
+    ServedPoint,
+    ServedRun,
+    ServingTrace,
+    StalledRun,
+    arm_orders,
+    requests_of,
+    run_of,
+)
+from patcher.bench.ab.window_clocks import block_clocks
+from patcher.bench.engines.served_prompts import ServedPrompts
+from patcher.bench.engines.serving import ServingClient, filled, request_line
+from patcher.bench.machine.clocks import ClockMonitor
+from patcher.bench.machine.environment import describe, device_memory_held
+from patcher.bench.stats.comparison import Arm
+from patcher.integrate import Patch, engine_wants
+
+TRIES = 3
+"""Most runs at a point of a process; one that stalled is taken again, in either arm."""
+RECEIPTS_S = 1.5
+"""Seconds until receipts hold all calls: they are written once a second."""
+MOST_HELD = 2 << 30
+"""Bytes of the GPU's memory that may be in use before a server starts."""
+FREED_S = 30.0
+FIRST_RUN = 500
+"""Seeds of a pair's runs begin here, those of warm-ups at 0; a pair has a thousand."""
+MOST_POINTS = 50
+ARMS: tuple[Arm, Arm] = ("baseline", "patched")
+
+
+def compare_served(
+    job: ServedJob, sides: tuple[SideSetup, SideSetup], keep: Path, progress: ABProgress
+) -> ServedResult:
+    """Measure what is missing, and decide.
+
+    Args:
+        sides: the baseline, and what may replace it.
+        keep: a folder for the folders of comparisons; each is of one job.
+
+    Raises:
+        UsageError: an option does not fit, the port is in use, or the device is not free.
+        MissingError: an engine or a client is not installed.
+        VerificationError: a patch was changed, or a file of the folder is damaged.
+        PatcherError: a server or a client failed; the error has the end of its log.
+    """
+    if len(job.points) > MOST_POINTS:
+        raise UsageError(f"{len(job.points)} points are too many", f"give at most {MOST_POINTS}")
+    header, installed = header_of(job, sides)
+    folder = keep / header.folder_name
+    folder.mkdir(parents=True, exist_ok=True)
+    write_record(folder / "header.json", header)
+    progress(ABPhase.READY, f"each process is kept in {folder}", 0, 2 * job.process_pairs)
+    processes = []
+    with ClockMonitor(job.workload.device, job.lock_mhz) as clocks:
+        for index, (number, arm) in enumerate(arm_orders(job.process_pairs)):
+            path = folder / f"pair-{number}-{arm}.json"
+            if not path.is_file():
+                which = ARMS.index(arm)
+                taking = _Taking(job, header, sides[which], installed[which], clocks, progress)
+                # one client measures both sides
+                write_record(path, taking.process(number, arm, index, sides[0].python))
+            hint = f"remove {path} to measure it again"
+            processes.append(read_record(path, ServedProcess, hint))
+        described = clocks.description
+    return ServedResult(
+        header=header,
+        processes=tuple(processes),
+        comparison=judge_served(header, processes, job.margin_pct, job.flags_no_faster),
+        clocks=described,
+        environment=describe(job.workload.device, job.workload.threads, described),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def with_patches(
+    job: ServedJob, stock: SideSetup, patches: Sequence[Patch]
+) -> tuple[ServedJob, SideSetup]:
+    """The job, and the side with these patches and the arguments that they require.
+
+    Raises:
+        UsageError: a patch is for another engine, or two have the same patch point.
+        VerificationError: a patch was changed, or does not match this environment.
+    """
+    refuse_other_engines(job.workload, patches)
+    refuse_one_point_twice(patches)
+    for patch in patches:
+        patch.verify_target()
+    points = [patch.manifest.target.point for patch in patches]
+    own = overriding(engine_wants(job.workload.engine, points), stock.arguments)
+    arguments = {**stock.arguments, **own}
+    tried = job.tuning is not None and job.tuning.no_faster(arguments)
+    job = replace(job, flags_no_faster=not own or tried)
+    return job, SideSetup("patched", arguments, tuple(patches))
+
+
+class _Running(NamedTuple):
+    """Two processes that were started."""
+
+    client: BenchClient
+    server: EngineServer
+
+
+class _Taking:
+    """Measures one process of a side."""
+
+    def __init__(
+        self,
+        job: ServedJob,
+        header: ServedHeader,
+        side: SideSetup,
+        installed: Installation,
+        clocks: ClockMonitor,
+        progress: ABProgress,
+    ) -> None:
+        self.job, self.header, self.side, self.installed = job, header, side, installed
+        self.client: ServingClient = job.serving
+        self.clocks, self._progress = clocks, progress
+        self.prompts = ServedPrompts(job.workload)
+
+    def process(self, number: int, arm: Arm, index: int, python: str) -> ServedProcess:
+        """Start the server, warm it up, drive it at each point, and end it.
+
+        Args:
+            number: of the pair.
+            index: number of processes that were taken before.
+            python: the client's interpreter.
+        """
+        self._done = index
+        begin = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="patcher-served-") as scratch:
+            folder = Path(scratch)
+            self._tell(ABPhase.LOAD, f"starting the server, {arm}")
+            self._await_free_device()
+            port = self.job.port or free_port()
+            environment = server_environment(
+                self.client, self.side.python, self.installed.plugin, folder / "plugin"
+            )
+            environment |= self.client.random_environment if self.job.random else {}
+            environment |= self.side.environment(folder)
+            values = {**self.job.values(self.prompts), "port": port, "folder": folder}
+            command = self.job.serve_command(self.side, values)
+            with (
+                BenchClient(self.client, self.job.client, python, folder) as client,
+                EngineServer(arm, command, environment, folder, port, self.client.health) as server,
+            ):
+                warm = self._warm_up(server, number)
+                time.sleep(RECEIPTS_S)
+                before = server.receipts()
+                runs, stalled = self._runs(_Running(client, server), number, warm, values)
+                time.sleep(RECEIPTS_S)
+                receipts = calls_between(before, server.receipts())
+                server.check()
+                start_s = server.start_s
+        return ServedProcess(
+            pair=number,
+            arm=arm,
+            start_s=start_s,
+            took_s=time.monotonic() - begin,
+            warm_ups=warm,
+            runs=tuple(runs),
+            stalled=tuple(stalled),
+            receipts=receipts,
+        )
+
+    def _warm_up(self, server: EngineServer, number: int) -> dict[str, WarmUp]:
+        found: dict[str, WarmUp] = {}
+        seed = 1000 * (number + 1)
+        for name in self.header.traces:
+            self._tell(ABPhase.READY, f"warming up: {name}")
+            trace = self.header.traces[name]
+
+            def send(users: int, trace: ServingTrace = trace) -> float:
+                nonlocal seed
+                seed += 1
+                bodies = [
+                    {
+                        "model": self.prompts.model,
+                        "prompt": self.prompts.text(request.prompt),
+                        "max_tokens": 4 + index * 7 % (WARM_UP_TOKENS - 3),
+                        "temperature": 0,
+                        "ignore_eos": True,
+                    }
+                    for index, request in enumerate(
+                        requests_of(trace, 2 * users, self.prompts.vocabulary, seed)
+                    )
+                ]
+                return server.burst("/v1/completions", bodies, users)
+
+            users = max(one.concurrency for one in self.job.points if one.trace == name)
+            found[name] = warm_up(send, users)
+        return found
+
+    def _runs(
+        self, at: _Running, number: int, warm: Mapping[str, WarmUp], values: dict[str, Any]
+    ) -> tuple[list[ServedRun], list[StalledRun]]:
+        """A run at each point; one that stalled is taken again."""
+        runs: list[ServedRun] = []
+        stalled: list[StalledRun] = []
+        for index, point in enumerate(self.job.points):
+            limit_ms = warm[point.trace].limit_ms(point.concurrency)
+            for attempt in range(TRIES):
+                self._tell(ABPhase.PAIRS, point.label)
+                # prompts of one number are the same in both arms, and new to a server's cache
+                seed = 1000 * (number + 1) + FIRST_RUN + 10 * index + attempt
+                run = self._run(at, point, seed, values)
+                gap_ms = run.longest_gap_ms
+                if gap_ms <= limit_ms or attempt == TRIES - 1:
+                    runs.append(run.model_copy(update={"stalled": gap_ms > limit_ms}))
+                    break
+                stalled.append(StalledRun(point=point, longest_gap_ms=gap_ms, limit_ms=limit_ms))
+        return runs, stalled
+
+    def _run(
+        self, at: _Running, point: ServedPoint, seed: int, values: dict[str, Any]
+    ) -> ServedRun:
+        """Let the client send the requests of a seed."""
+        trace, folder = self.header.traces[point.trace], Path(values["folder"])
+        count = trace.requests(point.concurrency)
+        file, result = folder / "requests.jsonl", folder / "result.json"
+        result.unlink(missing_ok=True)
+        with file.open("w", encoding="utf-8") as lines:
+            for request in requests_of(trace, count, self.prompts.vocabulary, seed):
+                prompt = self.prompts.text(request.prompt)
+                answer = self.prompts.text(self.prompts.vocabulary[: request.output_len])
+                line = request_line(self.client.request, prompt, answer, request.output_len)
+                lines.write(line + "\n")
+        command = filled(
+            self.client.bench,
+            {
+                **values,
+                "requests": file,
+                "count": count,
+                "concurrency": point.concurrency,
+                "run": seed,
+                "result": result.name,
+            },
+        )
+        samples = at.client.run(command, at.server, self.clocks)
+        try:
+            found = parse_json(result.read_text(encoding="utf-8").splitlines()[-1])
+            run = run_of(point, trace, found)
+        except (OSError, IndexError, KeyError, TypeError, ValueError) as error:
+            said = f"{type(error).__name__}: {error}"
+            raise PatcherError(
+                f"{self.job.client} wrote no result that can be read: {said}"
+            ) from error
+        clocks = block_clocks(samples)
+        return run.model_copy(
+            update={name: clocks[name] for name in ("sm_clock_mhz", "throttle_reasons")}
+        )
+
+    def _await_free_device(self) -> None:
+        """Check that the server will be alone; an ended one may take seconds to free its memory."""
+        if self.job.workload.device != "cuda":
+            return
+        deadline = time.monotonic() + FREED_S
+        while (held := device_memory_held()) is not None and held > MOST_HELD:
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"other programs hold {held / 2**30:.1f} GiB of the GPU's memory",
+                    "end them: a server is measured alone",
+                )
+            time.sleep(1)
+
+    def _tell(self, phase: ABPhase, said: str) -> None:
+        self._progress(phase, said, self._done, 2 * self.job.process_pairs)

@@ -1,0 +1,278 @@
+"""What is compared as it is served, and what was measured."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue
+
+from patcher.ab.server import HOST, Installation, WarmUp, installation
+from patcher.bench import SCHEMA_VERSION, Record, UsageError, Workload
+from patcher.bench.ab.engine_config import Tuning
+from patcher.bench.ab.served import ServedPoint, ServedRun, ServingTrace, StalledRun, traces
+from patcher.bench.engines.served_model import LENGTH_STEP
+from patcher.bench.engines.served_prompts import ServedPrompts
+from patcher.bench.engines.serving import ServingClient, filled, flags
+from patcher.bench.machine.environment import Environment, fingerprint
+from patcher.bench.stats.comparison import Arm, Verdict
+from patcher.integrate import Patch, Receipt, Store, patch_environment
+
+CONFIDENCE_PCT = 95.0
+SPARE = 1.05
+"""A trained tokenizer may split a text into a few tokens more than it was made of."""
+
+
+@dataclass(frozen=True)
+class SideSetup:
+    """One way to serve the model."""
+
+    name: str
+    arguments: Mapping[str, JsonValue] = field(default_factory=dict)
+    """Of the engine."""
+    patches: tuple[Patch, ...] = ()
+    store: Path | None = None
+    """A store whose patches are enabled, in place of `patches`."""
+    python: str = sys.executable
+    """The interpreter that the engine is installed for."""
+
+    def digests(self, engine: str) -> dict[str, str]:
+        """Digests of its patches by id.
+
+        Raises:
+            UsageError: the store cannot be read.
+        """
+        if self.store is None:
+            return {patch.manifest.id: patch.digest for patch in self.patches}
+        applied = Store(self.store).applied()
+        return {one.id: one.digest for one in applied if one.engine == engine}
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """The variables that enable exactly its patches, with receipts in that folder.
+
+        As where it serves, what a patch cannot run falls back and is counted; the verdict reads the
+        receipts.
+
+        Raises:
+            VerificationError: a bundle was changed or does not match this environment.
+        """
+        receipts = folder / "receipts"
+        if self.store is None:
+            found = patch_environment(self.patches, folder / "home", receipts)
+            return {**found, "PATCHER_STRICT": "0"}
+        home = {"PATCHER_PATCHES": "on", "PATCHER_HOME": str(self.store.absolute())}
+        return {**home, "PATCHER_RECEIPTS": str(receipts)}
+
+
+class ServedSide(Record):
+    """A side as it is recorded."""
+
+    name: str
+    version: str
+    """Of the engine."""
+    arguments: dict[str, JsonValue]
+    patches: dict[str, str]
+    """Digests by id."""
+
+
+class ServedHeader(Record):
+    """All that the processes of one comparison share; another one has another folder."""
+
+    schema_version: int = SCHEMA_VERSION
+    fingerprint: str
+    """Of device, driver, libraries and threads."""
+    workload: Workload
+    client: str
+    traces: dict[str, ServingTrace]
+    points: tuple[ServedPoint, ...]
+    sides: tuple[ServedSide, ServedSide]
+    serve: tuple[str, ...]
+    """The server's command, with names in place of paths."""
+    bench: tuple[str, ...]
+    """The client's."""
+
+    @property
+    def folder_name(self) -> str:
+        digest = hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
+        return f"served-{digest}"
+
+
+class ServedProcess(Record):
+    """One process of a server, and what was measured of it."""
+
+    schema_version: int = SCHEMA_VERSION
+    pair: int
+    arm: Arm
+    start_s: float
+    """Seconds until it served."""
+    took_s: float
+    """Seconds of all."""
+    warm_ups: dict[str, WarmUp]
+    """By trace."""
+    runs: tuple[ServedRun, ...]
+    """One at each point, in their order."""
+    stalled: tuple[StalledRun, ...]
+    """Runs that were taken again."""
+    receipts: tuple[Receipt, ...]
+    """Calls by patch since the warm-up."""
+
+
+class ServedFigures(Record):
+    """One side at one point: means over processes, in the units of `ServedRun`."""
+
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    user_tokens_per_s: float
+    goodput_per_s: float
+    ttft_ms: dict[str, float]
+    tpot_ms: dict[str, float]
+    itl_ms: dict[str, float]
+    stalls: int
+    """Runs that were taken again, and last ones that stalled, too."""
+
+
+class PointGain(Record):
+    """The gain at one point."""
+
+    point: ServedPoint
+    figures: dict[Arm, ServedFigures]
+    gain_pct: float
+    """Of output tokens per second."""
+    gain_low_pct: float
+    gain_high_pct: float
+
+    @property
+    def loses(self) -> bool:
+        """Whether it loses beyond its noise."""
+        return self.gain_high_pct < 0
+
+    @property
+    def said(self) -> str:
+        """The gain as text, with its interval if there is one: a single pair has none."""
+        gain = f"{self.gain_pct:+.2f} %"
+        if self.gain_low_pct <= -100:
+            return f"{gain}, no interval"
+        return f"{gain} [{self.gain_low_pct:+.2f}, {self.gain_high_pct:+.2f}]"
+
+
+class ServedComparison(Record):
+    """The gain over all points, and the verdict."""
+
+    points: tuple[PointGain, ...]
+    process_pairs: int
+    gain_pct: float
+    """Geometric mean over points of the gain in output tokens per second."""
+    gain_low_pct: float
+    gain_high_pct: float
+    confidence_pct: float = CONFIDENCE_PCT
+    margin_pct: float
+    noise_pct: float | None
+    """Standard deviation of one pair at one point; None for a single pair."""
+    verdict: Verdict
+    reasons: tuple[str, ...]
+
+
+class ServedResult(Record):
+    """A comparison as it is served."""
+
+    schema_version: int = SCHEMA_VERSION
+    header: ServedHeader
+    processes: tuple[ServedProcess, ...]
+    comparison: ServedComparison
+    clocks: str
+    environment: Environment
+    command: str = ""
+    """That measured it."""
+    created: str = ""
+    """When: ISO 8601, UTC."""
+
+
+@dataclass(frozen=True)
+class ServedJob:
+    """What to measure."""
+
+    workload: Workload
+    """Model, engine, weights and dtype; its batch and lengths are not used."""
+    client: str
+    serving: ServingClient
+    points: tuple[ServedPoint, ...]
+    process_pairs: int
+    margin_pct: float = 0.5
+    port: int | None = None
+    """None: a free one."""
+    lock_mhz: int | None = None
+    tuning: Tuning | None = None
+    """The search for the baseline's arguments, if there was one."""
+    flags_no_faster: bool = True
+    """Whether nothing hints that a difference of the sides' arguments is what gains."""
+
+    @property
+    def random(self) -> bool:
+        """Whether weights are random."""
+        return self.workload.weights == "random"
+
+    @property
+    def traces(self) -> dict[str, ServingTrace]:
+        """The traces of the points."""
+        return {point.trace: traces()[point.trace] for point in self.points}
+
+    def values(self, prompts: ServedPrompts) -> dict[str, Any]:
+        """What commands are filled with, but for what a process has of its own."""
+        longest = int(SPARE * max(trace.longest for trace in self.traces.values()))
+        return {
+            "model": prompts.model,
+            "tokenizer": prompts.tokenizer,
+            "host": HOST,
+            "dtype": self.workload.dtype,
+            "seed": self.workload.seed,
+            "context": -(-longest // LENGTH_STEP) * LENGTH_STEP,
+            "users": max(point.concurrency for point in self.points),
+        }
+
+    def serve_command(self, side: SideSetup, values: Mapping[str, Any]) -> list[str]:
+        """The command line of a side's server; `values` has the rest."""
+        command = filled(self.serving.serve, {**values, "python": side.python})
+        command += self.serving.random_weights if self.random else ()
+        return command + flags(side.arguments)
+
+
+def header_of(
+    job: ServedJob, sides: Sequence[SideSetup]
+) -> tuple[ServedHeader, tuple[Installation, Installation]]:
+    """What a comparison consists of, and what is installed for each side.
+
+    Raises:
+        UsageError: the client cannot serve these weights, or a side is no Python.
+        MissingError: an engine or a client is not installed.
+    """
+    if job.random and not job.serving.random_weights:
+        raise UsageError(
+            f"{job.client} cannot serve random weights", "use --weights hub, or another --client"
+        )
+    one, other = (installation(job.serving, side.python) for side in sides)
+    unnamed = ("model", "tokenizer", "port", "requests", "count", "concurrency", "run")
+    values = job.values(ServedPrompts(job.workload))
+    values |= {name: name.upper() for name in (*unnamed, "folder", "result", "python")}
+    baseline, patched = (
+        ServedSide(
+            name=side.name,
+            version=installed.version or "",
+            arguments=dict(side.arguments),
+            patches=side.digests(job.workload.engine),
+        )
+        for side, installed in zip(sides, (one, other), strict=True)
+    )
+    return ServedHeader(
+        fingerprint=fingerprint(job.workload.device, job.workload.threads),
+        workload=job.workload,
+        client=job.client,
+        traces=job.traces,
+        points=job.points,
+        sides=(baseline, patched),
+        serve=tuple(job.serve_command(SideSetup("", python="PYTHON"), values)),
+        bench=("PYTHON", "-m", *filled(job.serving.bench, values)),
+    ), (one, other)

@@ -1,0 +1,213 @@
+"""`--client` and `compare-engines`: two ways to serve a model, compared as users see them."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import typer
+
+from patcher.bench import UsageError
+from patcher.commands.console import Output, runs_dir, write_out
+from patcher.commands.option_groups import OptionGroup
+from patcher.commands.throughput_options import (
+    BaselineChoice,
+    EngineChoice,
+    OtherWorkloadsChoice,
+    PageChoice,
+    SampleSize,
+    WorkloadChoice,
+)
+from patcher.commands.workloads import workload_of
+
+if TYPE_CHECKING:
+    from patcher.ab.served_records import ServedJob, SideSetup
+
+SERVED_PAIRS = 2
+"""Process pairs where none are asked for: four starts of a server."""
+STOCK = "stock"
+"""A side as the baseline is."""
+
+
+@dataclass(frozen=True)
+class ServedChoice(OptionGroup):
+    """A client over HTTP, and what it sends."""
+
+    PANEL: ClassVar[str] = "As it is served"
+
+    client: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure a server alone over HTTP by a client of others: vllm-bench (`vllm serve` "
+            "and `vllm bench serve`) or sglang-bench."
+        ),
+    ] = None
+    trace: Annotated[str, typer.Option(help="What the client sends: fixed, mixed, or both.")] = (
+        "fixed,mixed"
+    )
+    concurrency: Annotated[
+        str | None,
+        typer.Option(help="Users at a time, such as 1,8,64, in place of the traces' own."),
+    ] = None
+    port: Annotated[
+        int | None, typer.Option(help="Of the server; default: a free one.", min=1, max=65535)
+    ] = None
+
+
+def served_job(
+    model: str,
+    workload: WorkloadChoice,
+    engine: EngineChoice,
+    size: SampleSize,
+    baseline: BaselineChoice,
+    others: OtherWorkloadsChoice,
+    served: ServedChoice,
+    margin_pct: float | None,
+) -> tuple[ServedJob, SideSetup]:
+    """What these options ask for, and the baseline.
+
+    Raises:
+        UsageError: options that do not go together, or of what is unknown.
+    """
+    from patcher.ab.options import argument, read_tuning
+    from patcher.ab.other_windows import whole_numbers
+    from patcher.ab.served_records import ServedJob, SideSetup
+    from patcher.bench.ab.served import points_of
+    from patcher.bench.engines.serving import client_of
+    from patcher.settings import resolve
+
+    of_windows = {
+        "--batch": workload.batch,
+        "--input-len": workload.input_len,
+        "--output-len": workload.output_len,
+        "--preset": workload.preset_name,
+        "--pairs": size.pairs,
+        "--tune-baseline": baseline.tune_baseline,
+        "--other-workloads": others != OtherWorkloadsChoice(),
+    }
+    if given := [name for name, value in of_windows.items() if value]:
+        raise UsageError(
+            f"a client has traffic of its own, without {' and '.join(given)}",
+            "use --trace and --concurrency, and tune before: patcher throughput tune",
+        )
+    what = workload_of(
+        model,
+        workload.device,
+        workload.engine,
+        None,
+        None,
+        None,
+        workload.weights,
+        workload.threads,
+    )
+    name, client = client_of(served.client, what.engine)
+    users = whole_numbers(served.concurrency, "--concurrency") if served.concurrency else None
+    tuned = None if baseline.tuned is None else read_tuning(baseline.tuned, what)
+    arguments = dict(map(argument, engine.engine_args or []))
+    arguments |= tuned.chosen if tuned else {}
+    job = ServedJob(
+        workload=what,
+        client=name,
+        serving=client,
+        points=points_of(served.trace, users),
+        process_pairs=SERVED_PAIRS if size.processes is None else size.processes,
+        margin_pct=resolve({"margin_pct": margin_pct}).margin_pct,
+        port=served.port,
+        lock_mhz=engine.lock_mhz,
+        tuning=tuned,
+    )
+    if job.process_pairs < 1:
+        raise UsageError("no process pair", "use --processes 2 or more")
+    return job, SideSetup(name=STOCK, arguments=arguments)
+
+
+def compare_patched(
+    job: ServedJob,
+    stock: SideSetup,
+    bundles: Sequence[Path],
+    output: Output,
+    out: Path | None,
+    page: PageChoice,
+) -> int:
+    """Compare the stock server with one whose patches are all in; returns the exit code."""
+    from patcher.ab.served import with_patches
+    from patcher.integrate import Patch, unpacked
+
+    with ExitStack() as stack:
+        patches = [Patch.load(stack.enter_context(unpacked(one))) for one in bundles]
+        job, patched = with_patches(job, stock, patches)
+        return show(job, (stock, patched), output, out, page)
+
+
+def compare_sides(
+    job: ServedJob,
+    stock: SideSetup,
+    texts: tuple[str, str],
+    output: Output,
+    out: Path | None,
+    page: PageChoice,
+) -> int:
+    """Compare two ways to serve that are told apart by words; returns the exit code."""
+    with ExitStack() as stack:
+        sides = tuple(side_of(text, stock, stack) for text in texts)
+        return show(job, (sides[0], sides[1]), output, out, page)
+
+
+def side_of(text: str, base: SideSetup, stack: ExitStack) -> SideSetup:
+    """A side from `NAME=VALUE` words: arguments of the engine, and `python`, `store`, `patch`.
+
+    Raises:
+        UsageError: a word is none of these.
+    """
+    from patcher.ab.options import argument
+    from patcher.ab.served_records import SideSetup
+    from patcher.integrate import Patch, unpacked
+
+    arguments, patches = dict(base.arguments), list[Patch]()
+    python, store = base.python, None
+    for word in shlex.split(text) if text != STOCK else ():
+        name, value = argument(word)
+        match name:
+            case "python":
+                python = str(value)
+            case "store":
+                store = Path(str(value)).expanduser()
+            case "patch":
+                patches.append(Patch.load(stack.enter_context(unpacked(Path(str(value))))))
+            case _:
+                arguments[name] = value
+    if store is not None and patches:
+        raise UsageError("patches, and a store of patches", "give patch= or store= for a side")
+    return SideSetup(text, arguments, tuple(patches), store, python)
+
+
+def show(
+    job: ServedJob,
+    sides: tuple[SideSetup, SideSetup],
+    output: Output,
+    out: Path | None,
+    page: PageChoice,
+) -> int:
+    """Measure, write and show; returns the exit code."""
+    from rich.text import Text
+
+    from patcher.ab.served import compare_served
+    from patcher.ab.timeline import Timeline
+    from patcher.report.served import write_served
+    from patcher.show.served import served_lines
+
+    with output.progress() as bar:
+        result = compare_served(job, sides, runs_dir(), Timeline(bar))
+    command = shlex.join(["patcher", *sys.argv[1:]])
+    result = result.model_copy(update={"command": command})
+    write_out(out, result)
+    lines = served_lines(result)
+    if page.report is not None:
+        lines.append(Text(f"report: {write_served(result, page.report)}"))
+    output.emit(result, *lines)
+    return 0 if result.comparison.verdict == "accept" else 1

@@ -1,0 +1,197 @@
+"""The report of a comparison as it is served: HTML with its curves, Markdown, JSON."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from patcher.ab.served_records import PointGain, ServedResult
+from patcher.bench import UsageError
+from patcher.bench.stats.comparison import Arm
+from patcher.report.charts import NARROW, WIDE
+from patcher.report.markup import fence, plain, table
+from patcher.report.svg import Canvas, linear, padded, ticks
+from patcher.visible import visible
+
+HEAD = (
+    "point",
+    "baseline tok/s",
+    "patched tok/s",
+    "gain",
+    "TPOT p50 / p95 / p99 ms",
+    "TTFT p50 / p95 / p99 ms",
+    "ITL p50 / p95 / p99 ms",
+    "total tok/s",
+    "good req/s",
+    "stalls",
+)
+ARMS: tuple[tuple[Arm, str], ...] = (("baseline", "base"), ("patched", "cand"))
+
+
+def write_served(result: ServedResult, folder: Path) -> Path:
+    """Write `report.html`, `report.md` and `report.json`; returns the first.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+    texts = {
+        "html": served_html(result),
+        "md": served_markdown(result),
+        "json": result.model_dump_json(indent=2) + "\n",
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for suffix, text in texts.items():
+            (folder / f"report.{suffix}").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {folder}: {error.strerror}", "give another --report"
+        ) from error
+    return folder / "report.html"
+
+
+def served_html(result: ServedResult) -> str:
+    """One self-contained page."""
+    styles = resources.files("patcher.report")
+    css = "".join(
+        styles.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "charts.css")
+    )
+    environment = Environment(
+        loader=PackageLoader("patcher.report", "."), autoescape=True, undefined=StrictUndefined
+    )
+    return environment.get_template("served.html.j2").render(
+        title=visible(_title(result)),
+        facts=[visible(fact) for fact in _facts(result)],
+        found=result.comparison,
+        charts=[
+            Markup(
+                "".join(
+                    curve(points, width).render(
+                        f"curve{index}-{css_class}", *_curve_words(name, points), css_class
+                    )
+                    for width, css_class in ((WIDE, "wide"), (NARROW, "narrow"))
+                )
+            )
+            for index, (name, points) in enumerate(_by_trace(result).items())
+        ],
+        head=HEAD,
+        rows=[_row(point) for point in result.comparison.points],
+        commands=[visible(line) for line in _commands(result)],
+        css=Markup(css),
+    )
+
+
+def served_markdown(result: ServedResult) -> str:
+    """GitHub Markdown: the verdict, the points, the commands."""
+    found = result.comparison
+    rows = [[plain(cell) for cell in _row(point)] for point in found.points]
+    parts = [
+        f"## {plain(_title(result))}: {found.verdict}",
+        "\n".join(f"- {plain(reason)}" for reason in found.reasons),
+        table(HEAD, rows, " " + "r" * (len(HEAD) - 1)),
+        "\n".join(f"- {plain(fact)}" for fact in _facts(result)),
+        fence("\n".join(_commands(result))),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def curve(points: Sequence[PointGain], width: float) -> Canvas:
+    """Tokens per second of one user against those of the GPU, a line for each side."""
+    height, left, right, top, bottom = 300.0, 64.0, 16.0, 30.0, 44.0
+    canvas = Canvas(width, height)
+    every = [one.figures[arm] for one in points for arm, _ in ARMS]
+    low, high = padded([0.0, *(one.user_tokens_per_s for one in every)])
+    x = linear(max(low, 0), high, left, width - right)
+    floor, ceiling = padded([0.0, *(one.output_tokens_per_s for one in every)])
+    y = linear(max(floor, 0), ceiling, height - bottom, top)
+    for tick in ticks(max(floor, 0), ceiling):
+        canvas.line(left, y(tick), width - right, y(tick), "grid")
+        canvas.text(left - 8, y(tick) + 4, f"{tick:,.0f}", "t", "end")
+    for tick in ticks(max(low, 0), high, 8 if width > 500 else 4):
+        canvas.text(x(tick), height - bottom + 18, f"{tick:,.0f}", "t", "middle")
+    canvas.line(left, height - bottom, width - right, height - bottom, "axis")
+    for arm, css in ARMS:
+        seen = [(one, one.figures[arm]) for one in points]
+        places = [(x(each.user_tokens_per_s), y(each.output_tokens_per_s)) for _, each in seen]
+        canvas.path(places, f"series {css}")
+        for (one, each), place in zip(seen, places, strict=True):
+            tip = f"{arm}, {one.point.label}: {each.output_tokens_per_s:,.0f} tok/s"
+            canvas.dot(*place, 4.2, f"dot solid {css}", tip)
+    canvas.dot(left + 5, 11, 4.2, "dot solid base")
+    canvas.text(left + 14, 15, "baseline", "t")
+    canvas.dot(left + 85, 11, 4.2, "dot solid cand")
+    canvas.text(left + 94, 15, "patched; up: tokens/s of the GPU", "t")
+    canvas.text((left + width) / 2, height - 8, "tokens/s of one user", "t", "middle")
+    return canvas
+
+
+def _curve_words(name: str, points: Sequence[PointGain]) -> tuple[str, str]:
+    users = ", ".join(str(one.point.concurrency) for one in points)
+    return f"Trace {name}", f"Tokens per second of a user and of the GPU, at {users} users."
+
+
+def _by_trace(result: ServedResult) -> dict[str, list[PointGain]]:
+    found: dict[str, list[PointGain]] = {}
+    for one in result.comparison.points:
+        found.setdefault(one.point.trace, []).append(one)
+    return {
+        name: sorted(each, key=lambda one: one.point.concurrency) for name, each in found.items()
+    }
+
+
+def _title(result: ServedResult) -> str:
+    header = result.header
+    gain = f"{result.comparison.gain_pct:+.2f} % tokens per second"
+    return f"{header.workload.model} in {header.workload.engine} as served, {gain}"
+
+
+def _facts(result: ServedResult) -> list[str]:
+    header = result.header
+    sides = [
+        f"{role}: {header.workload.engine} {side.version} {side.name}"
+        + "".join(f", {name}" for name in side.patches)
+        for role, side in zip(("baseline", "patched"), header.sides, strict=True)
+    ]
+    traces = [f"trace {name}: {trace.summary}" for name, trace in header.traces.items()]
+    return [
+        *sides,
+        *traces,
+        f"one server alone on the device at a time, driven by {header.client}",
+        f"weights: {header.workload.weights}; the same model was not checked here: see "
+        "`patcher throughput compare` without --client",
+        f"{result.environment.device}, driver {result.environment.driver}",
+        f"clocks {result.clocks}",
+        *([f"measured {result.created}"] if result.created else []),
+    ]
+
+
+def _commands(result: ServedResult) -> list[str]:
+    own = [result.command] if result.command else []
+    return [*own, shlex.join(result.header.serve), shlex.join(result.header.bench)]
+
+
+def _row(point: PointGain) -> list[str]:
+    both = [point.figures[arm] for arm, _ in ARMS]
+
+    def times(name: str, digits: int) -> str:
+        return "; ".join(
+            " / ".join(f"{value:.{digits}f}" for value in getattr(one, name).values())
+            for one in both
+        )
+
+    return [
+        point.point.label,
+        *(f"{one.output_tokens_per_s:,.1f}" for one in both),
+        point.said,
+        times("tpot_ms", 3),
+        times("ttft_ms", 0),
+        times("itl_ms", 3),
+        "; ".join(f"{one.total_tokens_per_s:,.0f}" for one in both),
+        "; ".join(f"{one.goodput_per_s:.2f}" for one in both),
+        "; ".join(str(one.stalls) for one in both),
+    ]

@@ -1,0 +1,474 @@
+"""Ways to serve, compared over HTTP: the session against a double server, and the verdict."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import JsonValue
+from typer.testing import CliRunner
+
+from patcher.ab import bench_client, served
+from patcher.ab.served import compare_served, with_patches
+from patcher.ab.served_records import (
+    ServedHeader,
+    ServedJob,
+    ServedProcess,
+    ServedResult,
+    ServedSide,
+    SideSetup,
+)
+from patcher.ab.served_verdict import judge_served
+from patcher.ab.server import WarmUp, announce_plugin, installation, warm_up
+from patcher.bench import MissingError, PatcherError, UsageError, Workload
+from patcher.bench.ab.phases import silent
+from patcher.bench.ab.served import (
+    ServedPoint,
+    ServedRun,
+    arm_orders,
+    points_of,
+    requests_of,
+    run_of,
+    traces,
+)
+from patcher.bench.engines import serving
+from patcher.bench.engines.serving import ServingClient, client_of, clients, flags, request_line
+from patcher.bench.machine.environment import ROOT, python_path
+from patcher.bench.stats.comparison import Arm
+from patcher.commands.console import app
+from patcher.integrate import Receipt
+from patcher.integrate import vllm as vllm_plugin
+from patcher.report.served import served_html, served_markdown
+from patcher.show.served import served_lines
+
+SUPPORT = Path(__file__).parents[2] / "support"
+WORKLOAD = Workload(
+    model="gpt-oss-tiny", engine="vllm", device="cpu", dtype="float32", batch=1, input_len=8,
+    output_len=8,
+)  # fmt: skip
+CLIENT = ServingClient(
+    engine="vllm",
+    package="numpy",
+    install="pip install numpy",
+    plugins="vllm.general_plugins",
+    serve=("{python}", str(SUPPORT / "openai_server.py"), "--port", "{port}"),
+    random_weights=("--first-ms", "4"),
+    health="/health",
+    imports="json",
+    bench=(
+        "served_client_double", "{port}", "{requests}", "{concurrency}",
+        "{folder}/{result}",
+    ),
+    request='{"prompt": {prompt}, "output_tokens": {output_len}}',
+)  # fmt: skip
+POINTS = tuple(ServedPoint(trace="fixed", concurrency=users) for users in (1, 2))
+JOB = ServedJob(WORKLOAD, "double", CLIENT, POINTS, process_pairs=2)
+SLOW, FAST = SideSetup("slow", {"token_ms": 4}), SideSetup("fast", {"token_ms": 2})
+ID, DIGEST = "double.norm", "0" * 64
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATCHER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(served, "RECEIPTS_S", 0)  # the double writes them before it answers
+    monkeypatch.setattr(bench_client, "POLL_S", 0.02)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(SUPPORT), str(tmp_path))))
+
+
+@dataclass(frozen=True)
+class PatchedSide(SideSetup):
+    """A double's patch: its server writes receipts, or does not."""
+
+    def digests(self, engine: str) -> dict[str, str]:
+        return {ID: DIGEST}
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        return {"PATCHER_RECEIPTS": str(folder / "receipts")}
+
+
+def test_a_faster_server_is_found_and_what_was_taken_is_kept(tmp_path: Path) -> None:
+    fast = PatchedSide("fast", {"token_ms": 2, "patch": ID})
+    begun = compare_served(replace(JOB, process_pairs=1), (SLOW, fast), tmp_path, silent)
+    assert begun.comparison.verdict == "inconclusive"
+    [folder] = tmp_path.glob("served-*")
+    kept = {path: path.stat().st_mtime_ns for path in folder.glob("pair-*.json")}
+    result = compare_served(JOB, (SLOW, fast), tmp_path, silent)
+    assert result.processes[:2] == begun.processes
+    assert kept == {path: path.stat().st_mtime_ns for path in kept}
+    # 255 tokens after the first: 4 + 255 x 4 ms against 4 + 255 x 2 ms, at both points
+    found = result.comparison
+    assert found.gain_pct == pytest.approx(100 * (1024 / 514 - 1))
+    assert found.verdict == "accept"
+    assert [(one.pair, one.arm) for one in result.processes] == list(arm_orders(2))
+    figures = found.points[1].figures
+    assert figures["baseline"].tpot_ms["p99"] == pytest.approx(4)
+    assert figures["patched"].user_tokens_per_s == pytest.approx(500)
+    assert figures["patched"].output_tokens_per_s == pytest.approx(2 * 256 / 0.514)
+    assert figures["patched"].ttft_ms["p50"] == pytest.approx(4)
+    assert figures["patched"].goodput_per_s == pytest.approx(2 / 0.514)
+    # calls while it was measured, not those of the warm-up: one request a point
+    assert [one.receipts[0].total_calls for one in result.processes if one.receipts] == [4, 4]
+    page = served_html(result)
+    assert page.count("<svg") == 2
+    assert "+99.22 %" in page
+    assert str(Path.home()) not in result.model_dump_json()
+    assert "openai_server.py --port PORT --first-ms 4" in served_markdown(result)
+    assert served_lines(result)
+
+
+def test_a_patch_that_never_ran_is_rejected(tmp_path: Path) -> None:
+    silent_one = PatchedSide("fast", {"token_ms": 2})
+    job = replace(JOB, process_pairs=1, points=POINTS[:1])
+    found = compare_served(job, (SLOW, silent_one), tmp_path, silent).comparison
+    assert found.verdict == "reject"
+    assert found.reasons[1:] == (f"{ID} never ran while fast was measured",)
+
+
+def test_a_server_that_dies_says_its_last_words(tmp_path: Path) -> None:
+    dying = SideSetup("dying", {"die_after": 7})
+    with pytest.raises(PatcherError, match=r"baseline server ended \(exit code 3\): out of luck"):
+        compare_served(JOB, (dying, FAST), tmp_path, silent)
+    broken = SideSetup("broken", {"no_such_option": 1})
+    with pytest.raises(PatcherError, match="unrecognized arguments: --no-such-option"):
+        compare_served(JOB, (broken, FAST), tmp_path, silent)
+    assert not list(tmp_path.glob("served-*/pair-*"))
+
+
+def test_a_port_in_use_a_broken_client_and_what_is_missing_are_said(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(UsageError, match=f"port {port} is in use"):
+            compare_served(replace(JOB, port=port), (SLOW, FAST), tmp_path, silent)
+    (tmp_path / "broken_client.py").write_text("raise ValueError('no trace')")
+    broken = CLIENT.model_copy(update={"bench": ("broken_client",)})
+    with pytest.raises(PatcherError, match=r"double failed .* no trace"):
+        compare_served(replace(JOB, serving=broken), (SLOW, FAST), tmp_path, silent)
+    (tmp_path / "idle_client.py").touch()
+    idle = CLIENT.model_copy(update={"bench": ("idle_client",)})
+    with pytest.raises(PatcherError, match="wrote no result"):
+        compare_served(replace(JOB, serving=idle), (SLOW, FAST), tmp_path, silent)
+    for update, said in (
+        ({"package": "no-such-engine"}, "has no no-such-engine"),
+        ({"needs": ("no_such_module",)}, "the client needs no_such_module"),
+    ):
+        with pytest.raises(MissingError, match=said):
+            installation(CLIENT.model_copy(update=update), sys.executable)
+    with pytest.raises(UsageError, match="no Python"):
+        installation(CLIENT, "/no/such/python")
+    trained = CLIENT.model_copy(update={"random_weights": ()})
+    with pytest.raises(UsageError, match="cannot serve random weights"):
+        compare_served(replace(JOB, serving=trained), (SLOW, FAST), tmp_path, silent)
+
+
+def run_at(point: ServedPoint, rate: float, stalled: bool = False) -> ServedRun:
+    figures = {"p50": 1e3 / rate, "p95": 1e3 / rate, "p99": 1e3 / rate}
+    return ServedRun(
+        point=point, requests=8, duration_s=1, input_tokens=8, output_tokens=8,
+        output_tokens_per_s=rate, total_tokens_per_s=2 * rate, goodput_per_s=1, ttft_ms=figures,
+        tpot_ms=figures, itl_ms=figures, longest_gap_ms=1, stalled=stalled,
+    )  # fmt: skip
+
+
+def judged(
+    gains_pct: Sequence[float],
+    pairs: int = 3,
+    noise_pct: float = 0.5,
+    stalled: bool = False,
+    arguments: Mapping[str, Any] | None = None,
+    flags_no_faster: bool = True,
+    ran: Mapping[Arm, bool] | None = None,
+    receipts: Sequence[Receipt] | None = None,
+    patches: Mapping[str, str] | None = None,
+    seed: int = 1,
+) -> Any:
+    """The verdict on planted gains by point, with normal noise of each process at each point."""
+    points = tuple(ServedPoint(trace="fixed", concurrency=2**k) for k in range(len(gains_pct)))
+    rng, processes = random.Random(seed), []
+    where = {"baseline": False, "patched": True} if ran is None else ran
+    for pair, arm in arm_orders(pairs):
+        runs = tuple(
+            run_at(
+                point,
+                100
+                * math.exp(rng.gauss(0, noise_pct / 100))
+                * (1 + (gain / 100 if arm == "patched" else 0)),
+                stalled and pair == 0,
+            )
+            for point, gain in zip(points, gains_pct, strict=True)
+        )
+        calls = {"kernel": 5} if where[arm] else {}
+        own = [Receipt(patch_id=ID, digest=DIGEST, pid=1, calls=calls)]
+        if receipts is not None:
+            own = list(receipts) if arm == "patched" else []
+        processes.append(
+            ServedProcess(
+                pair=pair,
+                arm=arm,
+                start_s=1,
+                took_s=1,
+                warm_ups={},
+                runs=runs,
+                stalled=(),
+                receipts=tuple(own),
+            )
+        )
+    stock = ServedSide(name="stock", version="1", arguments={}, patches={})
+    patched = stock.model_copy(
+        update={
+            "name": "patched",
+            "patches": dict(patches or {ID: DIGEST}),
+            "arguments": dict(arguments or {}),
+        }
+    )
+    header = ServedHeader(
+        fingerprint="f", workload=WORKLOAD, client="double", traces={}, points=points,
+        sides=(stock, patched), serve=(), bench=(),
+    )  # fmt: skip
+    return judge_served(header, processes, 0.5, flags_no_faster)
+
+
+@pytest.mark.parametrize(
+    ("gains", "more", "verdict", "said"),
+    [
+        ((20, 15, 5, 1), {}, "accept", "above the margin"),
+        ((20, 15, 5, 1), {"pairs": 2}, "accept", "over 2 process pairs"),
+        ((20, 15, 5, -6), {}, "reject", "8 at a time loses beyond its noise: -6"),
+        ((20, 15, 5, -0.3), {}, "accept", "no point loses beyond its noise"),
+        ((0.1, 0, -0.1, 0), {"noise_pct": 0.05}, "reject", "below the margin of 0.5 %"),
+        ((1, 1, 1, 1), {"noise_pct": 3}, "inconclusive", "holds the margin"),
+        ((20,), {"pairs": 1}, "inconclusive", "one process pair does not show"),
+        ((20, 15), {"stalled": True}, "inconclusive", "4 runs stalled"),
+        ((20, 15), {"arguments": {"x": 1}, "flags_no_faster": False}, "inconclusive", "differ"),
+        ((20, 15), {"arguments": {"x": 1}}, "accept", "above the margin"),
+        ((20,), {"ran": {"baseline": False, "patched": False}}, "reject", "never ran"),
+        ((20,), {"ran": {"baseline": True, "patched": True}}, "reject", "ran while stock"),
+    ],
+)
+def test_planted_gains_and_losses_are_judged(
+    gains: Sequence[float], more: dict[str, Any], verdict: str, said: str
+) -> None:
+    found = judged(gains, **more)
+    assert (found.verdict, said in " ".join(found.reasons)) == (verdict, True), found.reasons
+
+
+def test_what_falls_back_under_an_option_is_told_and_what_does_nothing_is_rejected() -> None:
+    other = "double.cache"
+
+    def found(norm: dict[str, Any], cache: dict[str, Any]) -> Any:
+        whole = [
+            Receipt(patch_id=name, digest=DIGEST, pid=1, **more)
+            for name, more in ((ID, norm), (other, cache))
+        ]
+        return judged((20, 15), receipts=whole, patches={ID: DIGEST, other: DIGEST})
+
+    ran, fp8 = {"calls": {"kernel": 5}}, {"fallbacks": {"dtype: float8": 7, "rank": 1}}
+    told = found(ran, fp8)
+    assert told.verdict == "accept"
+    said = told.reasons[-1]
+    assert said.endswith(f"24 calls fell back; {other} had no effect: dtype: float8")
+    refused = found(ran, {"layers_taken": 0, "layers_refused": {"the cache is of float8": 24}})
+    assert refused.reasons[-1].endswith(f"{other} had no effect: the cache is of float8")
+    for norm, cache, why in (
+        (fp8, fp8, f"{ID} had no effect while patched was measured: dtype: float8"),
+        (ran, {}, f"{other} never ran while patched was measured"),
+        ({"failure": "no compiler"}, fp8, f"{ID} had no effect .*: no compiler"),
+    ):
+        wrong = found(norm, cache)
+        assert wrong.verdict == "reject"
+        assert re.search(why, " ".join(wrong.reasons))
+
+
+def test_intervals_cover_what_was_planted_and_the_noise_is_found() -> None:
+    found = judged((20, 10, 5, 2, 1, 0), pairs=40, noise_pct=1.0)
+    assert found.noise_pct == pytest.approx(math.sqrt(2), rel=0.15)  # of a ratio of two processes
+    every = [judged((8, 0), pairs=3, noise_pct=1.0, seed=seed) for seed in range(200)]
+    mean = 100 * (math.sqrt(1.08) - 1)
+    assert 184 <= sum(one.gain_low_pct < mean < one.gain_high_pct for one in every) <= 196
+    covered = sum(one.points[1].gain_low_pct < 0 < one.points[1].gain_high_pct for one in every)
+    assert 184 <= covered <= 196
+    single = judged((20,), pairs=1)
+    assert (single.noise_pct, single.points[0].loses) == (None, False)
+    json.loads(single.model_dump_json())  # its interval is finite
+    assert single.points[0].said.endswith("%, no interval")
+
+
+def test_warm_up_goes_on_until_nothing_is_faster() -> None:
+    asked: list[int] = []
+    seconds = iter([2.0] * 4 + [1.0] * 4 + [0.95] * 4 + [0.1] * 4)
+
+    def send(users: int) -> float:
+        asked.append(users)
+        return next(seconds)
+
+    assert warm_up(send, 6).passes_s == (8.0, 4.0, 3.8)
+    assert asked == [1, 2, 4, 6] * 3
+    falling = iter([64.0, 32.0, 16.0, 8.0, 4.0, 2.0])
+    assert warm_up(lambda _: next(falling), 1).passes_s == (64.0, 32.0, 16.0, 8.0, 4.0)
+    limit = WarmUp(passes_s=(1, 1), last_s={1: 0.1, 8: 0.4}).limit_ms(4)
+    assert limit == pytest.approx(800)
+
+
+def test_a_run_that_stalls_is_taken_again(tmp_path: Path) -> None:
+    script = (
+        "import json, pathlib, sys; a = pathlib.Path('seen'); n = int(a.read_text()) if a.exists() "
+        "else 0; a.write_text(str(n + 1)); json.dump(dict(duration=1, input_lens=[1], "
+        "output_lens=[2], ttfts=[900 if n < WHEN else 0.1], itls=[[0.1]]), open(sys.argv[1], 'w'))"
+    )
+    job = replace(JOB, process_pairs=1, points=POINTS[:1])
+    for when, kept, stalled in ((2, 100, False), (9, 900_000, True)):
+        (tmp_path / f"stalls_{when}.py").write_text(script.replace("WHEN", str(when)))
+        bench = (f"stalls_{when}", "{folder}/{result}")
+        serving = CLIENT.model_copy(update={"bench": bench})
+        found = compare_served(
+            replace(job, serving=serving), (SLOW, FAST), tmp_path / str(when), silent
+        )
+        for one in found.processes:
+            assert [each.longest_gap_ms for each in one.stalled] == [900_000, 900_000]
+            assert one.runs[0].longest_gap_ms == pytest.approx(kept)
+            assert one.runs[0].stalled is stalled
+
+
+def test_figures_are_those_of_the_requests() -> None:
+    point, trace = ServedPoint(trace="fixed", concurrency=2), traces()["fixed"]
+    found: dict[str, Any] = {
+        "duration": 2.0,
+        "input_lens": [10, 20],
+        "output_lens": [3, 5],
+        "ttfts": [0.1, 3.0],
+        "itls": [[0.01, 0.03], [0.02, 0.02]],  # two tokens came at once, twice
+    }
+    run = run_of(point, trace, found)
+    assert run.output_tokens_per_s == 4
+    assert run.total_tokens_per_s == 19
+    assert run.tpot_ms["p50"] == pytest.approx(15)  # of 20 and 10
+    assert run.longest_gap_ms == 3000
+    assert run.goodput_per_s == 0  # one has too long between tokens, one came too late
+    with pytest.raises(PatcherError, match="1 of 2 requests failed at fixed, 2 at a time: refused"):
+        run_of(point, trace, found | {"output_lens": [3, 0], "errors": ["", "Traceback\nrefused"]})
+
+
+def test_prompts_are_equal_for_both_arms_new_for_each_run_and_share_what_they_should() -> None:
+    mixed = traces()["mixed"]
+    words = range(2, 1000)
+    one, same, other = (requests_of(mixed, 60, words, seed) for seed in (1500, 1500, 1510))
+    assert one == same
+    assert not {tuple(each.prompt) for each in one} & {tuple(each.prompt) for each in other}
+    cached = [each.prompt[:2304] for each in one + other if len(each.prompt) == 2560]
+    assert len(cached) > 4
+    assert len({tuple(prompt) for prompt in cached}) == 2
+    assert {len(each.prompt) for each in one} == {part.input_len for part in mixed.parts}
+
+
+def test_a_checkout_is_announced_to_the_engine(tmp_path: Path) -> None:
+    announce_plugin(CLIENT, tmp_path)
+    [found] = importlib.metadata.distributions(path=[str(tmp_path)])
+    [entry] = found.entry_points
+    assert (entry.group, entry.name) == ("vllm.general_plugins", "patcher")
+    assert entry.load() is vllm_plugin.register
+
+
+def test_traces_and_clients_are_data() -> None:
+    assert [one.label for one in points_of("fixed", [1, 128])][1] == "fixed, 128 at a time"
+    assert [traces()["fixed"].requests(users) for users in (1, 8, 16, 64)] == [12, 64, 64, 192]
+    for names, users in (("no", None), ("fixed,fixed", None), ("fixed", [8, 8])):
+        with pytest.raises(UsageError):
+            points_of(names, users)
+    assert client_of(None, "vllm")[0] == "vllm-bench"
+    for name, engine in (("vllm-bench", "sglang"), ("no", "vllm"), (None, "transformers")):
+        with pytest.raises(UsageError, match=r"client|engine") as raised:
+            client_of(name, engine)
+        assert "sglang-bench (--engine sglang)" in raised.value.hint
+    for one in clients().values():
+        assert json.loads(request_line(one.request, 'a "b" {answer}', "c", 7))
+    given: dict[str, JsonValue] = {
+        "a_b": True,
+        "c": False,
+        "d": {"e": 1},
+        "f": None,
+        "g": 0.5,
+        "h": "i",
+    }
+    assert flags(given) == ["--a-b", "--no-c", "--d", '{"e": 1}', "--g", "0.5", "--h", "i"]
+
+
+def test_the_command_line_measures_decides_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "clients", lambda: {"double": CLIENT})
+    monkeypatch.setenv("PATCHER_RUNS_DIR", str(tmp_path / "runs"))
+    what = ("gpt-oss-tiny", "--engine", "vllm", "--device", "cpu")
+    points = ("--trace", "fixed", "--concurrency", "1")
+    files = ("--out", str(tmp_path / "out.json"), "--report", str(tmp_path / "page"))
+    sides = ("token_ms=4", "token_ms=2")
+    for pairs, code in (("1", 1), ("2", 0)):
+        words = ["throughput", "compare-engines", *what, *sides, *points, *files, "--json"]
+        found = CliRunner().invoke(app, [*words, "--processes", pairs], standalone_mode=False)
+        assert found.return_value == code, found.output
+        result = ServedResult.model_validate_json((tmp_path / "out.json").read_bytes())
+        assert [side.name for side in result.header.sides] == list(sides)
+        assert json.loads(found.stdout)["comparison"] == result.comparison.model_dump(mode="json")
+        assert "<svg" in (tmp_path / "page" / "report.html").read_text()
+
+
+def test_importing_the_loop_of_clients_leaves_the_path_alone() -> None:
+    check = "import sys; path = [*sys.path]; import patcher.ab.bench_loop; assert sys.path == path"
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    subprocess.run([sys.executable, "-c", check], env=environment, check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--batch 8 --pairs 9", "without --batch and --pairs"),
+        ("--quick", "measured alone"),
+        ("--profile x", "not profiled"),
+        ("--concurrency 0", "--concurrency '0'"),
+        ("--trace no", "unknown trace 'no'"),
+        ("--processes 0", "no process pair"),
+        ("--client no", "unknown client 'no'"),
+    ],
+)
+def test_what_a_client_cannot_do_is_said_before_the_work(words: str, said: str) -> None:
+    what = ("gpt-oss-tiny", "--engine", "vllm", "--device", "cpu", "--patch", "p")
+    own = ["throughput", "compare", *what, "--client", "vllm-bench", *words.split()]
+    found = CliRunner().invoke(app, own)
+    assert isinstance(found.exception, UsageError)
+    assert said in found.exception.message
+
+
+def test_an_argument_that_a_patch_needs_is_no_gain_of_the_patch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(served, "engine_wants", lambda engine, points: {"moe_backend": "triton"})
+    target = SimpleNamespace(engine="vllm", point="experts.sum.oai")
+    patch: Any = SimpleNamespace(
+        manifest=SimpleNamespace(id=ID, target=target),
+        digest=DIGEST,
+        verify_target=lambda: None,
+        calls_per_layer=lambda *together: None,
+    )
+    for backend, wanted in ((None, {}), ("triton", {}), ("marlin", {"moe_backend": "triton"})):
+        stock = SideSetup("stock", {"moe_backend": backend} if backend else {})
+        job, patched = with_patches(JOB, stock, [patch])
+        assert patched.arguments == {**stock.arguments, **wanted}
+        assert job.flags_no_faster is not bool(wanted)
+    other = replace(JOB, workload=WORKLOAD.model_copy(update={"engine": "sglang"}))
+    with pytest.raises(UsageError, match="is for vllm, not for sglang"):
+        with_patches(other, stock, [patch])
+    with pytest.raises(UsageError, match="given twice"):
+        with_patches(JOB, stock, [patch, patch])
