@@ -12,7 +12,10 @@ from functools import cache
 
 from patcher.hotspot.rules import rules
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
+_CONTROL = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff"
+    r"\ufff9-\ufffb\U000e0000-\U000e007f]+"
+)
 LONGEST = 20_000
 """Maximum length in characters; no real name is longer, and hostile ones are truncated."""
 _PLAIN = re.compile(r"[\w$.]*")
@@ -37,7 +40,7 @@ MODULE = "module::"
 
 
 def printable(name: str) -> str:
-    """The name without control characters, which could otherwise drive a terminal."""
+    """The name without characters that could drive a terminal, turn its text around, or hide."""
     return _CONTROL.sub(" ", name[:LONGEST])
 
 

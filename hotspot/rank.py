@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from patcher.bench import UsageError
 from patcher.hotspot.bound import Bound, bound_of
 from patcher.hotspot.chains import Chain, Place, find_chains, usual_step
 from patcher.hotspot.names import printable
@@ -38,6 +39,8 @@ from patcher.hotspot.timeline import Integers
 
 MOST_DRAWN = 5000
 """Launches of the representative step that a profile holds at most."""
+MOST_DEVICES = 1024
+"""Devices that have a table each; merged traces of a large cluster have a few hundred."""
 
 
 def build_profile(
@@ -58,11 +61,19 @@ def build_profile(
         steps: steps in the recording, on each device; overrides what the recording shows.
         counters: Nsight Compute's counters, by kernel name as the recording spells it.
         window: `all` to include what lies outside the steady steps.
+
+    Raises:
+        UsageError: it names more devices than a machine has.
     """
     job = _Job(recording, model, served or ServedModel.of(model), steps, counters or {}, window)
     if recording.launches is None:
         return job.of_summary()
     devices = np.unique(recording.launches.device).tolist()
+    if len(devices) > MOST_DEVICES:
+        raise UsageError(
+            f"{recording.source} has kernels on {len(devices):,} devices: it is damaged",
+            f"give a profile of at most {MOST_DEVICES:,} devices",
+        )
     parts = [job.part(device, len(devices) == 1) for device in devices]
     return job.of_one(parts[0]) if len(parts) == 1 else job.of_several(parts)
 
@@ -147,7 +158,9 @@ class _Job:
             ranking=ranking,
             places=places,
             chains=chains,
-            hotspots=ranking.rows(places, chains),
+            hotspots=ranking.rows(
+                places, chains, cut=len(chosen.steps.bounds) if chosen.steps else 0
+            ),
             source_ns=int((own.end - own.start).sum()),
         )
 

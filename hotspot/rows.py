@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
@@ -48,6 +49,7 @@ class Ranking:
         places: Sequence[Place] = (),
         chains: Sequence[Chain] = (),
         merged: Sequence[Hotspot] = (),
+        cut: int = 0,
     ) -> tuple[Hotspot, ...]:
         """All rows, the largest first, each with its triage.
 
@@ -55,12 +57,13 @@ class Ranking:
             places: the launches of a step.
             chains: the chains among them.
             merged: rows of chains that were added up over devices.
+            cut: steps that the launches were cut into; the caller may have told another number.
         """
         families: dict[str, list[KernelStat]] = {}
         for kernel in self.kernels:
             families.setdefault(family(kernel.name), []).append(kernel)
         spots = [self._kernel(name, variants) for name, variants in families.items()]
-        spots += [self._chain(places, chain) for chain in chains]
+        spots += [self._chain(places, chain, cut) for chain in chains]
         spots += [self._added(chain) for chain in merged]
         spots += self._rest()
         spots.sort(key=lambda spot: (-(spot.exposed_ns or 0), -spot.total_ns, spot.name))
@@ -121,7 +124,7 @@ class Ranking:
             aim = max(least / REACHABLE, self.floor_ns or 0)
             update |= {
                 "speed_of_light_ns": least,
-                "sol_pct": min(100 * least / spot.mean_ns, 100.0),
+                "sol_pct": min(100 * least / spot.mean_ns, 100.0) if spot.mean_ns else None,
                 "reachable_pct": self._gain_pct(max(spent - instances * aim, 0.0)),
             }
         return spot.model_copy(update=update)
@@ -137,39 +140,45 @@ class Ranking:
             refusals.append(f"{op.name}: {refusal}")
         return None, (), "; ".join(refusals)
 
-    def _chain(self, places: Sequence[Place], chain: Chain) -> Hotspot:
-        """A chain's row: its launches and the idle time between them, not before the first."""
+    def _chain(self, places: Sequence[Place], chain: Chain, cut: int) -> Hotspot:
+        """A chain's row: its launches and the idle time between them, not before the first.
+
+        It is what the usual step has, times the steps; where others have less, at most what its
+        kernels took.
+        """
         assert self.spans is not None
-        assert self.steps
         points, refusal = self.served.places_of(load_ops().get(chain.as_one or ""))
         members = [places[i] for i in chain.places()]
         begins = {begin for begin, _ in chain.runs}
-        gap = sum(places[i].gap_ns for i in chain.places() if i not in begins)
-        spent = sum(place.exposed_ns for place in members)
-        total = sum(place.mean_ns for place in members)
-        longest = sum(max(p.mean_ns for p in places[begin:end]) for begin, end in chain.runs)
-        names = dict.fromkeys(place.name for place in members)
-        variants = []
-        for name in names:
-            own = [place for place in members if place.name == name]
-            variants.append(
-                Variant(
-                    name=printable(self.texts[name]),
-                    instances=len(own) * self.steps,
-                    total_ns=round(sum(place.mean_ns for place in own) * self.steps),
-                )
+        gap = cut * sum(places[i].gap_ns for i in chain.places() if i not in begins)
+        spent = cut * sum(place.exposed_ns for place in members)
+        longest = cut * sum(max(p.mean_ns for p in places[begin:end]) for begin, end in chain.runs)
+        names = Counter(printable(self.texts[place.name]) for place in members)
+        known = {kernel.name: kernel for kernel in self.kernels}
+        kinds = [known[name] for name in names if name in known]
+        total = dict.fromkeys(names, 0.0)
+        for place in members:
+            total[printable(self.texts[place.name])] += cut * place.mean_ns
+        variants = tuple(
+            Variant(
+                name=kernel.name,
+                instances=min(cut * names[kernel.name], kernel.instances),
+                total_ns=min(round(total[kernel.name]), kernel.total_ns),
             )
-        kinds = [kernel for v in variants for kernel in self.kernels if kernel.name == v.name]
-        instances = len(chain.runs) * self.steps
-        own_ns = round((spent + gap) * self.steps)
+            for kernel in kinds
+        )
+        spent = min(spent, sum(kernel.exposed_ns or 0 for kernel in kinds))
+        gap = min(round(gap), self.spans.wall - self.spans.busy)
+        own_ns = round(spent) + gap
+        instances = len(chain.runs) * cut
         return Hotspot(
             rank=0,
             name=chain.name,
             kind="chain",
-            share_pct=100 * spent * self.steps / self.spans.busy if self.spans.busy else 0.0,
+            share_pct=100 * spent / self.spans.busy if self.spans.busy else 0.0,
             wall_pct=self._of_wall(own_ns),
             exposed_ns=own_ns,
-            total_ns=round(total * self.steps),
+            total_ns=sum(variant.total_ns for variant in variants),
             origin=" + ".join(dict.fromkeys(kernel.origin for kernel in kinds)),
             operation=" + ".join(dict.fromkeys(kernel.operation for kernel in kinds)),
             op=None,
@@ -177,11 +186,11 @@ class Ranking:
             patch_points=points,
             refusal=f"{chain.as_one}: {refusal}" if refusal else "",
             ceiling_pct=self._gain_pct(own_ns),
-            reachable_pct=self._gain_pct(max(own_ns - longest * self.steps, 0.0)),
+            reachable_pct=self._gain_pct(max(own_ns - longest, 0.0)),
             instances=instances,
             mean_ns=own_ns / instances,
-            variants=tuple(variants),
-            gap_ns=round(gap * self.steps),
+            variants=variants,
+            gap_ns=gap,
             per_step=self._per_step(instances),
             per_layer=self._per_layer(instances),
         )
@@ -239,7 +248,9 @@ class Ranking:
         return 100 * share / (1 - share) if share < 0.999 else _MOST_PCT
 
     def _of_wall(self, spent: int | None) -> float | None:
-        return None if self.spans is None or spent is None else 100 * spent / self.spans.wall
+        if self.spans is None or spent is None or not self.spans.wall:
+            return None
+        return 100 * spent / self.spans.wall
 
     def _per_step(self, instances: int) -> float | None:
         return instances / self.steps if self.steps else None

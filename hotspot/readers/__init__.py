@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import tempfile
 import zlib
 from pathlib import Path
@@ -23,6 +24,8 @@ ARCHIVES = {
     b"\x28\xb5\x2f\xfd": "a zstd archive",
     b"7z\xbc\xaf\x27\x1c": "a 7z archive",
 }
+OTHER_EXPORTS = {b"\x89HDF\r\n": "an HDF5 export", b"ARROW1": "an Arrow export"}
+"""Of nsys, too."""
 MAX_TEXT = 64 << 20
 """Bytes. A summary has one line per kernel, so a larger text is something else."""
 GIVE = "give an nsys export or summary, or a torch.profiler trace"
@@ -63,7 +66,16 @@ def read_recording(path: Path, window: str | None = None) -> Recording:
     for magic, what in ARCHIVES.items():
         if head.startswith(magic):
             raise UsageError(f"{path.name} is {what}", "unpack it and give the file inside")
+    for magic, what in OTHER_EXPORTS.items():
+        if head.startswith(magic):
+            raise UsageError(f"{path.name} is {what}, which is not read", f"give {HINT}")
     text = _decompress(head)
+    if b'"CudaEvent":' in text or (b'"id":' in text[:20] and b'"value":' in text[:200]):
+        raise UsageError(
+            f"{path.name} is an export as lines of JSON, which is not read", f"give {HINT}"
+        )
+    if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        text = text.decode("utf-16", "replace").encode()
     if _is_trace(text) or b"Self CPU %" in text:  # read_kineto explains a printed key_averages
         return read_kineto(path, window)
     if window is not None:

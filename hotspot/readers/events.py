@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from patcher.bench import UsageError
@@ -101,8 +102,10 @@ def _document(text: str, name: str) -> tuple[Any, tuple[ProfileWarning, ...]]:
         return _parsed(text), ()
     except RecursionError:
         raise UsageError(f"{name} is nested too deeply for a trace", RECORD) from None
-    except ValueError as error:  # also raised for an integer of thousands of digits
+    except json.JSONDecodeError as error:
         reason = " ".join(str(error).split())[:120]
+    except ValueError:
+        reason = "a number has thousands of digits"
     if text.rstrip()[-1:] not in ("}", "]"):
         message = f"{name} is incomplete JSON ({reason}): it may be cut off"
         raise UsageError(message, RECORD)
@@ -206,7 +209,7 @@ def _one_by_one(text: str, name: str, reason: str) -> tuple[dict[str, Any], int]
 def _pieces(text: str) -> Iterator[str]:
     """The text of each object in a list, up to the start of the next."""
     starts = [match.end() for match in _EVENT.finditer(text)]
-    for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+    for start, end in pairwise([*starts, len(text)]):
         piece = text[start:end].rstrip(", \t\r\n[")
         close = piece.rfind("}")
         if end == len(text):  # the list, and the document around it, end here too

@@ -60,8 +60,9 @@ def read_sqlite(path: Path, window: str | None = None) -> Recording:
         query = "SELECT name FROM sqlite_master WHERE type = 'table' AND sql LIKE 'CREATE TABLE%'"
         tables = {str(name) for (name,) in database.execute(query)}
         if not {KERNELS, "StringIds"} <= tables:
-            has = "has no CUDA kernels" if "StringIds" in tables else "is no nsys export"
-            raise UsageError(f"{path.name} {has}", f"profile with -t cuda, then: {HINT}")
+            raise UsageError(
+                f"{path.name} {_what_it_is(tables)}", f"profile with -t cuda, then: {HINT}"
+            )
         columns = {row[1] for row in database.execute(f"PRAGMA table_info({KERNELS})")}
         rowids = row_ids(database, KERNELS)
         if rowids is None:
@@ -75,11 +76,16 @@ def read_sqlite(path: Path, window: str | None = None) -> Recording:
         if window and wanted is None:
             raise UsageError(f"{path.name} has no NVTX range {window!r}", _ranges(database, tables))
         cards = read_cards(database, tables)
+        if {"globalPid", "deviceId"} <= columns:
+            cards = cards.told_apart(database, KERNELS, rowids)
         recording = Recording(
             source=f"nsys export {path.name}",
             memory=_memory(database, path, tables, cards),
             hidden=_hidden(database, tables),
-            warnings=left_out("untimed", int((~timed).sum()), len(timed), "kernels", UNTIMED),
+            warnings=(
+                *left_out("untimed", int((~timed).sum()), len(timed), "kernels", UNTIMED),
+                *cards.warnings(),
+            ),
         )
     if cards.ambiguous:
         processes = _join(path, columns, rowids)[1][timed]
@@ -110,6 +116,17 @@ def read_sqlite(path: Path, window: str | None = None) -> Recording:
                 raise UsageError(message, "give a range around the launches, or omit --window")
             launches = launches.chosen(inside)
     return replace(recording, launches=launches, steps=steps, **cards.of(launches.device))
+
+
+def _what_it_is(tables: set[str]) -> str:
+    """A database without kernels of nsys, in words."""
+    if "StringIds" in tables:
+        return "has no CUDA kernels"
+    if any(table.startswith("rocpd_") for table in tables):
+        return "is a database of rocprofv3, no nsys export; a torch.profiler trace is read on ROCm"
+    if "CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL" in tables:
+        return "is a profile of nvprof, no nsys export"
+    return "is no nsys export"
 
 
 def _launches(

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
+from pydantic import Field
+
 from patcher.bench import (
     SCHEMA_VERSION,
     PatcherError,
@@ -100,11 +102,11 @@ class Request(Record):
 class Usage(Record):
     """What a reply took. None where the provider does not say."""
 
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    cached_tokens: int | None = None
+    input_tokens: int | None = Field(default=None, ge=0)
+    output_tokens: int | None = Field(default=None, ge=0)
+    cached_tokens: int | None = Field(default=None, ge=0)
     """Of the input, read from a cache of the provider."""
-    cost_usd: float | None = None
+    cost_usd: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """By list price; None when no price is known or nothing was paid."""
 
     def __add__(self, other: Usage) -> Usage:

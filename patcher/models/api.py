@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ from patcher.bench import MissingError, PatcherError, UsageError
 from patcher.models import ModelError, Reply, Request, Usage
 from patcher.models.faults import Faults, message_of, words_of
 from patcher.models.gate import Cleaner, Counts, Draft, inside, reply_of
-from patcher.models.limits import smaller_room
+from patcher.models.limits import CHARACTERS_PER_TOKEN, LEAST_ROOM, NamedLimit, named_limit
 from patcher.models.registry import ModelEntry
 from patcher.models.wire import UNREADABLE, Bounds, GateError, TooLong, bounded, events
 
@@ -46,6 +47,10 @@ class ApiModel(ABC):
         self.name = entry.model
         self.images = entry.sees_images
         self.max_output_tokens = entry.max_output_tokens
+        self.context_tokens: int | None = None
+        """For prompt and reply together, as its server named it in an earlier run."""
+        self.named: NamedLimit | None = None
+        """The limit that its server named last."""
         self._run_dir = run_dir
         self._bounds = Bounds.of(entry.max_output_tokens)
         key = _key(entry)
@@ -60,6 +65,8 @@ class ApiModel(ABC):
             "default_headers": {"accept-encoding": "identity"},
             "http_client": self._sdk.DefaultHttpxClient(
                 follow_redirects=False,
+                # no cookie is kept: a broken one would spoil every later request
+                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
                 timeout=timeout,
                 event_hooks={"response": [bounded(lambda: self._bounds)]},
             ),
@@ -119,10 +126,10 @@ class ApiModel(ABC):
             except self._sdk.APIStatusError as error:
                 if words_of(error.body) & FILTERED:
                     return self._refusal(request)
-                least = smaller_room(message_of(error.body), self._room(request))
-                if error.status_code != 400 or least is None:
+                named = named_limit(message_of(error.body), self._room(request))
+                if error.status_code != 400 or named is None:
                     raise self._told(error) from None
-                self.max_output_tokens = least
+                self.named, self.max_output_tokens = named, named.room
         try:
             return self._once(request)
         except self._sdk.APIStatusError as error:
@@ -195,7 +202,11 @@ class ApiModel(ABC):
         return [image.read(self._run_dir or Path()) for image in request.images]
 
     def _room(self, request: Request) -> int:
-        return min(request.max_tokens, self.max_output_tokens)
+        room = min(request.max_tokens, self.max_output_tokens)
+        if self.context_tokens is None:
+            return room
+        prompt = len(request.system + request.prompt) // CHARACTERS_PER_TOKEN
+        return min(room, max(self.context_tokens - prompt, LEAST_ROOM))
 
     def _refusal(self, request: Request) -> Reply:
         """A prompt refused by a filter is a refusal, as when the model itself declines."""

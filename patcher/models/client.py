@@ -21,6 +21,7 @@ from patcher.models import (
 from patcher.models.api import ApiModel
 from patcher.models.budget import Budget, time_is_up
 from patcher.models.ceilings import Amount
+from patcher.models.limits import LimitsFile
 from patcher.models.replay import ReplayModel
 from patcher.models.retry import Clock, TimeUp, pause_s
 from patcher.runs.run import Run
@@ -56,6 +57,8 @@ class ModelClient:
         self._budget = budget
         self._clock = clock or Clock()
         self._say = say
+        self._recalled: list[ApiModel] = []
+        """Those whose limits were looked up."""
 
     def ask(self, model: Model, request: Request) -> ModelCall:
         """Ask as a step of the run. The question and the answer are stored as they were. A reply
@@ -119,9 +122,8 @@ class ModelClient:
             )
         else:
             self._budget.spend(asked.request.step, spent)
-        if self._say:
-            for repair in reply.repairs:
-                self._say(f"  the reply to {asked.request.step}: {repair}")
+        for repair in reply.repairs:
+            self._tell(f"the reply to {asked.request.step}: {repair}")
 
     def _tries(self, model: Model, request: Request) -> tuple[Reply, float]:
         """The reply, and the seconds that the try took which gave it."""
@@ -134,13 +136,13 @@ class ModelClient:
                 pause = pause_s(error, failed, self._clock.jitter())
                 if pause is None:
                     raise
-                if self._say:
-                    self._say(f"  {error.message}; asking again in {pause:.0f} s")
+                self._tell(f"{error.message}; asking again in {pause:.0f} s")
             self._budget.spend_time(request.step, "the pause before the next try", pause)
             self._clock.sleep(pause)
 
     def _try(self, model: Model, request: Request) -> tuple[Reply, float]:
         limit = self._reserve(model, request)
+        before = model.max_output_tokens if isinstance(model, ApiModel) else None
         begun_s = self._clock.now()
         try:
             reply = self._asked(model, request, limit)
@@ -161,7 +163,7 @@ class ModelClient:
                 raise time_is_up(f"the call of {model.name}", limit) from None
             raise
         finally:
-            self._remember(model)
+            self._remember(model, before)
         return reply, self._clock.now() - begun_s
 
     def _asked(self, model: Model, request: Request, limit: float | None) -> Reply:
@@ -177,24 +179,63 @@ class ModelClient:
         except TimeUp:
             raise model.late(request) from None
 
-    def _remember(self, model: Model) -> None:
-        """Write down a limit that a server named, for this run and for the person who runs it."""
-        if not isinstance(model, ApiModel):
+    def _remember(self, model: Model, before: int | None) -> None:
+        """Write down a limit that a server named, for this run, for later ones, and for the person
+        who runs it.
+
+        Args:
+            before: the room of the model before it was asked, in tokens.
+        """
+        if not isinstance(model, ApiModel) or before is None or model.max_output_tokens >= before:
             return
-        known = _learned(self._budget.run, model.name)
-        room = model.max_output_tokens
-        if room < min(model.entry.max_output_tokens, known or room + 1):
-            self._budget.run.note(LEARNED, model=model.name, max_output_tokens=room)
-            if self._say:
-                self._say(
-                    f"  the server of {model.name} gives a reply at most {room:,} tokens: set "
-                    f"max_output_tokens = {room} in [models.NAME] of patcher.toml"
-                )
+        room, named = model.max_output_tokens, model.named
+        self._budget.run.note(LEARNED, model=model.name, max_output_tokens=room)
+        self._tell(
+            f"the server of {model.name} gives a reply at most {room:,} tokens: set "
+            f"max_output_tokens = {room} in [models.NAME] of patcher.toml"
+        )
+        context = named.context if named else None
+        try:
+            LimitsFile.of(model.entry.address, model.name).keep(None if context else room, context)
+        except PatcherError as error:
+            self._tell(f"later runs will not know it: {error.message}")
+
+    def _recall(self, model: ApiModel) -> None:
+        """Take over, once, what the model's server named earlier in this run or in another one."""
+        if any(each is model for each in self._recalled):
+            return
+        self._recalled.append(model)
+        if known := _learned(self._budget.run, model.name):
+            model.max_output_tokens = min(model.max_output_tokens, known)
+        try:
+            earlier = LimitsFile.of(model.entry.address, model.name).read()
+        except PatcherError as error:
+            self._tell(f"{error.message}; {error.hint}")
+            return
+        if earlier is None:
+            return
+        own = "max_output_tokens" in model.entry.model_fields_set  # a person's word counts
+        said = []
+        if (room := earlier.max_output_tokens) and not own and room < model.max_output_tokens:
+            model.max_output_tokens = room
+            said.append(f"{room:,} tokens for a reply")
+        if earlier.context_tokens:
+            model.context_tokens = earlier.context_tokens
+            said.append(f"{earlier.context_tokens:,} tokens for prompt and reply")
+        if said:
+            self._tell(
+                f"the server of {model.name} gave at most {' and '.join(said)} on "
+                f"{earlier.named_on}, which is kept to (patcher models)"
+            )
+
+    def _tell(self, what: str) -> None:
+        if self._say:
+            self._say(f"  {what}")
 
     def _reserve(self, model: Model, request: Request) -> float | None:
         """Reserve the worst case of one try; returns the seconds that it may take."""
-        if isinstance(model, ApiModel) and (known := _learned(self._budget.run, model.name)):
-            model.max_output_tokens = min(model.max_output_tokens, known)
+        if isinstance(model, ApiModel):
+            self._recall(model)
         usd = model.worst_cost_usd(request)
         if usd is None and self._budget.ceilings.usd is not None:
             raise UsageError(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from patcher.bench import UsageError, WaitingError
 from patcher.models import Reply, Request, Usage
+from patcher.models.gate import TEXT_CHARACTERS, Cleaner
 
 
 class ExchangeModel:
@@ -38,7 +39,9 @@ class ExchangeModel:
         try:
             prompt = self._prompt_file(request)
             reply = prompt.with_name(prompt.name.replace(".prompt.md", ".reply.md"))
-            text = reply.read_text(encoding="utf-8") if reply.is_file() else ""
+            raw = _read(reply) if reply.is_file() else b""
+            too_long = len(raw) > TEXT_CHARACTERS
+            text = raw[:TEXT_CHARACTERS].decode("utf-8", "ignore" if too_long else "strict")
         except OSError as error:
             raise UsageError(
                 f"cannot use {self.folder}: {error.strerror}", "choose another exchange:DIR"
@@ -53,10 +56,10 @@ class ExchangeModel:
                 f"write the answer to {reply}, then: patcher resume",
             )
         return Reply(
-            text=text,
+            text=Cleaner("").text(text),
             model=self.name,
             usage=Usage(),
-            stop_reason="end_turn",
+            stop_reason="too_long" if too_long else "end_turn",
             source="exchange",
             prompt_digest=request.digest,
         )
@@ -91,3 +94,9 @@ class ExchangeModel:
             (self.folder / name).write_bytes(image.read(self._run_dir))
             lines.append(f"<!-- image: {name} ({image.width} x {image.height}) -->\n")
         return "".join(lines)
+
+
+def _read(path: Path) -> bytes:
+    """No more of it than can be used."""
+    with path.open("rb") as file:
+        return file.read(TEXT_CHARACTERS + 1)

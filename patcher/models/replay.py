@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from patcher.bench import SCHEMA_VERSION, BudgetError, Record, UsageError, content
 from patcher.models import ModelCall, Reply, Request, Role
+from patcher.models.gate import MESSAGE_LIMIT, NAME_LIMIT, Cleaner
 from patcher.runs.run import Run, journal_name
 
 
@@ -58,7 +59,17 @@ class ReplayModel:
             )
         # What it cost was paid in the recorded run, not in this one.
         usage = recorded.reply.usage.model_copy(update={"cost_usd": None})
-        return recorded.reply.model_copy(update={"source": "recorded", "usage": usage})
+        reply, clean = recorded.reply, Cleaner("")  # who made the file is not known
+        return reply.model_copy(
+            update={
+                "text": clean.text(reply.text),
+                "model": clean.line(reply.model, NAME_LIMIT),
+                "stop_reason": clean.line(reply.stop_reason, NAME_LIMIT),
+                "repairs": tuple(clean.line(each, MESSAGE_LIMIT) for each in reply.repairs),
+                "source": "recorded",
+                "usage": usage,
+            }
+        )
 
 
 def read_recording(file: Path) -> list[RecordedReply]:

@@ -8,7 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from patcher.kernel_search.estimate import Estimate, Figure
+from patcher.models.limits import KnownLimits, is_recent
 from patcher.models.registry import ListedModel
+from patcher.visible import one_line
 
 
 def models_table(rows: Sequence[ListedModel]) -> Table:
@@ -23,6 +25,22 @@ def models_table(rows: Sequence[ListedModel]) -> Table:
             price = f"{row.input_usd_per_mtok:g} / {row.output_usd_per_mtok:g}"
         images = "yes" if row.images else "no"
         table.add_row(*map(Text, (row.name, row.provider, row.model, key, images, price)))
+    return table
+
+
+def limits_table(rows: Sequence[KnownLimits]) -> Table:
+    """What servers named in earlier runs."""
+    table = Table(title="limits that servers named, in tokens", title_justify="left")
+    for name in ("server", "model", "reply", "prompt and reply", "named on"):
+        table.add_column(name)
+    for row in rows:
+        tokens = (
+            "-" if value is None else f"{value:,}"
+            for value in (row.max_output_tokens, row.context_tokens)
+        )
+        day = f"{row.named_on}" if is_recent(row) else f"{row.named_on}, no longer kept to"
+        server, model = one_line(row.server, 80), one_line(row.model, 80)
+        table.add_row(*map(Text, (server, model, *tokens, day)))
     return table
 
 

@@ -11,6 +11,7 @@ from patcher import bench
 from patcher.hotspot import Profile, read
 
 NAMES = [f"ProfilerStep#{number}" for number in range(8)]
+H100: Event = {"id": 0, "name": "NVIDIA H100 80GB HBM3", "numSms": 132, "computeMajor": 9}
 PYTHON: Event = {"ph": "X", "cat": "python_function", "name": "NAME", "pid": 1, "tid": 1}
 PYTHON |= {"ts": EPOCH, "dur": 1, "args": {"Python id": 7}}
 
@@ -109,6 +110,25 @@ def test_a_broken_kernel_is_refused(tmp_path: Path) -> None:
         read(path)
 
 
+def test_a_number_of_thousands_of_digits_is_said_in_our_words(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "t.json", steps(NAMES))
+    path.write_text(path.read_text().replace("30.0", "9" * 9999))
+    with pytest.raises(bench.UsageError, match="a number has thousands of digits"):
+        read(path)
+
+
+def test_text_of_two_bytes_a_character_is_read(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "t.json", steps(NAMES))
+    path.write_text(path.read_text(), encoding="utf-16")
+    whole(read(path))
+
+
+def test_a_broken_trace_without_an_event_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text('{\n"a\n"traceEvents": true\n}')
+    with pytest.raises(bench.UsageError, match="no events"):
+        read(tmp_path / "t.json")
+
+
 def test_a_cut_trace_is_refused(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "t.json", steps(NAMES))
     text = path.read_text()
@@ -158,6 +178,36 @@ def test_branches_of_a_graph_share_a_stream_and_stay(tmp_path: Path) -> None:
     profile = read(write_trace(tmp_path / "t.json", [*steps([""] * 8), *graph]), window="all")
     assert "overlapping" not in {warning.kind for warning in profile.warnings}
     assert profile.total_kernel_ns == 418_000 + 105_000
+
+
+def test_kernels_that_took_no_time_have_no_speed(tmp_path: Path) -> None:
+    """As a simulator writes them; the norm has an op of the library, and so a least time."""
+    events = steps(NAMES[:2], scale=0.0)
+    profile = read(write_trace(tmp_path / "t.json", events, deviceProperties=[H100]), "gpt-oss-20b")
+    assert profile.total_kernel_ns == 0
+    assert {spot.sol_pct for spot in profile.hotspots} == {None}
+    alone = write_trace(tmp_path / "u.json", [kernel("k", EPOCH, 0.0)])
+    assert {spot.wall_pct for spot in read(alone).hotspots} == {None}
+
+
+def test_a_chain_takes_no_more_than_its_kernels(tmp_path: Path) -> None:
+    """Whatever number of steps is told: the recording has two."""
+    small = [
+        kernel(f"void vllm::{name}_kernel()", EPOCH + 20 + 100 * step + 20 * at + 5 * part, 3.0)
+        for step in range(2)
+        for at in range(4)
+        for part, name in enumerate(("rms_norm", "rotary_embedding", "gemm"))
+    ]
+    marks = [mark(name, EPOCH + 100 * at, 100.0) for at, name in enumerate(NAMES[:2])]
+    path = write_trace(tmp_path / "t.json", [*small, *marks])
+    for told in (None, 2, 40):
+        profile = read(path, steps=told)
+        [chain] = [spot for spot in profile.hotspots if spot.kind == "chain"]
+        # the first of each step does not follow a matmul
+        assert (chain.instances, chain.total_ns, chain.share_pct) == (6, 36_000, 50.0)
+        assert chain.per_step == 6 / (told or 2)
+        assert chain.wall_pct is not None
+        assert chain.wall_pct < 100
 
 
 def test_events_in_any_order_read_alike(tmp_path: Path) -> None:

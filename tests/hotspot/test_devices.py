@@ -22,8 +22,10 @@ from traces_sample import (
     write_trace,
 )
 
+from patcher.bench import UsageError
 from patcher.hotspot import Profile, read
 from patcher.hotspot.owners import Calls, Ranges, owners
+from patcher.hotspot.readers import cards
 
 STEPS = [f"ProfilerStep#{number}" for number in range(4)]
 
@@ -96,6 +98,67 @@ def test_one_number_that_is_another_gpu_in_each_process(tmp_path: Path) -> None:
     assert [device.device for device in profile.devices] == [1, 2]
     assert profile.busy_ns == 40_000
     assert {device.gpu.name for device in profile.devices if device.gpu} == {H100[1]}
+
+
+def two_processes(path: Path, *processes: tuple[int, int, int]) -> Export:
+    """Processes that launch at the same time: (process, device, launches)."""
+    export = Export(path)
+    for process, device, launches in processes:
+        for at in range(launches):
+            export.launch("gemm", 10_000 * at + 50, 5_000, process=process, device=device)
+        copy = (6_000, 7_000, device, 7, 0, process << 24)
+        export.add("CUPTI_ACTIVITY_KIND_MEMCPY", copy)
+    return export
+
+
+def test_one_number_in_two_processes_without_a_word_on_gpus(tmp_path: Path) -> None:
+    """Each may have had a GPU of its own, as CUDA_VISIBLE_DEVICES gives them."""
+    profile = read(two_processes(tmp_path / "t.sqlite", (77, 0, 4), (88, 0, 3)).done())
+    labels = [device.label for device in profile.devices]
+    assert labels == ["device 0 of process 77", "device 0 of process 88"]
+    assert [device.total_kernel_ns for device in profile.devices] == [20_000, 15_000]
+    assert [device.memory_ns for device in profile.devices] == [1000, 1000]
+    [warning] = [each for each in profile.warnings if each.kind == "devices_unknown"]
+    assert "does not tell which GPUs these are: device 0 of process 77" in warning.message
+
+
+def test_two_processes_on_the_only_gpu_share_it(tmp_path: Path) -> None:
+    export = two_processes(tmp_path / "t.sqlite", (77, 0, 4), (88, 0, 3))
+    export.add("TARGET_INFO_GPU", H100)
+    profile = read(export.done())
+    assert not profile.devices
+    assert (profile.total_kernel_ns, profile.busy_ns) == (35_000, 20_000)
+
+
+def test_processes_with_a_number_each_stay_as_they_are(tmp_path: Path) -> None:
+    profile = read(two_processes(tmp_path / "t.sqlite", (77, 1, 4), (88, 3, 3)).done())
+    assert [(device.device, device.label) for device in profile.devices] == [(1, None), (3, None)]
+
+
+def test_processes_of_which_only_some_are_told(tmp_path: Path) -> None:
+    export = two_processes(tmp_path / "t.sqlite", (77, 0, 4), (88, 0, 3), (99, 0, 2), (100, 2, 1))
+    export.add("TARGET_INFO_GPU", T400, H100, (2, *H100[1:]))
+    export.add("TARGET_INFO_CUDA_DEVICE", (1, 0, 77), (2, 0, 88))
+    devices = read(export.done()).devices
+    assert [(each.device, each.label) for each in devices] == [
+        (0, "device 0 of process 99"),
+        (1, None),
+        (2, None),
+        (3, "device 2 of process 100"),
+    ]
+    assert [each.launches for each in devices] == [2, 4, 3, 1]
+
+
+def test_processes_are_found_in_a_large_file(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(cards, "_SAMPLE", 4)
+    profile = read(two_processes(tmp_path / "t.sqlite", (77, 0, 300), (88, 0, 100)).done())
+    assert [device.launches for device in profile.devices] == [300, 100]
+
+
+def test_more_devices_than_a_machine_has_are_refused(tmp_path: Path) -> None:
+    export = two_processes(tmp_path / "t.sqlite", *((77, number, 1) for number in range(1100)))
+    with pytest.raises(UsageError, match="kernels on 1,100 devices"):
+        read(export.done())
 
 
 def test_the_gpu_that_ran_is_looked_up_by_its_id(tmp_path: Path) -> None:

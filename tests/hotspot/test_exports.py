@@ -230,3 +230,34 @@ def test_a_locked_database_is_refused_and_not_waited_for(export: Path) -> None:
             read(export, "m")
         writer.execute("ROLLBACK")
     assert read(export, "m").kernels
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\x89HDF\r\n\x1a\n" + bytes(99), "is an HDF5 export"),
+        (b"ARROW1" + bytes(99), "is an Arrow export"),
+        (b'{"Type":79,"CudaEvent":{"startNs":"1"}}\n', "lines of JSON"),
+        (b'{"id":1,"value":"gemm"}\n', "lines of JSON"),
+    ],
+)
+def test_other_exports_of_nsys_are_named(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "run").write_bytes(content)
+    with pytest.raises(bench.UsageError, match=said) as caught:
+        read(tmp_path / "run")
+    assert "--type sqlite" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("rocpd_kernel_dispatch_1", "database of rocprofv3"),
+        ("CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL", "profile of nvprof"),
+        ("other", "is no nsys export"),
+    ],
+)
+def test_databases_of_others_are_named(table: str, said: str, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "run.db")) as database:
+        database.execute(f"CREATE TABLE {table} (id)")
+    with pytest.raises(bench.UsageError, match=said):
+        read(tmp_path / "run.db")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from fuzz_targets import TARGETS, check, damaged, seeds
+from fuzz_targets import TARGETS, changed, check, seeds
 
 INPUTS = 150
 
@@ -16,4 +16,4 @@ def test_damaged_input_ends_in_a_profile_or_a_usage_error(target: str) -> None:
     assert content
     draw = random.Random(target)
     for _ in range(INPUTS):
-        check(target, damaged(draw.choice(content), draw))
+        check(target, changed(target, draw.choice(content), draw))

@@ -214,6 +214,7 @@ def test_no_name_is_too_odd(pieces: list[str]) -> None:
 
 def test_printable_takes_the_terminal_away() -> None:
     assert printable("a\x1b[31mb\ud800") == "a [31mb "
+    assert printable("gemm\u202e\u2066tset\u200b") == "gemm tset "
 
 
 @pytest.mark.parametrize(("origin", "operation", "name"), rows("expected.tsv"))

@@ -17,7 +17,8 @@ def api(request: pytest.FixtureRequest) -> Api:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ApiServer]:
+    monkeypatch.setenv("PATCHER_HOME", str(tmp_path / "home"))
     with serving() as found:
         for name, path in (("ANTHROPIC", ""), ("OPENAI", "/v1")):
             monkeypatch.setenv(f"{name}_API_KEY", KEY)

@@ -22,7 +22,6 @@ from patcher.models.api import ApiModel
 from patcher.models.budget import Budget
 from patcher.models.client import ModelClient
 from patcher.models.gate import TEXT_CHARACTERS
-from patcher.models.limits import smaller_room
 from patcher.prompting.extract import extract_source, unusable
 from patcher.runs.run import Run
 
@@ -573,22 +572,6 @@ class TestErrors:
         assert asked.error is not None
         assert "prompt_tokens" in asked.error.hint
         assert [seen["max_tokens"] for seen in server.seen] == [ROOM, 14_372]
-
-
-@pytest.mark.parametrize(
-    ("message", "room"),
-    [
-        ("max_tokens: 32000 > 8,192, which is the maximum", 8192),
-        ("max_tokens is too large: 32000. This model supports at most 16384 tokens", 16_384),
-        ("input length and `max_tokens` exceed context limit: 190000 + 32000 > 200000", 10_000),
-        ("maximum context length is 16384 tokens and your request has 2012 input tokens", 14_372),
-        ("max_tokens: 32000 > 1", None),
-        ("the model is 8192 times too small", None),
-        ("max_tokens: no", None),
-    ],
-)
-def test_rooms_that_servers_name(message: str, room: int | None) -> None:
-    assert smaller_room(message, ROOM) == room
 
 
 @settings(max_examples=150, deadline=None)

@@ -123,6 +123,18 @@ class TestExchange:
         with pytest.raises(UsageError, match="UTF-8"):
             ExchangeModel(tmp_path).ask(question())
 
+    def test_a_reply_is_cleaned_and_bounded(self, tmp_path: Path) -> None:
+        with pytest.raises(WaitingError):
+            ExchangeModel(tmp_path).ask(question())
+        reply = tmp_path / "001-op-0-ask-generate.reply.md"
+        reply.write_bytes("a\x1b[2J\0\u202eb\r\n".encode())
+        got = ExchangeModel(tmp_path).ask(question())
+        assert (got.text, got.stop_reason) == ("a<U+001B>[2J<U+0000><U+202E>b\n", "end_turn")
+        with reply.open("wb") as file:
+            file.truncate(1 << 33)  # of zeros, without room on the disk
+        got = ExchangeModel(tmp_path).ask(question())
+        assert got.stop_reason == "too_long"
+
 
 class Scripted:
     """A double for a paid model: answers, or raises what it is given; counts its calls."""
@@ -158,7 +170,7 @@ class TestReplay:
         assert [line.prompt for line in read_recording(file)] == ["Write it.", "\u2028é"]
         replayed = ReplayModel(file)
         got = replayed.ask(second)
-        assert (got.text, got.source, got.model) == ("two\u2028\r\n", "recorded", "some-model")
+        assert (got.text, got.source, got.model) == ("two<U+2028>\n", "recorded", "some-model")
         assert got.usage == Usage(input_tokens=10, output_tokens=20)  # paid then, not now
         changed = question("op/0/ask-generate", "other timings")
         assert replayed.ask(changed).text == "one"
@@ -175,6 +187,20 @@ class TestReplay:
         artefact.write_text(artefact.read_text().replace("honest", "forged"))
         with pytest.raises(VerificationError):
             export_recording(run.path, tmp_path / "recording.jsonl")
+
+    def test_what_a_recording_says_is_cleaned(self, tmp_path: Path) -> None:
+        said = answer(question(), "\x1b[2J").model_copy(update={"model": "m\u202e\n" * 99})
+        with Run.create(tmp_path, command="optimize") as run:
+            ModelClient(Budget(run)).ask(Scripted(said), question())
+        file = tmp_path / "recording.jsonl"
+        export_recording(run.path, file)
+        got = ReplayModel(file).ask(question())
+        assert got.text == "<U+001B>[2J"
+        assert got.model.startswith("m<U+202E> m")
+        assert len(got.model) <= 120
+        file.write_text(file.read_text().replace('"output_tokens":20', '"output_tokens":-900000'))
+        with pytest.raises(UsageError, match="no recorded reply"):
+            ReplayModel(file)
 
     @pytest.mark.parametrize("content", [b"", b"\n", b"{}\n", b"\xff\xfe", b"not json\n"])
     def test_unreadable_recordings(self, tmp_path: Path, content: bytes) -> None:
