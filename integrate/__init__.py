@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from patcher.integrate.counts import CallCounters, GraphWatch
     from patcher.integrate.export import export_patch
     from patcher.integrate.imports import import_kernel
-    from patcher.integrate.measuring import activated, await_engine
+    from patcher.integrate.measuring import activated, await_engine, worker_receipts
     from patcher.integrate.points import all_specs, engine_wants, names_taken, specs_of
     from patcher.integrate.tensorrt_llm import check_workers, write_module
     from patcher.integrate.tensorrt_llm_recipe import write_recipe
@@ -39,6 +39,7 @@ _LAZY = {
     "activate": "patcher.integrate.activation",
     "activated": "patcher.integrate.measuring",
     "await_engine": "patcher.integrate.measuring",
+    "worker_receipts": "patcher.integrate.measuring",
     "engine_wants": "patcher.integrate.points",
     "export_patch": "patcher.integrate.export",
     "import_kernel": "patcher.integrate.imports",
@@ -97,6 +98,7 @@ __all__ = [
     "startup_python_path",
     "unpacked",
     "verify",
+    "worker_receipts",
     "write_module",
     "write_recipe",
 ]

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from patcher.bench.engines import PLUGINS
 from patcher.integrate.activation import Activation, activate
+from patcher.integrate.receipts import Receipt
 
 
 class EnginePlugin(Protocol):
@@ -54,3 +55,11 @@ def activated(engine: str, model: Any = None) -> Activation:
         return activate(engine, model)
     plugin: EnginePlugin = PLUGINS.load(engine)
     return plugin.activation() or Activation(engine)
+
+
+def worker_receipts(worker: object, engine: str) -> list[Receipt]:
+    """Receipts of the patches in an engine's worker, called in its process.
+
+    Calls are counted by rank: each begins with it.
+    """
+    return [Receipt.of(item.book).by_rank() for item in activated(engine).installed]

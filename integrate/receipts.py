@@ -122,6 +122,18 @@ class Receipt(Record):
             layers_refused={} if layers is None else dict(layers.refused),
         )
 
+    def by_rank(self) -> Receipt:
+        """The same receipt with the rank before each kernel and reason, so that receipts of several
+        ranks can be added up.
+        """
+        named = {
+            field: {
+                f"rank {self.rank}: {key}": count for key, count in getattr(self, field).items()
+            }
+            for field in ("calls", "replayed", "fallbacks", "layers_refused")
+        }
+        return self.model_copy(update=named)
+
     def write(self, path: Path) -> None:
         """Write the receipt atomically, by rename."""
         temporary = path.with_name(f".{path.name}.tmp")

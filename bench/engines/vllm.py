@@ -1,8 +1,9 @@
-"""vLLM as it serves: compiled, under CUDA graphs, in this process, one decode step at a time.
+"""vLLM as it serves: compiled, under CUDA graphs, one decode step at a time.
 
-Read against vLLM 0.25.1: `LLM` (entrypoints/llm.py), `LLMEngine.add_request`, `step` and
+The model is in this process, or with several ranks in a process for each. Read against vLLM 0.25.1
+to 0.33.0: `LLM` and its `collective_rpc` (entrypoints/llm.py), `LLMEngine.add_request`, `step` and
 `abort_request` (v1/engine/llm_engine.py), `EngineCore.step_with_batch_queue` (v1/engine/core.py),
-`register_model_loader`.
+`MultiprocExecutor` (v1/executor/multiproc_executor.py), `register_model_loader`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import gc
 import importlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -33,7 +34,7 @@ from patcher.bench.engines.vllm_weights import (
     refuse_dummy,
     register_loader,
 )
-from patcher.bench.errors import MissingError
+from patcher.bench.errors import MissingError, UsageError
 from patcher.bench.workload import Shape, Workload
 
 LEAST_CACHE_BYTES = 1 << 30
@@ -41,7 +42,7 @@ MEMORY_SHARE = 0.6
 
 
 class VllmEngine:
-    """One model in this process. See `patcher.bench.engines.Decoder` for the methods."""
+    """One model. See `patcher.bench.engines.Decoder` for the methods."""
 
     in_process: ClassVar[bool] = False
     options = staticmethod(vllm_options.options)
@@ -154,22 +155,38 @@ class VllmEngine:
         return "the same engine without compilation or graphs" if self._eager else "as served"
 
     @property
+    def in_workers(self) -> bool:
+        """Whether the model is in other processes, one for each rank."""
+        return not hasattr(self._engine.model_executor, "driver_worker")
+
+    def on_workers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """See `patcher.bench.engines.vllm_workers.Running`."""
+        results: list[Any] = self._llm.collective_rpc(function, args=arguments)
+        return results
+
+    @property
     def runner(self) -> Any:
-        """The model runner of this process, V1 or V2; see `vllm_logits.runner_kind`."""
+        """The model runner of this process, V1 or V2; see `vllm_logits.runner_kind`.
+
+        Raises:
+            UsageError: the model is in other processes.
+        """
+        if self.in_workers:
+            raise UsageError(
+                "a delay can be planted in a model of this process only",
+                "leave out tensor_parallel_size",
+            )
         return self._engine.model_executor.driver_worker.model_runner
 
     def peak_memory_bytes(self) -> int:
-        """Peak memory in bytes without the KV cache, which fills the engine's share."""
-        caches = self.runner.kv_caches
-        # a layer with a state, as Mamba's, has several tensors
-        tensors = [one for each in caches for one in (each if isinstance(each, list) else [each])]
-        stores = {one.untyped_storage().data_ptr(): one for one in tensors}
-        cache: int = sum(one.untyped_storage().nbytes() for one in stores.values())
-        return peak_memory_bytes("cuda") - cache
+        """Peak memory in bytes without the KV cache, which fills the engine's share; of several
+        ranks, of the one that takes most.
+        """
+        return int(max(self.on_workers(_peak_memory_bytes)))
 
     def synchronize(self) -> None:
         """Wait for the device, including a step that the engine has already scheduled."""
-        torch.cuda.synchronize()
+        self.on_workers(_synchronize)
 
     def close(self) -> None:
         del self._engine, self._llm
@@ -180,6 +197,19 @@ class VllmEngine:
         for output in self._engine.step():
             if output.request_id in tokens:
                 tokens[output.request_id] += output.outputs[0].token_ids
+
+
+def _synchronize(worker: Any) -> None:
+    torch.cuda.synchronize()
+
+
+def _peak_memory_bytes(worker: Any) -> int:
+    caches = worker.model_runner.kv_caches
+    # a layer with a state, as Mamba's, has several tensors
+    tensors = [one for each in caches for one in (each if isinstance(each, list) else [each])]
+    stores = {one.untyped_storage().data_ptr(): one for one in tensors}
+    cache: int = sum(one.untyped_storage().nbytes() for one in stores.values())
+    return peak_memory_bytes("cuda") - cache
 
 
 def _column(tokens: dict[str, list[int]], index: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Logits of vLLM over forced tokens, under either of its model runners.
 
-The model must be in this process. Both runners call `model.compute_logits` outside CUDA graphs,
-with one row per request, as read in vLLM 0.25.1 to 0.33.0; the runner tells what the rows are:
+Both runners call `model.compute_logits` outside CUDA graphs, with one row per request and on each
+tensor-parallel rank, as read in vLLM 0.25.1 to 0.33.0; the runner tells what the rows are:
 
 - V1 (`v1/worker/gpu_model_runner.py`) keeps a batch, whose `req_ids` are the rows' requests.
   `discard_request_mask` marks requests whose prompt is not complete yet. A token is forced through
@@ -16,32 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
-from patcher.bench.engines import Decoding, Generation
+from patcher.bench.engines.vllm_workers import Running, on_each
 from patcher.bench.errors import PatcherError, VerificationError
 
 REQUEST = "patcher-"
 """Begins the id of each request; its number follows, and a suffix that vLLM appends."""
-
-
-class Running(Protocol):
-    """An engine whose model is in this process."""
-
-    requests: int
-    """Number of requests until now; request ids contain it."""
-
-    @property
-    def runner(self) -> Any:
-        """vLLM's `GPUModelRunner`, V1 or V2."""
-        ...
-
-    def prefill(self, prompts: torch.Tensor) -> Decoding: ...
-    def decode(self, decoding: Decoding, steps: int) -> None: ...
-    def release(self, decoding: Decoding) -> None: ...
-    def generate(self, prompts: torch.Tensor, steps: int) -> Generation: ...
 
 
 def runner_kind(runner: Any) -> Literal["V1", "V2"]:
@@ -73,28 +56,42 @@ def served_logits(engine: Running, prompts: torch.Tensor, forced: torch.Tensor) 
     Raises:
         PatcherError: the engine decoded other tokens, or more than one token in a step.
     """
-    with forcing(engine.runner, forced, engine.requests) as seen:
+    with on_each(engine, forcing_worker, forced, engine.requests) as workers:
         decoding = engine.prefill(prompts)
         engine.decode(decoding, forced.shape[1] - 1)
         engine.release(decoding)
     if not torch.equal(decoding.tokens(), forced):
         raise PatcherError("vLLM did not decode the tokens that it was forced to")
+    seen = next(each for each in workers if any(each))
     return torch.stack([torch.stack(rows[: forced.shape[1]]) for rows in seen])
 
 
 @contextmanager
-def forcing(runner: Any, forced: torch.Tensor, first: int) -> Iterator[list[list[torch.Tensor]]]:
+def forcing_worker(
+    worker: Any, forced: torch.Tensor, first: int
+) -> Iterator[list[list[torch.Tensor]]]:
+    """As `forcing`, in a worker; only the first rank of a group keeps logits."""
+    kept: bool = worker.is_driver_worker
+    with forcing(worker.model_runner, forced, first, kept) as seen:
+        yield seen
+
+
+@contextmanager
+def forcing(
+    runner: Any, forced: torch.Tensor, first: int, kept: bool = True
+) -> Iterator[list[list[torch.Tensor]]]:
     """Record the logits of each request, and force its tokens.
 
     Args:
         runner: vLLM's `GPUModelRunner`, V1 or V2.
         forced: token ids, int64 of shape [batch, steps + 1].
         first: number of the request of the first row of `forced`.
+        kept: whether logits are recorded.
 
     Raises:
         VerificationError: the runner is neither.
     """
-    tokens = _ForcedTokens(forced, first)
+    tokens = _ForcedTokens(forced, first, kept)
     if runner_kind(runner) == "V1":
         with _replaced(runner.model, "compute_logits", _forcing_logits(runner, tokens)):
             yield tokens.seen
@@ -106,9 +103,10 @@ def forcing(runner: Any, forced: torch.Tensor, first: int) -> Iterator[list[list
 class _ForcedTokens:
     """The tokens of each request, and the logits that were recorded for it."""
 
-    def __init__(self, forced: torch.Tensor, first: int) -> None:
+    def __init__(self, forced: torch.Tensor, first: int, kept: bool) -> None:
         self.seen: list[list[torch.Tensor]] = [[] for _ in forced]
-        self._first = first
+        self._first, self._kept = first, kept
+        self._steps = [0 for _ in forced]
         self._wanted: list[list[int]] = forced.tolist()
 
     def take(self, request: str, logits: torch.Tensor) -> int | None:
@@ -122,8 +120,10 @@ class _ForcedTokens:
         index = int(request.split("-")[1]) - self._first
         if index < 0:
             return None
-        step = len(self.seen[index])
-        self.seen[index].append(logits.to("cpu", torch.float32, copy=True))
+        step = self._steps[index]
+        self._steps[index] += 1
+        if self._kept:
+            self.seen[index].append(logits.to("cpu", torch.float32, copy=True))
         return self._wanted[index][step] if step < len(self._wanted[index]) else None
 
 

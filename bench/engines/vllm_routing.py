@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from patcher.bench.engines import entropy_pct
-from patcher.bench.engines.vllm_logits import Running
+from patcher.bench.engines.vllm_workers import Running, on_each
 from patcher.bench.errors import PatcherError
 
 _INTERFACE = "vllm.model_executor.layers.fused_moe.runner.moe_runner_interface"
@@ -36,16 +36,31 @@ def routing_entropy_pct(engine: Running, prompts: torch.Tensor, steps: int) -> f
     Raises:
         PatcherError: a layer was never called in decode.
     """
-    interface = importlib.import_module(_INTERFACE).MoERunnerInterface
-    model = engine.runner.get_model()
-    layers = [module for module in model.modules() if isinstance(module, interface)]
-    if not layers:
+    if not engine.on_workers(_number_of_layers)[0]:
         return None
-    with selections(layers, prompts.shape[0]) as counts:
+    with on_each(engine, selecting, prompts.shape[0]) as workers:
         engine.generate(prompts, steps)
+    counts = workers[0]
     if not all(bool(count.any()) for count in counts):
         raise PatcherError("a router of the model was never called in decode")
     return statistics.mean(entropy_pct(count[None]) for count in counts)
+
+
+def _layers(worker: Any) -> list[Any]:
+    interface = importlib.import_module(_INTERFACE).MoERunnerInterface
+    model = worker.model_runner.get_model()
+    return [module for module in model.modules() if isinstance(module, interface)]
+
+
+def _number_of_layers(worker: Any) -> int:
+    return len(_layers(worker))
+
+
+@contextmanager
+def selecting(worker: Any, tokens: int) -> Iterator[list[torch.Tensor]]:
+    """As `selections`, of all layers of a worker's model."""
+    with selections(_layers(worker), tokens) as counts:
+        yield counts
 
 
 @contextmanager

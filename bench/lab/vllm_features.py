@@ -61,6 +61,8 @@ class Feature:
     """Whether every second request has a LoRA adapter."""
     tokens_alone: bool = False
     """Whether tokens are compared, not logits."""
+    gpus: int = 1
+    """How many it needs."""
 
 
 def _sleep(llm: Any) -> None:
@@ -75,6 +77,7 @@ def _sleep_and_load(llm: Any) -> None:
     llm.wake_up(tags=["kv_cache"])
 
 
+_TWO = {"tensor_parallel_size": 2}
 _PIECES = {"cudagraph_mode": "PIECEWISE"}
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 FEATURES = {
@@ -92,6 +95,10 @@ FEATURES = {
     "n-gram speculation": Feature({"speculative_config": _NGRAM}, tokens_alone=True),
     "batch invariant": Feature(variables={"VLLM_BATCH_INVARIANT": "1"}),
     "layerwise NVTX": Feature({"enable_layerwise_nvtx_tracing": True}),
+    "tensor parallel": Feature(_TWO, gpus=2),
+    "sequence parallel": Feature(
+        {**_TWO, "compilation_config": {"pass_config": {"enable_sp": True}}}, gpus=2
+    ),
 }
 
 
@@ -99,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="patcher.bench.lab.vllm_features")
     parser.add_argument("out", type=Path)
     parser.add_argument("bundles", type=Path, nargs="*")
-    parser.add_argument("--only", default=",".join(FEATURES), help="features, with commas")
+    parser.add_argument("--only", help="features, with commas; else all that these GPUs can have")
     parser.add_argument("--jobs", type=int, default=3, help="processes at a time")
     parser.add_argument("--process", nargs=2, metavar=("FEATURE", "ARM"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -108,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name, arm = given.process
         run(out, name, arm, MEMORY_SHARE / given.jobs)
         return 0
-    names = given.only.split(",")
+    here = [name for name, one in FEATURES.items() if one.gpus <= torch.cuda.device_count()]
+    names = given.only.split(",") if given.only else here
     if unknown := [name for name in names if name not in FEATURES]:
         parser.error(f"no features: {', '.join(unknown)}; there are: {', '.join(FEATURES)}")
     write_model(out)

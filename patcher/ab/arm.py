@@ -19,11 +19,12 @@ import torch
 from pydantic import ValidationError
 
 from patcher.ab import arm_protocol as say
+from patcher.ab.receipt_counts import merged
 from patcher.bench import PatcherError, Shape, UsageError, Workload
 from patcher.bench.ab.latency import in_steps
 from patcher.bench.engines import Decoding, Measurable, open_measurable, random_prompts
 from patcher.bench.engines.child_errors import memory_errors
-from patcher.integrate import Receipt, activated, await_engine
+from patcher.integrate import Receipt, activated, await_engine, worker_receipts
 
 if TYPE_CHECKING:
     from patcher.bench.ab.planted import StepDelay
@@ -88,8 +89,7 @@ class ArmServer:
             case say.AskMemory():
                 return self._memory()
             case say.AskReceipts():
-                books = (item.book for item in self.active.installed)
-                return say.Receipts(receipts=tuple(Receipt.of(book) for book in books))
+                return say.Receipts(receipts=tuple(self._receipts()))
             case say.Close():
                 self._delay.close()
                 self.active.close()
@@ -97,7 +97,7 @@ class ArmServer:
         return say.Done()
 
     def loaded(self) -> say.Loaded:
-        patches = {item.book.patch_id: item.book.digest for item in self.active.installed}
+        patches = {one.patch_id: one.digest for one in self._receipts()}
         return say.Loaded(vocab_size=self.engine.vocab_size, patches=patches)
 
     def _prefill(self, seed: int, shape: Shape | None) -> say.Done:
@@ -125,7 +125,22 @@ class ArmServer:
         return self._decoding
 
     def _total_calls(self) -> int:
-        return sum(item.book.calls.total() for item in self.active.installed)
+        return sum(one.total_calls for one in self._receipts())
+
+    def _receipts(self) -> list[Receipt]:
+        """Of the patches here; of several ranks, the sum of those that are in each of them."""
+        if not getattr(self.engine, "in_workers", False):
+            return [Receipt.of(item.book) for item in self.active.installed]
+        engine: Any = self.engine
+        workers = engine.on_workers(worker_receipts, self.workload.engine)
+        return [
+            merged(ranks)
+            for one in workers[0]
+            if len(
+                ranks := [each for own in workers for each in own if each.patch_id == one.patch_id]
+            )
+            == len(workers)
+        ]
 
     def _logits(self, asked: say.Logits) -> say.Wrote:
         prompts = self.engine.prompts(asked.seed)

@@ -161,6 +161,11 @@ class EngineServer:
             raise
         self.start_s = time.monotonic() - begin
 
+    @property
+    def pid(self) -> int:
+        """Of its first process."""
+        return self._process.pid
+
     def __enter__(self) -> Self:
         return self
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 OPTIONS = argparse.Namespace()
+STATES = ("/sleep", "/wake_up", "/reset_prefix_cache")
+"""What is answered, and changes nothing here."""
 SEEN: list[dict[str, Any]] = []
 LOCK = threading.Lock()
 
@@ -40,10 +42,11 @@ class Completions(BaseHTTPRequestHandler):
         self._whole(404 if found is None else 200, found or {})
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path != "/v1/completions":
-            self._whole(404, {})
+            self._whole(200 if self.path.split("?")[0] in STATES else 404, {})
             return
+        asked = json.loads(body)
         with LOCK:
             SEEN.append(asked)
             count = len(SEEN)
@@ -62,9 +65,13 @@ class Completions(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
-        for index in range(tokens):
-            time.sleep((OPTIONS.token_ms if index else OPTIONS.first_ms) / 1e3)
-            self._event({"choices": [{"index": 0, "text": " t5", "finish_reason": None}]})
+        try:
+            for index in range(tokens):
+                time.sleep((OPTIONS.token_ms if index else OPTIONS.first_ms) / 1e3)
+                self._event({"choices": [{"index": 0, "text": " t5", "finish_reason": None}]})
+        except (BrokenPipeError, ConnectionResetError):  # the client went away
+            self.close_connection = True
+            return
         if (asked.get("stream_options") or {}).get("include_usage"):
             usage = {"prompt_tokens": len(asked["prompt"].split()), "completion_tokens": tokens}
             self._event({"choices": [], "usage": {**usage, "total_tokens": sum(usage.values())}})

@@ -88,8 +88,12 @@ class Engine:
             "rejection_sampler": None,
         }
         vars(self.runner).update(parts)
+        self.worker = SimpleNamespace(model_runner=self.runner, is_driver_worker=True)
         self.requests = 0
         self.computed: dict[str, int] = {}
+
+    def on_workers(self, function: Any, *arguments: Any) -> list[Any]:
+        return [function(self.worker, *arguments)]
 
     def prefill(self, prompts: torch.Tensor) -> Decoding:
         names = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import pickle
 import sys
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +24,13 @@ import torch
 from vllm_here import needs_vllm
 
 from patcher import bench
-from patcher.ab.arm import delay_of
+from patcher.ab.arm import ArmServer, delay_of
 from patcher.bench import Shape, Workload
 from patcher.bench.engines import open_engine, open_measurable
 from patcher.bench.engines import vllm as driver
 from patcher.bench.engines.vllm import VllmEngine
 from patcher.bench.engines.vllm_weights import RANDOM_WEIGHTS, refuse_dummy
+from patcher.integrate import Receipt, worker_receipts
 
 VOCAB = 31
 WORKLOAD = Workload(
@@ -62,7 +64,9 @@ class AsyncEngine:
         self.budget = budget
         self.requests: dict[str, dict[str, Any]] = {}
         self.queue: deque[list[tuple[str, int]]] = deque()
-        self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=self))
+        worker = SimpleNamespace(model_runner=self, is_driver_worker=True)
+        self.workers = [worker]
+        self.model_executor = SimpleNamespace(driver_worker=worker)
         self.model, self.kv_caches = Model(), [torch.zeros(4)]
         self.input_batch = SimpleNamespace(req_ids=[])
         self.discard_request_mask = SimpleNamespace(np=np.zeros(8, dtype=bool))
@@ -166,7 +170,17 @@ def engine(
         assert arguments["max_num_seqs"] == 3
         assert arguments["gpu_memory_utilization"] == 0.42
         config = SimpleNamespace(get_vocab_size=lambda: VOCAB)
-        return SimpleNamespace(llm_engine=inner, model_config=config, arguments=arguments)
+
+        def collective_rpc(function: Any, args: tuple[Any, ...] = ()) -> list[Any]:
+            sent = pickle.loads(pickle.dumps(function))  # as to a worker's process
+            return [sent(worker, *args) for worker in inner.workers]
+
+        return SimpleNamespace(
+            llm_engine=inner,
+            model_config=config,
+            arguments=arguments,
+            collective_rpc=collective_rpc,
+        )
 
     sampling: Any = ModuleType("vllm.sampling_params")
     sampling.SamplingParams, sampling.RequestOutputKind = SimpleNamespace, Kind
@@ -227,6 +241,48 @@ def test_logits_are_those_over_the_forced_tokens(engine: VllmEngine) -> None:
     assert "compute_logits" not in vars(engine.runner.model)
     assert "sample" not in vars(engine.runner)
     assert "without compilation" in engine.how
+
+
+def test_logits_come_from_the_first_rank_of_several(engine: VllmEngine) -> None:
+    inner: Any = engine._engine
+    other = SimpleNamespace(model_runner=type(inner)(), is_driver_worker=False)
+    inner.workers.append(other)
+    inner.model_executor = SimpleNamespace()  # workers are processes of their own
+    forced = torch.tensor([[4, 9], [0, 2], [5, 6]])
+    logits = engine.served_logits(engine.prompts(2), forced)
+    assert logits.shape == (3, 2, VOCAB)
+    for worker in inner.workers:
+        assert worker.patcher_opened == {}
+        assert "compute_logits" not in vars(worker.model_runner.model)
+    with pytest.raises(bench.UsageError, match="of this process only"):
+        delay_of(engine)
+
+
+class Ranked:
+    """An engine whose workers have these patches, as far as an arm looks at it."""
+
+    in_workers = True
+
+    def __init__(self, *ranks: list[Receipt]) -> None:
+        self.ranks = ranks
+
+    def on_workers(self, function: Any, *arguments: Any) -> list[list[Receipt]]:
+        assert function is worker_receipts
+        assert arguments == ("vllm",)
+        return [[one.by_rank() for one in own] for own in self.ranks]
+
+
+def test_calls_are_counted_by_rank_and_a_patch_of_some_ranks_is_not_in() -> None:
+    def of(name: str, rank: int, calls: int) -> Receipt:
+        counted = {"norm tokens=8": calls}
+        return Receipt(patch_id=name, digest="0", pid=1, rank=rank, calls=counted)
+
+    arm = ArmServer.__new__(ArmServer)
+    arm.workload = WORKLOAD
+    arm.engine = Ranked([of("norm", 0, 4), of("rope", 0, 1)], [of("norm", 1, 3)])  # type: ignore[assignment]
+    [found] = arm._receipts()
+    assert found.calls == {"rank 0: norm tokens=8": 4, "rank 1: norm tokens=8": 3}
+    assert arm._total_calls() == 7
 
 
 def test_routing_is_not_counted_in_compiled_code(engine: VllmEngine) -> None:

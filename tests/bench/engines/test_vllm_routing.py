@@ -75,7 +75,10 @@ class Engine:
     def __init__(self, config: Any, layer: Any, logits: torch.Tensor) -> None:
         self.config, self.logits = config, logits
         self.model = torch.nn.Sequential(torch.nn.Linear(1, 1), layer)
-        self.runner = SimpleNamespace(get_model=lambda: self.model)
+        self.worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: self.model))
+
+    def on_workers(self, function: Any, *arguments: Any) -> list[Any]:
+        return [function(self.worker, *arguments)]
 
     def generate(self, prompts: torch.Tensor, steps: int) -> None:
         from vllm.forward_context import set_forward_context
