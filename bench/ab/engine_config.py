@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from pydantic import AliasChoices, ConfigDict, Field, JsonValue
 
+from patcher.bench.engines.switches import RefusedOption
 from patcher.bench.machine.environment import Environment
 from patcher.bench.records import Record
 from patcher.bench.workload import Workload
@@ -64,6 +65,11 @@ class Tuning(Record):
     workload: Workload | None = None
     environment: Environment | None = None
     """Where the search ran; None in older files."""
+    refused: tuple[RefusedOption, ...] = ()
+    """What was not tried."""
+    served: str = ""
+    """The client and its traffic, if the trials are servers over HTTP; their rate is then output
+    tokens/s, the geometric mean over points."""
 
     def no_faster(self, arguments: Mapping[str, JsonValue]) -> bool:
         """Whether a trial with these arguments ran, and does not beat what was chosen."""

@@ -40,6 +40,7 @@ Options = Sequence[Sequence[Arguments]]
 """The engine's options, each with its values."""
 StartStock = Callable[[Arguments, float], EngineProcess]
 """Starts stock with these arguments and a share of the device's memory."""
+TryAll = Callable[[Mapping[str, Arguments]], list[ConfigTrial]]
 Rate = Callable[[EngineProcess, Arguments], ConfigTrial]
 """Measures the speed of a loaded process."""
 
@@ -113,7 +114,7 @@ def tune(
             if name in found:
                 trial = found[name]
             elif isinstance(late := failed.get(name), TooLateError):
-                trial = _failed(arguments, late)
+                trial = failed_trial(arguments, late)
             else:
                 trial = _once_more(start, rate, arguments, two_fit)
             trials.append(trial)
@@ -121,16 +122,37 @@ def tune(
             progress(ABPhase.TUNE, stage, len(trials), total)
         return trials[begun:]
 
+    best = search(all_of, options, wanted)
+    progress(ABPhase.TUNE, "tune the baseline", total, total)
+    return Tuning(
+        trials=tuple(trials),
+        chosen=best.arguments,
+        workload=workload,
+        environment=describe(workload.device, workload.threads, clocks.description),
+    )
+
+
+def search(try_all: TryAll, options: Options, wanted: Arguments | None = None) -> ConfigTrial:
+    """The fastest configuration: one option after another on top of the best so far, then that and
+    stock once more.
+
+    Args:
+        try_all: tries these configurations, which have names, under the same conditions.
+        wanted: as of `tune`.
+
+    Raises:
+        PatcherError: stock itself does not run.
+    """
     best: ConfigTrial | None = None
     for ways in options:
         known = {} if best is None else best.arguments
         tried = {words(way): {**known, **way} for way in ways}
         if best is None:  # stock beside the first of them, since it is faster beside others
-            best, *others = all_of({words({}): {}, **tried})
+            best, *others = try_all({words({}): {}, **tried})
             if best.tokens_per_s is None:
                 raise PatcherError(f"stock does not run: {best.failure}")
         else:
-            others = all_of(tried)
+            others = try_all(tried)
         for trial in others:
             if trial.beats(best):
                 best = trial
@@ -140,17 +162,11 @@ def tune(
         if other := overriding(wanted or {}, best.arguments):
             both = {**best.arguments, **other}
             last[words(both)] = both
-        best, *others = all_of(last)
+        best, *others = try_all(last)
         for trial in others:
             if trial.beats(best):
                 best = trial
-    progress(ABPhase.TUNE, "tune the baseline", total, total)
-    return Tuning(
-        trials=tuple(trials),
-        chosen=best.arguments,
-        workload=workload,
-        environment=describe(workload.device, workload.threads, clocks.description),
-    )
+    return best
 
 
 def _beside(
@@ -201,15 +217,16 @@ def _once_more(
     if stagger_s is not None:
         two = {"stock": {}, "again": arguments}
         found, failed = _beside(start, rate, two, stagger_s, ["again"])
-        return found["again"] if found else _failed(arguments, failed["again"])
+        return found["again"] if found else failed_trial(arguments, failed["again"])
     try:
         with closing(start(arguments, SHARE_BESIDE)) as process:
             return rate(process, arguments)
     except PatcherError as error:
-        return _failed(arguments, error)
+        return failed_trial(arguments, error)
 
 
-def _failed(arguments: Arguments, error: PatcherError) -> ConfigTrial:
+def failed_trial(arguments: Arguments, error: PatcherError) -> ConfigTrial:
+    """A configuration that did not run, with the engine's own reason."""
     late = isinstance(error, TooLateError)
     failure = "it took too long to load" if late else _last_line(error.message)
     return ConfigTrial(arguments=dict(arguments), tokens_per_s=None, failure=failure)
@@ -238,20 +255,20 @@ def _rate(
     return ConfigTrial(
         arguments=dict(arguments),
         tokens_per_s=statistics.median(found),
-        spread_pct=_spread_pct(found),
+        spread_pct=spread_pct(found),
         other_workloads=tuple(
             OtherWorkloadRate(
                 batch=shape.batch,
                 context=shape.context,
                 tokens_per_s=statistics.median(each),
-                spread_pct=_spread_pct(each),
+                spread_pct=spread_pct(each),
             )
             for shape, each in zip(other_workloads, others, strict=True)
         ),
     )
 
 
-def _spread_pct(rates: Sequence[float]) -> float:
+def spread_pct(rates: Sequence[float]) -> float:
     return 100 * (max(rates) / min(rates) - 1)
 
 

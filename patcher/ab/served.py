@@ -86,8 +86,7 @@ def compare_served(
         VerificationError: a patch was changed, or a file of the folder is damaged.
         PatcherError: a server or a client failed; the error has the end of its log.
     """
-    if len(job.points) > MOST_POINTS:
-        raise UsageError(f"{len(job.points)} points are too many", f"give at most {MOST_POINTS}")
+    refuse_many_points(job.points)
     header, installed = header_of(job, sides)
     folder = keep / header.folder_name
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +98,7 @@ def compare_served(
             path = folder / f"pair-{number}-{arm}.json"
             if not path.is_file():
                 which = ARMS.index(arm)
-                taking = _Taking(job, header, sides[which], installed[which], clocks, progress)
+                taking = Taking(job, header, sides[which], installed[which], clocks, progress)
                 # one client measures both sides
                 write_record(path, taking.process(number, arm, index, sides[0].python))
             hint = f"remove {path} to measure it again"
@@ -113,6 +112,16 @@ def compare_served(
         environment=describe(job.workload.device, job.workload.threads, described),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def refuse_many_points(points: Sequence[ServedPoint]) -> None:
+    """Check that the seeds of a pair suffice.
+
+    Raises:
+        UsageError: there are too many points.
+    """
+    if len(points) > MOST_POINTS:
+        raise UsageError(f"{len(points)} points are too many", f"give at most {MOST_POINTS}")
 
 
 def with_patches(
@@ -143,7 +152,7 @@ class _Running(NamedTuple):
     server: EngineServer
 
 
-class _Taking:
+class Taking:
     """Measures one process of a side."""
 
     def __init__(

@@ -24,9 +24,11 @@ from patcher.commands.throughput_options import (
 )
 from patcher.commands.throughput_served import (
     ServedChoice,
+    SwitchChoice,
     compare_patched,
     compare_sides,
     served_job,
+    tune_as_served,
 )
 from patcher.commands.throughput_spelling import ThroughputGroup
 
@@ -179,6 +181,7 @@ def best_set(
 @examples(
     "patcher throughput tune gpt-oss-20b --engine vllm --out stock.json",
     "patcher throughput tune gpt-oss-20b --engine vllm --preset kforge --also-batch 1,64",
+    "patcher throughput tune my-model --engine vllm --weights hub --client vllm-bench",
 )
 @grouped
 def tune(
@@ -186,12 +189,15 @@ def tune(
     workload: WorkloadChoice,
     engine: EngineChoice,
     others: OtherWorkloadsChoice,
+    served: ServedChoice,
+    switches: SwitchChoice,
     out: Out = None,
     as_json: Json = False,
 ) -> int:
-    """Find vLLM's best stock configuration: a baseline that a patch has to beat.
+    """Find the engine's best stock configuration: a baseline that a patch has to beat.
 
-    What --out writes is for `--tuned` of `compare` and `best-set`.
+    With --client, what people switch on is tried, a server for each way. What --out writes is for
+    `--tuned` of `compare` and `best-set`.
     """
     from patcher.ab.launcher import ArmLauncher, with_cache_size
     from patcher.ab.timeline import Timeline
@@ -199,6 +205,13 @@ def tune(
     from patcher.show.throughput import trial_line, tuning_lines
 
     output = Output(as_json)
+    if served.client is not None:
+        chosen = (model, workload, engine, SampleSize(), BaselineChoice(), others, served, None)
+        return tune_as_served(*served_job(*chosen), switches, output, out)
+    if switches != SwitchChoice():
+        raise UsageError(
+            "switches are tried over HTTP", "give --client vllm-bench, too, or leave out --switch"
+        )
     options_of(workload.engine)
     searched = BaselineChoice(tune_baseline=True)
     job = with_cache_size(job_for(model, workload, engine, baseline=searched, others=others))

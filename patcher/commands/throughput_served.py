@@ -1,4 +1,4 @@
-"""`--client` and `compare-engines`: two ways to serve a model, compared as users see them."""
+"""`--client` and `compare-engines`: ways to serve a model, measured as users see them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 SERVED_PAIRS = 2
 """Process pairs where none are asked for: four starts of a server."""
+BACKENDS = "backends"
+"""The switch that stands for the kernels that the engine has."""
 STOCK = "stock"
 """A side as the baseline is."""
 
@@ -56,6 +58,26 @@ class ServedChoice(OptionGroup):
     ] = None
     port: Annotated[
         int | None, typer.Option(help="Of the server; default: a free one.", min=1, max=65535)
+    ] = None
+
+
+@dataclass(frozen=True)
+class SwitchChoice(OptionGroup):
+    """What a search over HTTP tries."""
+
+    PANEL: ClassVar[str] = "As it is served"
+
+    switches: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--switch",
+            metavar="NAME",
+            help="With --client: async-scheduling, chunked-prefill, fp8-kv, ngram, eagle3 or "
+            "backends; several: repeat it. Default: all that keep the outputs.",
+        ),
+    ] = None
+    draft: Annotated[
+        str | None, typer.Option(help="A draft model for eagle3: a folder or an id.")
     ] = None
 
 
@@ -156,6 +178,45 @@ def compare_sides(
     with ExitStack() as stack:
         sides = tuple(side_of(text, stock, stack) for text in texts)
         return show(job, (sides[0], sides[1]), output, out, page)
+
+
+def tune_as_served(
+    job: ServedJob,
+    stock: SideSetup,
+    choice: SwitchChoice,
+    output: Output,
+    out: Path | None,
+) -> int:
+    """Search for the best way to serve; returns the exit code.
+
+    Raises:
+        UsageError: a switch is unknown, or a draft model is given that none needs.
+    """
+    from patcher.ab.served_tuning import tune_served
+    from patcher.ab.timeline import Timeline
+    from patcher.bench.ab.tuning import options_for
+    from patcher.bench.engines.switches import ways_to_try
+    from patcher.show.throughput import trial_line, tuning_lines
+
+    names = choice.switches or []
+    asked = [name for name in names if name != BACKENDS]
+    switched, refused = (
+        ways_to_try(job.workload, asked, choice.draft) if asked or not names else ((), ())
+    )
+    backends = options_for(job.workload) if BACKENDS in names else ()
+    with output.progress() as bar:
+        found = tune_served(
+            job,
+            stock,
+            [*backends, *switched],
+            refused,
+            runs_dir(),
+            Timeline(bar),
+            lambda one: bar.say(trial_line(one)),
+        )
+    write_out(out, found)
+    output.emit(found, *tuning_lines(found)[len(found.trials) :])
+    return 0
 
 
 def side_of(text: str, base: SideSetup, stack: ExitStack) -> SideSetup:

@@ -114,8 +114,9 @@ def best_set_lines(found: BestSet) -> list[Text | Table]:
 
 
 def tuning_lines(tuning: Tuning) -> list[Text]:
-    """Each stock configuration tried, and the one that is the baseline."""
+    """Each stock configuration tried, what was not tried, and the one that is the baseline."""
     lines = [trial_line(trial) for trial in tuning.trials]
+    lines += [Text(f"not tried: {one.name}: {one.reason}", style="dim") for one in tuning.refused]
     return [*lines, Text(f"baseline: {words(tuning.chosen)}")]
 
 

@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 from pydantic import JsonValue
+from served_sample import CLIENT, FAST, JOB, POINTS, SLOW, WORKLOAD, serve_by_doubles
 from typer.testing import CliRunner
 
-from patcher.ab import bench_client, served
+from patcher.ab import served
 from patcher.ab.served import compare_served, with_patches
 from patcher.ab.served_records import (
     ServedHeader,
-    ServedJob,
     ServedProcess,
     ServedResult,
     ServedSide,
@@ -33,7 +33,7 @@ from patcher.ab.served_records import (
 )
 from patcher.ab.served_verdict import judge_served
 from patcher.ab.server import WarmUp, announce_plugin, installation, warm_up
-from patcher.bench import MissingError, PatcherError, UsageError, Workload
+from patcher.bench import MissingError, PatcherError, UsageError
 from patcher.bench.ab.phases import silent
 from patcher.bench.ab.served import (
     ServedPoint,
@@ -45,7 +45,7 @@ from patcher.bench.ab.served import (
     traces,
 )
 from patcher.bench.engines import serving
-from patcher.bench.engines.serving import ServingClient, client_of, clients, flags, request_line
+from patcher.bench.engines.serving import client_of, clients, flags, request_line
 from patcher.bench.machine.environment import ROOT, python_path
 from patcher.bench.stats.comparison import Arm
 from patcher.commands.console import app
@@ -54,38 +54,12 @@ from patcher.integrate import vllm as vllm_plugin
 from patcher.report.served import served_html, served_markdown
 from patcher.show.served import served_lines
 
-SUPPORT = Path(__file__).parents[2] / "support"
-WORKLOAD = Workload(
-    model="gpt-oss-tiny", engine="vllm", device="cpu", dtype="float32", batch=1, input_len=8,
-    output_len=8,
-)  # fmt: skip
-CLIENT = ServingClient(
-    engine="vllm",
-    package="numpy",
-    install="pip install numpy",
-    plugins="vllm.general_plugins",
-    serve=("{python}", str(SUPPORT / "openai_server.py"), "--port", "{port}"),
-    random_weights=("--first-ms", "4"),
-    health="/health",
-    imports="json",
-    bench=(
-        "served_client_double", "{port}", "{requests}", "{concurrency}",
-        "{folder}/{result}",
-    ),
-    request='{"prompt": {prompt}, "output_tokens": {output_len}}',
-)  # fmt: skip
-POINTS = tuple(ServedPoint(trace="fixed", concurrency=users) for users in (1, 2))
-JOB = ServedJob(WORKLOAD, "double", CLIENT, POINTS, process_pairs=2)
-SLOW, FAST = SideSetup("slow", {"token_ms": 4}), SideSetup("fast", {"token_ms": 2})
 ID, DIGEST = "double.norm", "0" * 64
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATCHER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(served, "RECEIPTS_S", 0)  # the double writes them before it answers
-    monkeypatch.setattr(bench_client, "POLL_S", 0.02)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(SUPPORT), str(tmp_path))))
+def doubles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_by_doubles(tmp_path, monkeypatch)
 
 
 @dataclass(frozen=True)

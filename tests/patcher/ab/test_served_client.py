@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from patcher.bench.ab.served import (
     traces,
 )
 from patcher.bench.engines.serving import clients
+from patcher.bench.engines.switches import switches
 
 SUPPORT = Path(__file__).parents[2] / "support"
 WORKLOAD = Workload(
@@ -82,3 +85,19 @@ def test_a_client_measures_what_the_server_does(
         assert ours["p99"] == pytest.approx(found[f"p99_{kind}_ms"], rel=1e-3)
     assert run.ttft_ms["p50"] >= 4
     assert run.tpot_ms["p50"] >= 1
+
+
+def test_switches_are_arguments_of_the_engines() -> None:
+    known: dict[str, set[str]] = {}
+    installed = {each.name for each in importlib.metadata.distributions()}
+    if "vllm_doubles" in sys.modules and "vllm" in installed:
+        engine: Any = importlib.import_module("vllm.engine.arg_utils")
+        known["vllm"] = {one.name for one in fields(engine.EngineArgs)}
+    if "sglang_doubles" in sys.modules and "sglang" in installed:
+        order: Any = importlib.import_module("sglang.srt.arg_groups.field_order")
+        known["sglang"] = set(order.POSITIONAL_FIELD_ORDER)
+    if not known:
+        pytest.skip("needs the unpacked wheel of an engine and its doubles")
+    for name, names in known.items():
+        for switch in switches()[name].values():
+            assert {argument for way in switch.ways for argument in way} <= names
