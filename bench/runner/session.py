@@ -5,6 +5,7 @@ Everything that it uses is bound before a candidate is loaded. Its replies are n
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import mmap
@@ -15,8 +16,11 @@ from typing import Any
 
 from . import cudart, loading
 from .captured import Arena, Captured, MappedSet
+from .images import LoadedImages
 from .late_writer import LateWriter
 from .mixing import Mixer
+from .placed import bytes_at
+from .portable import Portable, taken_over
 
 # bound before any candidate is loaded, so that later patches have no effect here
 _clock = time.perf_counter_ns
@@ -44,9 +48,16 @@ class Session:
         self.mixer: Any = None
         self.stock: Any = None
         self.late: Any = None
+        self.portable: Portable | None = None
+        self.rebuilt: Any = None
 
-    def do_start(self, device: str, threads: int | None, cpus: list[int] | None) -> dict[str, Any]:
-        """Initialise the device, before any foreign code."""
+    def do_start(
+        self, device: str, threads: int | None, cpus: list[int] | None, portable: bool = False
+    ) -> dict[str, Any]:
+        """Initialise the device, before any foreign code.
+
+        With `portable`, calls that are captured later can be handed over to another process.
+        """
         if cpus is not None:
             os.sched_setaffinity(0, cpus)
         import torch
@@ -59,6 +70,7 @@ class Session:
         if device == "cuda":
             self.output = mmap.mmap(self.shared, len(self.input))
             self.outputs = _address(self.output)
+            images = self._collected() if portable else None
             torch.zeros(1, device="cuda")
             stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self.torch_stream = stream
@@ -71,8 +83,27 @@ class Session:
             self.product = torch.empty_like(self.nan)
             capability = torch.cuda.get_device_capability()
             self.status["no_late_writer"] = self._load_late_writer(capability)
+            if images is not None:
+                self._make_portable(images)
             self.cuda.synchronize()
         return {"threads": torch.get_num_threads(), **self.status}
+
+    def _collected(self) -> LoadedImages | None:
+        try:
+            return LoadedImages()
+        except OSError as error:
+            self.status["not_portable"] = f"images of device code cannot be collected: {error}"
+            return None
+
+    def _make_portable(self, images: LoadedImages) -> None:
+        try:
+            self.portable = Portable(images)
+        except cudart.CudaError as error:
+            images.close()
+            self.status["not_portable"] = str(error)
+
+    def _own_memory(self) -> Any:
+        return contextlib.nullcontext() if self.portable is None else self.portable.own_memory()
 
     def _load_late_writer(self, capability: tuple[int, int]) -> str:
         """Load the late-writing kernel; return why that failed, or an empty string."""
@@ -86,7 +117,8 @@ class Session:
 
     def do_candidate(self, path: str, binding: str, entry: str) -> dict[str, Any]:
         """Load a candidate's build."""
-        self.function = loading.load(path, binding, entry)
+        with self._own_memory():
+            self.function = loading.load(path, binding, entry)
         gc.freeze()  # collecting the loaded modules would take 0.1 s between calls
         return {}
 
@@ -173,7 +205,7 @@ class Session:
         function = self._loaded()
         gc.disable()
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._own_memory():
                 if self.cuda is not None:
                     return {"times_ns": self._call_on_gpu(function)}
                 calls = self.ready if only is None else self.ready[only : only + 1]
@@ -223,13 +255,16 @@ class Session:
         import torch
 
         self.captured = self.ready = None
-        arena, snapshot = Arena(plan, sets), Arena(plan, sets, bare=True)
+        memory = None if self.portable is None else self.portable.sets
+        arena, snapshot = Arena(plan, sets, memory=memory), Arena(plan, sets, bare=True)
         self._fill(arena, recipes)
         function, graphs = self._loaded(), []
-        pool = torch.cuda.graph_pool_handle()
+        own = self.portable
+        pool = torch.cuda.graph_pool_handle() if own is None else own.pool_id
         with torch.inference_mode():
-            for _ in range(2):
-                function(*arena.arguments[0], *scalars)
+            with self._own_memory():
+                for _ in range(2):
+                    function(*arena.arguments[0], *scalars)
             self.cuda.synchronize()
             for arguments in arena.arguments:
                 graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -237,7 +272,28 @@ class Session:
                     function(*arguments, *scalars)
                 graphs.append(graph)
             self.cuda.synchronize()
-        self.captured = Captured(self.cuda, arena, snapshot, graphs, self.stream)
+        children = [graph.raw_cuda_graph() for graph in graphs]
+        self.captured = Captured(self.cuda, arena, snapshot, children, self.stream, graphs)
+        return {}
+
+    def do_handover(self) -> dict[str, Any]:
+        """CUDA: write the captured calls, as data, to the outputs; see `Portable.hand_over`."""
+        if self.portable is None:
+            return {"reason": self.status.get("not_portable", "the process was not told to")}
+        return self.portable.hand_over(self.captured.children, self.outputs, len(self.output))
+
+    def do_adopt(
+        self, document: list[int], buffers: list[int], plan: dict[str, Any], sets: int
+    ) -> dict[str, Any]:
+        """CUDA: build graphs from the inputs, which another process handed over."""
+        self.captured = None
+        if self.rebuilt is not None:
+            self.rebuilt.close()
+        self.rebuilt = taken_over(self.inputs, len(self.input), document)
+        arena = Arena(plan, sets, memory=lambda size: bytes_at(buffers[0], size))
+        snapshot = Arena(plan, sets, bare=True)
+        graphs = self.rebuilt.graphs
+        self.captured = Captured(self.cuda, arena, snapshot, graphs, self.stream, self.rebuilt)
         return {}
 
     def do_compose(
