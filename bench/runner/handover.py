@@ -30,7 +30,7 @@ from .driver import (
     Pointer,
     Size,
 )
-from .images import LoadedImages
+from .images import LoadedImages, fat_binaries, mapped_files
 from .placed import merged
 
 KERNEL, MEMCPY, MEMSET, CHILD, EMPTY = 0, 1, 2, 4, 5
@@ -53,6 +53,8 @@ SETTABLE = (8, 9, 14, 15)
 """CUfunction_attribute: largest dynamic shared memory, carveout, large clusters, scheduling."""
 _TRAITS = (0, 1, 2, 3, 4)
 MOST_PIECES = 4096
+LARGEST_FILE = 1 << 28
+"""Bytes of the largest file that is searched for images."""
 
 
 class CannotCarry(Exception):
@@ -259,7 +261,7 @@ class HandOver:
         """
         holding = self._images.holding(kernel)
         if not holding:
-            raise CannotCarry(f"the image of kernel {kernel} is not known")
+            return self._embedded(kernel, traits)
         if told := [index for index in holding if self._images.modules[index] == module]:
             return told[0]
         codes = {self._images.elf(index).kernels[kernel]: index for index in reversed(holding)}
@@ -270,6 +272,19 @@ class HandOver:
             return fitting[0]
         raise CannotCarry(f"{len(codes)} images hold a kernel {kernel}, and {len(fitting)} fit")
 
+    def _embedded(self, kernel: str, traits: list[int]) -> int:
+        """Index of an image from a file of this process, where CUPTI did not tell of it."""
+        for path in mapped_files(LARGEST_FILE):
+            for container in fat_binaries(path):
+                # a compressed one shows no names
+                self._images.add(container, 0)
+                if self._fits(len(self._images.images) - 1, kernel, traits):
+                    self.notes.append(f"{kernel}: its image is from {path}")
+                    return len(self._images.images) - 1
+                self._images.drop_last()
+        why = f" ({self._images.problem})" if self._images.problem else ""
+        raise CannotCarry(f"the image of kernel {kernel} is not known{why}")
+
     def _fits(self, index: int, kernel: str, traits: list[int]) -> bool:
         """Whether a kernel of an image has the same traits, and so may be the one."""
         self._images.paused = True
@@ -278,8 +293,7 @@ class HandOver:
             function = self._driver.handle("cuModuleGetFunction", module, kernel.encode())
             same = [_trait(self._driver, function, each) for each in _TRAITS] == traits
             self._driver.call("cuModuleUnload", module)
-        except DriverError as error:
-            self.notes.append(f"an image with {kernel}: {error}")
+        except DriverError:
             return False
         finally:
             self._images.paused = False
@@ -327,9 +341,7 @@ def edges(driver: Driver, graph: int) -> list[tuple[int, int, str]]:
     begin, end, data = ((kind * count.value)() for kind in (Pointer, Pointer, Edge))
     if count.value:
         driver.call("cuGraphGetEdges_v2", graph, begin, end, data, ctypes.byref(count))
-    return [
-        (begin[i] or 0, end[i] or 0, bytes(data[i]).hex()) for i in range(count.value)
-    ]
+    return [(begin[i] or 0, end[i] or 0, bytes(data[i]).hex()) for i in range(count.value)]
 
 
 def layout(driver: Driver, function: int) -> list[tuple[int, int]]:
@@ -358,12 +370,11 @@ def _handles(driver: Driver, name: str, graph: int) -> list[int]:
 
 def _function(driver: Driver, params: KernelNode) -> tuple[int, str]:
     """The function of a kernel node, which may hold a kernel of a library, and its name."""
-    function, name = params.function, ctypes.c_char_p()
-    if function and driver.status("cuFuncGetName", ctypes.byref(name), function):
-        function, params.kernel = None, params.kernel or function
-    if not function:
-        function = driver.handle("cuKernelGetFunction", params.kernel)
-        driver.call("cuFuncGetName", ctypes.byref(name), function)
+    function, module = params.function, Pointer()
+    if not function or driver.status("cuFuncGetModule", ctypes.byref(module), function):
+        function = driver.handle("cuKernelGetFunction", params.kernel or function)
+    name = ctypes.c_char_p()
+    driver.call("cuFuncGetName", ctypes.byref(name), function)
     return int(function), (name.value or b"").decode()
 
 

@@ -85,23 +85,21 @@ class Elf:
 
 
 class LoadedImages:
-    """Collects the images of all modules that are loaded from now on.
-
-    Raises:
-        OSError: there is no CUPTI, or another tool uses it.
-    """
+    """Collects the images of all modules that are loaded from now on."""
 
     def __init__(self) -> None:
+        self.problem = ""
+        """Why CUPTI does not tell of them."""
         self.images: list[bytes] = []
         self.modules: list[int] = []
         """For each image the handle of its module, or 0 if CUPTI did not tell."""
         self.paused = False
         self._elves: dict[int, Elf] = {}
-        self._library = cupti()
         self._callback = _Callback(self._seen)
         self._subscriber = ctypes.c_void_p()
-        self._call("cuptiSubscribe", ctypes.byref(self._subscriber), self._callback, None)
         try:
+            self._library = cupti()
+            self._call("cuptiSubscribe", ctypes.byref(self._subscriber), self._callback, None)
             for domain, number in ((_RESOURCE, _MODULE_LOADED), *((_DRIVER, n) for n in _LOADS)):
                 self._call(
                     "cuptiEnableCallback",
@@ -110,9 +108,9 @@ class LoadedImages:
                     ctypes.c_int(domain),
                     ctypes.c_uint32(number),
                 )
-        except OSError:
+        except OSError as error:
+            self.problem = f"CUPTI does not tell of device code: {error}"
             self.close()
-            raise
 
     def close(self) -> None:
         """Stop collecting, so that another tool may use CUPTI."""
@@ -139,17 +137,24 @@ class LoadedImages:
             return
         if domain == _RESOURCE:
             module = _Module.from_address(_Resource.from_address(data).descriptor)
-            self._add(ctypes.string_at(module.image, module.size), 0)
+            self.add(ctypes.string_at(module.image, module.size), 0)
             return
         call = _Call.from_address(data)
         if call.site == _AFTER and not ctypes.c_int.from_address(call.status).value:
             load = _Load.from_address(call.arguments)
             if size := elf_bytes(load.image):
-                self._add(ctypes.string_at(load.image, size), load.module[0] or 0)
+                self.add(ctypes.string_at(load.image, size), load.module[0] or 0)
 
-    def _add(self, image: bytes, module: int) -> None:
+    def add(self, image: bytes, module: int) -> None:
+        """Take an image, with the handle of its module or 0."""
         self.images.append(image)
         self.modules.append(module)
+
+    def drop_last(self) -> None:
+        """Forget the image that was taken last."""
+        self.images.pop()
+        self.modules.pop()
+        self._elves.pop(len(self.images), None)
 
     def _call(self, name: str, *arguments: Any) -> None:
         if status := getattr(self._library, name)(*arguments):
@@ -236,7 +241,9 @@ def _read(image: bytes) -> Elf:
                 code = sections[place]
                 held = b"" if code[1] == _NO_BITS else image[code[4] : code[4] + code[5]]
                 kernels[text(strings, name)] = held
-            elif info & 15 == _OBJECT and span and where.startswith((".nv.global", ".nv.constant3")):
+            elif (
+                info & 15 == _OBJECT and span and where.startswith((".nv.global", ".nv.constant3"))
+            ):
                 variables[text(strings, name)] = span
     return Elf(kernels, tuple(Variable(*pair) for pair in variables.items()))
 
@@ -267,8 +274,11 @@ def fat_binaries(path: str) -> Iterator[bytes]:
             offset += header + length
 
 
-def mapped_files(folder: str) -> list[str]:
-    """Files below a folder that this process has mapped."""
+def mapped_files(most_bytes: int) -> list[str]:
+    """Files that this process has mapped, the smallest first, without those that are larger."""
     with open("/proc/self/maps", encoding="utf-8") as file:
         paths = {line.rstrip("\n").split(maxsplit=5)[-1] for line in file if "/" in line}
-    return sorted(path for path in paths if path.startswith(folder) and os.path.isfile(path))
+    sizes = {path: os.path.getsize(path) for path in paths if os.path.isfile(path)}
+    return sorted(
+        (path for path in sizes if sizes[path] <= most_bytes), key=lambda path: sizes[path]
+    )

@@ -25,16 +25,24 @@ class Portable:
     """
 
     def __init__(self, images: LoadedImages) -> None:
+        import torch
+
         self._images, self._driver = images, Driver()
         self._memory = PlacedMemory(self._driver)
-        self._pool = Pool(self._driver, self._memory)
         self._sets: tuple[int, int] | None = None
-        self.pool_id = self._pool.id
+        self._pool: Pool | None = None
+        self._problem = images.problem
+        try:
+            self._pool = Pool(self._driver, self._memory)
+        except (AttributeError, TypeError, RuntimeError) as error:
+            # its tensors lie where the driver puts them, which another process may have free
+            self._problem = f"{self._problem} PyTorch takes no memory of ours: {error}".strip()
+        self.pool_id = torch.cuda.graph_pool_handle() if self._pool is None else self._pool.id
 
     @contextlib.contextmanager
     def own_memory(self) -> Iterator[None]:
         """While a candidate runs outside of a capture: its tensors lie in placed memory."""
-        with self._pool.used():
+        with contextlib.nullcontext() if self._pool is None else self._pool.used():
             yield
 
     def sets(self, size: int) -> Any:
@@ -55,13 +63,13 @@ class Portable:
         """
         assert self._sets is not None
         try:
-            over = HandOver(
-                self._driver, self._images, Parcel(address, capacity), [self._sets]
-            )
-            document = over.write(graphs, list(self._pool.segments.items()))
+            over = HandOver(self._driver, self._images, Parcel(address, capacity), [self._sets])
+            segments = {} if self._pool is None else self._pool.segments
+            document = over.write(graphs, list(segments.items()))
         except CannotCarry as reason:
-            return {"reason": str(reason)}
-        return {"document": document, "sets": list(self._sets), "notes": over.notes}
+            return {"reason": f"{reason} {self._problem}".strip()}
+        notes = [*over.notes, self._problem] if self._problem else over.notes
+        return {"document": document, "sets": list(self._sets), "notes": notes}
 
     def close(self) -> None:
         """Stop collecting images."""

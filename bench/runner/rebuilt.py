@@ -211,9 +211,7 @@ class Rebuilt:
             "cuGraphKernelNodeGetAttribute", node, number, ctypes.byref(default)
         )
         if status or bytes(default) != bytes(wanted):
-            self._driver.call(
-                "cuGraphKernelNodeSetAttribute", node, number, ctypes.byref(wanted)
-            )
+            self._driver.call("cuGraphKernelNodeSetAttribute", node, number, ctypes.byref(wanted))
 
 
 def _integers(kind: type[ctypes.Structure], described: dict[str, Any]) -> dict[str, int]:

@@ -70,7 +70,7 @@ class Session:
         if device == "cuda":
             self.output = mmap.mmap(self.shared, len(self.input))
             self.outputs = _address(self.output)
-            images = self._collected() if portable else None
+            images = LoadedImages() if portable else None
             torch.zeros(1, device="cuda")
             stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self.torch_stream = stream
@@ -87,13 +87,6 @@ class Session:
                 self._make_portable(images)
             self.cuda.synchronize()
         return {"threads": torch.get_num_threads(), **self.status}
-
-    def _collected(self) -> LoadedImages | None:
-        try:
-            return LoadedImages()
-        except OSError as error:
-            self.status["not_portable"] = f"images of device code cannot be collected: {error}"
-            return None
 
     def _make_portable(self, images: LoadedImages) -> None:
         try:
@@ -316,6 +309,8 @@ class Session:
 
     def do_spans(self, order: list[int]) -> dict[str, Any]:
         """Launch under CUPTI, with spans of all streams: [name, begin, end] in nanoseconds."""
+        if self.portable is not None:
+            self.portable.close()  # CUPTI has one user at a time
         arena = self.captured.arena
         self._fill(arena, arena.recipes)
         self.captured.compose("whole", order)
