@@ -247,14 +247,14 @@ class HandOver:
 
     def _module(self, module: int, kernel: str, traits: list[int]) -> int:
         if module not in self._modules:
-            index = self._image(module, kernel)
+            index = self._image(module, kernel, traits)
             self._modules[module] = len(self._described)
             self._described.append(
                 {"image": self._carried(index), "variables": self._variables(module, index)}
             )
         return self._modules[module]
 
-    def _image(self, module: int, kernel: str) -> int:
+    def _image(self, module: int, kernel: str, traits: list[int]) -> int:
         """Index of the image that a module was loaded from.
 
         Several may hold a kernel of one name, as the versions of a Triton kernel do.
@@ -336,11 +336,14 @@ class HandOver:
 
 def edges(driver: Driver, graph: int) -> list[tuple[int, int, str]]:
     """Edges of a graph: from, to, and CUgraphEdgeData in hexadecimal digits."""
-    count = Size()
-    driver.call("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(count))
-    begin, end, data = ((kind * count.value)() for kind in (Pointer, Pointer, Edge))
-    if count.value:
+    room = 64
+    while True:
+        begin, end, data = (Pointer * room)(), (Pointer * room)(), (Edge * room)()
+        count = Size(room)
         driver.call("cuGraphGetEdges_v2", graph, begin, end, data, ctypes.byref(count))
+        if count.value < room:
+            break
+        room *= 4
     return [(begin[i] or 0, end[i] or 0, bytes(data[i]).hex()) for i in range(count.value)]
 
 

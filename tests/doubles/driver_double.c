@@ -90,8 +90,8 @@ int cuGraphCreate(Graph** graph, unsigned flags) { (void)flags; *graph = calloc(
 int cuGraphDestroy(Graph* graph) { (void)graph; return 0; }
 int cuGraphGetNodes(Graph* graph, Node** nodes, size_t* count) { *count = graph->count; if (nodes) memcpy(nodes, graph->nodes, sizeof(Node*) * graph->count); return 0; }
 int cuGraphGetEdges_v2(Graph* graph, Node** from, Node** to, u64* data, size_t* count) {
-  *count = graph->edges;
-  for (size_t i = 0; from && i < graph->edges; i++) { from[i] = graph->from[i]; to[i] = graph->to[i]; data[i] = graph->data[i]; }
+  if (*count > graph->edges) *count = graph->edges;
+  for (size_t i = 0; i < *count && i < graph->edges; i++) { from[i] = graph->from[i]; to[i] = graph->to[i]; data[i] = graph->data[i]; }
   return 0;
 }
 int cuGraphAddDependencies_v2(Graph* graph, Node** from, Node** to, u64* data, size_t count) {
