@@ -19,6 +19,7 @@ from patcher.bench.judge import cases as cases_
 from patcher.bench.judge.baselines import LOAD_S, Strongest, strongest
 from patcher.bench.judge.building import begin, compile_check
 from patcher.bench.judge.cases import Secrets
+from patcher.bench.judge.device_code import DeviceCode
 from patcher.bench.judge.evaluation import BaselineTime, Evaluation, Outcome, geomean
 from patcher.bench.judge.planning import require_fits
 from patcher.bench.judge.process import Limits, Runner
@@ -123,7 +124,10 @@ class Judge:
         zygote = self._zygote(state.device)
         limits = Limits(reply_s=settings.timeout_s, memory_bytes=settings.memory_bytes)
         more: dict[str, Any] = {}
-        with Runner(zygote, limits, trusted=False) as runner:
+        with Runner(zygote, limits, trusted=False) as runner, ExitStack() as stack:
+            apart = None
+            if settings.device_code and state.device == "cuda":
+                apart = stack.enter_context(DeviceCode(zygote, limits, runner))
             trial = Trial(state, op, sweep, runner, settings, draw)
             try:
                 trial.load(built, self._cpus(state.device))
@@ -133,7 +137,7 @@ class Judge:
                 baseline, times, name = self._baseline(op, sweep, state.device, report)
                 more = {"baseline": name, "baselines": times, "sweep": sweep.name}
                 with ClockMonitor(state.device) as clocks:
-                    more |= trial.timed(baseline, clocks, report)
+                    more |= trial.timed(baseline, clocks, report, apart)
                 trial.soaked()
                 again = draw.random.sample(cases, min(AFTER, len(cases)))
                 trial.correct([reseeded(case, draw) for case in again], report, "values after")

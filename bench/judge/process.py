@@ -138,19 +138,26 @@ class Runner:
         """Whether the process has not ended."""
         return self._status is None
 
-    def start(self, threads: int | None = None, cpus: list[int] | None = None) -> None:
+    def start(
+        self,
+        threads: int | None = None,
+        cpus: list[int] | None = None,
+        portable: bool = False,
+    ) -> None:
         """Confine the process, import torch and initialise the device, before any foreign code.
 
         Args:
             threads: CPU threads of torch; None: its default.
             cpus: CPUs to pin the process to; None: no pinning.
+            portable: CUDA: whether captured calls are to be handed over.
 
         Raises:
             MissingError: this machine cannot do that.
         """
         device = self._zygote.device
+        told = {"device": device, "threads": threads, "cpus": cpus, "portable": portable}
         try:
-            reply = self.command("start", START_S, device=device, threads=threads, cpus=cpus)
+            reply = self.command("start", START_S, **told)
         except RunnerFailure as failure:
             reason = f"{failure.message} {self.log_tail(300)}".strip()
             raise MissingError(
@@ -201,6 +208,12 @@ class Runner:
     def send(self, data: Bytes) -> None:
         """Write the bytes that the next command reads."""
         write_at_start(self._files[0], data)
+
+    def handed(self, size: int) -> Bytes:
+        """The first bytes of what the last command wrote."""
+        data = np.empty(size, dtype=np.uint8)
+        read_from_start(self._files[1], data)
+        return data
 
     def left(self, do: str, plan: Layout, sets: int) -> Left:
         """Read the buffers after the last calls, as they were when the runner replied.

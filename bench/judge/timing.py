@@ -39,6 +39,7 @@ from patcher.bench.judge.clockcheck import (
     traced,
     unsteady,
 )
+from patcher.bench.judge.device_code import DeviceCode
 from patcher.bench.judge.evaluation import Timing
 from patcher.bench.judge.memory_file import Left
 from patcher.bench.judge.planning import block_sets
@@ -87,11 +88,13 @@ class TimingSession:
         clocks: ClockMonitor,
         ceilings: Ceilings,
         precision: Precision,
+        apart: DeviceCode | None = None,
     ) -> None:
         self.op, self.device, self.clocks = op, device, clocks
         self.draw, self.stock = draw, stock
         self.theirs = TimedArm(op, device, baseline, stock, checked=False, accused=False)
         self.ours = TimedArm(op, device, candidate, stock, checked=True, empty=self.theirs.empty)
+        self.ours.apart = self.apart = apart
         self.ceilings, self.precision = ceilings, precision
         self.method = METHODS[device]
         self.calls = 0
@@ -107,6 +110,7 @@ class TimingSession:
         sets = block_sets(self.op, point, self.device)
         for arm in (self.theirs, self.ours):
             arm.prepare(self._fresh(point, sets), load_timeout_s)
+        self._carried(point, sets, load_timeout_s)
         if self.device == "cuda":
             for _ in range(2):
                 self._take(self.ours, self._fresh(point, sets), sets // 2, "verified")
@@ -129,6 +133,19 @@ class TimingSession:
             launch_pct=self.ceilings.launch_pct(candidate_us),
             **more,
         )
+
+    def _carried(self, point: Point, sets: int, timeout_s: float) -> None:
+        """Carry the captured calls over, if they are right there as well."""
+        if self.apart is None:
+            return
+        self.apart.take(self._fresh(point, sets), self.stock, point.label(), timeout_s)
+        if not self.apart.carried:
+            return
+        try:
+            self._take(self.ours, self._fresh(point, sets), sets // 2, "verified")
+        except (WrongCall, RunnerFailure) as problem:
+            detail = problem.detail if isinstance(problem, WrongCall) else problem.message
+            self.apart.refuse(point.label(), f"without its host code: {detail}")
 
     def _remeasured(self, point: Point, sets: int) -> Measured:
         """Measure a point until most undisturbed measurements are plausible, or most are not.
@@ -227,6 +244,8 @@ class TimingSession:
         batch = self._fresh(point, sets)
         order = self.draw.order(sets, least)[:exactly]
         blocks: dict[bool, TimedBlock] = {}
+        if self.ours.graphs is not self.ours.runner:
+            self.ours.runner.stop()  # until its next command
         for is_ours in (False, True) if swapped else (True, False):
             if is_ours:
                 blocks[True] = self._checked(batch, order, "whole")
@@ -297,9 +316,10 @@ class TimingSession:
         point = self.draw.random.choice(points)
         sets = block_sets(self.op, point, self.device)
         self.ours.prepare(self._fresh(point, sets), load_timeout_s)
+        self._carried(point, sets, load_timeout_s)
         order = self.draw.order(sets, max(int(CALLED * sets), 1))
         try:
-            reply = self.ours.runner.command("spans", SPANS_S, order=order)
+            reply = self.ours.graphs.command("spans", SPANS_S, order=order)
         except RunnerFailure as failure:
             if failure.fatal:
                 raise

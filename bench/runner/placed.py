@@ -70,9 +70,7 @@ class Pool:
         self.failed = ""
         # PyTorch keeps the addresses only
         self._functions = (_Allocate(self._allocate), _Free(self._free))
-        allocate, free = (
-            ctypes.cast(each, ctypes.c_void_p).value or 0 for each in self._functions
-        )
+        allocate, free = (ctypes.cast(each, ctypes.c_void_p).value or 0 for each in self._functions)
         self._allocator = torch._C._cuda_customAllocator(allocate, free)
         self._pool = torch.cuda.MemPool(self._allocator)
         self.id = self._pool.id

@@ -1,0 +1,136 @@
+"""A candidate's captured calls in a process of the judge's, which holds no host code of it.
+
+The candidate's process describes its captured calls as plain data: machine code, parameters, order
+and memory (`bench/runner/handover.py`). A second process builds graphs from it at the same
+addresses, and the judge times and checks these. No code of the candidate can act between the
+command and the reply there: whatever was handed over must compute the right values from inputs that
+it has not seen. The machine code comes from the candidate, so this process is confined as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from patcher.bench.errors import MissingError
+from patcher.bench.judge.evaluation import Grade
+from patcher.bench.judge.memory_file import CAPACITY
+from patcher.bench.judge.process import Limits, Runner
+from patcher.bench.judge.random_pool import RandomPool
+from patcher.bench.judge.sets import CallSets
+from patcher.bench.judge.zygote import RunnerFailure, Zygote
+
+_REASON_LIMIT = 300
+
+
+class DeviceCode:
+    """Carries captured calls over, point by point. A context manager.
+
+    Args:
+        zygote: forks the process.
+        limits: limits of the process.
+        candidate: the candidate's process.
+    """
+
+    def __init__(self, zygote: Zygote, limits: Limits, candidate: Runner) -> None:
+        self._zygote, self._limits, self._candidate = zygote, limits, candidate
+        self._runner: Runner | None = None
+        self.carried = False
+        """Whether the calls that were captured last are here."""
+        self._points = 0
+        self._reasons: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._close()
+
+    @property
+    def runner(self) -> Runner:
+        """The process that holds the calls.
+
+        Raises:
+            MissingError: this machine cannot start it.
+        """
+        if self._runner is None:
+            self._runner = Runner(self._zygote, self._limits, trusted=False)
+            self._runner.start()
+        return self._runner
+
+    @property
+    def grade(self) -> Grade:
+        """How the calls were timed and checked."""
+        return Grade.OWN_PROCESS if self._reasons or not self._points else Grade.DEVICE_CODE
+
+    @property
+    def reason(self) -> str:
+        """Why not all were carried; empty if they were."""
+        return "; ".join(self._reasons)[:_REASON_LIMIT]
+
+    def take(self, sets: CallSets, stock: RandomPool, where: str, timeout_s: float) -> None:
+        """Carry the calls over that the candidate's process captured last.
+
+        Args:
+            sets: the calls' buffer sets; their values do not matter.
+            stock: random bits that large tensors are mixed from.
+            where: the point, for a reason why it cannot be done.
+            timeout_s: time limit in seconds of each command.
+
+        Raises:
+            RunnerFailure: the candidate's process ended.
+        """
+        self.carried = False
+        self._points += 1
+        try:
+            told = self._candidate.command("handover", timeout_s)
+        except RunnerFailure as failure:
+            if failure.fatal:
+                raise
+            self.refuse(where, failure.message)
+            return
+        if "reason" in told:
+            self.refuse(where, str(told["reason"]))
+            return
+        try:
+            document, buffers = _places(told["document"]), _places(told["sets"])
+            if sum(document) > CAPACITY:
+                raise ValueError("it takes too many bytes")
+            stock.lend(self.runner)
+            self.runner.send(self._candidate.handed(sum(document)))
+            self.runner.command(
+                "adopt",
+                timeout_s,
+                document=document,
+                buffers=buffers,
+                plan=sets.plan.model_dump(),
+                sets=len(sets.cases),
+            )
+        except (RunnerFailure, MissingError, KeyError, TypeError, ValueError) as error:
+            text = error.message if isinstance(error, RunnerFailure) else str(error)
+            self.refuse(where, f"what it handed over cannot be built again: {text}")
+            return
+        self.carried = True
+
+    def refuse(self, where: str, reason: str) -> None:
+        """Judge the calls in the candidate's own process, and say why."""
+        self.carried = False
+        self._close()  # a failed kernel leaves a process that cannot go on
+        if all(not each.endswith(reason) for each in self._reasons):
+            self._reasons.append(f"{where}: {reason}")
+
+    def _close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+
+def _places(value: Any) -> list[int]:
+    """Two integers of an untrusted reply.
+
+    Raises:
+        TypeError, ValueError: it is something else.
+    """
+    offset, size = value
+    if not (type(offset) is int and type(size) is int and offset >= 0 and size > 0):
+        raise ValueError("its reply names no place")
+    return [offset, size]
