@@ -36,6 +36,8 @@ class DeviceCode:
         self._runner: Runner | None = None
         self.carried = False
         """Whether the calls that were captured last are here."""
+        self.complete = False
+        """Whether its process says that nothing was left out."""
         self._points = 0
         self._reasons: list[str] = []
 
@@ -67,6 +69,13 @@ class DeviceCode:
         """Why not all were carried; empty if they were."""
         return "; ".join(self._reasons)[:_REASON_LIMIT]
 
+    @property
+    def said(self) -> str:
+        """The grade in words."""
+        if self.grade is Grade.DEVICE_CODE:
+            return "timed and checked in a process that holds none of its host code"
+        return f"judged in {self.grade}, which is a lower grade: {self.reason}"
+
     def take(self, sets: CallSets, stock: RandomPool, where: str, timeout_s: float) -> None:
         """Carry the calls over that the candidate's process captured last.
 
@@ -92,6 +101,7 @@ class DeviceCode:
             self.refuse(where, str(told["reason"]))
             return
         try:
+            self.complete = not told["notes"]
             document, buffers = _places(told["document"]), _places(told["sets"])
             if sum(document) > CAPACITY:
                 raise ValueError("it takes too many bytes")
@@ -115,6 +125,7 @@ class DeviceCode:
         """Judge the calls in the candidate's own process, and say why."""
         self.carried = False
         self._close()  # a failed kernel leaves a process that cannot go on
+        reason = reason[:_REASON_LIMIT].encode("utf-8", "replace").decode()
         if all(not each.endswith(reason) for each in self._reasons):
             self._reasons.append(f"{where}: {reason}")
 

@@ -46,7 +46,7 @@ from patcher.bench.judge.planning import block_sets
 from patcher.bench.judge.process import Runner
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
-from patcher.bench.judge.timed_arm import TimedArm, WrongCall, fresh_sets
+from patcher.bench.judge.timed_arm import METHODS, TimedArm, WrongCall, fresh_sets
 from patcher.bench.judge.zygote import RunnerFailure
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.ops.contract import Point
@@ -66,12 +66,6 @@ COLD_CALLS = 12
 """Calls of a block with cold caches, or outside a graph."""
 SPANS_S = 60.0
 """Time limit in seconds of a profiled launch; CUPTI starts slowly."""
-METHODS = {
-    "cpu": "CPU time of all threads from the judge's command to the reply, less that of an empty "
-    "command, mean of a block; ABBA pairs; a process runs only while it is timed",
-    "cuda": "calls captured one by one, composed in secret order, one graph replay between events; "
-    "interleaved ABBA pairs; L2 warm from the copy-in (cold figures beside it)",
-}
 
 
 class TimingSession:
@@ -135,7 +129,11 @@ class TimingSession:
         )
 
     def _carried(self, point: Point, sets: int, timeout_s: float) -> None:
-        """Carry the captured calls over, if they are right there as well."""
+        """Carry the captured calls over, if they can be.
+
+        Raises:
+            WrongCall: all of them was carried, and gives wrong values there.
+        """
         if self.apart is None:
             return
         self.apart.take(self._fresh(point, sets), self.stock, point.label(), timeout_s)
@@ -143,9 +141,13 @@ class TimingSession:
             return
         try:
             self._take(self.ours, self._fresh(point, sets), sets // 2, "verified")
-        except (WrongCall, RunnerFailure) as problem:
-            detail = problem.detail if isinstance(problem, WrongCall) else problem.message
-            self.apart.refuse(point.label(), f"without its host code: {detail}")
+        except WrongCall as wrong:
+            detail = f"the kernels that it launches are wrong without its host code: {wrong.detail}"
+            if self.apart.complete:
+                raise WrongCall("device code", detail) from wrong
+            self.apart.refuse(point.label(), detail)
+        except RunnerFailure as failure:
+            self.apart.refuse(point.label(), f"without its host code: {failure.message}")
 
     def _remeasured(self, point: Point, sets: int) -> Measured:
         """Measure a point until most undisturbed measurements are plausible, or most are not.

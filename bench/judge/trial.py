@@ -18,7 +18,7 @@ from patcher.bench.judge.cases import Case, Secrets
 from patcher.bench.judge.ceilings import ceilings
 from patcher.bench.judge.clockcheck import FEWEST_PAIRS, Precision
 from patcher.bench.judge.device_code import DeviceCode
-from patcher.bench.judge.evaluation import Check, Evaluation, Grade, Outcome, Timing
+from patcher.bench.judge.evaluation import Check, Evaluation, Outcome, Timing
 from patcher.bench.judge.memory_file import Left
 from patcher.bench.judge.planning import soaked_calls, soaked_sets
 from patcher.bench.judge.process import Runner
@@ -104,9 +104,8 @@ class Trial:
         self.planted = self.rejected = self.compared = self.calls = 0
         self.begin = time.monotonic()
         self.stock = RandomPool(op, sweep, state.device, draw)
-        self.graded: tuple[Grade, str] | None = None
-        self.traced = self.followed = ""
-        """Results of CUPTI and of the late-writing kernel, if they were run."""
+        self.traced = self.followed = self.graded = ""
+        """Results of CUPTI, of the late-writing kernel and of the hand-over, if they were run."""
 
     def load(self, built: Built, cpus: list[int] | None) -> None:
         portable = self.state.device == "cuda" and self.settings.device_code
@@ -230,12 +229,10 @@ class Trial:
             )
         report("time", len(points), len(points))
         self.calls = self.timed_calls = session.calls
-        graded = {}
         if apart is not None:
-            self.graded = apart.grade, apart.reason
-            graded = {"grade": apart.grade, "grade_reason": apart.reason}
+            self.graded = apart.said
         return {
-            **graded,
+            **({"grade": apart.grade, "grade_reason": apart.reason} if apart else {}),
             "timings": tuple(timings),
             "timing_method": session.method,
             "environment": describe(device, settings.threads, clocks.description),
@@ -324,8 +321,8 @@ class Trial:
         self.state.check("values after", True, after)
         timed = f"the outputs of all {self.timed_calls} timed calls, each on values of its own"
         self.state.check("timed outputs", True, timed)
-        if self.graded is not None:
-            self.state.check("device code", True, _graded(*self.graded))
+        if self.graded:
+            self.state.check("device code", True, self.graded)
         if self.followed:
             self.state.check("stream order", True, self.followed)
         runners = "" if self.state.device == "cpu" else "the runner's clock, "
@@ -336,12 +333,6 @@ class Trial:
         forged = failure.kind == "Protocol"
         outcome = Outcome.GUARD_VIOLATION if forged else Outcome.RUNTIME_ERROR
         return Wrong(outcome, "channel" if forged else check, detail, _log(failure, self.runner))
-
-
-def _graded(grade: Grade, reason: str) -> str:
-    if grade is Grade.DEVICE_CODE:
-        return "timed and checked in a process that holds none of its host code"
-    return f"judged in {grade}, which is a lower grade: {reason}"
 
 
 def reseeded(case: Case, draw: Secrets) -> Case:

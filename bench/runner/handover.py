@@ -17,19 +17,18 @@ from .driver import (
     ARRAY,
     DEVICE,
     HOST,
-    INVALID_VALUE,
     MEMORY_TYPE,
     UNIFIED,
     Attribute,
     Driver,
     DriverError,
-    Edge,
     KernelNode,
     MemcpyNode,
     MemsetNode,
     Pointer,
     Size,
 )
+from .graph_nodes import edges_of, function_of, nodes_of, parameters_of, plain, trait
 from .images import LoadedImages, fat_binaries, mapped_files
 from .placed import merged
 
@@ -151,12 +150,13 @@ class HandOver:
         return self._parcel.add(json.dumps(document).encode())
 
     def _graph(self, graph: int) -> dict[str, Any]:
-        nodes = _handles(self._driver, "cuGraphGetNodes", graph)
+        nodes = nodes_of(self._driver, graph)
         place = {node: index for index, node in enumerate(nodes)}
         return {
             "nodes": [self._node(node) for node in nodes],
             "edges": [
-                [place[begin], place[end], data] for begin, end, data in edges(self._driver, graph)
+                [place[begin], place[end], data]
+                for begin, end, data in edges_of(self._driver, graph)
             ],
         }
 
@@ -173,12 +173,12 @@ class HandOver:
                 (copied.target_type, copied.target or copied.target_host),
             ):
                 self._on_device(kind_, address or 0, "a copy")
-            return {"kind": "copy", **_plain(copied)}
+            return {"kind": "copy", **plain(copied)}
         if kind.value == MEMSET:
             filled = MemsetNode()
             self._driver.call("cuGraphMemsetNodeGetParams", node, ctypes.byref(filled))
             self._on_device(UNIFIED, filled.target, "a fill")
-            return {"kind": "fill", **_plain(filled)}
+            return {"kind": "fill", **plain(filled)}
         if kind.value == CHILD:
             child = self._driver.handle_of(node)
             return {"kind": "graph", "graph": self._graph(child)}
@@ -196,9 +196,9 @@ class HandOver:
     def _kernel(self, node: int) -> dict[str, Any]:
         driver, params = self._driver, KernelNode()
         driver.call("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(params))
-        function, name = _function(driver, params)
+        function, name = function_of(driver, params)
         module = driver.handle("cuFuncGetModule", function)
-        traits = [_trait(driver, function, each) for each in _TRAITS]
+        traits = [trait(driver, function, each) for each in _TRAITS]
         place = self._module(module, name, traits)  # its variables must be known below
         values = {}
         for number in (*ATTRIBUTES, DEVICE_UPDATABLE):
@@ -209,7 +209,7 @@ class HandOver:
                 raise CannotCarry(f"kernel {name} can be changed by the device")
             if number != DEVICE_UPDATABLE:
                 values[number] = bytes(value).hex()
-        parameters = _parameters(driver, function, params)
+        parameters = parameters_of(driver, function, params)
         for _, data in parameters:
             for at in range(0, len(data) - 7, 8):
                 self._reaches(int.from_bytes(data[at : at + 8], "little"))
@@ -222,7 +222,7 @@ class HandOver:
             "shared_bytes": params.shared_bytes,
             "parameters": [[offset, data.hex()] for offset, data in parameters],
             "attributes": values,
-            "function": {each: _trait(driver, function, each) for each in SETTABLE},
+            "function": {each: trait(driver, function, each) for each in SETTABLE},
             "traits": traits,
         }
 
@@ -291,7 +291,7 @@ class HandOver:
         try:
             module = self._driver.handle("cuModuleLoadData", self._images.images[index])
             function = self._driver.handle("cuModuleGetFunction", module, kernel.encode())
-            same = [_trait(self._driver, function, each) for each in _TRAITS] == traits
+            same = [trait(self._driver, function, each) for each in _TRAITS] == traits
             self._driver.call("cuModuleUnload", module)
         except DriverError:
             return False
@@ -332,89 +332,3 @@ class HandOver:
                 }
             )
         return variables
-
-
-def edges(driver: Driver, graph: int) -> list[tuple[int, int, str]]:
-    """Edges of a graph: from, to, and CUgraphEdgeData in hexadecimal digits."""
-    room = 64
-    while True:
-        begin, end, data = (Pointer * room)(), (Pointer * room)(), (Edge * room)()
-        count = Size(room)
-        driver.call("cuGraphGetEdges_v2", graph, begin, end, data, ctypes.byref(count))
-        if count.value < room:
-            break
-        room *= 4
-    return [(begin[i] or 0, end[i] or 0, bytes(data[i]).hex()) for i in range(count.value)]
-
-
-def layout(driver: Driver, function: int) -> list[tuple[int, int]]:
-    """Offset and size in bytes of each parameter of a kernel."""
-    found: list[tuple[int, int]] = []
-    while True:
-        offset, size = Size(), Size()
-        status = driver.status(
-            "cuFuncGetParamInfo", function, len(found), ctypes.byref(offset), ctypes.byref(size)
-        )
-        if status == INVALID_VALUE:
-            return found
-        if status:
-            raise DriverError(f"cuFuncGetParamInfo: {status}", status)
-        found.append((offset.value, size.value))
-
-
-def _handles(driver: Driver, name: str, graph: int) -> list[int]:
-    count = Size()
-    driver.call(name, graph, None, ctypes.byref(count))
-    found = (Pointer * count.value)()
-    if count.value:
-        driver.call(name, graph, found, ctypes.byref(count))
-    return [each or 0 for each in found]
-
-
-def _function(driver: Driver, params: KernelNode) -> tuple[int, str]:
-    """The function of a kernel node, which may hold a kernel of a library, and its name."""
-    function, module = params.function, Pointer()
-    if not function or driver.status("cuFuncGetModule", ctypes.byref(module), function):
-        function = driver.handle("cuKernelGetFunction", params.kernel or function)
-    name = ctypes.c_char_p()
-    driver.call("cuFuncGetName", ctypes.byref(name), function)
-    return int(function), (name.value or b"").decode()
-
-
-def _parameters(driver: Driver, function: int, params: KernelNode) -> list[tuple[int, bytes]]:
-    """Offset and bytes of each parameter."""
-    if params.parameters:
-        found = []
-        for index, (offset, size) in enumerate(layout(driver, function)):
-            where = Pointer.from_address(params.parameters + index * ctypes.sizeof(Pointer))
-            found.append((offset, ctypes.string_at(where.value or 0, size)))
-        return found
-    if not params.extra:
-        return []
-    data = packed(params.extra)
-    return [(offset, data[offset : offset + size]) for offset, size in layout(driver, function)]
-
-
-def packed(extra: int) -> bytes:
-    """Parameters in one buffer, as `extra` of cuLaunchKernel names it."""
-    begin, size, index = 0, 0, 0
-    while True:
-        key, value = (Pointer.from_address(extra + 8 * (index + i)).value or 0 for i in (0, 1))
-        if key == 0:
-            return ctypes.string_at(begin, size)
-        if key == 1:
-            begin = value
-        elif key == 2:
-            size = Size.from_address(value).value
-        index += 2
-
-
-def _trait(driver: Driver, function: int, number: int) -> int:
-    value = ctypes.c_int()
-    if driver.status("cuFuncGetAttribute", ctypes.byref(value), number, function):
-        return 0
-    return value.value
-
-
-def _plain(structure: ctypes.Structure) -> dict[str, int]:
-    return {field[0]: getattr(structure, field[0]) or 0 for field in structure._fields_}

@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from .captured import Arena, Captured
+from .cudart import CudaError
 from .driver import Driver
 from .handover import CannotCarry, HandOver, Parcel
 from .images import LoadedImages
@@ -76,6 +78,46 @@ class Portable:
         self._images.close()
 
 
-def taken_over(address: int, size: int, document: list[int]) -> Rebuilt:
-    """Build graphs from a parcel in host memory; see `Rebuilt`."""
-    return Rebuilt(Driver(), address, size, document)
+class Carrying:
+    """The commands of a runner about calls that go from one process to another."""
+
+    status: dict[str, Any]
+    cuda: Any
+    captured: Any
+    stream: int
+    inputs: int
+    outputs: int
+    input: Any
+    output: Any
+    portable: Portable | None = None
+    rebuilt: Rebuilt | None = None
+
+    def do_handover(self) -> dict[str, Any]:
+        """CUDA: write the captured calls, as data, to the outputs; see `Portable.hand_over`."""
+        if self.portable is None:
+            return {"reason": self.status.get("not_portable", "the process was not told to")}
+        return self.portable.hand_over(self.captured.children, self.outputs, len(self.output))
+
+    def do_adopt(
+        self, document: list[int], buffers: list[int], plan: dict[str, Any], sets: int
+    ) -> dict[str, Any]:
+        """CUDA: build graphs from the inputs, which another process handed over."""
+        self.captured = None
+        if self.rebuilt is not None:
+            self.rebuilt.close()
+        self.rebuilt = Rebuilt(Driver(), self.inputs, len(self.input), document)
+        arena = Arena(plan, sets, memory=lambda size: bytes_at(buffers[0], size))
+        snapshot = Arena(plan, sets, bare=True)
+        graphs = self.rebuilt.graphs
+        self.captured = Captured(self.cuda, arena, snapshot, graphs, self.stream, self.rebuilt)
+        return {}
+
+    def _make_portable(self, images: LoadedImages) -> None:
+        try:
+            self.portable = Portable(images)
+        except CudaError as error:
+            images.close()
+            self.status["not_portable"] = str(error)
+
+    def _own_memory(self) -> Any:
+        return contextlib.nullcontext() if self.portable is None else self.portable.own_memory()

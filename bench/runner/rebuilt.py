@@ -23,7 +23,8 @@ from .driver import (
     Pointer,
     Size,
 )
-from .handover import ATTRIBUTES, SETTABLE, layout
+from .graph_nodes import layout
+from .handover import ATTRIBUTES, SETTABLE
 from .placed import CopiedMemory
 
 

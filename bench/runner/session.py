@@ -5,7 +5,6 @@ Everything that it uses is bound before a candidate is loaded. Its replies are n
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import mmap
@@ -19,15 +18,14 @@ from .captured import Arena, Captured, MappedSet
 from .images import LoadedImages
 from .late_writer import LateWriter
 from .mixing import Mixer
-from .placed import bytes_at
-from .portable import Portable, taken_over
+from .portable import Carrying
 
 # bound before any candidate is loaded, so that later patches have no effect here
 _clock = time.perf_counter_ns
 _crc = zlib.crc32
 
 
-class Session:
+class Session(Carrying):
     """State of one runner; each method `do_NAME` runs the command NAME and returns its reply."""
 
     def __init__(self, inputs: int, outputs: int, status: dict[str, Any]) -> None:
@@ -48,8 +46,6 @@ class Session:
         self.mixer: Any = None
         self.stock: Any = None
         self.late: Any = None
-        self.portable: Portable | None = None
-        self.rebuilt: Any = None
 
     def do_start(
         self, device: str, threads: int | None, cpus: list[int] | None, portable: bool = False
@@ -87,16 +83,6 @@ class Session:
                 self._make_portable(images)
             self.cuda.synchronize()
         return {"threads": torch.get_num_threads(), **self.status}
-
-    def _make_portable(self, images: LoadedImages) -> None:
-        try:
-            self.portable = Portable(images)
-        except cudart.CudaError as error:
-            images.close()
-            self.status["not_portable"] = str(error)
-
-    def _own_memory(self) -> Any:
-        return contextlib.nullcontext() if self.portable is None else self.portable.own_memory()
 
     def _load_late_writer(self, capability: tuple[int, int]) -> str:
         """Load the late-writing kernel; return why that failed, or an empty string."""
@@ -252,8 +238,9 @@ class Session:
         arena, snapshot = Arena(plan, sets, memory=memory), Arena(plan, sets, bare=True)
         self._fill(arena, recipes)
         function, graphs = self._loaded(), []
-        own = self.portable
-        pool = torch.cuda.graph_pool_handle() if own is None else own.pool_id
+        pool: Any = torch.cuda.graph_pool_handle()
+        if self.portable is not None:
+            pool = self.portable.pool_id
         with torch.inference_mode():
             with self._own_memory():
                 for _ in range(2):
@@ -267,26 +254,6 @@ class Session:
             self.cuda.synchronize()
         children = [graph.raw_cuda_graph() for graph in graphs]
         self.captured = Captured(self.cuda, arena, snapshot, children, self.stream, graphs)
-        return {}
-
-    def do_handover(self) -> dict[str, Any]:
-        """CUDA: write the captured calls, as data, to the outputs; see `Portable.hand_over`."""
-        if self.portable is None:
-            return {"reason": self.status.get("not_portable", "the process was not told to")}
-        return self.portable.hand_over(self.captured.children, self.outputs, len(self.output))
-
-    def do_adopt(
-        self, document: list[int], buffers: list[int], plan: dict[str, Any], sets: int
-    ) -> dict[str, Any]:
-        """CUDA: build graphs from the inputs, which another process handed over."""
-        self.captured = None
-        if self.rebuilt is not None:
-            self.rebuilt.close()
-        self.rebuilt = taken_over(self.inputs, len(self.input), document)
-        arena = Arena(plan, sets, memory=lambda size: bytes_at(buffers[0], size))
-        snapshot = Arena(plan, sets, bare=True)
-        graphs = self.rebuilt.graphs
-        self.captured = Captured(self.cuda, arena, snapshot, graphs, self.stream, self.rebuilt)
         return {}
 
     def do_compose(
