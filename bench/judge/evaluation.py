@@ -222,6 +222,13 @@ class Evaluation(Record):
         return self.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
 
     @property
+    def lower_grade(self) -> str:
+        """What is to be said of it if it was not judged as device code alone; else empty."""
+        if self.grade is not Grade.OWN_PROCESS:
+            return ""
+        return f"judged in {self.grade}, a lower grade than {Grade.DEVICE_CODE}"
+
+    @property
     def missing_baselines(self) -> tuple[str, ...]:
         """Names of the baselines that do not run on this machine."""
         return tuple(name for name, time in self.baselines.items() if time.missing is not None)
