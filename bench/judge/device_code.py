@@ -18,6 +18,7 @@ from patcher.bench.judge.process import Limits, Runner
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
 from patcher.bench.judge.zygote import RunnerFailure, Zygote
+from patcher.bench.ops.contract import Point
 
 _REASON_LIMIT = 300
 
@@ -76,14 +77,17 @@ class DeviceCode:
             return "timed and checked in a process that holds none of its host code"
         return f"judged in {self.grade}, which is a lower grade: {self.reason}"
 
-    def take(self, sets: CallSets, stock: RandomPool, where: str, timeout_s: float) -> None:
+    def take(self, sets: CallSets, stock: RandomPool, point: Point, timeout_s: float) -> bool:
         """Carry the calls over that the candidate's process captured last.
 
         Args:
             sets: the calls' buffer sets; their values do not matter.
             stock: random bits that large tensors are mixed from.
-            where: the point, for a reason why it cannot be done.
+            point: their point, for a reason why it cannot be done.
             timeout_s: time limit in seconds of each command.
+
+        Returns:
+            Whether they are here.
 
         Raises:
             RunnerFailure: the candidate's process ended.
@@ -95,11 +99,9 @@ class DeviceCode:
         except RunnerFailure as failure:
             if failure.fatal:
                 raise
-            self.refuse(where, failure.message)
-            return
+            return self.refuse(point, failure.message)
         if "reason" in told:
-            self.refuse(where, str(told["reason"]))
-            return
+            return self.refuse(point, str(told["reason"]))
         try:
             self.complete = not told["notes"]
             document, buffers = _places(told["document"]), _places(told["sets"])
@@ -117,17 +119,18 @@ class DeviceCode:
             )
         except (RunnerFailure, MissingError, KeyError, TypeError, ValueError) as error:
             text = error.message if isinstance(error, RunnerFailure) else str(error)
-            self.refuse(where, f"what it handed over cannot be built again: {text}")
-            return
+            return self.refuse(point, f"what it handed over cannot be built again: {text}")
         self.carried = True
+        return True
 
-    def refuse(self, where: str, reason: str) -> None:
-        """Judge the calls in the candidate's own process, and say why."""
+    def refuse(self, point: Point, reason: str) -> bool:
+        """Judge the calls in the candidate's own process, and say why. Returns False."""
         self.carried = False
         self._close()  # a failed kernel leaves a process that cannot go on
         reason = reason[:_REASON_LIMIT].encode("utf-8", "replace").decode()
         if all(not each.endswith(reason) for each in self._reasons):
-            self._reasons.append(f"{where}: {reason}")
+            self._reasons.append(f"{point.label()}: {reason}")
+        return False
 
     def _close(self) -> None:
         if self._runner is not None:

@@ -129,25 +129,19 @@ class TimingSession:
         )
 
     def _carried(self, point: Point, sets: int, timeout_s: float) -> None:
-        """Carry the captured calls over, if they can be.
-
-        Raises:
-            WrongCall: all of them was carried, and gives wrong values there.
-        """
-        if self.apart is None:
-            return
-        self.apart.take(self._fresh(point, sets), self.stock, point.label(), timeout_s)
-        if not self.apart.carried:
+        """Carry the captured calls over, if they can be; it is wrong if they are wrong there."""
+        batch = self._fresh(point, sets)
+        if self.apart is None or not self.apart.take(batch, self.stock, point, timeout_s):
             return
         try:
             self._take(self.ours, self._fresh(point, sets), sets // 2, "verified")
         except WrongCall as wrong:
-            detail = f"the kernels that it launches are wrong without its host code: {wrong.detail}"
             if self.apart.complete:
+                detail = f"without its host code, its kernels are wrong {wrong.detail}"
                 raise WrongCall("device code", detail) from wrong
-            self.apart.refuse(point.label(), detail)
+            self.apart.refuse(point, f"its kernels by themselves are wrong {wrong.detail}")
         except RunnerFailure as failure:
-            self.apart.refuse(point.label(), f"without its host code: {failure.message}")
+            self.apart.refuse(point, f"its kernels by themselves fail: {failure.message}")
 
     def _remeasured(self, point: Point, sets: int) -> Measured:
         """Measure a point until most undisturbed measurements are plausible, or most are not.

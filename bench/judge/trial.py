@@ -229,10 +229,9 @@ class Trial:
             )
         report("time", len(points), len(points))
         self.calls = self.timed_calls = session.calls
-        if apart is not None:
-            self.graded = apart.said
+        self.graded = "" if apart is None else apart.said
         return {
-            **({"grade": apart.grade, "grade_reason": apart.reason} if apart else {}),
+            **({} if apart is None else {"grade": apart.grade, "grade_reason": apart.reason}),
             "timings": tuple(timings),
             "timing_method": session.method,
             "environment": describe(device, settings.threads, clocks.description),

@@ -157,8 +157,7 @@ class Captured:
 
     def compose(self, mode: str, order: list[int]) -> None:
         """Compose the calls of `order` into one graph; see `Session.do_compose` for the modes."""
-        if self._composition is not None:
-            self._composition.close()
+        self.close()
         size, sets, target = self.arena.set_bytes, self.arena.sets, self.snapshot.pointer
         self._mode, self._calls = mode, len(order)
         needed = {"whole": 1, "verified": 0, "cold": len(order)}[mode]
@@ -177,6 +176,12 @@ class Captured:
         self.cuda.forget_persisting_lines()
         self._composition.ready(self.stream)
         self.cuda.synchronize()
+
+    def close(self) -> None:
+        """Free the composed graph."""
+        if self._composition is not None:
+            self._composition.close()
+            self._composition = None
 
     def launch(self) -> list[float]:
         """Launch the graph and wait; return times in nanoseconds."""

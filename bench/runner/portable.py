@@ -102,9 +102,12 @@ class Carrying:
         self, document: list[int], buffers: list[int], plan: dict[str, Any], sets: int
     ) -> dict[str, Any]:
         """CUDA: build graphs from the inputs, which another process handed over."""
-        self.captured = None
+        if self.captured is not None:
+            self.captured.close()
+            self.captured = None
         if self.rebuilt is not None:
             self.rebuilt.close()
+            self.rebuilt = None
         self.rebuilt = Rebuilt(Driver(), self.inputs, len(self.input), document)
         arena = Arena(plan, sets, memory=lambda size: bytes_at(buffers[0], size))
         snapshot = Arena(plan, sets, bare=True)
