@@ -201,6 +201,8 @@ class TimedArm:
         self, sets: CallSets, order: list[int], mode: str
     ) -> tuple[TimedBlock, Left | None]:
         runner = self.runner if mode == "eager" else self.graphs
+        if runner is not self.runner:
+            self.runner.stop()  # until its next command
         runner.send(sets.data)
         if mode == "eager":
             runner.command("ready", **sets.told(), order=order)

@@ -65,7 +65,7 @@ doubled each time."""
 COLD_CALLS = 12
 """Calls of a block with cold caches, or outside a graph."""
 SPANS_S = 60.0
-"""Time limit in seconds of a profiled launch; CUPTI starts slowly."""
+"""Seconds that a profiled launch may take; CUPTI starts slowly."""
 
 
 class TimingSession:
@@ -87,8 +87,8 @@ class TimingSession:
         self.op, self.device, self.clocks = op, device, clocks
         self.draw, self.stock = draw, stock
         self.theirs = TimedArm(op, device, baseline, stock, checked=False, accused=False)
-        self.ours = TimedArm(op, device, candidate, stock, checked=True, empty=self.theirs.empty)
-        self.ours.apart = self.apart = apart
+        self.apart, empty = apart, self.theirs.empty
+        self.ours = TimedArm(op, device, candidate, stock, checked=True, empty=empty, apart=apart)
         self.ceilings, self.precision = ceilings, precision
         self.method = METHODS[device]
         self.calls = 0
@@ -130,8 +130,9 @@ class TimingSession:
 
     def _carried(self, point: Point, sets: int, timeout_s: float) -> None:
         """Carry the captured calls over, if they can be; it is wrong if they are wrong there."""
-        batch = self._fresh(point, sets)
-        if self.apart is None or not self.apart.take(batch, self.stock, point, timeout_s):
+        if self.apart is None:
+            return
+        if not self.apart.take(self._fresh(point, sets), self.stock, point, timeout_s):
             return
         try:
             self._take(self.ours, self._fresh(point, sets), sets // 2, "verified")
@@ -240,8 +241,6 @@ class TimingSession:
         batch = self._fresh(point, sets)
         order = self.draw.order(sets, least)[:exactly]
         blocks: dict[bool, TimedBlock] = {}
-        if self.ours.graphs is not self.ours.runner:
-            self.ours.runner.stop()  # until its next command
         for is_ours in (False, True) if swapped else (True, False):
             if is_ours:
                 blocks[True] = self._checked(batch, order, "whole")
