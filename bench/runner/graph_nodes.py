@@ -47,12 +47,20 @@ def nodes_of(driver: Driver, graph: int) -> list[int]:
 
 def function_of(driver: Driver, params: KernelNode) -> tuple[int, str]:
     """The function of a kernel node, which may hold a kernel of a library, and its name."""
-    function, module = params.function, Pointer()
-    if not function or driver.status("cuFuncGetModule", ctypes.byref(module), function):
+    function, name = params.function, ctypes.c_char_p()
+    if not function or driver.status("cuFuncGetName", ctypes.byref(name), function):
         function = driver.handle("cuKernelGetFunction", params.kernel or function)
-    name = ctypes.c_char_p()
-    driver.call("cuFuncGetName", ctypes.byref(name), function)
+        driver.call("cuFuncGetName", ctypes.byref(name), function)
     return int(function), (name.value or b"").decode()
+
+
+def module_of(driver: Driver, function: int) -> int:
+    """The module of a function, which may be a kernel of a library."""
+    module = Pointer()
+    if driver.status("cuFuncGetModule", ctypes.byref(module), function):
+        function = driver.handle("cuKernelGetFunction", function)
+        return driver.handle("cuFuncGetModule", function)
+    return module.value or 0
 
 
 def parameters_of(driver: Driver, function: int, params: KernelNode) -> list[tuple[int, bytes]]:

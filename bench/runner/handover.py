@@ -28,7 +28,7 @@ from .driver import (
     Pointer,
     Size,
 )
-from .graph_nodes import edges_of, function_of, nodes_of, parameters_of, plain, trait
+from .graph_nodes import edges_of, function_of, module_of, nodes_of, parameters_of, plain, trait
 from .images import LoadedImages, fat_binaries, mapped_files
 from .placed import merged
 
@@ -115,6 +115,7 @@ class HandOver:
         self._described: list[dict[str, Any]] = []
         self._used: dict[int, int] = {}
         self._places: list[list[int]] = []
+        self._problem = ""
         self.notes: list[str] = []
 
     def write(self, graphs: Sequence[int], segments: Sequence[Sequence[int]]) -> list[int]:
@@ -197,7 +198,7 @@ class HandOver:
         driver, params = self._driver, KernelNode()
         driver.call("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(params))
         function, name = function_of(driver, params)
-        module = driver.handle("cuFuncGetModule", function)
+        module = module_of(driver, function)
         traits = [trait(driver, function, each) for each in _TRAITS]
         place = self._module(module, name, traits)  # its variables must be known below
         values = {}
@@ -260,16 +261,14 @@ class HandOver:
         Several may hold a kernel of one name, as the versions of a Triton kernel do.
         """
         holding = self._images.holding(kernel)
-        if not holding:
-            return self._embedded(kernel, traits)
         if told := [index for index in holding if self._images.modules[index] == module]:
             return told[0]
         codes = {self._images.elf(index).kernels[kernel]: index for index in reversed(holding)}
-        fitting = list(codes.values())
-        if len(fitting) > 1:
-            fitting = [index for index in fitting if self._fits(index, kernel, traits)]
+        fitting = [index for index in codes.values() if self._fits(index, kernel, traits)]
         if len(fitting) == 1:
             return fitting[0]
+        if not fitting:
+            return self._embedded(kernel, traits)
         raise CannotCarry(f"{len(codes)} images hold a kernel {kernel}, and {len(fitting)} fit")
 
     def _embedded(self, kernel: str, traits: list[int]) -> int:
@@ -282,8 +281,8 @@ class HandOver:
                     self.notes.append(f"{kernel}: its image is from {path}")
                     return len(self._images.images) - 1
                 self._images.drop_last()
-        why = f" ({self._images.problem})" if self._images.problem else ""
-        raise CannotCarry(f"the image of kernel {kernel} is not known{why}")
+        why = self._images.problem or self._problem or "no module with it was told of"
+        raise CannotCarry(f"the image of kernel {kernel} is not known: {why}")
 
     def _fits(self, index: int, kernel: str, traits: list[int]) -> bool:
         """Whether a kernel of an image has the same traits, and so may be the one."""
@@ -293,7 +292,8 @@ class HandOver:
             function = self._driver.handle("cuModuleGetFunction", module, kernel.encode())
             same = [trait(self._driver, function, each) for each in _TRAITS] == traits
             self._driver.call("cuModuleUnload", module)
-        except DriverError:
+        except DriverError as error:
+            self._problem = str(error)
             return False
         finally:
             self._images.paused = False

@@ -173,6 +173,7 @@ def up(size: int, granularity: int) -> int:
 
 
 def _reserve_one_of(driver: Driver, bases: Sequence[int], room: int) -> int:
+    """Reserve addresses at the first base that is free, or where the driver chooses."""
     for base in bases:
         try:
             got = driver.reserve(base, room)
