@@ -9,6 +9,7 @@ it has not seen. The machine code comes from the candidate, so this process is c
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Self
 
 from patcher.bench.errors import MissingError
@@ -35,6 +36,7 @@ class DeviceCode:
     def __init__(self, zygote: Zygote, limits: Limits, candidate: Runner) -> None:
         self._zygote, self._limits, self._candidate = zygote, limits, candidate
         self._runner: Runner | None = None
+        self._starting: Future[None] | None = None
         self.carried = False
         """Whether the calls that were captured last are here."""
         self.complete = False
@@ -43,6 +45,7 @@ class DeviceCode:
         self._reasons: list[str] = []
 
     def __enter__(self) -> Self:
+        self._begin()  # it takes seconds, in which the candidate is loaded
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -56,9 +59,17 @@ class DeviceCode:
             MissingError: this machine cannot start it.
         """
         if self._runner is None:
-            self._runner = Runner(self._zygote, self._limits, trusted=False)
-            self._runner.start()
+            self._begin()
+        assert self._runner is not None
+        if self._starting is not None:
+            self._starting.result()
         return self._runner
+
+    def _begin(self) -> None:
+        self._runner = Runner(self._zygote, self._limits, trusted=False)
+        thread = ThreadPoolExecutor(1)
+        self._starting = thread.submit(self._runner.start)
+        thread.shutdown(wait=False)
 
     @property
     def grade(self) -> Grade:
@@ -134,8 +145,10 @@ class DeviceCode:
 
     def _close(self) -> None:
         if self._runner is not None:
+            if self._starting is not None:
+                wait([self._starting])
             self._runner.close()
-            self._runner = None
+            self._runner = self._starting = None
 
 
 def _places(value: Any) -> list[int]:

@@ -46,6 +46,7 @@ class Session(Carrying):
         self.mixer: Any = None
         self.stock: Any = None
         self.late: Any = None
+        self.probe: Any = None
 
     def do_start(
         self, device: str, threads: int | None, cpus: list[int] | None, portable: bool = False
@@ -131,6 +132,21 @@ class Session(Carrying):
         y = (x * 2654435761 % 4294967291).view(1024, 1024)
         z = (y.to(torch.float64) % 257) @ (y.t().to(torch.float64) % 263)
         return {"digest": f"{int(y.sum()):x}-{int(z.sum()):x}"}
+
+    def do_idle(self, rounds: int = 16) -> dict[str, Any]:
+        """CUDA: nanoseconds of each of some copies of half of L2, which other work would delay."""
+        if self.probe is None:
+            import torch
+
+            self.probe = torch.zeros(self.cuda.l2_bytes(), dtype=torch.uint8, device="cuda")
+        half, begin, times = self.probe.numel() // 2, self.probe.data_ptr(), []
+        for _ in range(rounds):
+            self.cuda.synchronize()
+            before = _clock()
+            self.cuda.copy_async(begin, begin + half, half, self.stream)
+            self.cuda.synchronize()
+            times.append(_clock() - before)
+        return {"times_ns": times}
 
     def do_stock(self, whole: int, at: int, size: int) -> dict[str, Any]:
         """CUDA: receive a part of the pool of random bits that large tensors are mixed from."""
