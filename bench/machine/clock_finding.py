@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Literal
 
+from patcher.bench.machine.environment import first_gpu
+
 
 def clocks_finding() -> tuple[Literal["ok", "warn", "fail"], str, str]:
     """Status, message and fix for `patcher doctor`: NVML wants root. Nothing is locked to find out.
@@ -20,7 +22,7 @@ def clocks_finding() -> tuple[Literal["ok", "warn", "fail"], str, str]:
         fix = "needed to read and lock a GPU's clocks: install NVIDIA's driver"
         return "warn", f"not available: {error}", fix
     try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        handle = first_gpu(pynvml)
         now = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
         if os.geteuid() == 0:
             detail = f"SM at {now} MHz; locking is permitted to root, where the host allows it"

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from patcher.bench.presets import preset_folders
 from patcher.bench.records import Record
@@ -217,6 +218,21 @@ def driver_version() -> str | None:
         return str(pynvml.nvmlSystemGetDriverVersion())
     finally:
         pynvml.nvmlShutdown()
+
+
+def first_gpu(nvml: Any) -> Any:
+    """NVML's handle of the GPU that CUDA numbers 0, of those in CUDA_VISIBLE_DEVICES.
+
+    Args:
+        nvml: the module `pynvml`, initialised.
+
+    Raises:
+        NVMLError: there is none.
+    """
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    if first.startswith(("GPU-", "MIG-")):
+        return nvml.nvmlDeviceGetHandleByUUID(first)
+    return nvml.nvmlDeviceGetHandleByIndex(int(first) if first.isdigit() else 0)
 
 
 @cache

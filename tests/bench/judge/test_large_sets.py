@@ -94,7 +94,7 @@ def moe_matmul_down("""
         (
             ("(weights.data_ptr(), weights.shape, columns)",),
             "mismatch",
-            {"values", "determinism", "timed outputs"},
+            {"values", "values after", "determinism", "timed outputs"},
             "output",
         ),
         (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from patcher.bench.machine.environment import engine_environment
+from patcher.bench.machine.environment import engine_environment, first_gpu
 
 
 def test_variables_that_engines_read_are_passed_on_without_secrets(
@@ -21,3 +23,21 @@ def test_variables_that_engines_read_are_passed_on_without_secrets(
     found = engine_environment()
     assert kept.items() <= found.items()
     assert not {"HF_TOKEN", "OTHER"} & found.keys()
+
+
+@pytest.mark.parametrize(
+    ("visible", "handle"),
+    [(None, 0), ("", 0), ("2", 2), (" 3,1", 3), ("GPU-5ab1,0", "GPU-5ab1"), ("MIG-7", "MIG-7")],
+)
+def test_the_first_gpu_is_the_first_that_cuda_may_see(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, handle: object
+) -> None:
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    nvml = SimpleNamespace(
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+    )
+    assert first_gpu(nvml) == handle
