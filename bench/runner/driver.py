@@ -175,7 +175,7 @@ class DriverError(CudaError):
         self.status = status
 
 
-class Driver:
+class CudaDriver:
     """Calls of CUDA's driver in the current context.
 
     Args:

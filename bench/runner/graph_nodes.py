@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 
-from .driver import INVALID_VALUE, Driver, DriverError, Edge, KernelNode, Pointer, Size
+from .driver import INVALID_VALUE, CudaDriver, DriverError, Edge, KernelNode, Pointer, Size
 
 
-def edges_of(driver: Driver, graph: int) -> list[tuple[int, int, str]]:
+def edges_of(driver: CudaDriver, graph: int) -> list[tuple[int, int, str]]:
     """Edges of a graph: from, to, and CUgraphEdgeData in hexadecimal digits."""
     room = 64
     while True:
@@ -20,7 +20,7 @@ def edges_of(driver: Driver, graph: int) -> list[tuple[int, int, str]]:
     return [(begin[i] or 0, end[i] or 0, bytes(data[i]).hex()) for i in range(count.value)]
 
 
-def layout(driver: Driver, function: int) -> list[tuple[int, int]]:
+def layout(driver: CudaDriver, function: int) -> list[tuple[int, int]]:
     """Offset and size in bytes of each parameter of a kernel."""
     found: list[tuple[int, int]] = []
     while True:
@@ -35,7 +35,7 @@ def layout(driver: Driver, function: int) -> list[tuple[int, int]]:
         found.append((offset.value, size.value))
 
 
-def nodes_of(driver: Driver, graph: int) -> list[int]:
+def nodes_of(driver: CudaDriver, graph: int) -> list[int]:
     """Handles of a graph's nodes."""
     count = Size()
     driver.call("cuGraphGetNodes", graph, None, ctypes.byref(count))
@@ -45,7 +45,7 @@ def nodes_of(driver: Driver, graph: int) -> list[int]:
     return [each or 0 for each in found]
 
 
-def function_of(driver: Driver, params: KernelNode) -> tuple[int, str]:
+def function_of(driver: CudaDriver, params: KernelNode) -> tuple[int, str]:
     """The function of a kernel node, which may hold a kernel of a library, and its name."""
     function, name = params.function, ctypes.c_char_p()
     if not function or driver.status("cuFuncGetName", ctypes.byref(name), function):
@@ -54,7 +54,7 @@ def function_of(driver: Driver, params: KernelNode) -> tuple[int, str]:
     return int(function), (name.value or b"").decode()
 
 
-def module_of(driver: Driver, function: int) -> int:
+def module_of(driver: CudaDriver, function: int) -> int:
     """The module of a function, which may be a kernel of a library."""
     module = Pointer()
     if driver.status("cuFuncGetModule", ctypes.byref(module), function):
@@ -63,7 +63,7 @@ def module_of(driver: Driver, function: int) -> int:
     return module.value or 0
 
 
-def parameters_of(driver: Driver, function: int, params: KernelNode) -> list[tuple[int, bytes]]:
+def parameters_of(driver: CudaDriver, function: int, params: KernelNode) -> list[tuple[int, bytes]]:
     """Offset and bytes of each parameter."""
     if params.parameters:
         found = []
@@ -91,7 +91,7 @@ def packed(extra: int) -> bytes:
         index += 2
 
 
-def trait(driver: Driver, function: int, number: int) -> int:
+def trait(driver: CudaDriver, function: int, number: int) -> int:
     """An attribute of a function; 0 if this driver does not know it."""
     value = ctypes.c_int()
     if driver.status("cuFuncGetAttribute", ctypes.byref(value), number, function):

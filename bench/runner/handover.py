@@ -20,7 +20,7 @@ from .driver import (
     MEMORY_TYPE,
     UNIFIED,
     Attribute,
-    Driver,
+    CudaDriver,
     DriverError,
     KernelNode,
     MemcpyNode,
@@ -77,7 +77,7 @@ class Parcel:
         ctypes.memmove(self._address + place[0], data, len(data))
         return place
 
-    def add_device(self, driver: Driver, address: int, size: int) -> list[int]:
+    def add_device(self, driver: CudaDriver, address: int, size: int) -> list[int]:
         """Write bytes of device memory."""
         place = self.room(size)
         driver.to_host(self._address + place[0], address, size)
@@ -103,7 +103,7 @@ class HandOver:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: CudaDriver,
         images: LoadedImages,
         parcel: Parcel,
         owned: Sequence[Sequence[int]],

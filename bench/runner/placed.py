@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .cudart import CudaError
-from .driver import RELAXED, Driver
+from .driver import RELAXED, CudaDriver
 
 BASES = (0x2000_0000_0000, 0x1000_0000_0000, 0x4000_0000_0000, 0x200_0000_0000, 0x80_0000_0000)
 """Addresses that neither Linux nor CUDA uses of itself, in the order in which they are tried. If
@@ -30,7 +30,7 @@ class PlacedMemory:
         CudaError: no addresses are left.
     """
 
-    def __init__(self, driver: Driver, bases: Sequence[int] = BASES, room: int = ROOM) -> None:
+    def __init__(self, driver: CudaDriver, bases: Sequence[int] = BASES, room: int = ROOM) -> None:
         self._driver = driver
         self.granularity = driver.granularity()
         self.base = _reserve_one_of(driver, bases, room)
@@ -61,7 +61,7 @@ class PlacedMemory:
 class Pool:
     """A pool of PyTorch's allocator whose segments lie in placed memory."""
 
-    def __init__(self, driver: Driver, memory: PlacedMemory) -> None:
+    def __init__(self, driver: CudaDriver, memory: PlacedMemory) -> None:
         import torch
 
         self._driver, self._memory = driver, memory
@@ -117,7 +117,7 @@ class CopiedMemory:
         CudaError: some of the addresses are taken in this process.
     """
 
-    def __init__(self, driver: Driver, spans: Sequence[Sequence[int]]) -> None:
+    def __init__(self, driver: CudaDriver, spans: Sequence[Sequence[int]]) -> None:
         self._driver = driver
         self._spans: list[tuple[int, int]] = []
         for address, size in merged(spans, driver.granularity()):
@@ -172,7 +172,7 @@ def up(size: int, granularity: int) -> int:
     return max(-(-size // granularity), 1) * granularity
 
 
-def _reserve_one_of(driver: Driver, bases: Sequence[int], room: int) -> int:
+def _reserve_one_of(driver: CudaDriver, bases: Sequence[int], room: int) -> int:
     """Reserve addresses at the first base that is free, or where the driver chooses."""
     for base in bases:
         try:

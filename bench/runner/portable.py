@@ -12,7 +12,7 @@ from typing import Any
 
 from .captured import Arena, Captured
 from .cudart import CudaError
-from .driver import Driver
+from .driver import CudaDriver
 from .handover import CannotCarry, HandOver, Parcel
 from .images import LoadedImages
 from .placed import PlacedMemory, Pool, bytes_at
@@ -29,7 +29,7 @@ class Portable:
     def __init__(self, images: LoadedImages) -> None:
         import torch
 
-        self._images, self._driver = images, Driver()
+        self._images, self._driver = images, CudaDriver()
         self._memory = PlacedMemory(self._driver)
         self._sets: tuple[int, int] | None = None
         self._pool: Pool | None = None
@@ -108,7 +108,7 @@ class Carrying:
         if self.rebuilt is not None:
             self.rebuilt.close()
             self.rebuilt = None
-        self.rebuilt = Rebuilt(Driver(), self.inputs, len(self.input), document)
+        self.rebuilt = Rebuilt(CudaDriver(), self.inputs, len(self.input), document)
         arena = Arena(plan, sets, memory=lambda size: bytes_at(buffers[0], size))
         snapshot = Arena(plan, sets, bare=True)
         graphs = self.rebuilt.graphs

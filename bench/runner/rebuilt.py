@@ -15,7 +15,7 @@ from typing import Any
 from .driver import (
     UNIFIED,
     Attribute,
-    Driver,
+    CudaDriver,
     Edge,
     KernelNode,
     MemcpyNode,
@@ -42,7 +42,9 @@ class Rebuilt:
         KeyError, ValueError: the parcel is damaged.
     """
 
-    def __init__(self, driver: Driver, address: int, size: int, document: Sequence[int]) -> None:
+    def __init__(
+        self, driver: CudaDriver, address: int, size: int, document: Sequence[int]
+    ) -> None:
         self._driver, self._address, self._size = driver, address, size
         self.document: dict[str, Any] = json.loads(self._bytes(document))
         self.graphs: list[int] = []

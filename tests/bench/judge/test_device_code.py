@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -63,14 +62,12 @@ class Sets:
 
 
 @pytest.fixture
-def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def ours(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Answers of the judge's own process."""
     answers: dict[str, Any] = {}
     Process.started = []
-    monkeypatch.setattr(
-        device_code, "Runner", lambda *_, **__: Process(**{"stock": {}, **answers})
-    )
-    yield answers
+    monkeypatch.setattr(device_code, "Runner", lambda *_, **__: Process(**{"stock": {}, **answers}))
+    return answers
 
 
 def _take(apart: DeviceCode) -> bool:
@@ -105,7 +102,10 @@ def test_calls_are_carried_over(ours: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ({"reason": "a call has a function on the host"}, "tokens=8 float32: a call has a function"),
+        (
+            {"reason": "a call has a function on the host"},
+            "tokens=8 float32: a call has a function",
+        ),
         ({"document": [3, -4], "sets": [1, 2], "notes": []}, "names no place"),
         ({"document": [3, True], "sets": [1, 2], "notes": []}, "names no place"),
         ({"document": [1 << 40, 5], "sets": [1, 2], "notes": []}, "too many bytes"),

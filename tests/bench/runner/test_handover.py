@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.device_images import image
 
 from patcher.bench.runner import driver as cuda
 from patcher.bench.runner import images as images_
 from patcher.bench.runner.cudart import CudaError
-from patcher.bench.runner.driver import Driver, Edge, KernelNode, MemcpyNode, MemsetNode
-from patcher.bench.runner.graph_nodes import edges_of, nodes_of, packed
+from patcher.bench.runner.driver import CudaDriver, Edge, KernelNode, MemcpyNode, MemsetNode
+from patcher.bench.runner.graph_nodes import edges_of, packed
 from patcher.bench.runner.handover import CannotCarry, HandOver, Parcel
 from patcher.bench.runner.images import Elf, Variable, fat_binaries, read_elf
 from patcher.bench.runner.placed import PlacedMemory, merged
 from patcher.bench.runner.rebuilt import Rebuilt
+from tests.support.device_images import image
 
 DOUBLE = Path(__file__).parents[2] / "doubles" / "driver_double.c"
 IMAGE = image({"norm": b"12345678", "sum": b"abcdefgh"}, {"table": 64})
@@ -43,7 +43,7 @@ class Loaded(images_.LoadedImages):
 class There:
     """A process with captured calls."""
 
-    driver: Driver
+    driver: CudaDriver
     library: Any
     memory: PlacedMemory = field(init=False)
     parcel: Any = field(init=False)
@@ -115,7 +115,7 @@ def double(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def there(double: str) -> There:
-    return There(Driver(double), ctypes.CDLL(double))
+    return There(CudaDriver(double), ctypes.CDLL(double))
 
 
 def test_a_graph_is_the_same_elsewhere(there: There) -> None:
@@ -154,12 +154,15 @@ def test_a_graph_is_the_same_elsewhere(there: There) -> None:
     told["nodes"][1]["parameters"][1][1] = moved
     told["nodes"][3] |= {"source": address + 4, "source_type": 4, "target_type": 4}
     assert json.loads(json.dumps(again)) == told
-    assert [data for _, _, data in edges_of(driver, here.graphs[0])] == ["010001" + "0" * 10, "0" * 16]
+    assert [data for _, _, data in edges_of(driver, here.graphs[0])] == [
+        "010001" + "0" * 10,
+        "0" * 16,
+    ]
     here.close()
     driver.unreserve(*_reserved(driver, there))  # its addresses are free again
 
 
-def _reserved(driver: Driver, there: There) -> tuple[int, int]:
+def _reserved(driver: CudaDriver, there: There) -> tuple[int, int]:
     got = driver.reserve(there.memory.base, ROOM)
     assert got == there.memory.base
     return got, ROOM
@@ -229,7 +232,7 @@ def test_a_damaged_parcel_is_refused(there: There) -> None:
 
 def test_an_old_driver_is_said(tmp_path: Path) -> None:
     with pytest.raises(CudaError, match="no driver"):
-        Driver(str(tmp_path / "libcuda.so"))
+        CudaDriver(str(tmp_path / "libcuda.so"))
 
 
 def test_what_an_image_holds_is_read() -> None:
