@@ -9,10 +9,13 @@ it has not seen. The machine code comes from the candidate, so this process is c
 
 from __future__ import annotations
 
+import math
+import statistics
+import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Self
 
-from patcher.bench.errors import MissingError
+from patcher.bench.errors import BusyError, MissingError
 from patcher.bench.judge.evaluation import Grade
 from patcher.bench.judge.memory_file import CAPACITY
 from patcher.bench.judge.process import Limits, Runner
@@ -21,6 +24,10 @@ from patcher.bench.judge.sets import CallSets
 from patcher.bench.judge.zygote import RunnerFailure, Zygote
 from patcher.bench.ops.contract import Point
 
+BUSY_FACTOR = 3.0
+"""How much longer than usual a copy takes on a GPU that others use, which it has in slices."""
+WAITS_S = (0.0, 0.01, 0.1, 1.0)
+"""Seconds before each look at whether the GPU is idle."""
 _REASON_LIMIT = 300
 
 
@@ -31,10 +38,14 @@ class DeviceCode:
         zygote: forks the process.
         limits: limits of the process.
         candidate: the candidate's process.
+        idle_us: microseconds of a copy in a process that has the GPU to itself.
     """
 
-    def __init__(self, zygote: Zygote, limits: Limits, candidate: Runner) -> None:
+    def __init__(
+        self, zygote: Zygote, limits: Limits, candidate: Runner, idle_us: float = math.inf
+    ) -> None:
         self._zygote, self._limits, self._candidate = zygote, limits, candidate
+        self._idle_us = idle_us
         self._runner: Runner | None = None
         self._starting: Future[None] | None = None
         self.carried = False
@@ -141,6 +152,30 @@ class DeviceCode:
         reason = reason[:_REASON_LIMIT].encode("utf-8", "replace").decode()
         if all(not each.endswith(reason) for each in self._reasons):
             self._reasons.append(f"{point.label()}: {reason}")
+        return False
+
+    def left_behind(self, baseline: Runner) -> str | None:
+        """What a candidate did that keeps the GPU busy while its process is stopped, if it does.
+
+        Raises:
+            BusyError: another program keeps it busy.
+        """
+        if self._is_idle(baseline):
+            return None
+        self._candidate.kill()
+        if self._is_idle(baseline):
+            return "left work on the GPU that ran on while the baseline was to be timed"
+        raise BusyError(
+            "another program uses this GPU", "stop it, or judge on another machine (--judge)"
+        )
+
+    def _is_idle(self, baseline: Runner) -> bool:
+        """Whether copies take no longer than on an idle GPU, now or soon."""
+        for wait_s in WAITS_S:
+            time.sleep(wait_s)
+            times = baseline.command("idle")["times_ns"]
+            if statistics.median(times) / 1e3 <= BUSY_FACTOR * self._idle_us:
+                return True
         return False
 
     def _close(self) -> None:

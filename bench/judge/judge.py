@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +50,8 @@ class Judge:
         self._zygotes: dict[str, Zygote] = {}
         self._trusted: dict[str, Runner] = {}
         self._canary: dict[str, str] = {}
+        self._idle_us = math.inf
+        """CUDA: microseconds of a copy before any candidate ran."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -127,7 +131,7 @@ class Judge:
         with Runner(zygote, limits, trusted=False) as runner, ExitStack() as stack:
             apart = None
             if settings.device_code and state.device == "cuda":
-                apart = stack.enter_context(DeviceCode(zygote, limits, runner))
+                apart = stack.enter_context(DeviceCode(zygote, limits, runner, self._idle_us))
             trial = Trial(state, op, sweep, runner, settings, draw)
             try:
                 trial.load(built, self._cpus(state.device))
@@ -211,7 +215,11 @@ class Judge:
         """Digest of exact arithmetic on the device, computed in a fresh process."""
         with Runner(self._zygotes[device], Limits(reply_s=120.0), trusted=True) as runner:
             runner.start()
-            return str(runner.command("canary")["digest"])
+            digest = str(runner.command("canary")["digest"])
+            if device == "cuda" and self.settings.device_code:
+                times = runner.command("idle")["times_ns"]
+                self._idle_us = min(self._idle_us, statistics.median(times) / 1e3)
+            return digest
 
     def _verify_device(self, device: str) -> None:
         """Check that the device still computes correctly after a candidate failed."""

@@ -194,7 +194,7 @@ class Runner:
         reply = self._read_reply(timeout_s or self.limits.reply_s)
         self.reply_s = time.perf_counter() - begin
         if reply.get("nonce") != nonce:
-            self._kill()
+            self.kill()
             raise RunnerFailure("a reply to another command came: a forged one", kind="Protocol")
         if reply.get("ok") is True:
             return reply
@@ -240,7 +240,7 @@ class Runner:
             try:
                 self._stopped = tree.stop(self._pid)
             except TimeoutError as slow:
-                self._kill()
+                self.kill()
                 raise RunnerFailure(f"{slow} (killed)", kind="Timeout") from None
         return self._stopped
 
@@ -274,10 +274,10 @@ class Runner:
                     raise RunnerFailure(self._exit_reason())
                 self._buffer += chunk
                 if len(self._buffer) > _REPLY_LIMIT:
-                    self._kill()
+                    self.kill()
                     raise RunnerFailure("it floods the reply channel", kind="Protocol")
             elif remaining <= 0:
-                self._kill()
+                self.kill()
                 message = f"no answer after {timeout_s:g} s: it hangs (killed)"
                 raise RunnerFailure(message, kind="Timeout")
             else:
@@ -288,7 +288,7 @@ class Runner:
         except ValueError:
             reply = None
         if not isinstance(reply, dict):
-            self._kill()
+            self.kill()
             raise RunnerFailure(
                 "its reply is not JSON: something else wrote to the channel", kind="Protocol"
             )
@@ -298,7 +298,7 @@ class Runner:
         """Enforce the memory limit over the whole process tree; rlimits apply per process."""
         used = tree.memory_bytes(self._pid)
         if used > self.limits.memory_bytes:
-            self._kill()
+            self.kill()
             raise RunnerFailure(
                 f"it took {used / 2**30:.1f} GiB of memory, "
                 f"{self.limits.memory_bytes / 2**30:.1f} allowed (killed)",
@@ -308,14 +308,15 @@ class Runner:
     def _exit_reason(self) -> str:
         self._status = self._zygote.reap(self._pid)
         if self._status is None:
-            self._kill()
+            self.kill()
             return "it closed the reply channel (killed)"
         code = os.waitstatus_to_exitcode(self._status)
         if code < 0:
             return f"crashed with {signal.Signals(-code).name}"
         return f"exited with code {code} before it answered"
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """End all its processes."""
         if self._status is not None:
             return
         tree.kill(self._pid)
@@ -333,7 +334,7 @@ class Runner:
 
     def close(self) -> None:
         """Kill the process tree and remove the folder."""
-        self._kill()
+        self.kill()
         for descriptor in (self._commands, self._replies, *self._files):
             os.close(descriptor)
         shutil.rmtree(self.folder, ignore_errors=True)

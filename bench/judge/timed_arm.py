@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -94,6 +94,9 @@ class TimedArm:
     """On a CPU: both arms of a comparison share it, and the one that is not checked adds to it."""
     apart: DeviceCode | None = None
     """On CUDA: where captured calls run instead, if they can be carried there."""
+
+    idle: Callable[[Runner], str | None] | None = None
+    """On CUDA: asked before each block, what the candidate did that keeps the GPU busy."""
 
     @property
     def graphs(self) -> Runner:
@@ -203,6 +206,8 @@ class TimedArm:
         runner = self.runner if mode == "eager" else self.graphs
         if runner is not self.runner:
             self.runner.stop()  # until its next command
+        if self.idle is not None and (found := self.idle(runner)):
+            raise WrongCall("guards", found)
         runner.send(sets.data)
         if mode == "eager":
             runner.command("ready", **sets.told(), order=order)

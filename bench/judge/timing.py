@@ -87,11 +87,11 @@ class TimingSession:
         self.op, self.device, self.clocks = op, device, clocks
         self.draw, self.stock = draw, stock
         self.theirs = TimedArm(op, device, baseline, stock, checked=False, accused=False)
-        self.apart, empty = apart, self.theirs.empty
+        self.theirs.idle = None if apart is None else apart.left_behind
+        empty = self.theirs.empty
         self.ours = TimedArm(op, device, candidate, stock, checked=True, empty=empty, apart=apart)
-        self.ceilings, self.precision = ceilings, precision
-        self.method = METHODS[device]
-        self.calls = 0
+        self.ceilings, self.precision, self.apart = ceilings, precision, apart
+        self.method, self.calls = METHODS[device], 0
 
     def compare(self, point: Point, load_timeout_s: float) -> Timing:
         """Time candidate and baseline at one point; `load_timeout_s` limits the first calls.
@@ -99,7 +99,7 @@ class TimingSession:
         Raises:
             WrongCall: a timed call failed a check, or its times are implausible.
             RunnerFailure: the candidate failed while timed.
-            BusyError: this machine is too busy: the baseline's times are too noisy.
+            BusyError: this machine is too busy: the baseline's times are noisy.
         """
         sets = block_sets(self.op, point, self.device)
         for arm in (self.theirs, self.ours):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from patcher.bench.errors import MissingError
+from patcher.bench.errors import BusyError, MissingError
 from patcher.bench.judge import device_code
 from patcher.bench.judge.blob import Bytes, Wanted, layout
 from patcher.bench.judge.device_code import DeviceCode
@@ -159,3 +159,27 @@ def test_an_evaluation_tells_its_grade() -> None:
     low = one.model_copy(update={"grade": Grade.OWN_PROCESS})
     assert low.lower_grade == "judged in its own process, a lower grade than device code alone"
     assert Evaluation.model_validate_json(low.model_dump_json()).grade is Grade.OWN_PROCESS
+
+
+def test_what_keeps_the_gpu_busy_is_the_candidates(ours: dict[str, Any]) -> None:
+    left = _busy(ours, until_killed=True)
+    assert left == "left work on the GPU that ran on while the baseline was to be timed"
+    assert _busy(ours, until_killed=False, slow_us=29.0) is None
+    with pytest.raises(BusyError, match="another program"):
+        _busy(ours, until_killed=False)
+
+
+def _busy(ours: dict[str, Any], until_killed: bool, slow_us: float = 31.0) -> str | None:
+    candidate, baseline = Process(), Process()
+
+    def idle(*_: Any, **__: Any) -> dict[str, Any]:
+        slow = not (until_killed and candidate.closed)
+        return {"times_ns": [1e3 * slow_us if slow else 1e4] * 3}
+
+    candidate.kill = candidate.close  # type: ignore[attr-defined]
+    baseline.command = idle  # type: ignore[method-assign]
+    zygote: Any = None
+    there: Any = candidate
+    apart = DeviceCode(zygote, Limits(), there, idle_us=10.0)
+    trusted: Any = baseline
+    return apart.left_behind(trusted)
