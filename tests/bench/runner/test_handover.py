@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from device_images import image
 
 from patcher.bench.runner import driver as cuda
 from patcher.bench.runner import images as images_
@@ -21,7 +22,6 @@ from patcher.bench.runner.handover import CannotCarry, HandOver, Parcel
 from patcher.bench.runner.images import Elf, Variable, fat_binaries, read_elf
 from patcher.bench.runner.placed import PlacedMemory, merged
 from patcher.bench.runner.rebuilt import Rebuilt
-from tests.support.device_images import image
 
 DOUBLE = Path(__file__).parents[2] / "doubles" / "driver_double.c"
 IMAGE = image({"norm": b"12345678", "sum": b"abcdefgh"}, {"table": 64})
