@@ -118,12 +118,18 @@ class HandOver:
         self._problem = ""
         self.notes: list[str] = []
 
-    def write(self, graphs: Sequence[int], segments: Sequence[Sequence[int]]) -> list[int]:
+    def write(
+        self,
+        graphs: Sequence[int],
+        segments: Sequence[Sequence[int]],
+        rooms: Sequence[Sequence[int]],
+    ) -> list[int]:
         """Describe graphs, and the memory that belongs to them besides.
 
         Args:
             graphs: handles of the graphs.
             segments: spans [address, bytes] of memory that the candidate allocated.
+            rooms: ranges [address, bytes] that were reserved as a whole.
 
         Returns:
             The document's place in the parcel as [offset, bytes].
@@ -144,6 +150,7 @@ class HandOver:
             "graphs": described,
             "images": self._places,
             "modules": self._described,
+            "rooms": [list(room) for room in rooms],
             "spans": merged(spans, self._driver.granularity()),
             "pieces": pieces,
             "notes": self.notes,

@@ -33,7 +33,7 @@ class PlacedMemory:
     def __init__(self, driver: CudaDriver, bases: Sequence[int] = BASES, room: int = ROOM) -> None:
         self._driver = driver
         self.granularity = driver.granularity()
-        self.base = _reserve_one_of(driver, bases, room)
+        self.base, self.room = _reserve_one_of(driver, bases, room), room
         self._next, self._end = self.base, self.base + room
         self.spans: dict[int, int] = {}
         """Sizes in bytes by address."""
@@ -113,27 +113,66 @@ class Pool:
 class CopiedMemory:
     """Memory of another process at its addresses, in this one.
 
+    Args:
+        driver: the driver.
+        rooms: ranges [address, bytes] that the other process reserved as a whole.
+        spans: where it has memory, within these ranges or elsewhere.
+
     Raises:
         CudaError: some of the addresses are taken in this process.
     """
 
-    def __init__(self, driver: CudaDriver, spans: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        driver: CudaDriver,
+        rooms: Sequence[Sequence[int]],
+        spans: Sequence[Sequence[int]],
+    ) -> None:
         self._driver = driver
-        self._spans: list[tuple[int, int]] = []
-        for address, size in merged(spans, driver.granularity()):
-            got = driver.reserve(address, size)
-            if got != address:
-                driver.unreserve(got, size)
-                raise CudaError(f"addresses {address:#x} + {size:#x} are taken in this process")
-            driver.back(address, size)
-            self._spans.append((address, size))
+        self._reserved: list[tuple[int, int]] = []
+        self._backed: list[tuple[int, int]] = []
+        try:
+            for address, size in rooms:
+                self._reserve(address, size, (1,))
+            for address, size in merged(spans, driver.granularity()):
+                if not self._holds(address, size):
+                    whole = 1 << (size - 1).bit_length()
+                    self._reserve(address, size, (driver.granularity(), whole, 1 << 30))
+                driver.back(address, size)
+                self._backed.append((address, size))
+        except CudaError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Give memory and addresses back."""
-        for address, size in self._spans:
+        for address, size in self._backed:
             self._driver.unback(address, size)
+        for address, size in self._reserved:
             self._driver.unreserve(address, size)
-        self._spans = []
+        self._backed, self._reserved = [], []
+
+    def _holds(self, address: int, size: int) -> bool:
+        return any(
+            begin <= address and address + size <= begin + room for begin, room in self._reserved
+        )
+
+    def _reserve(self, address: int, size: int, units: Sequence[int]) -> None:
+        """Reserve addresses, or more around them, in multiples of one of the units.
+
+        The driver does not give each range that is free, but larger ones.
+        """
+        instead = 0
+        for unit in units:
+            begin, end = address // unit * unit, up(address + size, unit)
+            instead = self._driver.reserve(begin, end - begin)
+            if instead == begin:
+                self._reserved.append((begin, end - begin))
+                return
+            self._driver.unreserve(instead, end - begin)
+        raise CudaError(
+            f"addresses {address:#x} + {size:#x} are taken in this process: {instead:#x} instead"
+        )
 
 
 class _Bytes:

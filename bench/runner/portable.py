@@ -66,8 +66,9 @@ class Portable:
         assert self._sets is not None
         try:
             over = HandOver(self._driver, self._images, Parcel(address, capacity), [self._sets])
+            room = (self._memory.base, self._memory.room)
             segments = {} if self._pool is None else self._pool.segments
-            document = over.write(graphs, list(segments.items()))
+            document = over.write(graphs, list(segments.items()), [room])
         except CannotCarry as reason:
             return {"reason": f"{reason} {self._problem}".strip()}
         notes = [*over.notes, self._problem] if self._problem else over.notes

@@ -55,7 +55,7 @@ class Rebuilt:
         self._moved: list[tuple[int, int, int]] = []
         """Variables: address there, size, address here."""
         self._context = driver.handle("cuCtxGetCurrent")
-        self._memory = CopiedMemory(driver, self.document["spans"])
+        self._memory = CopiedMemory(driver, self.document["rooms"], self.document["spans"])
         try:
             for place, length, *chunk in self.document["pieces"]:
                 self._copy(place, length, chunk)

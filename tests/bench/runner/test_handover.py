@@ -86,7 +86,7 @@ class There:
         images = loaded or Loaded((IMAGE, 0))
         over = HandOver(self.driver, images, where, owned)
         segments = [(self.scratch, self.memory.spans[self.scratch])]
-        return over.write([self.graph] * graphs, segments)
+        return over.write([self.graph] * graphs, segments, [(self.memory.base, ROOM)])
 
     def document(self, place: list[int]) -> dict[str, Any]:
         loaded: dict[str, Any] = json.loads(self.parcel.raw[place[0] : sum(place)])
