@@ -156,7 +156,8 @@ def _in_words(evaluation: Evaluation) -> str:
     if evaluation.geomean_speedup is None:
         return f"{evaluation.outcome}{where}"
     against = f" against {evaluation.baseline}" if evaluation.baseline else ""
-    return f"{evaluation.geomean_speedup:.3f}x{against}{where}"
+    graded = f"; {evaluation.lower_grade}" if evaluation.lower_grade else ""
+    return f"{evaluation.geomean_speedup:.3f}x{against}{where}{graded}"
 
 
 def _kernel(patch: Patch) -> str:

@@ -21,12 +21,15 @@ kernel's error.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from patcher.bench.ops.codes import rounded, saturated
+from patcher.bench.errors import UsageError
+from patcher.bench.ops.codes import as_bytes, decode, rounded, saturated
+from patcher.bench.ops.contract import Contract, TensorSpec
 from patcher.bench.ops.dtypes import Dtype, dtype_of
 
 MAX_FACTOR = 2.0
@@ -86,7 +89,7 @@ def explain_mismatch(
     """None if `value` is as accurate as the accuracy baseline, else what is wrong with it.
 
     Args:
-        value: numbers, as `patcher.bench.judge.numbers` gives them; `honest` alike.
+        value: numbers, as `numbers` gives them; `honest` alike.
         reference: float64.
         flushed: absolute error ignored everywhere; 0 if subnormal numbers must be kept.
         stored: the dtype that held them; None: that of `value`.
@@ -228,3 +231,51 @@ def _said(value: Tensor, reference: Tensor, wrong: Tensor, what: str) -> str:
 
 def _index(flat: int, reference: Tensor) -> list[int]:
     return [int(i) for i in torch.unravel_index(torch.tensor(flat), reference.shape)]
+
+
+def stacked(name: str, sets: Sequence[Mapping[str, Tensor]], device: torch.device) -> Tensor:
+    """A tensor of each set as stored, [sets, ...]; a narrow one's items as uint8."""
+    return torch.stack([as_bytes(each[name]) for each in sets]).to(device)
+
+
+def numbers(
+    contract: Contract,
+    tensor: TensorSpec,
+    sets: Sequence[Mapping[str, Tensor]],
+    device: torch.device,
+) -> Tensor:
+    """The numbers of a tensor of each set, [sets, ...], in its own dtype, or in float64 if that is
+    narrow or has block scales.
+
+    Raises:
+        UsageError: a block scale does not have one number per block.
+    """
+    found = _decoded(tensor.name, sets, device)
+    for scale in contract.scales_of(tensor.name):
+        factor = _decoded(scale.name, sets, device).double()
+        found = found.double() * _spread(factor, found.shape[1:], scale)
+    return found
+
+
+def _decoded(name: str, sets: Sequence[Mapping[str, Tensor]], device: torch.device) -> Tensor:
+    return decode(stacked(name, sets, device), dtype_of(sets[0][name].dtype))
+
+
+def _spread(factor: Tensor, shape: Sequence[int], scale: TensorSpec) -> Tensor:
+    """The scale of each number, [sets, *shape]."""
+    blocks = [
+        1 if size == 0 else math.ceil(n / size) for n, size in zip(shape, scale.block, strict=True)
+    ]
+    if factor[0].numel() != math.prod(blocks):
+        raise UsageError(
+            f"{scale.name} has {factor[0].numel()} scales, and {scale.scale_of} "
+            f"{list(shape)} in blocks of {list(scale.block)} needs {math.prod(blocks)}",
+            "correct `block` or the shape in op.toml",
+        )
+    found = factor.view(len(factor), *blocks)
+    for axis, (n, size) in enumerate(zip(shape, scale.block, strict=True), 1):
+        if size > 1:
+            found = found.repeat_interleave(size, axis).narrow(axis, 0, n)
+        elif size == 0:
+            found = found.expand(*found.shape[:axis], n, *found.shape[axis + 1 :])
+    return found

@@ -14,9 +14,14 @@ from torch import Tensor
 
 from patcher.bench.errors import UsageError
 from patcher.bench.judge import regimes
-from patcher.bench.judge.accuracy import FLUSHED, explain_mismatch, explain_touched
+from patcher.bench.judge.accuracy import (
+    FLUSHED,
+    explain_mismatch,
+    explain_touched,
+    numbers,
+    stacked,
+)
 from patcher.bench.judge.blob import Layout, Travel, Wanted, layout
-from patcher.bench.judge.numbers import numbers, stacked
 from patcher.bench.judge.placement import SHIFT, placements, strides_of
 from patcher.bench.ops.codes import nudge
 from patcher.bench.ops.contract import AxisGuard, Contract, Point, Sweep, TensorSpec

@@ -33,6 +33,15 @@ class Outcome(StrEnum):
     timed, and is never accepted or bundled."""
 
 
+class Grade(StrEnum):
+    """On CUDA: in which process a candidate's calls were timed and checked."""
+
+    DEVICE_CODE = "device code alone"
+    """In one of the judge's, which holds its kernels and none of its host code."""
+    OWN_PROCESS = "its own process"
+    """In the candidate's, whose reports of time the judge can only hold against its own clock."""
+
+
 class Check(Record):
     """The result of one check of the judge."""
 
@@ -178,6 +187,10 @@ class Evaluation(Record):
     """Geometric mean of the speedups over the points of the sweep."""
     counters: tuple[KernelCounters, ...] = ()
     """Hardware counters of the candidate's kernels at the largest sweep point, if requested."""
+    grade: Grade | None = None
+    """CUDA: how it was timed and checked. None: that was not asked for."""
+    grade_reason: str = ""
+    """Why it was not timed and checked as device code alone."""
     sandbox: str | None = None
     """Confinement of the candidate's process, in words."""
     outputs_sha256: str | None = None
@@ -207,6 +220,13 @@ class Evaluation(Record):
     def right(self) -> bool:
         """Whether the candidate ran and passed every check, regardless of its speed."""
         return self.outcome in (Outcome.CORRECT, Outcome.TOO_SLOW)
+
+    @property
+    def lower_grade(self) -> str:
+        """What is to be said of it if it was not judged as device code alone; else empty."""
+        if self.grade is not Grade.OWN_PROCESS:
+            return ""
+        return f"judged in {self.grade}, a lower grade than {Grade.DEVICE_CODE}"
 
     @property
     def missing_baselines(self) -> tuple[str, ...]:

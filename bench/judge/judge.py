@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,7 @@ from patcher.bench.judge import cases as cases_
 from patcher.bench.judge.baselines import LOAD_S, Strongest, strongest
 from patcher.bench.judge.building import begin, compile_check
 from patcher.bench.judge.cases import Secrets
+from patcher.bench.judge.device_code import DeviceCode
 from patcher.bench.judge.evaluation import BaselineTime, Evaluation, Outcome, geomean
 from patcher.bench.judge.planning import require_fits
 from patcher.bench.judge.process import Limits, Runner
@@ -47,6 +50,8 @@ class Judge:
         self._zygotes: dict[str, Zygote] = {}
         self._trusted: dict[str, Runner] = {}
         self._canary: dict[str, str] = {}
+        self._idle_us = math.inf
+        """CUDA: microseconds of a copy before any candidate ran."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -123,7 +128,10 @@ class Judge:
         zygote = self._zygote(state.device)
         limits = Limits(reply_s=settings.timeout_s, memory_bytes=settings.memory_bytes)
         more: dict[str, Any] = {}
-        with Runner(zygote, limits, trusted=False) as runner:
+        with Runner(zygote, limits, trusted=False) as runner, ExitStack() as stack:
+            apart = None
+            if settings.device_code and state.device == "cuda":
+                apart = stack.enter_context(DeviceCode(zygote, limits, runner, self._idle_us))
             trial = Trial(state, op, sweep, runner, settings, draw)
             try:
                 trial.load(built, self._cpus(state.device))
@@ -133,7 +141,7 @@ class Judge:
                 baseline, times, name = self._baseline(op, sweep, state.device, report)
                 more = {"baseline": name, "baselines": times, "sweep": sweep.name}
                 with ClockMonitor(state.device) as clocks:
-                    more |= trial.timed(baseline, clocks, report)
+                    more |= trial.timed(baseline, clocks, report, apart)
                 trial.soaked()
                 again = draw.random.sample(cases, min(AFTER, len(cases)))
                 trial.correct([reseeded(case, draw) for case in again], report, "values after")
@@ -207,7 +215,11 @@ class Judge:
         """Digest of exact arithmetic on the device, computed in a fresh process."""
         with Runner(self._zygotes[device], Limits(reply_s=120.0), trusted=True) as runner:
             runner.start()
-            return str(runner.command("canary")["digest"])
+            digest = str(runner.command("canary")["digest"])
+            if device == "cuda" and self.settings.device_code:
+                times = runner.command("idle")["times_ns"]
+                self._idle_us = min(self._idle_us, statistics.median(times) / 1e3)
+            return digest
 
     def _verify_device(self, device: str) -> None:
         """Check that the device still computes correctly after a candidate failed."""

@@ -138,19 +138,26 @@ class Runner:
         """Whether the process has not ended."""
         return self._status is None
 
-    def start(self, threads: int | None = None, cpus: list[int] | None = None) -> None:
+    def start(
+        self,
+        threads: int | None = None,
+        cpus: list[int] | None = None,
+        portable: bool = False,
+    ) -> None:
         """Confine the process, import torch and initialise the device, before any foreign code.
 
         Args:
             threads: CPU threads of torch; None: its default.
             cpus: CPUs to pin the process to; None: no pinning.
+            portable: CUDA: whether captured calls are to be handed over.
 
         Raises:
             MissingError: this machine cannot do that.
         """
         device = self._zygote.device
+        told = {"device": device, "threads": threads, "cpus": cpus, "portable": portable}
         try:
-            reply = self.command("start", START_S, device=device, threads=threads, cpus=cpus)
+            reply = self.command("start", START_S, **told)
         except RunnerFailure as failure:
             reason = f"{failure.message} {self.log_tail(300)}".strip()
             raise MissingError(
@@ -187,7 +194,7 @@ class Runner:
         reply = self._read_reply(timeout_s or self.limits.reply_s)
         self.reply_s = time.perf_counter() - begin
         if reply.get("nonce") != nonce:
-            self._kill()
+            self.kill()
             raise RunnerFailure("a reply to another command came: a forged one", kind="Protocol")
         if reply.get("ok") is True:
             return reply
@@ -201,6 +208,12 @@ class Runner:
     def send(self, data: Bytes) -> None:
         """Write the bytes that the next command reads."""
         write_at_start(self._files[0], data)
+
+    def handed(self, size: int) -> Bytes:
+        """The first bytes of what the last command wrote."""
+        data = np.empty(size, dtype=np.uint8)
+        read_from_start(self._files[1], data)
+        return data
 
     def left(self, do: str, plan: Layout, sets: int) -> Left:
         """Read the buffers after the last calls, as they were when the runner replied.
@@ -227,7 +240,7 @@ class Runner:
             try:
                 self._stopped = tree.stop(self._pid)
             except TimeoutError as slow:
-                self._kill()
+                self.kill()
                 raise RunnerFailure(f"{slow} (killed)", kind="Timeout") from None
         return self._stopped
 
@@ -261,10 +274,10 @@ class Runner:
                     raise RunnerFailure(self._exit_reason())
                 self._buffer += chunk
                 if len(self._buffer) > _REPLY_LIMIT:
-                    self._kill()
+                    self.kill()
                     raise RunnerFailure("it floods the reply channel", kind="Protocol")
             elif remaining <= 0:
-                self._kill()
+                self.kill()
                 message = f"no answer after {timeout_s:g} s: it hangs (killed)"
                 raise RunnerFailure(message, kind="Timeout")
             else:
@@ -275,7 +288,7 @@ class Runner:
         except ValueError:
             reply = None
         if not isinstance(reply, dict):
-            self._kill()
+            self.kill()
             raise RunnerFailure(
                 "its reply is not JSON: something else wrote to the channel", kind="Protocol"
             )
@@ -285,7 +298,7 @@ class Runner:
         """Enforce the memory limit over the whole process tree; rlimits apply per process."""
         used = tree.memory_bytes(self._pid)
         if used > self.limits.memory_bytes:
-            self._kill()
+            self.kill()
             raise RunnerFailure(
                 f"it took {used / 2**30:.1f} GiB of memory, "
                 f"{self.limits.memory_bytes / 2**30:.1f} allowed (killed)",
@@ -295,14 +308,15 @@ class Runner:
     def _exit_reason(self) -> str:
         self._status = self._zygote.reap(self._pid)
         if self._status is None:
-            self._kill()
+            self.kill()
             return "it closed the reply channel (killed)"
         code = os.waitstatus_to_exitcode(self._status)
         if code < 0:
             return f"crashed with {signal.Signals(-code).name}"
         return f"exited with code {code} before it answered"
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """End all its processes."""
         if self._status is not None:
             return
         tree.kill(self._pid)
@@ -320,7 +334,7 @@ class Runner:
 
     def close(self) -> None:
         """Kill the process tree and remove the folder."""
-        self._kill()
+        self.kill()
         for descriptor in (self._commands, self._replies, *self._files):
             os.close(descriptor)
         shutil.rmtree(self.folder, ignore_errors=True)

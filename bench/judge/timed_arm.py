@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ import numpy as np
 from patcher.bench.errors import MissingError
 from patcher.bench.judge.cases import Case, Secrets
 from patcher.bench.judge.clockcheck import TimedBlock
+from patcher.bench.judge.device_code import DeviceCode
 from patcher.bench.judge.memory_file import Left
 from patcher.bench.judge.process import Runner, Spent
 from patcher.bench.judge.random_pool import RandomPool
@@ -36,6 +37,13 @@ class WrongCall(Exception):
         self.check, self.detail = check, detail
 
 
+METHODS = {
+    "cpu": "CPU time of all threads from the judge's command to the reply, less that of an empty "
+    "command, mean of a block; ABBA pairs; a process runs only while it is timed",
+    "cuda": "calls captured one by one, composed in secret order, one graph replay between events; "
+    "interleaved ABBA pairs; L2 warm from the copy-in (cold figures beside it)",
+}
+"""How calls are timed, in words, by device."""
 IDLE_US = 50.0
 """Idle time in microseconds beyond that of the empty commands that costs nothing."""
 
@@ -84,6 +92,17 @@ class TimedArm:
     """Whether a failure counts against the candidate; otherwise it is a fault of this machine."""
     empty: EmptyCommands = field(default_factory=EmptyCommands)
     """On a CPU: both arms of a comparison share it, and the one that is not checked adds to it."""
+    apart: DeviceCode | None = None
+    """On CUDA: where captured calls run instead, if they can be carried there."""
+
+    idle: Callable[[Runner], str | None] | None = None
+    """On CUDA: asked before each block, what the candidate did that keeps the GPU busy."""
+
+    @property
+    def graphs(self) -> Runner:
+        """On CUDA: the process that runs captured calls."""
+        carried = self.apart is not None and self.apart.carried
+        return self.apart.runner if carried and self.apart is not None else self.runner
 
     def prepare(self, sets: CallSets, timeout_s: float) -> None:
         """Make the first calls at a shape, which run just-in-time compilers; on CUDA, capture them.
@@ -184,18 +203,23 @@ class TimedArm:
     def _gpu_block(
         self, sets: CallSets, order: list[int], mode: str
     ) -> tuple[TimedBlock, Left | None]:
-        self.runner.send(sets.data)
+        runner = self.runner if mode == "eager" else self.graphs
+        if runner is not self.runner:
+            self.runner.stop()  # until its next command
+        if self.idle is not None and (found := self.idle(runner)):
+            raise WrongCall("guards", found)
+        runner.send(sets.data)
         if mode == "eager":
-            self.runner.command("ready", **sets.told(), order=order)
-            reply = self.runner.command("go")
+            runner.command("ready", **sets.told(), order=order)
+            reply = runner.command("go")
         else:
-            composed = self.runner.command("compose", mode=mode, order=order, recipes=sets.recipes)
+            composed = runner.command("compose", mode=mode, order=order, recipes=sets.recipes)
             if self.checked and (persisting := composed["persisting_bytes"]):
                 raise WrongCall(
                     "guards", f"set {persisting} bytes of L2 aside, which is the engine's to do"
                 )
-            reply = self.runner.command("launch")
-        wall = self.runner.reply_s
+            reply = runner.command("launch")
+        wall = runner.reply_s
         times = [float(value) / 1e3 for value in reply["times_ns"]]
         for value in times:
             if not 0 < value < math.inf:
@@ -203,9 +227,8 @@ class TimedArm:
         block = TimedBlock(times, len(order), wall * 1e6)
         if not self.checked:
             return block, None
-        left = self.runner.left(
-            "hand" if mode == "eager" else "collect", sets.plan, len(sets.cases)
-        )
+        do = "hand" if mode == "eager" else "collect"
+        left = runner.left(do, sets.plan, len(sets.cases))
         if mode != "eager" and int(left.blocks.view(np.int64).sum()) != reply["fingerprint"]:
             raise WrongCall(
                 "timed outputs", "the outputs were written after the call was said to end"

@@ -39,13 +39,14 @@ from patcher.bench.judge.clockcheck import (
     traced,
     unsteady,
 )
+from patcher.bench.judge.device_code import DeviceCode
 from patcher.bench.judge.evaluation import Timing
 from patcher.bench.judge.memory_file import Left
 from patcher.bench.judge.planning import block_sets
 from patcher.bench.judge.process import Runner
 from patcher.bench.judge.random_pool import RandomPool
 from patcher.bench.judge.sets import CallSets
-from patcher.bench.judge.timed_arm import TimedArm, WrongCall, fresh_sets
+from patcher.bench.judge.timed_arm import METHODS, TimedArm, WrongCall, fresh_sets
 from patcher.bench.judge.zygote import RunnerFailure
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.ops.contract import Point
@@ -64,13 +65,7 @@ doubled each time."""
 COLD_CALLS = 12
 """Calls of a block with cold caches, or outside a graph."""
 SPANS_S = 60.0
-"""Time limit in seconds of a profiled launch; CUPTI starts slowly."""
-METHODS = {
-    "cpu": "CPU time of all threads from the judge's command to the reply, less that of an empty "
-    "command, mean of a block; ABBA pairs; a process runs only while it is timed",
-    "cuda": "calls captured one by one, composed in secret order, one graph replay between events; "
-    "interleaved ABBA pairs; L2 warm from the copy-in (cold figures beside it)",
-}
+"""Seconds that a profiled launch may take; CUPTI starts slowly."""
 
 
 class TimingSession:
@@ -87,14 +82,16 @@ class TimingSession:
         clocks: ClockMonitor,
         ceilings: Ceilings,
         precision: Precision,
+        apart: DeviceCode | None = None,
     ) -> None:
         self.op, self.device, self.clocks = op, device, clocks
         self.draw, self.stock = draw, stock
         self.theirs = TimedArm(op, device, baseline, stock, checked=False, accused=False)
-        self.ours = TimedArm(op, device, candidate, stock, checked=True, empty=self.theirs.empty)
-        self.ceilings, self.precision = ceilings, precision
-        self.method = METHODS[device]
-        self.calls = 0
+        self.theirs.idle = None if apart is None else apart.left_behind
+        empty = self.theirs.empty
+        self.ours = TimedArm(op, device, candidate, stock, checked=True, empty=empty, apart=apart)
+        self.ceilings, self.precision, self.apart = ceilings, precision, apart
+        self.method, self.calls = METHODS[device], 0
 
     def compare(self, point: Point, load_timeout_s: float) -> Timing:
         """Time candidate and baseline at one point; `load_timeout_s` limits the first calls.
@@ -102,11 +99,12 @@ class TimingSession:
         Raises:
             WrongCall: a timed call failed a check, or its times are implausible.
             RunnerFailure: the candidate failed while timed.
-            BusyError: this machine is too busy: the baseline's times are too noisy.
+            BusyError: this machine is too busy: the baseline's times are noisy.
         """
         sets = block_sets(self.op, point, self.device)
         for arm in (self.theirs, self.ours):
             arm.prepare(self._fresh(point, sets), load_timeout_s)
+        self._carried(point, sets, load_timeout_s)
         if self.device == "cuda":
             for _ in range(2):
                 self._take(self.ours, self._fresh(point, sets), sets // 2, "verified")
@@ -129,6 +127,22 @@ class TimingSession:
             launch_pct=self.ceilings.launch_pct(candidate_us),
             **more,
         )
+
+    def _carried(self, point: Point, sets: int, timeout_s: float) -> None:
+        """Carry the captured calls over, if they can be; it is wrong if they are wrong there."""
+        if self.apart is None:
+            return
+        if not self.apart.take(self._fresh(point, sets), self.stock, point, timeout_s):
+            return
+        try:
+            self._take(self.ours, self._fresh(point, sets), sets // 2, "verified")
+        except WrongCall as wrong:
+            if self.apart.complete:
+                detail = f"without its host code, its kernels are wrong {wrong.detail}"
+                raise WrongCall("device code", detail) from wrong
+            self.apart.refuse(point, f"its kernels by themselves are wrong {wrong.detail}")
+        except RunnerFailure as failure:
+            self.apart.refuse(point, f"its kernels by themselves fail: {failure.message}")
 
     def _remeasured(self, point: Point, sets: int) -> Measured:
         """Measure a point until most undisturbed measurements are plausible, or most are not.
@@ -297,9 +311,10 @@ class TimingSession:
         point = self.draw.random.choice(points)
         sets = block_sets(self.op, point, self.device)
         self.ours.prepare(self._fresh(point, sets), load_timeout_s)
+        self._carried(point, sets, load_timeout_s)
         order = self.draw.order(sets, max(int(CALLED * sets), 1))
         try:
-            reply = self.ours.runner.command("spans", SPANS_S, order=order)
+            reply = self.ours.graphs.command("spans", SPANS_S, order=order)
         except RunnerFailure as failure:
             if failure.fatal:
                 raise

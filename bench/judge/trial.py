@@ -17,6 +17,7 @@ from patcher.bench.judge import cases as cases_
 from patcher.bench.judge.cases import Case, Secrets
 from patcher.bench.judge.ceilings import ceilings
 from patcher.bench.judge.clockcheck import FEWEST_PAIRS, Precision
+from patcher.bench.judge.device_code import DeviceCode
 from patcher.bench.judge.evaluation import Check, Evaluation, Outcome, Timing
 from patcher.bench.judge.memory_file import Left
 from patcher.bench.judge.planning import soaked_calls, soaked_sets
@@ -103,11 +104,12 @@ class Trial:
         self.planted = self.rejected = self.compared = self.calls = 0
         self.begin = time.monotonic()
         self.stock = RandomPool(op, sweep, state.device, draw)
-        self.traced = self.followed = ""
-        """Results of CUPTI and of the late-writing kernel, if they were run."""
+        self.traced = self.followed = self.graded = ""
+        """Results of CUPTI, of the late-writing kernel and of the hand-over, if they were run."""
 
     def load(self, built: Built, cpus: list[int] | None) -> None:
-        self.runner.start(self.settings.threads, cpus)
+        portable = self.state.device == "cuda" and self.settings.device_code
+        self.runner.start(self.settings.threads, cpus, portable)
         self.state.sandbox = self.runner.confinement
         place = str(placed(built, self.runner.folder))
         try:
@@ -183,7 +185,13 @@ class Trial:
             differ += [point.label() for block in blocks[1:] if (block != blocks[0]).any()]
         return differ
 
-    def timed(self, baseline: Runner, clocks: ClockMonitor, report: Progress) -> dict[str, Any]:
+    def timed(
+        self,
+        baseline: Runner,
+        clocks: ClockMonitor,
+        report: Progress,
+        apart: DeviceCode | None = None,
+    ) -> dict[str, Any]:
         settings, device = self.settings, self.state.device
         precision = Precision(
             fewest_pairs=min(settings.pairs, FEWEST_PAIRS),
@@ -201,6 +209,7 @@ class Trial:
             clocks,
             best,
             precision,
+            apart,
         )
         timings: list[Timing] = []
         points = self.sweep.points()
@@ -220,7 +229,9 @@ class Trial:
             )
         report("time", len(points), len(points))
         self.calls = self.timed_calls = session.calls
+        self.graded = "" if apart is None else apart.said
         return {
+            **({} if apart is None else {"grade": apart.grade, "grade_reason": apart.reason}),
             "timings": tuple(timings),
             "timing_method": session.method,
             "environment": describe(device, settings.threads, clocks.description),
@@ -309,6 +320,8 @@ class Trial:
         self.state.check("values after", True, after)
         timed = f"the outputs of all {self.timed_calls} timed calls, each on values of its own"
         self.state.check("timed outputs", True, timed)
+        if self.graded:
+            self.state.check("device code", True, self.graded)
         if self.followed:
             self.state.check("stream order", True, self.followed)
         runners = "" if self.state.device == "cpu" else "the runner's clock, "

@@ -19,17 +19,27 @@ class Arena:
     """Buffer sets on a GPU, side by side in one allocation, and the tensors of each call.
 
     The first `sent` bytes of each set come from the judge, and the first `returned` bytes go back.
-    With `bare` there are only bytes and no tensors.
+    With `bare` there are only bytes and no tensors. `memory` gives a tensor of so many bytes, if
+    not PyTorch's allocator does.
     """
 
     def __init__(
-        self, plan: dict[str, Any], sets: int, device: str = "cuda", bare: bool = False
+        self,
+        plan: dict[str, Any],
+        sets: int,
+        device: str = "cuda",
+        bare: bool = False,
+        memory: Callable[[int], Any] | None = None,
     ) -> None:
         import torch
 
         self.set_bytes, self.sets = plan["set_bytes"], sets
         self.sent, self.returned = plan["sent_bytes"], plan["returned_bytes"]
-        self.bytes = torch.empty(self.set_bytes * sets, dtype=torch.uint8, device=device)
+        size = self.set_bytes * sets
+        if memory is None:
+            self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
+        else:
+            self.bytes = memory(size)
         self.pointer = self.bytes.data_ptr()
         self.slots = [slot for slot in plan["slots"] if slot["travel"] != "bytes"]
         self.constants = [slot for slot in plan["slots"] if slot["constant"]]
@@ -110,16 +120,30 @@ def _mapped(plan: dict[str, Any], descriptor: int, index: int) -> Any:
 
 
 class Captured:
-    """Graphs of single calls, and a larger graph composed of them."""
+    """Graphs of single calls, and a larger graph composed of them.
+
+    Args:
+        cuda: the runtime.
+        arena: the calls' buffer sets.
+        snapshot: as much memory for copies.
+        children: handles of the graphs.
+        stream: the stream to launch on.
+        keep: what owns the graphs.
+    """
 
     def __init__(
-        self, cuda: Any, arena: Arena, snapshot: Arena, graphs: list[Any], stream: int
+        self,
+        cuda: Any,
+        arena: Arena,
+        snapshot: Arena,
+        children: list[int],
+        stream: int,
+        keep: object,
     ) -> None:
         import torch
 
         self.cuda, self.arena, self.stream = cuda, arena, stream
-        self.graphs = graphs
-        self.children = [graph.raw_cuda_graph() for graph in graphs]
+        self.children, self._keep = children, keep
         self.snapshot = snapshot
         self.flush = torch.empty(2 * cuda.l2_bytes(), dtype=torch.uint8, device="cuda")
         self._sum = torch.Tensor.sum
@@ -133,8 +157,7 @@ class Captured:
 
     def compose(self, mode: str, order: list[int]) -> None:
         """Compose the calls of `order` into one graph; see `Session.do_compose` for the modes."""
-        if self._composition is not None:
-            self._composition.close()
+        self.close()
         size, sets, target = self.arena.set_bytes, self.arena.sets, self.snapshot.pointer
         self._mode, self._calls = mode, len(order)
         needed = {"whole": 1, "verified": 0, "cold": len(order)}[mode]
@@ -153,6 +176,12 @@ class Captured:
         self.cuda.forget_persisting_lines()
         self._composition.ready(self.stream)
         self.cuda.synchronize()
+
+    def close(self) -> None:
+        """Free the composed graph."""
+        if self._composition is not None:
+            self._composition.close()
+            self._composition = None
 
     def launch(self) -> list[float]:
         """Launch the graph and wait; return times in nanoseconds."""

@@ -15,15 +15,17 @@ from typing import Any
 
 from . import cudart, loading
 from .captured import Arena, Captured, MappedSet
+from .images import LoadedImages
 from .late_writer import LateWriter
 from .mixing import Mixer
+from .portable import Carrying
 
 # bound before any candidate is loaded, so that later patches have no effect here
 _clock = time.perf_counter_ns
 _crc = zlib.crc32
 
 
-class Session:
+class Session(Carrying):
     """State of one runner; each method `do_NAME` runs the command NAME and returns its reply."""
 
     def __init__(self, inputs: int, outputs: int, status: dict[str, Any]) -> None:
@@ -44,9 +46,15 @@ class Session:
         self.mixer: Any = None
         self.stock: Any = None
         self.late: Any = None
+        self.probe: Any = None
 
-    def do_start(self, device: str, threads: int | None, cpus: list[int] | None) -> dict[str, Any]:
-        """Initialise the device, before any foreign code."""
+    def do_start(
+        self, device: str, threads: int | None, cpus: list[int] | None, portable: bool = False
+    ) -> dict[str, Any]:
+        """Initialise the device, before any foreign code.
+
+        With `portable`, calls that are captured later can be handed over to another process.
+        """
         if cpus is not None:
             os.sched_setaffinity(0, cpus)
         import torch
@@ -59,6 +67,7 @@ class Session:
         if device == "cuda":
             self.output = mmap.mmap(self.shared, len(self.input))
             self.outputs = _address(self.output)
+            images = LoadedImages() if portable else None
             torch.zeros(1, device="cuda")
             stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self.torch_stream = stream
@@ -71,6 +80,8 @@ class Session:
             self.product = torch.empty_like(self.nan)
             capability = torch.cuda.get_device_capability()
             self.status["no_late_writer"] = self._load_late_writer(capability)
+            if images is not None:
+                self._make_portable(images)
             self.cuda.synchronize()
         return {"threads": torch.get_num_threads(), **self.status}
 
@@ -86,7 +97,8 @@ class Session:
 
     def do_candidate(self, path: str, binding: str, entry: str) -> dict[str, Any]:
         """Load a candidate's build."""
-        self.function = loading.load(path, binding, entry)
+        with self._own_memory():
+            self.function = loading.load(path, binding, entry)
         gc.freeze()  # collecting the loaded modules would take 0.1 s between calls
         return {}
 
@@ -120,6 +132,21 @@ class Session:
         y = (x * 2654435761 % 4294967291).view(1024, 1024)
         z = (y.to(torch.float64) % 257) @ (y.t().to(torch.float64) % 263)
         return {"digest": f"{int(y.sum()):x}-{int(z.sum()):x}"}
+
+    def do_idle(self, rounds: int = 16) -> dict[str, Any]:
+        """CUDA: nanoseconds of each of some copies of half of L2, which other work would delay."""
+        if self.probe is None:
+            import torch
+
+            self.probe = torch.zeros(self.cuda.l2_bytes(), dtype=torch.uint8, device="cuda")
+        half, begin, times = self.probe.numel() // 2, self.probe.data_ptr(), []
+        for _ in range(rounds):
+            self.cuda.synchronize()
+            before = _clock()
+            self.cuda.copy_async(begin, begin + half, half, self.stream)
+            self.cuda.synchronize()
+            times.append(_clock() - before)
+        return {"times_ns": times}
 
     def do_stock(self, whole: int, at: int, size: int) -> dict[str, Any]:
         """CUDA: receive a part of the pool of random bits that large tensors are mixed from."""
@@ -173,7 +200,7 @@ class Session:
         function = self._loaded()
         gc.disable()
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._own_memory():
                 if self.cuda is not None:
                     return {"times_ns": self._call_on_gpu(function)}
                 calls = self.ready if only is None else self.ready[only : only + 1]
@@ -223,13 +250,17 @@ class Session:
         import torch
 
         self.captured = self.ready = None
-        arena, snapshot = Arena(plan, sets), Arena(plan, sets, bare=True)
+        memory = None if self.portable is None else self.portable.sets
+        arena, snapshot = Arena(plan, sets, memory=memory), Arena(plan, sets, bare=True)
         self._fill(arena, recipes)
         function, graphs = self._loaded(), []
-        pool = torch.cuda.graph_pool_handle()
+        pool: Any = torch.cuda.graph_pool_handle()
+        if self.portable is not None:
+            pool = self.portable.pool_id
         with torch.inference_mode():
-            for _ in range(2):
-                function(*arena.arguments[0], *scalars)
+            with self._own_memory():
+                for _ in range(2):
+                    function(*arena.arguments[0], *scalars)
             self.cuda.synchronize()
             for arguments in arena.arguments:
                 graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -237,7 +268,8 @@ class Session:
                     function(*arguments, *scalars)
                 graphs.append(graph)
             self.cuda.synchronize()
-        self.captured = Captured(self.cuda, arena, snapshot, graphs, self.stream)
+        children = [graph.raw_cuda_graph() for graph in graphs]
+        self.captured = Captured(self.cuda, arena, snapshot, children, self.stream, graphs)
         return {}
 
     def do_compose(
@@ -260,6 +292,8 @@ class Session:
 
     def do_spans(self, order: list[int]) -> dict[str, Any]:
         """Launch under CUPTI, with spans of all streams: [name, begin, end] in nanoseconds."""
+        if self.portable is not None:
+            self.portable.close()  # CUPTI has one user at a time
         arena = self.captured.arena
         self._fill(arena, arena.recipes)
         self.captured.compose("whole", order)

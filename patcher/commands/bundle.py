@@ -22,6 +22,7 @@ from patcher.bench import (
     problem,
 )
 from patcher.commands.console import Engine, Json, Output, Threads, app, examples
+from patcher.visible import visible
 
 
 @app.command()
@@ -119,6 +120,11 @@ def bundle(
     if manifest.left_out:
         slow = ", ".join(manifest.left_out)
         lines.append(Text(f"the engine's own code runs at {slow}: it is faster there"))
+    lines += [
+        Text(visible(f"over {one.sweep}: {one.lower_grade}: {one.grade_reason}"))
+        for one in evaluations
+        if one.lower_grade
+    ]
     output.emit(manifest, *lines)
     mark = comment_mark(candidate.language.in_python)
     if hint := header_hint(source.read_text(encoding="utf-8"), mark):

@@ -24,6 +24,7 @@ from patcher.integrate import (
     unpacked,
     verify,
 )
+from patcher.visible import visible
 
 if TYPE_CHECKING:
     from patcher.reconciling.proof import Proof
@@ -81,6 +82,7 @@ def apply(
         bundle = Patch.load(folder)
         bundle.verify_target()
         manifest, digest = bundle.manifest, bundle.digest
+        lower = {one.lower_grade: one.grade_reason for one in bundle.evaluations}
         if not dry_run:
             if not yes:
                 if not sys.stdin.isatty():
@@ -92,12 +94,18 @@ def apply(
     engine = manifest.target.engine
     how = f"PATCHER_PATCHES=on switches it on; {HOW_TO_RUN.get(engine, f'run {engine}')}"
     document = {"id": manifest.id, "digest": digest, "applied": not dry_run, "enable": how}
+    graded = []
+    for grade, reason in lower.items():
+        if grade:
+            document["grade"] = f"{grade}: {reason}"
+            graded.append(Text(visible(f"{manifest.id} was {grade}: {reason}")))
     if dry_run:
-        Output(as_json).emit(document, Text(f"{manifest.id} fits this environment"))
+        Output(as_json).emit(document, Text(f"{manifest.id} fits this environment"), *graded)
         return 0
     Output(as_json).emit(
         document,
         Text(f"{manifest.id} is applied for {engine}"),
+        *graded,
         Text(how),
         Text(f"PATCHER_RECEIPTS=DIR keeps count; patcher revert {manifest.id} takes it out"),
     )

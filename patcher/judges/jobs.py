@@ -63,6 +63,7 @@ class JobSettings(Record):
     tripwires: bool
     policy: TripwirePolicy
     sanitize: bool
+    device_code: bool = False
 
     @classmethod
     def of(cls, settings: JudgeSettings) -> JobSettings:

@@ -110,6 +110,8 @@ def _sweep(report: Report) -> str:
     blocks = [f"### Kernel: {code(report.best.op)} against {baseline}"]
     if failed := report.best.failed_baselines:
         blocks.append(f"Not against {plain(', '.join(failed))}, which failed on this machine.")
+    if lower := report.best.lower_grade:
+        blocks.append(f"{plain(lower.capitalize())}: {plain(report.best.grade_reason)}.")
     for group in views.sweep_groups(report.best.timings):
         if group.fixed:
             blocks.append(plain(group.fixed))

@@ -19,6 +19,8 @@ def evaluation_table(evaluation: Evaluation) -> Table:
     against = f" against {evaluation.baseline}" if evaluation.baseline else ""
     if failed := evaluation.failed_baselines:
         against += f", not against {', '.join(failed)}, which failed here"
+    if lower := evaluation.lower_grade:
+        against += f"; {lower}"
     table = Table(
         title=f"{evaluation.op} ({evaluation.language}): {evaluation.outcome}{gain}{against}",
         title_style="bold green" if good else "bold yellow",

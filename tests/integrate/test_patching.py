@@ -17,6 +17,7 @@ from proof_sample import TRITON, claims, patched_profile, triton_patch
 
 import patcher.integrate.patch
 from patcher import bench, patch_findings
+from patcher.bench.judge.evaluation import Grade
 from patcher.cli import main
 from patcher.integrate import Patch, Receipt, pack
 
@@ -72,6 +73,19 @@ def test_a_patch_that_fits_says_what_was_looked_at(cli: Cli, patch: Patch) -> No
     code, said = cli("verify", "patch")
     assert code == 0
     assert said.count("ok ") == 6
+
+
+def test_a_lower_grade_is_said(cli: Cli, tmp_path: Path) -> None:
+    low = evaluation().model_copy(
+        update={"grade": Grade.OWN_PROCESS, "grade_reason": "a call has a function on the host"}
+    )
+    Patch.create(tmp_path / "low", OP, CANDIDATE, low, engine="transformers", made_by="test")
+    told = "judged in its own process, a lower grade than device code alone"
+    assert told in checks(cli("verify", "low", "--json")[1])["evidence"]["detail"]
+    said = cli("apply", "low", "--yes")[1]
+    assert f"{told}: a call has a function on the host" in said.replace("\n", " ")
+    found = cli("apply", "low", "--yes", "--json")[1]
+    assert found["grade"] == f"{told}: a call has a function on the host"
 
 
 def test_a_changed_target_is_told_by_name_and_diff(

@@ -27,10 +27,9 @@ from patcher.bench import (
     UsageError,
 )
 from patcher.bench.judge import JudgeSettings, open_judge, regimes
-from patcher.bench.judge.accuracy import explain_mismatch
+from patcher.bench.judge.accuracy import explain_mismatch, numbers
 from patcher.bench.judge.blob import Wanted, layout, read_set, strayed, write_set
 from patcher.bench.judge.cases import Case, expect, make_inputs, value_problem
-from patcher.bench.judge.numbers import numbers
 from patcher.bench.ops.codes import as_bytes, decode, encode, nudge, rounded
 from patcher.bench.ops.contract import Point
 from patcher.bench.ops.op import Op
