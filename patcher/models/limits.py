@@ -130,8 +130,8 @@ class LimitsFile:
         new = KnownLimits(
             server=self.server,
             model=self.model,
-            max_output_tokens=max_output_tokens or (known and known.max_output_tokens),
-            context_tokens=context_tokens or (known and known.context_tokens),
+            max_output_tokens=max_output_tokens or (known.max_output_tokens if known else None),
+            context_tokens=context_tokens or (known.context_tokens if known else None),
             named_on=_today(),
         )
         path = self.path
