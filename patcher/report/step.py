@@ -139,7 +139,9 @@ def window(step: Step, layers: int) -> StepWindow:
         words = "one layer" if layers == 1 else f"{layers} layers"
         if step.layers is None or abs(len(starts) - step.layers) > 1:
             words = "one repeat" if layers == 1 else f"{layers} repeats"
-        return StepWindow(starts[first], starts[first + layers], words)
+        begin, end = starts[first], starts[first + layers]
+        if end > begin:  # launches of a broken profile may all begin at once
+            return StepWindow(begin, end, words)
     return StepWindow(0.0, step.wall_us / 10, "the first tenth")
 
 

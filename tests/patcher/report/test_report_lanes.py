@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -328,3 +329,16 @@ def test_many_operations_share_a_lane_and_streams_may_overlap() -> None:
 )
 def test_short_names(name: str, expected: str) -> None:
     assert short(name) == expected
+
+
+def test_launches_that_all_begin_at_once_have_a_window_with_time() -> None:
+    """As a broken profile has them: a window of no time has no shares."""
+    step = step_of(decode())
+    at_once = replace(
+        step,
+        runs=tuple((number, (0.0, end)) for number, (_, end) in step.runs),
+        launches=tuple(replace(launch, start_us=0.0) for launch in step.launches),
+    )
+    assert window(at_once, 1).end_us > window(at_once, 1).start_us
+    for width in WIDTHS:
+        lanes(at_once, width)
