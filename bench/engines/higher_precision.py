@@ -45,8 +45,9 @@ def upcast_in_turn(modules: list[torch.nn.Module], wide: torch.dtype) -> Iterato
         values, dtypes = before.pop(id(module))
         for name, parameter in module.named_parameters():
             parameter.data = values[name]
-        for name, buffer in module.named_buffers():  # a forward may have written to it
-            buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
+        with torch._C.DisableTorchFunction():  # `nothing_narrows` is in force
+            for name, buffer in module.named_buffers():  # a forward may have written to it
+                buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
 
     for module in modules:
         handles += [

@@ -124,7 +124,7 @@ def test_text_of_two_bytes_a_character_is_read(tmp_path: Path) -> None:
 
 
 def test_a_broken_trace_without_an_event_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "t.json").write_text('{\n"a\n"traceEvents": true\n}')
+    (tmp_path / "t.json").write_text('{\n"a\n"traceEvents": {}]\n}')
     with pytest.raises(bench.UsageError, match="no events"):
         read(tmp_path / "t.json")
 
