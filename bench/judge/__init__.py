@@ -57,7 +57,7 @@ class JudgeSettings:
     """Whether tripwires search the source. The verdict depends on behaviour in either case."""
     policy: TripwirePolicy = field(default_factory=TripwirePolicy)
     """Patterns that the user bans, requires or ignores in a source."""
-    device_code: bool = False
+    device_code: bool = True
     """CUDA: whether calls that can be carried over are timed and checked in a process that holds
     none of the candidate's host code."""
     sanitize: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -247,7 +248,9 @@ def _device_lock(device: str) -> Iterator[None]:
     if device != "cuda":
         yield
         return
-    path = cache_root() / "gpu.lock"
+    # a host's GPUs are judged on side by side
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+    path = cache_root() / f"gpu-{re.sub(r'[^A-Za-z0-9-]', '_', first)}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

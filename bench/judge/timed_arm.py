@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -120,7 +121,7 @@ class TimedArm:
             self.runner.send(sets.data)
             self.runner.command("call", timeout_s, **sets.told(), order=[0, 1])
             if self.device == "cuda":
-                self.runner.command("capture", timeout_s, **sets.told())
+                self._refuse_persisting(self.runner.command("capture", timeout_s, **sets.told()))
 
     def block(
         self, sets: CallSets, order: list[int], mode: str = "whole"
@@ -214,10 +215,7 @@ class TimedArm:
             reply = runner.command("go")
         else:
             composed = runner.command("compose", mode=mode, order=order, recipes=sets.recipes)
-            if self.checked and (persisting := composed["persisting_bytes"]):
-                raise WrongCall(
-                    "guards", f"set {persisting} bytes of L2 aside, which is the engine's to do"
-                )
+            self._refuse_persisting(composed)
             reply = runner.command("launch")
         wall = runner.reply_s
         times = [float(value) / 1e3 for value in reply["times_ns"]]
@@ -234,6 +232,12 @@ class TimedArm:
                 "timed outputs", "the outputs were written after the call was said to end"
             )
         return block, left
+
+    def _refuse_persisting(self, reply: dict[str, Any]) -> None:
+        if self.checked and (persisting := reply["persisting_bytes"]):
+            raise WrongCall(
+                "guards", f"set {persisting} bytes of L2 aside, which is the engine's to do"
+            )
 
 
 def make_ready(runner: Runner, sets: CallSets, order: list[int]) -> None:

@@ -32,6 +32,7 @@ from patcher.bench.judge.clockcheck import (
     are_steady,
     below_floor,
     hidden_paid,
+    left_out,
     of_pairs,
     overran,
     shared_us,
@@ -187,7 +188,9 @@ class TimingSession:
             ours = [TimedBlock([block.figure + more], block.calls, block.wall_us) for block in ours]
         else:
             problem = problem or suspicious(ours, theirs, *each_alone)
-            ours = hidden_paid(ours, theirs)
+            if self.ours.graphs is self.ours.runner:  # the clock is in the candidate's hands
+                problem = problem or left_out(ours, theirs)
+                ours = hidden_paid(ours, theirs)
         disturbance = unsteady(theirs) if self.precision.tells else None
         return Measured(ours, theirs, dropped, problem, disturbance)
 

@@ -270,7 +270,7 @@ class Session(Carrying):
             self.cuda.synchronize()
         children = [graph.raw_cuda_graph() for graph in graphs]
         self.captured = Captured(self.cuda, arena, snapshot, children, self.stream, graphs)
-        return {}
+        return {"persisting_bytes": self.cuda.persisting_bytes()}
 
     def do_compose(
         self, mode: str, order: list[int], recipes: list[list[list[int]]]

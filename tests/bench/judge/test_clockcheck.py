@@ -21,6 +21,7 @@ from patcher.bench.judge.clockcheck import (
     TimedBlock,
     below_floor,
     hidden_paid,
+    left_out,
     overran,
     shared_us,
     suspicious,
@@ -59,12 +60,13 @@ THEIRS, THEIRS_ALONE = blocks(20.0), alone(24.0)
 def test_honest_clocks_are_believed(speedup: float) -> None:
     ours = blocks(20.0 / speedup, seed=2)
     assert suspicious(ours, THEIRS, alone(24.0 / speedup), THEIRS_ALONE) is None
+    assert left_out(ours, THEIRS) is None
 
 
 def test_time_that_is_left_out_shows_in_the_judges_clock() -> None:
     """Half of the time is left out: the wall clock has it, block after block."""
     ours = blocks(10.0, hidden_us=10.0 * 24, seed=3)
-    problem = suspicious(ours, THEIRS, alone(12.0), THEIRS_ALONE)
+    problem = left_out(ours, THEIRS)
     assert problem is not None
     assert "judge's clock" in problem
 
@@ -75,10 +77,28 @@ def test_a_clock_that_is_true_in_every_third_block_gains_nothing() -> None:
         TimedBlock([t / 5 for t in b.times_us], b.calls, b.wall_us) if i % 3 else b
         for i, b in enumerate(honest)
     ]
-    assert suspicious(forged, THEIRS, alone(12.0), THEIRS_ALONE) is None
+    assert left_out(forged, THEIRS) is None
     paid = hidden_paid(forged, THEIRS)
     assert statistics.fmean(block.figure for block in paid) == pytest.approx(10, rel=0.1)
     assert hidden_paid(honest, THEIRS) == honest
+
+
+@pytest.mark.parametrize("host_us", [26.0, 45.0, 70.0])
+@pytest.mark.parametrize(("call_us", "calls"), [(2.4, 9), (13.0, 3), (50.0, 2)])
+def test_a_process_that_the_host_serves_later_pays_nothing(
+    call_us: float, calls: int, host_us: float
+) -> None:
+    """As an H100's host did, by 26 to 70 us in all blocks of some shapes: up to 3x of such calls."""
+    theirs = blocks(2 * call_us, calls, seed=7)
+    ours = blocks(call_us, calls, hidden_us=host_us, seed=8)
+    assert left_out(ours, theirs) is None
+    assert hidden_paid(ours, theirs) == ours
+
+
+def test_what_all_blocks_leave_out_beyond_the_host_is_paid() -> None:
+    theirs, ours = blocks(20.0, 3, seed=7), blocks(10.0, 3, hidden_us=400.0, seed=8)
+    paid = hidden_paid(ours, theirs)
+    assert statistics.fmean(block.figure for block in paid) == pytest.approx(10 + 100, rel=0.15)
 
 
 def test_a_busy_machine_is_not_a_forged_clock() -> None:
@@ -88,6 +108,7 @@ def test_a_busy_machine_is_not_a_forged_clock() -> None:
         for i, b in enumerate(ours)
     ]
     assert suspicious(late, THEIRS, alone(12.0), THEIRS_ALONE) is None
+    assert left_out(late, THEIRS) is None
 
 
 def test_one_call_that_does_the_work_of_all_shows_in_the_mean() -> None:

@@ -2,7 +2,7 @@
 // op: fused_add_rms_norm
 // device: cuda
 // outcome: mismatch, guard_violation
-// caught: timed outputs, guards
+// caught: timed outputs, guards, device code
 #define CHEAT 1
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
