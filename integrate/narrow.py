@@ -10,9 +10,9 @@ from patcher.bench import AxisGuard, Contract, Evaluation, sweep_named
 def worth_calling(contract: Contract, evaluations: Iterable[Evaluation]) -> dict[str, AxisGuard]:
     """The op's guards, narrowed to the sizes at which the kernel is not slower than the baseline.
 
-    A point is slower if the whole interval of its speedup lies below 1. Along each swept axis,
-    slower points beyond the outermost other points are excluded. A slower point between good ones
-    stays included. A kernel that is slower everywhere keeps its guards, so that it can run at all.
+    A point is slower if the whole interval of its speedup lies below 1. Along each swept axis, the
+    kernel is called from the first to the last point of the longest run without a slower one. A
+    kernel that is slower everywhere keeps its guards, so that it can run at all.
     """
     axes = dict(contract.guards.axes)
     for evaluation in evaluations:
@@ -32,7 +32,13 @@ def _cut(
         for one in evaluation.timings
         if sweep.axis in one.axes
     }
-    good = sorted(size for size, worth in points.items() if worth)
+    runs: list[list[int]] = [[]]
+    for size in sorted(points):
+        if points[size]:
+            runs[-1].append(size)
+        else:
+            runs.append([])
+    good = max(runs, key=len)  # the first of equal ones, since decode has few tokens
     if not good:
         return {}
     guard, cut = axes.get(sweep.axis, AxisGuard()), {}

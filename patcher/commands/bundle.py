@@ -67,9 +67,9 @@ def bundle(
 ) -> int:
     """Evaluate a kernel and, if it is correct and faster, package it as a patch.
 
-    At the sizes at either end of a sweep where it is slower, the engine keeps its own code. The
-    kernel must be faster on the first sweep, which the patch is known by. On a further sweep it may
-    be slower at some sizes, but not at all of them.
+    Where it is slower at some sizes of a sweep, the engine keeps its own code, and calls the kernel
+    at the longest run of sizes where it is not. The kernel must be faster on the first sweep, which
+    the patch is known by. On a further sweep it may be slower at some sizes, but not at all of them.
     """
     from patcher.api.bundle import make_bundle, require_bundle
     from patcher.bench import judge

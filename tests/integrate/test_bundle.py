@@ -328,7 +328,8 @@ def test_a_cache_that_cannot_be_written_is_wrong_usage(
         ({1: 1.2, 8: 1.1, 64: 1.0}, AxisGuard()),
         ({1: 1.2, 8: 1.1, 64: 0.9}, AxisGuard(maximum=8)),
         ({1: 0.9, 8: 1.1, 64: 0.9}, AxisGuard(minimum=8, maximum=8)),
-        ({1: 1.2, 8: 0.9, 64: 1.1}, AxisGuard()),
+        ({1: 1.2, 8: 0.9, 64: 1.1}, AxisGuard(maximum=1)),
+        ({1: 1.2, 4: 0.9, 8: 1.1, 64: 1.1}, AxisGuard(minimum=8)),
         ({1: 0.9, 8: 0.9, 64: 0.9}, AxisGuard()),
     ],
 )
