@@ -7,18 +7,31 @@
 # Writes: out
 # Needs: a GPU that Triton drives; any stride of rows; caches of any strides with dense heads;
 #   graph-safe; calls of one shape on one stream at a time.
-# Idea: flash decoding in one launch instead of three. A program has whole tiles of 64 positions of
-#   one request and all query heads of one key head, padded to 16 rows for tensor cores. Windows are
-#   cut before the work is split, so that short ones need no second pass. Where several programs
-#   share a request, the last one to end adds up their parts, found by a counter that it sets back
-#   to zero.
+# Idea: flash decoding in one launch instead of three. A program has whole tiles of positions of one
+#   request and all query heads of one key head, padded to 16 rows for tensor cores. Windows are cut
+#   before the work is split. Where several programs share a request, the last one to end adds up
+#   their parts, four at a time, found by a counter that it sets back to zero. From Hopper on it is
+#   launched before its predecessor has ended, and lets its successor be.
 # Made by: hand; flash decoding by Dao, Haziza, Massa and Sizov (2023).
 # Figures: not measured.
-# Digest: 0deeeadde15f04e0a35a303378c55f1f64c53b2fd1d43c485c8df1ebd8b00845
+# Digest: 1b505fddc0945f827570ae27304204a87e914d866118e5154860c8f18ac017aa
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# rows at most, whether windowed: positions of a tile, programs of a row, warps, stages of loads
+_PLANS = (
+    (16, False, (64, 32, 4, 2)),
+    (16, True, (64, 4, 4, 2)),
+    (256, False, (64, 8, 4, 2)),
+    (256, True, (64, 4, 4, 2)),
+    (1 << 62, False, (64, 1, 4, 2)),
+    (1 << 62, True, (64, 1, 4, 2)),
+)
 
 _WORKSPACES: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -53,9 +66,16 @@ def decode_attention_kernel(
     WINDOWED: tl.constexpr,
     SINKED: tl.constexpr,
     M: tl.constexpr,
+    G: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
+    C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        # the next kernel may load its blocks and its own weights meanwhile; it waits, too
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     kh = tl.program_id(1)
     split = tl.program_id(2)
@@ -114,44 +134,79 @@ def decode_attention_kernel(
             to = out_ptr + token * out_stride + q_at
             tl.store(to, found.to(out_ptr.dtype.element_ty), mask=q_mask)
         else:
-            # [tokens, KH, SPLITS, M, D + 2]: sums of values, then largest score and sum of weights
-            row = ((token * KH + kh) * SPLITS + split) * M + g
+            # [tokens, KH, SPLITS, G, D + 2]: sums of values, then largest score and sum of weights
+            row = ((token * KH + kh) * SPLITS + split) * G + g
             at = parts_ptr + row * (D + 2)
-            tl.store(at[:, None] + d[None, :], acc)
-            tl.store(at + D, most)
-            tl.store(at + D + 1, total)
+            tl.store(at[:, None] + d[None, :], acc, mask=(g < G)[:, None])
+            tl.store(at + D, most, mask=g < G)
+            tl.store(at + D + 1, total, mask=g < G)
             tl.debug_barrier()
             counter = done_ptr + token * KH + kh
             before = tl.atomic_add(counter, 1, sem="acq_rel")
             if before == active - 1:
                 tl.store(counter, 0)
                 tl.debug_barrier()
-                most = tl.full((M,), float("-inf"), tl.float32)
-                total = tl.zeros((M,), tl.float32)
-                acc = tl.zeros((M, D), tl.float32)
+                h = tl.arange(0, G)
+                heads = kh * GROUP + h
+                high = tl.full((G,), float("-inf"), tl.float32)
+                mass = tl.zeros((G,), tl.float32)
+                mixed = tl.zeros((G, D), tl.float32)
                 if SINKED:
-                    sink = tl.load(sinks_ptr + head, mask=g < GROUP, other=0.0).to(tl.float32)
-                    most = sink
-                    total = tl.exp(sink - tl.where(sink == float("-inf"), 0.0, sink))
-                for part in range(active):
-                    row = ((token * KH + kh) * SPLITS + part) * M + g
-                    at = parts_ptr + row * (D + 2)
-                    theirs = tl.load(at + D, cache_modifier=".cg")
-                    above = tl.maximum(most, theirs)
+                    sink = tl.load(sinks_ptr + heads, mask=h < GROUP, other=0.0).to(tl.float32)
+                    high = sink
+                    mass = tl.exp(sink - tl.where(sink == float("-inf"), 0.0, sink))
+                for start in range(0, active, C):
+                    part = start + tl.arange(0, C)
+                    part_row = ((token * KH + kh) * SPLITS + part)[:, None] * G + h[None, :]
+                    part_at = parts_ptr + part_row * (D + 2)
+                    is_part = (part < active)[:, None] & (h < G)[None, :]
+                    theirs = tl.load(
+                        part_at + D, mask=is_part, other=float("-inf"), cache_modifier=".cg"
+                    )
+                    weights = tl.load(
+                        part_at + D + 1, mask=is_part, other=0.0, cache_modifier=".cg"
+                    )
+                    values = tl.load(
+                        part_at[:, :, None] + d[None, None, :],
+                        mask=is_part[:, :, None],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    above = tl.maximum(high, tl.max(theirs, 0))
                     safe = tl.where(above == float("-inf"), 0.0, above)
-                    fade = tl.exp(most - safe)
-                    rise = tl.exp(theirs - safe)
-                    total = total * fade + tl.load(at + D + 1, cache_modifier=".cg") * rise
-                    values = tl.load(at[:, None] + d[None, :], cache_modifier=".cg")
-                    acc = acc * fade[:, None] + values * rise[:, None]
-                    most = above
-                found = acc / total[:, None]
-                to = out_ptr + token * out_stride + q_at
-                tl.store(to, found.to(out_ptr.dtype.element_ty), mask=q_mask)
+                    fade = tl.exp(high - safe)
+                    rise = tl.exp(theirs - safe[None, :])
+                    mass = mass * fade + tl.sum(weights * rise, 0)
+                    mixed = mixed * fade[:, None] + tl.sum(values * rise[:, :, None], 0)
+                    high = above
+                result = mixed / mass[:, None]
+                to = out_ptr + token * out_stride + heads[:, None] * HD + d[None, :]
+                there = (h < GROUP)[:, None] & (d < HD)[None, :]
+                tl.store(to, result.to(out_ptr.dtype.element_ty), mask=there)
 
 
 def _pow2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
+
+
+def _plan(rows: int, positions: int, windowed: bool) -> tuple[int, int, int, int]:
+    """Positions of a tile, programs of a row at most, warps, and stages of loads.
+
+    Args:
+        rows: key heads of all tokens.
+        positions: the most that a token attends to.
+        windowed: whether a token attends to few of them.
+    """
+    n, splits, warps, stages = next(
+        plan for most, short, plan in _PLANS if windowed == short and rows <= most
+    )
+    return n, min(splits, -(-positions // n)), warps, stages
+
+
+@cache
+def _launches_dependently(device: torch.device) -> bool:
+    """Whether kernels of this device may begin before the one before has ended (Hopper on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def decode_attention(
@@ -168,18 +223,18 @@ def decode_attention(
     tokens, pages = block_table.shape
     _, block_size, kv_heads, head_dim = key_cache.shape
     group = query.shape[1] // (kv_heads * head_dim)
-    m, d, n = max(_pow2(group), 16), max(_pow2(head_dim), 16), 64
-    # enough programs for two on each of some 132 multiprocessors; each reads at least a tile
-    splits = min(max(264 // (tokens * kv_heads), 1), -(-pages * block_size // n), 32)
-    shape = (query.device, tokens, kv_heads, splits, m, d)
+    m, g, d = max(_pow2(group), 16), _pow2(group), max(_pow2(head_dim), 16)
+    n, splits, warps, stages = _plan(tokens * kv_heads, pages * block_size, window.numel() > 0)
+    shape = (query.device, tokens, kv_heads, splits, g, d)
     if query.is_cuda:
         shape += (torch.cuda.current_stream(query.device).cuda_stream,)
     if shape not in _WORKSPACES:
         # counters are zero before and after each call, so that one memory serves all calls
-        parts = query.new_empty((tokens, kv_heads, splits, m, d + 2), dtype=torch.float32)
+        parts = query.new_empty((tokens, kv_heads, splits, g, d + 2), dtype=torch.float32)
         counters = query.new_zeros((tokens, kv_heads), dtype=torch.int32)
         _WORKSPACES[shape] = parts, counters
     parts, counters = _WORKSPACES[shape]
+    pdl = _launches_dependently(query.device)
     decode_attention_kernel[(tokens, kv_heads, splits)](
         query,
         key_cache,
@@ -205,8 +260,12 @@ def decode_attention(
         WINDOWED=window.numel() > 0,
         SINKED=sinks.numel() > 0,
         M=m,
+        G=g,
         D=d,
         N=n,
-        num_warps=4,
-        num_stages=2,
+        C=4,
+        PDL=pdl,
+        num_warps=warps,
+        num_stages=stages,
+        **({"launch_pdl": True} if pdl else {}),
     )
