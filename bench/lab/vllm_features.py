@@ -106,7 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="patcher.bench.lab.vllm_features")
     parser.add_argument("out", type=Path)
     parser.add_argument("bundles", type=Path, nargs="*")
-    parser.add_argument("--only", help="features, with commas; else all that these GPUs can have")
+    parser.add_argument(
+        "--only", action="append", help="a feature; may be repeated; else all for these GPUs"
+    )
     parser.add_argument("--jobs", type=int, default=3, help="processes at a time")
     parser.add_argument("--process", nargs=2, metavar=("FEATURE", "ARM"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -116,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(out, name, arm, MEMORY_SHARE / given.jobs)
         return 0
     here = [name for name, one in FEATURES.items() if one.gpus <= torch.cuda.device_count()]
-    names = given.only.split(",") if given.only else here
+    names = given.only or here
     if unknown := [name for name in names if name not in FEATURES]:
         parser.error(f"no features: {', '.join(unknown)}; there are: {', '.join(FEATURES)}")
     write_model(out)

@@ -1,0 +1,225 @@
+"""Run many measurements on the GPUs of one host, each with GPUs of its own: `python -m
+patcher.bench.lab.gpu_queue PLAN OUT --set NAME=VALUE...`.
+
+PLAN is TOML, a table a job, tried in the order of the file: `run` (a bash command, in OUT), `gpus`
+(default 1), `limit_s`, `after` (jobs that have to have ended), `setup` (a file of the environment
+that is sourced first). Words like `{this}` in them are replaced by `--set this=...`. Of each job
+OUT/jobs/NAME.log is what it printed and OUT/jobs/NAME.json how it ended; a second call runs what
+has not ended with 0. OUT/queue.txt is the state of all, for whoever looks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+POLL_S = 0.5
+GRACE_S = 10.0
+"""Seconds that a job has to end after it is asked to."""
+
+
+@dataclass(frozen=True)
+class GpuJob:
+    """One measurement."""
+
+    name: str
+    run: str
+    gpus: int = 1
+    limit_s: float = 600
+    after: tuple[str, ...] = ()
+    setup: str | None = None
+
+    @property
+    def command(self) -> str:
+        """What bash runs."""
+        return f"source {shlex.quote(self.setup)} && {{ {self.run}\n}}" if self.setup else self.run
+
+
+class PlanError(Exception):
+    """A plan that cannot be run, in one sentence."""
+
+
+def read_plan(path: Path, values: Mapping[str, str]) -> list[GpuJob]:
+    """The jobs of a plan, in its order.
+
+    Raises:
+        PlanError: a value that was not set, an unknown field or job, or jobs that wait in a circle.
+    """
+
+    def filled(text: str) -> str:
+        def value(found: re.Match[str]) -> str:
+            if found[1] not in values:
+                raise PlanError(f"{path}: no value for {found[0]}: add --set {found[1]}=...")
+            return values[found[1]]
+
+        return re.sub(r"\{([a-z_0-9]+)\}", value, text)
+
+    jobs: list[GpuJob] = []
+    for name, table in tomllib.loads(path.read_text(encoding="utf-8")).items():
+        fields: dict[str, Any] = {
+            key: filled(value) if isinstance(value, str) else value for key, value in table.items()
+        }
+        fields["after"] = tuple(fields.get("after", ()))
+        try:
+            jobs.append(GpuJob(name, **fields))
+        except TypeError as error:
+            raise PlanError(f"{path}: job {name}: {error}") from error
+    known = set[str]()
+    for job in jobs:
+        if missing := set(job.after) - known:
+            raise PlanError(f"{path}: {job.name} is after {', '.join(missing)}, not before it")
+        known.add(job.name)
+    return jobs
+
+
+class GpuQueue:
+    """Starts what can be started, and writes down how each job ended."""
+
+    def __init__(self, jobs: Sequence[GpuJob], gpus: Sequence[str], out: Path) -> None:
+        self.jobs, self.out = list(jobs), out
+        self.free = list(gpus)
+        if most := [job.name for job in jobs if job.gpus > len(gpus)]:
+            raise PlanError(f"{', '.join(most)} needs more than the {len(gpus)} GPUs of this host")
+        self.ended: dict[str, int] = {}
+        self.running: dict[str, tuple[subprocess.Popen[bytes], list[str], float, IO[bytes]]] = {}
+        (out / "jobs").mkdir(parents=True, exist_ok=True)
+        for job in jobs:
+            if (file := self._file(job.name)).is_file() and (code := _code(file)) == 0:
+                self.ended[job.name] = code
+
+    def run(self) -> int:
+        """Run all; 1 if one did not end with 0."""
+        try:
+            while len(self.ended) < len(self.jobs):
+                self._collect()
+                self._start()
+                self._tell()
+                time.sleep(POLL_S)
+        finally:
+            for name in list(self.running):
+                self._stop(name)
+        self._tell()
+        return int(any(self.ended.values()))
+
+    def _start(self) -> None:
+        for job in self.jobs:
+            if job.name in self.ended or job.name in self.running:
+                continue
+            if any(name not in self.ended for name in job.after):
+                continue
+            if len(self.free) < job.gpus:
+                return  # what comes later in the plan does not overtake it
+            taken, self.free = self.free[: job.gpus], self.free[job.gpus :]
+            log = (self.out / "jobs" / f"{job.name}.log").open("wb")
+            process = subprocess.Popen(
+                ["bash", "-c", job.command],
+                cwd=self.out,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(taken)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self.running[job.name] = process, taken, time.monotonic(), log
+
+    def _collect(self) -> None:
+        limits = {job.name: job.limit_s for job in self.jobs}
+        for name, (process, _, began, _) in list(self.running.items()):
+            over = time.monotonic() - began > limits[name]
+            if over or process.poll() is not None:
+                self._stop(name)
+
+    def _stop(self, name: str) -> None:
+        process, taken, began, log = self.running.pop(name)
+        late = process.poll() is None
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            try:  # the whole session, so that no engine is left on the GPU
+                os.killpg(process.pid, sign)
+            except ProcessLookupError:
+                break
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                continue
+        log.close()
+        code = 124 if late else process.wait()
+        self.ended[name] = code
+        self.free = sorted([*self.free, *taken])
+        seconds = round(time.monotonic() - began, 1)
+        text = json.dumps({"code": code, "seconds": seconds, "gpus": taken})
+        self._file(name).write_text(text + "\n", encoding="utf-8")
+
+    def _tell(self) -> None:
+        lines = []
+        for job in self.jobs:
+            if job.name in self.running:
+                _, taken, began, _ = self.running[job.name]
+                state = f"runs on {','.join(taken)} for {time.monotonic() - began:.0f} s"
+            elif job.name in self.ended:
+                state = f"ended with {self.ended[job.name]}"
+            else:
+                state = "waits"
+            lines.append(f"{job.name:24s} {state}\n")
+        (self.out / "queue.txt").write_text("".join(lines), encoding="utf-8")
+
+    def _file(self, name: str) -> Path:
+        return self.out / "jobs" / f"{name}.json"
+
+
+def _code(file: Path) -> int:
+    return int(json.loads(file.read_text(encoding="utf-8"))["code"])
+
+
+def gpus_here() -> list[str]:
+    """The numbers of the GPUs that may be used.
+
+    Raises:
+        PlanError: there is none.
+    """
+    if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return chosen.split(",")
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise PlanError(f"no GPU: nvidia-smi did not run ({error})") from error
+    return listed.stdout.split()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="patcher.bench.lab.gpu_queue")
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", help="jobs, with commas")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    given = parser.parse_args(arguments)
+    try:
+        values = dict(each.split("=", 1) for each in given.set)
+        jobs = read_plan(given.plan, values)
+        if given.only:
+            chosen = given.only.split(",")
+            jobs = [job for job in jobs if job.name in chosen]
+        return GpuQueue(jobs, gpus_here(), given.out.resolve()).run()
+    except PlanError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
