@@ -22,6 +22,7 @@ from patcher.bench.ab.engine_config import ConfigTrial, OtherWorkloadRate, Tunin
 from patcher.bench.ab.phases import ABPhase, ABProgress, silent
 from patcher.bench.ab.processes import SHARE_BESIDE, EngineProcess, TooLateError, open_all
 from patcher.bench.ab.windows import Pair, Side, prompt_seed, take_pair
+from patcher.bench.engines.child_errors import last_error
 from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.machine.clocks import ClockMonitor
 from patcher.bench.machine.environment import describe
@@ -32,8 +33,8 @@ WINDOWS = 5
 """Windows of a trial; the first is left out."""
 STEPS = 64
 
-EXCEPTION = re.compile(r"((\([^)]*\)|\[rank\d+\]:) )*[\w.]*(Error|Exception)\b")
-"""Beginning of a line with an exception; vLLM prepends the process, PyTorch the rank."""
+ENDED = re.compile(r"the .{1,200} process ended \([^)]*\): ")
+"""Begins the message of a process that ended."""
 
 Arguments = Mapping[str, JsonValue]
 Options = Sequence[Sequence[Arguments]]
@@ -228,7 +229,11 @@ def _once_more(
 def failed_trial(arguments: Arguments, error: PatcherError) -> ConfigTrial:
     """A configuration that did not run, with the engine's own reason."""
     late = isinstance(error, TooLateError)
-    failure = "it took too long to load" if late else _last_line(error.message)
+    failure = (
+        "it took too long to load"
+        if late
+        else last_error(ENDED.sub("", error.message)) or "no reason given"
+    )
     return ConfigTrial(arguments=dict(arguments), tokens_per_s=None, failure=failure)
 
 
@@ -270,10 +275,3 @@ def _rate(
 
 def spread_pct(rates: Sequence[float]) -> float:
     return 100 * (max(rates) / min(rates) - 1)
-
-
-def _last_line(message: str) -> str:
-    """The exception in a process's last output, without the traceback and folders."""
-    lines = message.strip().splitlines() or ["no reason given"]
-    named = [line for line in lines if EXCEPTION.match(line)]  # warnings may follow it
-    return (named or lines)[-1].strip()[:300]

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from patcher.bench.errors import PatcherError, UsageError
 from patcher.bench.workload import Workload
 
-_ERROR = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")
-"""The line of a traceback that names the exception."""
+_ERROR = re.compile(r"((\([^)]*\)|\[rank\d+\]:) *)*([\w.]*(Error|Exception|Exit|Interrupt)\b.*)")
+"""The line of a traceback that names the exception; vLLM prepends the process, PyTorch the rank."""
 _NO_MEMORY = ("can't allocate memory", "Storage size calculation overflowed", "out of memory")
 _LONGEST = 300
 
@@ -43,11 +43,20 @@ def child_failed(what: str, code: int, output: bytes) -> PatcherError:
         code: its exit code, negative for a signal.
         output: what it printed.
     """
-    lines = [line.strip() for line in output.decode("utf-8", "replace").splitlines()]
-    last = [line for line in lines if _ERROR.match(line)] or [line for line in lines if line]
-    said = last[-1][:_LONGEST] if last else "it printed nothing"
+    said = last_error(output.decode("utf-8", "replace")) or "it printed nothing"
+    return PatcherError(f"{what} failed (exit code {code}): {said}", kept(output))
+
+
+def last_error(output: str) -> str:
+    """The last exception that a program printed, else its last line; at most 300 characters."""
+    lines = [line.strip() for line in output.splitlines()]
+    named = [found[3] for line in lines if (found := _ERROR.match(line))]  # warnings may follow it
+    last = named or [line for line in lines if line]
+    return last[-1][:_LONGEST] if last else ""
+
+
+def kept(output: bytes) -> str:
+    """Keep what a program printed in a file, and say where."""
     with tempfile.NamedTemporaryFile(prefix="patcher-", suffix=".log", delete=False) as log:
         log.write(output)
-    return PatcherError(
-        f"{what} failed (exit code {code}): {said}", f"its whole output is in {log.name}"
-    )
+    return f"its whole output is in {log.name}"

@@ -89,6 +89,7 @@ class GpuQueue:
 
     def __init__(self, jobs: Sequence[GpuJob], gpus: Sequence[str], out: Path) -> None:
         self.jobs, self.out = list(jobs), out
+        self.names = {job.name for job in jobs}
         self.free = list(gpus)
         if most := [job.name for job in jobs if job.gpus > len(gpus)]:
             raise PlanError(f"{', '.join(most)} needs more than the {len(gpus)} GPUs of this host")
@@ -117,7 +118,7 @@ class GpuQueue:
         for job in self.jobs:
             if job.name in self.ended or job.name in self.running:
                 continue
-            if any(name not in self.ended for name in job.after):
+            if any(name in self.names and name not in self.ended for name in job.after):
                 continue
             if len(self.free) < job.gpus:
                 return  # what comes later in the plan does not overtake it

@@ -24,6 +24,7 @@ from patcher.ab.receipt_counts import called_between
 from patcher.bench import PatcherError, Record, Shape, relayed
 from patcher.bench.ab.processes import ProcessMemory, TooLateError
 from patcher.bench.ab.windows import Taken
+from patcher.bench.engines.child_errors import kept, last_error
 from patcher.bench.machine.environment import engine_environment
 from patcher.integrate import Patch, Receipt, patch_environment
 
@@ -31,7 +32,8 @@ LOAD_S = 900.0
 REPLY_S = 600.0
 CLOSE_S = 10.0
 """Time limit in seconds to close; the process is then killed, since its results are known."""
-_TAIL = 1500
+_LOG_LIMIT = 4 << 20
+"""Bytes of its output that are kept where it ends by itself."""
 _REPLY_LIMIT = 1 << 26
 
 ReplyRecord = TypeVar("ReplyRecord", bound=Record)
@@ -69,7 +71,7 @@ class ArmProcess:
         self._log = folder / "log"
         self._buffer = b""
         self._warm: tuple[Receipt, ...] = ()
-        self.last_words = ""
+        self.last_words, self._output = "", b""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "patcher.ab.arm"],
@@ -193,7 +195,8 @@ class ArmProcess:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
-        self.last_words = self._tail()
+        self._output = self._log.read_bytes()[-_LOG_LIMIT:]
+        self.last_words = last_error(self._output.decode("utf-8", "replace"))
         self._folder.cleanup()
 
     def _line(self, deadline: float) -> bytes:
@@ -217,10 +220,8 @@ class ArmProcess:
         self.kill(CLOSE_S)
         code = self._process.returncode
         how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-        return PatcherError(f"the {self.name} process ended ({how}): {self.last_words}")
-
-    def _tail(self) -> str:
-        return self._log.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip()
+        said = self.last_words or "it printed nothing"
+        return PatcherError(f"the {self.name} process ended ({how}): {said}", kept(self._output))
 
 
 class PipeSide:

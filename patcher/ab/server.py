@@ -18,6 +18,7 @@ from typing import Self
 
 from patcher.bench import MissingError, PatcherError, Record, UsageError
 from patcher.bench.engines import PLUGINS
+from patcher.bench.engines.child_errors import kept, last_error
 from patcher.bench.engines.serving import ServingClient
 from patcher.bench.machine.environment import ROOT, engine_environment
 from patcher.bench.sandbox.die_with_parent import die_with_parent
@@ -37,7 +38,8 @@ PASSES = 5
 """Most warm-up passes."""
 STEADY = 0.9
 """A pass that takes at least this share of the one before has compiled nothing new."""
-_TAIL = 1500
+_LOG_LIMIT = 4 << 20
+"""Bytes of its output that are kept where it fails."""
 _PROBE = """
 import importlib.metadata as metadata, importlib.util as util, json, sys
 package, group, *needs = sys.argv[1:]
@@ -186,7 +188,7 @@ class EngineServer:
         code = self._process.returncode
         if code is not None:
             how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-            raise PatcherError(f"the {self.name} server ended ({how}): {self._tail()}")
+            raise self._failed(f"ended ({how})")
 
     def close(self) -> None:
         """End it with its children, so that the device is free; idempotent."""
@@ -248,13 +250,13 @@ class EngineServer:
             finally:
                 connection.close()
             if time.monotonic() > deadline:
-                raise PatcherError(
-                    f"the {self.name} server was not ready in {START_S:.0f} s: {self._tail()}"
-                )
+                raise self._failed(f"was not ready in {START_S:.0f} s")
             time.sleep(0.2)
 
-    def _tail(self) -> str:
-        return self._log.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip()
+    def _failed(self, how: str) -> PatcherError:
+        output = self._log.read_bytes()[-_LOG_LIMIT:]
+        said = last_error(output.decode("utf-8", "replace")) or "it printed nothing"
+        return PatcherError(f"the {self.name} server {how}: {said}", kept(output))
 
 
 def refuse_used_port(port: int) -> None:

@@ -69,7 +69,7 @@ def bundle(
 
     Where it is slower at some sizes of a sweep, the engine keeps its own code, and calls the kernel
     at the longest run of sizes where it is not. The kernel must be faster on the first sweep, which
-    the patch is known by. On a further sweep it may be slower at some sizes, but not at all of them.
+    the patch is known by. On a further sweep it may be slower at some sizes, not at all of them.
     """
     from patcher.api.bundle import make_bundle, require_bundle
     from patcher.bench import judge

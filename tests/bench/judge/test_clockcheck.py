@@ -88,7 +88,7 @@ def test_a_clock_that_is_true_in_every_third_block_gains_nothing() -> None:
 def test_a_process_that_the_host_serves_later_pays_nothing(
     call_us: float, calls: int, host_us: float
 ) -> None:
-    """As an H100's host did, by 26 to 70 us in all blocks of some shapes: up to 3x of such calls."""
+    """As on an H100's host, in all blocks of some shapes: up to three times such calls."""
     theirs = blocks(2 * call_us, calls, seed=7)
     ours = blocks(call_us, calls, hidden_us=host_us, seed=8)
     assert left_out(ours, theirs) is None
