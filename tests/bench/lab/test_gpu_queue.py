@@ -77,3 +77,18 @@ def test_a_plan_that_cannot_be_run_is_refused(
 ) -> None:
     assert ran(tmp_path, plan) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_plan_of_vllm_names_what_there_is() -> None:
+    root = Path(__file__).parents[3]
+    kernels = root / "kernels"
+    values = {"engine": "engine", "judge": "judge", "kernels": str(kernels)}
+    jobs = gpu_queue.read_plan(root / "bench/lab/vllm.toml", values)
+    assert {"soak", "verdict", "features", "dense", "served", "points"} < {job.name for job in jobs}
+    sources = {word for job in jobs for word in job.run.split() if word.startswith(str(kernels))}
+    named = [Path(word) for word in sources if Path(word).suffix in (".cu", ".py")]
+    assert len(named) >= 8
+    assert all(path.is_file() for path in named)
+    for job in jobs:
+        checked = subprocess.run(["bash", "-n", "-c", job.command], capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stderr

@@ -466,7 +466,7 @@ def test_the_best_stock_configuration_is_the_baseline() -> None:
     found = tuned([moe, attention])
     assert found.chosen == {"moe": "b", "attention": "a"}
     assert found.trials[0].arguments == {}
-    assert found.trials[2].failure == "[rank0]: ValueError: not for this GPU"
+    assert found.trials[2].failure == "ValueError: not for this GPU"
     assert found.trials[2].tokens_per_s is None
     assert [trial.arguments for trial in found.trials[-2:]] == [{}, found.chosen]
     assert tuned([[{"attention": "c"}]]).chosen == {}
