@@ -60,8 +60,9 @@ def row(model: Any, tokens: torch.Tensor, bundle: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    import transformers
 
+    auto: Any = transformers.AutoModelForCausalLM
     parser = argparse.ArgumentParser(prog="patcher.bench.lab.transformers_devices")
     parser.add_argument("out", type=Path)
     parser.add_argument("bundle", type=Path)
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if torch.cuda.device_count() < 2:
         parser.error(f"this host shows {torch.cuda.device_count()} GPUs; it takes two")
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=4096,
         num_hidden_layers=LAYERS,
@@ -82,11 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokens = torch.randint(0, config.vocab_size, (BATCH, TOKENS))
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        auto.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
         for name, places in spread().items():
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.bfloat16, device_map=places
-            )
+            model = auto.from_pretrained(folder, dtype=torch.bfloat16, device_map=places)
             rows[name] = row(model.eval(), tokens, given.bundle)
             print(name, json.dumps(rows[name]), flush=True)
             del model
