@@ -71,9 +71,9 @@ def read_sqlite(path: Path, window: str | None = None) -> Recording:
         modules = nvtx_ranges(database, tables, MODULE + "%")
         named = nvtx_ranges(database, tables, *STEP_WORDS)
         marks = step_marks(named) if named else None
-        wanted = nvtx_ranges(database, tables, _escaped(window)) if window else None
+        wanted = nvtx_ranges(database, tables, _escaped(window)) if window is not None else None
         api_rows = row_ids(database, RUNTIME) if RUNTIME in tables else None
-        if window and wanted is None:
+        if window is not None and wanted is None:
             raise UsageError(f"{path.name} has no NVTX range {window!r}", _ranges(database, tables))
         cards = read_cards(database, tables)
         if {"globalPid", "deviceId"} <= columns:
@@ -141,7 +141,8 @@ def _launches(
     if name is None or not {"start", "end"} <= columns:
         raise UsageError(f"{path.name} has kernels without names or times", HINT)
     where = [f"IFNULL({c}, 0)" if c in columns else "0" for c in ("deviceId", "streamId")]
-    place = f"{where[0]} << 32 | {where[1]}"  # one column is read faster than two
+    # one column is read faster than two
+    place = f"{where[0]} << 32 | ({where[1]} & 4294967295)"
     kinds = (np.int32, np.int64, np.int64, np.int64)
     times = ('IFNULL(start, IFNULL("end", 0) + 1)', 'IFNULL("end", IFNULL(start, 1) - 1)')
     names, starts, ends, places = read_columns(path, KERNELS, rowids, (name, *times, place), kinds)

@@ -52,11 +52,11 @@ def read_trace(table: Table, source: str, name: str, kind: Kind) -> Recording:
             start, coarse = nanoseconds(cells[at_begin], units[at_begin])
             duration, fine = nanoseconds(cells[at_length], units[at_length])
         except ValueError:
-            raise not_a_row(name, line, kind) from None
+            raise not_a_row(name, line, kind, cells) from None
         step = max(step, coarse, fine)
         text = cells[-1]
         if not text.strip():
-            raise not_a_row(name, line, kind)
+            raise not_a_row(name, line, kind, cells)
         first, end = round(start), round(start + duration)
         on = "" if device is None else cells[device]
         if text.startswith("[") and text.endswith("]") and (at_grid is None or not cells[at_grid]):
