@@ -63,11 +63,11 @@ class OpenAIModel(ApiModel):
         draft.named(event.get("model"))
         usage = event.get("usage")  # in the last chunk, which has no choices
         for ours, *path in _COUNTS:
-            if (said := inside(usage, *path)) is not None:
-                draft.counts[ours] = said
+            draft.counted(ours, inside(usage, *path))
         choices = event.get("choices")
         for choice in choices if isinstance(choices, list) else ():
-            if inside(choice, "index") not in (0, None):
+            index = inside(choice, "index")
+            if type(index) is int and index:
                 continue  # one was asked for
             # `message` where the server does not stream
             said = inside(choice, "delta") or inside(choice, "message")
