@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from model_servers import Api, ApiServer
+from model_servers import Api, ApiServer, Item
 
 from patcher.bench import PatcherError
 from patcher.models import ModelError, Reply, Request
@@ -220,3 +220,46 @@ def test_what_is_drawn_as_nothing_is_shown(model: ApiModel, api: Api, hidden: st
     shown = f"a<U+{ord(hidden):04X}>b \u2714\ufe0f \u00e9"
     assert visible(f"a{hidden}b \u2714\ufe0f \u00e9") == shown
     assert heard(model, [b"".join(api.events(f"a{hidden}b \u2714\ufe0f \u00e9"))]).text == shown
+
+
+def chunked(body: bytes, end: bytes) -> bytes:
+    return b"%x;a=b\r\n%s\r\n0\r\n%s\r\n" % (len(body), body, end)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+LENGTH = HEAD + b"content-length: %d\r\n\r\n%s"
+ANSWERS: dict[str, Callable[[bytes], bytes]] = {
+    "HTTP/1.0": lambda body: b"HTTP/1.0 200 OK\r\n\r\n" + body,
+    "no length": lambda body: HEAD + b"\r\n" + body,
+    "answers that are none": lambda body: (
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + b"HTTP/1.1 103 Early\r\nlink: x\r\n\r\n" * 9)
+        + LENGTH % (len(body), body)
+    ),
+    "a trailer": lambda body: (
+        HEAD
+        + b"transfer-encoding: chunked\r\n\r\n"
+        + chunked(body, b"content-length: 9\r\nx: y\r\n")
+    ),
+    "a second answer": lambda body: (LENGTH % (len(body), body)) * 2,
+}
+
+
+@pytest.mark.parametrize("form", ANSWERS)
+def test_an_answer_is_read_in_every_form_of_http(api: Api, server: ApiServer, form: str) -> None:
+    """Nor does what comes after it answer the next question."""
+    server.script = [
+        Item(b"", raw=[ANSWERS[form](b"".join(api.events("First")))]),
+        api.reply("Second"),
+    ]
+    model = api.open(server)
+    assert model.ask(REQUEST).text == "First"
+    assert model.ask(REQUEST).text == "Second"
+
+
+@pytest.mark.parametrize("line", [b"x: " + b"y" * 3_000_000, b"x: y\r\n" * 400_000 + b"z: y"])
+def test_a_head_of_megabytes_is_no_answer(api: Api, server: ApiServer, line: bytes) -> None:
+    server.script = [Item(b"", raw=[b"HTTP/1.1 200 OK\r\n", line, b"\r\n\r\n"]), api.reply()]
+    model = api.open(server)
+    with pytest.raises(ModelError, match="no HTTP"):
+        model.ask(REQUEST)
+    assert model.ask(REQUEST).text == "Hello"
