@@ -14,8 +14,9 @@ UNITS = {
     "s": 1_000_000_000,
     "sec": 1_000_000_000,
 }
-LARGEST = 10**18
-"""Limit of counts and of times in ns (30 years); sums of a summary stay exact in 128 bits."""
+LARGEST = 2 * 10**18
+"""Limit of counts and of times in ns, which may count from 1970; sums of a summary stay exact in
+128 bits."""
 LONGEST = 40
 """Maximum characters of a number; parsing a damaged one of megabytes would take minutes."""
 

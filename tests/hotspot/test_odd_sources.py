@@ -91,6 +91,34 @@ def test_numbers_of_an_export_are_not_bounded_by_31_bits(tmp_path: Path) -> None
     assert profile.gpu.name == "NVIDIA H100 80GB HBM3"
 
 
+NOW = 1_764_000_000_000_000_000
+"""Nanoseconds since 1970, as `nsys export --ts-normalize=true` counts."""
+
+
+def test_times_may_count_from_1970(tmp_path: Path) -> None:
+    export = Export(tmp_path / "t.sqlite")
+    rows = []
+    for step in range(8):
+        begin = NOW + 100_000 * step
+        export.range("step", begin, begin + 50_000)
+        export.launch("gemm", begin + 100, 5_000, at=begin + 50, correlation=step + 1)
+        rows.append(
+            f"{begin + 100},5000,{step + 1},1,1,1,32,1,1,16,0,0,,,,,NVIDIA H100 (0),1,7,gemm"
+        )
+    copy = (NOW + 10_000, NOW + 14_000, 0, 7, 900, 77 << 24)
+    export.add("CUPTI_ACTIVITY_KIND_MEMCPY", copy)
+    profile = read(export.done())
+    assert (profile.steps, profile.total_kernel_ns, profile.memory_ns) == (8, 40_000, 4_000)
+    head = "Start (ns),Duration (ns),CorrId,GrdX,GrdY,GrdZ,BlkX,BlkY,BlkZ,Reg/Trd,StcSMem (MB),"
+    head += "DymSMem (MB),Bytes (MB),Throughput (MB/s),SrcMemKd,DstMemKd,Device,Ctx,Strm,Name"
+    path = tmp_path / "trace.csv"
+    path.write_text("\n".join([head, *rows]) + "\n")
+    assert read(path).wall_ns == 705_000
+    path.write_text("\n".join([head, *rows, rows[0].replace(str(NOW + 100), "0")]) + "\n")
+    with pytest.raises(UsageError, match="impossible times"):
+        read(path)
+
+
 def test_a_trace_of_a_large_job_is_a_trace(tmp_path: Path) -> None:
     """Kineto writes the ranks of every group before the events."""
     groups = [{"pg_name": str(name), "ranks": list(range(2048))} for name in range(20)]
