@@ -91,6 +91,21 @@ def test_numbers_of_an_export_are_not_bounded_by_31_bits(tmp_path: Path) -> None
     assert profile.gpu.name == "NVIDIA H100 80GB HBM3"
 
 
+def test_kernels_that_cupti_could_not_time_add_no_wall_time(tmp_path: Path) -> None:
+    export = Export(tmp_path / "t.sqlite")
+    now = 5_000_000_000
+    for text, microseconds in (STEP[0], STEP[1], STEP[4], STEP[3]) * 2:
+        export.launch(text, now, round(1000 * microseconds))
+        export.launch("never timed", 0, 0)
+        now += round(1000 * microseconds) + 500
+    profile = read(export.done())
+    assert (profile.total_kernel_ns, profile.wall_ns) == (99_500, 103_000)
+    assert sum(kernel.instances for kernel in profile.kernels) == 8
+    assert profile.bound == "kernels"
+    [warning] = [warning for warning in profile.warnings if warning.kind == "untimed"]
+    assert warning.message.startswith("8 of 16 kernels are left out")
+
+
 NOW = 1_764_000_000_000_000_000
 """Nanoseconds since 1970, as `nsys export --ts-normalize=true` counts."""
 
