@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from model_servers import Api, ApiServer, Item
+from model_servers import APIS, Api, ApiServer, Item
 
 from patcher.bench import PatcherError
 from patcher.models import ModelError, Reply, Request
@@ -196,6 +196,21 @@ def test_odd_fields_of_gateways_cost_no_reply(model: ApiModel, api: Api) -> None
             event["error"] = empty
 
         assert heard(model, [changed(api, change)]).text == "Hello"
+
+
+def test_a_text_may_come_in_parts(server: ApiServer) -> None:
+    """As in a request; some servers put the thinking there, too."""
+    thought = [{"type": "text", "text": "h" * 640}]
+    parts = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": "Hel"}, 7, {}]
+
+    def change(event: dict[str, Any]) -> None:
+        for choice in event["choices"]:
+            if choice["delta"].get("content") == "He":
+                choice["delta"]["content"] = parts
+
+    api = APIS["openai"]
+    reply = heard(api.open(server), [changed(api, change)])
+    assert (reply.text, reply.received_characters) == ("Helllo", 646)
 
 
 @pytest.mark.parametrize(
