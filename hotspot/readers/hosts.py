@@ -186,7 +186,7 @@ def calls_of(
             before = next((each for each in known if each.process == process), None)
             if before is None:
                 known.append(call)
-            elif before.name == call.name:  # else the runtime calls the driver
+            elif before.name == call.name and before.at != at:  # else runtime and driver
                 repeated[process] += 1
     order = kernels.order
     number = np.array([_correlation(e) or -1 for e in kernels.events], dtype=np.int64)[order]

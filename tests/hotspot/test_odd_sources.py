@@ -52,7 +52,8 @@ def test_calls_of_other_programs_are_no_ranks(tmp_path: Path) -> None:
         e | {"cat": "cuda_driver", "name": "cuLaunchKernel"} for e in own if "runtime" in e["cat"]
     ]
     helper = [call(EPOCH, 101, pid=999), call(EPOCH, 102, pid=999)]
-    whole(read(write_trace(tmp_path / "t.json", [*own, *inner, *helper])))
+    twice = [event for event in own if "runtime" in event["cat"]]
+    whole(read(write_trace(tmp_path / "t.json", [*own, *inner, *helper, *twice])))
 
 
 def test_each_ranks_clock_is_its_own(tmp_path: Path) -> None:
