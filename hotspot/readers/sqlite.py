@@ -142,8 +142,7 @@ def _launches(
     if name is None or not {"start", "end"} <= columns:
         raise UsageError(f"{path.name} has kernels without names or times", HINT)
     where = [f"IFNULL({c}, 0)" if c in columns else "0" for c in ("deviceId", "streamId")]
-    # one column is read faster than two
-    place = f"{where[0]} << 32 | ({where[1]} & 4294967295)"
+    place = f"{where[0]} << 32 | {where[1]}"  # one column is read faster than two
     kinds = (np.int32, np.int64, np.int64, np.int64)
     times = ('IFNULL(start, IFNULL("end", 0) + 1)', 'IFNULL("end", IFNULL(start, 1) - 1)')
     names, starts, ends, places = read_columns(path, KERNELS, rowids, (name, *times, place), kinds)

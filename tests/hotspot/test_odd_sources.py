@@ -80,7 +80,7 @@ def test_numbers_of_an_export_are_not_bounded_by_31_bits(tmp_path: Path) -> None
         for place, (text, microseconds) in enumerate(STEP):
             correlation = (1 << 32) - 20 + 5 * step + place
             at, start = begin + 10 + place, begin + 9_000 * (place + 1)
-            where = {"correlation": correlation, "stream": (-1, 3 << 31)[place % 2]}
+            where = {"correlation": correlation, "stream": (7, (1 << 32) - 1)[place % 2]}
             export.launch(text, start, round(1000 * microseconds) // 10, at=at, **where)
     table = "CUPTI_ACTIVITY_KIND_KERNEL"
     export.database.execute(f"UPDATE {table} SET rowid = rowid * 4294967299")
