@@ -8,11 +8,14 @@ from typing import Literal, NamedTuple
 Phase = Literal["decode", "prefill", "mixed"]
 """What a step computes: new tokens of running sequences, prompts, or both."""
 
-STEP_WORDS = ("%context%generation%", "%step%")
+STEP_WORDS = ("%context%generation%", "execute_new_%cached%", "%step%")
 """SQL patterns that hold every range of `mark_of`; `LIKE` ignores case."""
 
 _VLLM = re.compile(r"execute(?:_\d+)?_context_(\d{1,9})(?:\([^()]*\))?_generation_(\d{1,9})(?!\d)")
 """`execute_context_1(512)_generation_8(8)`; newer versions add a count of tokens and sums."""
+_VLLM_CACHED = re.compile(r"execute_new_(\d{1,9})_cached_(\d{1,9})(?!\d)")
+"""`execute_new_0_cached_8`, as versions before wrote it: requests that are new, and that are not.
+The rest of a prompt that was cut is not new either; it counts as decode."""
 _SGLANG = re.compile(r"step\[([A-Z_0-9]+)[ \]]")
 """`step[DECODE bs=32]`, `step[EXTEND bs=1 toks=512]`."""
 _SGLANG_PHASES: dict[str, Phase] = {
@@ -47,7 +50,7 @@ class Mark(NamedTuple):
 def mark_of(text: str) -> Mark | None:
     """The step that a range names; None for any other range."""
     text = text[:500].strip().removeprefix(":")
-    if (match := _VLLM.match(text)) is not None:
+    if (match := _VLLM.match(text) or _VLLM_CACHED.match(text)) is not None:
         return Mark(0, _phase(int(match[1]), int(match[2])))
     if (match := _TENSORRT.match(text)) is not None:
         return Mark(0, _phase(int(match[1]), int(match[2])))

@@ -7,6 +7,11 @@ import unicodedata
 
 _HARMLESS = re.compile(r"[\x20-\x7e\n\t]*")
 _SUSPECT = re.compile(r"[^\x20-\x7e\n\t]")
+_UNSEEN = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\uffa0\ufe00-\ufe0d\U000e0000-\U000e0fff]"
+)
+"""Letters and marks that are drawn as nothing: fillers, joiners and selectors of a variant, but for
+the two selectors of emoji."""
 
 
 def visible(text: str) -> str:
@@ -28,6 +33,7 @@ def one_line(text: str, limit: int) -> str:
 
 def _shown(found: re.Match[str]) -> str:
     character = found[0]
-    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):
+    hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+    if hidden or _UNSEEN.match(character):
         return f"<U+{ord(character):04X}>"
     return character

@@ -22,10 +22,15 @@ ARCHIVES = {
     b"\xfd7zXZ\0": "an xz archive",
     b"BZh": "a bzip2 archive",
     b"\x28\xb5\x2f\xfd": "a zstd archive",
+    b"\x50\x2a\x4d\x18": "a zstd archive",  # a frame that is skipped comes first
     b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"\x04\x22\x4d\x18": "an lz4 archive",
 }
 OTHER_EXPORTS = {b"\x89HDF\r\n": "an HDF5 export", b"ARROW1": "an Arrow export"}
 """Of nsys, too."""
+_PACKED = (SQLITE_MAGIC, GZIP_MAGIC, *ARCHIVES, *OTHER_EXPORTS)
+_TRACE_WORDS = (b'"traceEvents"', b'"ph"', b'"schemaVersion"', b'"deviceProperties"')
+"""In the first part of a trace; what is told of a large job may come before its events."""
 MAX_TEXT = 64 << 20
 """Bytes. A summary has one line per kernel, so a larger text is something else."""
 GIVE = "give an nsys export or summary, or a torch.profiler trace"
@@ -70,6 +75,11 @@ def read_recording(path: Path, window: str | None = None) -> Recording:
         if head.startswith(magic):
             raise UsageError(f"{path.name} is {what}, which is not read", f"give {HINT}")
     text = _decompress(head)
+    if text is not head and any(text.startswith(magic) for magic in _PACKED):
+        raise UsageError(
+            f"{path.name} is a gzip of a file that is not text",
+            "unpack it and give the file inside",
+        )
     if b'"CudaEvent":' in text or (b'"id":' in text[:20] and b'"value":' in text[:200]):
         raise UsageError(
             f"{path.name} is an export as lines of JSON, which is not read", f"give {HINT}"
@@ -96,7 +106,7 @@ def _decompress(head: bytes) -> bytes:
 
 def _is_trace(head: bytes) -> bool:
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
-    return start[:1] in (b"{", b"[") and (b'"traceEvents"' in head or b'"ph"' in head)
+    return start[:1] in (b"{", b"[") and any(word in head for word in _TRACE_WORDS)
 
 
 def _text(path: Path) -> str:

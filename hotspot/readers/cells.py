@@ -14,11 +14,17 @@ UNITS = {
     "s": 1_000_000_000,
     "sec": 1_000_000_000,
 }
-LARGEST = 10**18
-"""Limit of counts and of times in ns (30 years); sums of a summary stay exact in 128 bits."""
+LARGEST = 2 * 10**18
+"""Limit of counts and of times in ns, which may count from 1970; sums of a summary stay exact in
+128 bits."""
 LONGEST = 40
 """Maximum characters of a number; parsing a damaged one of megabytes would take minutes."""
 
+EUROPEAN = re.compile(
+    r"-?(?:\d{1,3}(?:\.\d{3}){2,}(?:,\d+)?|\d{1,3}(?:\.\d{3})+,\d+|\d+,\d{1,2}|0,\d+)"
+)
+"""A number whose thousands are separated by points, or whose decimals by a comma."""
+_SPACED = re.compile(r"\d{1,3}(?:[\s\u00a0\u202f'\u2019]\d{3})+(?:[.,]\d+)?")
 _PLAIN = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][+-]?\d{1,2})?", re.ASCII)
 _WITH_UNIT = re.compile(r"(\S+) ?(ns|us|μs|µs|ms|sec|s)")
 _HEADER = re.compile(r"(.*?) ?\((\w+(?:/\w+)?)\)")
@@ -52,6 +58,12 @@ def whole(cell: str) -> int:
     if value != int(value):
         raise ValueError(cell)
     return int(value)
+
+
+def is_foreign(cell: str) -> bool:
+    """Whether the cell is a number as other locales write it."""
+    cell = cell.strip().removesuffix("%")
+    return len(cell) < LONGEST and bool(EUROPEAN.fullmatch(cell) or _SPACED.fullmatch(cell))
 
 
 def percent(cell: str) -> float:

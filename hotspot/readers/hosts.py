@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -19,12 +19,23 @@ from patcher.hotspot.marks import mark_of
 from patcher.hotspot.names import printable
 from patcher.hotspot.owners import Calls, Ranges
 from patcher.hotspot.readers.events import Event
-from patcher.hotspot.readers.times import DamagedError, TimedEvents, interval, nanoseconds
+from patcher.hotspot.readers.times import (
+    DamagedError,
+    MergedError,
+    TimedEvents,
+    interval,
+    nanoseconds,
+)
 from patcher.hotspot.timeline import Codes, Integers
 
-_INTEGER = re.compile(r"-?\d{1,10}")
+_INTEGER = re.compile(r"-?\d{1,20}")
 Identity = tuple[int, object]
 """Device number and `pid` of GPU work."""
+
+
+def is_merged(count: int, of: int) -> bool:
+    """Whether so many impossible records are no damage of a few, but those of another rank."""
+    return count >= max(5, 0.1 * of)
 
 
 @dataclass(frozen=True)
@@ -90,10 +101,10 @@ def identity(event: Event) -> Identity:
     return device, pid if isinstance(pid, int | str) else None
 
 
-def _integer(value: object) -> int | None:
+def _integer(value: object, below: int = 1 << 31) -> int | None:
     if isinstance(value, str) and _INTEGER.fullmatch(value):
         value = int(value)
-    return value if isinstance(value, int) and abs(value) < 1 << 31 else None
+    return value if isinstance(value, int) and abs(value) < below else None
 
 
 def _stream(event: Event, known: dict[object, int]) -> int:
@@ -159,16 +170,24 @@ def ranges_of(events: Sequence[Event], hosts: Hosts, wanted: str | None) -> tupl
 def calls_of(
     events: Sequence[Event], hosts: Hosts, kernels: TimedEvents, placed: Placed
 ) -> KernelCalls:
-    """The call that launched each kernel, by its correlation."""
+    """The call that launched each kernel, by its correlation.
+
+    Raises:
+        MergedError: several ranks share the number of a process, or of a device.
+    """
     offered: dict[int, list[_Call]] = defaultdict(list)
+    repeated: Counter[int] = Counter()
     for event in events:
         correlation, at = _correlation(event), nanoseconds(event.get("ts"))
         if correlation is not None and at is not None:
             thread, process = hosts.of(event)
-            call = _Call(at, thread, process, _rank(event.get("pid")))
+            call = _Call(at, thread, process, _rank(event.get("pid")), event.get("name"))
             known = offered[correlation]
-            if all(each.process != process for each in known):  # the runtime calls the driver
+            before = next((each for each in known if each.process == process), None)
+            if before is None:
                 known.append(call)
+            elif before.name == call.name and before.at != at:  # else runtime and driver
+                repeated[process] += 1
     order = kernels.order
     number = np.array([_correlation(e) or -1 for e in kernels.events], dtype=np.int64)[order]
     start, device = kernels.start[order], placed.device[order]
@@ -179,6 +198,7 @@ def calls_of(
         [call for call in calls if call.rank == ranks[at]] or calls
         for calls, at in zip(choices, index, strict=True)
     ]
+    _check_told_apart(choices, device, repeated)
     served = _served(choices, start.tolist(), device.tolist())
     rows = np.full((len(number), 3), -1, dtype=np.int64)
     for at, calls in enumerate(choices):
@@ -195,10 +215,28 @@ class _Call:
     thread: int
     process: int
     rank: str
+    name: object
+
+
+def _check_told_apart(
+    choices: Sequence[Sequence[_Call]], devices: Codes, repeated: Mapping[int, int]
+) -> None:
+    """Refuse ranks that were merged without numbers of their own.
+
+    A correlation is used once in a process. A trace of one rank holds one process, so there are no
+    more processes that launch than devices.
+    """
+    served = Counter(call.process for calls in choices for call in calls)
+    if any(is_merged(repeated.get(process, 0), count) for process, count in served.items()):
+        raise MergedError("calls of one process repeat their correlations")
+    processes = sum(is_merged(count, len(choices)) for count in served.values())
+    numbers = len(np.unique(devices))
+    if processes > numbers:
+        raise MergedError(f"{processes} processes launch kernels on {numbers} device numbers")
 
 
 def _correlation(event: Event) -> int | None:
-    value = _integer(_arguments(event).get("correlation"))
+    value = _integer(_arguments(event).get("correlation"), 1 << 63)
     return value if value is not None and value > 0 else None
 
 

@@ -25,13 +25,20 @@ from patcher.hotspot.readers.hosts import (
     Placed,
     calls_of,
     identity,
+    is_merged,
     place,
     ranges_of,
     without_calls,
 )
 from patcher.hotspot.readers.leftout import around_others, impossible, left_out
 from patcher.hotspot.readers.makers import described, other_maker
-from patcher.hotspot.readers.times import DamagedError, TimedEvents, interval, timed_events
+from patcher.hotspot.readers.times import (
+    DamagedError,
+    MergedError,
+    TimedEvents,
+    interval,
+    timed_events,
+)
 from patcher.hotspot.recording import Launches, NamedSteps, Recording
 from patcher.hotspot.timeline import Integers
 
@@ -68,6 +75,11 @@ def read_kineto(path: Path, window: str | None = None) -> Recording:
         raise UsageError(f"{path.name} {what}", RECORD)
     try:
         return _recording(events, path.name, window)
+    except MergedError as error:
+        raise UsageError(
+            f"{path.name} is merged from several ranks that cannot be told apart: {error}",
+            "give the trace of one rank, or merge them with a `pid` for each rank's GPU",
+        ) from None
     except (DamagedError, OverflowError) as error:
         message = f"{path.name} is damaged: {error}"
         raise UsageError(message, RECORD) from None
@@ -89,6 +101,8 @@ def _recording(events: Events, name: str, window: str | None) -> Recording:
     ]
     if around_others(launches):
         wrong = impossible(launches, calls.number)
+        if is_merged(int(wrong.sum()), len(wrong)):
+            raise MergedError("many kernels of one stream run at the same time")
         warnings += left_out("overlapping", int(wrong.sum()), len(wrong), "kernels", OVERLAPPING)
         launches, calls = launches.chosen(~wrong), calls.chosen(~wrong)
     launches, steps, more = _steps(events, hosts, placed, launches, calls)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from patcher.bench import UsageError
 from patcher.hotspot.profile import Counters
+from patcher.hotspot.readers.cells import EUROPEAN
 
 FIX = (
     "LC_ALL=C ncu --import REPORT.ncu-rep --page raw --csv --print-units base > counters.csv; to "
@@ -68,9 +69,6 @@ _ABSENT = frozenset(["", "n/a", "nan", "-nan", "inf", "-inf", "no data", "(!) na
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d{1,25})(?:\.\d{1,25})?(?:[eE][+-]?\d{1,2})?")
 _POINT_GROUPS = re.compile(r"-?\d{1,3}\.\d{3}")
 """Such as `117.344`: in the C locale ncu writes two or six decimals, never three."""
-_EUROPEAN = re.compile(
-    r"-?(?:\d{1,3}(?:\.\d{3}){2,}(?:,\d+)?|\d{1,3}(?:\.\d{3})+,\d+|\d+,\d{1,2}|0,\d+)"
-)
 _ENGLISH = re.compile(
     r"-?(?:\d{1,3}(?:,\d{3}){2,}(?:\.\d+)?|\d{1,3}(?:,\d{3})+\.\d+|\d+\.(?:\d\d?|\d{4,}))"
 )
@@ -103,7 +101,7 @@ def check_locale(written: Iterable[str], used: Iterable[str], name: str) -> None
     doubtful: str | None = None
     for group, decides in ((written, False), (used, True)):
         for text in group:
-            if _EUROPEAN.fullmatch(text):
+            if EUROPEAN.fullmatch(text):
                 raise UsageError(f"{name} has numbers of another locale ({text[:40]})", FIX)
             english = english or _ENGLISH.fullmatch(text) is not None
             if decides and doubtful is None and _POINT_GROUPS.fullmatch(text):

@@ -39,8 +39,9 @@ UNTIMED = "CUPTI could not measure the time"
 OVERLAPPING = "the time holds several later kernels of the same stream, which cannot be"
 LONGER = 10
 """A launch at time 0 that is so many times longer than the longest other only lacks its start."""
-_LATEST = 1 << 60
-"""Limit of times in ns (36 years), so that sums do not overflow."""
+_LATEST, _LONGEST = 1 << 61, 1 << 60
+"""Limits of times in ns, which may count from 1970, and of what lies between them (36 years), so
+that sums do not overflow."""
 
 
 def read_sqlite(path: Path, window: str | None = None) -> Recording:
@@ -71,9 +72,9 @@ def read_sqlite(path: Path, window: str | None = None) -> Recording:
         modules = nvtx_ranges(database, tables, MODULE + "%")
         named = nvtx_ranges(database, tables, *STEP_WORDS)
         marks = step_marks(named) if named else None
-        wanted = nvtx_ranges(database, tables, _escaped(window)) if window else None
+        wanted = nvtx_ranges(database, tables, _escaped(window)) if window is not None else None
         api_rows = row_ids(database, RUNTIME) if RUNTIME in tables else None
-        if window and wanted is None:
+        if window is not None and wanted is None:
             raise UsageError(f"{path.name} has no NVTX range {window!r}", _ranges(database, tables))
         cards = read_cards(database, tables)
         if {"globalPid", "deviceId"} <= columns:
@@ -152,7 +153,9 @@ def _launches(
         raise UsageError(f"{path.name} has no kernel with a time: CUPTI measured none", HINT)
     if not timed.all():
         names, starts, ends, places = (column[timed] for column in (names, starts, ends, places))
-    if starts.min() < -_LATEST or ends.max() > _LATEST or _sum(ends - starts) > _LATEST:
+    first, last = int(starts.min()), int(ends.max())
+    long = last - first > _LONGEST or _sum(ends - starts) > _LONGEST
+    if long or first < -_LATEST or last > _LATEST:
         raise UsageError(f"{path.name} has kernels with impossible times", HINT)
     codes, identifiers = _coded(names)
     texts = _strings(database, identifiers)

@@ -9,7 +9,13 @@ from dataclasses import replace
 from patcher.bench import UsageError
 from patcher.hotspot.profile import ProfileWarning
 from patcher.hotspot.readers.cells import nanoseconds, whole
-from patcher.hotspot.readers.sums import HINT, Kind, read_sums, table_units
+from patcher.hotspot.readers.sums import (
+    HINT,
+    Kind,
+    of_another_locale,
+    read_sums,
+    table_units,
+)
 from patcher.hotspot.readers.tables import Table, tables
 from patcher.hotspot.readers.traces import read_trace
 from patcher.hotspot.recording import Recording, SummaryRow
@@ -37,6 +43,12 @@ _OTHERS = (
     ("Source", "an MPI summary"),
     ("Result", "an API trace"),
 )
+_SEMICOLONS = re.compile(
+    r"^\W{0,4}(?:Time|Total Time|Start|Instances|Duration)\b[^;\n]{0,20};[^\n]{0,999};\W?"
+    r"(?:\w+ )?Name\W{0,3}$",
+    re.MULTILINE,
+)
+"""A header, as a spreadsheet writes it where a comma comes before decimals."""
 _LAUNCH = re.compile(r"cu(?:da)?Launch\w*Kernel")
 HOST_BOUND = 2
 """The host bounds a run whose calls or ranges take so many times as long as its kernels."""
@@ -64,6 +76,8 @@ def read_summary(text: str, name: str) -> Recording:
     candidates = list(tables(text))
     kinds = [kind_of(table) for table in candidates]
     kind = next((kind for kind in KINDS if kind in kinds), None)
+    if kind is None and _SEMICOLONS.search(text):
+        raise of_another_locale(name, "semicolons between its columns")
     if kind is None:
         raise UsageError(f"{name} is {_what(candidates, text)}, not a kernel summary", HINT)
     chosen = [table for table, its in zip(candidates, kinds, strict=True) if its is kind]

@@ -8,7 +8,7 @@ from decimal import ROUND_HALF_EVEN, Decimal
 
 from patcher.bench import UsageError
 from patcher.hotspot.profile import ProfileWarning
-from patcher.hotspot.readers.cells import UNITS, nanoseconds, percent, whole
+from patcher.hotspot.readers.cells import UNITS, is_foreign, nanoseconds, percent, whole
 from patcher.hotspot.readers.tables import Table
 from patcher.hotspot.recording import Recording, SummaryRow
 
@@ -73,7 +73,7 @@ def read_sums(table: Table, source: str, name: str, kind: Kind) -> Recording:
         try:
             one, precision = _sum(cells, where, units, kind)
         except ValueError:
-            raise not_a_row(name, line, kind) from None
+            raise not_a_row(name, line, kind, cells) from None
         step = max(step, precision)
         bare = without_range(one.name)
         ranged |= bare != one.name
@@ -99,9 +99,17 @@ def table_units(table: Table) -> list[int | None]:
     return [UNITS.get(unit or shared or "") for unit in table.units]
 
 
-def not_a_row(name: str, line: int, kind: Kind) -> UsageError:
+def not_a_row(name: str, line: int, kind: Kind, cells: tuple[str, ...]) -> UsageError:
+    foreign = next((cell for cell in cells[:-1] if is_foreign(cell)), None)
+    if foreign is not None:
+        return of_another_locale(name, f"line {line}: {foreign.strip()}")
     message = f"{name}, line {line}: not a line of a {kind.what}"
     return UsageError(message, f"the file may be cut off or changed; write it again: {HINT}")
+
+
+def of_another_locale(name: str, what: str) -> UsageError:
+    """The error for numbers of which nobody can tell what a point or a comma means."""
+    return UsageError(f"{name} has numbers of another locale ({what})", f"LC_ALL=C {HINT}")
 
 
 def warn_of_launches(kind: Kind) -> list[ProfileWarning]:
@@ -213,7 +221,7 @@ def _check_complete(table: Table, name: str, kind: Kind) -> list[ProfileWarning]
             total += percent(cells[at])
             by_gui |= cells[at].endswith("%")
         except ValueError:
-            raise not_a_row(name, line, kind) from None
+            raise not_a_row(name, line, kind, cells) from None
     if total >= 100 - (0.05 * len(table.rows) + 0.5):
         return []
     what = f"its rows are only {total:.1f} % of the whole"

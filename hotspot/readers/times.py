@@ -23,6 +23,10 @@ class DamagedError(Exception):
     """The trace's GPU work is malformed; the message says how."""
 
 
+class MergedError(Exception):
+    """The trace holds several ranks that cannot be told apart; the message says by what."""
+
+
 @dataclass(frozen=True)
 class TimedEvents:
     """Events with usable times, in the order of the file."""

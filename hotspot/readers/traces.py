@@ -24,6 +24,8 @@ from patcher.hotspot.readers.sums import (
 from patcher.hotspot.readers.tables import Table
 from patcher.hotspot.recording import Launches, Recording
 
+_LONGEST = 1 << 60
+"""Limit in ns (36 years) of all kernels and of what lies between them."""
 _DEVICE = re.compile(r"(.*?) ?\((\d{1,4})\)")
 
 
@@ -52,11 +54,11 @@ def read_trace(table: Table, source: str, name: str, kind: Kind) -> Recording:
             start, coarse = nanoseconds(cells[at_begin], units[at_begin])
             duration, fine = nanoseconds(cells[at_length], units[at_length])
         except ValueError:
-            raise not_a_row(name, line, kind) from None
+            raise not_a_row(name, line, kind, cells) from None
         step = max(step, coarse, fine)
         text = cells[-1]
         if not text.strip():
-            raise not_a_row(name, line, kind)
+            raise not_a_row(name, line, kind, cells)
         first, end = round(start), round(start + duration)
         on = "" if device is None else cells[device]
         if text.startswith("[") and text.endswith("]") and (at_grid is None or not cells[at_grid]):
@@ -68,6 +70,9 @@ def read_trace(table: Table, source: str, name: str, kind: Kind) -> Recording:
     if not kernels:
         raise UsageError(f"{name} holds a {kind.what} without kernels", HINT)
     kernels.sort(key=lambda kernel: kernel[0])
+    begun, ended = kernels[0][0], max(kernel[1] for kernel in kernels)
+    if max(ended - begun, sum(end - start for start, end, *_ in kernels)) > _LONGEST:
+        raise UsageError(f"{name} has kernels with impossible times", HINT)
     cells_of = [*(kernel[3] for kernel in kernels), *(row[0] for row in memory)]
     devices, gpus = _devices(cells_of)
     spans = np.array([row[1:] for row in memory], dtype=np.int64).reshape(-1, 2)

@@ -92,5 +92,4 @@ class AnthropicModel(ApiModel):
 
     def _count(self, usage: object, draft: Draft) -> None:
         for ours, theirs in _COUNTS.items():
-            if (said := inside(usage, theirs)) is not None:
-                draft.counts[ours] = said
+            draft.counted(ours, inside(usage, theirs))

@@ -179,7 +179,7 @@ class ApiModel(ABC):
             elif value is UNREADABLE:
                 draft.holes = True
             elif isinstance(value, dict):
-                if inside(value, "error") is not None:
+                if inside(value, "error") or "error" in (value.get("type"), value.get("object")):
                     raise self._faults.told(None, value, {}, draft)
                 draft.heard = True
                 self._hear(value, draft)

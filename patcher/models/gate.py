@@ -145,9 +145,17 @@ class Draft:
             self.characters += len(text)
 
     def stopped(self, reason: object) -> None:
-        """Why it ended."""
-        if reason is not None:
+        """Why it ended; some servers send an empty reason with every event before."""
+        if reason is not None and reason != "":
             self.stop, self.ended = reason, True
+
+    def counted(self, name: str, said: object) -> None:
+        """A number of tokens by our name for it; of several numbers the greatest counts."""
+        before = self.counts.get(name)
+        if isinstance(said, int) and not isinstance(said, bool) and isinstance(before, int):
+            said = max(before, said)
+        if said is not None:
+            self.counts[name] = said
 
     @property
     def whole(self) -> bool:

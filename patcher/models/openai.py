@@ -27,6 +27,20 @@ _OLD, _NEW = "max_tokens", "max_completion_tokens"
 """How the room is called: other servers know the old name, OpenAI's own models want the new one."""
 
 
+def _take(content: object, draft: Draft) -> None:
+    """A text, or parts of one as in a request, where some servers put the thinking, too."""
+    if not isinstance(content, list):
+        draft.add(content)
+        return
+    for part in content:
+        if inside(part, "type") == "text":
+            draft.add(inside(part, "text"))
+        thought = inside(part, "thinking")
+        draft.think(thought)
+        for each in thought if isinstance(thought, list) else ():
+            draft.think(inside(each, "text"))
+
+
 class OpenAIModel(ApiModel):
     """A model behind Chat Completions."""
 
@@ -63,15 +77,15 @@ class OpenAIModel(ApiModel):
         draft.named(event.get("model"))
         usage = event.get("usage")  # in the last chunk, which has no choices
         for ours, *path in _COUNTS:
-            if (said := inside(usage, *path)) is not None:
-                draft.counts[ours] = said
+            draft.counted(ours, inside(usage, *path))
         choices = event.get("choices")
         for choice in choices if isinstance(choices, list) else ():
-            if inside(choice, "index") not in (0, None):
+            index = inside(choice, "index")
+            if type(index) is int and index:
                 continue  # one was asked for
             # `message` where the server does not stream
             said = inside(choice, "delta") or inside(choice, "message")
-            draft.add(inside(said, "content"))
+            _take(inside(said, "content"), draft)
             for name in ("reasoning_content", "reasoning"):
                 draft.think(inside(said, name))
             draft.refused = draft.refused or bool(inside(said, "refusal"))

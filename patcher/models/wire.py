@@ -125,18 +125,28 @@ def unpacked(chunks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
         return
     if encoding not in _ENCODINGS:
         raise GateError("it is packed in a way that was not asked for")
-    packer = zlib.decompressobj(_ENCODINGS[encoding])
+    packer, begun = zlib.decompressobj(_ENCODINGS[encoding]), False
     try:
         for chunk in chunks:
             rest = chunk
             while rest:
+                if packer.eof:  # each piece may be packed by itself; padding is none
+                    if not (rest := rest.lstrip(b"\0")):
+                        break
+                    packer = zlib.decompressobj(_ENCODINGS[encoding])
+                if not begun and encoding == "deflate" and not _is_zlib(rest):
+                    packer = zlib.decompressobj(-15)
+                begun = True
                 yield packer.decompress(rest, _PIECE)
-                if packer.eof:
-                    return
-                rest = packer.unconsumed_tail
+                rest = packer.unused_data if packer.eof else packer.unconsumed_tail
         yield packer.flush()
     except zlib.error:
         raise GateError("its compression is broken") from None
+
+
+def _is_zlib(head: bytes) -> bool:
+    """Whether deflate comes with its header, as it should, or without, as many servers send it."""
+    return head[0] & 15 == 8 and (len(head) < 2 or int.from_bytes(head[:2], "big") % 31 == 0)
 
 
 @dataclass(frozen=True)
@@ -150,6 +160,8 @@ UNREADABLE = object()
 """In place of an event that is no JSON."""
 _END = object()
 """The mark that ends a stream of OpenAI's: what comes after it is not waited for."""
+_NOTHING = object()
+"""In place of an event without data, which keeps a connection alive."""
 
 
 def events(chunks: Iterable[bytes]) -> Iterator[object]:
@@ -159,9 +171,11 @@ def events(chunks: Iterable[bytes]) -> Iterator[object]:
     Raises:
         GateError: it is a web page.
     """
-    pieces = iter(chunks)
-    head = next((piece for piece in pieces if piece.strip()), b"")
-    start = head.lstrip(b" \t\r\n\xef\xbb\xbf")
+    pieces, start = iter(chunks), b""
+    for piece in pieces:
+        start = (start + piece).lstrip(b" \t\r\n").removeprefix(b"\xef\xbb\xbf").lstrip()
+        if len(start) >= 4:
+            break
     if start[:1] == b"<":
         raise GateError("it is a web page", web_page=True)
     if start[:1] in (b"{", b"[") or start[:4] == b"null":
@@ -169,7 +183,7 @@ def events(chunks: Iterable[bytes]) -> Iterator[object]:
         return
     data: list[bytes] = []
     size = 0
-    for line in _lines(chain((head,), pieces)):
+    for line in _lines(chain((start,), pieces)):
         if isinstance(line, TooLong):
             size += line.bytes
         elif isinstance(line, bytes) and line.startswith(b"data:"):
@@ -180,11 +194,12 @@ def events(chunks: Iterable[bytes]) -> Iterator[object]:
             value = _value(b"\n".join(data), size)
             if value is _END:
                 return
-            yield value
+            if value is not _NOTHING:
+                yield value
             data, size = [], 0
     if data or size:  # its blank line is missing
         value = _value(b"\n".join(data), size)
-        if value is not _END and value is not UNREADABLE:
+        if value not in (_END, _NOTHING, UNREADABLE):
             yield value
 
 
@@ -229,7 +244,9 @@ def _value(data: bytes, size: int) -> object:
     """The JSON value of an event."""
     if size > EVENT_BYTES:
         return TooLong(size)
-    if data.strip() == b"[DONE]":
+    if not (words := data.strip()):
+        return _NOTHING
+    if words == b"[DONE]":
         return _END
     try:
         value: object = json.loads(data.decode("utf-8", "replace"), parse_int=_whole_number)
