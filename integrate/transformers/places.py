@@ -22,8 +22,14 @@ LAYERS: Mapping[str, str | None] = {
     "gpt_oss.rotary_embedding": "gpt_oss",
     "gpt_oss.router": "gpt_oss",
     "norm": None,
+    "gemma_norm": None,
 }
 """The architecture that a patch point is of, by its name; None for a role that any may have."""
+NORMS: Mapping[str, tuple[str, str]] = {
+    "norm": ("rms_norm", "its weight alone"),
+    "gemma_norm": ("gemma_rms_norm", "one more than its weight"),
+}
+"""By point: the op that its norms compute, and what they multiply by."""
 
 
 class TransformersTree(SourceTree):
@@ -46,7 +52,7 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
     """
     model, alone = config(), LAYERS[point]
     if alone is None:
-        return _norms_of(model)
+        return _norms_of(point, model)
     kind = str(model.get("model_type"))
     names = ", ".join(map(str, model.get("architectures") or ())) or kind
     if kind != alone:
@@ -57,21 +63,22 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
     return f"{names} has layers of {point}"
 
 
-def _norms_of(config: Mapping[str, Any]) -> str:
+def _norms_of(point: str, config: Mapping[str, Any]) -> str:
+    op, gain = NORMS[point]
     kind = str(config.get("model_type"))
     text = config.get("text_config") or {}
     names = dict.fromkeys([str(text.get("model_type", kind)), kind])
-    found = [name for each in names for name in norm_classes(each)]
+    found = [name for each in names for name in norm_classes(each, op)]
     if not found:
         raise VerificationError(
-            f"no norm of {kind} in transformers multiplies by its weight alone",
+            f"no norm of {kind} in transformers multiplies by {gain}",
             "its norms are of another kind; name another op",
         )
     return f"{kind} has {', '.join(dict.fromkeys(found))}"
 
 
-def norm_classes(architecture: str) -> Iterator[str]:
-    """The classes in an architecture's own file whose objects compute `rms_norm`.
+def norm_classes(architecture: str, op: str = "rms_norm") -> Iterator[str]:
+    """The classes in an architecture's own file whose objects compute an op.
 
     Raises:
         MissingError: transformers is not installed.
@@ -81,12 +88,14 @@ def norm_classes(architecture: str) -> Iterator[str]:
     if file is None or not file.is_file():
         return
     for name, digest in class_digests(file, "Norm"):
-        computes = _read().get(digest)
-        if computes is None:
+        known = _read()
+        if digest in known:
+            computes = known[digest]
+        else:
             from patcher.integrate.transformers.norm import class_computes
 
             computes = class_computes(f"transformers.models.{file.parent.name}.{file.stem}", name)
-        if computes:
+        if computes == op:
             yield name
 
 
@@ -102,8 +111,7 @@ def _folder(models: Path, architecture: str) -> Path | None:
 
 
 @cache
-def _read() -> dict[str, bool]:
-    """Whether a class computes `rms_norm`, by the digest of its source: built and tried once."""
+def _read() -> dict[str, str | None]:
+    """The op that a class computes, by the digest of its source: built and tried once."""
     kept = json.loads(Path(__file__).with_name("norms.json").read_text(encoding="utf-8"))
-    differs = dict.fromkeys(kept["differs"], False)
-    return {**differs, **dict.fromkeys(kept["computes"], True)}
+    return {digest: op or None for op, digests in kept.items() for digest in digests}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from patcher.integrate.points import PatchPoint
 from patcher.integrate.transformers.decoder_layer import GptOssDecoderLayers
 from patcher.integrate.transformers.experts import GptOssExpertsFunction
-from patcher.integrate.transformers.norm import RmsNorms
+from patcher.integrate.transformers.norm import GemmaRmsNorms, RmsNorms
 from patcher.integrate.transformers.rotary import GptOssRotaryEmbedding
 from patcher.integrate.transformers.router import GptOssRouters
 
@@ -17,6 +17,7 @@ POINTS: dict[str, type[PatchPoint]] = {
         GptOssRotaryEmbedding,
         GptOssRouters,
         RmsNorms,
+        GemmaRmsNorms,
     )
 }
 """Patch points of this engine, by name."""
