@@ -36,8 +36,8 @@ from patcher.workloads import workload_for
 
 OPS = {
     **dict.fromkeys(("llama", "qwen3", "qwen3_moe", "mixtral", "glm4_moe"), "rms_norm"),
-    **dict.fromkeys(("deepseek_v2", "kimi_linear", "olmo2", "phi3", "lfm2"), "rms_norm"),
-    **dict.fromkeys(("mamba2", "granitemoehybrid", "falcon_h1"), "rms_norm"),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v4", "olmo2", "phi3", "lfm2"), "rms_norm"),
+    **dict.fromkeys(("mamba2", "granitemoehybrid", "falcon_h1", "kimi_linear"), "rms_norm"),
     "gpt_oss": "fused_add_rms_norm",
     **dict.fromkeys(("gemma3_text", "gemma3", "qwen3_next"), "gemma_rms_norm"),
 }

@@ -20,7 +20,10 @@ from patcher.bench.engines.transformers import TransformersEngine
 from patcher.hotspot.roofline import ServedModel
 from patcher.workloads import workload_for
 
-WITH_EXPERTS = {"mixtral", "deepseek_v2", "granitemoehybrid", "qwen3_next", "qwen3_moe", "glm4_moe"}
+WITH_EXPERTS = {
+    *("mixtral", "gpt_oss", "qwen3_moe", "qwen3_next", "granitemoehybrid", "kimi_linear"),
+    *("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v4"),
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
