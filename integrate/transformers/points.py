@@ -12,12 +12,12 @@ from patcher.integrate.transformers.router import GptOssRouters
 POINTS: dict[str, type[PatchPoint]] = {
     point.name: point
     for point in (
+        RmsNorms,
+        GemmaRmsNorms,
         GptOssDecoderLayers,
         GptOssExpertsFunction,
         GptOssRotaryEmbedding,
         GptOssRouters,
-        RmsNorms,
-        GemmaRmsNorms,
     )
 }
 """Patch points of this engine, by name."""

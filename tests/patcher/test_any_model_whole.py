@@ -15,7 +15,7 @@ import pytest
 import torch
 from agent_sample import recording, verdict
 from command_line import patcher as command
-from tiny_models import KINDS, MORE, model_of, multimodal
+from tiny_models import KINDS, MORE, WHOLE, model_of, multimodal
 
 import patcher
 from patcher import pipeline
@@ -34,14 +34,6 @@ from patcher.runs.run import Run
 from patcher.settings import resolve
 from patcher.workloads import workload_for
 
-OPS = {
-    **dict.fromkeys(("llama", "qwen3", "qwen3_moe", "mixtral", "glm4_moe"), "rms_norm"),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v4", "olmo2", "phi3", "lfm2"), "rms_norm"),
-    **dict.fromkeys(("mamba2", "granitemoehybrid", "falcon_h1", "kimi_linear"), "rms_norm"),
-    "gpt_oss": "fused_add_rms_norm",
-    **dict.fromkeys(("gemma3_text", "gemma3", "qwen3_next"), "gemma_rms_norm"),
-}
-"""By architecture: an op that has somewhere to go in it."""
 WITHOUT = ("gpt2", "opt", "rwkv")
 """Architectures that no op of the library can be put in."""
 
@@ -108,9 +100,9 @@ def begin(model: str, loop: str, folder: Path, op: str | None = None) -> tuple[R
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("kind", OPS)
+@pytest.mark.parametrize("kind", WHOLE)
 def test_a_model_goes_the_whole_way_and_back(kind: str, tmp_path: Path) -> None:
-    op = OPS[kind]
+    op = WHOLE[kind]
     run, workload = begin(small(kind, tmp_path), loop_of(op, tmp_path), tmp_path, op)
     with run:
         result = pipeline.execute(run, lambda *_: None, lambda _: None)
@@ -149,7 +141,7 @@ def test_a_model_without_a_place_is_told_so_before_anything_is_measured(
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v2", "granitemoehybrid", "gemma3_text"])
 def test_the_same_by_its_commands(kind: str, tmp_path: Path) -> None:
     """With every process of its own, and the judge."""
-    op, model = OPS[kind], small(kind, tmp_path)
+    op, model = WHOLE[kind], small(kind, tmp_path)
     size = ("--device", "cpu", "--batch", "2", "--input-len", "8", "--output-len", "8", "--json")
     profiled = command("profile", model, *size, cwd=tmp_path)
     assert op in {spot["op"] for spot in json.loads(profiled.stdout)["hotspots"]}

@@ -99,6 +99,14 @@ MORE: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
 }
+WHOLE = {
+    **dict.fromkeys(("llama", "qwen3", "qwen3_moe", "mixtral", "glm4_moe"), "rms_norm"),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v4", "olmo2", "phi3", "lfm2"), "rms_norm"),
+    **dict.fromkeys(("mamba2", "granitemoehybrid", "falcon_h1", "kimi_linear"), "rms_norm"),
+    "gpt_oss": "fused_add_rms_norm",
+    **dict.fromkeys(("gemma3_text", "gemma3", "qwen3_next"), "gemma_rms_norm"),
+}
+"""Architectures that go the whole way in `test_any_model_whole.py`, and with which op."""
 
 
 def model_of(folder: Path, kind: str, **more: Any) -> str:

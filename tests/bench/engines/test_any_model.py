@@ -236,6 +236,16 @@ def test_a_file_that_is_no_config_is_named(tmp_path: Path) -> None:
         workload(str(tmp_path))
 
 
+def test_a_gguf_file_is_told_the_way(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    for model in (file, tmp_path):
+        for weights in ("random", "local"):
+            with pytest.raises(UsageError, match="holds its model as GGUF") as caught:
+                workload_for(str(model), "cpu", weights=weights)  # type: ignore[arg-type]
+            assert "my-own-model.md" in caught.value.hint
+
+
 def test_a_model_that_is_too_large_for_a_cpu_is_refused_early(tmp_path: Path) -> None:
     large = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 20}
     with pytest.raises(MissingError, match=r"3\.\d+ billion parameters\) does not fit a CPU"):
