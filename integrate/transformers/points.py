@@ -5,6 +5,7 @@ from __future__ import annotations
 from patcher.integrate.points import PatchPoint
 from patcher.integrate.transformers.decoder_layer import GptOssDecoderLayers
 from patcher.integrate.transformers.experts import GptOssExpertsFunction
+from patcher.integrate.transformers.gated_mlp import GatedMlps
 from patcher.integrate.transformers.norm import GemmaRmsNorms, RmsNorms
 from patcher.integrate.transformers.rotary import GptOssRotaryEmbedding
 from patcher.integrate.transformers.router import GptOssRouters
@@ -14,6 +15,7 @@ POINTS: dict[str, type[PatchPoint]] = {
     for point in (
         RmsNorms,
         GemmaRmsNorms,
+        GatedMlps,
         GptOssDecoderLayers,
         GptOssExpertsFunction,
         GptOssRotaryEmbedding,

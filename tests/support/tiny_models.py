@@ -55,7 +55,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
 }
 MORE: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("qwen2", "qwen3", "phi3", "olmo2")},
+    **{name: {} for name in ("mistral", "qwen2", "qwen3", "phi3", "olmo2")},
     "qwen3_moe": {**EXPERTS, "num_experts": 4},
     "gpt_oss": EXPERTS,
     "gemma2": {"sliding_window": 64},
@@ -72,6 +72,13 @@ MORE: dict[str, dict[str, Any]] = {
         "linear_num_heads": 4,
         "layer_types": ["linear_attention", "full_attention"],
         "mlp_layer_types": ["dense", "sparse"],
+    },
+    "deepseek_v3": {
+        **ROUTED,
+        **LATENT,
+        "topk_group": 1,
+        "v_head_dim": 16,
+        "num_key_value_heads": 4,
     },
     "glm4_moe_lite": {
         **ROUTED,
@@ -104,6 +111,7 @@ WHOLE = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v4", "olmo2", "phi3", "lfm2"), "rms_norm"),
     **dict.fromkeys(("mamba2", "granitemoehybrid", "falcon_h1", "kimi_linear"), "rms_norm"),
     "gpt_oss": "fused_add_rms_norm",
+    "qwen2": "silu_and_mul",
     **dict.fromkeys(("gemma3_text", "gemma3", "qwen3_next"), "gemma_rms_norm"),
 }
 """Architectures that go the whole way in `test_any_model_whole.py`, and with which op."""

@@ -22,7 +22,7 @@ from patcher.workloads import workload_for
 
 WITH_EXPERTS = {
     *("mixtral", "gpt_oss", "qwen3_moe", "qwen3_next", "granitemoehybrid", "kimi_linear"),
-    *("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v4"),
+    *("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "deepseek_v4"),
 }
 
 
