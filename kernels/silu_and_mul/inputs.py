@@ -40,7 +40,7 @@ def make(point: Point, generator: torch.Generator, regime: str) -> dict[str, Ten
         case "ramp":  # values encode positions, so a swapped or skipped element shows
             columns = torch.linspace(-6.0, 6.0, shape[1], device=device)
             gate = columns.expand(shape)
-            up = 1 + torch.arange(shape[0], device=device).unsqueeze(1) / 8 + columns / 64
+            up = 1 + torch.arange(shape[0], device=device).unsqueeze(1) / 8 + up / 64
         case "zeros":
             gate = torch.zeros_like(gate)
         case _:
