@@ -80,4 +80,6 @@ def test_a_published_model_keeps_its_answers(tmp_path: Path) -> None:
     assert task["items"] == 120
     assert task["baseline_pct"] > 60, "chance is a quarter"
     assert task["passed"], task["reason"]
+    assert report["receipt"]["calls"]
+    assert not report["receipt"]["fallbacks"]
     assert report["reverted_identical"]

@@ -11,6 +11,9 @@ from transformers_sample import inside, original_kernel
 
 from patcher.bench import VerificationError, load_op
 from patcher.hotspot.rows import _covering
+from patcher.integrate import CallCounters
+from patcher.integrate.activation import contract_guards
+from patcher.integrate.dispatch import Dispatcher
 from patcher.integrate.layers import LayerSurvey
 from patcher.integrate.transformers import places
 from patcher.integrate.transformers.norm import GemmaRmsNorms, RmsNorms
@@ -90,6 +93,21 @@ def test_norms_with_a_gate_are_left_to_the_model() -> None:
     with inside(point, original_kernel("norm")) as book:
         model(TOKENS)
     assert book.layers == LayerSurvey(taken=sum(book.calls.values()))
+
+
+@torch.inference_mode()
+def test_weights_at_any_offset_of_a_mapped_file_are_taken() -> None:
+    model = built("llama")
+    for norm in (each for each in model.modules() if RmsNorms(model).of_role(each)):
+        mapped = torch.empty(len(norm.weight) + 1)[1:].copy_(norm.weight)
+        norm.weight.set_(mapped)
+        assert norm.weight.data_ptr() % 16
+    contract = load_op("rms_norm").contract
+    guards = contract_guards(contract, "cpu", contract.dtype_choices())
+    book = CallCounters("rms_norm", "0" * 64)
+    with inside(RmsNorms(model), Dispatcher("rms_norm", RmsNorms.original, guards, book)):
+        model(TOKENS)
+    assert (sum(book.calls.values()), dict(book.reasons)) == (5, {})
 
 
 def test_the_kernel_is_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
