@@ -5,7 +5,7 @@ PY := .venv/bin/python -P
 STAMP := .venv/.patcher-ready
 DOCS := .venv/.patcher-docs
 
-.PHONY: help setup demo test test-all engines features check lint types docs bench clean
+.PHONY: help setup demo test test-all engines features models check lint types docs bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -34,6 +34,9 @@ engines: $(STAMP) ## patch points of vLLM and SGLang against each version: no GP
 features: $(STAMP) ## docs/reference/features.md, from runs against each version: no GPU, some minutes
 	@PYTHONPATH=tests/support $(PY) -m pytest -q -p feature_matrix -m feature tests/integrate
 	@$(PY) tests/support/vllm_trees.py -p feature_matrix -m feature
+
+models: $(STAMP) ## docs/reference/models.md, from small models and the committed runs: no GPU
+	@PYTHONPATH=tests/support $(PY) tests/support/model_matrix.py
 
 check: lint types ## format, lint and types
 

@@ -17,6 +17,7 @@ from patcher.bench import (
 )
 from patcher.bench.engines import ENGINES, check_model
 from patcher.bench.engines.architecture import longest_context
+from patcher.bench.engines.model_config import refuse_gguf
 
 Device = Literal["cpu", "cuda"]
 WEIGHTS = ("random", "hub", "local")
@@ -97,6 +98,7 @@ def workload_for(
     if known is not None:
         fit_context(workload, known.config.get("max_position_embeddings"))
     elif weights == "local" and not Path(model).is_dir():
+        refuse_gguf(model, Path(model).expanduser())
         raise UsageError(
             f"there is no folder {model}", "give the model's folder, or use --weights hub"
         )

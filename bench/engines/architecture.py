@@ -169,6 +169,7 @@ class ModelSizes:
             "experts": self.experts,
             "n_experts": self.experts,
             "top_k": self.experts_per_token,
+            "intermediate": self.inner,
         }
         if "experts" in of:
             named["inner"] = self.expert_inner

@@ -74,6 +74,7 @@ def config_file(model: str) -> Path:
         MissingError: the hub cannot be reached, or asks for an account.
     """
     path = Path(model).expanduser()
+    refuse_gguf(model, path)
     if path.is_dir():
         path = path / CONFIG
         if not path.is_file():
@@ -95,6 +96,20 @@ def config_file(model: str) -> Path:
             f"folder or a {CONFIG}{wrong}",
         )
     return _from_hub(model)
+
+
+def refuse_gguf(model: str, path: Path) -> None:
+    """Refuse a GGUF file, and a folder with nothing else: no engine here loads it as it is.
+
+    Raises:
+        UsageError: it is one.
+    """
+    alone = path.is_dir() and not (path / CONFIG).is_file() and any(path.glob("*.gguf"))
+    if alone or (path.is_file() and path.suffix == ".gguf"):
+        raise UsageError(
+            f"{model} holds its model as GGUF, which engines here do not load",
+            "write it as a folder first: docs/tutorials/my-own-model.md has the script",
+        )
 
 
 def read_json(file: Path) -> dict[str, Any]:

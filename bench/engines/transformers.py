@@ -104,9 +104,15 @@ class TransformersEngine:
     def reference_logits(self, tokens: torch.Tensor, keep: int = 0) -> tuple[torch.Tensor, str]:
         """Logits in higher precision: each block is upcast, exactly, while it runs."""
         wide = torch.float64 if self.workload.dtype == "float32" else torch.float32
-        embedded = self.model.get_input_embeddings()(tokens.to(self.device)).to(wide)
-        with upcast_in_turn(blocks_of(self.model), wide), nothing_narrows(self.model, wide):
-            output = self.model(inputs_embeds=embedded, use_cache=False, logits_to_keep=keep)
+        # tokens, not what is embedded of them: some models route by the token, too
+        ids, blocks = tokens.to(self.device), blocks_of(self.model)
+        embedding = self.model.get_input_embeddings()
+        widen = embedding.register_forward_hook(lambda *call: call[-1].to(wide))
+        try:
+            with upcast_in_turn(blocks, wide), nothing_narrows(self.model, wide):
+                output = self.model(input_ids=ids, use_cache=False, logits_to_keep=keep)
+        finally:
+            widen.remove()
         name = str(wide).removeprefix("torch.")
         return output.logits[:, -keep:].cpu(), f"{name} upcast of the same weights"
 

@@ -1,15 +1,16 @@
-"""`norm`: every RMSNorm of a model in one call each of `rms_norm`, whatever its class.
+"""`norm` and `gemma_norm`: every RMSNorm of a model in one call each of `rms_norm`, or of
+`gemma_rms_norm` where it multiplies by one more than its weight; whatever its class.
 
 A module is taken for what it holds and computes: one weight, a number that is added to the mean
-square, one argument, and on numbers the same as the op. So norms that multiply by one more than
-their weight, or by a gate, are left as they are.
+square, one argument, and on numbers the same as the op. So each norm is of one point at most, and
+those that multiply by a gate are left as they are.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -23,6 +24,8 @@ from patcher.integrate.transformers.forwards import ForwardPatch, ForwardsPoint
 from patcher.integrate.transformers.parts import kind_of
 from patcher.integrate.transformers.swap import Forward, ModuleSwap
 
+Formula = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+"""Of a norm: rows, weight, output, epsilon."""
 _SIZE = 64
 """Elements of a norm that is built to see what its class computes."""
 _TOLERANCE = 0.02
@@ -43,6 +46,9 @@ class RmsNorms(ForwardsPoint):
     @staticmethod
     def original(*args: Any) -> None:
         _rms_norm(*args)
+
+    gain: ClassVar[str] = "its weight alone"
+    """What such a norm multiplies by, in words."""
 
     def find(self) -> str:
         """See `ForwardsPoint.find`; models that are built later have no weights to try yet."""
@@ -65,10 +71,10 @@ class RmsNorms(ForwardsPoint):
                 raise VerificationError(
                     f"{kind_of(norm).__name__} is already patched", "remove the other patch first"
                 )
-        taken = [norm for norm in norms if _computes(norm)]
+        taken = [norm for norm in norms if _computes(norm, FORMULAS[self.op])]
         if not taken:
             raise VerificationError(
-                f"{type(self.target).__name__} has no norm that multiplies by its weight alone",
+                f"{type(self.target).__name__} has no norm that multiplies by {self.gain}",
                 "its norms are of another kind; revert the patch",
             )
         return taken
@@ -79,7 +85,7 @@ class RmsNorms(ForwardsPoint):
 
     def applies(self, layer: Any) -> str | None:
         """See `LayerPoint`."""
-        return None if _computes(layer) else "it computes something else"
+        return None if _computes(layer, FORMULAS[self.op]) else "it computes something else"
 
     def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
         """See `LayerPoint`."""
@@ -94,23 +100,51 @@ class RmsNorms(ForwardsPoint):
         ]
 
 
+class GemmaRmsNorms(RmsNorms):
+    """The same for norms whose weight is kept as an offset from one."""
+
+    name: ClassVar[str] = "gemma_norm"
+    op: ClassVar[str] = "gemma_rms_norm"
+    gain: ClassVar[str] = "one more than its weight"
+
+    @classmethod
+    def fingerprint(cls) -> str:
+        """See `RmsNorms.fingerprint`."""
+        return source_digest(_gemma_rms_norm)
+
+    @staticmethod
+    def original(*args: Any) -> None:
+        _gemma_rms_norm(*args)
+
+
+FORMULAS: Mapping[str, Formula] = {each.op: each.original for each in (RmsNorms, GemmaRmsNorms)}
+"""What norms compute, by the op's name."""
+
+
 def _forward(norm: Any, seam: ForwardPatch, original: Forward) -> Forward:
     def forward(hidden_states: torch.Tensor) -> Any:
-        refusal = None
-        if torch.is_grad_enabled():
-            refusal = "gradients are on"
-        elif not hidden_states.is_contiguous():
-            refusal = "not contiguous"
-        if refusal is not None:
-            seam.refuse(refusal)
+        rows = None if torch.is_grad_enabled() else _rows(hidden_states)
+        if rows is None:
+            seam.refuse("gradients are on" if torch.is_grad_enabled() else "not contiguous")
             return original(hidden_states)
-        output = torch.empty_like(hidden_states)
-        rows = hidden_states.view(-1, hidden_states.shape[-1])
+        output = hidden_states.new_empty(hidden_states.shape)
         if seam(rows, norm.weight, output.view(rows.shape), _epsilon(norm)):
             return output
         return original(hidden_states)
 
     return forward
+
+
+def _rows(hidden_states: torch.Tensor) -> torch.Tensor | None:
+    """The tensor as rows [rows, hidden] at one pitch; None where only a copy would be."""
+    if hidden_states.is_contiguous():
+        return hidden_states.view(-1, hidden_states.shape[-1])
+    if torch.compiler.is_compiling():  # a view that fails would end the graph
+        return None
+    try:
+        return hidden_states.view(-1, hidden_states.shape[-1])
+    except RuntimeError:
+        return None
 
 
 def _rms_norm(
@@ -119,6 +153,14 @@ def _rms_norm(
     wide = input.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     output.copy_(weight.float() * (wide * scale))
+
+
+def _gemma_rms_norm(
+    input: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, epsilon: float
+) -> None:
+    wide = input.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    output.copy_((1.0 + weight.float()) * (wide * scale))
 
 
 def _epsilon(norm: Any) -> float | None:
@@ -132,24 +174,20 @@ def _holds(module: torch.nn.Module) -> bool:
     weight = held.get("weight")
     if len(held) != 1 or weight is None or weight.dim() != 1 or _epsilon(module) is None:
         return False
-    needed = [
-        each
-        for each in inspect.signature(module.forward).parameters.values()
-        if each.default is each.empty
-    ]
-    return len(needed) == 1
+    # one that also takes a gate is another role, even where the gate may be left out
+    return len(inspect.signature(module.forward).parameters) == 1
 
 
 @torch.no_grad()
-def _computes(norm: Any) -> bool:
-    """Whether a norm computes on numbers what the op does, with its own weight."""
+def _computes(norm: Any, formula: Formula) -> bool:
+    """Whether a norm computes on numbers what the formula says, with its own weight."""
     weight, size = norm.weight, norm.weight.numel()
     if weight.is_meta:
         return False
     row = torch.linspace(-1.0, 2.0, size, device=weight.device, dtype=weight.dtype)
     rows = torch.stack([row, 30 * row.flip(0)])
     expected = torch.empty_like(rows)
-    _rms_norm(rows, weight, expected, _epsilon(norm) or 0.0)
+    formula(rows, weight, expected, _epsilon(norm) or 0.0)
     got = norm(rows)
     return (
         isinstance(got, torch.Tensor)
@@ -159,8 +197,8 @@ def _computes(norm: Any) -> bool:
     )
 
 
-def class_computes(module: str, name: str) -> bool:
-    """Whether an object of a class of norms, built with a size alone, computes the op.
+def class_computes(module: str, name: str) -> str | None:
+    """The op that an object of a class of norms, built with a size alone, computes; None: neither.
 
     Args:
         module: the module of the class, which is imported.
@@ -170,8 +208,8 @@ def class_computes(module: str, name: str) -> bool:
     try:
         norm = kind(_SIZE)
     except (TypeError, AttributeError):  # it is built from something else
-        return False
+        return None
     if not _holds(norm):
-        return False
+        return None
     torch.nn.init.constant_(norm.weight, 3.0)
-    return _computes(norm)
+    return next((op for op, formula in FORMULAS.items() if _computes(norm, formula)), None)

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from patcher.bench import VerificationError
+from patcher.bench.engines.architecture import stated_sizes
 from patcher.integrate.source_parts import class_digests
 from patcher.integrate.source_tree import SourceTree
+from patcher.integrate.transformers.mlp_classes import mlp_classes, stated_activation
 
 LAYERS: Mapping[str, str | None] = {
     "gpt_oss.decoder_layer": "gpt_oss",
@@ -22,8 +24,15 @@ LAYERS: Mapping[str, str | None] = {
     "gpt_oss.rotary_embedding": "gpt_oss",
     "gpt_oss.router": "gpt_oss",
     "norm": None,
+    "gemma_norm": None,
+    "gated_mlp": None,
 }
 """The architecture that a patch point is of, by its name; None for a role that any may have."""
+NORMS: Mapping[str, tuple[str, str]] = {
+    "norm": ("rms_norm", "its weight alone"),
+    "gemma_norm": ("gemma_rms_norm", "one more than its weight"),
+}
+"""By point: the op that its norms compute, and what they multiply by."""
 
 
 class TransformersTree(SourceTree):
@@ -45,8 +54,10 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
         MissingError: transformers is not installed.
     """
     model, alone = config(), LAYERS[point]
+    if point in NORMS:
+        return _norms_of(point, model)
     if alone is None:
-        return _norms_of(model)
+        return mlps_of(model)
     kind = str(model.get("model_type"))
     names = ", ".join(map(str, model.get("architectures") or ())) or kind
     if kind != alone:
@@ -57,21 +68,61 @@ def of_model(point: str, config: Callable[[], Mapping[str, Any]]) -> str:
     return f"{names} has layers of {point}"
 
 
-def _norms_of(config: Mapping[str, Any]) -> str:
+def _norms_of(point: str, config: Mapping[str, Any]) -> str:
+    op, gain = NORMS[point]
     kind = str(config.get("model_type"))
     text = config.get("text_config") or {}
     names = dict.fromkeys([str(text.get("model_type", kind)), kind])
-    found = [name for each in names for name in norm_classes(each)]
+    found = [name for each in names for name in norm_classes(each, op)]
     if not found:
         raise VerificationError(
-            f"no norm of {kind} in transformers multiplies by its weight alone",
+            f"no norm of {kind} in transformers multiplies by {gain}",
             "its norms are of another kind; name another op",
         )
     return f"{kind} has {', '.join(dict.fromkeys(found))}"
 
 
-def norm_classes(architecture: str) -> Iterator[str]:
-    """The classes in an architecture's own file whose objects compute `rms_norm`.
+def mlps_of(config: Mapping[str, Any]) -> str:
+    """The MLPs whose activation is silu(gate) * up in a model.
+
+    Raises:
+        VerificationError, MissingError: as `of_model`.
+    """
+    kind = str(config.get("model_type"))
+    text = config.get("text_config") or config
+    models = TransformersTree.installed().folder / "transformers/models"
+    for each in dict.fromkeys([str(text.get("model_type", kind)), kind]):
+        folder = _folder(models, each)
+        found = {} if folder is None else mlp_classes(folder)
+        silu = [
+            name
+            for name, setting in found.items()
+            if folder is not None
+            and text.get(setting, stated_activation(folder, setting)) in ("silu", "swish")
+        ]
+        # a mixture of experts may have none in any layer, which only a model without weights tells
+        if silu and (not stated_sizes(config).experts or _builds(config, silu)):
+            return f"{kind} has {', '.join(silu)}"
+    raise VerificationError(
+        f"no MLP of {kind} in transformers has silu(gate) * up as its activation",
+        "its layers are of another kind; name another op",
+    )
+
+
+def _builds(config: Mapping[str, Any], names: list[str]) -> bool:
+    """Whether a model has modules of these classes."""
+    from transformers import AutoConfig
+
+    from patcher.bench.engines.causal_model import skeleton
+
+    settings = {name: value for name, value in config.items() if name != "model_type"}
+    whole = AutoConfig.for_model(str(config["model_type"]), **settings)
+    model = skeleton(whole, str(config["model_type"]))
+    return any(type(module).__name__ in names for module in model.modules())
+
+
+def norm_classes(architecture: str, op: str = "rms_norm") -> Iterator[str]:
+    """The classes in an architecture's own file whose objects compute an op.
 
     Raises:
         MissingError: transformers is not installed.
@@ -81,12 +132,14 @@ def norm_classes(architecture: str) -> Iterator[str]:
     if file is None or not file.is_file():
         return
     for name, digest in class_digests(file, "Norm"):
-        computes = _read().get(digest)
-        if computes is None:
+        known = _read()
+        if digest in known:
+            computes = known[digest]
+        else:
             from patcher.integrate.transformers.norm import class_computes
 
             computes = class_computes(f"transformers.models.{file.parent.name}.{file.stem}", name)
-        if computes:
+        if computes == op:
             yield name
 
 
@@ -102,8 +155,7 @@ def _folder(models: Path, architecture: str) -> Path | None:
 
 
 @cache
-def _read() -> dict[str, bool]:
-    """Whether a class computes `rms_norm`, by the digest of its source: built and tried once."""
+def _read() -> dict[str, str | None]:
+    """The op that a class computes, by the digest of its source: built and tried once."""
     kept = json.loads(Path(__file__).with_name("norms.json").read_text(encoding="utf-8"))
-    differs = dict.fromkeys(kept["differs"], False)
-    return {**differs, **dict.fromkeys(kept["computes"], True)}
+    return {digest: op or None for op, digests in kept.items() for digest in digests}

@@ -5,18 +5,21 @@ from __future__ import annotations
 from patcher.integrate.points import PatchPoint
 from patcher.integrate.transformers.decoder_layer import GptOssDecoderLayers
 from patcher.integrate.transformers.experts import GptOssExpertsFunction
-from patcher.integrate.transformers.norm import RmsNorms
+from patcher.integrate.transformers.gated_mlp import GatedMlps
+from patcher.integrate.transformers.norm import GemmaRmsNorms, RmsNorms
 from patcher.integrate.transformers.rotary import GptOssRotaryEmbedding
 from patcher.integrate.transformers.router import GptOssRouters
 
 POINTS: dict[str, type[PatchPoint]] = {
     point.name: point
     for point in (
+        RmsNorms,
+        GemmaRmsNorms,
+        GatedMlps,
         GptOssDecoderLayers,
         GptOssExpertsFunction,
         GptOssRotaryEmbedding,
         GptOssRouters,
-        RmsNorms,
     )
 }
 """Patch points of this engine, by name."""

@@ -37,8 +37,8 @@ def diagnosis(issue: str) -> str:
 Line = tuple[str, str] | tuple[str, str, str]
 
 
-def recording(folder: Path, lines: list[Line]) -> ReplayModel:
-    """A recording of (`<iteration>/<role>`, text[, stop reason]) lines."""
+def recording(folder: Path, lines: list[Line], op: str = OP) -> ReplayModel:
+    """A recording `recording.jsonl` of (`<iteration>/<role>`, text[, stop reason]) lines."""
     file = folder / "recording.jsonl"
     with file.open("w", encoding="utf-8") as out:
         for step, text, *stop in lines:
@@ -53,7 +53,7 @@ def recording(folder: Path, lines: list[Line]) -> ReplayModel:
                 prompt_digest="0" * 64,
             )
             line = RecordedReply(
-                step=f"{OP}/{iteration}/ask-{role}",
+                step=f"{op}/{iteration}/ask-{role}",
                 role=kind,
                 prompt_digest="0" * 64,
                 system="",

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from huggingface_hub import errors
+from tiny_models import EXPERTS, KINDS, MORE, model_of, multimodal
 
 from patcher.bench import MissingError, PatcherError, UsageError, Workload, presets
 from patcher.bench.engines import architecture
@@ -20,65 +20,10 @@ from patcher.bench.engines.transformers import TransformersEngine
 from patcher.hotspot.roofline import ServedModel
 from patcher.workloads import workload_for
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 512,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
+WITH_EXPERTS = {
+    *("mixtral", "gpt_oss", "qwen3_moe", "qwen3_next", "granitemoehybrid", "kimi_linear"),
+    *("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "deepseek_v4"),
 }
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-ROUTED = {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1}
-LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2}
-LINEAR = {
-    f"linear_{name}": size
-    for name, size in (
-        ("num_key_heads", 2),
-        ("num_value_heads", 4),
-        ("key_head_dim", 16),
-        ("value_head_dim", 16),
-    )
-}
-KINDS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "gemma3_text": {"sliding_window": 64},
-    "mixtral": EXPERTS,
-    "deepseek_v2": {**ROUTED, **LATENT, "v_head_dim": 16, "num_key_value_heads": 4},
-    "mamba2": {"num_heads": 8, "state_size": 16, "n_groups": 1, "expand": 2, "chunk_size": 16},
-    "granitemoehybrid": {
-        **MAMBA,
-        **EXPERTS,
-        "layer_types": ["mamba", "attention"],
-        "shared_intermediate_size": 64,
-    },
-    "qwen3_next": {
-        **EXPERTS,
-        **LINEAR,
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 32,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
-    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
-}
-MORE: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("qwen2", "qwen3", "phi3", "olmo2")},
-    "qwen3_moe": {**EXPERTS, "num_experts": 4},
-    "gemma2": {"sliding_window": 64},
-    "glm4_moe": ROUTED,
-    "mamba": {"state_size": 8},
-    "rwkv": {},
-    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
-}
-WITH_EXPERTS = {"mixtral", "deepseek_v2", "granitemoehybrid", "qwen3_next", "qwen3_moe", "glm4_moe"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -90,25 +35,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def model_of(folder: Path, kind: str, **more: Any) -> str:
-    """A folder with the config.json of a small model, and nothing else."""
-    config = transformers.AutoConfig.for_model(kind, **{**SIZES, **more})
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(config.to_json_string(use_diff=False), encoding="utf-8")
-    return str(folder)
-
-
 def workload(model: str) -> Workload:
     return workload_for(model, "cpu", batch=2, input_len=12, output_len=6)
-
-
-def multimodal(folder: Path) -> str:
-    seen = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    seen |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    config = transformers.Gemma3Config(text_config=SIZES, vision_config=seen)
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(config.to_json_string(use_diff=False), encoding="utf-8")
-    return str(folder)
 
 
 def values_of(engine: TransformersEngine) -> Iterator[tuple[str, torch.Tensor]]:
@@ -306,6 +234,16 @@ def test_a_file_that_is_no_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(UsageError, match="is not JSON"):
         workload(str(tmp_path))
+
+
+def test_a_gguf_file_is_told_the_way(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    for model in (file, tmp_path):
+        for weights in ("random", "local"):
+            with pytest.raises(UsageError, match="holds its model as GGUF") as caught:
+                workload_for(str(model), "cpu", weights=weights)  # type: ignore[arg-type]
+            assert "my-own-model.md" in caught.value.hint
 
 
 def test_a_model_that_is_too_large_for_a_cpu_is_refused_early(tmp_path: Path) -> None:

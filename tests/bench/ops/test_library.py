@@ -41,8 +41,8 @@ from patcher.bench.runner.captured import Arena, Captured
 from patcher.bench.runner.loading import load
 
 NAMES = (
-    *("decode_attention", "linear", "moe_finalize", "moe_reduce", "moe_route", "moe_topk"),
-    *("reduce_add_rms_norm", "rms_norm", "rope", "rope_kv_update"),
+    *("decode_attention", "gemma_rms_norm", "linear", "moe_finalize", "moe_reduce", "moe_route"),
+    *("moe_topk", "reduce_add_rms_norm", "rms_norm", "rope", "rope_kv_update", "silu_and_mul"),
 )
 OPS = {name: bench.load_op(name) for name in NAMES}
 SOLUTIONS = {
@@ -240,6 +240,8 @@ SETTINGS = JudgeSettings(
 WRONG = {
     # one token more than the window has
     "decode_attention": ("length - int(window)", "length - int(window) - 1"),
+    # the weight is not an offset from one
+    "gemma_rms_norm": ("(1.0 + weight.float())", "weight.float()"),
     # the last output has another's bias
     "linear": ("bias.float()", "bias.roll(1).float()"),
     # the bias of another expert
@@ -264,6 +266,8 @@ WRONG = {
     "rope": ("second * cos + first * sin", "second * cos - first * sin"),
     # padding is written to the last place
     "rope_kv_update": ("there = slots >= 0", "there = slots >= -1"),
+    # the activation of the other half
+    "silu_and_mul": ("silu(gate.float()) * up.float()", "silu(up.float()) * gate.float()"),
 }
 
 

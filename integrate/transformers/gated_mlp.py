@@ -1,0 +1,168 @@
+"""`gated_mlp`: the activation of every gated MLP of a model in one call each of `silu_and_mul`.
+
+A module is taken for what it holds and computes: projections `gate_proj`, `up_proj` and
+`down_proj`, an activation that is silu, and a forward whose source is that product alone. A probe
+of numbers would miss one that clamps what is large. The three matmuls stay the model's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from patcher.bench import VerificationError
+from patcher.integrate.dispatch import Dispatcher
+from patcher.integrate.points import source_digest
+from patcher.integrate.survey import survey
+from patcher.integrate.transformers.forwards import ForwardPatch, ForwardsPoint
+from patcher.integrate.transformers.mlp_classes import is_product
+from patcher.integrate.transformers.onlookers import Onlookers
+from patcher.integrate.transformers.parts import kind_of
+from patcher.integrate.transformers.swap import Forward, ModuleSwap
+
+_PARTS = ("gate_proj", "up_proj", "down_proj")
+_TOLERANCE = 0.02
+"""Of the largest value of a probe: an activation may be rounded to bfloat16 before the product."""
+
+
+class GatedMlps(ForwardsPoint):
+    """Replaces the `forward` of MLPs in a built model; it must hold its weights already."""
+
+    name: ClassVar[str] = "gated_mlp"
+    op: ClassVar[str] = "silu_and_mul"
+
+    @classmethod
+    def fingerprint(cls) -> str:
+        """sha256 of what a module has to compute: each is tried, so no other source matters."""
+        return source_digest(_silu_and_mul)
+
+    @staticmethod
+    def original(*args: Any) -> None:
+        _silu_and_mul(*args)
+
+    def find(self) -> str:
+        """See `ForwardsPoint.find`; models that are built later have no weights to try yet."""
+        if self.target is None:
+            raise VerificationError(
+                "MLPs are found in a built model alone",
+                'call integrate.activate("transformers", model) once the model is built',
+            )
+        return super().find()
+
+    def install(self, kernel: Dispatcher) -> None:
+        if self.target is None:
+            self.find()
+        super().install(kernel)
+
+    def _parts(self) -> list[torch.nn.Module]:
+        mlps = [each for each in self.target.modules() if _holds(each)]
+        for mlp in mlps:
+            if type(mlp) is not kind_of(mlp) or "forward" in mlp.__dict__:
+                raise VerificationError(
+                    f"{kind_of(mlp).__name__} is already patched", "remove the other patch first"
+                )
+        taken = [mlp for mlp in mlps if _computes(mlp)]
+        if not taken:
+            raise VerificationError(
+                f"{type(self.target).__name__} has no MLP whose activation is silu(gate) * up",
+                "its layers are of another kind; revert the patch",
+            )
+        return taken
+
+    def of_role(self, layer: Any) -> bool:
+        """See `LayerPoint`."""
+        return _holds(layer)
+
+    def applies(self, layer: Any) -> str | None:
+        """See `LayerPoint`."""
+        return None if _computes(layer) else "it computes something else"
+
+    def constants(self, layer: Any) -> Mapping[str, torch.Tensor]:
+        """See `LayerPoint`: what the kernel is passed are activations."""
+        return {}
+
+    def _swaps_for(self, kernel: Dispatcher) -> list[ModuleSwap]:
+        kernel.book.surveys[0] = survey(self, kernel.guards, self.target.modules())
+        seam = ForwardPatch(kernel, self.original)
+        return [
+            ModuleSwap(mlp, partial(_forward, mlp, seam), self, seam.refuse)
+            for mlp in self._parts()
+        ]
+
+
+def _forward(mlp: Any, seam: ForwardPatch, original: Forward) -> Forward:
+    # a hook of the activation would miss its call; those of the projections see theirs
+    onlookers = Onlookers(lambda: (tuple(_activation(mlp)), ()), *map(type, _activation(mlp)))
+
+    def forward(hidden_states: torch.Tensor) -> Any:
+        refusal = "gradients are on" if torch.is_grad_enabled() else onlookers.refusal()
+        if refusal is not None:
+            seam.refuse(refusal)
+            return original(hidden_states)
+        gate, up = mlp.gate_proj(hidden_states), mlp.up_proj(hidden_states)
+        if gate.is_contiguous() and up.is_contiguous():
+            output = torch.empty_like(gate)
+            if seam(*(each.view(-1, gate.shape[-1]) for each in (gate, up, output))):
+                return mlp.down_proj(output)
+        else:
+            seam.refuse("not contiguous")
+        return mlp.down_proj(mlp.act_fn(gate) * up)
+
+    return forward
+
+
+def _silu_and_mul(gate: torch.Tensor, up: torch.Tensor, output: torch.Tensor) -> None:
+    output.copy_(torch.nn.functional.silu(gate.float()) * up.float())
+
+
+def _activation(mlp: Any) -> list[torch.nn.Module]:
+    return [mlp.act_fn] if isinstance(mlp.act_fn, torch.nn.Module) else []
+
+
+def _holds(module: torch.nn.Module) -> bool:
+    """Whether a module holds what a gated MLP holds, and is called as one."""
+    held = dict(module.named_children())
+    return (
+        all(name in held for name in _PARTS)
+        and callable(getattr(module, "act_fn", None))
+        and not set(held) - {*_PARTS, "act_fn"}
+        and len(inspect.signature(module.forward).parameters) == 1
+    )
+
+
+def _is_product(mlp: torch.nn.Module) -> bool:
+    try:
+        source = inspect.getsource(kind_of(mlp).forward)
+    except (OSError, TypeError):  # it was made at run time
+        return False
+    return is_product(source)
+
+
+@torch.no_grad()
+def _computes(mlp: Any) -> bool:
+    """Whether an MLP computes what the op does between its own projections: by its source, and on
+    numbers."""
+    if not _is_product(mlp):
+        return False
+    weight = getattr(mlp.gate_proj, "weight", None)
+    size = getattr(mlp.gate_proj, "in_features", None)
+    if weight is None or size is None or weight.is_meta or not weight.is_floating_point():
+        return False
+    grid = torch.linspace(-8.0, 8.0, 65, device=weight.device)
+    if not torch.allclose(mlp.act_fn(grid), torch.nn.functional.silu(grid), atol=1e-5):
+        return False
+    row = torch.linspace(-1.0, 2.0, size, device=weight.device, dtype=weight.dtype)
+    rows = torch.stack([row, row.flip(0)])
+    gate, up = mlp.gate_proj(rows), mlp.up_proj(rows)
+    inner = torch.empty_like(gate)
+    _silu_and_mul(gate, up, inner)
+    expected, got = mlp.down_proj(inner), mlp(rows)
+    return (
+        isinstance(got, torch.Tensor)
+        and got.shape == expected.shape
+        and torch.allclose(got, expected, rtol=0, atol=_TOLERANCE * float(expected.abs().max()))
+    )

@@ -1,0 +1,150 @@
+"""Which role of which model is proven on which engine: `make models` writes the page.
+
+In transformers a small model of each architecture is built, each patch point is installed in it,
+and a step is decoded. Of other engines the page has what the committed runs measured.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import KINDS, MORE, WHOLE, model_of
+from transformers_sample import inside, original_kernel
+
+from patcher.bench import VerificationError, Workload, content, load_op, presets
+from patcher.bench.engines import open_engine
+from patcher.integrate.transformers.points import POINTS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/reference/models.md"
+RESULTS = ROOT / "bench/results"
+_HEAD = """# Models, roles and engines
+
+`make models` writes this page. A filled cell was proven, by a test or by a run whose samples are
+committed. An empty one has no such layer, or was not tried. What a config.json alone tells of
+vLLM's models is on [its page](vllm.md); `patcher verify PATCH --model M` asks about one model.
+
+## transformers, by tests
+
+A small model of each architecture, with random weights, on a CPU. A number says how many calls of
+a decode step the kernel of that patch point took; *of*, out of how many, where the others fell
+back. Architectures in bold go through profile, run with a recorded loop, patch, A/B and revert in
+`tests/patcher/test_any_model_whole.py`.
+"""
+_RUNS = """## On GPUs, by runs
+
+Patches that took calls in a verdict of `bench/results`, alone or as one of several.
+"""
+
+
+def decoded(kind: str, folder: Path) -> dict[str, str]:
+    """By patch point: the calls that its kernel took in a decode step of a small model."""
+    model = model_of(folder / kind, kind, **{**KINDS, **MORE}[kind])
+    size = {"batch": 2, "input_len": 8, "output_len": 4, "threads": 1}
+    engine = open_engine(
+        Workload(model=model, device="cpu", dtype="float32", **size)  # type: ignore[arg-type]
+    )
+    found = {}
+    decoding = engine.prefill(engine.prompts(1))
+    for name, kind_of_point in POINTS.items():
+        point = kind_of_point(engine.model)
+        try:
+            point.find()
+        except VerificationError:
+            continue
+        with inside(point, original_kernel(name)) as book:
+            engine.decode(decoding, 1)
+        taken, left = sum(book.calls.values()), sum(book.reasons.values())
+        if taken:
+            found[name] = f"{taken} of {taken + left}" if left else str(taken)
+    engine.close()
+    return found
+
+
+def survey() -> dict[str, dict[str, str]]:
+    """`decoded` of every architecture."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return {kind: decoded(kind, Path(folder)) for kind in sorted({**KINDS, **MORE})}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def runs() -> dict[tuple[str, ...], list[str]]:
+    """By model, engine, device, role and op: the verdicts on patches of it, with their files."""
+    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for file in sorted(RESULTS.glob("**/*.json.xz")):
+        for whole in _verdicts(json.loads(content(file))):
+            measured = whole["measured"]
+            each = measured if isinstance(measured, list) else [measured]
+            workload, environment = (
+                each[0]["throughput"][name] for name in ("workload", "environment")
+            )
+            engine = workload["engine"]
+            decision = (whole.get("decisions") or [whole.get("decision")])[0]
+            size = "alone" if len(each) == 1 else f"one of {len(each)}"
+            for one in each:
+                if not one["receipt"]["calls"]:
+                    continue
+                op = load_op(one["receipt"]["patch_id"].split("-")[0])
+                points = (each for each in op.contract.patch_points if each.engine == engine)
+                key = (
+                    workload["model"],
+                    f"{engine} {environment['packages'][engine]}",
+                    environment["device"].removeprefix("NVIDIA "),
+                    f"`{next(points).point}`",
+                    f"`{op.name}`",
+                )
+                found[key].append(f"[{size}: {decision['verdict']}]({_link(file)})")
+    return found
+
+
+def _verdicts(found: Any) -> Iterator[dict[str, Any]]:
+    """The whole verdicts in a file of results; most other files hold none."""
+    for each in found if isinstance(found, list) else [found]:
+        if (
+            isinstance(each, dict)
+            and "measured" in each
+            and ({"decision", "decisions"} & each.keys())
+        ):
+            yield each
+
+
+def _link(file: Path) -> str:
+    return f"https://github.com/patcher-ai/patcher/blob/main/{file.relative_to(ROOT).as_posix()}"
+
+
+def page() -> str:
+    """The page as Markdown."""
+    lines = [_HEAD, _row(["architecture", "presets", *(f"`{name}`" for name in POINTS)])]
+    lines.append(_row(["---"] * (len(POINTS) + 2)))
+    for kind, found in survey().items():
+        named = [name for name, one in presets().items() if one.architecture in _names(kind)]
+        cells = [found.get(name, "") for name in POINTS]
+        title = f"**`{kind}`**" if kind in WHOLE else f"`{kind}`"
+        lines.append(_row([title, ", ".join(named), *cells]))
+    heads = ["model", "engine", "device", "role", "op", "verdicts"]
+    lines += ["", _RUNS, _row(heads), _row(["---"] * len(heads))]
+    lines += [_row([*key, "; ".join(dict.fromkeys(said))]) for key, said in sorted(runs().items())]
+    return "\n".join([*lines, ""])
+
+
+def _names(kind: str) -> tuple[str, ...]:
+    """An architecture's own name, and that of the multimodal model around it."""
+    return kind, kind.removesuffix("_text")
+
+
+def _row(cells: Any) -> str:
+    return " ".join(["|", *(f"{each} |" if each else "|" for each in cells)])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
