@@ -151,22 +151,28 @@ class Cluster:
 
     def _connect(self) -> None:
         name = "this machine" if self._address == "auto" else self._address
-        hint = "start one (ray start --head), or name another: --judge ray:HOST:PORT"
+        if "://" in self._address:
+            raise UsageError(
+                f"{self._address} is Ray Client's, which patcher does not speak",
+                "run patcher on a machine of the cluster: --judge ray:HOST:PORT",
+            )
         host, _, port = self._address.rpartition(":")
-        try:
-            if host and port.isdigit() and "/" not in host:
-                # ray itself tries for minutes
+        hint = "start one (ray start --head), or name another: --judge ray:HOST:PORT"
+        if host and port.isdigit():
+            try:  # ray itself tries for minutes
                 socket.create_connection((host, int(port)), timeout=10).close()
-            if self._ray.is_initialized():
-                return  # whoever calls us has joined it
-            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns
+            except OSError as error:
+                raise MissingError(f"no Ray cluster answers at {name}", hint) from error
+            hint = f"{_SAME}; if it asks for a token, set RAY_AUTH_MODE=token"
+        if self._ray.is_initialized():
+            return  # whoever calls us has joined it
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns
+        try:
             with _own_signals():
                 self._ray.init(address=self._address, log_to_driver=False, logging_level="ERROR")
-        except OSError as error:  # ConnectionError, too
-            raise MissingError(f"no Ray cluster answers at {name}", hint) from error
-        except (ImportError, RuntimeError, ValueError) as error:
-            said = str(error).strip().splitlines()[0]
-            raise MissingError(f"cannot use the Ray cluster at {name}: {said}", _SAME) from error
+        except (OSError, ImportError, RuntimeError, ValueError) as error:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise MissingError(f"cannot join a Ray cluster at {name}: {said}", hint) from error
 
     def pool(self, kind: Literal["cpu", "cuda"]) -> Any:
         """The actor that has the jobs for a kind of device; it is started if there is none.

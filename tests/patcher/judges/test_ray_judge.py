@@ -4,6 +4,7 @@ around."""
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -85,6 +86,13 @@ def judge(report: Callable[[str, int, int], None] = lambda *_: None, who: str = 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
     ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'patcher[ray]'")
+    with pytest.MonkeyPatch.context() as patch:  # else ray writes a token into the home folder
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        yield from started(ray)
+
+
+def started(ray: Any) -> Iterator[Any]:
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     yield ray
     ray.shutdown()
@@ -153,6 +161,8 @@ def test_no_ray_and_no_cluster_are_said(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(MissingError, match=r"no Ray cluster answers at 127\.0\.0\.1:1") as caught:
         Cluster("127.0.0.1:1")
     assert "ray start --head" in caught.value.hint
+    with pytest.raises(UsageError, match="does not speak"):
+        Cluster("ray://127.0.0.1:10001")
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingError, match="ray is not installed") as caught:
         Cluster("")
