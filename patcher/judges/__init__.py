@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 from patcher.bench import Candidate, Evaluation, UsageError
 from patcher.bench.judge import JudgeSettings, Progress, open_judge
 from patcher.judges.counters import CandidateJudge, with_counters
-from patcher.judges.exchange import ExchangeJudge
 from patcher.judges.remote import REMOTE_JUDGES, RemoteJudge
 
 if TYPE_CHECKING:  # it brings torch
@@ -119,7 +118,6 @@ __all__ = [
     "LOCAL",
     "REMOTE_JUDGES",
     "CandidateJudge",
-    "ExchangeJudge",
     "Judges",
     "RemoteJudge",
     "open_judges",

@@ -6,9 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal, Self
 
-from patcher.bench import Candidate, Evaluation, VerificationError, load_op
+from patcher.bench import Candidate, Evaluation, Registry, VerificationError, load_op
 from patcher.bench.judge import JudgeSettings, Progress
-from patcher.bench.plugins import Registry
 from patcher.judges.jobs import JobFolder, JobResult, post
 
 
